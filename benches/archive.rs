@@ -1,7 +1,10 @@
-//! How long does archiving one stripe take, from replicas to proven pieces, on one machine over real QUIC and real files?
+//! Measures the time to archive one stripe, from replicas to proven pieces, on one machine over
+//! real QUIC and real files.
 //!
-//! Sixteen daemons in this process, code (16,11). Beside it the floors that every archiving has: one copy of the stripe in memory, and one
-//! BLAKE3 of it. Bytes are those of the stripe; everything shares the machine's cores, so the figures compare plans, not clusters.
+//! Sixteen daemons run in this process with the code (16,11). Beside them two lower bounds of every
+//! archiving are measured: one copy of the stripe in memory, and one BLAKE3 hash of it. Throughput
+//! counts the bytes of the stripe. All daemons share the machine's cores, so the figures compare
+//! plans, not clusters.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, missing_docs)] // a bench measures time and stops at the first failure
 
 use std::collections::BTreeMap;
@@ -40,7 +43,8 @@ async fn cluster() -> Cluster {
     let cluster = ClusterId([3; 16]);
     let authority = Authority::create(cluster).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    // Ports that are free now, and all different because all are held until the last is known.
+    // These ports are free now, and all different, because every socket stays open until the last
+    // port is known.
     let held: Vec<UdpSocket> =
         (0..NODES).map(|_| UdpSocket::bind("127.0.0.1:0").unwrap()).collect();
     let addresses: Vec<String> =

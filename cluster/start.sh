@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Starts nodes on this machine, each a process of its own, under FOLDER; makes their files the first time.
+# Starts nodes on this machine under FOLDER, each in its own process. Creates their files the first
+# time.
 #
 #   cluster/start.sh FOLDER [NODES]
 #
-# NODES is their number (default: 16); a folder that is there keeps those that it has. RAPIDRAID names the program
-# (default: this repository's release build, else the one on the PATH), PORT the first of the UDP ports on 127.0.0.1
-# (default: 7440). cluster/stop.sh FOLDER stops them.
+# NODES is the number of nodes (default: 16); an existing folder keeps its nodes. RAPIDRAID is the
+# program (default: this repository's release build, else the one on the PATH). PORT is the first of
+# the UDP ports on 127.0.0.1 (default: 7440). cluster/stop.sh FOLDER stops the nodes.
 set -euo pipefail
 
 folder=${1:?usage: cluster/start.sh FOLDER [NODES]}
@@ -34,7 +35,7 @@ if [[ ! -e $folder/client/rapidraid.toml ]]; then
 fi
 folder=$(cd "$folder" && pwd)
 
-# Whether the number in the pid file is still that of the node's process.
+# Returns whether the process id in the pid file is still that of the node's process.
 is_running() {
   local pid
   { pid=$(cat "$1/pid") && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$1/rapidraid.toml"; } 2>/dev/null
@@ -60,7 +61,7 @@ for node in "$folder"/nodes/*/; do
   done
 done
 
-# A save takes the code for which enough nodes are registered, so wait for that too.
+# A save uses the code for which enough nodes are registered, so wait for the registrations too.
 count=$(find "$folder/nodes" -mindepth 1 -maxdepth 1 -type d | wc -l)
 until "$program" status --config "$folder/client/rapidraid.toml" | grep -q "^$count of $count nodes live"; do
   if ((SECONDS > deadline)); then

@@ -7,7 +7,7 @@ set -euo pipefail
 folder=$(cd "${1:?usage: cluster/stop.sh FOLDER}" && pwd)
 stop_limit_s=25
 
-# The node's process, if the number in its pid file is still its own.
+# Prints the id of the node's process if the id in its pid file is still valid. Returns 1 otherwise.
 pid_of() {
   local pid
   { pid=$(cat "$1/pid") && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$1/rapidraid.toml"; } 2>/dev/null || return 1

@@ -1,14 +1,16 @@
-//! A bounded pool of bytes. Whoever holds a [`Reservation`] may use that many; dropping it gives them back.
+//! A bounded pool of bytes. The holder of a [`Reservation`] may use that many bytes; dropping the
+//! reservation returns them to the pool.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Permits are counted in units of this many bytes, because a semaphore counts in `u32`.
+/// Size of a permit in bytes. Permits stand for several bytes each because a semaphore counts in
+/// `u32`.
 const UNIT_BYTES: u64 = 4096;
 
-/// A named pool of bytes with a fixed size. Waiters are served in the order in which they came.
+/// A named pool of bytes with a fixed size. Waiters are served in the order of arrival.
 #[derive(Debug)]
 pub struct Budget {
     name: &'static str,
@@ -18,7 +20,7 @@ pub struct Budget {
     peak_bytes: AtomicU64,
 }
 
-/// Bytes that are taken from a [`Budget`] until this is dropped.
+/// Bytes that are reserved from a [`Budget`] until this value is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     budget: Arc<Budget>,
@@ -26,22 +28,23 @@ pub struct Reservation {
     _permit: OwnedSemaphorePermit,
 }
 
-/// More was asked for than the pool ever has, or than it has now.
+/// The error for a reservation that is larger than the pool, or larger than the part that is free
+/// now.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{asked_bytes} bytes asked of the {budget} budget of {total_bytes} bytes: raise the memory limit or do less at once"
 )]
 pub struct BudgetError {
-    /// Which pool.
+    /// The name of the pool.
     pub budget: &'static str,
-    /// What was asked for.
+    /// The number of bytes that were requested.
     pub asked_bytes: u64,
-    /// What the pool has in all.
+    /// The size of the pool in bytes.
     pub total_bytes: u64,
 }
 
 impl Budget {
-    /// A pool of `total_bytes` (rounded down to 4 KiB).
+    /// Returns a pool of `total_bytes` (rounded down to a multiple of 4 KiB).
     pub fn new(name: &'static str, total_bytes: u64) -> Arc<Self> {
         let units = (total_bytes / UNIT_BYTES).min(Semaphore::MAX_PERMITS as u64);
         Arc::new(Self {
@@ -73,38 +76,40 @@ impl Budget {
         Reservation { budget: self.clone(), bytes, _permit: permit }
     }
 
-    /// Waits until `bytes` are free and takes them. The caller sets the deadline.
+    /// Waits until `bytes` are free and reserves them. The caller sets the deadline. Returns an
+    /// error at once if the pool is smaller than `bytes`.
     pub async fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Reservation, BudgetError> {
         let units = self.units(bytes)?;
         let permit = self.permits.clone().acquire_many_owned(units).await;
         Ok(self.granted(bytes, permit.map_err(|_| self.refusal(bytes))?))
     }
 
-    /// Takes `bytes` if they are free now and nobody waits before us.
+    /// Reserves `bytes` if they are free now and no earlier caller is waiting; returns an error
+    /// otherwise.
     pub fn try_reserve(self: &Arc<Self>, bytes: u64) -> Result<Reservation, BudgetError> {
         let units = self.units(bytes)?;
         let permit = self.permits.clone().try_acquire_many_owned(units);
         Ok(self.granted(bytes, permit.map_err(|_| self.refusal(bytes))?))
     }
 
-    /// The size of the pool.
+    /// Returns the size of the pool in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes
     }
 
-    /// What is taken now. Zero when nothing runs.
+    /// Returns the number of bytes that are reserved now. The number is zero when nothing runs.
     pub fn used_bytes(&self) -> u64 {
         *self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The most that was ever taken at once.
+    /// Returns the largest number of bytes that was ever reserved at the same time.
     pub fn peak_bytes(&self) -> u64 {
         self.peak_bytes.load(Ordering::Relaxed)
     }
 }
 
 impl Reservation {
-    /// How many bytes it holds.
+    /// Returns the number of reserved bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -1,5 +1,5 @@
-//! Time comes in through [`Clock`], so that a simulated run owns it.
-#![allow(clippy::disallowed_methods)] // the one place that asks the system
+//! The only source of time is a [`Clock`], so that a simulated run controls it.
+#![allow(clippy::disallowed_methods)] // the only place that asks the system
 
 use std::future::Future;
 use std::sync::Arc;
@@ -10,13 +10,14 @@ use async_trait::async_trait;
 /// A monotonic clock, a way to wait on it, and the date for people.
 #[async_trait]
 pub trait Clock: Send + Sync + 'static {
-    /// Time since some fixed moment of this process; never goes back. Leases and deadlines use this alone.
+    /// Returns the time since a fixed moment in the life of this process. It never goes back.
+    /// Leases and deadlines use this time alone.
     fn now(&self) -> Duration;
 
     /// Returns when `duration` has passed.
     async fn sleep(&self, duration: Duration);
 
-    /// Seconds since 1970, to show to people. Never compared, never a reason to act.
+    /// Returns seconds since 1970, for display only. Nothing compares them or acts on them.
     fn wall_seconds(&self) -> u64;
 }
 
@@ -27,7 +28,7 @@ pub struct SystemClock {
 }
 
 impl SystemClock {
-    /// A clock that starts at zero now.
+    /// Returns a clock that starts at zero now.
     pub fn new() -> Arc<Self> {
         Arc::new(Self { start: tokio::time::Instant::now() })
     }
@@ -48,15 +49,16 @@ impl Clock for SystemClock {
     }
 }
 
-/// The work did not end within its limit.
+/// The error for work that did not end within its limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("no answer within {limit:?}")]
 pub struct Elapsed {
-    /// The limit that passed.
+    /// The limit that was exceeded.
     pub limit: Duration,
 }
 
-/// Runs `work` for at most `limit`; it is dropped where it stands when the limit passes.
+/// Runs `work` for at most `limit` and returns its output. When the limit passes, `work` is dropped
+/// at its current await point and the result is [`Elapsed`].
 pub async fn deadline<T>(
     clock: &dyn Clock,
     limit: Duration,
@@ -69,7 +71,8 @@ pub async fn deadline<T>(
     }
 }
 
-/// The most memory that this process ever had resident, in bytes; 0 where the system does not say.
+/// Returns the peak resident memory of this process in bytes, or 0 if the system does not report
+/// it.
 pub fn peak_memory_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

@@ -1,5 +1,5 @@
-//! Randomness comes in through [`Entropy`], so that one seed replays one run.
-#![allow(clippy::disallowed_methods)] // the one place that asks the system
+//! The only source of randomness is an [`Entropy`], so that one seed replays one run.
+#![allow(clippy::disallowed_methods)] // the only place that asks the system
 
 use std::sync::Mutex;
 
@@ -8,14 +8,15 @@ pub trait Entropy: Send + Sync + 'static {
     /// Fills `out` with random bytes.
     fn fill(&self, out: &mut [u8]);
 
-    /// 16 random bytes, for an identifier.
+    /// Returns 16 random bytes for an identifier.
     fn id(&self) -> [u8; 16] {
         let mut out = [0; 16];
         self.fill(&mut out);
         out
     }
 
-    /// A random number below `bound` (0 when `bound` is 0); the bias is below 2^-32 for bounds below 2^32.
+    /// Returns a random number below `bound`, or 0 when `bound` is 0. The bias is below 2^-32 for
+    /// bounds below 2^32.
     fn below(&self, bound: u64) -> u64 {
         let mut out = [0; 8];
         self.fill(&mut out);
@@ -23,7 +24,7 @@ pub trait Entropy: Send + Sync + 'static {
     }
 }
 
-/// The kernel's generator.
+/// The kernel's random generator.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct SystemEntropy;
 
@@ -31,7 +32,8 @@ impl Entropy for SystemEntropy {
     fn fill(&self, out: &mut [u8]) {
         let mut filled = 0;
         while filled < out.len() {
-            // Without randomness no identifier is unique and no key is secret: there is no way to go on.
+            // Without randomness no identifier is unique and no key is secret, so the process
+            // cannot continue.
             match rustix::rand::getrandom(&mut out[filled..], rustix::rand::GetRandomFlags::empty())
             {
                 Ok(count) => filled += count,
@@ -42,14 +44,14 @@ impl Entropy for SystemEntropy {
     }
 }
 
-/// A generator that gives the same bytes for the same seed: for tests, simulation and demo data.
+/// A generator that returns the same bytes for the same seed, for tests, simulation and demo data.
 #[derive(Debug)]
 pub struct SeededEntropy {
     stream: Mutex<blake3::OutputReader>,
 }
 
 impl SeededEntropy {
-    /// The generator of `seed`.
+    /// Returns the generator for `seed`.
     pub fn new(seed: u64) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("rapidraid seeded entropy v1");
         hasher.update(&seed.to_le_bytes());

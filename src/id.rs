@@ -1,17 +1,17 @@
-//! Names and identifiers. Each is a type of its own, validated where it is made, so that no layer above
-//! has to ask again what a string may hold.
+//! Names and identifiers. Each has its own type and is validated when it is made, so that no layer
+//! above has to check again which characters a string holds.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Why a text is not the name or identifier it should be.
+/// The reason why a text is not a valid name or identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a {what}: {expected}")]
 #[non_exhaustive]
 pub struct IdError {
-    /// What was wanted, e.g. "job name".
+    /// The expected kind of name, e.g. "job name".
     pub what: &'static str,
     /// The rule that the text breaks.
     pub expected: &'static str,
@@ -66,55 +66,60 @@ macro_rules! random_id {
 }
 
 random_id!(
-    /// A cluster, drawn once by `cluster init`.
+    /// The identifier of a cluster, drawn once by `cluster init`.
     ClusterId, 16, "cluster id"
 );
 random_id!(
-    /// One catalogue's map: two maps of one epoch differ in it.
-    DbId, 16, "map id"
+    /// The identifier of one catalogue database. Two databases of the same epoch differ in it.
+    DbId, 16, "database id"
 );
 random_id!(
-    /// One shard of one save: the save's 12 bytes and the shard's number, big-endian. A second save of the same step has other shard ids.
+    /// The identifier of one shard of one save: the save's 12 bytes and the shard's number,
+    /// big-endian. A second save of the same step has other shard ids.
     ShardId, 16, "shard id"
 );
 random_id!(
-    /// One attempt to write one checkpoint.
+    /// The identifier of one save, i.e. of one attempt to write a checkpoint.
     SaveId, 12, "save id"
 );
 random_id!(
-    /// One archiving of one shard's stripe; part of the name of every piece file, so that pieces of two
-    /// archivings never mix.
+    /// An archiving of one shard's stripes. It is part of the name of every piece file, so that
+    /// pieces of two archivings never mix.
     Attempt, 16, "attempt"
 );
 random_id!(
-    /// A lease that the catalogue granted; alive until the catalogue's clock says otherwise.
+    /// A lease that the catalogue granted. The lease is alive until the catalogue's clock says
+    /// otherwise.
     LeaseId, 16, "lease id"
 );
 
 random_id!(
-    /// One incarnation of a training job with all its ranks; a restart is a new launch.
+    /// A launch: one run of a training job with all its ranks. A restart is a new launch.
     LaunchId, 16, "launch id"
 );
 random_id!(
-    /// One process of a launch, as the staging daemon knows it.
+    /// The identifier of one process of a launch, drawn by the process when it connects to the
+    /// staging daemon.
     MemberId, 16, "member id"
 );
 random_id!(
-    /// One filling of one step by all ranks of a launch. A step that is dropped and filled again has another one, so parts of two fillings
-    /// never mix.
+    /// A filling of one step by all ranks of a launch. A step that is dropped and filled again
+    /// gets a new id, so parts of two fillings never mix.
     FillId, 16, "fill id"
 );
 random_id!(
-    /// The staging folder of one host. It outlives the daemon, so ranks that see the same one are on the same host.
+    /// The staging folder of one host. The id outlives the daemon, so ranks that see the same id
+    /// are on the same host.
     InstanceId, 16, "instance id"
 );
 random_id!(
-    /// A shared-memory file that a trainer writes its state into.
+    /// A segment: a shared-memory file into which a trainer writes its state.
     SegmentId, 16, "segment id"
 );
 
 impl ShardId {
-    /// Shard `index` of `save`. The number `u32::MAX` stands for the save itself, in places that file by shard.
+    /// Returns the id of shard `index` of `save`. The number `u32::MAX` stands for the save itself,
+    /// in places that file by shard.
     pub fn new(save: SaveId, index: u32) -> Self {
         let mut bytes = [0; 16];
         bytes[..12].copy_from_slice(&save.0);
@@ -122,19 +127,20 @@ impl ShardId {
         Self(bytes)
     }
 
-    /// What comes right before all shards of `save`; `None` when nothing does.
+    /// Returns the id immediately before all shard ids of `save`, or `None` when no id precedes
+    /// them.
     pub fn before(save: SaveId) -> Option<Self> {
         let first = u128::from_be_bytes(Self::new(save, 0).0);
         first.checked_sub(1).map(|before| Self(before.to_be_bytes()))
     }
 
-    /// Its place among the shards of its save.
+    /// Returns the shard's number within its save, from 0.
     pub fn index(self) -> u32 {
         let [.., a, b, c, d] = self.0;
         u32::from_be_bytes([a, b, c, d])
     }
 
-    /// The save that it belongs to.
+    /// Returns the save that the shard belongs to.
     pub fn save(self) -> SaveId {
         let mut bytes = [0; 12];
         bytes.copy_from_slice(&self.0[..12]);
@@ -142,7 +148,7 @@ impl ShardId {
     }
 }
 
-/// A stripe: its shard and its place in it, from 0.
+/// A stripe, named by its shard and its number in the shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct StripeId {
     /// The shard.
@@ -165,7 +171,7 @@ macro_rules! text_id {
         pub struct $name(String);
 
         impl $name {
-            /// The name as text.
+            /// Returns the name as text.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -221,12 +227,12 @@ text_id!(
     Job, "job name", "1 to 128 of A-Z a-z 0-9 . _ - (not dots alone)", |t| is_word(t, 128)
 );
 text_id!(
-    /// The name of a node or of a client, as its certificate has it.
+    /// The name of a node or of a client, as in its certificate.
     PeerName, "node or client name", "1 to 63 of A-Z a-z 0-9 . _ - (not dots alone)", |t| is_word(t, 63)
 );
 text_id!(
-    /// The name of a shard: a relative path. What restores a tree joins it to a folder, so nothing that
-    /// could leave that folder is a name.
+    /// The name of a shard: a relative path. A restore joins it to a folder, so a text that could
+    /// leave that folder is not a valid name.
     ShardName, "shard name",
     "a relative path of 1 to 1024 bytes; components of 1 to 255 bytes, none of them `.` or `..`, no NUL",
     |t| {
@@ -257,14 +263,16 @@ impl FromStr for Step {
     }
 }
 
-/// A node, by a number that follows from its name, so that records can name a hundred nodes in a kilobyte.
+/// A node, by a number that follows from its name, so that records can name a hundred nodes in a
+/// kilobyte.
 ///
-/// The first 8 bytes, big-endian, of BLAKE3's key derivation (context `rapidraid node id v1`) over the name; the catalogue refuses to register a second name with the same number.
+/// The number is the first 8 bytes, big-endian, of BLAKE3's key derivation (context `rapidraid node
+/// id v1`) over the name. The catalogue refuses to register a second name with the same number.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct NodeId(pub u64);
 
 impl NodeId {
-    /// The number of the node called `name`.
+    /// Returns the id of the node called `name`.
     pub fn of(name: &PeerName) -> Self {
         let hash = blake3::derive_key("rapidraid node id v1", name.as_str().as_bytes());
         let mut first = [0; 8];
@@ -285,23 +293,25 @@ impl fmt::Debug for NodeId {
     }
 }
 
-/// The catalogue's epoch: greater after every rebuild. What an older epoch orders is refused.
+/// The catalogue's epoch, which grows with every rebuild and every transfer. Nodes refuse orders of
+/// an older epoch.
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 pub struct Epoch(pub u64);
 
 impl Epoch {
-    /// How far an epoch may be beyond those that a node has seen: so often is no catalogue rebuilt or moved while a node is away.
+    /// Maximum distance of a plausible epoch from the newest one that a node has seen. No catalogue
+    /// is rebuilt or transferred so often while a node is unreachable.
     const NEAR: u64 = 1 << 16;
 
-    /// The epoch that follows.
+    /// Returns the epoch that follows.
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))
     }
 
-    /// Whether a node that has seen `seen` takes it for an epoch at all: one number that a bit was flipped in would otherwise end all
-    /// epochs for good.
+    /// Returns whether a node that has seen `seen` accepts this epoch as plausible. Without this
+    /// check, a number with one flipped bit would exhaust the epochs for good.
     pub fn is_near(self, seen: Epoch) -> bool {
         self.0 <= seen.0.saturating_add(Self::NEAR)
     }
@@ -313,19 +323,20 @@ impl fmt::Display for Epoch {
     }
 }
 
-/// The fencing token of a shard: whoever takes a shard over raises it, and nodes refuse lower ones.
+/// The fencing token of a shard. Every new owner of the shard raises it, and nodes refuse lower
+/// ones.
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 pub struct Generation {
-    /// The catalogue's epoch; compares first.
+    /// The catalogue's epoch, which is compared first.
     pub epoch: Epoch,
-    /// Raised by one at each take-over.
+    /// A counter that each takeover raises by one.
     pub counter: u64,
 }
 
 impl Generation {
-    /// The generation that a new owner takes in a catalogue of `epoch`.
+    /// Returns the generation that a new owner takes in a catalogue of `epoch`.
     pub fn next(self, epoch: Epoch) -> Self {
         Self { epoch: epoch.max(self.epoch), counter: self.counter.saturating_add(1) }
     }

@@ -1,44 +1,45 @@
-//! What kind of failure an error is: the one question whose answer retry, wire codes, hints and exit codes need.
+//! The kind of an error: the one property on which retries, wire codes, hints and exit codes
+//! depend.
 
 use serde::{Deserialize, Serialize};
 
-/// The kinds of failure. Few on purpose: each tells the caller what can be done.
+/// The kinds of errors. There are few on purpose: each tells the caller what can be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The request itself is wrong: changing it is the only help.
+    /// The request itself is wrong. Only a different request can succeed.
     Invalid,
-    /// What was asked for does not exist.
+    /// The requested object does not exist.
     NotFound,
-    /// It exists already, or somebody else is at it.
+    /// The object exists already, or another party is working on it.
     Exists,
-    /// The caller may not do this.
+    /// The caller has no permission for this request.
     Denied,
-    /// A newer owner, generation, epoch or save is known: stop.
+    /// A newer owner, generation, epoch or save is known. The caller must stop.
     Fenced,
-    /// The other side cannot be reached or does not answer: try again, or elsewhere.
+    /// The other side is unreachable or does not answer. Try again, or use another node.
     Unavailable,
-    /// Memory, disk or streams are short now: try again later.
+    /// Memory, disk space or streams are short at the moment. Try again later.
     Busy,
     /// A deadline passed.
     Timeout,
-    /// Bytes are not what they should be: use another source.
+    /// Bytes are not what they should be. Use another source.
     Corrupt,
-    /// Too much is lost to go on.
+    /// Too much is lost to continue.
     Lost,
-    /// The operating system refused (disk, socket).
+    /// The operating system reported an error (disk, socket).
     Io,
-    /// A defect of ours.
+    /// A defect in this program.
     Internal,
 }
 
 impl ErrorKind {
-    /// Whether the same request may succeed when it is made again.
+    /// Returns whether the same request may succeed when it is repeated.
     pub fn is_transient(self) -> bool {
         matches!(self, ErrorKind::Unavailable | ErrorKind::Busy | ErrorKind::Timeout)
     }
 
-    /// The code that ends a stream or request on the wire (docs/protocol.md).
+    /// Returns the code that ends a stream or request on the wire (docs/protocol.md).
     pub fn wire_code(self) -> u32 {
         match self {
             ErrorKind::Invalid => 1,
@@ -56,7 +57,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind behind a wire code; unknown codes are `Internal`.
+    /// Returns the kind for a wire code. Unknown codes give `Internal`.
     pub fn from_wire_code(code: u32) -> Self {
         match code {
             1 => ErrorKind::Invalid,

@@ -1,4 +1,5 @@
-//! The `rapidraid` binary: environment and arguments in, exit code out. Everything else is `rapidraid::cli`.
+//! The `rapidraid` binary: it passes environment and arguments to `rapidraid::cli`, which does all
+//! the work, and returns the exit code.
 
 use std::process::ExitCode;
 
@@ -19,7 +20,8 @@ fn main() -> ExitCode {
         }
     };
     let code = runtime.block_on(cli::run(args, env));
-    // Whatever still blocks on a disk must not keep the process alive: its outcome is printed.
+    // The outcome is already printed: a thread that still blocks on a disk must not keep the
+    // process alive.
     runtime.shutdown_background();
     ExitCode::from(code)
 }

@@ -1,12 +1,19 @@
-//! Which node holds which position of which stripe: a pure function of the shard's ring, so that a record which
-//! names at most 128 nodes places any number of stripes.
+//! Placement: the node at each position of each stripe. It is a pure function of the shard's ring,
+//! so a record that names at most 128 nodes places any number of stripes.
 //!
-//! Promises: n distinct nodes; the two replicas of a block in different failure domains when these are of equal size, or differ by
-//! one node, and otherwise as far as one choice after the other finds such nodes (of 8, 4 and 4 nodes at (16,11) one block in a
-//! stripe has both in the large one); domains used evenly within a stripe; positions rotate over stripes, so that load spreads;
-//! within a domain the chain visits nodes in the ring's order. Without domains the chains of all stripes so go from each node to
-//! the same next one: however many run at once, a node sends to one node and receives from one, and no two nodes meet at a port.
-//! Where a replica really lies may differ (a node was down): the stripe record's places say so, and the file found there decides.
+//! Guarantees:
+//! - The n nodes of a stripe are distinct.
+//! - The two replicas of a block lie in different failure domains if all domains have the same
+//!   size, or differ by one node. With other sizes the choice is greedy and can fail: with domains
+//!   of 8, 4 and 4 nodes at (16,11), one block of a stripe has both replicas in the large domain.
+//! - A stripe uses the domains evenly.
+//! - Positions rotate over the stripes, so that load spreads.
+//! - Within a domain the chain visits nodes in the ring's order. Without domains, the chains of all
+//!   stripes therefore pass from each node to the same next node. However many chains run at once,
+//!   a node sends to one node and receives from one, and no two senders share a receiver's port.
+//!
+//! A replica may lie elsewhere, because a node was down. The stripe record's places then say so,
+//! and the file found on a node decides.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -16,26 +23,27 @@ use crate::format::records::{MAX_RING, Node, RingNode};
 use crate::id::NodeId;
 use crate::kind::ErrorKind;
 
-/// There are not enough nodes.
+/// The error of a placement: there are fewer nodes than the code needs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{have} nodes are live, the code needs {need}: start more nodes, or configure a smaller code"
 )]
 pub struct PlacementError {
-    /// How many are wanted.
+    /// Number of nodes that the code needs.
     pub need: usize,
-    /// How many there are.
+    /// Number of nodes that are available.
     pub have: usize,
 }
 
 impl PlacementError {
-    /// Nodes may come back.
+    /// Returns [`ErrorKind::Unavailable`], because nodes may come back.
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::Unavailable
     }
 }
 
-/// The ring of a new shard: the given nodes, domains interleaved, at most [`MAX_RING`] of them.
+/// Returns the ring of a new shard: the given nodes with their domains interleaved, at most
+/// [`MAX_RING`] of them.
 ///
 /// `turn` rotates the ring, so that many small shards do not all begin on the same node.
 pub fn ring(nodes: &[Node], turn: u64) -> Vec<RingNode> {
@@ -66,7 +74,8 @@ pub fn ring(nodes: &[Node], turn: u64) -> Vec<RingNode> {
     ring
 }
 
-/// The nodes of stripe `index`, one a position, for an (n, k) code in the standard layout.
+/// Returns the nodes of stripe `index`, one per position, for an (n, k) code in the standard
+/// layout. Returns an error if the ring has fewer than n nodes.
 pub fn place(
     ring: &[RingNode],
     n: usize,
@@ -86,13 +95,15 @@ pub fn place(
     }
     let mut domains: Vec<u16> = Vec::with_capacity(n);
     for position in 0..n {
-        // Position p shares block p-(n-k) with position p-(n-k): the pair that one domain must not hold.
-        let twin = position.checked_sub(n - k).map(|twin| domains[twin]);
+        // Position p shares block p-(n-k) with position p-(n-k). The two should not lie in one
+        // domain.
+        let other = position.checked_sub(n - k).map(|other| domains[other]);
         let cost = |at: &usize| {
             let domain = rotated[*at].domain;
-            // Of domains used alike the one with most nodes left: a large one, left for the end, would have to hold twins.
+            // Among equally used domains, prefer the one with the most free nodes. A large domain
+            // that is left for the end would have to hold both replicas of a block.
             let left = Reverse(free.get(&domain).copied().unwrap_or(0));
-            (twin == Some(domain), used.get(&domain).copied().unwrap_or(0), left, *at)
+            (other == Some(domain), used.get(&domain).copied().unwrap_or(0), left, *at)
         };
         let Some(best) = (0..rotated.len()).filter(|&at| !taken[at]).min_by_key(cost) else {
             return Err(PlacementError { need: n, have: ring.len() });
@@ -110,16 +121,17 @@ pub fn place(
         let next = nodes.iter().position(|node| node.domain == domains[position]);
         places[position] = next.map(|next| nodes.remove(next).node);
     }
-    // As many nodes of a domain were taken as positions have it.
+    // No place is `None`: of each domain exactly as many nodes were taken as it has positions.
     Ok(places.into_iter().flatten().collect())
 }
 
-/// The positions in the order in which the chain visits them, where we ship one.
+/// Returns the positions in the order in which the shipped chain code for (n, k) visits them, or in
+/// ascending order if no such code ships.
 fn visits(n: usize, k: usize) -> Vec<usize> {
     table::find(n, k).map_or_else(|| (0..n).collect(), |code| code.order().to_vec())
 }
 
-/// The nodes of a ring that may take the place of one of a stripe's.
+/// The spares of a stripe: nodes of its ring that may take over one of its positions.
 #[derive(Debug, Clone)]
 pub struct Spares {
     layout: Layout,
@@ -128,7 +140,7 @@ pub struct Spares {
 }
 
 impl Spares {
-    /// Those nodes of `ring` that are not in `places` and that `is_usable`.
+    /// Returns the nodes of `ring` that are not in `places` and for which `is_usable` is true.
     pub fn new(
         ring: &[RingNode],
         layout: Layout,
@@ -141,23 +153,24 @@ impl Spares {
         Self { layout, domains, free }
     }
 
-    /// The nodes that are left.
+    /// Returns the remaining spares.
     pub fn nodes(&self) -> &[NodeId] {
         &self.free
     }
 
-    /// Leaves out what `is_usable` no more.
+    /// Removes the spares for which `is_usable` is false.
     pub fn retain(&mut self, is_usable: impl Fn(NodeId) -> bool) {
         self.free.retain(|node| is_usable(*node));
     }
 
-    /// Adds a node that has been taken out of the stripe.
+    /// Adds a node that has been removed from the stripe.
     pub fn give(&mut self, node: NodeId) {
         self.free.push(node);
     }
 
-    /// A node for `position` of a stripe on `places`: one that is not in doubt rather than one that is, then one outside the
-    /// domains of the nodes that hold the same blocks.
+    /// Takes a spare for `position` of a stripe on `places`. Prefers a node that is not in doubt,
+    /// then a node outside the domains of the other holders of the position's blocks. Returns
+    /// `None` if no spare is left.
     pub fn take(
         &mut self,
         places: &[NodeId],
@@ -165,14 +178,14 @@ impl Spares {
         is_in_doubt: impl Fn(NodeId) -> bool,
     ) -> Option<NodeId> {
         let blocks = self.layout.blocks_at(position);
-        let twins = blocks.flat_map(|block| self.layout.holders(block));
-        let twins: Vec<_> = twins
-            .filter(|&twin| twin != position)
-            .filter_map(|twin| self.domains.get(places.get(twin)?))
+        let others = blocks.flat_map(|block| self.layout.holders(block));
+        let others: Vec<_> = others
+            .filter(|&other| other != position)
+            .filter_map(|other| self.domains.get(places.get(other)?))
             .collect();
         let cost = |at: &usize| {
             let node = self.free[*at];
-            let shares = self.domains.get(&node).is_some_and(|domain| twins.contains(&domain));
+            let shares = self.domains.get(&node).is_some_and(|domain| others.contains(&domain));
             (is_in_doubt(node), shares)
         };
         let best = (0..self.free.len()).min_by_key(cost)?;
@@ -203,7 +216,7 @@ mod tests {
         sizes.iter().enumerate().flat_map(of).collect()
     }
 
-    /// The most blocks that a stripe has both of its replicas of in one domain.
+    /// Returns the greatest number of blocks in one stripe that have both replicas in one domain.
     fn most_shared(nodes: &[Node], n: usize, k: usize) -> usize {
         let shared = |turn, stripe| {
             let ring = ring(nodes, turn);
@@ -219,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn the_twins_of_a_block_lie_in_different_domains() {
+    fn the_replicas_of_a_block_lie_in_different_domains() {
         for (n, k) in [(16, 11), (14, 10), (12, 8), (6, 4), (4, 2)] {
             for racks in 2..=n {
                 for count in n..n + 6 {
@@ -284,22 +297,22 @@ mod tests {
     }
 
     #[test]
-    fn a_spare_lies_outside_the_domains_of_the_twins_when_one_does() {
+    fn a_spare_lies_outside_the_domains_of_the_replicas_when_one_does() {
         let ring = ring(&in_racks(&[4, 2, 2]), 0);
         let layout = Layout::new(4, 2).unwrap();
         let domain = |node: NodeId| ring.iter().find(|m| m.node == node).unwrap().domain;
         let places = place(&ring, 4, 2, 0).unwrap();
         for position in 0..4 {
-            let twin = domain(places[(position + 2) % 4]);
+            let other = domain(places[(position + 2) % 4]);
             let mut spares = Spares::new(&ring, layout, &places, |_| true);
             let free = spares.nodes().to_vec();
             assert_eq!(free.len(), 4);
             let taken: Vec<NodeId> =
                 (0..4).filter_map(|_| spares.take(&places, position, |_| false)).collect();
             assert_eq!(spares.take(&places, position, |_| false), None);
-            let shared: Vec<bool> = taken.iter().map(|&node| domain(node) == twin).collect();
+            let shared: Vec<bool> = taken.iter().map(|&node| domain(node) == other).collect();
             assert!(shared.is_sorted() && !shared[0], "{position}: {shared:?}");
-            // Doubt weighs more.
+            // A node that is not in doubt is preferred even if it shares a domain.
             let mut spares = Spares::new(&ring, layout, &places, |_| true);
             let good = *taken.last().unwrap();
             assert_eq!(spares.take(&places, position, |node| node != good), Some(good));

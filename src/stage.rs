@@ -1,16 +1,18 @@
-//! The stages of a save, an archiving, a removal, a rebuild and a restore, by name: each is said in the log by whoever is about to take it.
+//! The trace points of a save, an archiving, a removal, a rebuild and a restore. The process that
+//! is about to pass one logs its name.
 //!
-//! An operator sees where something stands, and a test kills a process exactly there. The names are those of docs/semantics.md, 3 to 6 and 8.
-//! Nothing else depends on them: a line is written before its stage, and says nothing about how it ends.
+//! The log shows an operator how far an operation is, and a test kills a process exactly there. The
+//! names are those of docs/semantics.md, 3 to 6 and 8. Nothing else depends on them: a line is
+//! written before its step, and says nothing about the outcome.
 
 use std::fmt::Display;
 
-/// What the lines are filed under. `RUST_LOG=rapidraid::stage=debug` shows them and nothing else.
+/// The log target of the lines. `RUST_LOG=rapidraid::stage=debug` shows them and nothing else.
 pub const TARGET: &str = "rapidraid::stage";
 
 macro_rules! stages {
     ($($(#[$meta:meta])* $variant:ident = $name:literal,)*) => {
-        /// A stage.
+        /// A trace point.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum TracePoint {
@@ -18,10 +20,10 @@ macro_rules! stages {
         }
 
         impl TracePoint {
-            /// All of them, in the order in which an operation meets them.
+            /// All trace points, in the order in which an operation passes them.
             pub const ALL: &'static [TracePoint] = &[$(TracePoint::$variant,)*];
 
-            /// As it stands in the log: one lower-case word.
+            /// Returns the name in the log: one lower-case word.
             pub fn name(self) -> &'static str {
                 match self {
                     $(TracePoint::$variant => $name,)*
@@ -36,13 +38,13 @@ stages! {
     Begin = "begin",
     /// Save, client: the blocks of a stripe are sent.
     Send = "send",
-    /// Save, holder: a block that came whole gets its name.
+    /// Save, holder: a block that arrived completely gets its name.
     Block = "block",
     /// Save, holder: the record of a stripe is written.
     Record = "record",
     /// Save, ring: the leaves of a shard are written.
     Leaves = "leaves",
-    /// Save, gateway: the root and the state of a shard go into the catalogue.
+    /// Save, gateway: the shard root and the shard state are written to the catalogue.
     Seal = "seal",
     /// Save, gateway: the compare-and-set that commits.
     Decide = "decide",
@@ -50,21 +52,21 @@ stages! {
     Mark = "mark",
     /// Save, gateway: the step becomes visible.
     Publish = "publish",
-    /// Archiving, coordinator: the wish goes into the catalogue.
-    Wish = "wish",
-    /// Archiving, coordinator: a shard is taken.
+    /// Archiving, coordinator: the archive request is written to the catalogue.
+    Request = "request",
+    /// Archiving, coordinator: the coordinator takes ownership of a shard.
     Take = "take",
-    /// Archiving, coordinator: the replicas of a stripe are looked at.
+    /// Archiving, coordinator: the replicas of a stripe are checked.
     Replicas = "replicas",
-    /// Archiving, node: a replica is made again.
+    /// Archiving, node: a missing replica is copied from another node.
     Fetch = "fetch",
-    /// Archiving, coordinator: the nodes of a plan reserve.
+    /// Archiving, coordinator: the nodes of a plan reserve memory and disk space.
     Reserve = "reserve",
     /// Archiving, coordinator: the hops of a plan run.
     Run = "run",
-    /// Archiving, node: a piece that was written whole gets its name.
+    /// Archiving, node: a piece that was written completely gets its name.
     Piece = "piece",
-    /// Archiving, coordinator: the pieces are judged by their fingerprints.
+    /// Archiving, coordinator: the fingerprints of the pieces are verified.
     Proof = "proof",
     /// Archiving, node: a receipt is written.
     Receipt = "receipt",
@@ -72,37 +74,38 @@ stages! {
     Archived = "archived",
     /// Archiving, node: replicas are removed.
     Drop = "drop",
-    /// Archiving, coordinator: that all replicas are gone goes into the catalogue.
+    /// Archiving, coordinator: the catalogue records that all replicas of a stripe are dropped.
     Dropped = "dropped",
-    /// Archiving, coordinator: the wish goes out of the catalogue, or is left to wait.
+    /// Archiving, coordinator: the archive request is removed from the catalogue, or left for a
+    /// later retry.
     Done = "done",
-    /// Removal, gateway: the step goes out of sight.
+    /// Removal, gateway: the step becomes invisible.
     Removing = "removing",
-    /// Removal, gateway: a shard is fenced for good.
+    /// Removal, gateway: a shard is fenced permanently.
     Fence = "fence",
     /// Removal, node: a tombstone is written.
     Tombstone = "tombstone",
-    /// Removal, node: the files of a save go.
+    /// Removal, node: the files of a save are purged.
     Sweep = "sweep",
-    /// Removal, node: the grave is written, the tombstone goes.
+    /// Removal, node: the save is recorded in the removed-save set and the tombstone is removed.
     Grave = "grave",
-    /// Removal, gateway: the catalogue forgets the save.
+    /// Removal, gateway: the save's entries are removed from the catalogue.
     Forget = "forget",
-    /// Rebuild, node: the next epoch is noted.
+    /// Rebuild, node: the next epoch is recorded durably.
     Claim = "claim",
-    /// Rebuild, daemon: what the nodes hold that claimed is read to the end.
+    /// Rebuild, daemon: the inventory of the nodes that claimed the epoch is read completely.
     Census = "census",
-    /// Rebuild, daemon: the new map gets its epoch.
+    /// Rebuild, daemon: the new catalogue database gets its epoch.
     Map = "map",
-    /// Restore, client: a way to read each stripe is looked for.
+    /// Restore, client: the sources of each stripe are chosen.
     Plan = "plan",
     /// Restore, client: the first byte is written.
     Deliver = "deliver",
-    /// Restore, client: the files get their names.
+    /// Restore, client: the restored files get their names.
     Finish = "finish",
 }
 
-/// Says that `stage` of `what` is about to be taken.
+/// Logs that the operation on `what` is about to pass the trace point `stage`.
 pub fn trace_point(stage: TracePoint, what: impl Display) {
     tracing::debug!(target: TARGET, %what, "{}", stage.name());
 }

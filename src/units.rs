@@ -1,39 +1,42 @@
-//! Sizes: the grain, and how people write byte counts.
+//! Sizes: the grain, and byte counts as people write them.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A grain: the unit that is hashed, fingerprinted and verified alone. Part of the format.
+/// The length of a grain in bytes. A grain is the unit of hashing, fingerprinting and verification;
+/// its length is part of the format.
 pub const GRAIN_BYTES: u64 = 64 * 1024;
-/// Block lengths are multiples of this, so that kernels and direct I/O meet no ragged vector.
+/// The divisor of every block length, in bytes, so that kernels and direct I/O never handle a
+/// partial vector.
 pub const BLOCK_ALIGN_BYTES: u64 = 128;
-/// The default length of a full block.
+/// The default length of a full block, in bytes.
 pub const DEFAULT_BLOCK_BYTES: u64 = 64 * MIB;
-/// The longest block that a cluster can be configured for; it bounds every record and message.
+/// The longest block that a cluster can be configured for, in bytes. It bounds every record and
+/// message.
 pub const MAX_BLOCK_BYTES: u64 = 128 * MIB;
-/// What [`is_block_length`] takes, for errors.
+/// The block lengths that [`is_block_length`] accepts, as text for error messages.
 pub const BLOCK_LENGTHS: &str = "a multiple of 64KiB between \"64KiB\" and \"128MiB\"";
 /// 2^10 bytes.
 pub const KIB: u64 = 1 << 10;
 /// 2^20 bytes.
 pub const MIB: u64 = 1 << 20;
 
-/// Whether a cluster can be configured for full blocks of `bytes`.
+/// Returns whether a cluster can be configured for full blocks of `bytes`.
 pub fn is_block_length(bytes: u64) -> bool {
     bytes.is_multiple_of(GRAIN_BYTES) && (GRAIN_BYTES..=MAX_BLOCK_BYTES).contains(&bytes)
 }
 
-/// How many grains `bytes` take; the last may be partial.
+/// Returns the number of grains in `bytes`. The last grain may be partial.
 pub const fn grains(bytes: u64) -> u64 {
     bytes.div_ceil(GRAIN_BYTES)
 }
 
-/// Seconds since 1970 as `2026-11-20 09:30:00` (Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms":
-/// civil_from_days, for days since 1970 that are not negative).
+/// Returns seconds since 1970 as `2026-11-20 09:30:00` (Howard Hinnant, "chrono-Compatible
+/// Low-Level Date Algorithms": civil_from_days, for days since 1970 that are not negative).
 pub fn date(seconds: u64) -> String {
-    // Beyond the year 9999 the number is no date but damage.
+    // A number beyond the year 9999 is damage, not a date.
     let seconds = seconds.min(253_402_300_799);
     let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
     let (era, day_of_era) = (days / 146_097, days % 146_097);
@@ -48,7 +51,7 @@ pub fn date(seconds: u64) -> String {
     format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}")
 }
 
-/// A byte count as people write it in configuration: `262144`, `64KiB`, `256MiB`, `1GB`.
+/// A byte count as people write it in a configuration: `262144`, `64KiB`, `256MiB`, `1GB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "ByteText", into = "u64")]
 pub struct ByteCount(pub u64);
@@ -76,7 +79,7 @@ impl From<ByteCount> for u64 {
     }
 }
 
-/// A text that is no byte count.
+/// The error for a text that is not a byte count.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is not a size: expected a whole number with B, KiB, MiB, GiB, KB, MB or GB behind it, e.g. \"64MiB\""

@@ -1,4 +1,5 @@
-//! Where blocking work runs: disk, hashing and field arithmetic stay off the network's threads.
+//! The worker threads for blocking work: disk, hashing and field arithmetic stay off the network's
+//! threads.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,28 +13,32 @@ pub struct Workers {
     slots: Option<Arc<Semaphore>>,
 }
 
-/// A job ended by panic: a defect of ours, contained.
+/// The error for a job that ended by a panic. The panic is a defect in this program, and it is
+/// contained in the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a worker's job did not end: this is a defect, please report it with the log")]
 pub struct WorkerDied;
 
 impl Workers {
-    /// At most `threads` jobs at once; others wait their turn.
+    /// Returns workers that run at most `threads` jobs at once; other jobs wait for a slot.
     pub fn new(threads: usize) -> Self {
         Self { slots: Some(Arc::new(Semaphore::new(threads.max(1)))) }
     }
 
-    /// Jobs run where they are asked for: one thread, one order, for simulated runs.
+    /// Returns workers that run each job on the caller's thread: one thread and one order, for
+    /// simulated runs.
     pub fn inline() -> Self {
         Self { slots: None }
     }
 
-    /// Slots of their own for work of another kind, which neither waits for these nor takes them; inline stays inline.
+    /// Returns a second set of `threads` slots for another kind of work. The two sets neither wait
+    /// for each other nor take each other's slots. If `self` is inline, the new set is inline too.
     pub fn beside(&self, threads: usize) -> Self {
         if self.slots.is_some() { Self::new(threads) } else { Self::inline() }
     }
 
-    /// Runs `job` and gives its result. It runs to its end once it has begun, also when nobody waits for it any more.
+    /// Runs `job` and returns its result. A job that has started runs to its end, even if its
+    /// caller no longer waits.
     pub async fn run<T: Send + 'static>(
         &self,
         job: impl FnOnce() -> T + Send + 'static,
@@ -47,7 +52,8 @@ impl Workers {
         work.await.map_err(|_| WorkerDied)
     }
 
-    /// Begins `job` at once and lets the caller go on; its result is there when it is waited for. Inline it has ended already.
+    /// Starts `job` without waiting for it; [`Begun::end`] returns the result. Inline workers run
+    /// the job to its end before this function returns.
     pub fn begin<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> Begun<T> {
         if self.slots.is_none() {
             return Begun::Ended(job());
@@ -57,17 +63,17 @@ impl Workers {
     }
 }
 
-/// A job that was begun. Dropped before it has a slot, it never runs.
+/// A job that was started. If this is dropped before the job has a slot, the job never runs.
 #[derive(Debug)]
 pub enum Begun<T> {
-    /// It runs elsewhere.
+    /// The job is queued or runs in another task.
     Running(AbortOnDropHandle<Result<T, WorkerDied>>),
-    /// It has run.
+    /// The job has ended with this result.
     Ended(T),
 }
 
 impl<T> Begun<T> {
-    /// Waits for its end.
+    /// Waits for the end of the job and returns its result.
     pub async fn end(self) -> Result<T, WorkerDied> {
         match self {
             Begun::Running(task) => task.await.map_err(|_| WorkerDied)?,
@@ -76,7 +82,7 @@ impl<T> Begun<T> {
     }
 }
 
-/// Jobs that were begun, whose results are taken in their order: at most so many at once.
+/// A bounded queue of started jobs. Results are taken in the order in which the jobs were started.
 #[derive(Debug)]
 pub struct InOrder<T> {
     begun: VecDeque<Begun<T>>,
@@ -84,19 +90,20 @@ pub struct InOrder<T> {
 }
 
 impl<T> InOrder<T> {
-    /// At most `most` jobs whose results nobody has taken.
+    /// Returns an empty queue for at most `most` jobs whose results are not taken yet.
     pub fn new(most: usize) -> Self {
         Self { begun: VecDeque::with_capacity(most), most }
     }
 
-    /// Adds a job; when there were `most` already, the result of the first, which is waited for.
+    /// Starts a job and appends it. If the queue is full, waits for its first job beforehand and
+    /// returns that job's result.
     pub async fn push(&mut self, job: impl FnOnce() -> Begun<T>) -> Result<Option<T>, WorkerDied> {
         let first = if self.begun.len() < self.most { None } else { self.next().await? };
         self.begun.push_back(job());
         Ok(first)
     }
 
-    /// The result of the first job that is left.
+    /// Waits for the first remaining job and returns its result, or `None` if no job remains.
     pub async fn next(&mut self) -> Result<Option<T>, WorkerDied> {
         match self.begun.pop_front() {
             Some(first) => first.end().await.map(Some),
@@ -135,14 +142,15 @@ mod tests {
         let workers = Workers::new(8);
         let (tell, told) = std::sync::mpsc::channel();
         let (mut jobs, mut taken, mut begun) = (InOrder::new(3), Vec::new(), 0);
-        // The first job ends when the second one runs beside it.
+        // The first job ends when the second one runs at the same time.
         let limit = std::time::Duration::from_secs(20);
         let first = move || (0, told.recv_timeout(limit).is_ok());
         assert_eq!(jobs.push(|| workers.begin(first)).await.unwrap(), None);
         for number in 1..50 {
             let tell = tell.clone();
             let job = move || {
-                // The first of them to run frees the first job. Nobody listens any more then.
+                // The first of these jobs to run frees the first job. The later ones send to a
+                // closed channel.
                 let _ = tell.send(());
                 (number, true)
             };

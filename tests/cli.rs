@@ -1,5 +1,5 @@
-//! The binary as a person or script meets it: real daemons on this machine, real files, exit codes, JSON, and what it
-//! says when something is wrong.
+//! The binary as a person or script meets it: real daemons on this machine, real files, exit codes,
+//! JSON, and error messages.
 #![allow(clippy::disallowed_methods)] // makes and breaks files of the machine
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -20,7 +20,8 @@ use machine::{Cluster, Daemon, bytes, free_ports, program, run, tree};
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// A checkpoint with every awkward length: none, one byte, around a grain, around a stripe of (6,4) with blocks of 64 KiB.
+/// Writes a checkpoint with every awkward file length: empty, one byte, around a grain, and around
+/// a stripe of (6,4) with blocks of 64 KiB.
 fn write_checkpoint(cluster: &Cluster) {
     let lengths = [0, 1, 127, 65_535, 65_536, 65_537, 262_144, 262_145, 1_000_003];
     for (at, len) in lengths.into_iter().enumerate() {
@@ -72,7 +73,7 @@ fn a_checkpoint_lives_its_life() {
         trace["traceEvents"].as_array().unwrap().iter().filter(move |event| event["cat"] == cat)
     };
     assert_eq!(of("hop").count(), 6 * reports.len());
-    // `rapidraid-cluster` draws these.
+    // `rapidraid-cluster` draws these fields.
     for part in
         ["waited_upstream_us", "queued_us", "computed_us", "disk_us", "waited_downstream_us"]
     {
@@ -90,7 +91,7 @@ fn a_checkpoint_lives_its_life() {
     };
     assert_eq!((sum("replicas"), sum("pieces")), (0, 6 * reports.len() as u64), "{status}");
 
-    // Two lost nodes are what (6,4) survives; the first one has the catalogue.
+    // (6,4) survives the loss of two nodes. The first node stays: it serves the catalogue.
     cluster.daemons.truncate(4);
     let restored = cluster.run("restore gpt/7 --out from-pieces --json").ok().json();
     assert_eq!((&restored["bytes"], &restored["replica_stripes"]), (&total.into(), &0.into()));
@@ -111,7 +112,7 @@ fn every_plan_archives_and_too_much_lost_is_refused() {
     let mut cluster = Cluster::start(4, &["code.list=4,2"]);
     let data = bytes(300_000, 1);
     cluster.write("a.bin", &data);
-    // More shards than a shell lets a process open files.
+    // More shards than the number of files that the shell lets a process open.
     for number in 0..200 {
         cluster.write(&format!("many/{number:03}"), &data[..number]);
     }
@@ -141,7 +142,7 @@ fn every_plan_archives_and_too_much_lost_is_refused() {
     let wrong = cluster.run("archive job/0 --codec reed-solomon-erasure");
     wrong.fails(2, &["cannot run a chain", "hint: add --plan star"]);
 
-    // Beyond n-k losses nothing is written, and what is missing has a name.
+    // Beyond n-k losses a restore writes nothing, and names the shards and nodes that are missing.
     cluster.daemons.truncate(1);
     let lost = cluster.run("restore job/0 --out lost --json");
     lost.fails(1, &["nothing was written", "a.bin", "n2"]);
@@ -163,12 +164,12 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     let listed = cluster.run("ls --json").ok().json()["steps"].clone();
     cluster.run("catalogue rebuild").fails(1, &["the catalogue is served by n1"]);
 
-    // The daemon that serves it is killed, and its map is gone.
+    // Kill the catalogue server and delete its catalogue database.
     cluster.daemons[0].signal(Signal::KILL);
     let gone = cluster.daemons.remove(0);
     gone.ended();
     std::fs::remove_dir_all(cluster.path("cluster/nodes/n1/data/catalogue")).unwrap();
-    // What is committed is read without it.
+    // Committed checkpoints are readable without the catalogue.
     let found = cluster.run("ls").ok().out;
     assert!(found.contains("job/2") && found.contains("commit marks"), "{found}");
     for (step, data) in [("1", &old), ("latest", &new)] {
@@ -183,7 +184,8 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     cluster.run("save job/9 a.bin --record nine.rr").fails(1, &["catalogue"]);
     assert!(!cluster.path("nine.rr").exists(), "a save that failed leaves no record");
     let address = cluster.address(3);
-    // Nodes that registered last may be known to no other: they make themselves known, and until then it is refused.
+    // Nodes that registered last may be unknown to all others until they announce themselves. Until
+    // then the rebuild is refused.
     let rebuild = || cluster.run(&format!("catalogue rebuild --on {address} --json"));
     let mut rebuilt = rebuild();
     for _ in 0..20 {
@@ -198,7 +200,8 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     assert_eq!((&rebuilt["home"], &rebuilt["epoch"]), (&"n3".into(), &2.into()), "{rebuilt}");
     assert_eq!((&rebuilt["steps"], &rebuilt["shards"]), (&2.into(), &2.into()), "{rebuilt}");
     assert_eq!(rebuilt["missing"], serde_json::json!(["n1"]));
-    // Until a gateway has heard of the new home it may go on answering by marks.
+    // A gateway may continue to answer from commit marks until it learns of the new catalogue
+    // server.
     let mut steps = cluster.run("ls --json").ok().json()["steps"].clone();
     for _ in 0..100 {
         if steps[0]["by_marks"] == false {
@@ -212,7 +215,7 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
         cluster.run(&format!("restore job/{step} --out out{step}")).ok();
         assert!(cluster.read(&format!("out{step}/a.bin")) == *data, "step {step}");
     }
-    // It comes back without its map, and is a node among others.
+    // The former catalogue server comes back without its database, as an ordinary node.
     let back = Daemon::start(cluster.folder.path(), &cluster.config(1), &[]).ready();
     cluster.daemons.push(back);
     cluster.run("save job/3 a.bin").ok();
@@ -241,7 +244,7 @@ fn five_of_sixteen_are_gone_with_the_catalogue_and_then_half() {
     cluster.write("a.bin", &data);
     cluster.run("save gpt/1 a.bin").ok();
     cluster.run("archive gpt/1").ok();
-    // The first ones: the catalogue, and those that a client would ask first.
+    // Kill the first five: the catalogue server, and the nodes that a client would ask first.
     for daemon in cluster.daemons.drain(..5) {
         daemon.signal(Signal::KILL);
         daemon.ended();
@@ -283,7 +286,7 @@ fn a_home_that_hears_half_of_the_nodes_says_so() {
     let why = "its catalogue changes nothing: it hears 3 of 6 storage nodes, 4 are needed";
     let status = || cluster.run("status").ok().out;
     cluster.until("a catalogue that changes nothing", |_| status().contains(why));
-    // Nobody's lease lives on, and three daemons are there all the same.
+    // All leases have ended by then, and three daemons are up all the same.
     std::thread::sleep(std::time::Duration::from_secs(4));
     cluster.until("three that are up", |_| {
         let status = status();
@@ -313,7 +316,7 @@ fn a_node_is_added_used_and_taken_out_again() {
         |nodes: &[serde_json::Value]| nodes.iter().filter(|node| node["live"] == true).count();
     cluster.until("all five are live", |nodes| live(nodes) == 5);
 
-    // With one of the old ones gone a save needs the new one.
+    // Without one of the old nodes, a save needs the new one.
     cluster.daemons.remove(3);
     cluster.until("n4 is dead", |nodes| {
         nodes.iter().any(|node| node["name"] == "n4" && node["live"] == false)
@@ -386,7 +389,7 @@ fn a_save_waits_for_one_whose_client_was_killed_and_refuses_what_it_cannot_trust
     other.wait().unwrap();
     let saved = cluster.run("save job/1 small --replace --wait").ok();
     assert!(saved.err.contains("waiting for it") && saved.out.contains("saved"), "{saved:?}");
-    // A committed step is not waited for.
+    // A save does not wait for a committed step.
     cluster.run("save job/1 small --wait").fails(1, &["is committed"]);
 
     cluster.run("save job/2 /proc/self/status").fails(1, &["its length is 0"]);
@@ -396,7 +399,7 @@ fn a_save_waits_for_one_whose_client_was_killed_and_refuses_what_it_cannot_trust
 
 #[test]
 fn wrong_usage_is_told_at_once() {
-    // No daemon runs: what is wrong in itself is refused before anybody is asked.
+    // No daemon runs: an invalid command is refused before the client contacts any node.
     let cluster = Cluster::files(2, &[]);
     cluster.write("a", b"1");
     cluster.write("d/a", b"2");
@@ -562,7 +565,7 @@ fn the_demo_tells_a_true_story() {
     assert_eq!((number("n"), number("k"), number("stripes")), (16, 11, 1));
     assert_eq!(story["verified"], true);
     let (input, block) = (number("input_bytes"), number("block_bytes"));
-    // The files themselves, with what each has besides data: well below one in a hundred.
+    // Each file has less than one percent of overhead beside its data.
     let about = |stored: u64, data: u64| (data..data + data / 100).contains(&stored);
     assert!(about(number("stored_bytes_replicated"), 2 * input), "{story}");
     assert!(about(number("stored_bytes_archived"), 16 * block), "{story}");

@@ -1,4 +1,5 @@
-//! Clusters in one process, under virtual time: what the promises of docs/semantics.md look like from outside.
+//! Clusters in one process, under virtual time: the promises of docs/semantics.md, tested from
+//! outside.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in real or virtual time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 

@@ -1,7 +1,9 @@
-//! Bytes that a release has written are read by every later one, and bytes are not changed by accident: golden files of every
-//! record, every message, and of what is derived from bytes (hashes, fingerprints, code ids).
+//! Compatibility of bytes: every later release reads what an earlier one has written, and no change
+//! of bytes is accidental. Golden files hold every record, every message, and the values derived
+//! from bytes (hashes, fingerprints, code ids).
 //!
-//! A failure here means that a format has changed. That is a decision: page, version, fixture and changelog go together.
+//! A failure here means that a format has changed. Such a change is a decision: page, version,
+//! fixture and changelog change together.
 #![allow(clippy::disallowed_methods)] // reads fixtures
 #![allow(clippy::unwrap_used)] // a test
 
@@ -27,7 +29,7 @@ use rapidraid::id::{NodeId, PeerName, ShardId};
 use rapidraid::placement::place;
 use rapidraid::wire::calls::ALL;
 
-/// Data with a prime period, so that no two grains are alike.
+/// Returns data with a prime period, so that no two grains are equal.
 fn data(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i % 251) as u8).collect()
 }
@@ -116,7 +118,8 @@ fn a_damaged_message_of_a_trainer_is_an_error_or_another_message() {
 #[test]
 fn segments() {
     let case = staging::segment();
-    // Magic bytes and version, then what the hash covers, then the hash; the state lies between. Extents have their own hashes.
+    // These bytes are protected: magic bytes and version, the range that the hash covers, and the
+    // hash. The state lies between them. Extents have their own hashes.
     let covered = (0..12).chain(16..128).chain(192..case.bytes.len());
     for at in covered {
         let mut bad = case.bytes.clone();
@@ -126,7 +129,8 @@ fn segments() {
     hold("format/v1/segments.txt", &[case]);
 }
 
-/// A code id stands in receipts and piece files for as long as they live, and the generator behind it decodes them.
+/// Receipts and piece files contain a code id for as long as they exist, and the generator of that
+/// code decodes them.
 #[test]
 fn codes() {
     let line = |name: String, id: u64, generator: &rapidraid::gf::Matrix| {
@@ -145,7 +149,7 @@ fn codes() {
         let rs = RsCode::new(code.n(), code.k()).unwrap();
         cases.push(line(format!("rs {},{}", rs.n(), rs.k()), rs.id().0, rs.generator()));
     }
-    // All others of the classical code, in one line.
+    // All other ids of the classical code, hashed into one line.
     let mut hasher = blake3::Hasher::new();
     for (n, k) in (2..=32).flat_map(|n| (1..n).map(move |k| (n, k))) {
         let rs = RsCode::new(n, k).unwrap();
@@ -155,7 +159,8 @@ fn codes() {
     hold("format/v1/codes.txt", &cases);
 }
 
-/// Where nobody has written down where a replica is, it is looked for where it was placed first.
+/// A replica without a recorded location is read from the place that placement gave it, so
+/// placement must not change.
 #[test]
 fn places() {
     let mut cases = Vec::new();

@@ -1,4 +1,4 @@
-//! What a client says about epochs and generations binds no node.
+//! Epochs and generations that a client sends bind no node.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits until it is up
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 

@@ -1,7 +1,9 @@
-//! Foreign bytes: every parser of what comes over the network, from a disk, or from people is fed damaged inputs. It does not panic,
-//! takes no memory for lengths that are only claimed, and what it accepts it also writes and reads again.
+//! Fuzzing of untrusted bytes: every parser of bytes from the network, from a disk or from people
+//! gets damaged inputs. It does not panic, allocates no memory for lengths that are only claimed,
+//! and writes and reads again every value that it accepts.
 //!
-//! The suite runs some thousands of cases of each target, always the same ones; `cargo xtask fuzz` runs for as long as one likes.
+//! The suite runs some thousands of cases of each target, always the same ones; `cargo xtask fuzz`
+//! runs for any length of time.
 #![allow(clippy::disallowed_methods)] // reads fixtures, writes what it finds, and stops by the clock
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -37,7 +39,7 @@ static ALLOCATOR: memory::Counting = memory::Counting;
 
 macro_rules! targets {
     ($($module:ident::$name:ident),* $(,)?) => {
-        /// How many there are: they share the time of a long run.
+        /// All targets. Their number divides the time of a long run.
         const TARGETS: &[&str] = &[$(stringify!($name)),*];
 
         $(

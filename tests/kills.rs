@@ -1,6 +1,8 @@
-//! Real daemons, commands, sockets and files, and SIGKILL: at every stage of every operation, and at any moment.
+//! Kills real daemons and commands with SIGKILL, at each stage of each operation and at random
+//! moments. The processes use real sockets and files.
 //!
-//! The suite plays some cells of the matrix and a short storm; `cargo xtask kills` plays the rest (docs/testing.md).
+//! The suite plays some cells of the matrix and a short storm; `cargo xtask kills` plays the rest
+//! (docs/testing.md).
 #![allow(clippy::disallowed_methods)] // processes of the machine, in the machine's time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -29,9 +31,10 @@ use std::time::Instant;
 use cell::Cell;
 use fleet::{Fleet, Plan};
 
-/// Fleets that cells are played on at once: a cell mostly waits.
+/// Number of fleets on which cells are played concurrently. A cell spends most of its time waiting.
 const JOBS: u64 = 3;
-/// Cells in the suite: each role, each operation, the stages around each commit point.
+/// Cells that the suite plays: every role, every operation except restore and rebuild, and the
+/// stages around each commit point.
 const SUITE: [&str; 13] = [
     "gateway:save.decide",
     "head:save.block",
@@ -48,14 +51,15 @@ const SUITE: [&str; 13] = [
     "sayer:mend.fetch",
 ];
 
-/// Kills of the suite's storm.
+/// Number of kills in the suite's storm.
 const SUITE_KILLS: u64 = 10;
 
 fn fleet_of_cells() -> Fleet {
     Fleet::start(&Plan { nodes: cell::NODES, code: cell::CODE, set: &[cell::BLOCK] })
 }
 
-/// Plays cells on several fleets at once, each made anew after a failure; all failures are told.
+/// Plays the cells on several fleets concurrently. Replaces a fleet after a failed cell and after a
+/// cell that moves the catalogue. Panics at the end with a list of all failed cells.
 fn play_cells(cells: &[Cell]) {
     let seed = number("RAPIDRAID_KILLS_SEED").unwrap_or(0);
     let jobs = number("RAPIDRAID_SOAK_JOBS").unwrap_or(JOBS).min(cells.len() as u64);

@@ -1,4 +1,5 @@
-//! All loss patterns of a (16,11) stripe: every set of up to five nodes is survived, every set of six is refused cleanly.
+//! All loss patterns of a (16,11) stripe: restores survive the loss of every set of up to five
+//! nodes, and refuse every set of six cleanly.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits until it is up
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -15,10 +16,11 @@ use world::{World, address, content, job, options, read_file, save};
 
 const N: usize = 16;
 const WORKERS: usize = 4;
-/// Two stripes; the blocks of the last one are 64 KiB and a little, padded.
+/// Size of the data in bytes: two stripes. The blocks of the last one are slightly longer than 64
+/// KiB, and padded.
 const LEN: usize = 11 * (128 << 10) + 11 * (64 << 10) + 1;
 
-/// All subsets of `lost` nodes, as sets of node numbers from 1.
+/// Returns all sets of `lost` nodes, as node numbers from 1.
 fn patterns(lost: usize) -> Vec<Vec<usize>> {
     (0u32..1 << N)
         .filter(|set| set.count_ones() as usize == lost)
@@ -37,7 +39,7 @@ async fn archived_world() -> (World, Bytes) {
     (world, bytes)
 }
 
-/// Runs `check` for every pattern, with the nodes of the pattern out of the client's reach.
+/// Runs `check` for every pattern, while the client cannot reach the nodes of the pattern.
 async fn for_each<F>(
     world: &World,
     patterns: Vec<Vec<usize>>,
@@ -48,7 +50,7 @@ async fn for_each<F>(
     let patterns = Arc::new(patterns);
     let mut tasks = tokio::task::JoinSet::new();
     for worker in 0..WORKERS {
-        // World gives clients numbers in order.
+        // The world numbers clients in order.
         let (client, number) = world.numbered_client();
         let (network, patterns, check) = (world.network.clone(), patterns.clone(), check.clone());
         tasks.spawn(async move {

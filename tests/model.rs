@@ -1,4 +1,5 @@
-//! One node against a model of it: random calls from a seed, restarts and power cuts, the same answers and the same holdings.
+//! One node against a model of it: random calls from a seed, restarts and power cuts. The answers
+//! and the holdings of both must be equal.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -15,9 +16,9 @@ use draw::Draw;
 use node::Subject;
 use world::runs::{number, play, play_all};
 
-/// Seeds in the suite.
+/// Number of seeds in the test suite.
 const SEEDS: u64 = 30;
-/// Deeds of one run.
+/// Number of operations in a run.
 const DEEDS: usize = 60;
 
 async fn run_of(seed: u64) {

@@ -1,5 +1,5 @@
-//! One suite that every transport must pass, so that what runs in one process also runs over QUIC; and
-//! what only QUIC has: certificates, sockets, datagrams.
+//! One test suite for every transport, so that code that runs within one process also runs over
+//! QUIC; and tests of the features that only QUIC has: certificates, sockets, datagrams.
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test fails by panicking
 
 #[path = "net/quic.rs"]
@@ -18,12 +18,12 @@ use rapidraid::net::{ABANDONED, NetError, RecvStream, Role, SendStream};
 
 use world::{World, memory, over_quic};
 
-/// A test that stands still has failed.
+/// Runs `work` with a deadline: a test that hangs fails.
 async fn in_time<T>(work: impl Future<Output = T>) -> T {
     deadline(&*SystemClock::new(), Duration::from_secs(60), work).await.expect("it stands still")
 }
 
-/// `len` bytes without a period that any window or datagram has.
+/// Returns `len` bytes with a period that differs from the size of every window and datagram.
 fn pattern(len: usize) -> Bytes {
     (0..len).map(|i| (i % 251) as u8).collect()
 }
@@ -84,13 +84,14 @@ async fn streams_show_with_their_first_use_in_order(world: World) {
     assert_eq!(seen_second.read(9).await.unwrap().unwrap(), "2");
     first.write(Bytes::from_static(b"1")).await.unwrap();
     assert_eq!(seen_first.read(9).await.unwrap().unwrap(), "1");
-    // Never written to, and let go: it shows, as one that was given up.
+    // A stream that is dropped before its first write still reaches the peer, as an abandoned one.
     drop(third);
     let (_back, mut seen_third) = world.node.accept_bi().await.unwrap();
     assert_eq!(seen_third.read(9).await, Err(NetError::Reset { code: ABANDONED }));
 }
 
-/// Bytes go to and fro on the connection while `work` has to wait.
+/// Asserts that `work` waits while other streams of the connection transfer bytes in both
+/// directions.
 async fn assert_waits<T>(world: &World, work: impl Future<Output = T>) {
     let client = async {
         for round in 0..50 {
@@ -180,7 +181,7 @@ async fn a_large_transfer_arrives_whole(world: World) {
     transfer(&world, 32 << 20).await;
 }
 
-/// Sends `total_bytes` to the node, which answers with their hash.
+/// Sends `total_bytes` to the node. The node answers with their hash.
 async fn transfer(world: &World, total_bytes: usize) {
     let chunk = pattern(1 << 20);
     let client = async {
@@ -239,7 +240,7 @@ async fn open_streams_are_bounded(world: World) {
         open.push(world.client.open_uni().await.unwrap());
     }
     assert_waits(&world, world.client.open_uni()).await;
-    // Those that are over on both sides make room.
+    // Streams that have ended on both sides make room for new ones.
     drop(open);
     for _ in 0..64 {
         let mut recv = world.node.accept_uni().await.unwrap();
@@ -257,7 +258,7 @@ async fn frames_and_bulk_share_a_stream(world: World) {
         write_frame(&mut *send, 1 << 20, pattern(100_000)).await.unwrap();
         let error = write_frame(&mut *send, 64, pattern(65)).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
-        // What a peer without manners sends: the length of a frame that nobody wants.
+        // A hostile peer sends the length of a frame that no node accepts.
         send.write(Bytes::from_static(&[0xff; 4])).await.unwrap();
         send.finish().await.unwrap();
     };

@@ -1,5 +1,5 @@
-//! The pages of `docs/` against the source: every call, field, variant and bound stands on its page, in order, and what the
-//! pages name exists. What the words around them say is left to reviews.
+//! Compares the pages of `docs/` with the source: every call, field, variant and bound is on its
+//! page, in order, and the names on the pages exist. Reviews check the rest of the text.
 #![allow(clippy::disallowed_methods)] // reads the repository itself
 #![allow(clippy::unwrap_used)] // a test
 
@@ -18,18 +18,18 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// The cells of a page's table rows, each row with its line.
+/// Returns the cells of a page's table rows, one list for each row.
 fn rows(page: &str) -> Vec<Vec<&str>> {
     let lines = page.lines().filter_map(|line| line.strip_prefix("| ")?.strip_suffix(" |"));
     lines.map(|line| line.split(" | ").map(str::trim).collect()).collect()
 }
 
-/// The words in backticks.
+/// Returns the words in backticks.
 fn quoted(text: &str) -> Vec<&str> {
     text.split('`').skip(1).step_by(2).collect()
 }
 
-/// The source without its tests.
+/// Returns the source without its tests.
 fn shipped(path: &str) -> String {
     read(path).split("#[cfg(test)]").next().unwrap_or_default().to_owned()
 }
@@ -38,7 +38,8 @@ fn is_name(text: &str) -> bool {
     text.chars().next().is_some_and(|first| first.is_alphabetic() || first == '_')
 }
 
-/// Fields of a struct, or variants of an enumeration with their fields, as they stand in the source.
+/// Returns the fields of a struct, or the variants of an enumeration with their fields, in the
+/// order of the source.
 fn members(source: &str, name: &str) -> Vec<String> {
     let tokens: Vec<String> = tokens(&code_of(source)).into_iter().map(|t| t.text).collect();
     let is_head = |at: &usize| {
@@ -70,7 +71,8 @@ fn members(source: &str, name: &str) -> Vec<String> {
     out
 }
 
-/// Each `type` of `file` has a row on `page` whose words in backticks are its members, in order.
+/// Asserts that each `type` of `file` has a row on `page` whose words in backticks are its members,
+/// in order.
 fn types_have_their_rows(page_path: &str, file: &str, types: &[&str]) {
     let (page, source) = (read(page_path), shipped(file));
     for name in types {
@@ -79,7 +81,8 @@ fn types_have_their_rows(page_path: &str, file: &str, types: &[&str]) {
         let quoted_name = format!("`{name}`");
         let row = rows(&page).into_iter().find_map(|cells| {
             let at = cells.iter().position(|cell| *cell == quoted_name)?;
-            // First, or behind the kind's number; anything else is a mention.
+            // The name is the first cell or follows the kind's number. Anywhere else it is only a
+            // mention.
             (at <= 1 && at + 2 == cells.len()).then(|| *cells.last().unwrap())
         });
         let row = row.unwrap_or_else(|| panic!("{page_path} has no row for {name} of {file}"));
@@ -96,7 +99,6 @@ fn every_record_is_on_its_page() {
         "ShardRoot",
         "ShardState",
         "Checkpoint",
-        "StripeRecord",
         "CommitMark",
         "Receipt",
         "Tombstone",
@@ -110,12 +112,12 @@ fn every_record_is_on_its_page() {
         "Owner",
         "Run",
         "StripeState",
-        "StripeFixed",
-        "BlockInfo",
         "ReceiptPiece",
         "PieceForm",
     ];
     types_have_their_rows("docs/format.md", "src/format/records.rs", &records);
+    let of_stripes = ["StripeRecord", "StripeFixed", "BlockInfo"];
+    types_have_their_rows("docs/format.md", "src/format/stripe_record.rs", &of_stripes);
     let of_the_cluster =
         ["Node", "Members", "Home", "SeenEpoch", "Heard", "CatchUp", "Standing", "Damage"];
     types_have_their_rows("docs/format.md", "src/format/cluster.rs", &of_the_cluster);
@@ -202,7 +204,7 @@ fn every_message_is_on_its_page() {
     }
 }
 
-/// The text of one call in the list of `src/wire/calls.rs`: its fields, then the type of its answer.
+/// Returns one call from the list in `src/wire/calls.rs`: its fields, then the type of its answer.
 fn call_in_source(source: &str, number: u8, name: &str) -> (Vec<String>, String) {
     let head = ["Anyone", "Nodes"].map(|who| format!("    {number} {who} {name} {{"));
     let start = head.iter().find_map(|head| Some(source.find(head)? + head.len()));
@@ -232,7 +234,7 @@ fn every_call_is_on_its_page() {
     assert_eq!(listed.count(), ALL.len(), "docs/protocol.md lists a call that is gone");
 }
 
-/// All files under `folder` with the ending, as paths from the root of the repository.
+/// Returns all files under `folder` with the ending, as paths from the root of the repository.
 fn files(folder: &str, ending: &str) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (mut out, mut folders) = (Vec::new(), vec![root.join(folder)]);
@@ -250,7 +252,7 @@ fn files(folder: &str, ending: &str) -> Vec<String> {
     out
 }
 
-/// Numbers that are no bound: units, shapes of the format, and what is named elsewhere.
+/// Constants that are not bounds: units, numbers of the format, and values that other pages name.
 const NO_BOUNDS: [&str; 32] = [
     "KIB",
     "MIB",
@@ -304,7 +306,7 @@ const BOUNDED: [&str; 14] = [
     "wire",
 ];
 
-/// `const NAME: TYPE = VALUE;` at the top level of a file, as (name, value).
+/// Returns each `const NAME: TYPE = VALUE;` at the top level of a file as (name, value).
 fn constants(source: &str) -> Vec<(String, String)> {
     let mut out = Vec::new();
     for (at, _) in source.match_indices("const ") {
@@ -359,7 +361,8 @@ fn every_bound_is_on_its_page() {
     );
 }
 
-/// Paths and names in backticks on pages that describe the code. `a::b`: both are defined somewhere in `src/`.
+/// Paths and names in backticks on the pages that describe the code exist. For `a::b`, `src/`
+/// defines both `a` and `b`.
 #[test]
 fn what_the_pages_name_exists() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -372,7 +375,7 @@ fn what_the_pages_name_exists() {
         for pair in tokens.windows(2) {
             let defines = ["fn", "struct", "enum", "trait", "const", "type", "mod"]
                 .contains(&pair[0].as_str());
-            // Fields and variants.
+            // Fields and variants are defined without a keyword.
             let member = is_name(&pair[0]) && [":", ",", "{", "("].contains(&pair[1].as_str());
             defined.extend(defines.then(|| pair[1].clone()));
             defined.extend(member.then(|| pair[0].clone()));

@@ -1,8 +1,9 @@
-//! The published code (RapidRAID, arXiv 1207.6744) and ours, counted against each other.
+//! Compares the published code (RapidRAID, arXiv 1207.6744) with ours by counting dependent
+//! subsets.
 
 use rapidraid::code::{ChainCode, Layout, search, subsets};
 
-/// (n, k), subsets of k pieces, natural dependencies in the paper's order.
+/// (n, k), number of subsets of k pieces, number of natural dependencies, in the paper's order.
 const COUNTS: [((usize, usize), u64, u64); 10] = [
     ((6, 4), 15, 0),
     ((8, 4), 70, 1),
@@ -31,7 +32,7 @@ fn another_order_of_the_same_nodes_has_none() {
     for ((n, k), ..) in COUNTS {
         let layout = Layout::new(n, k).unwrap();
         let order = match (n, k) {
-            // Searching takes a few seconds for these, so here is what it found.
+            // These searches take a few seconds, so their results are written here.
             (20, 15) => vec![4, 0, 16, 3, 5, 19, 8, 1, 2, 10, 17, 9, 11, 12, 13, 14, 7, 6, 18, 15],
             (20, 16) => vec![17, 13, 2, 19, 9, 16, 18, 12, 15, 0, 6, 14, 5, 11, 4, 7, 10, 8, 3, 1],
             _ => search::order(layout, 1, search::DEFAULT_ORDERS).unwrap(),
@@ -50,7 +51,8 @@ fn coefficients_of_one_byte_add_no_dependency() {
     }
 }
 
-/// Losing nodes 10, 11, 15 and 16 of the published (16,11) is fatal: every 11 of the other 12 are dependent.
+/// Losing nodes 10, 11, 15 and 16 of the published (16,11) code is fatal: every 11 of the other 12
+/// pieces are dependent.
 #[test]
 fn four_lost_nodes_can_be_fatal_as_published() {
     let code = ChainCode::paper(16, 11).unwrap();

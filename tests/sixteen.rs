@@ -1,7 +1,8 @@
-//! Sixteen real daemons and the code that needs all of them: restores with nodes gone or standing still, a node away for a whole run,
-//! and many plans at once with the least memory.
+//! Sixteen real daemons and the code that needs all of them: restores with nodes down or suspended,
+//! a node that is down for a whole run, and many plans at once with the least memory.
 //!
-//! Minutes of two processors, so that these are no part of the suite: `cargo xtask kills` plays them (docs/testing.md).
+//! The tests take minutes on two processors, so they are not part of the suite; `cargo xtask kills`
+//! plays them (docs/testing.md).
 #![allow(clippy::disallowed_methods)] // processes of the machine, in the machine's time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 #![allow(dead_code)] // the matrix of kills uses the rest of the fleet
@@ -21,9 +22,9 @@ mod standstill;
 #[path = "kills/watch.rs"]
 mod watch;
 
-/// Each way to stand still is measured so often.
+/// Number of measurements for each way to suspend a source.
 const ROUNDS: usize = 3;
-/// A restore with a source that stands still takes at most so many times as long as one without.
+/// Maximum ratio of the time of a restore with a suspended source to the time of one without.
 const BAR: f64 = 2.0;
 
 fn number(name: &str, usual: usize) -> usize {

@@ -1,7 +1,9 @@
-//! The staging daemon with real processes: storage daemons, `rapidraid stage`, and trainers that speak its socket. Somebody is killed, does
-//! what nobody should, or disagrees; what is loaded afterwards is compared byte by byte (docs/staging.md).
+//! Tests of the staging daemon with real processes: storage daemons, `rapidraid stage`, and
+//! trainers that use its socket. Processes are killed, break the rules, or disagree; every step
+//! that is loaded afterwards is compared byte by byte (docs/staging.md).
 //!
-//! A cell is one question. Cells of a test share a cluster; each has a staging daemon, a folder and a job of its own.
+//! A cell is one scenario. The cells of a test share a cluster; each has its own staging daemon,
+//! folder and job.
 #![allow(clippy::disallowed_methods)] // processes of the machine, in the machine's time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -48,19 +50,19 @@ use std::time::Instant;
 use machine::Cluster;
 use serde_json::{Value, json};
 
-/// A question: its name, which is its job's too, and how it is put.
+/// A scenario: its name, which is also the name of its job, and the function that runs it.
 type Cell = (&'static str, fn(&Cluster, &str));
 
-/// Cells that are played at once: a cell mostly waits.
+/// Number of cells that run at once; a cell spends most of its time waiting.
 const JOBS: u64 = 3;
 
-/// Kills of the suite's storm.
+/// Number of kills in the suite's storm.
 const SUITE_KILLS: u64 = 20;
 
-/// Bits that the suite turns in each place.
+/// Number of bits that the suite flips in each place.
 const SUITE_FLIPS: u64 = 2;
 
-/// Six nodes, and leases that are over soon.
+/// Settings of a cluster of six nodes with short leases.
 const CLUSTER: [&str; 3] = ["code.list=6,4", "timeouts.lease_s=3", "policy.archive_all_but=never"];
 
 /// Lists cells by the names of their functions.
@@ -77,12 +79,12 @@ fn number(name: &str) -> Option<u64> {
     setting(name).map(|text| text.parse().unwrap())
 }
 
-/// Plays cells on one cluster, several at once.
+/// Runs cells on one cluster, several at once.
 fn play(cells: &[Cell]) {
     play_at_once(cells, number("RAPIDRAID_SOAK_JOBS").unwrap_or(JOBS));
 }
 
-/// Plays cells on one cluster, so many at once; all failures are told.
+/// Runs cells on one cluster, `jobs` at once, and reports all failures.
 fn play_at_once(cells: &[Cell], jobs: u64) {
     let only = setting("RAPIDRAID_STAGING_CELL");
     let cells: Vec<&Cell> =
@@ -111,7 +113,7 @@ fn play_at_once(cells: &[Cell], jobs: u64) {
     assert!(failed.is_empty(), "{} of {} cells: {failed:?}; {replay}", failed.len(), cells.len());
 }
 
-/// Not a test: the trainers of the others are this binary, started once more.
+/// Not a test: the other tests start this binary again as a trainer.
 #[test]
 fn a_trainer_of_the_other_tests() {
     role::play_if_started();
@@ -124,7 +126,7 @@ fn what_survives_a_kill_is_what_the_page_says() {
 
 #[test]
 fn a_cluster_that_stands_still_loses_nothing() {
-    // They stop the cluster that they share.
+    // These cells suspend the cluster that they share.
     play_at_once(away::CELLS, 1);
 }
 
@@ -180,7 +182,7 @@ fn whoever_is_killed_at_any_moment_no_whole_step_is_lost_and_no_wrong_byte_is_lo
     }
 }
 
-/// The machine that this runs on.
+/// Returns a description of the machine on which the tests run.
 fn machine() -> Value {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpus = read("/proc/cpuinfo");

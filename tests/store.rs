@@ -1,4 +1,5 @@
-//! The store as a whole: every awkward size, every damage, a crash at every operation of every call.
+//! Tests of the whole store: every awkward size, every kind of damage, a crash at every operation
+//! of every call.
 #![allow(clippy::unwrap_used)]
 
 #[path = "store/crashes.rs"]
@@ -30,7 +31,7 @@ const STRIPE: StripeId = StripeId { shard: ShardId([0x5a; 16]), index: 3 };
 const ATTEMPT: Attempt = Attempt([0xa7; 16]);
 const REPLICA: FileKey =
     FileKey { stripe: STRIPE, name: rapidraid::format::file::FileName::Replica { block: 2 } };
-/// A file of some grains, and a part of one.
+/// Length of a file of four whole grains and a partial one.
 const LEN: usize = 4 * G + 3;
 const CACHE_BYTES: u64 = 1 << 20;
 
@@ -43,7 +44,8 @@ fn open_with(disk: &dyn Disk, shared: Arc<dyn Disk>, kv: Arc<dyn Kv>) -> (Store,
     Store::open(shared, lock, kv, CLUSTER, &name("n1")).unwrap()
 }
 
-/// The store of a memory disk, with an empty index.
+/// Opens the store on a memory disk with an empty index. Returns the store and the report of its
+/// reconciliation.
 fn open(disk: &MemoryDisk) -> (Store, Reconciled) {
     open_with(disk, Arc::new(disk.clone()), Arc::new(MemoryKv::new()))
 }
@@ -75,12 +77,12 @@ fn piece_key() -> FileKey {
 
 fn write_block(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
     let mut writer = store.write_block(block_spec(data.len()), None)?;
-    // Ragged on purpose: neither grains nor powers of two.
+    // The chunk length is deliberately neither a multiple of a grain nor a power of two.
     data.chunks(50_021).try_for_each(|chunk| writer.write(chunk))?;
     writer.finish(Some(GrainTree::of(data).root()))
 }
 
-/// Writes the grains as if three hops sent them, syncing every two grains.
+/// Writes the grains in the order in which three hops would send them, and syncs every two grains.
 fn write_piece(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
     let mut back = BTreeMap::new();
     let mut readback = |grain: u64, bytes: &[u8]| {
@@ -103,7 +105,7 @@ fn write_piece(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
     Ok(stored)
 }
 
-/// Reads a range of the data; every grain that it touches has to prove itself.
+/// Reads a range of the data and verifies every grain that it touches.
 fn read_verified(file: &StoredFile, from: usize, out: &mut [u8]) -> Result<(), StoreError> {
     let len_bytes = file.header().len_bytes;
     for grain in from as u64 / GRAIN_BYTES..grains((from + out.len()) as u64) {
@@ -117,7 +119,7 @@ fn read_verified(file: &StoredFile, from: usize, out: &mut [u8]) -> Result<(), S
     file.read(from as u64, out)
 }
 
-/// Asserts that the file is whole: found, opened, and every byte proven.
+/// Asserts that the file is found and opens, and that every byte of it verifies.
 fn assert_whole(store: &Store, key: FileKey, data: &[u8]) {
     let file = store.open_file(key).unwrap();
     let mut bytes = vec![0; data.len()];

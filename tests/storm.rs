@@ -1,5 +1,6 @@
-//! Seeded storms: clients save, archive, restore and remove while machines die, lose power, are cut off, run full and rot. Whatever was
-//! reported holds during the storm, and when it is over nothing is left half done.
+//! Seeded storms: clients save, archive, restore and remove while machines crash, lose power, lose
+//! connections, run out of disk space and rot. Every reported outcome holds during the storm, and
+//! after it no operation is left half done.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -23,10 +24,10 @@ use weather::{Director, Report};
 use world::runs::{number, play, play_all};
 use world::{World, address};
 
-/// Seeds in the suite.
+/// Number of seeds in the suite.
 const SEEDS: u64 = 30;
 
-/// One storm. Gives everything that lasts at its end.
+/// Runs the storm of a seed. Returns all durable state at its end.
 async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     let schedule = Schedule::of(seed);
     let world = World::with_wrong_clocks(schedule.nodes, &CODES, BLOCK, seed).await;

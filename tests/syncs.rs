@@ -1,5 +1,5 @@
-//! The lost-sync matrix: the power goes, or the disk is full, before each write, sync, rename, removal and map batch of each machine,
-//! and nothing that was reported is lost.
+//! The lost-sync matrix: the power is cut, or the disk is full, before each write, sync, rename,
+//! removal and database batch of each machine. No reported outcome may be lost.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
 #![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
@@ -15,10 +15,12 @@ use scenario::Scenario;
 use world::power::Leaves;
 use world::runs::{number, play, play_all};
 
-/// Every so many cells are played in the suite; a prime, so that machines and variants all have their turn.
+/// The suite plays every cell whose number is a multiple of this. It is prime, so that all machines
+/// and variants have their turn.
 const STRIDE: u64 = 61;
 
-/// All cells: each change of each machine in each scenario, what goes wrong there, and where else.
+/// Returns all cells: each change of each machine in each scenario, with each fault, on that
+/// machine alone and on all machines.
 fn cells(changes: &[(Scenario, Vec<u64>)]) -> Vec<Cell> {
     let mut cells = Vec::new();
     let changes = changes.iter().flat_map(|(scenario, changes)| {

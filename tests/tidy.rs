@@ -1,10 +1,12 @@
-//! The house rules, checked over the text of the repository. Each rule is a function from a tree of files to
-//! complaints, so that a test below can show each rule a tree that breaks it.
+//! The architecture rules, checked on the text of the repository. Each rule is a function from a
+//! tree of files to complaints, so that the tests below can give each rule a tree that breaks it.
 //!
-//! It promises nothing about code that a macro writes, and reads no meaning: reviews remain.
+//! The rules do not cover code that a macro generates and do not read meaning; reviews do.
 #![allow(clippy::disallowed_methods)] // reads the repository itself
 #![allow(clippy::unwrap_used)] // a test
 
+#[path = "tidy/language.rs"]
+mod language;
 #[path = "tidy/source.rs"]
 mod source;
 
@@ -12,8 +14,8 @@ use std::path::{Component, Path, PathBuf};
 
 use source::{code_of, modules_named, tokens};
 
-/// The floors from the ground up. A floor uses those below it; within a floor a module uses those before it; the
-/// modules of a sibling group (joined by `+`) do not use each other.
+/// The layers from the bottom up. A layer uses those below it; within a layer a module uses those
+/// before it; the modules of a sibling group (joined by `+`) do not use each other.
 const FLOORS: &[&[&str]] = &[
     &["id", "units", "kind", "clock", "entropy", "budget", "workers", "stage"],
     &["gf"],
@@ -27,7 +29,7 @@ const FLOORS: &[&[&str]] = &[
     &["cli"],
 ];
 
-/// Crates that may be named in some places only (docs/decisions/0001-dependencies.md says why).
+/// Crates that only some files may name (docs/decisions/0001-dependencies.md says why).
 const FENCES: &[(&str, &[&str])] = &[
     ("sled", &["src/store/sled_kv.rs"]),
     ("quinn", &["src/net/", "tests/net"]),
@@ -62,7 +64,7 @@ const TOP_LEVEL: &[&str] = &[
 type Tree = [(String, String)];
 type Complaints = Vec<String>;
 
-/// A module's floor, place on it, and sibling group.
+/// Returns the module's layer, its place in the layer, and its sibling group.
 fn floor_of(module: &str) -> Option<(usize, usize)> {
     FLOORS.iter().enumerate().find_map(|(floor, groups)| {
         let place = groups.iter().position(|group| group.split('+').any(|name| name == module));
@@ -70,7 +72,8 @@ fn floor_of(module: &str) -> Option<(usize, usize)> {
     })
 }
 
-/// The modules from the root down: `src/a/b.rs` and `src/a/b/mod.rs` are [a, b]. None for files outside the floors.
+/// Returns the modules from the root down: `src/a/b.rs` and `src/a/b/mod.rs` are [a, b]. Returns
+/// `None` for files outside the layers.
 fn module_path(file: &str) -> Option<Vec<&str>> {
     let inside = file.strip_prefix("src/")?.strip_suffix(".rs")?;
     let inside = inside.strip_suffix("/mod").unwrap_or(inside);
@@ -120,9 +123,10 @@ fn words_are_allowed(tree: &Tree) -> Complaints {
         let tokens = tokens(&code_of(text));
         for (at, token) in tokens.iter().enumerate() {
             let next = |offset: usize| tokens.get(at + offset).map_or("", |t| t.text.as_str());
-            // And the test's allocator that counts: there is no other way to see what a parser takes.
-            // And what the benchmarks measure against: loops without a check, and a C library.
-            // And where memory is shared with another process, or with Python.
+            // Unsafe code is allowed in the kernels of the field arithmetic, and: in the counting
+            // allocator of a test, since nothing else can measure a parser's memory; in the code
+            // that benchmarks compare with (loops without checks, and a C library); where memory is
+            // shared with another process or with Python.
             let kernel = file.starts_with("src/gf/kernel")
                 || file == "src/trainer/mapping.rs"
                 || matches!(file, "python/src/buffer.rs" | "python/src/loaded.rs")
@@ -152,7 +156,8 @@ fn words_are_allowed(tree: &Tree) -> Complaints {
     out
 }
 
-/// Words that stand for work left over; spelled in halves because this file is checked too.
+/// Finds words that mark unfinished work. They are written in halves because this file is checked
+/// too.
 fn no_work_is_left_over(tree: &Tree) -> Complaints {
     let marks = [concat!("FIX", "ME"), concat!("TO", "DO"), concat!("XX", "X:")];
     let mut out = Vec::new();
@@ -235,7 +240,7 @@ fn links_resolve(tree: &Tree, exists: &dyn Fn(&Path) -> bool) -> Complaints {
     out
 }
 
-/// The path without `.` and `..`.
+/// Returns the path without `.` and `..`.
 fn normal(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for part in path.components() {
@@ -273,7 +278,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// All text files of the repository, by relative path.
+/// Returns all text files of the repository with their relative paths.
 fn repository() -> Vec<(String, String)> {
     let mut out = Vec::new();
     let mut folders = vec![root().to_owned()];
@@ -323,12 +328,16 @@ fn the_repository_keeps_the_house_rules() {
         links_resolve(&tree, &exists_here),
         manifest_is_strict(&tree),
         top_level_is_known(&top),
+        language::no_word_is_retired(&tree),
+        language::public_types_have_names_of_their_own(&tree),
+        language::lines_of_pages_are_short(&tree),
+        language::comments_have_a_subject_and_say_what_is_returned(&tree),
     ]
     .concat();
     assert!(complaints.is_empty(), "{} complaints:\n{}", complaints.len(), complaints.join("\n"));
 }
 
-/// Each rule against a tree that breaks it and one that comes close.
+/// Tests of the rules: each gets a tree that breaks it, and one that almost does.
 mod red {
     use super::*;
 

@@ -1,4 +1,4 @@
-//! Tells the program which compiler made it, for the record.
+//! Passes the version of the compiler to the program, for the record.
 
 use std::process::Command;
 

@@ -1,63 +1,65 @@
-//! What experiments compare.
+//! The arms that experiments compare.
 
 use serde::{Deserialize, Serialize};
 
-/// One of the things that are compared.
+/// An arm: one of the alternatives that are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Arm {
     /// Archiving by the pipelined chain.
     Chain,
-    /// Archiving by one coder that fetches every block, whatever it has: the paper's baseline.
+    /// Archiving by one coder that fetches every block, even those it has: the paper's baseline.
     NaiveStar,
     /// Archiving by one coder on a node with two blocks.
     BestStar,
-    /// Archiving by coders that change from range to range.
+    /// Archiving by coders that rotate from range to range.
     StripedStar,
-    /// As the naive star, each shard's coder drawn at random.
+    /// As the naive star, with each shard's coder drawn at random.
     RandomStar,
     /// The same bytes in SeaweedFS, archived by its `ec.encode`.
     #[serde(rename = "seaweedfs")]
     SeaweedFs,
-    /// The transfers of a chain, of processes that only receive and send: the daemons' transport.
+    /// The transfers of a chain over the daemons' transport, between processes that only receive
+    /// and send.
     LineQuic,
-    /// What the nodes of a chain do with their disks, of processes that receive, send and code nothing.
+    /// The disk work of a chain's nodes without network and coding: each process writes, syncs and
+    /// proves a piece.
     LineDisk,
-    /// One stream of a checkpoint's bytes over one link: the daemons' transport.
+    /// A stream of a checkpoint's bytes over one link, by the daemons' transport.
     LinkQuic,
-    /// The same with a window of 4 MiB.
+    /// The same stream with a window of 4 MiB.
     LinkQuicWide,
-    /// The same, wide, with BBR.
+    /// The same stream with a window of 4 MiB and BBR.
     LinkQuicBbr,
-    /// The same by TCP.
+    /// The same stream over TCP.
     LinkTcp,
-    /// The same by TLS 1.3 over TCP.
+    /// The same stream over TLS 1.3 on TCP.
     LinkTcpTls,
     /// Restoring from replicas: a plain parallel read of k blocks.
     RestoreReplicas,
-    /// Restoring from pieces, all nodes up.
+    /// Restoring from pieces with all nodes up.
     RestorePieces,
-    /// Restoring from pieces, one node stopped (SIGSTOP) once bytes flow.
+    /// Restoring from pieces, with one node stopped (SIGSTOP) once bytes flow.
     RestoreStopped,
-    /// Restoring from pieces with 1 node killed since the archiving.
+    /// Restoring from pieces, with 1 node killed since the archiving.
     #[serde(rename = "restore-missing-1")]
     RestoreMissing1,
-    /// The same with 2.
+    /// Restoring from pieces, with 2 nodes killed.
     #[serde(rename = "restore-missing-2")]
     RestoreMissing2,
-    /// The same with 3.
+    /// Restoring from pieces, with 3 nodes killed.
     #[serde(rename = "restore-missing-3")]
     RestoreMissing3,
-    /// The same with 4.
+    /// Restoring from pieces, with 4 nodes killed.
     #[serde(rename = "restore-missing-4")]
     RestoreMissing4,
-    /// The same with 5.
+    /// Restoring from pieces, with 5 nodes killed.
     #[serde(rename = "restore-missing-5")]
     RestoreMissing5,
 }
 
 impl Arm {
-    /// As it is written in files and results.
+    /// Returns the name of the arm in files and results.
     pub fn word(self) -> &'static str {
         match self {
             Arm::Chain => "chain",
@@ -84,7 +86,7 @@ impl Arm {
         }
     }
 
-    /// What playing it takes.
+    /// Returns the kind of work of the arm.
     pub fn kind(self) -> Kind {
         let transfer = |over, is_line| Kind::Transfer(Transfer { over, is_line });
         match self {
@@ -110,7 +112,7 @@ impl Arm {
         }
     }
 
-    /// How many nodes are killed before it.
+    /// Returns the number of nodes that are killed before the arm is run.
     pub fn missing(self) -> usize {
         match self.kind() {
             Kind::Restore(missing) => missing,
@@ -119,24 +121,24 @@ impl Arm {
     }
 }
 
-/// What playing an arm takes.
+/// The kind of work of an arm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A checkpoint that is saved and archived, by this word of `rapidraid archive --plan`.
+    /// A checkpoint is saved, and archived by this plan of `rapidraid archive --plan`.
     Archive(&'static str),
-    /// A checkpoint that is read back, with so many nodes killed.
+    /// A checkpoint is restored with this number of nodes killed.
     Restore(usize),
-    /// Processes that only receive and send, or only write.
+    /// Processes that only receive and send, or only write, without daemons.
     Transfer(Transfer),
     /// SeaweedFS beside the daemons.
     SeaweedFs,
 }
 
-/// A transfer by processes that only receive and send.
+/// A transfer by processes that only receive and send, or only write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transfer {
-    /// The word of `pump --over`.
+    /// The value of `pump --over`.
     pub over: &'static str,
-    /// From each of the code's nodes to the next, or from the first to the second.
+    /// Whether each of the code's nodes sends to the next; otherwise the first sends to the second.
     pub is_line: bool,
 }

@@ -4,83 +4,83 @@ use serde::{Deserialize, Serialize};
 
 use crate::hosts::{HostNo, RateMbit};
 
-/// Links through a relay: those of the first nodes by name.
+/// Relayed links. The first nodes by name have such a link.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Relayed {
-    /// Of how many nodes.
+    /// Number of nodes with a relayed link.
     pub nodes: u32,
-    /// How late packets come, in each direction.
+    /// Delay of packets in each direction, in milliseconds.
     pub delay_ms: u32,
-    /// How many of a hundred are lost, in each direction.
+    /// Packet loss in each direction, in percent.
     pub loss_percent: f64,
 }
 
-/// Checkpoints one after the other.
+/// A stream of checkpoints, saved one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stream {
-    /// How many.
+    /// Number of checkpoints.
     pub saves: u32,
-    /// Seconds from one to the next.
+    /// Seconds from one save to the next.
     pub every_s: u32,
 }
 
 /// The settings of one point, complete and checked.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Conditions {
-    /// The point's label.
+    /// The label of the point.
     pub label: String,
-    /// How often each arm is played.
+    /// Number of times that each arm is run.
     #[serde(default)]
     pub rounds: u32,
-    /// Storage nodes.
+    /// Number of storage nodes.
     pub nodes: u32,
-    /// Pieces of a stripe.
+    /// Number of pieces of a stripe.
     pub n: u32,
-    /// Blocks of a stripe.
+    /// Number of blocks of a stripe.
     pub k: u32,
     /// Bytes of a block.
     pub block_bytes: u64,
-    /// Shards of a checkpoint.
+    /// Number of shards of a checkpoint.
     pub shards: u32,
-    /// Bytes that the work of one daemon may take.
+    /// Working memory of one daemon, in bytes.
     pub memory_bytes: u64,
-    /// Of every node, both directions.
+    /// Rate of every node's link in both directions, in Mbit/s. None if not shaped.
     pub rate_mbit: Option<u32>,
-    /// Of the client.
+    /// Rate of the client's link, in Mbit/s. None if not shaped.
     pub client_rate_mbit: Option<u32>,
-    /// How many nodes are slow.
+    /// Number of slow nodes.
     pub slow_nodes: u32,
-    /// The rate of those.
+    /// Rate of the slow nodes' links, in Mbit/s.
     pub slow_rate_mbit: Option<u32>,
-    /// The slow nodes' links, if they are late or lose packets.
+    /// The links of the slow nodes, if they delay or lose packets.
     #[serde(default)]
     pub relayed: Option<Relayed>,
-    /// What finds out what a path carries; absent: the default.
+    /// The congestion controller; absent for the default one.
     #[serde(default)]
     pub congestion: Option<String>,
-    /// A run is a stream of checkpoints.
+    /// If given, each run is a stream of checkpoints.
     #[serde(default)]
     pub stream: Option<Stream>,
 }
 
 impl Conditions {
-    /// The same with links as they are. Slow nodes are refused before.
+    /// Returns the conditions without shaped links. Conditions with slow nodes are refused before.
     pub fn unshaped(self) -> Self {
         Self { rate_mbit: None, client_rate_mbit: None, ..self }
     }
 
-    /// Whether any link has a rate.
+    /// Returns whether any link has a rate.
     pub fn is_shaped(&self) -> bool {
         [self.rate_mbit, self.client_rate_mbit, self.slow_rate_mbit].iter().any(Option::is_some)
     }
 
-    /// Bytes of a checkpoint.
+    /// Returns the bytes of a checkpoint.
     pub fn checkpoint_bytes(&self) -> u64 {
         u64::from(self.shards) * u64::from(self.k) * self.block_bytes
     }
 
-    /// The nodes with the slow rate: in each round the next ones by name, so that a plan whose coder is always the same node has it among
-    /// them as often as any other.
+    /// Returns the nodes with the slow rate. Each round takes the next nodes by name, so that a
+    /// plan whose coder is always the same node has a slow coder as often as any other plan.
     pub fn slow_in(&self, round: u32) -> Vec<HostNo> {
         let (nodes, slow) = (self.nodes as usize, self.slow_nodes as usize);
         let first = round as usize * slow;
@@ -88,7 +88,7 @@ impl Conditions {
         (first..first + slow).map(|node| node % nodes).collect()
     }
 
-    /// The rate of each node in a round.
+    /// Returns the rate of each node in a round.
     pub fn rates_in(&self, round: u32) -> Vec<RateMbit> {
         let mut rates = vec![self.rate_mbit; self.nodes as usize];
         for node in self.slow_in(round) {

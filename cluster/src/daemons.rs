@@ -1,4 +1,4 @@
-//! The daemons of one cluster on its hosts, and the commands that its client runs.
+//! The daemons of one cluster on its hosts, and the commands of its client.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -11,20 +11,21 @@ use crate::conditions::Conditions;
 use crate::hosts::{HostNo, Hosts};
 use crate::stop::{Stop, checked, own_group};
 
-/// How long all daemons together may take to be ready.
+/// Maximum time for all daemons together to become ready.
 const READY_LIMIT: Duration = Duration::from_secs(60);
-/// A command that only asks.
+/// Maximum time of a command that only asks.
 const ASK_LIMIT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(50);
 
-/// Makes the daemon's number known, and gives its place to the daemon: folder, program, more options.
+/// Writes the process id to a file and replaces the shell by the daemon. Arguments: folder,
+/// program, further options.
 const START: &str = r#"home=$1 program=$2 && shift 2 && echo $$ > "$home/pid" &&
     exec "$program" node --stop-at-eof --config "$home/rapidraid.toml" "$@" >/dev/null 2>"$home/log""#;
 
-/// Sets the peak of process `$1` to what it has now (proc(5), clear_refs).
+/// Resets the memory peak of process `$1` to its present memory (proc(5), clear_refs).
 const FORGET_PEAK: &str = r#"{ echo 5 > "/proc/$1/clear_refs"; } 2>/dev/null || true"#;
 
-/// A cluster that runs. Daemons end with it: each watches a pipe from here.
+/// A running cluster. The daemons end with it, because each watches a pipe from here.
 pub struct Daemons<'a> {
     hosts: &'a dyn Hosts,
     stop: Stop,
@@ -38,26 +39,27 @@ struct Running {
     pid: u32,
 }
 
-/// What a host tells of its daemon and its link, since they began.
+/// The counters of a host's daemon and link since they began.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Reading {
-    /// Bytes that the host sent; 0 where hosts share a device.
+    /// Bytes that the host sent; 0 if hosts share a device.
     pub sent_bytes: u64,
-    /// Bytes that reached it.
+    /// Bytes that the host received.
     pub received_bytes: u64,
-    /// Processor time of the daemon, user and system.
+    /// Processor time of the daemon in seconds, user and system.
     pub cpu_s: f64,
-    /// The most memory that it has had, since it began or since [`Daemons::forget_peak`].
+    /// Maximum memory of the daemon in bytes since it began, or since [`Daemons::forget_peak`].
     pub peak_bytes: u64,
 }
 
-/// `node-001` and so on: names sort as numbers do.
+/// Returns the name of a node: `node-001` and so on. Names sort in the order of their numbers.
 pub fn node_name(node: HostNo) -> String {
     format!("node-{:03}", node + 1)
 }
 
 impl<'a> Daemons<'a> {
-    /// Makes the cluster's files, puts them on the hosts, starts the daemons and waits until all are ready.
+    /// Creates the cluster's files, copies them to the hosts, starts the daemons and waits until
+    /// all are ready.
     pub fn start(
         hosts: &'a dyn Hosts,
         local: &std::path::Path,
@@ -74,7 +76,7 @@ impl<'a> Daemons<'a> {
             format!("memory={}", at.memory_bytes),
             format!("code.block={}", at.block_bytes),
             format!("code.list={},{}", at.n, at.k),
-            // What is archived is what is measured.
+            // No policy archives, only the experiment itself, so that each archiving is measured.
             "policy.archive_all_but=never".to_owned(),
             "log.level=warn".to_owned(),
         ] {
@@ -98,31 +100,31 @@ impl<'a> Daemons<'a> {
         Ok(daemons)
     }
 
-    /// Where they run.
+    /// Returns the hosts of the daemons.
     pub fn hosts(&self) -> &'a dyn Hosts {
         self.hosts
     }
 
-    /// The folder of a node's files, on its host.
+    /// Returns the folder of a node's files on its host.
     pub fn folder(&self, node: HostNo) -> &Path {
         &self.folders[node]
     }
 
-    /// Runs commands at once, each to its end.
+    /// Runs commands in parallel, each to its end. Returns their outputs in the same order.
     pub fn run_all(&self, commands: Vec<Command>, limit: Duration) -> Result<Vec<Output>> {
         self.stop.run_all(commands, limit)
     }
 
-    /// Waits.
+    /// Waits for this time. Returns an error once the run is to end.
     pub fn sleep(&self, long: Duration) -> Result<()> {
         self.stop.sleep(long)
     }
 
-    /// Starts the daemons of these nodes and waits until they are ready and the cluster knows it.
+    /// Starts the daemons of these nodes, and waits until they are ready and live in the catalogue.
     pub fn revive(&mut self, nodes: &[HostNo]) -> Result<()> {
         for &node in nodes {
             let folder = self.folders[node].to_string_lossy().into_owned();
-            // What an earlier daemon wrote there would be taken for this one's.
+            // The files of an earlier daemon would be mistaken for those of this one.
             self.on(node, "rm", &["-f", &format!("{folder}/log"), &format!("{folder}/pid")])?;
             let program = self.hosts.program();
             let listen = format!("listen={}", self.hosts.address(node));
@@ -154,7 +156,7 @@ impl<'a> Daemons<'a> {
         self.until_live(self.running.iter().flatten().count())
     }
 
-    /// Waits until the catalogue counts so many nodes as live.
+    /// Waits until the catalogue counts `wanted` nodes as live.
     pub fn until_live(&self, wanted: usize) -> Result<()> {
         let end = Instant::now() + READY_LIMIT;
         loop {
@@ -175,11 +177,11 @@ impl<'a> Daemons<'a> {
 
     fn has_line(&self, node: HostNo, file: &str, pattern: &str) -> Result<bool> {
         let command = self.hosts.command(node, "grep", &["-q", pattern, file]);
-        // The file is not there before the daemon is.
+        // The file does not exist before the daemon has started.
         Ok(self.stop.run(command, ASK_LIMIT, || Ok(()))?.status.success())
     }
 
-    /// What `program` prints on a host.
+    /// Returns the output of `program` on a host.
     pub fn on(&self, host: HostNo, program: &str, arguments: &[&str]) -> Result<String> {
         let command = self.hosts.command(host, program, arguments);
         let output = checked(&self.stop, command, ASK_LIMIT, || Ok(()))?;
@@ -193,7 +195,7 @@ impl<'a> Daemons<'a> {
         Ok(())
     }
 
-    /// Kills daemons as a power cut would, as far as the process goes.
+    /// Kills daemons, which for the processes is like a power cut.
     pub fn kill(&mut self, nodes: &[HostNo]) -> Result<()> {
         for &node in nodes {
             self.signal(node, "KILL")?;
@@ -204,12 +206,12 @@ impl<'a> Daemons<'a> {
         Ok(())
     }
 
-    /// Runs `rapidraid` on the client's host; its JSON.
+    /// Runs `rapidraid` on the client's host. Returns its JSON.
     pub fn client(&self, arguments: &[&str], limit: Duration) -> Result<Value> {
         self.client_while(arguments, limit, || Ok(()))
     }
 
-    /// The same; `meanwhile` is called as long as it runs.
+    /// Runs `rapidraid` as [`Daemons::client`] does, and calls `meanwhile` while it runs.
     pub fn client_while(
         &self,
         arguments: &[&str],
@@ -225,7 +227,7 @@ impl<'a> Daemons<'a> {
             .with_context(|| format!("rapidraid {} printed no JSON", arguments.join(" ")))
     }
 
-    /// From now on the most memory of every daemon counts from here.
+    /// Resets the memory peaks of all daemons to their present memory.
     pub fn forget_peaks(&self) -> Result<()> {
         for (node, running) in self.running.iter().enumerate() {
             if let Some(running) = running {
@@ -235,18 +237,19 @@ impl<'a> Daemons<'a> {
         Ok(())
     }
 
-    /// The same for a process of a host. A kernel that cannot do it leaves the peak as it is.
+    /// Resets the memory peak of a process of a host. A kernel that cannot do so leaves the peak
+    /// unchanged.
     pub fn forget_peak(&self, host: HostNo, pid: u32) -> Result<()> {
         self.on(host, "sh", &["-c", FORGET_PEAK, "sh", &pid.to_string()])?;
         Ok(())
     }
 
-    /// What every node's daemon and link tell; daemons that do not run tell nothing.
+    /// Returns the readings of all nodes. Those of daemons that do not run are zero.
     pub fn read(&self) -> Result<Vec<Reading>> {
         (0..self.hosts.nodes()).map(|node| self.read_one(node)).collect()
     }
 
-    /// The same of one.
+    /// Returns the reading of one node.
     pub fn read_one(&self, node: HostNo) -> Result<Reading> {
         let Some(running) = &self.running[node] else { return Ok(Reading::default()) };
         let mut files =
@@ -258,14 +261,16 @@ impl<'a> Daemons<'a> {
         }
         let files: Vec<&str> = files.iter().map(String::as_str).collect();
         let text = self.on(node, "cat", &files)?;
-        reading(&text).with_context(|| format!("{} told what is no reading", node_name(node)))
+        reading(&text)
+            .with_context(|| format!("the counters of {} cannot be parsed", node_name(node)))
     }
 }
 
 impl Drop for Daemons<'_> {
     fn drop(&mut self) {
         for running in self.running.iter_mut().flatten() {
-            // A stopped daemon would not see that its pipe ends; children here are killed, others end by their pipes.
+            // A stopped daemon would not notice the end of its pipe. Children on this machine are
+            // killed; remote ones end with their pipes.
             let _ = running.child.kill();
             let _ = running.child.wait();
         }
@@ -274,10 +279,10 @@ impl Drop for Daemons<'_> {
 
 /// Parses `/proc/PID/stat`, `/proc/PID/status` and, if they follow, the two counters.
 pub fn reading(text: &str) -> Option<Reading> {
-    /// Linux counts in hundredths of a second wherever a process can see it (`USER_HZ`).
+    /// Linux counts in hundredths of a second in all interfaces for processes (`USER_HZ`).
     const TICKS_PER_S: f64 = 100.0;
     let (stat, rest) = text.split_once('\n')?;
-    // The name, in parentheses, may have blanks in it.
+    // The name, in parentheses, may contain blanks.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
     let peak_bytes = peak_of(rest)?;
@@ -290,21 +295,22 @@ pub fn reading(text: &str) -> Option<Reading> {
     })
 }
 
-/// The most memory that a process has had, from its `/proc/PID/status`.
+/// Returns the maximum memory of a process in bytes, from its `/proc/PID/status`.
 pub fn peak_of(status: &str) -> Option<u64> {
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = peak.split_whitespace().next()?.parse().ok()?;
     Some(kib << 10)
 }
 
-/// The program on this machine: `$RAPIDRAID`, beside this one, or on the path.
+/// Returns the program on this machine: `$RAPIDRAID`, or the one beside this program, or the one on
+/// the PATH.
 pub fn local_program() -> PathBuf {
     let named = std::env::var_os("RAPIDRAID").map(PathBuf::from);
     let beside = std::env::current_exe().ok().map(|own| own.with_file_name("rapidraid"));
     named.or_else(|| beside.filter(|path| path.is_file())).unwrap_or_else(|| "rapidraid".into())
 }
 
-/// Settings for some other cluster are not for this one.
+/// Removes the variables of this process from a command, because they are for other clusters.
 fn forget_settings(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         if name.to_str().is_some_and(|name| name.starts_with("RAPIDRAID_")) {

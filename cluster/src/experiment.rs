@@ -1,7 +1,8 @@
-//! Experiment files: what is asked, under which conditions, and what is compared.
+//! Experiment files: the question, the conditions, and the arms that are compared.
 //!
-//! A file has one question, settings, and points. A point changes some settings; without points there is one. At each point a
-//! cluster is brought up and every arm is played once a round, in an order drawn for it, so that what drifts meets all arms alike.
+//! A file has one question, settings, and points. A point changes some settings; a file without
+//! points has a single one. At each point a cluster is started, and every round runs each arm once,
+//! in an order drawn for that round, so that drift affects all arms alike.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -14,105 +15,106 @@ use crate::arm::{Arm, Kind};
 use crate::conditions::{Conditions, Relayed, Stream};
 use crate::text::read_text;
 
-/// Files longer than this are no experiments.
+/// Maximum length of an experiment file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_ROUNDS: u32 = 1000;
 const MAX_POINTS: usize = 64;
-/// As many as a code of this project has at most, times four.
+/// Four times the maximum number of nodes of a code of this project.
 const MAX_NODES: u32 = 128;
-/// Beyond this a run would fill the disk of a small machine before it says anything.
+/// A larger checkpoint would fill the disk of a small machine before the first result.
 const MAX_CHECKPOINT_BYTES: u64 = 64 << 30;
 
-/// An experiment file, as it is written.
+/// An experiment file as it is written.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Experiment {
-    /// Names the results; letters, digits and `-`.
+    /// The name of the results: letters, digits and `-`.
     pub name: String,
-    /// What the experiment is to answer, in one sentence.
+    /// The question that the experiment answers, in one sentence.
     pub question: String,
-    /// How often each arm is played, where a point does not say otherwise.
+    /// Number of times that each arm is run, unless a point has another number.
     pub rounds: u32,
-    /// What is compared, all of one kind.
+    /// The arms that are compared, all of one kind.
     pub arms: Vec<Arm>,
     /// Whether the hops of the first round are drawn over time.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub trace: bool,
-    /// The conditions that hold at every point.
+    /// The settings for every point.
     #[serde(default)]
     pub setting: Setting,
-    /// What changes, point by point.
+    /// The points and the settings that they change.
     #[serde(default, rename = "point")]
     pub points: Vec<Point>,
-    /// What `--short` changes everywhere.
+    /// The settings that `--short` changes at every point.
     #[serde(default)]
     pub short: Short,
 }
 
-/// A change of the settings, with a name for tables and pictures.
+/// A change of settings, with a label for tables and pictures.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Point {
-    /// What the table calls it.
+    /// The label of the point.
     pub label: String,
-    /// What differs here.
+    /// The settings that differ here.
     #[serde(flatten)]
     pub setting: Setting,
 }
 
-/// What `--short` changes.
+/// The settings that `--short` changes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Short {
-    /// What differs; wins over points.
+    /// The settings that differ; they override those of points.
     #[serde(flatten)]
     pub setting: Setting,
 }
 
-/// Settings that a file, a point or `--short` may give; what is not given is as before.
+/// Settings that a file, a point or `--short` may give. Absent settings keep their values.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Setting {
-    /// How often each arm is played: fewer where a run takes long.
+    /// Number of times that each arm is run; fewer where a run takes long.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rounds: Option<u32>,
-    /// Storage nodes.
+    /// Number of storage nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nodes: Option<u32>,
-    /// The code, `n,k`.
+    /// The code as `n,k`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
     /// Length of a full block.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub block: Option<ByteCount>,
-    /// Shards of a checkpoint, each one file of one stripe.
+    /// Number of shards of a checkpoint. Each is one file of one stripe.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shards: Option<u32>,
-    /// What the work of one daemon may take.
+    /// Working memory of one daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteCount>,
-    /// Every node's link, both directions, in Mbit/s; absent: not shaped.
+    /// Rate of every node's link in both directions, in Mbit/s. Absent: not shaped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rate_mbit: Option<u32>,
-    /// The client's link; absent: not shaped.
+    /// Rate of the client's link, in Mbit/s. Absent: not shaped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_rate_mbit: Option<u32>,
-    /// How many nodes have `slow_rate_mbit` instead, in each round the next ones by name; or are behind a relay, always the first.
+    /// Number of nodes with `slow_rate_mbit` instead, in each round the next ones by name; or
+    /// number of nodes behind a relay, always the first ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slow_nodes: Option<u32>,
-    /// The rate of slow nodes.
+    /// Rate of slow nodes, in Mbit/s.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slow_rate_mbit: Option<u32>,
-    /// How late packets of slow nodes come, in each direction.
+    /// Delay of the packets of slow nodes in each direction, in milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slow_delay_ms: Option<u32>,
-    /// How many of a hundred packets of slow nodes are lost, in each direction.
+    /// Loss of the packets of slow nodes in each direction, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slow_loss_percent: Option<f64>,
-    /// What the daemons and clients use: `cubic` or `bbr`.
+    /// The congestion controller of the daemons and clients: `cubic` or `bbr`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub congestion: Option<String>,
-    /// How many checkpoints a run saves, one every `every_s`; absent: a run is one archiving.
+    /// Number of checkpoints that a run saves, one every `every_s`. Absent: a run is one archiving.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saves: Option<u32>,
     /// Seconds from one save to the next.
@@ -219,14 +221,14 @@ impl Setting {
 }
 
 impl Experiment {
-    /// Reads and checks a file; `is_short` applies its table `short`.
+    /// Reads and checks a file. `is_short` applies its table `short`.
     pub fn read(path: &Path, is_short: bool) -> Result<Self> {
         let shown = path.display();
         let text = read_text(path, MAX_FILE_BYTES)?;
         Self::parse(&text, is_short).with_context(|| format!("{shown} is no experiment"))
     }
 
-    /// The same from text.
+    /// Parses and checks the text of an experiment file.
     pub fn parse(text: &str, is_short: bool) -> Result<Self> {
         let experiment: Experiment = toml::from_str(text)?;
         let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
@@ -243,12 +245,13 @@ impl Experiment {
         if arms.iter().any(is_restore) && !arms.iter().all(is_restore) {
             bail!("arms: archiving and restoring are different experiments; make two files");
         }
-        // What is wrong with a point is told before the first cluster is up.
+        // This check reports a wrong point before the first cluster is started.
         experiment.conditions(is_short)?;
         Ok(experiment)
     }
 
-    /// The labels of its points; without any it is one point that has its name.
+    /// Returns the labels of the points. An experiment without points has one, named like the
+    /// experiment.
     pub fn labels(&self) -> Vec<&str> {
         match self.points.is_empty() {
             true => vec![&self.name],
@@ -256,7 +259,7 @@ impl Experiment {
         }
     }
 
-    /// The conditions of every point.
+    /// Returns the conditions of every point.
     pub fn conditions(&self, is_short: bool) -> Result<Vec<Conditions>> {
         let whole = [Point { label: self.name.clone(), setting: Setting::default() }];
         let points = if self.points.is_empty() { &whole[..] } else { &self.points };
@@ -384,7 +387,8 @@ block = "256KiB"
         assert!(format!("{error:#}").contains("survives 2"), "{error:#}");
     }
 
-    /// The files that this repository has, and the records that it keeps: a field that an old record lacks has a default.
+    /// All experiment files of this repository, and all records that it keeps, can be read: a field
+    /// that an old record lacks has a default.
     #[test]
     fn files_and_records_are_read() {
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,5 @@
-//! The hops of traced runs over time, as one SVG: when each worked on which part of its grains, and what its time went into.
+//! The hops of traced runs over time, as one SVG: when each hop worked on which of its grains, and
+//! how it spent its time.
 
 use std::fmt::Write as _;
 
@@ -13,10 +14,10 @@ const GAP: f64 = 24.0;
 const SHARES: f64 = 170.0;
 const ROW: f64 = 17.0;
 const TOP: f64 = 64.0;
-/// Hops that are drawn of a run: the first of its plan.
+/// Maximum number of hops that are drawn for a run: the first ones of its plan.
 const MAX_ROWS: usize = 64;
 
-/// What a hop's time goes into: its name in the trace, and for people.
+/// The parts of a hop's time: the name in the trace, and a name for people.
 const PARTS: [(&str, &str); 5] = [
     ("waited_upstream_us", "waiting for input"),
     ("queued_us", "waiting for a processor"),
@@ -33,7 +34,7 @@ const STYLE: &str = "<style>\
     @media(prefers-color-scheme:dark){text{fill:#e5e7eb}.s{fill:#9ca3af}.span{fill:#1e3a5f}.p0{fill:#374151}}\
     </style>";
 
-/// A hop of a trace. Times are microseconds.
+/// A hop of a trace. Times are in microseconds.
 struct Hop {
     name: String,
     thread: u64,
@@ -43,7 +44,7 @@ struct Hop {
     chunks: Vec<(f64, f64)>,
 }
 
-/// Draws the traced runs of a record; `None` when there is none.
+/// Draws the traced runs of a record. Returns `None` if it has none.
 pub fn draw(record: &Record) -> Option<String> {
     let runs = record.points.iter().flat_map(|point| &point.runs);
     let traced: Vec<(&RunRecord, Vec<Hop>)> = runs
@@ -133,7 +134,7 @@ fn run_rows(out: &mut String, y: &mut f64, run: &RunRecord, hops: &[Hop]) {
     *y += 34.0;
 }
 
-/// The hops of the first stripe of a trace, in the plan's order.
+/// Returns the hops of the first stripe of a trace, in the plan's order.
 fn hops(trace: &Value) -> Vec<Hop> {
     let number = |value: &Value| value.as_f64().unwrap_or(0.0);
     let mut hops: Vec<Hop> = Vec::new();

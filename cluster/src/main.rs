@@ -1,6 +1,7 @@
-//! `rapidraid-cluster`: real daemons on shaped links, one experiment file, results as data, tables and pictures.
+//! `rapidraid-cluster`: runs an experiment file with real daemons on shaped links, and writes its
+//! results as data, tables and pictures.
 
-#![allow(clippy::disallowed_methods)] // a program of its own on the machine's own clock, files and processes
+#![allow(clippy::disallowed_methods)] // a separate program that uses the machine's own clock, files and processes
 
 mod arm;
 mod conditions;
@@ -43,9 +44,9 @@ Examples:
   rapidraid-cluster run cluster/experiments/one-shard.toml --on inventory.toml --unshaped
   rapidraid-cluster show docs/benchmarks/one-shard.json
 
-The program `rapidraid` is the one beside this one, or $RAPIDRAID, or the one on the PATH.";
+The program `rapidraid` is $RAPIDRAID, or the one beside this program, or the one on the PATH.";
 
-/// Brings up a cluster of rapidraid daemons, runs an experiment, and takes everything down again.
+/// Start a cluster of rapidraid daemons, run an experiment, and remove everything again.
 #[derive(Debug, Parser)]
 #[command(name = "rapidraid-cluster", version, after_help = HELP, max_term_width = 110)]
 struct Args {
@@ -57,28 +58,31 @@ struct Args {
 enum Command {
     /// Run an experiment and write NAME.json and NAME.svg
     Run(run::Run),
-    /// Check an experiment file and say what it would do
+    /// Check an experiment file and print its points
     Check {
-        /// The experiment.
+        /// The experiment, a TOML file
         file: PathBuf,
     },
     /// Print the tables of a record, and draw its picture again
     Show {
-        /// What `run` wrote.
+        /// The record that `run` wrote
         record: PathBuf,
     },
-    /// Receive a stream, send one, or both: what `run` starts on the hosts to measure the network alone
+    /// Receive a stream, send one, or both; `run` starts this on the hosts to measure the network
+    /// alone
     #[command(hide = true)]
     Pump(pump::Pump),
-    /// Links that deliver late and lose frames: what `run` starts for them
+    /// Join links that delay and lose frames; `run` starts this for such links
     #[command(hide = true)]
     Relay(relay::Relay),
-    /// Remove what runs that were killed have left on this machine, or on those of an inventory
+    /// Remove what killed runs left behind on this machine, or on the machines of an inventory
     Clean {
-        /// An inventory file: folders on its machines of runs of which no process is left there
+        /// An inventory file: on its machines, remove the folders of runs that have no process left
+        /// there
         #[arg(long, value_name = "INVENTORY", conflicts_with = "work")]
         on: Option<PathBuf>,
-        /// Where they had their folders [default: the system's folder for temporary files]
+        /// The folder in which the runs kept their data [default: the system's folder for temporary
+        /// files]
         #[arg(long)]
         work: Option<PathBuf>,
     },
@@ -136,7 +140,8 @@ fn show(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Draws a record beside its file: the runs, or the hops of the traced ones.
+/// Draws a record beside its file: the hops if it has traced runs, else the runs. Returns the path
+/// of the picture.
 fn draw(record: &Record, file: &Path) -> Result<PathBuf> {
     let drawn = file.with_extension("svg");
     let picture = hops::draw(record).unwrap_or_else(|| picture::draw(record));
@@ -147,24 +152,27 @@ fn draw(record: &Record, file: &Path) -> Result<PathBuf> {
 fn clean(work: Option<&Path>) -> Result<()> {
     let removed = netns::remove_leftovers()?;
     let stay = work::remove_leftovers(&work_parent(work));
-    say(format_args!("removed {removed} namespaces of runs that are no more"))?;
-    ensure!(stay == 0, "{stay} folders stay: run it as their owner, with sudo for those of root");
+    say(format_args!("removed {removed} namespaces of runs that have ended"))?;
+    ensure!(
+        stay == 0,
+        "{stay} folders were not removed: run this as their owner, with sudo for folders of root"
+    );
     Ok(())
 }
 
 fn clean_machines(inventory: &Path) -> Result<()> {
     let work = WorkFolder::create(&work_parent(None))?;
     let stay = ssh::remove_leftovers(Inventory::read(inventory)?, work)?;
-    say("removed the folders of runs of which no process is left")?;
+    say("removed the folders of runs that have no process left")?;
     ensure!(
         stay.is_empty(),
-        "{}; folders stay while processes of theirs run, and when they are somebody else's",
+        "{}; a folder stays while processes of its run exist, or if it belongs to another user",
         stay.join("; ")
     );
     Ok(())
 }
 
-/// A line, or some, on stdout. A reader that has left, as `head` does, is no error.
+/// Writes text to stdout. A reader that closed the pipe, as `head` does, is not an error.
 fn say(text: impl std::fmt::Display) -> Result<()> {
     match writeln!(std::io::stdout(), "{text}") {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),

@@ -1,41 +1,43 @@
-//! What theory says an archiving takes, in block times: the time that one block's bytes take over one shaped link.
+//! The theoretical duration of an archiving in block times. A block time is the time in which one
+//! block's bytes cross one shaped link.
 //!
-//! The plans' transfers are those of the paper, section III and V-A: the chain makes n-1, each node taking one block in and giving one
-//! out; the naive star brings k blocks to a coder, which sends n-k-1 pieces out; the best star saves those that its coder has:
-//! two, but one when n = 2k, as then no node has two.
+//! The transfers of the plans are those of the paper, sections III and V-A. The chain makes n-1
+//! transfers; each node receives one block and sends one. The naive star transfers k blocks to a
+//! coder, which sends n-k-1 pieces. The best star omits the blocks that its coder has: two, or one
+//! when n = 2k, because then no node has two.
 
 use serde::Serialize;
 
 use crate::arm::Arm;
 use crate::conditions::Conditions;
 
-/// Of a datagram of 8,952 bytes: the short header with our connection ids and packet numbers (RFC 9000, 17.3), the stream
-/// frame's header (19.8) and the AEAD's tag (RFC 9001, 5.3).
+/// QUIC overhead of a datagram of 8,952 bytes: the short header with our connection ids and packet
+/// numbers (RFC 9000, 17.3), the stream frame's header (19.8) and the AEAD's tag (RFC 9001, 5.3).
 const QUIC_BYTES: f64 = 1.0 + 8.0 + 2.0 + 12.0 + 16.0;
-/// UDP, IPv4 and Ethernet, as `tbf` counts them.
+/// Headers of UDP, IPv4 and Ethernet, as `tbf` counts them.
 const BELOW_BYTES: f64 = 8.0 + 20.0 + 14.0;
 const DATAGRAM_BYTES: f64 = 8952.0;
 
-/// Payload bytes of a byte that a link carries.
+/// Returns the share of payload in the bytes that a link carries.
 pub fn payload_share() -> f64 {
     (DATAGRAM_BYTES - QUIC_BYTES) / (DATAGRAM_BYTES + BELOW_BYTES)
 }
 
-/// Seconds that a block takes over a link of `rate_mbit`.
+/// Returns the seconds that a block takes over a link of `rate_mbit`.
 pub fn block_time_s(block_bytes: u64, rate_mbit: u32) -> f64 {
     block_bytes as f64 * 8.0 / (f64::from(rate_mbit) * 1e6 * payload_share())
 }
 
-/// What an arm moves and how long it takes by the model.
+/// The transfers and the duration of an arm according to the model.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Cost {
-    /// Block transfers in all.
+    /// Number of block transfers in all.
     pub transfers: u64,
-    /// Block times, coders balanced over the nodes.
+    /// Duration in block times, if coders are balanced over the nodes.
     pub block_times: f64,
 }
 
-/// The model of an archiving; `None` for what has none, such as links that are not all alike.
+/// Returns the model of an arm, or `None` if it has none, for example because the links differ.
 pub fn cost(arm: Arm, at: &Conditions) -> Option<Cost> {
     if at.stream.is_some() || at.slow_nodes > 0 || at.relayed.is_some() {
         return None;
@@ -44,12 +46,12 @@ pub fn cost(arm: Arm, at: &Conditions) -> Option<Cost> {
     let spare = n - k;
     let local = if n < 2 * k { 2 } else { 1 };
     let chunks = at.block_bytes.div_ceil(rapidraid::units::GRAIN_BYTES) as f64;
-    // Transfers of one stripe, and what its busiest direction of a link carries of them.
+    // Transfers of one stripe, and how many of them its busiest direction of a link carries.
     let (transfers, busiest) = match arm {
         Arm::Chain => (n - 1, (chunks + n as f64 - 2.0) / chunks),
         Arm::NaiveStar => (k + spare - 1, k as f64),
         Arm::BestStar => (k - local + spare - 1, (k - local).max(spare - 1) as f64),
-        // Of several, the busiest coder is a matter of luck.
+        // With several shards, the load of the busiest coder is random.
         Arm::RandomStar if at.shards == 1 => (k + spare - 1, k as f64),
         Arm::LineQuic => {
             let shards = u64::from(at.shards);
@@ -107,7 +109,8 @@ mod tests {
         assert_eq!(cost(Arm::StripedStar, &one), None);
     }
 
-    /// Transfers in all and over the busiest direction of a node, of the plan that a cluster runs.
+    /// Returns, for the plan that a cluster runs, the transfers in all and those over the busiest
+    /// direction of a node.
     fn best_star_of_the_planner(n: u32, k: u32) -> (u64, u64) {
         const BLOCK_BYTES: u64 = 4 << 20;
         let code = Code::Rs(RsCode::new(n as usize, k as usize).unwrap());
@@ -163,7 +166,7 @@ mod tests {
 
     #[test]
     fn a_block_takes_its_bytes_over_the_rate() {
-        // 64 MiB at 200 Mbit/s, and 0.9 % of headers.
+        // 64 MiB at 200 Mbit/s, with 0.9 % of headers.
         let time = block_time_s(64 << 20, 200);
         assert!((2.70..2.72).contains(&time), "{time}");
     }

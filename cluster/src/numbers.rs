@@ -1,25 +1,26 @@
-//! Medians and ratios. Ratios are of the two runs of one round, so that what drifts from round to round cancels.
+//! Medians and ratios. A ratio compares two runs of the same round, so that a drift from round to
+//! round cancels out.
 
 use serde::{Deserialize, Serialize};
 
 /// A median and the spread around it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
-    /// Half are below.
+    /// The median.
     pub median: f64,
-    /// A quarter are below.
+    /// The lower quartile.
     pub low: f64,
-    /// A quarter are above.
+    /// The upper quartile.
     pub high: f64,
-    /// The smallest.
+    /// The smallest value.
     pub min: f64,
-    /// The greatest.
+    /// The greatest value.
     pub max: f64,
-    /// How many there are.
+    /// The number of values.
     pub count: usize,
 }
 
-/// The spread of values; `None` of nothing.
+/// Returns the spread of the values, or `None` if there are none.
 pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);

@@ -1,4 +1,5 @@
-//! A record as one SVG: bars of medians with their quartiles, and a mark where the model says the bar should end.
+//! A record as one SVG: bars of medians with their quartiles, and a mark for the model's
+//! prediction.
 
 use std::fmt::Write as _;
 
@@ -22,7 +23,7 @@ const STYLE: &str = "<style>\
     @media(prefers-color-scheme:dark){text{fill:#e5e7eb}.s{fill:#9ca3af}.l{stroke:#374151}.w{stroke:#f9fafb}}\
     </style>";
 
-/// Draws it.
+/// Draws the record.
 pub fn draw(record: &Record) -> String {
     let groups: Vec<(&str, Vec<Row>)> =
         record.points.iter().map(|point| (point.label.as_str(), rows(record, point))).collect();
@@ -131,7 +132,7 @@ pub fn draw(record: &Record) -> String {
     out
 }
 
-/// 1, 2 or 5 times a power of ten, at least `least`.
+/// Returns 1, 2 or 5 times a power of ten that is at least `least`.
 fn nice_step(least: f64) -> f64 {
     let power = 10f64.powf(least.log10().floor());
     let times = [1.0, 2.0, 5.0, 10.0].into_iter().find(|times| times * power >= least);
@@ -143,7 +144,7 @@ fn label(value: f64, step: f64) -> String {
     format!("{value:.digits$}")
 }
 
-/// Text as XML has it.
+/// Escapes text for XML.
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

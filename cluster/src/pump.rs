@@ -1,5 +1,6 @@
-//! `rapidraid-cluster pump`: one process of a bare transfer. It receives a stream, sends one, or both at once, and says what that
-//! took: the network stack alone, beside the daemons that use it.
+//! `rapidraid-cluster pump`: one process of a transfer without daemons. It receives a stream, sends
+//! one, or both at once, and reports the time and cost. This measures the network stack alone, for
+//! comparison with the daemons that use it.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -23,69 +24,71 @@ use tokio::time::{sleep, timeout};
 use crate::daemons::peak_of;
 use crate::{pump_disk, pump_tls};
 
-/// Others are started one after the other.
+/// Maximum time for all processes to connect. They are started one after the other.
 const MEET_LIMIT: Duration = Duration::from_secs(30);
-/// A transfer over the slowest link that anybody measures.
+/// Maximum time of a transfer over the slowest link that is measured.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(3600);
-/// What a connection is used for at first, so that both sides know that it stands.
+/// The first bytes on a connection, by which both sides know that it is established.
 const HELLO: &[u8] = b"h";
-/// What is written at once; a chunk of the pipeline.
+/// Bytes of one write; a chunk of the pipeline.
 const CHUNK_BYTES: usize = 64 << 10;
-/// A window that is no limit where sender and receiver wait for a processor, and more than a daemon has memory for in each stream.
+/// A window that is no limit even if sender and receiver wait for a processor. Daemons do not have
+/// the memory for such a window in each stream.
 const WIDE_BYTES: u32 = 4 << 20;
 
-/// What carries the bytes.
+/// The transport of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Over {
-    /// The daemons' transport.
+    /// The daemons' transport
     Quic,
-    /// The same with a window of 4 MiB a stream.
+    /// The daemons' transport with a window of 4 MiB for each stream
     QuicWide,
-    /// The same, wide, with BBR.
+    /// The daemons' transport with a window of 4 MiB and BBR
     QuicBbr,
-    /// TCP, nothing encrypted.
+    /// TCP without encryption
     Tcp,
-    /// TLS 1.3 over TCP.
+    /// TLS 1.3 over TCP
     TcpTls,
-    /// Nothing: a piece is written, synced, read back and hashed, below the folder of the identity.
+    /// No transport: a piece is written, synced, read back and hashed below the folder of the
+    /// identity
     Disk,
 }
 
-/// What one process is to do.
+/// The arguments of one process.
 #[derive(Debug, clap::Args)]
 pub struct Pump {
-    /// What carries the bytes
+    /// The transport of the bytes
     #[arg(long, value_enum)]
     over: Over,
     /// A folder with certificate.pem, key.pem and ca.pem of a node
     #[arg(long, value_name = "FOLDER")]
     identity: PathBuf,
-    /// Receive a stream here
+    /// Receive a stream on this address
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<SocketAddr>,
-    /// Send a stream there
+    /// Send a stream to this address
     #[arg(long, value_name = "IP:PORT")]
     to: Option<SocketAddr>,
-    /// How long a stream is
+    /// Length of a stream in bytes
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     bytes: u64,
 }
 
-/// What it took.
+/// The time and cost of a transfer.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Took {
-    /// From the first byte received to the last; 0 when nothing was received.
+    /// Seconds from the first byte received to the last; 0 if nothing was received.
     pub seconds: f64,
-    /// Processor time of the process, from when its connections stood.
+    /// Processor time of the process in seconds, since its connections were established.
     pub cpu_s: f64,
-    /// The most memory that the process has had.
+    /// Maximum memory of the process in bytes.
     pub peak_bytes: u64,
 }
 
 trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
 
-/// One stream with both directions: bytes one way, a word back at the end.
+/// A stream in both directions: bytes in one direction, and a short answer in the other at the end.
 enum Link {
     Quic(Box<dyn SendStream>, Box<dyn RecvStream>),
     Bytes(Box<dyn Duplex>),
@@ -113,7 +116,7 @@ impl Link {
         self.receive(HELLO.len() as u64, &mut []).await
     }
 
-    /// Reads exactly so many; what they are does not matter.
+    /// Reads exactly `bytes` bytes and discards them.
     async fn receive(&mut self, bytes: u64, buffer: &mut [u8]) -> Result<()> {
         let mut few = [0; HELLO.len()];
         let mut left = bytes;
@@ -134,14 +137,14 @@ impl Link {
     }
 }
 
-/// What keeps connections open.
+/// Keeps connections open.
 enum Kept {
     Quic(Box<QuicTransport>),
     Nothing,
 }
 
 impl Pump {
-    /// Runs it; its own runtime is that of the daemon.
+    /// Runs the transfer on a runtime like that of the daemon.
     pub fn run(&self) -> Result<Took> {
         if self.over == Over::Disk {
             let before = cpu_s();
@@ -153,9 +156,10 @@ impl Pump {
     }
 
     async fn both(&self) -> Result<Took> {
-        let (kept, incoming, outgoing) = timeout(MEET_LIMIT, self.meet())
-            .await
-            .with_context(|| format!("the others were not met within {MEET_LIMIT:?}"))??;
+        let (kept, incoming, outgoing) =
+            timeout(MEET_LIMIT, self.meet()).await.with_context(|| {
+                format!("the other processes did not connect within {MEET_LIMIT:?}")
+            })??;
         let before = cpu_s();
         let sending = async {
             match outgoing {
@@ -172,7 +176,7 @@ impl Pump {
             let seconds = first.elapsed().as_secs_f64();
             link.write(Bytes::from_static(HELLO)).await?;
             match &mut link {
-                // The sender has the word when it closes the connection.
+                // The sender has received the answer when it closes the connection.
                 Link::Quic(send, recv) => {
                     send.finish().await?;
                     let _ = recv.read(1).await;
@@ -187,13 +191,13 @@ impl Pump {
             .with_context(|| format!("the transfer has not ended within {TRANSFER_LIMIT:?}"))??;
         let took = Took { seconds, cpu_s: cpu_s() - before, peak_bytes: peak_bytes() };
         if let Kept::Quic(transport) = kept {
-            // Else the other side waits until it takes this one for lost.
+            // Without a close, the other side would wait until it considers this one lost.
             transport.close().await;
         }
         Ok(took)
     }
 
-    /// Connections in both directions, each used once.
+    /// Establishes the connections in both directions, and uses each once.
     async fn meet(&self) -> Result<(Kept, Option<Link>, Option<Link>)> {
         match self.over {
             Over::Quic => self.meet_quic(STREAM_WINDOW_BYTES as u32, Congestion::Cubic).await,
@@ -298,7 +302,7 @@ fn identity(folder: &Path) -> Result<Identity> {
     Ok(Identity::from_pem(&read("ca.pem")?, &read("certificate.pem")?, &read("key.pem")?)?)
 }
 
-/// Processor time of this process so far.
+/// Returns the processor time of this process so far, in seconds.
 fn cpu_s() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
@@ -313,7 +317,7 @@ fn peak_bytes() -> u64 {
 mod tests {
     use super::*;
 
-    /// The files of two nodes, as `cluster init` makes them, and two free ports.
+    /// Creates the files of two nodes, as `cluster init` does, and finds two free ports.
     fn pumps(folder: &Path, over: Over) -> (Pump, Pump) {
         let authority =
             rapidraid::net::identity::Authority::create(rapidraid::id::ClusterId([7; 16])).unwrap();

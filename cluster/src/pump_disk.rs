@@ -1,4 +1,5 @@
-//! What a piece costs without network and coding: written, synced, read back past the page cache and hashed, as a hop does it.
+//! The cost of a piece without network and coding: it is written, synced, read back past the page
+//! cache and hashed, as in a hop.
 
 use std::path::Path;
 use std::time::Instant;
@@ -8,14 +9,15 @@ use rapidraid::id::{Attempt, ClusterId, SaveId, ShardId, StripeId};
 use rapidraid::store::{Extent, PieceSpec, Store};
 use rapidraid::units::GRAIN_BYTES;
 
-/// Of a store that holds one piece.
+/// Index cache of a store that holds one piece.
 const INDEX_CACHE_BYTES: u64 = 1 << 20;
 
-/// Writes a piece of `bytes` in a new folder below `home`, proves it, and removes the folder. Seconds that it took.
+/// Writes a piece of `bytes` in a new folder below `home`, proves it, and removes the folder.
+/// Returns the seconds that the piece took.
 pub fn piece(home: &Path, bytes: u64) -> Result<f64> {
     let folder = home.join("alone");
     let done = write(&folder, bytes).with_context(|| format!("a piece in {}", folder.display()));
-    // What failed to be made need not be there.
+    // After a failure the folder may not exist.
     let _ = std::fs::remove_dir_all(&folder);
     done
 }

@@ -13,14 +13,14 @@ use tokio_rustls::{TlsAcceptor, TlsConnector, client, server};
 /// The DNS name in every node's certificate.
 const SERVER_NAME: &str = "rapidraid.node";
 
-/// Both sides of it.
+/// Both sides of a connection.
 pub struct Tls {
     acceptor: TlsAcceptor,
     connector: TlsConnector,
 }
 
 impl Tls {
-    /// From the files of a node.
+    /// Reads the certificates and the key of a node.
     pub fn read(folder: &Path) -> Result<Self> {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let certificate = |name: &str| {
@@ -44,12 +44,12 @@ impl Tls {
         Ok(Self { acceptor, connector })
     }
 
-    /// The receiving side.
+    /// Accepts a connection: the receiving side.
     pub async fn accept(&self, stream: TcpStream) -> Result<server::TlsStream<TcpStream>> {
         Ok(self.acceptor.accept(stream).await?)
     }
 
-    /// The sending side.
+    /// Opens a connection: the sending side.
     pub async fn connect(&self, stream: TcpStream) -> Result<client::TlsStream<TcpStream>> {
         Ok(self.connector.connect(ServerName::try_from(SERVER_NAME)?, stream).await?)
     }

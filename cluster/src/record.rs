@@ -1,4 +1,5 @@
-//! Results as data: what was run, where, and every single run. Tables and pictures are made from this and nothing else.
+//! Results as data: the experiment, the machines, and every single run. Tables and pictures use
+//! nothing else.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,50 +12,50 @@ use crate::arm::Arm;
 use crate::experiment::Experiment;
 use crate::text::read_text;
 
-/// Counts changes of this file's shape.
+/// The version of the record's format. It grows with every change of the format.
 pub const SCHEMA: u32 = 1;
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// Everything that an experiment found out.
+/// All results of an experiment.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
-    /// The shape of this file.
+    /// The version of the format.
     pub schema: u32,
-    /// The file that was run.
+    /// The experiment file.
     pub experiment: Experiment,
     /// The command that was typed.
     pub command: String,
-    /// Date, UTC.
+    /// The date in UTC.
     pub date: String,
-    /// What `rapidraid --version` says on the first host.
+    /// The output of `rapidraid --version` on the first host.
     pub program: String,
-    /// The commit of the repository that the experiment's file lies in, with `+` when its sources differ from it;
-    /// absent where git knows none.
+    /// The commit of the repository that contains the experiment's file, with `+` if its sources
+    /// differ from the commit. Absent if git knows none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
-    /// The machine that is the first host, and where all hosts are this machine the only one.
+    /// The machine of the first host. If all hosts are this machine, it is the only one.
     pub machine: Machine,
-    /// How links are made.
+    /// The kind of the links.
     pub links: Value,
-    /// Who went on with it after it had been broken off.
+    /// The later commands that resumed the experiment after it was interrupted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub resumed: Vec<Resumed>,
-    /// Results, point by point.
+    /// The results of the points.
     pub points: Vec<PointRecord>,
 }
 
-/// A later command that went on with an experiment.
+/// A later command that resumed an experiment.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Resumed {
-    /// Runs of earlier commands.
+    /// Number of runs of earlier commands.
     pub after_runs: usize,
-    /// As in [`Record`], like all that follows.
+    /// The command, as in [`Record`].
     pub command: String,
-    /// Date, UTC.
+    /// The date in UTC.
     pub date: String,
-    /// What `rapidraid --version` says.
+    /// The output of `rapidraid --version`.
     pub program: String,
-    /// The commit.
+    /// The commit, as in [`Record`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
 }
@@ -62,15 +63,16 @@ pub struct Resumed {
 /// A machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
-    /// Its processor.
+    /// The model of the processor.
     pub processor: String,
-    /// Processors that this process may use.
+    /// Number of processors that this process may use.
     pub processors: usize,
-    /// The kernel's release.
+    /// The release of the kernel.
     pub kernel: String,
-    /// Its memory.
+    /// Memory in bytes.
     pub memory_bytes: u64,
-    /// The kind of file system that the data lies on, such as `ext2/ext3` or `tmpfs`; empty where nobody asked.
+    /// The kind of file system that holds the data, such as `ext2/ext3` or `tmpfs`. Empty if it was
+    /// not determined.
     #[serde(default)]
     pub disk: String,
 }
@@ -78,61 +80,63 @@ pub struct Machine {
 /// The runs at one point.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PointRecord {
-    /// Its label.
+    /// The label of the point.
     pub label: String,
-    /// The conditions, complete.
+    /// The complete conditions.
     pub conditions: Value,
-    /// Seconds of a block over a node's link; absent where links are not shaped.
+    /// Seconds of one block over a node's link. Absent if links are not shaped.
     pub block_time_s: Option<f64>,
-    /// Every run.
+    /// All runs.
     pub runs: Vec<RunRecord>,
 }
 
-/// One run of one arm.
+/// A run of an arm.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RunRecord {
-    /// Which round, from 0.
+    /// The round, from 0.
     pub round: u32,
-    /// What was run.
+    /// The arm that was run.
     pub arm: Arm,
-    /// What is compared: for one stripe until its last piece is durable and proven, for several and for
-    /// restores the whole command, for a stream of checkpoints the median of them, for a transfer the slowest receiver.
+    /// The measure that is compared, in seconds. For one stripe it ends when the last piece is
+    /// durable and proven. For several stripes and for restores it is the whole command, for a
+    /// stream of checkpoints their median, for a transfer the slowest receiver.
     pub seconds: f64,
-    /// The whole command.
+    /// Duration of the whole command, in seconds.
     pub command_s: f64,
     /// Phases of archiving, summed over stripes: reserve, run and prove, receipts and commit, drop.
     #[serde(default)]
     pub phases_s: Vec<f64>,
     /// Bytes that all nodes together sent.
     pub sent_bytes: u64,
-    /// The most that one node sent or received: the busiest link.
+    /// The most bytes that one node sent or received: the load of the busiest link.
     pub busiest_bytes: u64,
-    /// Processor time of all daemons together, or of the processes that were measured in their place.
+    /// Processor time in seconds of all daemons together, or of the processes that were measured in
+    /// their place.
     pub cpu_s: f64,
-    /// Share of the machine's processors that was busy, where all hosts are this machine.
+    /// Share of the machine's processors that was busy, if all hosts are this machine.
     pub busy: Option<f64>,
-    /// The most memory that one of them had in this run, where the host's kernel forgets earlier peaks; else since it
-    /// began.
+    /// Maximum memory of one of these processes in this run. If the host's kernel cannot reset
+    /// peaks, it is the maximum since the process began.
     pub peak_bytes: u64,
-    /// What else there is to say.
+    /// Further facts about the run.
     #[serde(default)]
     pub notes: BTreeMap<String, Value>,
 }
 
-/// The note of a run that says which node was stopped, and when.
+/// The note of a run that names the node that was stopped, and when.
 pub const STOPPED: &str = "stopped";
 /// The note of a run that has the trace of its hops, as `archive --trace` writes it.
 pub const TRACE: &str = "trace";
 
 impl RunRecord {
-    /// Whether it was to go on with a node stopped, and ended before one was.
+    /// Returns whether the run should have stopped a node, and ended before one was stopped.
     pub fn ended_unstopped(&self) -> bool {
         self.arm == Arm::RestoreStopped && !self.notes.contains_key(STOPPED)
     }
 }
 
 impl Record {
-    /// Reads what [`Record::write`] wrote.
+    /// Reads a record that [`Record::write`] wrote.
     pub fn read(path: &Path) -> Result<Self> {
         let shown = path.display();
         let text = read_text(path, MAX_FILE_BYTES)?;
@@ -146,12 +150,13 @@ impl Record {
         Ok(record)
     }
 
-    /// Goes on with what is left of `earlier`: rounds that it has played whole stay, one that it had begun is played anew.
+    /// Resumes `earlier`: its complete rounds are kept, an incomplete one is run again. Returns an
+    /// error if the experiments differ.
     pub fn resume(self, mut earlier: Self) -> Result<Self> {
         let without_points = |of: &Experiment| Experiment { points: Vec::new(), ..of.clone() };
         ensure!(
             without_points(&earlier.experiment) == without_points(&self.experiment),
-            "what was broken off is another experiment, or its file has changed since: run it without --resume"
+            "the interrupted run is of another experiment, or its file has changed since: run it without --resume"
         );
         let arms = self.experiment.arms.len().max(1);
         for point in &mut earlier.points {
@@ -165,7 +170,7 @@ impl Record {
         if earlier.points.is_empty() {
             return Ok(self);
         }
-        // Others may follow those; whether these have the same settings is seen when they are played.
+        // Further points may follow these. Their settings are compared when they are run.
         let kept: Vec<&str> = earlier.points.iter().map(|point| point.label.as_str()).collect();
         ensure!(
             self.experiment.labels().starts_with(&kept),
@@ -183,7 +188,8 @@ impl Record {
         Ok(earlier)
     }
 
-    /// Notes the hosts of the next point; what goes on must do so on those on which it was begun.
+    /// Records the hosts of the next point. A resumed experiment must run on the same hosts as
+    /// before.
     pub fn is_played_on(&mut self, links: Value, program: String, machine: Machine) -> Result<()> {
         let Some(resumed) = self.resumed.last_mut() else {
             (self.links, self.program, self.machine) = (links, program, machine);
@@ -197,7 +203,7 @@ impl Record {
         Ok(())
     }
 
-    /// Writes it in place of an earlier one, which stays when this fails.
+    /// Writes the record in place of an earlier one. If this fails, the earlier one stays.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)? + "\n";
         let new = path.with_extension("json.new");
@@ -207,11 +213,11 @@ impl Record {
 }
 
 impl Machine {
-    /// What a shell is asked for [`Machine::parse`].
+    /// The shell script whose output [`Machine::parse`] reads.
     pub const ASKED: &str = "cat /proc/cpuinfo /proc/meminfo; echo \"processors: $(nproc)\"; \
                              echo \"kernel: $(cat /proc/sys/kernel/osrelease)\"";
 
-    /// This one.
+    /// Returns this machine.
     pub fn this() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let parts = ["/proc/cpuinfo", "/proc/meminfo"].map(read).concat();
@@ -220,7 +226,7 @@ impl Machine {
         Self::parse(&format!("{parts}\nprocessors: {processors}\nkernel: {kernel}"))
     }
 
-    /// From lines of `name: value`; what is not there is empty or 0.
+    /// Parses lines of `name: value`. A missing value is empty or 0.
     pub fn parse(text: &str) -> Self {
         let field = |name: &str| {
             let pairs = text.lines().filter_map(|line| line.split_once(':'));

@@ -1,7 +1,9 @@
-//! `rapidraid-cluster relay`: links in user space that deliver late and lose frames, for kernels without `netem`.
+//! `rapidraid-cluster relay`: links in user space that delay and lose frames, for kernels without
+//! `netem`.
 //!
-//! A link is two TAP devices of the namespace that this runs in; what comes out of one goes into the other. Whoever started it moves one
-//! of them into the host's namespace. It ends with its stdin, and its devices with it.
+//! A link consists of two TAP devices in the namespace of this process; frames from one device are
+//! sent to the other. The process that started the relay moves one of them into the host's
+//! namespace. The relay and its devices end when its stdin ends.
 
 use std::io::{Read as _, Write as _};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -13,30 +15,31 @@ use anyhow::{Context, Result, ensure};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use tun_rs::{DeviceBuilder, Layer, SyncDevice};
 
-/// Frames on the way: a second of 150 Mbit/s in datagrams of 1,200 bytes. More are dropped, which the relay says.
+/// Maximum number of frames in transit: one second of 150 Mbit/s in datagrams of 1,200 bytes.
+/// Further frames are dropped, and the relay reports that.
 const MAX_FRAMES: usize = 16_384;
-/// A frame of the largest MTU, with its Ethernet header (14 bytes) and a VLAN tag (4).
+/// Length of a frame of the largest MTU, with its Ethernet header (14 bytes) and a VLAN tag (4).
 const MAX_FRAME_BYTES: usize = 65_535 + 18;
 
-/// What a relay does to its links.
+/// The arguments of a relay.
 #[derive(Debug, clap::Args)]
 pub struct Relay {
-    /// Two devices to make and to join, such as v3=w3
+    /// Two devices to create and to join, such as v3=w3
     #[arg(long = "link", value_name = "A=B", required = true)]
     links: Vec<String>,
-    /// Bytes of a packet on them
+    /// Bytes of a packet on the links
     #[arg(long)]
     mtu: u16,
-    /// How long each frame takes, in each direction
+    /// Delay of each frame in each direction, in milliseconds
     #[arg(long, default_value_t = 0)]
     delay_ms: u32,
-    /// How many of a hundred frames are lost, at random, in each direction
+    /// Percentage of frames that are lost at random, in each direction
     #[arg(long, default_value_t = 0.0)]
     loss_percent: f64,
 }
 
 impl Relay {
-    /// Makes the links, says `ready`, and relays until stdin ends.
+    /// Creates the links, prints `ready`, and relays until stdin ends.
     pub fn run(&self) -> Result<()> {
         ensure!((0.0..=100.0).contains(&self.loss_percent), "--loss-percent is 0 to 100");
         let mut seed = 0;
@@ -50,7 +53,7 @@ impl Relay {
         }
         writeln!(std::io::stdout(), "ready")?;
         std::io::stdout().flush()?;
-        // The end of whoever started it ends it too.
+        // Stdin ends when the process that started the relay ends.
         let mut nothing = Vec::new();
         std::io::stdin().take(1 << 20).read_to_end(&mut nothing)?;
         Ok(())
@@ -61,7 +64,7 @@ impl Relay {
         Ok(Arc::new(device.with_context(|| format!("cannot make the device {name}"))?))
     }
 
-    /// Two threads, which end with the process.
+    /// Starts two threads, which end with the process.
     fn relay(&self, from: Arc<SyncDevice>, to: Arc<SyncDevice>, seed: u64) {
         let (sender, frames) = sync_channel(MAX_FRAMES);
         let delay = Duration::from_millis(self.delay_ms.into());
@@ -71,7 +74,7 @@ impl Relay {
     }
 }
 
-/// Which frames are lost: the same ones with the same seed.
+/// The selection of lost frames. The same seed selects the same ones.
 struct Loss {
     of_a_million: u64,
     seed: u64,
@@ -79,7 +82,7 @@ struct Loss {
 
 static FULL: Once = Once::new();
 
-/// A frame, and when it is due.
+/// A frame and the time at which it is due.
 type Frame = (Instant, Vec<u8>);
 
 fn take(from: &SyncDevice, delay: Duration, loss: &Loss, frames: &SyncSender<Frame>) {
@@ -97,7 +100,7 @@ fn take(from: &SyncDevice, delay: Duration, loss: &Loss, frames: &SyncSender<Fra
             });
         }
     }
-    // Whoever uses a dead link would wait for long.
+    // A process that uses a dead link would wait for a long time.
     eprintln!("relay: a device is gone");
     std::process::exit(1);
 }
@@ -105,7 +108,7 @@ fn take(from: &SyncDevice, delay: Duration, loss: &Loss, frames: &SyncSender<Fra
 fn give(to: &SyncDevice, frames: &Receiver<Frame>) {
     while let Ok((due, frame)) = frames.recv() {
         sleep(due.saturating_duration_since(Instant::now()));
-        // A device that is down takes nothing.
+        // A device that is down accepts nothing.
         let _ = to.send(&frame);
     }
 }

@@ -1,4 +1,4 @@
-//! Records as tables for people: a row an arm, points below one another.
+//! Records as tables for people: a table for each point, with a row for each arm.
 
 use std::fmt::Write as _;
 
@@ -8,32 +8,32 @@ use crate::model::{self, Cost};
 use crate::numbers::{Spread, spread};
 use crate::record::{PointRecord, Record, RunRecord};
 
-/// One arm at one point, summed up.
+/// The summary of one arm at one point.
 #[derive(Debug, Clone)]
 pub struct Row {
     /// The arm.
     pub arm: Arm,
     /// Seconds.
     pub seconds: Spread,
-    /// Block times, where links are shaped.
+    /// Block times, if links are shaped.
     pub block_times: Option<Spread>,
-    /// The model of it.
+    /// The prediction of the model.
     pub model: Option<Cost>,
-    /// Times that the first arm of the file takes, round by round.
+    /// Ratio to the first arm of the file, round by round.
     pub ratio: Option<Spread>,
     /// Block transfers over the busiest link.
     pub busiest_blocks: f64,
     /// Block transfers in all.
     pub sent_blocks: f64,
-    /// Seconds of processor time per GB (10^9) of checkpoint.
+    /// Seconds of processor time per GB (10^9 bytes) of checkpoint.
     pub cpu_s_per_gb: f64,
-    /// Share of the machine that was busy.
+    /// Share of the machine's processors that was busy.
     pub busy: Option<f64>,
-    /// The most memory of a daemon in one of the runs.
+    /// Maximum memory of a daemon in one of the runs, in bytes.
     pub peak_bytes: u64,
 }
 
-/// The rows of a point, in the order of the file's arms.
+/// Returns the rows of a point, in the order of the file's arms.
 pub fn rows(record: &Record, point: &PointRecord) -> Vec<Row> {
     let Some(first) = record.experiment.arms.first() else { return Vec::new() };
     let runs_of = |arm: Arm| point.runs.iter().filter(move |run| run.arm == arm);
@@ -74,7 +74,8 @@ pub fn rows(record: &Record, point: &PointRecord) -> Vec<Row> {
     rows
 }
 
-/// Payload bytes of a byte on a link, as they were when the record was made; where links had no rate, as they are now.
+/// Returns the share of payload in the bytes of a link at the time of the record, or today's share
+/// if the links had no rate.
 fn payload_share(point: &PointRecord, conditions: Option<&Conditions>) -> f64 {
     let rate = conditions.and_then(|at| Some((at.block_bytes, at.rate_mbit?)));
     let recorded = point.block_time_s.zip(rate).map(|(seconds, (block_bytes, rate_mbit))| {
@@ -83,7 +84,7 @@ fn payload_share(point: &PointRecord, conditions: Option<&Conditions>) -> f64 {
     recorded.unwrap_or_else(model::payload_share)
 }
 
-/// The tables, as Markdown: it reads well on a terminal too.
+/// Returns the tables as Markdown, which is also readable on a terminal.
 pub fn tables(record: &Record) -> String {
     let mut out = String::new();
     for point in &record.points {
@@ -153,7 +154,7 @@ fn table(record: &Record, point: &PointRecord) -> String {
     out
 }
 
-/// Median and quartiles.
+/// Returns median and quartiles as text.
 fn between(spread: &Spread, digits: usize) -> String {
     format!("{:.digits$} ({:.digits$} to {:.digits$})", spread.median, spread.low, spread.high)
 }
@@ -164,7 +165,8 @@ mod tests {
 
     use super::*;
 
-    /// A record whose blocks took twice as long as their bytes: half of what a link carried was payload.
+    /// Builds a record whose blocks took twice as long as their bytes: half of what a link carried
+    /// was payload.
     #[test]
     fn a_record_is_shown_by_its_own_block_time() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,5 @@
-//! `rapidraid-cluster run`: one experiment, point by point, from its file to its record, tables and picture.
+//! `rapidraid-cluster run`: runs one experiment point by point, from its file to its record, tables
+//! and picture.
 
 use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ use crate::stop::{Stop, checked};
 use crate::work::WorkFolder;
 use crate::{daemons, draw, play, report, say, work_parent};
 
-/// A command that only asks.
+/// Maximum time of a command that only asks.
 const ASK_LIMIT: Duration = Duration::from_secs(60);
 
 /// Options of `run`.
@@ -28,25 +29,28 @@ const ASK_LIMIT: Duration = Duration::from_secs(60);
 pub struct Run {
     /// The experiment, a TOML file
     file: PathBuf,
-    /// Where daemons run: `netns` (namespaces of this machine, needs root), `loopback`, or an inventory file (ssh)
+    /// The hosts of the daemons: `netns` (namespaces of this machine, needs root), `loopback`, or
+    /// an inventory file (ssh)
     #[arg(long, default_value = "netns", value_name = "HOSTS")]
     on: String,
-    /// Leave links as they are, whatever rates the file says; not for files with slow nodes
+    /// Leave links unshaped whatever rates the file has; not for files with slow nodes
     #[arg(long)]
     unshaped: bool,
-    /// As the table `short` of the file says: a look at whether it works, not a measurement
+    /// Use the table `short` of the file: a trial of whether the experiment works, not a
+    /// measurement
     #[arg(long)]
     short: bool,
-    /// Go on with what an earlier run of this file left in NAME.part.json: the rounds that it played whole stay
+    /// Resume an earlier run of this file from NAME.part.json; its complete rounds are kept
     #[arg(long)]
     resume: bool,
-    /// Where results go
+    /// The folder for results
     #[arg(long, default_value = "docs/benchmarks", value_name = "FOLDER")]
     out: PathBuf,
-    /// Where daemons keep their data; a new folder is made in it, and removed [default: the system's folder for temporary files]
+    /// The folder for the daemons' data; a new folder is created in it and removed at the end
+    /// [default: the system's folder for temporary files]
     #[arg(long, value_name = "FOLDER")]
     work: Option<PathBuf>,
-    /// What to print at the end
+    /// The output at the end
     #[arg(long, value_enum, default_value_t = Print::Tables)]
     print: Print,
 }
@@ -55,12 +59,12 @@ pub struct Run {
 enum Print {
     /// Tables for people
     Tables,
-    /// The record, as JSON
+    /// The record as JSON
     Json,
 }
 
 impl Run {
-    /// Plays the experiment. What an earlier run wrote stays until this one has ended.
+    /// Runs the experiment. The results of an earlier run stay until this one has ended.
     pub fn run(&self) -> Result<()> {
         let experiment = Experiment::read(&self.file, self.short)?;
         let mut conditions = experiment.conditions(self.short)?;
@@ -90,7 +94,7 @@ impl Run {
         let path = self.out.join(format!("{}.{ending}", record.experiment.name));
         let part = path.with_extension("part.json");
         if self.resume {
-            let earlier = Record::read(&part).context("cannot go on with an earlier run")?;
+            let earlier = Record::read(&part).context("cannot resume an earlier run")?;
             record = record.resume(earlier).with_context(|| part.display().to_string())?;
         }
         if let Err(error) = self.play(&mut record, &conditions, &part, &stop) {
@@ -120,7 +124,7 @@ impl Run {
         Ok(())
     }
 
-    /// Refuses what these hosts cannot play, before the first cluster is up.
+    /// Refuses experiments that these hosts cannot run, before the first cluster is started.
     fn check_hosts(&self, experiment: &Experiment, all: &[Conditions]) -> Result<()> {
         let needs = |kind: fn(Kind) -> bool| experiment.arms.iter().any(|arm| kind(arm.kind()));
         ensure!(
@@ -167,7 +171,7 @@ impl Run {
             let conditions = serde_json::to_value(at)?;
             ensure!(
                 begun.as_ref().is_none_or(|point| point.conditions == conditions),
-                "at the point {:?} it was begun under other conditions: run it without --resume",
+                "the point {:?} was begun under other conditions: run it without --resume",
                 at.label
             );
             bar.inc(played as u64);
@@ -181,7 +185,8 @@ impl Run {
             let (program, machine) = first_host(&*hosts, stop)?;
             record.is_played_on(hosts.describe(), program, machine)?;
             let begun = record.points.get(before).map_or_else(Vec::new, |point| point.runs.clone());
-            // After every run: a long experiment that fails late has shown something.
+            // The record is written after every run, so that a long experiment that fails late
+            // still has results.
             let mut told = |point: &PointRecord| {
                 bar.inc(1);
                 if let Some(run) = point.runs.last() {
@@ -202,7 +207,7 @@ impl Run {
     fn bring_up(&self, at: &Conditions) -> Result<(Box<dyn Hosts>, PathBuf)> {
         let nodes = at.nodes as usize;
         if self.on == "netns" {
-            // What a killed run left may still write into its folder.
+            // Processes of a killed run may still write into its folder, so they are removed first.
             netns::check()?;
             netns::remove_leftovers()?;
         }
@@ -218,7 +223,7 @@ impl Run {
     }
 }
 
-/// What `rapidraid --version` says here, where the cluster's files are made.
+/// Returns the output of `rapidraid --version` on this machine, which creates the cluster's files.
 fn local_version(stop: &Stop) -> Result<String> {
     let program = daemons::local_program();
     let mut command = std::process::Command::new(&program);
@@ -229,7 +234,8 @@ fn local_version(stop: &Stop) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// The program and the machine of the first host, with the disk that the data lies on.
+/// Returns the version of the program on the first host, and the machine with the disk that holds
+/// the data.
 fn first_host(hosts: &dyn Hosts, stop: &Stop) -> Result<(String, Machine)> {
     let ask = |program: &str, arguments: &[&str]| {
         let said = checked(stop, hosts.command(0, program, arguments), ASK_LIMIT, || Ok(()))?;
@@ -241,7 +247,8 @@ fn first_host(hosts: &dyn Hosts, stop: &Stop) -> Result<(String, Machine)> {
     Ok((version, Machine { disk, ..machine }))
 }
 
-/// The commit of the repository that `file` lies in, with `+` when its sources differ; `None` where git knows none.
+/// Returns the commit of the repository that contains `file`, with `+` if its sources differ, or
+/// `None` if git knows none.
 fn commit(file: &Path, stop: &Stop) -> Option<String> {
     let folder = std::path::absolute(file).ok()?.parent()?.to_owned();
     let git = |arguments: &[&str]| {
@@ -251,14 +258,14 @@ fn commit(file: &Path, stop: &Stop) -> Option<String> {
         Some(String::from_utf8_lossy(&said).trim().to_owned())
     };
     let commit = git(&["rev-parse", "--short", "HEAD"])?;
-    // Not what experiments themselves write there.
+    // The results that experiments themselves write into the repository do not count as changes.
     let sources =
         ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs"];
     let changed = git(&sources)?;
     Some(if changed.is_empty() { commit } else { commit + "+" })
 }
 
-/// On a terminal only, on stderr.
+/// Returns a progress bar on stderr, which is hidden unless stderr is a terminal.
 fn progress(runs: u64) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
@@ -267,7 +274,7 @@ fn progress(runs: u64) -> ProgressBar {
     ProgressBar::new(runs).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// `2026-11-22`.
+/// Returns the date in UTC, such as `2026-11-22`.
 fn utc_date() -> String {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let mut date = rapidraid::units::date(since.map_or(0, |since| since.as_secs()));
@@ -275,7 +282,7 @@ fn utc_date() -> String {
     date
 }
 
-/// As it was called, wherever the program lies.
+/// Returns the command as it was called, without the folder of the program.
 fn command(words: impl Iterator<Item = String>) -> String {
     let mut words: Vec<String> = words.collect();
     if let Some(program) = words.first_mut() {

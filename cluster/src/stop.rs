@@ -1,4 +1,4 @@
-//! Ctrl-C and commands with a limit: whatever is waited for ends when the run is to end.
+//! Ctrl-C and commands with a time limit: every wait ends when the run is to end.
 
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
@@ -9,7 +9,8 @@ use std::{fs::File, io::Read as _, io::Seek as _};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// How often what is waited for is looked at. Times that are measured are taken by the programs themselves.
+/// Interval of the checks during a wait. Measured times do not depend on it, because the programs
+/// take them themselves.
 const POLL: Duration = Duration::from_millis(10);
 
 /// Whether the run is to end.
@@ -17,7 +18,8 @@ const POLL: Duration = Duration::from_millis(10);
 pub struct Stop(Arc<AtomicBool>);
 
 impl Stop {
-    /// Set by SIGINT, SIGTERM and SIGHUP from now on; a second one ends the program at once.
+    /// Returns a flag that SIGINT, SIGTERM and SIGHUP set from now on. A second signal ends the
+    /// program at once.
     pub fn on_signals() -> Result<Self> {
         use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
         use signal_hook::flag;
@@ -30,15 +32,15 @@ impl Stop {
         Ok(stop)
     }
 
-    /// An error once the run is to end.
+    /// Returns an error once the run is to end.
     pub fn check(&self) -> Result<()> {
         match self.0.load(Ordering::Relaxed) {
-            true => bail!("stopped; what was up is taken down"),
+            true => bail!("stopped by a signal; the cluster is removed"),
             false => Ok(()),
         }
     }
 
-    /// Waits.
+    /// Waits for this time. Returns an error once the run is to end.
     pub fn sleep(&self, long: Duration) -> Result<()> {
         let end = Instant::now() + long;
         while Instant::now() < end {
@@ -48,7 +50,7 @@ impl Stop {
         self.check()
     }
 
-    /// Runs commands at once, each to its end, with what they print, in their order.
+    /// Runs commands in parallel, each to its end. Returns their outputs in the same order.
     pub fn run_all(&self, commands: Vec<Command>, limit: Duration) -> Result<Vec<Output>> {
         let one = |command| self.run(command, limit, || Ok(()));
         thread::scope(|scope| {
@@ -59,7 +61,7 @@ impl Stop {
         })
     }
 
-    /// Runs `command` to its end, with what it prints; `meanwhile` is called while it runs.
+    /// Runs `command` to its end and returns its output. `meanwhile` is called while it runs.
     pub fn run(
         &self,
         mut command: Command,
@@ -67,7 +69,8 @@ impl Stop {
         mut meanwhile: impl FnMut() -> Result<()>,
     ) -> Result<Output> {
         let line = shown(&command);
-        // Files, not pipes: nobody needs to read while it runs.
+        // The output goes to files instead of pipes, so that it need not be read while the command
+        // runs.
         let (mut out, mut err) = (tempfile::tempfile()?, tempfile::tempfile()?);
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(err.try_clone()?);
         let mut child =
@@ -82,7 +85,7 @@ impl Stop {
                 false => self.check().and_then(|()| meanwhile()),
             };
             if let Err(error) = late {
-                // Its end is what is wanted; it may have come by itself.
+                // The child may have ended by itself already.
                 let _ = child.kill();
                 let _ = child.wait();
                 break Err(error);
@@ -93,7 +96,7 @@ impl Stop {
     }
 }
 
-/// What a command prints; an error has what it complains of.
+/// Runs a command and returns its stdout. If it fails, the error contains its stderr.
 pub fn checked(
     stop: &Stop,
     command: Command,
@@ -107,20 +110,21 @@ pub fn checked(
     Ok(output.stdout)
 }
 
-/// A group of its own: Ctrl-C is for this program, which then ends its children.
+/// Gives the command its own process group: Ctrl-C is for this program, which then ends its
+/// children.
 pub fn own_group(command: &mut Command) -> &mut Command {
     use std::os::unix::process::CommandExt;
     command.process_group(0)
 }
 
-/// A command as one would type it.
+/// Returns a command as a person would type it.
 pub fn shown(command: &Command) -> String {
     let words = [command.get_program()].into_iter().chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
 fn read_back(file: &mut File) -> Result<Vec<u8>> {
-    /// More than any command here prints.
+    /// Maximum output, more than any command here prints.
     const MAX_OUTPUT_BYTES: u64 = 64 << 20;
     file.rewind()?;
     let mut bytes = Vec::new();

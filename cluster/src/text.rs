@@ -1,11 +1,11 @@
-//! Files that people write: read whole, up to a limit.
+//! Text files that people write: read as a whole, up to a size limit.
 
 use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
-/// The text of a file that has at most `limit` bytes.
+/// Returns the text of a file. A file of more than `limit` bytes is an error.
 pub fn read_text(path: &Path, limit: u64) -> Result<String> {
     let shown = path.display();
     let file = std::fs::File::open(path).with_context(|| format!("cannot read {shown}"))?;

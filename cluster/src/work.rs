@@ -1,6 +1,6 @@
-//! The folder of one run. Its name has the number of the process that made it, so that whoever comes later knows
-//! whether it is in use, and a random number that nobody can know before; it goes with the run, and leftovers of runs
-//! that were killed go with the next one.
+//! The folder of one run. Its name contains the id of the process that created it, so that a later
+//! run can tell whether it is in use, and a random number that cannot be predicted. The folder is
+//! removed at the end of the run. If the run is killed, the next run removes it.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -11,15 +11,15 @@ use rapidraid::entropy::{Entropy as _, SystemEntropy};
 
 const PREFIX: &str = "rapidraid-cluster-";
 
-/// A folder that is removed when this goes out of scope.
+/// A folder that is removed when the value is dropped.
 #[derive(Debug)]
 pub struct WorkFolder {
     path: PathBuf,
 }
 
 impl WorkFolder {
-    /// A new one under `parent`; those of dead runs there are removed first. It has keys: nobody else may look into
-    /// it, and nobody else can have made it.
+    /// Creates a folder under `parent`, after removing the folders of dead runs there. The folder
+    /// holds private keys, so other users can neither read it nor have created it.
     pub fn create(parent: &Path) -> Result<Self> {
         remove_leftovers(parent);
         let random = SystemEntropy.below(1 << 32);
@@ -31,7 +31,7 @@ impl WorkFolder {
         Ok(Self { path })
     }
 
-    /// Where it is.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -39,13 +39,13 @@ impl WorkFolder {
 
 impl Drop for WorkFolder {
     fn drop(&mut self) {
-        // What stays is removed by the next run.
+        // If this fails, the next run removes the folder.
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }
 
-/// Removes the folders of runs that are no more; how many stay. One that stays, such as one of root, does not keep
-/// anybody from running.
+/// Removes the folders of runs that have ended. Returns the number of folders that could not be
+/// removed, such as those of root; they do not prevent a new run.
 pub fn remove_leftovers(parent: &Path) -> usize {
     let Ok(entries) = std::fs::read_dir(parent) else { return 0 };
     let mut stay = 0;
@@ -68,7 +68,8 @@ pub fn remove_leftovers(parent: &Path) -> usize {
     stay
 }
 
-/// The process that made a folder of this name, `PREFIX` and its number, with or without a random number after it.
+/// Returns the id of the process that created a folder of this name: `PREFIX` and the id, with or
+/// without a random number after them.
 fn owner_of(name: &str) -> Option<u32> {
     let rest = name.strip_prefix(PREFIX)?;
     let (owner, random) = rest.split_once('-').unwrap_or((rest, "0"));
@@ -76,7 +77,8 @@ fn owner_of(name: &str) -> Option<u32> {
     owner.parse().ok().filter(|_| is_random)
 }
 
-/// Whether the process `pid` is a run of this program. Another program may have got the number since.
+/// Returns whether the process `pid` is a run of this program. The kernel may have reused the id
+/// for another program.
 pub fn is_running(pid: u32) -> bool {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm"));
     // The kernel keeps 15 bytes of a name.
@@ -92,7 +94,7 @@ mod tests {
     #[test]
     fn only_folders_of_dead_runs_go() {
         let parent = tempfile::tempdir().unwrap();
-        // 1 is the machine's first process; no process has the greatest number.
+        // Process 1 is the machine's first process; no process has the greatest id.
         for name in [
             "rapidraid-cluster-1",
             "rapidraid-cluster-4294967295",
@@ -123,7 +125,7 @@ mod tests {
     #[test]
     fn two_folders_of_one_process_differ_and_what_cannot_be_removed_is_left() {
         let parent = tempfile::tempdir().unwrap();
-        // No folder, so that removing it as one fails, also for root.
+        // The entry is a file, so that removing it as a folder fails, even for root.
         std::fs::write(parent.path().join("rapidraid-cluster-4294967295"), "").unwrap();
         let first = WorkFolder::create(parent.path()).unwrap();
         let second = WorkFolder::create(parent.path()).unwrap();

@@ -1,4 +1,4 @@
-"""Trains with DDP and goes on after a crash: RNG, data position and running statistics belong to each rank.
+"""Trains with DDP and resumes after a crash. RNG, data position and running statistics are private to each rank.
 
 usage: torchrun --nproc-per-node 4 --max-restarts 3 ddp.py CONFIG STEPS
 """
@@ -13,7 +13,7 @@ import rapidraid
 
 
 def say(text: str) -> None:
-    """Prints a line in one piece: the ranks share the output."""
+    """Prints a line in a single write, because the ranks share the output."""
     print(f"{text}\n", end="", flush=True)
 
 
@@ -22,8 +22,9 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 rank = dist.get_rank()
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-# In one bucket whose order never changes, sums of gradients are bit for bit the same after a restart. With DDP's own settings the first
-# step after a restart adds in another order than the same step without one, whatever the state was loaded by.
+# With one bucket whose order never changes, sums of gradients are bit-identical after a restart.
+# With DDP's own settings the first step after a restart adds in another order than it would without
+# one, whatever loaded the state.
 model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
@@ -31,7 +32,7 @@ torch.manual_seed(100 + rank)
 
 
 def state() -> dict[str, object]:
-    """What the job needs to go on."""
+    """Returns the state from which the job can resume."""
     return {
         "model": model,
         "optimizer": optimizer,

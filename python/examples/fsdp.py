@@ -1,4 +1,4 @@
-"""Trains with FSDP2, saves, and loads what another number of ranks has saved. Prints a hash of the whole state at each save and load.
+"""Trains with FSDP2, saves, and loads on another number of ranks. Prints a hash of the state at each save and load.
 
 usage: torchrun --nproc-per-node N fsdp.py CONFIG STEPS
 """
@@ -17,7 +17,7 @@ import rapidraid
 
 
 def say(text: str) -> None:
-    """Prints a line in one piece: the ranks share the output."""
+    """Prints a line in a single write, because the ranks share the output."""
     print(f"{text}\n", end="", flush=True)
 
 
@@ -35,12 +35,12 @@ state = {"model": model, "optimizer": optimizer}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor as one rank would have it."""
+    """Returns the whole tensor, as one rank alone would have it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def digest() -> str:
-    """Returns a hash of all parameters and all that the optimizer keeps for them."""
+    """Returns a hash of all parameters and of the optimizer's state for them."""
     hasher = hashlib.sha256()
     for name, parameter in model.named_parameters():
         hasher.update(name.encode())

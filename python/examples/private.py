@@ -1,4 +1,4 @@
-"""Every rank has a state of its own under names that all ranks use. It comes back to the rank that it belongs to, and to no other.
+"""Every rank has private state under names that all ranks use. A load returns it to the rank that saved it.
 
 usage: torchrun --nproc-per-node N private.py CONFIG save|load [skip|map]
 """
@@ -13,7 +13,7 @@ import rapidraid
 
 
 def say(text: str) -> None:
-    """Prints a line in one piece: the ranks share the output."""
+    """Prints a line in a single write, because the ranks share the output."""
     print(f"{text}\n", end="", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Trains a small model and saves it every 10 steps. Kill it at any moment and start it again: it goes on from the last save.
+"""Trains a small model and saves it every 10 steps. Kill it at any moment and start it again: it resumes.
 
 usage: resume.py CONFIG [STEPS]
 """

@@ -1,8 +1,8 @@
 """Checkpoints for distributed trainers.
 
-A save stalls training for one copy of the state in memory. The staging daemon of the host then replicates it to the cluster, where it is
-archived later. After a crash the job resumes from the host's memory if it is still there, otherwise from the cluster, on any number of
-ranks.
+A save stalls training for one copy of the state in memory. The staging daemon of the host then replicates it to the
+cluster, where it is archived later. After a crash the job resumes from the host's memory if the step is still there,
+otherwise from the cluster, on any number of ranks.
 
     >>> import rapidraid
     >>> checkpointer = rapidraid.Checkpointer("gpt", config="client/rapidraid.toml")

@@ -9,7 +9,7 @@ from ._program import program
 
 
 def main() -> None:
-    """Becomes the program."""
+    """Replaces this process by the program."""
     path = program()
     os.execv(path, [path, *sys.argv[1:]])
 

@@ -1,4 +1,4 @@
-"""Loading: which names of a checkpoint go to which leaves of a state, and what to do with those that do not fit."""
+"""Loading: maps the names of a checkpoint to the leaves of a state, and handles those that do not match."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from .tensors import address, alias_key, check_writable, describe, is_fillable, 
 
 log = logging.getLogger("rapidraid")
 
-#: A name of a checkpoint: rank or nothing, keys, kind, element type, bits, shape, flags.
+#: A name of a checkpoint: rank or ``None``, keys, kind, element type, bits, shape, flags.
 Name = tuple[int | None, list[tuple[int, Any]], str, str, int, list[int], int]
 
 
-#: A row of a name, a box or nothing, an address, and a length.
+#: A target: row of the name, box or ``None`` for the whole, address, and length in bytes.
 Target = tuple[int, tuple[list[int], list[int]] | None, int, int]
-#: A load by ranges pays off while less than this part of a step is wanted; otherwise the whole step is read once, in order.
+#: A load by ranges is used while less than this fraction of a step is wanted. Otherwise the whole
+#: step is read once, in order.
 WORTH_RANGES = 0.25
 
 
 class ReadWholeError(Exception):
-    """So much of the step is wanted that all of it should be read."""
+    """Raised if so much of the step is wanted that the whole step should be read."""
 
 
 @dataclass
 class Reader:
-    """A step that is being loaded, and how its bytes come here."""
+    """A step that is being loaded, and the way in which its bytes are read."""
 
     session: _native.Session
     loaded: _native.LoadedStep
-    #: Processes that load the same at the same time.
+    #: Number of processes that load the same at the same time.
     readers: int
-    #: When the load must be over, by the monotonic clock.
+    #: The deadline of the load, by the monotonic clock.
     until: float
 
     def check_wanted(self, targets: list[Target], names: list[int]) -> None:
-        """Raises :class:`ReadWholeError` where a load by ranges is a waste. Says why it is one otherwise."""
+        """Raises :class:`ReadWholeError` if a load by ranges does not pay off; logs the reason for one otherwise."""
         is_by_ranges, why = self.loaded.by_ranges
         if not is_by_ranges:
             return
@@ -56,14 +57,17 @@ class Reader:
             log.info("step %d: only the parts that are wanted are read, %d of %d bytes", self.loaded.number, wanted, total)
 
     def windows(self, targets: list[Target], names: list[int]) -> Iterator[list[int]]:
-        """Gets the bytes of targets or names. Yields the places of those of which bytes are here now."""
+        """Reads the targets and names window by window.
+
+        Yields the indexes of those that have bytes in the current window.
+        """
         for extents, places in self.loaded.windows(targets, names):
             if extents:
                 self.session.read_extents(self.loaded, extents, max(0.0, self.until - time.monotonic()))
             yield places
 
     def copy(self, targets: list[Target]) -> str | None:
-        """Copies to all targets. Returns ``None``, or the name of what is damaged."""
+        """Copies to all targets. Returns ``None``, or the name of a damaged tensor."""
         for places in self.windows(targets, []):
             damaged = self.loaded._copy([targets[at] for at in places], _threads())
             if damaged is not None:
@@ -92,13 +96,13 @@ class _Names:
                 self.ranks.add(name[0])
 
 
-#: What a load does with private state of a launch with another number of ranks.
+#: How a load treats private state of a launch with another number of ranks.
 Private = Literal["skip"] | Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class LoadChoices:
-    """How :meth:`Checkpointer.load` was called."""
+    """The arguments of :meth:`Checkpointer.load` that decide how names are matched."""
 
     strict: bool
     include: Callable[[str], bool] | None
@@ -110,7 +114,7 @@ class LoadChoices:
 def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, choices: LoadChoices) -> str | None:
     """Loads a step into a state, in place. Returns ``None``, or the name of what is damaged.
 
-    Nothing is changed before everything was found to fit.
+    Changes nothing until everything is known to match.
     """
     loaded = reader.loaded
     strict, include, private = choices.strict, choices.include, choices.private
@@ -129,7 +133,7 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
                 missing.append(show(leaf.keys))
             continue
         used.add(key)
-        # A name that the checkpoint has in both spaces was found in the nearer one.
+        # If the checkpoint has a name in both spaces, ``_find`` chose the nearer one.
         job.add(leaf, *names.rows[key])
     extra = [
         key for key in names.rows
@@ -160,7 +164,7 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
 
 
 def _maker_of(flat: Flat, keys: Keys) -> Maker | None:
-    """Returns what makes the tensor of a name for which the state has no leaf, if an object of the state will take it."""
+    """Returns the maker for a name without a leaf in the state, or ``None`` if no object of the state accepts it."""
     return next((maker for end in range(len(keys) + 1) if (maker := flat.creatable.get(keys[:end])) is not None), None)
 
 
@@ -169,7 +173,7 @@ def _few(names: list[str]) -> str:
 
 
 def _source_rank(names: _Names, rank: int, world: int, private: Any) -> int | None:
-    """Returns the rank whose private state this rank takes."""
+    """Returns the rank whose private state this rank loads, or ``None`` if it loads none."""
     if not names.ranks or private == "skip":
         return rank if private is None else None
     if callable(private):
@@ -199,24 +203,24 @@ def _find(names: _Names, leaf: Leaf, source_rank: int | None) -> tuple[int | Non
     shared = (None, leaf.keys)
     order: list[tuple[int | None, Keys]] = [own, shared] if leaf.is_private else [shared]
     if not leaf.is_private and source_rank is not None and len(names.ranks) == 1:
-        # One rank saved alone: what it did not declare is this rank's too.
+        # The step was saved by a single rank: its undeclared state also serves as shared state.
         order.append(own)
     return next((key for key in order if key[0] is not None or key is shared if key in names.rows), None)
 
 
 @dataclass
 class _Destination:
-    """A part of a tensor of the step, and the tensor or array of this process that takes it."""
+    """A part of a tensor of the step, and the tensor or array of this process that receives it."""
 
     row: int
     part: tuple[list[int], list[int]] | None
     value: Any
-    #: The element type of the step, where it is another one.
+    #: The element type in the step if it differs; otherwise ``None``.
     cast_from: str | None
 
 
 class _Job:
-    """What is copied where, decided before anything is changed."""
+    """The plan of a load, decided before anything is changed."""
 
     def __init__(self, loaded: _native.LoadedStep, cast: bool, allow_pickle: bool) -> None:
         self.loaded = loaded
@@ -228,7 +232,7 @@ class _Job:
         self.arrays: list[tuple[Keys, Any]] = []
 
     def add(self, leaf: Leaf, row: int, name: Name) -> None:
-        """Plans one leaf."""
+        """Adds one leaf to the plan."""
         _, _, kind, element, bits, shape, flags = name
         where = show(leaf.keys)
         if not (is_tensor(leaf.value) or is_array(leaf.value)):
@@ -259,7 +263,10 @@ class _Job:
             self.destinations.append(_Destination(row, part, piece.local, element if differs else None))
 
     def create(self, keys: Keys, maker: Maker, row: int, name: Name) -> None:
-        """Plans a name for which the state has no leaf yet, and whose object will take what is made here."""
+        """Adds a name without a leaf in the state to the plan.
+
+        An object of the state will receive the tensor or value made here.
+        """
         _, _, kind, element, _, shape, flags = name
         if kind == "tensor":
             made = maker(keys, element, shape)
@@ -277,7 +284,10 @@ class _Job:
             )
 
     def run(self, reader: Reader) -> str | None:
-        """Copies and verifies everything, then puts plain values in place."""
+        """Copies and verifies all tensors, then puts the plain values in place.
+
+        Returns ``None``, or the name of a damaged entry.
+        """
         rows = [row for _, row, _ in self.values]
         reader.check_wanted([(destination.row, destination.part, 0, 0) for destination in self.destinations], rows)
         targets, scratch = self._targets()
@@ -300,10 +310,11 @@ class _Job:
         return None
 
     def _targets(self) -> tuple[list[Target], list[tuple[Any, Any]]]:
-        """Returns where bytes are copied to, and what is put from there into its destination afterwards, in the order of the state.
+        """Returns the targets of the copy, and the pairs of a destination and the scratch memory to put into it later.
 
-        No two targets share memory. Tied weights that are tied in the step too are one. Where destinations share memory and the step has
-        several contents for them, all are loaded beside it, and the last one wins, as with a plain load.
+        Both are in the order of the state. No two targets share memory. Weights that are tied in the state and in the
+        step have one target. If destinations share memory and the step has several contents for them, each content is
+        loaded into scratch memory and the last one wins, as with a plain load.
         """
         dropped, shared = self._overlaps()
         targets: list[Target] = []
@@ -322,7 +333,7 @@ class _Job:
         return targets, scratch
 
     def _overlaps(self) -> tuple[set[int], set[int]]:
-        """Returns the places of destinations that others stand for, and of those that share memory with others."""
+        """Returns the indexes of destinations that equal an earlier one, and of unequal ones that share memory."""
         groups: list[list[int]] = []
         end = 0
         spans = {at: span for at, destination in enumerate(self.destinations) if (span := memory_span(destination.value)) is not None}
@@ -348,7 +359,7 @@ class _Job:
 
 
 def read_one(reader: Reader, name: str, allow_pickle: bool) -> Any:
-    """Returns one entry of a step by the name that people read."""
+    """Returns one entry of a step by its name in text form."""
     loaded = reader.loaded
     rank: int | None = None
     path = name

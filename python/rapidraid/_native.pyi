@@ -1,4 +1,4 @@
-"""The extension: see the package's modules for how it is used."""
+"""The extension. The package's modules show how it is used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +12,19 @@ _Keys = list[tuple[int, str | int]]
 _Name = tuple[int | None, list[tuple[int, Any]], str, str, int, list[int], int]
 
 def encode_value(value: Any) -> bytes | None:
-    """Returns a plain value as bytes; ``None`` for what is no plain value."""
+    """Returns the bytes of a plain value, or ``None`` if the object is not a plain value."""
 
 def decode_value(content: bytes) -> Any:
-    """Returns the plain value of bytes."""
+    """Returns the plain value that the bytes encode."""
 
 def format_path(keys: _Keys) -> str:
-    """Returns a path as people read it."""
+    """Returns the text form of a path."""
 
 def parse_path(text: str) -> _Keys:
-    """Returns the path that people write so."""
+    """Returns the keys of a path in text form."""
 
 def boot_ns() -> int:
-    """Returns the nanoseconds since the host was booted."""
+    """Returns the nanoseconds since the host's boot."""
 
 def staging_place(config: Path) -> tuple[Path, Path | None, str]:
     """Returns the staging folder, the token's file and the cluster of a client's configuration."""
@@ -36,19 +36,19 @@ class SegmentBuffer:
 
     def __len__(self) -> int: ...
     def _fill(self, sources: list[tuple[int, int, int]], threads: int) -> None:
-        """Copies memory into the segment: offset, address and length of each piece."""
+        """Copies memory into the segment: offset, address and length in bytes of each piece."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class TableWriter:
-    """Collects what a rank stores, in the order of its segment."""
+    """Collects the entries that a rank stores, in the order of its segment."""
 
     def __init__(self) -> None: ...
     def add_extent(self, len_bytes: int) -> int:
-        """Adds an extent and returns its number."""
+        """Adds an extent. Returns its number."""
 
     def set_length(self, extent: int, len_bytes: int) -> None:
-        """Sets the length of an extent."""
+        """Sets the length of an extent, in bytes."""
 
     def add_tensor(
         self,
@@ -68,23 +68,23 @@ class TableWriter:
         """Adds a plain value, or opaque bytes."""
 
     def offsets(self) -> tuple[list[int], int]:
-        """Returns where each extent lies, and where the last one ends."""
+        """Returns the offset of each extent, and the offset at which the data ends, in bytes."""
 
     def table_bytes(self) -> int:
-        """Returns the length of the table."""
+        """Returns the length of the table in bytes."""
 
 _Target = tuple[int, tuple[list[int], list[int]] | None, int, int]
 
 class LoadedStep:
-    """A step of which bytes can be read until it is released."""
+    """An open step, whose bytes can be read until it is released."""
 
     @property
     def number(self) -> int:
-        """The step."""
+        """The number of the step."""
 
     @property
     def is_from_memory(self) -> bool:
-        """Whether it is read from the host's memory as its trainers left it."""
+        """Whether the step is read from the host's memory as its trainers left it."""
 
     @property
     def newest_committed(self) -> int | None:
@@ -94,23 +94,30 @@ class LoadedStep:
         """Returns all names, by row."""
 
     def find(self, rank: int | None, keys: _Keys) -> int | None:
-        """Returns the row of a name."""
+        """Returns the row of a name, or ``None`` if there is none."""
 
     def content(self, row: int) -> bytes:
-        """Returns the bytes of a plain value, verified."""
+        """Returns the bytes of a plain value or of opaque bytes, verified."""
 
     @property
     def by_ranges(self) -> tuple[bool, str]:
-        """Whether extents are read from the cluster window by window, and why, if it is for want of memory."""
+        """Whether extents are read from the cluster window by window, and the reason.
+
+        The reason is empty unless memory does not suffice for the whole step.
+        """
 
     def extents_of(self, targets: list[_Target]) -> list[list[int]]:
         """Returns the rows of the extents of each target."""
 
     def wanted_bytes(self, targets: list[_Target], names: list[int]) -> tuple[int, int]:
-        """Returns the bytes of the step, and how many are read for these targets and names by ranges."""
+        """Returns the length of the step, and how many bytes a load by ranges reads for these targets and names."""
 
     def windows(self, targets: list[_Target], names: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Cuts the extents of targets and names into windows: extents, and the places of what they belong to, first the targets."""
+        """Divides the extents of targets and names into windows.
+
+        Returns for each window its extents, and the indexes of the targets and names that need
+        them; names are numbered after the targets.
+        """
 
     def _copy(self, targets: list[_Target], threads: int) -> str | None: ...
 
@@ -120,15 +127,15 @@ class Session:
     def __init__(self, dir: Path, token: Path | None = None, timeout: float = 10.0) -> None: ...
     @property
     def instance(self) -> str:
-        """The staging folder's id."""
+        """The id of the staging folder."""
 
     @property
     def cluster(self) -> str:
-        """The cluster that the daemon saves to."""
+        """The id of the cluster that the daemon saves to."""
 
     @property
     def daemon_pid(self) -> int:
-        """The daemon's process."""
+        """The process id of the daemon."""
 
     def prepare(
         self,
@@ -146,28 +153,32 @@ class Session:
         keep: int = 0,
         timeout: float = 60.0,
     ) -> int:
-        """Makes segments and returns how many."""
+        """Makes segments for a rank of a launch. Returns their number."""
 
     def segment(self, at: int) -> SegmentBuffer:
         """Returns the data of a segment."""
 
     def fill(self, step: int, or_skip: bool, timeout: float) -> tuple[int | None, str, int]:
-        """Returns which segment a step is to be written into, the filling's id, and how many segments there are.
+        """Returns the index of the segment to write a step into, the filling's id, and the number of segments.
 
-        With ``or_skip`` the first may be ``None``: all ranks skip the step, and the second says why.
+        If all ranks skip the step, which happens only with ``or_skip``, the first is ``None`` and the second is the reason.
         """
 
     def stage(self, step: int, at: int, fill: str, table: TableWriter, samples: list[tuple[str, bytes]], timeout: float) -> int:
-        """Says that a step is whole in a segment."""
+        """Writes the table and reports that a step is staged in a segment. Returns the length of the table in bytes."""
 
     def give_up(self, step: int, fill: str, why: str, timeout: float) -> None:
-        """Gives up filling a step."""
+        """Abandons the filling of a step."""
 
     def wait(self, step: int, timeout: float) -> tuple[str | None, list[str]]:
-        """Waits for the commit of a step."""
+        """Waits for the commit of a step.
+
+        Returns the save's id and remarks; or ``None`` and the progress if it is not committed
+        before the timeout.
+        """
 
     def notices(self, timeout: float) -> list[tuple[int, tuple[int, str, str] | None, str]]:
-        """Takes what went wrong since the last call."""
+        """Returns the failures and warnings that arose since the last call."""
 
     def load(
         self,
@@ -181,22 +192,22 @@ class Session:
         on_progress: Callable[[int, int], None] | None = None,
         timeout: float = 600.0,
     ) -> LoadedStep | None:
-        """Opens a step for loading."""
+        """Opens a step for loading, by default the resume point. Returns ``None`` if the job has no step."""
 
     def read_extents(self, loaded: LoadedStep, extents: list[int], timeout: float) -> None:
-        """Reads the extents of a window of a load by ranges."""
+        """Reads the extents of one window of a load by ranges. The extents of the previous window become unreadable."""
 
     def release(self, loaded: LoadedStep, damaged: str | None = None, timeout: float = 30.0) -> None:
-        """Ends a load."""
+        """Ends a load. ``damaged`` is the name of a tensor or value that did not match its hash."""
 
     def steps(self, job: str, timeout: float) -> list[tuple[int, bool, bool, int]]:
-        """Returns the steps of a job."""
+        """Returns the steps of a job: number, whether it is committed, whether it is in memory, and length in bytes."""
 
     def remove(self, job: str, step: int, timeout: float) -> None:
         """Removes a committed step."""
 
     def leave(self, timeout: float) -> None:
-        """Ends the session: the memory that this process had is free for others."""
+        """Ends the session. The memory of this process's segments becomes free for others."""
 
     def leave_to_parent(self) -> None:
-        """Ends the session in a forked child, and lets go of all that belongs to the parent."""
+        """Ends the session in a forked child, and releases its copies of everything that belongs to the parent."""

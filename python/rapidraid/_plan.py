@@ -1,4 +1,4 @@
-"""The layout of a state in the segments: made once, used for every save."""
+"""The layout of a state in the segments. It is made once and used for every save."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from .errors import InvalidError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, is_tensor, show
 from .tensors import Box, Described, Layout, alias_key, copy_all, describe, nbytes, register, view_of
 
-#: Room for values that grow from step to step.
+#: Spare room for plain values that grow from step to step, in bytes.
 SLACK_BYTES = 256 << 10
-#: Of replicated content, one part in so many (times the ranks) is hashed by every rank.
+#: Each rank hashes one part in ``SAMPLE_PARTS * world`` of the replicated content.
 SAMPLE_PARTS = 50
-#: Room that the samples of one save may take in their message, on average, and what each takes beside its name.
+#: Average room for the samples of one save in their message, in bytes, and the length of one sample
+#: without its name.
 MAX_SAMPLE_BYTES = 64 << 10
 SAMPLE_ENTRY_BYTES = 24
 
@@ -48,61 +49,64 @@ class OwnedValue:
 
 @dataclass
 class Replicated:
-    """A part of a tensor that several ranks hold, of which each hashes the same sample."""
+    """A part of a tensor that several ranks hold. Each of them hashes the same sample of it."""
 
     label: str
     keys: Keys
-    #: The part's place among those of the tensor on this rank; ``None``: the whole tensor.
+    #: The index of the part among the tensor's pieces on this rank; ``None`` if it is the whole
+    #: tensor.
     piece: int | None
     box: Box | None
 
 
-#: What ranks tell each other of a tensor: element type, bits, shape, boxes with bytes, and the name that it shares its content with.
+#: The declaration of a tensor that ranks exchange: element type, bits, shape, boxes with lengths in
+#: bytes, the name with which it shares its content or ``None``, and flags.
 Declared = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
 
 
 @dataclass
 class Plan:
-    """Where each part of a state goes."""
+    """The place of each part of a state in the segments."""
 
     rank: int
     world: int
     owned: list[Owned]
     values: list[OwnedValue]
     writer: _native.TableWriter
-    #: What each name looked like, to see that a later state is laid out alike.
+    #: The layout of each name, to check that a later state has the same one.
     layout: dict[tuple[bool, Keys], tuple[Any, ...]]
     replicated: list[Replicated]
     segment_bytes: int
     sample_bytes: int
-    #: Names whose content is stored under another name, because both were one memory when the state was prepared.
+    #: Names whose content is stored under another name, because both were the same memory when the
+    #: state was prepared.
     aliases: dict[tuple[bool, Keys], tuple[bool, Keys]]
-    #: Each save compares one part in so many of the replicated content between the ranks.
+    #: Each save compares one part in this many of the replicated content between the ranks.
     sample_rounds: int = 1
-    #: The segments of all ranks.
+    #: The length of one segment of each rank, summed over all ranks, in bytes.
     launch_bytes: int = 0
     views: list[list[Any]] = field(default_factory=list)
     buffers: list[Any] = field(default_factory=list)
     memory: list[Any] = field(default_factory=list)
     #: Shape and type of each owned part.
     layouts: list[Layout] = field(default_factory=list)
-    #: Takes back the registration of each segment with CUDA.
+    #: Functions that undo the registration of each segment with CUDA.
     _registered: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def segments(self) -> int:
-        """How many segments have views."""
+        """The number of segments that have views."""
         return len(self.views)
 
     def release_segments(self) -> None:
-        """Lets go of the segments."""
+        """Releases the segments."""
         self.views, self.buffers, self.memory = [], [], []
         for unregister in self._registered:
             unregister()
         self._registered = []
 
     def add_segment(self, segment: Any) -> None:
-        """Makes the views of a segment's memory once; every save into it uses them."""
+        """Makes the views of a segment's memory once. Every save into the segment uses them."""
         buffer = memoryview(segment)
         self.buffers.append(buffer)
         self.memory.append(segment)
@@ -111,7 +115,7 @@ class Plan:
         self.views.append([view_of(buffer, owned.offset, layout) for owned, layout in zip(self.owned, self.layouts, strict=True)])
 
     def sources(self, flat: Flat, allow_pickle: bool) -> tuple[list[Any], list[bytes], list[Any]]:
-        """Returns what is to be copied, in the order of the plan. Raises when the state is laid out otherwise."""
+        """Returns the contents to copy, in the order of the plan. Raises if the state's layout has changed."""
         found: dict[tuple[bool, Keys], Any] = {}
         values: dict[tuple[bool, Keys], bytes] = {}
         wanted = {(value.is_private, value.keys): value for value in self.values}
@@ -169,7 +173,7 @@ class Plan:
         return pieces, [values[(value.is_private, value.keys)] for value in self.values], samples
 
     def copy(self, at: int, sources: tuple[list[Any], list[bytes], list[Any]], launch: str, step: int) -> list[tuple[str, bytes]]:
-        """Copies a state into a segment. Returns the hashes of this rank's sample of the replicated content."""
+        """Copies a state into a segment. Returns the hashes of this rank's samples of the replicated content."""
         pieces, values, samples = sources
         copy_all(self.memory[at], [owned.offset for owned in self.owned], self.views[at], pieces)
         for value, content in zip(self.values, values, strict=True):
@@ -191,7 +195,7 @@ class Plan:
 
 
 def _sample(value: Any, world: int, launch: str, step: int) -> Any:
-    """Hashes a window of a tensor that all ranks choose alike, and that moves from step to step."""
+    """Returns the hash of a window of a tensor. All ranks choose the same window, and it moves from step to step."""
     total = nbytes(value)
     length = min(total, max(total // (SAMPLE_PARTS * world), min(total, 64)))
     seed = int(launch[:12], 16) + step * 2654435761
@@ -212,7 +216,7 @@ def _changed(leaf: Leaf, expected: tuple[Any, ...] | None) -> InvalidError:
 
 
 def encode(leaf: Leaf, allow_pickle: bool) -> bytes:
-    """Returns the bytes of a plain value."""
+    """Returns the encoded bytes of a plain value, as a pickle if it is allowed and needed."""
     found = _native.encode_value(leaf.value)
     if found is not None:
         leaf.flags &= ~FLAG_PICKLE
@@ -227,8 +231,11 @@ def encode(leaf: Leaf, allow_pickle: bool) -> bytes:
 
 
 def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[Any]], allow_pickle: bool) -> Plan:
-    """Describes a state, compares it with those of the other ranks, and decides which parts this rank stores."""
-    # All ranks go through the names in one order.
+    """Describes a state, compares it with those of the other ranks, and decides which parts this rank stores.
+
+    Returns the plan.
+    """
+    # All ranks process the names in the same order.
     flat.leaves.sort(key=lambda leaf: (leaf.is_private, leaf.keys))
     described: dict[tuple[bool, Keys], Described] = {}
     contents: dict[tuple[bool, Keys], bytes] = {}
@@ -247,7 +254,7 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
                         alias[key] = first
             else:
                 contents[key] = encode(leaf, allow_pickle)
-        except Exception as found_wrong:  # noqa: BLE001 - the other ranks wait for this rank's word, whatever went wrong
+        except Exception as found_wrong:  # noqa: BLE001 - the other ranks wait for this rank, whatever the error
             error = error or found_wrong
     declared: dict[Keys, Any] = {}
     private_bytes = 0
@@ -275,13 +282,17 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
     raise_together(error, rank, [(refused, hint) for _, _, refused, hint in laid_out])
     assert plan is not None
     plan.launch_bytes = sum(segment for segment, _, _, _ in laid_out)
-    # All samples of a save go in one message; a state of many names is compared over several saves.
+    # All samples of a save are sent in one message, so a state with many names is compared over
+    # several saves.
     plan.sample_rounds = max(1, -(-max(samples for _, samples, _, _ in laid_out) // MAX_SAMPLE_BYTES))
     return plan
 
 
 def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str | None, str]]) -> None:
-    """Raises on all ranks what one of them met, each with its words: one that goes on alone would wait for the others."""
+    """Raises on all ranks the error that any of them met.
+
+    A rank that continued alone would wait for the others forever.
+    """
     for other, (refused, hint) in enumerate(everyone):
         if refused is None:
             continue
@@ -290,14 +301,14 @@ def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str 
         raise InvalidError(f"rank {other}: {refused}", hint)
 
 
-#: Who stores each part: by path, and by place of the box among those of the path (values have place 0).
+#: The rank that stores each part, by path and box. Plain values and whole tensors have no box.
 Owners = dict[tuple[Keys, Box | None], int]
 
 
 def _owners(declared: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[tuple[Keys, Box | None]]]:
-    """Decides who stores what of the shared content, as every rank decides alike: the holder with the fewest bytes so far.
+    """Decides which rank stores each part of the shared content: the holder with the fewest bytes so far.
 
-    Returns also the parts that several ranks hold.
+    All ranks come to the same decision. Returns the owners, and the parts that several ranks hold.
     """
     holders: dict[tuple[Keys, Box | None], list[int]] = {}
     sizes: dict[tuple[Keys, Box | None], int] = {}
@@ -339,7 +350,7 @@ def _differ(keys: Keys, first: int, second: int, one: str, other: str) -> Invali
 
 
 def _check_tiling(first: dict[Keys, tuple[int, Any]], holders: dict[tuple[Keys, Box | None], list[int]]) -> None:
-    """Refuses tensors whose parts overlap or leave a gap, with the name and the ranks."""
+    """Raises :class:`InvalidError` for a tensor whose parts overlap or leave a gap, with its name and the ranks."""
     boxes: dict[Keys, list[tuple[Box, list[int]]]] = {}
     for (keys, box), ranks in holders.items():
         if box is not None:
@@ -388,7 +399,7 @@ def _lay_out(
     replicated: list[Replicated] = []
     values: list[OwnedValue] = []
     value_bytes = 0
-    # Names that share their content come after the one that has it.
+    # Names that share their content come after the name that stores it.
     leaves = sorted(flat.leaves, key=lambda leaf: (leaf.is_private, leaf.keys) in alias)
     for leaf in leaves:
         key = (leaf.is_private, leaf.keys)

@@ -1,4 +1,4 @@
-"""Where the program is, and how a staging daemon is started when none answers."""
+"""The path of the program, and the start of a staging daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import DeadlineError, NoDaemonError, NotFoundError
 def program() -> str:
     """Returns the path of the program.
 
-    ``RAPIDRAID_PROGRAM`` names another one than the wheel's.
+    ``RAPIDRAID_PROGRAM`` overrides the program in the wheel.
     """
     named = os.environ.get("RAPIDRAID_PROGRAM")
     if named:
@@ -30,7 +30,7 @@ def program() -> str:
 
 
 def connect(config: Path, timeout: float, start: bool) -> _native.Session:
-    """Connects to the staging daemon of a client's configuration, and starts it when none answers and ``start`` is set."""
+    """Connects to the staging daemon of a client's configuration. Starts one if none answers and ``start`` is set."""
     directory, token, _ = _native.staging_place(config)
     until = time.monotonic() + timeout
     try:
@@ -43,7 +43,7 @@ def connect(config: Path, timeout: float, start: bool) -> _native.Session:
 
 
 def start_daemon(config: Path, timeout: float) -> None:
-    """Starts a daemon that outlives this process. Several ranks may do so at once: one daemon stays."""
+    """Starts a daemon that outlives this process. If several ranks do so at once, one daemon remains."""
     command = [program(), "stage", "--detach", "--config", str(config.resolve())]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, close_fds=True)

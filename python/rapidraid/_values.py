@@ -1,6 +1,7 @@
 """Values of other packages that are stored as plain values: torch's small types and numpy's scalars.
 
-Each has a name and a plain value that stands for it. Nothing here imports torch or numpy: an object of theirs shows that they are loaded.
+Each kind has a name, and a plain value represents the object. To describe an object, this module does not import torch or
+numpy: an object of theirs exists only if they are already imported.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 
 def describe(value: Any) -> tuple[str, Any] | None:
-    """Returns the kind's name and a plain value that stands for ``value``; ``None`` when it is of no known kind."""
+    """Returns the kind's name and a plain value that represents ``value``, or ``None`` if its kind is unknown."""
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(value, torch.dtype):

@@ -41,18 +41,20 @@ _T = TypeVar("_T", bound=tuple[Any, ...])
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-#: How long telling the end of a load may take: the daemon notices also by itself.
+#: Maximum time for reporting the end of a load, in seconds. The daemon also notices it by itself.
 RELEASE_S = 10.0
-#: How long giving up a step may take: the daemon also gives up steps that take longer than ``staging.fill_s``.
+#: Maximum time for giving up a step, in seconds. The daemon also drops steps that exceed
+#: ``staging.fill_s``.
 GIVE_UP_S = 5.0
-#: How long a thread that waits for a commit keeps other threads from the session.
+#: How long a thread that waits for a commit blocks other threads from the session at a time, in
+#: seconds.
 WAIT_TURN_S = 0.05
-#: How long the end of a session may take: the daemon sees the end of the process anyway.
+#: Maximum time for ending a session, in seconds. The daemon also notices the end of the process.
 LEAVE_S = 5.0
 
 
 def _one_thread(call: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
-    """Lets one thread after the other use the session of a :class:`Checkpointer`."""
+    """Wraps a method so that only one thread at a time uses the session of a :class:`Checkpointer`."""
 
     @functools.wraps(call)
     def wrapped(self: Checkpointer, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -67,17 +69,17 @@ class Info:
     """A step of a job."""
 
     step: int
-    #: Whether the cluster has it.
+    #: Whether the step is committed in the cluster.
     is_committed: bool
-    #: Whether this host's memory has it.
+    #: Whether the step is in this host's memory.
     is_in_memory: bool
-    #: Its bytes.
+    #: The length of the step, in bytes.
     len_bytes: int
 
 
 @dataclass
 class Stall:
-    """Where the time of a save went, in seconds."""
+    """The time that a save took, by phase, in seconds."""
 
     traversal: float = 0.0
     waiting: float = 0.0
@@ -86,12 +88,15 @@ class Stall:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all phases, in seconds."""
         return self.traversal + self.waiting + self.copy + self.socket
 
 
 def find_config(config: str | os.PathLike[str] | None) -> Path:
-    """Returns the client's configuration: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, or the user's."""
+    """Returns the client's configuration file.
+
+    The candidates are, in this order: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, and the user's.
+    """
     if config is None:
         config = os.environ.get("RAPIDRAID_CONFIG") or None
     if config is not None:
@@ -107,7 +112,7 @@ def find_config(config: str | os.PathLike[str] | None) -> Path:
 
 
 class _Group:
-    """The ranks of the launch. Collectives are used to agree on the launch, and in ``prepare``."""
+    """The ranks of the launch. Collectives are used only to agree on the launch and in ``prepare``."""
 
     def __init__(self, group: Any) -> None:
         torch = sys.modules.get("torch")
@@ -118,7 +123,7 @@ class _Group:
         self.world = self.distributed.get_world_size(group) if self.distributed else 1
 
     def gather(self, mine: Any) -> list[Any]:
-        """Returns what each rank gave."""
+        """Returns the ``mine`` of every rank, in the order of the ranks."""
         if self.distributed is None or self.world == 1:
             return [mine]
         found: list[Any] = [None] * self.world
@@ -132,15 +137,16 @@ class Checkpointer:
     Args:
         job: The job's name: 1 to 128 letters, digits, ``.``, ``_`` or ``-``.
         config: The client's configuration file. Default: ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, or the user's.
-        group: The process group of the launch. Default: the default group, when there is one.
-        keep: How many committed steps are kept; older ones are removed after each commit. Default: all.
-        when_full: What ``save`` does while both segments hold steps that are not committed: ``"wait"`` for one, ``"skip"`` the step, or
-            raise (``"error"``).
-        abandon_later: Remove committed steps that are later than the one that was loaded, at the first save.
+        group: The process group of the launch. Default: the default group, if there is one.
+        keep: The number of committed steps to keep. Older ones are removed after each commit. Default: all.
+        when_full: The behaviour of ``save`` while both segments hold uncommitted steps: ``"wait"`` for one, ``"skip"``
+            the step, or raise (``"error"``).
+        abandon_later: Whether the first save removes committed steps that are later than the loaded one.
         save_on: Signals that set :attr:`should_stop`, for preemption.
-        start: Start a staging daemon when none answers.
-        allow_pickle: Store and load objects that are no plain values by ``pickle``. Loading a pickle runs code that it names.
-        timeout: How long a call may wait for the daemon, in seconds.
+        start: Whether to start a staging daemon if none answers.
+        allow_pickle: Whether objects that are not plain values are stored and loaded by ``pickle``. Loading a pickle
+            runs code that it names.
+        timeout: The maximum time that a call waits for the daemon, in seconds.
 
     """
 
@@ -166,9 +172,9 @@ class Checkpointer:
         self.timeout = timeout
         self.when_full = when_full
         self.allow_pickle = allow_pickle
-        #: Set by a signal of ``save_on``: save once more, and end.
+        #: Set by a signal of ``save_on``: the job should save once more and end.
         self.should_stop = False
-        #: Where the time of the last save went.
+        #: The time that the last save took, by phase.
         self.last_stall = Stall()
         self._keep = keep or 0
         self._group = _Group(group)
@@ -185,7 +191,7 @@ class Checkpointer:
         self._saved: list[int] = []
         self._is_closed = False
         _sessions.add(self)
-        #: The handlers before this one, put back at the end.
+        #: The previous signal handlers, restored at the end.
         self._handlers: dict[signal.Signals, Any] = {}
         for number in (save_on,) if isinstance(save_on, signal.Signals) else save_on:
             self._handlers[number] = signal.signal(number, self._on_signal)
@@ -201,7 +207,10 @@ class Checkpointer:
         return self._group.world
 
     def _agree(self) -> tuple[str, int]:
-        """Draws the launch's id on rank 0 and gives it to all; all ranks must be on one host."""
+        """Draws the launch's id on rank 0, sends it to all ranks, and checks that their settings agree.
+
+        Returns the id and its time.
+        """
         mine = (secrets.token_hex(16), _native.boot_ns(), self._session.instance, self._session.cluster, self.when_full)
         found = self._group.gather(mine)
         launch, born_ns, instance, cluster, when_full = found[0]
@@ -233,11 +242,12 @@ class Checkpointer:
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Reserves memory for ``state`` and compares its layout between the ranks. All ranks must call it.
 
-        ``save`` calls it the first time; call it earlier so that no training step waits for it, and again when the layout has changed.
+        The first ``save`` calls it. Call it earlier so that no training step waits for it, and again after the layout
+        of the state has changed.
         """
         try:
             flat = flatten(state, self.world)
-        except Exception as error:  # noqa: BLE001 - the other ranks are told in make_plan
+        except Exception as error:  # noqa: BLE001 - make_plan raises it on all ranks
             flat = Flat(error=error)
         for warning in flat.warnings:
             log.warning("%s", warning)
@@ -245,7 +255,7 @@ class Checkpointer:
         failed: Exception | None = None
         try:
             self._prepare(plan)
-        except Exception as error:  # noqa: BLE001 - the other ranks are told here
+        except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
         told = (str(failed) if failed else None, getattr(failed, "hint", ""))
         try:
@@ -261,7 +271,8 @@ class Checkpointer:
 
     def _prepare(self, plan: Plan) -> None:
         self._drop_plan()
-        # Also after a failure: the layout is agreed on, and to agree anew would wait for the other ranks.
+        # Keep the plan even if preparing fails: all ranks agree on the layout, and agreeing again
+        # would wait for the other ranks.
         self._plan = plan
         count = self._daemon.prepare(
             self.job,
@@ -281,9 +292,9 @@ class Checkpointer:
 
     @_one_thread
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
-        """Copies ``state`` into shared memory and returns; the daemon saves it as ``step`` from there.
+        """Copies ``state`` into shared memory. The daemon then saves it as ``step`` from there.
 
-        Returns whether the step was staged: ``False`` only with ``when_full="skip"``. What went wrong with earlier saves is raised here.
+        Returns whether the step was staged, ``False`` only with ``when_full="skip"``. Raises failures of earlier saves.
         """
         self._raise_notices()
         if self._plan is None:
@@ -315,21 +326,25 @@ class Checkpointer:
         return True
 
     def _give_up(self, step: int, fill: str, why: BaseException) -> None:
-        """Tells the other ranks that this one does not finish a step. Where all ranks have staged it nothing changes."""
+        """Gives up a step, so that the other ranks learn of it. Has no effect if all ranks have staged the step."""
         try:
             self._daemon.give_up(step, fill, f"{type(why).__name__}: {why}", GIVE_UP_S)
         except RapidraidError as error:
             log.debug("the daemon is not told that step %d is given up: %s", step, error)
 
     def _fill(self, step: int, plan: Plan) -> tuple[int | None, str, int]:
-        """Returns the place of the segment to fill, the id of the filling, and how many segments there are; no place when it is skipped."""
+        """Returns the index of the segment to fill, the filling's id, and the number of segments.
+
+        The index is ``None`` if the step is skipped.
+        """
         waited = time.monotonic()
-        # The daemon decides for all ranks of the launch, so that none of them fills a step that another one skips.
+        # The daemon decides for all ranks of the launch, so that no rank fills a step that another
+        # one skips.
         or_skip = self.when_full != "wait"
         try:
             at, fill, count = self._daemon.fill(step, or_skip, self.timeout)
         except NotFoundError:
-            # The daemon was started anew and has given this rank's memory to nobody yet.
+            # The daemon was restarted, and this rank has no segments any more.
             self._prepare(plan)
             at, fill, count = self._daemon.fill(step, or_skip, self.timeout)
         if at is None:
@@ -349,7 +364,7 @@ class Checkpointer:
             plan.add_segment(self._daemon.segment(plan.segments))
 
     def wait(self, step: int | None = None, timeout: float | None = None) -> list[str]:
-        """Waits until ``step`` (default: the last one that was saved) is committed. Returns things worth knowing about its save."""
+        """Waits until ``step`` (default: the last saved one) is committed. Returns remarks about its save."""
         if step is None:
             if not self._saved:
                 return []
@@ -361,7 +376,7 @@ class Checkpointer:
         return notes + [warning for of, warning in self._raise_notices() if of == step]
 
     def _wait(self, step: int, limit: float) -> tuple[str, list[str]]:
-        """Waits in short turns, so that another thread can save meanwhile."""
+        """Waits in short turns, so that another thread can save in between."""
         until = time.monotonic() + limit
         while True:
             left = until - time.monotonic()
@@ -373,12 +388,12 @@ class Checkpointer:
                 raise DeadlineError(
                     f"the commit took longer than {limit:.1f} s{notes[0]}", "`rapidraid stage --status` shows what is under way"
                 )
-            # A lock that is free for a moment only goes to the thread that had it.
+            # Without a pause the lock would go back to this thread each time.
             time.sleep(0.001)
 
     @_one_thread
     def _notices(self) -> list[tuple[int, tuple[int, str, str] | None, str]]:
-        """Asks the daemon what went wrong. Starts one when it has died: that one finds what was staged."""
+        """Returns the daemon's notices. Restarts a dead daemon; the new one recovers the staged steps."""
         for _ in range(2):
             try:
                 return self._daemon.notices(self.timeout)
@@ -392,7 +407,10 @@ class Checkpointer:
         return self._daemon.notices(self.timeout)
 
     def _raise_notices(self) -> list[tuple[int, str]]:
-        """Raises the first failure that the daemon tells of and logs everything once. Returns the warnings, each with its step."""
+        """Raises the first failure among the daemon's notices and logs all of them.
+
+        Returns the warnings, each with its step.
+        """
         warnings: list[tuple[int, str]] = []
         first: RapidraidError | None = None
         for step, failure, warning in self._notices():
@@ -420,18 +438,20 @@ class Checkpointer:
         offline: bool = False,
         timeout: float | None = None,
     ) -> int | None:
-        """Loads ``step`` (default: the resume point) into ``state``, in place. Returns the step, or ``None`` when the job has none.
+        """Loads ``step`` (default: the resume point) into ``state``, in place.
+
+        Returns the step, or ``None`` if the job has none.
 
         Args:
-            state: The same structure as was saved. What has no place yet, such as the state of a fresh optimizer, is created.
+            state: The same structure as was saved. Missing entries, such as the state of a fresh optimizer, are created.
             step: The step.
-            strict: Raise when the checkpoint has names that the state does not have, or the other way round.
-            include: Load only names for which it returns true.
-            cast: Convert element types where they differ.
-            private: What to do when the launch that saved had another number of ranks: ``"skip"`` leaves private state as it is; a function
-                gives for each rank the rank whose private state it takes.
-            offline: Take what is in this host's memory when the cluster does not answer.
-            timeout: How long it may take, in seconds. Default: ten times that of the checkpointer.
+            strict: Whether to raise if the checkpoint has names that the state does not have, or the other way round.
+            include: A predicate. Only names for which it returns true are loaded.
+            cast: Whether to convert element types where they differ.
+            private: How to treat private state if the launch that saved had another number of ranks. ``"skip"`` leaves
+                it as it is; a function returns for each rank the rank whose private state it takes.
+            offline: Whether to accept a step from this host's memory if the cluster does not answer.
+            timeout: The maximum duration, in seconds. Default: ten times the checkpointer's timeout.
 
         """
         limit = self.timeout * 10 if timeout is None else timeout
@@ -463,7 +483,7 @@ class Checkpointer:
 
     @_one_thread
     def read(self, step: int | None, name: str, *, timeout: float | None = None) -> Any:
-        """Returns one entry of a step by its name, such as ``model/layers.0.weight``; private entries as ``rank 3: rng/torch``."""
+        """Returns one entry of a step by name: ``model/layers.0.weight`` or, if private, ``rank 3: rng/torch``."""
         limit = self.timeout * 10 if timeout is None else timeout
 
         def read(reader: Reader) -> tuple[Any, str | None]:
@@ -494,9 +514,9 @@ class Checkpointer:
         number: int | None = None,
         offline: bool = False,
     ) -> _T | None:
-        """Opens a step, as the launch's load ``number`` or for this process alone, and returns what ``read`` makes of it.
+        """Opens a step, as the launch's load ``number`` or for this process alone. Returns the result of ``read``.
 
-        The last thing that ``read`` returns is what is damaged, or ``None``.
+        The last element of the result is the name of a damaged entry, or ``None``.
         """
         launch = None if number is None else self._launch
         until = time.monotonic() + limit
@@ -523,20 +543,24 @@ class Checkpointer:
                 self._release(loaded, damaged)
 
     def _release(self, loaded: _native.LoadedStep, damaged: str | None) -> None:
-        """Ends a load. What was loaded counts also when the daemon went away meanwhile, and an error of the load is the one to raise."""
+        """Ends a load.
+
+        Ignores failures: the loaded data is valid even if the daemon ended, and an error of the load takes
+        precedence.
+        """
         try:
             self._session.release(loaded, damaged, RELEASE_S)
         except RapidraidError as error:
             log.debug("the daemon is not told of the end of a load: %s", error)
 
     def latest(self) -> int | None:
-        """Returns the newest committed step."""
+        """Returns the newest committed step, or ``None`` if there is none."""
         steps = self.steps()
         return steps[-1].step if steps else None
 
     @_one_thread
     def steps(self) -> list[Info]:
-        """Returns the committed steps, the oldest first."""
+        """Returns the committed steps, oldest first."""
         return [Info(*info) for info in self._daemon.steps(self.job, self.timeout)]
 
     @_one_thread
@@ -545,7 +569,7 @@ class Checkpointer:
         self._daemon.remove(self.job, step, self.timeout)
 
     def close(self) -> None:
-        """Waits for the commit of what was saved last, and ends the session."""
+        """Waits for the commit of the last saved step, and ends the session."""
         if self._is_closed:
             return
         try:
@@ -558,7 +582,7 @@ class Checkpointer:
         self._is_closed = True
         self._drop_plan()
         for number, handler in self._handlers.items():
-            # Another one may have been set since.
+            # Another handler may have been set since.
             if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         try:
@@ -574,7 +598,8 @@ class Checkpointer:
             self.close()
             return
         try:
-            # What is staged is saved without this process; it only says what it knows.
+            # Staged steps are saved without this process. Only collect the failures that are known
+            # by now.
             self.wait(timeout=0.0)
         except RapidraidError as reason:
             log.warning("not known to be committed at exit: step %s: %s", self._saved[-1] if self._saved else "-", reason.message)
@@ -585,7 +610,8 @@ class Checkpointer:
 _sessions: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
-#: How long a fork waits until no other thread uses a session: the child could not let go of one in use.
+#: How long a fork waits until no other thread uses a session, in seconds. The child could not
+#: release one in use.
 FORK_S = 5.0
 _held_for_fork: list[Checkpointer] = []
 
@@ -603,7 +629,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork() -> None:
     _held_for_fork.clear()
     for checkpointer in list(_sessions):
-        # The thread that held the lock is not in this process.
+        # The thread that held the lock does not exist in this process.
         checkpointer._lock = threading.RLock()
         checkpointer._plan = None
         checkpointer._session.leave_to_parent()

@@ -1,4 +1,7 @@
-"""A cluster on this machine, for trying things out and for tests: real daemons, gone with the process that started them."""
+"""A cluster on this machine, for experiments and tests.
+
+Its daemons are real and end with the process that started them.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,20 @@ from typing import Self
 from ._program import program
 from .errors import DeadlineError, UnavailableError
 
-#: How long all daemons together may take to be ready.
+#: Maximum time until all daemons are ready, in seconds.
 READY_S = 60.0
 
 
 class LocalCluster:
     """Storage nodes and a staging daemon as children of this process.
 
-    They end with the process, also when it is killed: each watches a pipe that ends with it. ``config`` is the client's configuration.
+    They end with the process, even if it is killed: each of them watches a pipe that closes with the process. ``config``
+    is the path of the client's configuration.
 
     Args:
-        nodes: How many storage nodes.
+        nodes: The number of storage nodes.
         block: The size of a block.
-        folder: Where everything is kept, and found again by the next run. Default: a temporary one, removed at the end.
+        folder: The folder of the cluster, which a later run can use again. Default: a temporary one, removed at the end.
         settings: More settings of the cluster and its nodes, such as ``{"memory": "256MiB"}`` (docs/configuration.md).
         staging: More settings of the staging daemon, such as ``{"memory": "16GiB"}``.
 
@@ -50,7 +54,8 @@ class LocalCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="rapidraid-")) if folder is None else Path(folder)
         self.config = self.folder / "cluster" / "client" / "rapidraid.toml"
         memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.folder
-        # Named after the folder as a whole, so that it is found again and no other cluster's.
+        # The name follows from the folder's full path, so that the next run finds it again and no
+        # other cluster uses it.
         self._staging = memory / f"rapidraid-{hashlib.sha256(str(self.folder.absolute()).encode()).hexdigest()[:12]}"
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:
@@ -80,7 +85,7 @@ class LocalCluster:
         return [f"127.0.0.1:{port}" for port in _free_ports(nodes)]
 
     def _within(self, name: str) -> list[str]:
-        """Returns the command that runs the program of a node, or of the client's host, where it belongs."""
+        """Returns the prefix of a command that is to run as on a node or, for ``staging``, as on the training host."""
         return []
 
     def start(self, node: str) -> None:
@@ -130,22 +135,22 @@ class LocalCluster:
         child.wait()
 
     def forget_memory(self) -> None:
-        """Loses the host's memory: the staging daemon and all that it holds, as when the host is replaced."""
+        """Destroys the host's memory: the staging daemon and everything that it holds, as if the host were replaced."""
         if "staging" in self._children:
             self.kill("staging")
         shutil.rmtree(self._staging, ignore_errors=True)
         self.start_staging()
 
     def command(self, *arguments: str) -> str:
-        """Runs a command of the program, such as ``archive job/7``, and returns what it prints."""
+        """Runs a command of the program, such as ``archive job/7``. Returns its output."""
         return _run([*self._within("staging"), program(), *arguments, "--config", str(self.config)])
 
     def pause(self, name: str) -> None:
-        """Stops a node where it stands, as a machine that hangs."""
+        """Suspends a node, like a machine that hangs."""
         self._children[name].send_signal(signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """Lets a paused node go on."""
+        """Resumes a paused node."""
         self._children[name].send_signal(signal.SIGCONT)
 
     @property
@@ -155,11 +160,11 @@ class LocalCluster:
 
     @property
     def nodes(self) -> list[str]:
-        """The names of the nodes that run."""
+        """The names of the running nodes."""
         return sorted(name for name in self._children if name != "staging")
 
     def stop(self) -> None:
-        """Ends everything and removes what was made."""
+        """Ends all daemons and removes their memory, and the folder if it is temporary."""
         for child in self._children.values():
             child.kill()
         for child in self._children.values():

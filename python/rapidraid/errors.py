@@ -1,6 +1,6 @@
-"""The exceptions of the package: one tree, one class for each kind of failure.
+"""The exceptions of the package: one tree, with one class for each kind of error.
 
-Every exception has a ``hint``: what to do next, where the message does not say it.
+Every exception has a ``hint``, which says what to do next where the message does not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 class RapidraidError(Exception):
     """The base of all exceptions of the package."""
 
-    #: What to do next; may be empty.
+    #: Advice on what to do next; may be empty.
     hint: str
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -25,7 +25,7 @@ class RapidraidError(Exception):
 
 
 class InvalidError(RapidraidError, ValueError):
-    """The request itself is wrong: changing it is the only help."""
+    """The request itself is wrong. Only changing it helps."""
 
 
 class ForkedError(InvalidError):
@@ -37,19 +37,19 @@ class NotFoundError(RapidraidError, LookupError):
 
 
 class ExistsError(RapidraidError):
-    """The step is saved already, or somebody else is at it."""
+    """The step is saved already, or is being saved by another process."""
 
 
 class DeniedError(RapidraidError, PermissionError):
-    """The staging daemon or the cluster is not for this process."""
+    """The staging daemon or the cluster refuses access to this process."""
 
 
 class FencedError(RapidraidError):
-    """A newer launch writes for the job: this process should end."""
+    """A newer launch writes for the job. This process should end."""
 
 
 class UnavailableError(RapidraidError, ConnectionError):
-    """The other side cannot be reached, or has lost what was being filled: try again."""
+    """The other side cannot be reached, or lost the step that was being filled. A retry can succeed."""
 
 
 class NoDaemonError(UnavailableError):
@@ -57,11 +57,11 @@ class NoDaemonError(UnavailableError):
 
 
 class StaleError(UnavailableError):
-    """What was being loaded was replaced in memory meanwhile: load once more."""
+    """The step was replaced in memory while it was being loaded. Load again."""
 
 
 class BusyError(RapidraidError):
-    """Memory is short now."""
+    """There is not enough memory at the moment."""
 
 
 class DeadlineError(RapidraidError, TimeoutError):
@@ -69,22 +69,22 @@ class DeadlineError(RapidraidError, TimeoutError):
 
 
 class CorruptError(RapidraidError):
-    """Bytes are not what they should be. They were not used."""
+    """Bytes do not match their hashes. They were not used."""
 
 
 class LostError(RapidraidError):
-    """Too much is lost to go on."""
+    """Too much data is lost to continue."""
 
 
 class SystemError_(RapidraidError, OSError):
-    """The operating system refused."""
+    """A call to the operating system failed."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         RapidraidError.__init__(self, message, hint)
 
 
 class InternalError(RapidraidError):
-    """A defect of rapidraid: please report it with its message."""
+    """A defect of rapidraid. Please report it with its message."""
 
 
 _KINDS: dict[str, type[RapidraidError]] = {
@@ -123,11 +123,11 @@ _CODES = [
 
 
 def of_kind(kind: str, message: str, hint: str) -> RapidraidError:
-    """Returns the exception of a kind."""
+    """Returns the exception for the name of an error kind."""
     return _KINDS.get(kind, InternalError)(message, hint)
 
 
 def of_code(code: int, message: str, hint: str) -> RapidraidError:
-    """Returns the exception of a kind by its code on the wire."""
+    """Returns the exception for an error kind's code on the wire."""
     kind = _CODES[code - 1] if 1 <= code <= len(_CODES) else "internal"
     return of_kind(kind, message, hint)

@@ -1,12 +1,12 @@
-"""From a training state to named leaves, and who of the ranks holds which part of each.
+"""From a training state to named leaves, and the ranks that hold the parts of each.
 
-A state is a (nested) dict of modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, tensors, arrays and plain values.
-:func:`flatten` walks it and returns its leaves in one order that is the same on all ranks. Who stores a leaf follows from what is
-declared, never from equal bytes:
+A state is a (nested) dict of modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, tensors, arrays and
+plain values. :func:`flatten` walks it and returns its leaves in an order that is the same on all ranks. The rank that
+stores a leaf follows from declarations, never from equal bytes:
 
-- tensors that are ``DTensor`` say their parts themselves;
+- tensors that are ``DTensor`` declare their parts themselves;
 - parameters of modules under DDP or FSDP, and of any module in a world of one rank, are the same on all ranks;
-- what an optimizer keeps for a parameter goes with the parameter, and its settings are the same on all ranks;
+- an optimizer's state for a parameter is treated like the parameter, and its settings are the same on all ranks;
 - :func:`replicated` and :func:`per_rank` declare anything else;
 - everything that is not declared is private to its rank.
 """
@@ -21,17 +21,17 @@ from typing import Any
 from . import _native
 from .errors import InvalidError
 
-#: A key of a path: 0 and a text, 1 and an integer, 2 and a position in a list.
+#: A key of a path: 0 and a text, 1 and an integer, or 2 and a position in a list.
 Key = tuple[int, str | int]
 Keys = tuple[Key, ...]
 
-#: The entry of a list or tuple with tensors in it that tells its type and its length.
+#: The entry that stores the type and the length of a list or tuple with tensors in it.
 SEQUENCE: Key = (0, "__sequence__")
 
-#: The entry of a tensor that wraps others: its type and the names of what it wraps.
+#: The entry that stores the type of a tensor that wraps others, and the names of the wrapped ones.
 WRAPPED: Key = (0, "__wrapped__")
 
-#: Flags of a name, kept in the table.
+#: Flags of a name, stored in the table.
 FLAG_ARRAY = 1
 FLAG_PICKLE = 2
 FLAG_PARAMETER = 4
@@ -46,7 +46,7 @@ class Marked:
 
 
 def per_rank(value: Any) -> Marked:
-    """Declares that ``value`` belongs to this rank alone: it is stored by each rank and never merged."""
+    """Declares that ``value`` belongs to this rank alone: each rank stores its own, and they are never merged."""
     return Marked(value, True)
 
 
@@ -57,36 +57,39 @@ def replicated(value: Any) -> Marked:
 
 @dataclass
 class Leaf:
-    """One entry of a state."""
+    """An entry of a state."""
 
     keys: Keys
     value: Any
     #: Whether the entry belongs to this rank alone.
     is_private: bool
-    #: Puts a value that was loaded into its place; ``None`` for tensors that are filled in place.
+    #: A function that puts a loaded value in its place; ``None`` for tensors that are filled in
+    #: place.
     put: Callable[[Any], None] | None = None
     flags: int = 0
 
 
-#: Makes the tensor for a path that a checkpoint has and the state has not, from the element type and the shape.
+#: A function that makes the tensor for a path that only the checkpoint has, from the path, the
+#: element type and the shape.
 Maker = Callable[[Keys, str, list[int]], Any]
 
 
 @dataclass
 class Flat:
-    """A state as leaves, and what is to be done when all of them are loaded."""
+    """The leaves of a state, and functions to call when all of them are loaded."""
 
     leaves: list[Leaf] = field(default_factory=list)
     finish: list[Callable[[dict[Keys, Any]], None]] = field(default_factory=list)
-    #: Prefixes below which names of a checkpoint are welcome though no leaf has them, and what makes their tensors.
+    #: Prefixes below which an object of the state accepts names without a leaf, and the makers of
+    #: their tensors.
     creatable: dict[Keys, Maker] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    #: Why the walk ended early; raised by ``prepare`` on all ranks.
+    #: The error that ended the walk early; ``prepare`` raises it on all ranks.
     error: Exception | None = None
 
 
 def show(keys: Keys) -> str:
-    """Returns a path as people read it."""
+    """Returns the text form of a path."""
     return _native.format_path(list(keys)) if keys else "the state"
 
 
@@ -121,7 +124,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _is_same_everywhere(value: Any) -> bool:
-    """Returns whether an object is the same on all ranks by what it is: schedulers and scalers follow the optimizer."""
+    """Returns whether an object's type makes it the same on all ranks: schedulers and scalers follow the optimizer."""
     torch = _torch()
     if torch is None:
         return False
@@ -133,13 +136,13 @@ def _is_same_everywhere(value: Any) -> bool:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Returns whether ``value`` is a tensor that is spread over ranks."""
+    """Returns whether ``value`` is a tensor that is distributed over ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def key_of(key: Any, where: Keys) -> Key:
-    """Returns a dict's key as a part of a path."""
+    """Returns a dict's key as a key of a path."""
     if type(key) is str:
         return 0, key
     if type(key) is int:
@@ -151,7 +154,7 @@ def key_of(key: Any, where: Keys) -> Key:
 
 
 def flatten(state: Mapping[Any, Any], world: int) -> Flat:
-    """Walks a state. ``world`` is the number of ranks of the launch."""
+    """Returns the leaves of a state. ``world`` is the number of ranks of the launch."""
     if not isinstance(state, Mapping):
         raise InvalidError(f"a state is a dict, not {type(state).__name__}", 'pass {"model": model, "optimizer": optimizer}')
     walk = _Walk(world)
@@ -165,7 +168,7 @@ def _is_never(_name: str, _parameter: Any) -> bool:
 
 
 def _unwrap(module: Any) -> tuple[Any, Callable[[str, Any], bool]]:
-    """Returns a module without its DDP wrapper, and which parameters the wrapper keeps the same on all ranks, by name and parameter."""
+    """Returns a module without its DDP wrapper, and a predicate for the parameters that are kept equal on all ranks."""
     torch = _torch()
     parallel = getattr(torch.nn.parallel, "DistributedDataParallel", None)
     if parallel is not None and isinstance(module, parallel):
@@ -174,7 +177,7 @@ def _unwrap(module: Any) -> tuple[Any, Callable[[str, Any], bool]]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(fsdp, "FSDPModule", None)
     if sharded is not None and isinstance(module, sharded):
-        # A plain tensor below is one that was left out (ignored_params): each rank trains its own.
+        # A plain tensor in such a module was excluded (ignored_params): each rank trains its own.
         return module, lambda _, parameter: is_dtensor(parameter)
     return module, _is_never
 
@@ -186,14 +189,15 @@ def _is_same_memory(value: Any, own: Any) -> bool:
     try:
         return bool(value.data_ptr() == own.data_ptr() and value.stride() == own.stride())
     except (RuntimeError, NotImplementedError):
-        # It has no memory of its own, and is refused by its name.
+        # The value has no memory of its own, and is refused by name elsewhere.
         return True
 
 
 def _named_parameters(state: Mapping[Any, Any]) -> dict[int, tuple[str, Any, bool]]:
-    """Returns for each parameter of each module of a state its name, and whether it is declared replicated, by its identity.
+    """Returns for each parameter of the state's modules its name, the parameter, and whether it is declared replicated.
 
-    Where modules have names in common, as a generator and a critic do, names begin with the module's key.
+    The keys are the parameters' identities. If modules have names in common, as a generator and a critic do, each name
+    begins with the module's key.
     """
     found = list(_parameters_below("", state))
     first: dict[str, int] = {}
@@ -222,11 +226,11 @@ class _Walk:
     def __init__(self, world: int) -> None:
         self.world = world
         self.flat = Flat()
-        #: Parameters of the state's modules by identity.
+        #: The parameters of the state's modules, by identity.
         self.parameters: dict[int, tuple[str, Any, bool]] = {}
 
     def mapping(self, keys: Keys, mapping: Mapping[Any, Any], is_private: bool | None) -> None:
-        """Walks a dict. ``is_private`` is what a mark above it declares."""
+        """Walks a dict. ``is_private`` is the declaration of the nearest mark above it."""
         if not mapping and keys:
             self.leaf(keys, {}, is_private, None)
         for key, value in mapping.items():
@@ -238,12 +242,12 @@ class _Walk:
             self.value(below, value, is_private, put)
 
     def value(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
-        """Walks anything."""
+        """Walks a value of any kind."""
         torch = _torch()
         if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
             self.flat.leaves.append(Leaf(keys, value, is_private is not False, put))
         elif isinstance(value, Marked):
-            # A nearer mark wins over one above it. The value is put into the mark's place.
+            # A nearer mark overrides one above it. The loaded value is put inside the mark.
             self.value(keys, value.value, value.is_private, None if put is None else _remark(put, value))
         elif is_tensor(value):
             self.tensor(keys, value, is_private, put)
@@ -266,23 +270,26 @@ class _Walk:
             self.leaf(keys, value, is_private, put)
 
     def leaf(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None, **more: Any) -> None:
-        """Adds a leaf. What nobody declared is private, unless it says its parts itself."""
+        """Adds a leaf.
+
+        Without a declaration it is private, unless it is a ``DTensor``, which declares its parts itself.
+        """
         private = not is_dtensor(value) if is_private is None else is_private
         self.flat.leaves.append(Leaf(keys, value, private, put, **more))
 
     def tensor(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None, flags: int = 0) -> None:
-        """Adds a tensor. One that only wraps others, such as quantized weights, is stored as what it wraps."""
+        """Adds a tensor. A tensor that only wraps others, such as quantized weights, is stored as the wrapped ones."""
         if is_dtensor(value) or not hasattr(value, "__tensor_flatten__"):
             self.leaf(keys, value, is_private, put, flags=flags)
             return
         names, _ = value.__tensor_flatten__()
         self.leaf((*keys, WRAPPED), [type(value).__qualname__, list(names)], is_private, None)
         for name in names:
-            # The inner tensors are filled in place.
+            # The wrapped tensors are filled in place.
             self.tensor((*keys, (0, name)), getattr(value, name), is_private, None, flags)
 
     def sequence(self, keys: Keys, items: Any, is_private: bool | None, put: Callable[[Any], None] | None) -> None:
-        """Walks a list or tuple that has tensors in it. A tuple is made anew when it is loaded."""
+        """Walks a list or tuple that contains tensors. A load replaces a tuple by a new one."""
         loaded = list(items)
 
         def grow(marker: Any) -> None:
@@ -303,7 +310,7 @@ class _Walk:
             self.value((*keys, (2, at)), item, is_private, place)
 
     def module(self, keys: Keys, wrapped: Any, is_private: bool | None) -> None:
-        """Walks a module: its parameters and buffers are filled in place."""
+        """Walks a module. Its parameters and buffers are filled in place."""
         module, is_synchronised = _unwrap(wrapped)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         if is_private is None and is_synchronised is _is_never and self.world > 1:
@@ -320,19 +327,23 @@ class _Walk:
                 is_parameter = name in parameters
                 private = is_private
                 if private is None:
-                    # Buffers are not synchronised by DDP and FSDP after the step that changed them.
+                    # DDP and FSDP do not synchronise buffers after the step that changed them.
                     private = self.world > 1 and not (is_parameter and is_synchronised(name, own))
                     private = private and not is_dtensor(value)
                 self.tensor(below, value, private, None, flags=FLAG_PARAMETER if is_parameter else 0)
             else:
-                # The module made this entry for its state_dict, and takes it back by load_state_dict.
+                # The module made this entry for its state_dict, and receives it again through
+                # load_state_dict.
                 extra[name] = value
                 self.value(below, value, is_private if is_private is not None or self.world > 1 else False, _setter(extra, name))
         if extra:
             self.flat.finish.append(lambda _: module.load_state_dict(extra, strict=False))
 
     def optimizer(self, keys: Keys, optimizer: Any, is_private: bool | None) -> None:
-        """Walks an optimizer: its state is named by parameter when its module is in the state too, otherwise by position."""
+        """Walks an optimizer.
+
+        Its state is named by parameter if its module is in the state too, otherwise by position.
+        """
         names: dict[int, tuple[str, Any, bool]] = {}
         position = 0
         is_named = all(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"])
@@ -372,7 +383,7 @@ class _Walk:
         self.flat.finish.append(lambda found: _finish_optimizer(optimizer, keys, names, is_named, loaded_groups, found))
 
     def stateful(self, keys: Keys, value: Any, is_private: bool | None) -> None:
-        """Walks an object that gives and takes a dict."""
+        """Walks an object with ``state_dict`` and ``load_state_dict``."""
         inner = value.state_dict()
         if not isinstance(inner, Mapping):
             raise InvalidError(f"state_dict() of {show(keys)} returned {type(inner).__name__}", "it has to return a dict")
@@ -388,7 +399,7 @@ def _maker_like(parameter: Any) -> Maker:
 
 
 def _like(parameter: Any, element: str, shape: list[int]) -> Any:
-    """Returns a tensor of what an object keeps for a parameter: laid out like the parameter when it has its shape."""
+    """Returns an empty tensor for an object's state of a parameter, laid out like it if the shapes are equal."""
     torch = sys.modules["torch"]
     kind = getattr(torch, element, None)
     if not isinstance(kind, torch.dtype):
@@ -410,7 +421,7 @@ def _setter(into: dict[Any, Any], key: Any) -> Callable[[Any], None]:
 
 
 def _has_arrays(value: Any) -> bool:
-    """Returns whether a container has a tensor, an array or an object with a state in it."""
+    """Returns whether a container contains a tensor, an array, or an object with a state."""
     items = value.values() if isinstance(value, Mapping) else value
     return any(
         is_tensor(item)
@@ -423,7 +434,7 @@ def _has_arrays(value: Any) -> bool:
 
 
 def _with_found(inner: dict[Any, Any], keys: Keys, found: dict[Keys, Any]) -> dict[Any, Any]:
-    """Adds what a checkpoint has below ``keys`` and the object had not."""
+    """Returns ``inner``, extended by the entries below ``keys`` that only the checkpoint has."""
     new: list[tuple[Any, Any]] = []
     for path, value in found.items():
         if path[: len(keys)] != keys or path[-1] == SEQUENCE:
@@ -440,7 +451,7 @@ def _with_found(inner: dict[Any, Any], keys: Keys, found: dict[Keys, Any]) -> di
             into[path[-1][1]] = value
         except (TypeError, IndexError) as error:
             raise InvalidError(f"{show(path)} has no place in the state: {error}", "load into a state of the same structure") from None
-    # The innermost come last, and are needed first.
+    # The innermost ones come last and must be converted first.
     for into, key in reversed(new):
         into[key] = tuple(into[key])
     return inner
@@ -454,7 +465,7 @@ def _finish_optimizer(
     groups: list[dict[str, Any]],
     found: dict[Keys, Any],
 ) -> None:
-    """Puts the settings of the groups in place, and makes state that the optimizer did not have yet."""
+    """Puts the settings of the groups in place, and creates state that the optimizer did not have yet."""
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in loaded.items() if key != "params"})
     states = _with_found({}, (*keys, (0, "state")), found)

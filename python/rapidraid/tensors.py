@@ -1,4 +1,4 @@
-"""Tensors and arrays as the store knows them: element type, shape, and the boxes that this rank holds."""
+"""Tensors and arrays as they are stored: element type, shape, and the boxes that this rank holds."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 from .errors import InvalidError
 from .state import is_array, is_dtensor, is_tensor
 
-#: Threads of a copy, at most: memory is as busy with fewer than a host has.
+#: Maximum number of threads of a copy. Few threads already use the full memory bandwidth of a host.
 MAX_COPY_THREADS = 8
-#: Start and size of a box.
+#: A box: its start and its size, by dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor on this rank, and the local tensor or view of it that holds its elements."""
+    """A box of a tensor on this rank, and the local tensor or view that holds its elements."""
 
-    #: ``None``: the tensor is whole.
+    #: The box; ``None`` if the piece is the whole tensor.
     box: Box | None
     local: Any
 
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor as it is declared."""
+    """The declaration of a tensor, and its pieces on this rank."""
 
     element: str
     bits: int
@@ -38,12 +38,12 @@ class Described:
 
     @property
     def len_bytes(self) -> int:
-        """Bytes of the pieces of this rank."""
+        """The length of this rank's pieces, in bytes."""
         return sum(nbytes(piece.local) for piece in self.pieces)
 
 
 def nbytes(value: Any) -> int:
-    """Returns the bytes of a tensor's or array's elements."""
+    """Returns the length of a tensor's or array's elements, in bytes."""
     if is_array(value):
         return int(value.nbytes)
     return int(value.numel() * value.element_size())
@@ -55,7 +55,10 @@ def refuse(name: str, why: str, hint: str) -> InvalidError:
 
 
 def describe(name: str, value: Any) -> Described:
-    """Describes a tensor or array. Raises :class:`InvalidError` with its name for one that cannot be stored."""
+    """Returns the description of a tensor or array.
+
+    Raises :class:`InvalidError` with its name if it cannot be stored.
+    """
     if is_array(value):
         kind = value.dtype
         if kind.hasobject or kind.names is not None or kind.kind not in "biufc":
@@ -81,7 +84,10 @@ def _numpy_name(kind: Any) -> str:
 
 
 def check(name: str, tensor: Any) -> None:
-    """Refuses tensors whose elements are not plain memory; storing them would store zeros or nothing."""
+    """Raises :class:`InvalidError` for tensors whose elements are not plain memory.
+
+    Storing them would store zeros or nothing.
+    """
     torch = sys.modules["torch"]
     if tensor.is_meta:
         raise refuse(name, "it is on the meta device, so it has no content", "give it content first (to_empty, then load)")
@@ -94,7 +100,8 @@ def check(name: str, tensor: Any) -> None:
     if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor") or (tensor.numel() > 0 and _is_lazy(tensor)):
         raise refuse(name, f"it is a {type(tensor).__name__} without content", "materialise it first")
 
-    # A subclass may have a shape and no memory of its own: copying from it would store something else, or crash.
+    # A subclass may have a shape but no memory of its own. Copying from it would store something
+    # else, or crash.
     if tensor.numel() > 0 and type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(tensor) and not _has_memory(tensor):
         raise refuse(name, f"it is a {type(tensor).__name__}, which has no memory of its own", "give it __tensor_flatten__")
 
@@ -146,7 +153,7 @@ def _local_runs(tensor: Any, shape: tuple[int, ...]) -> list[list[tuple[int, int
 
 
 def _chunk(index: Any, count: int) -> list[Any]:
-    """Cuts as ``torch.chunk`` does, with empty chunks at the end instead of none."""
+    """Cuts an index as ``torch.chunk`` does, and adds empty chunks at the end up to ``count``."""
     torch = sys.modules["torch"]
     chunks = list(torch.chunk(index, count)) if index.numel() else []
     return chunks + [index[:0]] * (count - len(chunks))
@@ -163,7 +170,7 @@ def _runs(indices: list[int]) -> list[tuple[int, int]]:
 
 
 def _boxes(runs: list[list[tuple[int, int]]], local: Any) -> list[Piece]:
-    """Returns a box and the local view of it for each combination of runs."""
+    """Returns a box and its local view for each combination of runs."""
     if any(not dim for dim in runs):
         return []
     pieces = [Piece(((), ()), local)]
@@ -186,7 +193,10 @@ def volume(shape: tuple[int, ...]) -> int:
 
 
 def alias_key(value: Any) -> tuple[Any, ...] | None:
-    """Returns what makes two views one content: storage, offset, shape, strides and element type. ``None`` for what has no memory."""
+    """Returns a key that is equal for two views of the same content, or ``None`` for a value without memory.
+
+    The key consists of storage, offset, shape, strides and element type.
+    """
     if is_array(value):
         return ("array", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str) if value.size else None
     if not is_tensor(value) or value.numel() == 0:
@@ -216,7 +226,7 @@ class Layout:
 
 
 def view_of(buffer: Any, offset: int, layout: Layout) -> Any:
-    """Returns a tensor or array of this layout over ``buffer`` from ``offset`` on."""
+    """Returns a tensor or array of this layout over ``buffer``, from ``offset`` on."""
     count = math.prod(layout.shape)
     if layout.is_array:
         numpy = sys.modules["numpy"]
@@ -229,9 +239,9 @@ def view_of(buffer: Any, offset: int, layout: Layout) -> Any:
 
 
 def copy_all(segment: Any, offsets: list[int], targets: list[Any], sources: list[Any]) -> None:
-    """Copies each source into its target, which lies at an offset of the segment's data.
+    """Copies each source into its target, a view of the segment's data at the given offset.
 
-    Contiguous memory of the host goes by one call that writes past the caches, tensors on one device by another one.
+    One call copies all contiguous memory of the host and bypasses the caches; another one copies all other tensors.
     """
     torch = sys.modules.get("torch")
     direct: list[tuple[int, int, int]] = []
@@ -252,7 +262,8 @@ def copy_all(segment: Any, offsets: list[int], targets: list[Any], sources: list
         return
     devices = {source.device for _, source in tensors if source.device.type == "cuda"}
     with torch.no_grad():
-        # Segments are registered with CUDA: its copies run at the speed of the bus, all at once, and are waited for below.
+        # Segments are registered with CUDA, so these copies run at the speed of the bus, all at
+        # once. The loop below waits for them.
         torch._foreach_copy_([to for to, _ in tensors], [source.detach() for _, source in tensors], non_blocking=bool(devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
@@ -270,7 +281,10 @@ def _is_plain_memory(value: Any) -> bool:
 
 
 def register(buffer: Any) -> Callable[[], None]:
-    """Registers memory with CUDA, so that copies from a device need no staging of their own. Returns what takes it back."""
+    """Registers memory with CUDA, so that copies from a device need no buffer in between.
+
+    Returns a function that unregisters it.
+    """
     torch = sys.modules["torch"]
     whole = torch.frombuffer(buffer, dtype=torch.uint8)
     cudart = torch.cuda.cudart()
@@ -283,7 +297,7 @@ def register(buffer: Any) -> Callable[[], None]:
 
 
 def address(value: Any) -> int:
-    """Returns where the memory of a contiguous tensor or array begins."""
+    """Returns the address of the memory of a contiguous tensor or array."""
     return int(value.ctypes.data if is_array(value) else value.data_ptr())
 
 
@@ -295,7 +309,7 @@ def is_fillable(value: Any) -> bool:
 
 
 def memory_span(value: Any) -> tuple[int, int] | None:
-    """Returns where the memory of a tensor or array of the host begins and ends; ``None`` without elements or on a device."""
+    """Returns start and end of a tensor's or array's memory on the host; ``None`` if it is empty or on a device."""
     if is_array(value):
         if not value.size:
             return None
@@ -310,7 +324,7 @@ def memory_span(value: Any) -> tuple[int, int] | None:
 
 
 def check_writable(name: str, value: Any) -> None:
-    """Refuses destinations of a load that cannot take their elements."""
+    """Raises :class:`InvalidError` for a destination of a load that cannot receive its elements."""
     if is_array(value) and not value.flags.writeable:
         raise InvalidError(f"{name} cannot be loaded: it is a read-only array", "load into a copy of it")
     strides = value.strides if is_array(value) else value.stride()
@@ -319,7 +333,7 @@ def check_writable(name: str, value: Any) -> None:
 
 
 def scratch_like(value: Any) -> Any:
-    """Returns contiguous memory on the host of the shape and type of ``value``."""
+    """Returns an empty contiguous tensor or array on the host with the shape and type of ``value``."""
     if is_array(value):
         numpy = sys.modules["numpy"]
         return numpy.empty(value.shape, dtype=value.dtype.newbyteorder("="))
@@ -328,7 +342,7 @@ def scratch_like(value: Any) -> Any:
 
 
 def put_scratch(value: Any, scratch: Any) -> None:
-    """Copies what was loaded beside a tensor or array into it."""
+    """Copies the loaded content from the scratch memory into a tensor or array."""
     if is_array(value):
         value[...] = scratch
         return
@@ -338,7 +352,7 @@ def put_scratch(value: Any, scratch: Any) -> None:
 
 
 def new_tensor(element: str, shape: list[int]) -> Any:
-    """Returns a tensor for what a checkpoint has and the state does not."""
+    """Returns an empty tensor for a name that the checkpoint has and the state does not."""
     torch = sys.modules["torch"]
     kind = getattr(torch, element, None)
     if not isinstance(kind, torch.dtype):

@@ -1,10 +1,10 @@
-//! Errors of the library as exceptions of the package: one class for each kind of failure.
+//! Errors of the library as exceptions of the package, with one class for each kind of error.
 
 use pyo3::prelude::*;
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
 
-/// The word by which the package knows a kind.
+/// Returns the package's name for an error kind.
 fn word(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::Invalid => "invalid",
@@ -22,7 +22,7 @@ fn word(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// The exception of a kind.
+/// Returns the exception for an error kind.
 pub fn raise(py: Python<'_>, kind: ErrorKind, message: &str, hint: &str) -> PyErr {
     let made = py
         .import("rapidraid.errors")
@@ -33,7 +33,7 @@ pub fn raise(py: Python<'_>, kind: ErrorKind, message: &str, hint: &str) -> PyEr
     }
 }
 
-/// The exception of an error of the trainer's side.
+/// Returns the exception for an error of the trainer's side.
 pub fn of_staging(py: Python<'_>, error: &StagingError) -> PyErr {
     let kind = match error {
         StagingError::NoDaemon { .. } => "no_daemon",

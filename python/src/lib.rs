@@ -1,7 +1,8 @@
-//! The Python extension: the trainer's side of staging for `rapidraid`, the package around it.
+//! The Python extension: the trainer's side of staging, for the package `rapidraid` around it.
 //!
-//! It links no network and no async runtime. Every call that waits or copies lets other threads of the interpreter run, has a deadline, and
-//! ends on Ctrl-C. Names that begin with an underscore in the package are for the package alone: some take addresses of memory.
+//! The extension links no network and no async runtime. Every call that waits or copies releases
+//! the interpreter for other threads, has a deadline, and ends on Ctrl-C. Names that begin with an
+//! underscore are only for the package: some take addresses of memory.
 
 mod buffer;
 mod errors;
@@ -12,7 +13,7 @@ mod values;
 
 use pyo3::prelude::*;
 
-/// Writes a plain value as bytes.
+/// Encodes a plain value. Returns its bytes, or `None` if the object is not a plain value.
 #[pyfunction]
 fn encode_value<'py>(
     value: &Bound<'py, PyAny>,
@@ -23,7 +24,7 @@ fn encode_value<'py>(
     Ok(Some(pyo3::types::PyBytes::new(py, &bytes)))
 }
 
-/// Reads a plain value from bytes.
+/// Decodes a plain value. Returns the Python object.
 #[pyfunction]
 fn decode_value<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let plain = rapidraid::format::value::Value::parse(bytes);
@@ -31,27 +32,27 @@ fn decode_value<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny
     values::to_python(py, &plain)
 }
 
-/// The nanoseconds that the host's clock shows, which goes on from boot.
+/// Returns the nanoseconds since the host's boot, by a clock that continues while the host sleeps.
 #[pyfunction]
 fn boot_ns() -> u64 {
     let now = rapidraid::trainer::session::boot_time();
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The folder where the staging daemon of this user is for the cluster of a client's configuration, its token's file, and the cluster.
+/// Returns the staging folder, the token's file and the cluster of a client's configuration.
 #[pyfunction]
 fn staging_place(py: Python<'_>, config: std::path::PathBuf) -> PyResult<session::StagingPlace> {
     session::staging_place(py, &config)
 }
 
-/// Writes a path as people read it.
+/// Returns the text form of a path.
 #[pyfunction]
 fn format_path(py: Python<'_>, keys: Vec<table::PyKey>) -> PyResult<String> {
     let path = table::path_of(keys).map_err(|error| table::table_error(py, &error))?;
     Ok(path.to_string())
 }
 
-/// Reads a path as people write it.
+/// Parses the text form of a path. Returns its keys.
 #[pyfunction]
 fn parse_path(py: Python<'_>, text: &str) -> PyResult<Vec<table::PyPart>> {
     let path: Result<rapidraid::format::table::Path, _> = text.parse();

@@ -10,15 +10,16 @@ use rapidraid::trainer::load::Target;
 use crate::errors::{of_staging, raise};
 use crate::table::{PyKey, PyPart, parts_of, path_of, space_of, table_error};
 
-/// A step of which bytes can be read until it is released.
+/// An open step, whose bytes can be read until it is released.
 #[pyclass(module = "rapidraid._native")]
 pub struct LoadedStep {
     step: Option<rapidraid::trainer::load::LoadedStep>,
 }
 
-/// A name: rank or nothing, keys, kind, element type, bits, shape, flags, bytes.
+/// A name: rank or `None`, keys, kind, element type, bits, shape, flags.
 type PyName = (Option<u32>, Vec<PyPart>, &'static str, String, u16, Vec<u64>, u32);
-/// A part of a tensor and where it goes: row of the name, start and size or nothing, address and length.
+/// A part of a tensor and its destination: row of the name, start and size or `None` for the whole,
+/// address, and length in bytes.
 type PyTarget = (u32, Option<(Vec<u64>, Vec<u64>)>, usize, usize);
 
 impl LoadedStep {
@@ -48,7 +49,7 @@ fn no_bytes(py: Python<'_>) -> PyErr {
     raise(py, ErrorKind::NotFound, "the name has no bytes", "")
 }
 
-/// The extents of targets and of names.
+/// Returns the rows of the extents of each target, then of each name.
 fn wanted(
     py: Python<'_>,
     step: &rapidraid::trainer::load::LoadedStep,
@@ -77,13 +78,13 @@ fn search_error(py: Python<'_>, error: &SearchError) -> PyErr {
 
 #[pymethods]
 impl LoadedStep {
-    /// The step.
+    /// The number of the step.
     #[getter]
     fn number(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.open(py)?.step().0)
     }
 
-    /// Whether it is read from the host's memory as its trainers left it.
+    /// Whether the step is read from the host's memory as its trainers left it.
     #[getter]
     fn is_from_memory(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.open(py)?.is_from_memory())
@@ -95,19 +96,21 @@ impl LoadedStep {
         Ok(self.open(py)?.about.newest_committed.map(|step| step.0))
     }
 
-    /// Whether extents are read from the cluster window by window, and why, if it is for want of memory.
+    /// Whether extents are read from the cluster window by window, and the reason if memory does
+    /// not suffice for the whole step (else empty).
     #[getter]
     fn by_ranges(&self, py: Python<'_>) -> PyResult<(bool, String)> {
         let step = self.open(py)?;
         Ok((step.is_by_ranges(), step.about.why_by_ranges.clone()))
     }
 
-    /// The rows of the extents of each target.
+    /// Returns the rows of the extents of each target.
     fn extents_of(&self, py: Python<'_>, targets: Vec<PyTarget>) -> PyResult<Vec<Vec<u32>>> {
         wanted(py, self.open(py)?, targets, Vec::new())
     }
 
-    /// Bytes of the step, and how many are read for these targets and names by ranges.
+    /// Returns the length of the step, and how many bytes a load by ranges reads for these targets
+    /// and names.
     fn wanted_bytes(
         &self,
         py: Python<'_>,
@@ -118,8 +121,10 @@ impl LoadedStep {
         Ok((step.len_bytes(), step.wanted_bytes(&wanted(py, step, targets, names)?)))
     }
 
-    /// Cuts the extents of targets and names into windows for `Session.read_extents`: extents, and the places of what they belong to, first
-    /// the targets, then the names. A step that is not loaded by ranges is one window without extents.
+    /// Divides the extents of targets and names into windows for `Session.read_extents`. Returns
+    /// for each window its extents, and the indexes of the targets and names that need them; names
+    /// are numbered after the targets. A step that is not loaded by ranges is one window without
+    /// extents.
     fn windows(
         &self,
         py: Python<'_>,
@@ -134,7 +139,7 @@ impl LoadedStep {
         Ok(windows.into_iter().map(|window| (window.extents, window.wanted)).collect())
     }
 
-    /// All names, by row.
+    /// Returns all names, by row.
     fn names(&self, py: Python<'_>) -> PyResult<Vec<PyName>> {
         let table = &self.open(py)?.table;
         let name = |name: &rapidraid::format::table::Name| -> PyResult<PyName> {
@@ -154,13 +159,13 @@ impl LoadedStep {
         table.names().iter().map(name).collect()
     }
 
-    /// The row of a name, if there is one.
+    /// Returns the row of a name, or `None` if there is none.
     fn find(&self, py: Python<'_>, rank: Option<u32>, keys: Vec<PyKey>) -> PyResult<Option<u32>> {
         let path = path_of(keys).map_err(|error| table_error(py, &error))?;
         Ok(self.open(py)?.table.find(space_of(rank), &path))
     }
 
-    /// The bytes of a plain value or of opaque bytes, verified.
+    /// Returns the bytes of a plain value or of opaque bytes, verified.
     fn content<'py>(&self, py: Python<'py>, row: u32) -> PyResult<Bound<'py, PyBytes>> {
         let step = self.open(py)?;
         let region = step.table.regions_of(row).first();
@@ -170,9 +175,11 @@ impl LoadedStep {
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// Copies tensors, or boxes of them, to addresses, and verifies what it copies. Returns `None`, or what is damaged.
+    /// Copies tensors, or boxes of them, to addresses, and verifies the copied bytes. Returns
+    /// `None`, or the name of a damaged tensor.
     ///
-    /// The caller in the package takes the addresses from contiguous tensors that it holds and that do not overlap.
+    /// The package takes the addresses from contiguous tensors that it holds and that do not
+    /// overlap.
     #[pyo3(name = "_copy")]
     fn copy(
         &self,
@@ -191,9 +198,10 @@ impl LoadedStep {
             .into_iter()
             .map(|(copies, address, len)| Target {
                 copies,
-                // SAFETY: the package passes the address and the length in bytes of a contiguous tensor that it holds until this call
-                // returns. No two of them overlap, so no byte has two references; Python code of other threads that writes such a tensor
-                // during a load makes a mess of its content, as with any other copy into it.
+                // SAFETY: the package passes the address and the length in bytes of a contiguous
+                // tensor that it holds until this call returns. No two of them overlap, so no byte
+                // has two references. If Python code of another thread writes such a tensor during
+                // a load, its content is undefined, as with any other copy into it.
                 bytes: unsafe { writable(address, len) },
             })
             .collect();
@@ -222,15 +230,16 @@ impl LoadedStep {
     }
 }
 
-/// Memory of a tensor.
+/// Returns the memory of a tensor as a slice.
 ///
 /// # Safety
 ///
-/// `address` must point to `len` writable bytes to which nothing else refers while the slice lives.
+/// `address` must point to `len` writable bytes that no other reference covers while the slice
+/// lives.
 unsafe fn writable<'a>(address: usize, len: usize) -> &'a mut [u8] {
     if len == 0 {
         return &mut [];
     }
-    // SAFETY: by the contract above.
+    // SAFETY: the caller guarantees it by the contract above.
     unsafe { std::slice::from_raw_parts_mut(address as *mut u8, len) }
 }

@@ -19,10 +19,10 @@ use crate::errors::{of_staging, raise};
 use crate::loaded::LoadedStep;
 use crate::table::{TableWriter, table_error};
 
-/// The staging folder, the token's file, and the cluster.
+/// The staging folder, the token's file or `None`, and the cluster's id.
 pub type StagingPlace = (PathBuf, Option<PathBuf>, String);
 
-/// Reads where the staging daemon is from a client's configuration.
+/// Returns the place of the staging daemon according to a client's configuration.
 pub fn staging_place(py: Python<'_>, file: &Path) -> PyResult<StagingPlace> {
     let failed = |kind, message: String| {
         raise(py, kind, &message, "docs/configuration.md has every setting")
@@ -46,7 +46,7 @@ pub fn staging_place(py: Python<'_>, file: &Path) -> PyResult<StagingPlace> {
     Ok((dir, config.staging.token, cluster.to_string()))
 }
 
-/// The segments of a rank and the session that they belong to.
+/// A connection to the staging daemon, and the segments of a rank.
 #[pyclass(module = "rapidraid._native")]
 pub struct Session {
     session: rapidraid::trainer::session::Session,
@@ -54,7 +54,7 @@ pub struct Session {
     segments: Vec<Arc<Segment>>,
 }
 
-/// Runs `work` while other threads of the interpreter run. Ctrl-C ends its waiting.
+/// Runs `work` with the interpreter released for other threads. Ctrl-C ends its waiting.
 pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
     seconds: f64,
@@ -83,7 +83,8 @@ fn named<T: std::str::FromStr<Err = IdError>>(py: Python<'_>, text: &str) -> PyR
     text.parse().map_err(|error: IdError| raise(py, ErrorKind::Invalid, &error.to_string(), ""))
 }
 
-/// What went wrong: step, kind or nothing, message, hint.
+/// A failure or a warning about a step: step; code, message and hint of the failure or `None`; and
+/// the warning.
 type PyNotice = (u64, Option<PyErrParts>, String);
 type PyErrParts = (u32, String, String);
 
@@ -99,25 +100,25 @@ impl Session {
         Ok(Self { session, place: None, segments: Vec::new() })
     }
 
-    /// The staging folder's id.
+    /// The id of the staging folder.
     #[getter]
     fn instance(&self) -> String {
         self.session.instance().to_string()
     }
 
-    /// The cluster that the daemon saves to.
+    /// The id of the cluster that the daemon saves to.
     #[getter]
     fn cluster(&self) -> String {
         self.session.cluster().to_string()
     }
 
-    /// The daemon's process.
+    /// The process id of the daemon.
     #[getter]
     fn daemon_pid(&self) -> u32 {
         self.session.daemon_pid()
     }
 
-    /// Makes segments for a rank of a launch. Returns how many.
+    /// Makes segments for a rank of a launch. Returns their number.
     #[pyo3(signature = (job, launch, world, rank, *, segment_bytes, launch_bytes, born_ns, loaded=None, newest_seen=None, abandon_later=false, keep=0, timeout=60.0))]
     #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
     fn prepare(
@@ -148,7 +149,7 @@ impl Session {
             keep,
             limit_ms: 0,
         };
-        // The old segments go first: their memory may be what the new ones need.
+        // Release the old segments first: the new ones may need their memory.
         self.segments.clear();
         let session = &mut self.session;
         let made = waiting(py, timeout, |wait| session.prepare(&prepare, wait))?;
@@ -157,7 +158,7 @@ impl Session {
         Ok(self.segments.len())
     }
 
-    /// The data of a segment.
+    /// Returns the data of a segment.
     fn segment(&self, py: Python<'_>, at: usize) -> PyResult<SegmentBuffer> {
         let segment = self.segments.get(at).cloned();
         let segment =
@@ -165,8 +166,9 @@ impl Session {
         Ok(SegmentBuffer::new(segment))
     }
 
-    /// Asks which segment a step is to be written into. Returns its place, the filling's id, and how many segments there are now. Returns
-    /// no place and the reason when all ranks skip the step; only with `or_skip`.
+    /// Asks into which segment a step is to be written. Returns its index, the id of the filling,
+    /// and the number of segments now. If all ranks skip the step, which happens only with
+    /// `or_skip`, returns `None` as the index and the reason as the second value.
     fn fill(
         &mut self,
         py: Python<'_>,
@@ -183,7 +185,8 @@ impl Session {
         })
     }
 
-    /// Says that a step is whole in a segment. Returns the length of its table in bytes.
+    /// Writes the table and reports that a step is staged in a segment. Returns the length of the
+    /// table in bytes.
     #[pyo3(signature = (step, at, fill, table, samples, timeout))]
     #[expect(clippy::too_many_arguments, reason = "the package passes them in one place")]
     fn stage(
@@ -226,7 +229,7 @@ impl Session {
         Ok(bytes.len())
     }
 
-    /// Gives up filling a step.
+    /// Abandons the filling of a step.
     fn give_up(
         &mut self,
         py: Python<'_>,
@@ -240,7 +243,8 @@ impl Session {
         waiting(py, timeout, |wait| session.tell("giving up a save", &request, wait))
     }
 
-    /// Waits for the commit of a step. Returns the save's id and things worth knowing; or nothing and how far it is, when it takes longer.
+    /// Waits for the commit of a step. Returns the save's id and remarks; or `None` and the
+    /// progress if it is not committed before the timeout.
     fn wait(
         &mut self,
         py: Python<'_>,
@@ -263,7 +267,7 @@ impl Session {
         }
     }
 
-    /// Takes what went wrong since the last call.
+    /// Returns the failures and warnings that arose since the last call.
     fn notices(&mut self, py: Python<'_>, timeout: f64) -> PyResult<Vec<PyNotice>> {
         let session = &mut self.session;
         let (answer, _) =
@@ -278,7 +282,8 @@ impl Session {
         Ok(notices.into_iter().map(notice).collect())
     }
 
-    /// Opens a step for loading: the resume point, if none is named. `None` when there is none.
+    /// Opens a step for loading, by default the resume point. Returns `None` if the job has no
+    /// step.
     #[pyo3(signature = (job, *, step=None, launch=None, number=0, offline=false, table_first=false, on_progress=None, timeout=600.0))]
     #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
     fn load(
@@ -316,7 +321,8 @@ impl Session {
         }
     }
 
-    /// Reads the extents of a window of a load by ranges; those of the window before cannot be read any more.
+    /// Reads the extents of one window of a load by ranges. The extents of the previous window
+    /// become unreadable.
     fn read_extents(
         &mut self,
         py: Python<'_>,
@@ -329,7 +335,7 @@ impl Session {
         waiting(py, timeout, |wait| session.read_extents(step, &extents, &mut |_, _| (), wait))
     }
 
-    /// Ends a load. `damaged` names what did not have its hash.
+    /// Ends a load. `damaged` is the name of a tensor or value that did not match its hash.
     #[pyo3(signature = (loaded, damaged=None, timeout=30.0))]
     fn release(
         &mut self,
@@ -346,7 +352,8 @@ impl Session {
         })
     }
 
-    /// The steps of a job: number, whether committed, whether in memory, bytes.
+    /// Returns the steps of a job: number, whether it is committed, whether it is in memory, and
+    /// length in bytes.
     fn steps(
         &mut self,
         py: Python<'_>,
@@ -372,14 +379,15 @@ impl Session {
         waiting(py, timeout, |wait| session.tell("the removal", &request, wait))
     }
 
-    /// Ends the session: the memory that this process had is free for others.
+    /// Ends the session. The memory of this process's segments becomes free for others.
     fn leave(&mut self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         self.segments.clear();
         let session = &mut self.session;
         waiting(py, timeout, |wait| session.leave(wait))
     }
 
-    /// Ends the session in a forked child, and lets go of all that belongs to the parent.
+    /// Ends the session in a forked child, and releases the child's copies of everything that
+    /// belongs to the parent.
     fn leave_to_parent(&mut self) {
         self.session.leave_to_parent();
         self.segments.clear();

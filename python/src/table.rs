@@ -1,4 +1,5 @@
-//! The table of a rank's segment: made once for a layout, written anew for each step because plain values change their lengths.
+//! The table of a rank's segment: built once for a layout and encoded again for each step, because
+//! plain values change their lengths.
 
 use pyo3::prelude::*;
 use rapidraid::format::table::{
@@ -8,7 +9,7 @@ use rapidraid::trainer::segment::EXTENT_ALIGN_BYTES;
 
 use crate::errors::raise;
 
-/// A key of a path as the package passes it: 0 and a text, 1 and an integer, 2 and a position.
+/// A key of a path as the package passes it: 0 and a text, 1 and an integer, or 2 and a position.
 #[derive(FromPyObject)]
 pub enum PyKey {
     /// A text.
@@ -19,7 +20,7 @@ pub enum PyKey {
     Number((u8, i64)),
 }
 
-/// The path of keys.
+/// Returns the path that consists of `keys`.
 pub fn path_of(keys: Vec<PyKey>) -> Result<Path, TableError> {
     let keys: Vec<Key> = keys
         .into_iter()
@@ -32,10 +33,10 @@ pub fn path_of(keys: Vec<PyKey>) -> Result<Path, TableError> {
     Ok(Path::new(&keys)?)
 }
 
-/// A key as the package is given it.
+/// A key of a path as it is returned to the package: the same pairs as in [`PyKey`].
 pub type PyPart = (u8, Py<PyAny>);
 
-/// The keys of a path as the package has them.
+/// Returns the keys of a path for the package.
 pub fn parts_of(py: Python<'_>, path: &Path) -> PyResult<Vec<PyPart>> {
     let part = |key: Key| -> PyResult<PyPart> {
         Ok(match key {
@@ -47,7 +48,7 @@ pub fn parts_of(py: Python<'_>, path: &Path) -> PyResult<Vec<PyPart>> {
     path.keys().into_iter().map(part).collect()
 }
 
-/// Shared, or private to a rank.
+/// Returns the space of a name: private to `rank`, or shared if `rank` is `None`.
 pub fn space_of(rank: Option<u32>) -> Space {
     rank.map_or(Space::Shared, Space::Rank)
 }
@@ -62,12 +63,12 @@ struct Row {
     extent: usize,
 }
 
-/// Collects what a rank stores, in the order of its segment.
+/// Collects the entries that a rank stores, in the order of its segment.
 #[pyclass(module = "rapidraid._native")]
 #[derive(Default)]
 pub struct TableWriter {
     rows: Vec<Row>,
-    /// Lengths of the extents, in the order in which they lie in the segment.
+    /// Lengths of the extents in bytes, in the order of the segment.
     lengths: Vec<u64>,
 }
 
@@ -78,13 +79,13 @@ impl TableWriter {
         Self::default()
     }
 
-    /// Adds an extent and returns its number.
+    /// Adds an extent. Returns its number.
     fn add_extent(&mut self, len_bytes: u64) -> usize {
         self.lengths.push(len_bytes);
         self.lengths.len() - 1
     }
 
-    /// Sets the length of an extent, whose number was returned before.
+    /// Sets the length of an extent, given by its number. Does nothing if there is no such extent.
     fn set_length(&mut self, extent: usize, len_bytes: u64) {
         if let Some(len) = self.lengths.get_mut(extent) {
             *len = len_bytes;
@@ -138,7 +139,8 @@ impl TableWriter {
         Ok(())
     }
 
-    /// Returns where each extent lies behind the header, and where the last one ends.
+    /// Returns the offset of each extent after the header, and the offset at which the data ends,
+    /// all in bytes.
     fn offsets(&self) -> (Vec<u64>, u64) {
         let mut at = 0;
         let mut offsets = Vec::with_capacity(self.lengths.len());
@@ -156,7 +158,7 @@ impl TableWriter {
 }
 
 impl TableWriter {
-    /// The table's bytes, and where the data ends that they describe.
+    /// Returns the bytes of the table, and the offset after the header at which the data ends.
     pub fn encode(&self) -> Result<(Vec<u8>, u64), TableError> {
         let (offsets, end) = self.offsets();
         let mut builder = TableBuilder::new();
@@ -168,7 +170,7 @@ impl TableWriter {
         }
         let mut last: Option<(&Name, u32)> = None;
         for row in &self.rows {
-            // Boxes of one tensor follow each other.
+            // The boxes of one tensor are consecutive.
             let number = match last {
                 Some((name, number)) if *name == row.name => number,
                 _ => builder.add_name(row.name.clone()),

@@ -1,10 +1,11 @@
-//! Plain Python values to and from the format's values.
+//! Conversion of plain Python values to and from the format's values.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use rapidraid::format::value::{MAX_DEPTH, Value};
 
-/// The value of a Python object; `None` when it is no plain value. Subclasses are no plain values: what they add would be lost.
+/// Returns the value of a Python object, or `None` if it is not a plain value. An instance of a
+/// subclass is not a plain value: whatever the subclass adds would be lost.
 pub fn from_python(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Option<Value>> {
     if depth > MAX_DEPTH {
         return Ok(None);
@@ -27,7 +28,7 @@ pub fn from_python(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Option<V
         return Ok(Some(Value::Complex(part("real")?, part("imag")?)));
     }
     if let Ok(text) = object.cast_exact::<PyString>() {
-        // A text with lone surrogates is no text of ours.
+        // The format cannot represent a text with lone surrogates.
         return Ok(text.to_cow().ok().map(|text| Value::Text(text.into_owned())));
     }
     if let Ok(bytes) = object.cast_exact::<PyBytes>() {
@@ -62,7 +63,8 @@ pub fn from_python(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Option<V
     named(object, depth)
 }
 
-/// Kinds that the package knows: it gives the kind's name and a plain value that stands for the object.
+/// Converts objects of the kinds that the package knows, from a kind's name and a plain value that
+/// represents the object. Returns `None` for other objects.
 fn named(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Option<Value>> {
     let py = object.py();
     let found = py.import("rapidraid._values")?.call_method1("describe", (object,))?;
@@ -85,7 +87,7 @@ fn integer(object: &Bound<'_, PyAny>) -> PyResult<Value> {
     Ok(Value::BigInt { is_negative, magnitude: bytes.extract()? })
 }
 
-/// The Python object of a value.
+/// Returns the Python object of a value.
 pub fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     let all = |values: &[Value]| -> PyResult<Vec<Bound<'py, PyAny>>> {
         values.iter().map(|value| to_python(py, value)).collect()

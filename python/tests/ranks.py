@@ -1,4 +1,4 @@
-"""Runs an example as a launch of several ranks, and again when a rank has died, as a supervisor does."""
+"""Runs an example as a launch of several ranks, and again after a rank has died, like a supervisor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _free_port() -> int:
 def once(
     script: str, ranks: int, *arguments: str, on_line: Callable[[str], None] | None = None, env: dict[str, str] | None = None
 ) -> tuple[int, list[str]]:
-    """Runs one launch. When a rank ends with an error the others are killed. Returns the first bad exit code and what was printed."""
+    """Runs one launch; if a rank fails, kills the others. Returns the first nonzero exit code, or 0, and the output."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     lines: list[str] = []
     lock = threading.Lock()
@@ -44,7 +44,7 @@ def once(
                 for other in children:
                     other.kill()
 
-    command = [sys.executable, str(EXAMPLES / script), *arguments]  # an absolute path stays as it is
+    command = [sys.executable, str(EXAMPLES / script), *arguments]  # an absolute path overrides the folder
     threads = []
     try:
         for rank in range(ranks):
@@ -72,7 +72,7 @@ def launch(
     on_line: Callable[[str], None] | None = None,
     env: dict[str, str] | None = None,
 ) -> tuple[int, list[str]]:
-    """Runs launches until one ends well, at most ``restarts`` more. Returns the last exit code and what all of them printed."""
+    """Runs launches until one succeeds, at most ``restarts`` more. Returns the last exit code and all output."""
     lines: list[str] = []
     code = 1
     for _ in range(1 + restarts):

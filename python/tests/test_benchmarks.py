@@ -1,4 +1,4 @@
-"""The measures of what a trainer sees run; how fast is no question here."""
+"""The benchmarks of the trainer's side run to their end. Their speed is not checked here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples with several ranks, each as a person would run it, with crashes in between."""
+"""The examples with several ranks, run as a user runs them, with crashes in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 
 def steps_of(lines: list[str]) -> dict[tuple[int, int], str]:
-    """Returns what each rank printed for each step; of a step that was done twice, what was printed last."""
+    """Returns each rank's output for each step. If a step ran twice, the later output counts."""
     found = {}
     for line in lines:
         match = re.match(r"rank (\d+) step (\d+) (.*)", line)
@@ -25,7 +25,7 @@ def steps_of(lines: list[str]) -> dict[tuple[int, int], str]:
 
 
 def test_ddp_goes_on_bit_for_bit_after_a_rank_and_a_node_were_killed(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Losses, positions and running statistics of all ranks are those of a run that nobody disturbed."""
+    """Losses, positions and running statistics of all ranks equal those of an undisturbed run."""
     config = str(cluster.config)
     code, lines = launch("ddp.py", 4, config, "20", env={"JOB": f"{job}-quiet"})
     assert code == 0
@@ -54,7 +54,7 @@ def test_ddp_goes_on_bit_for_bit_after_a_rank_and_a_node_were_killed(cluster: ra
 
 
 def test_fsdp_loads_on_any_number_of_ranks(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """4 ranks, 2, 1, 4: what is loaded is what was saved, from memory, from replicas, and from pieces with nodes away."""
+    """Launches of 4, 2, 1 and 4 ranks load the saved state: from memory, replicas, and pieces with nodes down."""
     config = cluster.config
     env = {"JOB": job}
 
@@ -83,7 +83,7 @@ def test_fsdp_loads_on_any_number_of_ranks(cluster: rapidraid.LocalCluster, job:
 
 
 def test_private_state_of_eight_ranks_comes_back_to_its_owners(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Each rank gets what it saved. Six ranks are refused, and may say what they want."""
+    """Each rank gets what it saved. A launch of six ranks is refused unless it says which private state to use."""
     config, env = str(cluster.config), {"JOB": job}
     code, _ = launch("private.py", 8, config, "save", env=env)
     assert code == 0

@@ -1,4 +1,4 @@
-"""Trainers and the staging daemon are killed at any moment, with torch. ``RAPIDRAID_KILLS_TORCH`` says how often."""
+"""Trainers and the staging daemon are killed at random moments, ``RAPIDRAID_KILLS_TORCH`` times."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PROGRAM = Path(__file__).parent / "programs" / "storm.py"
 KILLS = int(os.environ.get("RAPIDRAID_KILLS_TORCH", "3"))
 SEED = int(os.environ.get("RAPIDRAID_KILLS_SEED", "0"))
 RANKS = 2
-#: Steps of a launch before the kill, at most.
+#: Maximum number of steps of a launch before the kill.
 MAX_STEPS = 4
 
 
 class Storm:
-    """Kills somebody once in each launch, a few steps after its start, and remembers what all ranks had staged."""
+    """Kills a process once in each launch, a few steps after its start, and records what all ranks had staged."""
 
     def __init__(self, cluster: rapidraid.LocalCluster, seed: int) -> None:
         self.cluster = cluster
@@ -38,7 +38,7 @@ class Storm:
         self.begin()
 
     def begin(self) -> None:
-        """Draws what happens to the next launch."""
+        """Draws the victim and the moment of the next launch's kill."""
         self.victim = self.random.choice(["rank 0", "rank 1", "all ranks", "the daemon", "everybody"])
         self.after = self.random.randint(1, MAX_STEPS)
         self.at = self.random.choice(["step", "staged"])
@@ -49,7 +49,7 @@ class Storm:
         self.is_armed = self.kills < KILLS
 
     def hear(self, line: str) -> None:
-        """Looks at a line of a rank."""
+        """Parses an output line of a rank, and starts the kill when its moment has come."""
         if match := re.fullmatch(r"rank (\d+) pid (\d+) daemon (\d+) start (\d+)", line):
             rank = int(match[1])
             self.pids[rank], self.daemon, self.starts[rank] = int(match[2]), int(match[3]), int(match[4])
@@ -63,7 +63,7 @@ class Storm:
             threading.Timer(self.delay_s, self.kill).start()
 
     def kill(self) -> None:
-        """Kills whoever it is this time."""
+        """Kills the victim of this launch."""
         self.kills += 1
         if self.victim in ("the daemon", "everybody"):
             kill(self.daemon)
@@ -73,13 +73,13 @@ class Storm:
 
 
 def kill(pid: int) -> None:
-    """Kills a process, if it has not ended yet."""
+    """Kills a process unless it has already ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def test_whoever_is_killed_the_job_goes_on_bit_for_bit(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """No step that all ranks had staged is lost, and every loss is that of a run that nobody disturbed."""
+    """No step that all ranks had staged is lost, and every loss equals that of an undisturbed run."""
     steps = str((KILLS + 1) * MAX_STEPS)
     quiet = Storm(cluster, SEED)
     quiet.is_armed = False

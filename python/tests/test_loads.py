@@ -1,4 +1,4 @@
-"""Loads of a part of a step, loads that do not fit into memory, and destinations that share memory or cannot be written."""
+"""Loads of parts of a step, loads that do not fit into memory, and destinations that share memory or are read-only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 
 def staged(cluster: rapidraid.LocalCluster, job: str, state: dict[str, Any]) -> rapidraid.Checkpointer:
-    """Saves a state that is in the cluster alone afterwards, and returns the checkpointer of another launch."""
+    """Saves a state and destroys the host's copy. Returns a checkpointer of another launch."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     checkpointer.save(1, state)
     checkpointer.wait()
@@ -26,13 +26,13 @@ def staged(cluster: rapidraid.LocalCluster, job: str, state: dict[str, Any]) -> 
 
 
 def layers(value: float) -> dict[str, Any]:
-    """Returns thirty-two tensors of a quarter of a MiB, one that is several times as long, and a plain value."""
+    """Returns thirty-two tensors of 256 KiB, one of 4 MiB, and a plain value."""
     state: dict[str, Any] = {str(at): torch.full((256, 256), value + at) for at in range(32)}
     return {"layers": state, "long": torch.arange(1 << 20, dtype=torch.float32) * value, "epoch": int(value)}
 
 
 def test_only_what_is_wanted_is_read(cluster: rapidraid.LocalCluster, job: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Less than a quarter is read by ranges, and that is said; more is read at once."""
+    """A part below a quarter of a step is read by ranges, and a log line says so; else the whole step is read."""
     saved = layers(3.0)
     checkpointer = staged(cluster, job, saved)
     into = layers(0.0)
@@ -52,7 +52,7 @@ def test_only_what_is_wanted_is_read(cluster: rapidraid.LocalCluster, job: str, 
 
 
 def test_a_step_that_does_not_fit_is_loaded_in_parts(caplog: pytest.LogCaptureFixture) -> None:
-    """The staging memory has no room for the step when the launch that loads it has its own segments there."""
+    """The staging memory has no room for the step beside the segments of the launch that loads it."""
     with rapidraid.local_cluster(6, settings={"code.list": "6,4"}, staging={"memory": "24MiB"}) as cluster:
         saved = layers(2.0)
         checkpointer = staged(cluster, "large", saved)
@@ -69,7 +69,7 @@ def test_a_step_that_does_not_fit_is_loaded_in_parts(caplog: pytest.LogCaptureFi
 
 
 def test_destinations_that_share_memory(cluster: rapidraid.LocalCluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one wins where the step has two contents, as with a plain load; the step may also have one."""
+    """If the step has two contents for one memory, the last one wins, as with a plain load."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     checkpointer.save(1, {"a": torch.full((64,), 1.0), "b": torch.full((64,), 2.0), "c": torch.full((32,), 3.0)})
     tied = torch.full((64,), 5.0)
@@ -85,7 +85,7 @@ def test_destinations_that_share_memory(cluster: rapidraid.LocalCluster, job: st
     second.wait()
     both = torch.zeros(64)
     with monkeypatch.context() as patched:
-        # Weights that are tied on both sides are loaded once, straight into their place.
+        # Weights that are tied in the state and in the step are loaded once, directly into place.
         patched.setattr("rapidraid._load.put_scratch", lambda *_: pytest.fail("it was loaded beside its place"))
         second.load({"a": both, "b": both})
     assert torch.equal(both, tied)
@@ -93,7 +93,7 @@ def test_destinations_that_share_memory(cluster: rapidraid.LocalCluster, job: st
 
 @pytest.mark.parametrize("what", ["expanded", "read-only"])
 def test_destinations_that_cannot_be_written(cluster: rapidraid.LocalCluster, job: str, what: str) -> None:
-    """They are refused by name before anything is changed."""
+    """Such destinations are refused by name before anything is changed."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     checkpointer.save(1, {"a": torch.ones(4, 6), "b": numpy.ones((4, 6))})
     checkpointer.wait()
@@ -108,7 +108,7 @@ def test_destinations_that_cannot_be_written(cluster: rapidraid.LocalCluster, jo
 
 
 def test_names_that_no_parameter_takes_are_named(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """State of an optimizer for a parameter that the model does not have has no place."""
+    """An optimizer's state for a parameter that the model does not have is refused by name."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
@@ -122,7 +122,7 @@ def test_names_that_no_parameter_takes_are_named(cluster: rapidraid.LocalCluster
 
 
 def test_one_thread_saves_while_another_one_waits(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """A thread that waits for a commit does not keep others from saving."""
+    """A thread that waits for a commit does not prevent others from saving."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     state = {"a": torch.ones(1000)}
     checkpointer.prepare(state)

@@ -1,4 +1,4 @@
-"""The package itself: what it links, what its wheel contains, and its exceptions."""
+"""The package itself: the libraries it links, the content of its wheel, and its exceptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rapidraid import _native, _program, errors
 
 
 def test_the_extension_has_no_network_and_no_async_runtime() -> None:
-    """A trainer may fork: nothing in its process may have threads or sockets of its own."""
+    """A trainer may fork, so the extension must not have threads or network sockets of its own."""
     library = Path(_native.__file__)
     symbols = subprocess.run(["readelf", "--dyn-syms", "-W", str(library)], capture_output=True, text=True, check=True).stdout
     content = library.read_bytes()
@@ -28,7 +28,7 @@ def test_the_extension_has_no_network_and_no_async_runtime() -> None:
 
 
 def test_the_program_is_in_the_package() -> None:
-    """`rapidraid` and `python -m rapidraid` are the program."""
+    """`rapidraid` and `python -m rapidraid` run the program in the package."""
     done = subprocess.run([sys.executable, "-m", "rapidraid", "--version"], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0 and done.stdout.startswith("rapidraid "), done.stderr
     assert Path(_program.program()).is_file()
@@ -37,20 +37,20 @@ def test_the_program_is_in_the_package() -> None:
 
 @pytest.mark.parametrize("file", [_native.__file__, _program.program()])
 def test_the_wheel_runs_with_the_glibc_that_it_states(file: str) -> None:
-    """The wheel's tag speaks for the extension; the program must keep to it too."""
+    """The wheel's tag covers only the extension; the program must comply with it too."""
     shown = subprocess.run(["readelf", "-V", file], capture_output=True, text=True, check=True).stdout
     needed = {tuple(int(part) for part in version.split(".")) for version in re.findall(r"GLIBC_([0-9.]+)", shown)}
     assert needed and max(needed) <= (2, 34)
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    """Torch is an extra."""
+    """Torch and numpy are optional, so the package must not import them."""
     code = "import sys, rapidraid; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
 def test_exceptions_are_one_tree() -> None:
-    """Each has a hint, can be sent to another process, and is what Python calls such an error too."""
+    """Each exception has a hint, can be pickled, and derives from the matching built-in exception."""
     for kind, python in [
         ("invalid", ValueError),
         ("not_found", LookupError),
@@ -70,20 +70,20 @@ def test_exceptions_are_one_tree() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x0a\xff\xff\xff\xff\x0f", b"\x63", b"\x08\x01\xff", b"\x00\x00"])
 def test_hostile_values_are_refused(content: bytes) -> None:
-    """Nothing is run, nothing is allocated."""
+    """Malformed values are refused without running code or allocating memory."""
     with pytest.raises((errors.CorruptError, errors.InvalidError)):
         _native.decode_value(content)
 
 
 def test_a_value_of_an_unknown_kind_is_refused() -> None:
-    """A newer package may know it."""
+    """A newer version of the package may have written the value."""
     named = b"\x0d\x07unknown\x00"
     with pytest.raises(errors.InvalidError, match="unknown kind"):
         _native.decode_value(named)
 
 
 def test_the_program_lists_what_a_step_holds(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """`rapidraid show JOB/STEP --tensors` names every entry as `read` takes it."""
+    """`rapidraid show JOB/STEP --tensors` prints each name in the form that `read` accepts."""
     torch = pytest.importorskip("torch")
     weight = torch.arange(12.0).reshape(3, 4)
     state = {"model": rapidraid.replicated({"weight": weight, "tied": weight}), "seed": 7, "half": torch.ones(2, dtype=torch.bfloat16)}

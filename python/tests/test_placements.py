@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks."""
+"""Tensors that are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DISAGREE = str(Path(__file__).parent / "programs" / "disagree.py")
 
 
 def test_placements_of_every_kind(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Four ranks load what they saved, and one rank gets every tensor whole. Nothing is stored twice."""
+    """Four ranks load what they saved, and one rank loads every tensor whole. No element is stored twice."""
     code, lines = launch(PROGRAM, 4, str(cluster.config), job, "save")
     assert code == 0
     assert sorted(line for line in lines if "is equal" in line) == [f"rank {rank} is equal" for rank in range(4)]
@@ -39,7 +39,7 @@ def test_placements_of_every_kind(cluster: rapidraid.LocalCluster, job: str) -> 
     [("partial", "Partial placement"), ("shapes", "rank 2 the shape (4,)"), ("redistribute", "spread over the ranks in another way")],
 )
 def test_what_ranks_cannot_store_together_is_refused_on_all(cluster: rapidraid.LocalCluster, job: str, part: str, why: str) -> None:
-    """Every rank is told, with the name."""
+    """Every rank gets an error that names the tensor."""
     code, lines = launch(PROGRAM, 4, str(cluster.config), job, part)
     assert code == 0
     refused = [line for line in lines if " refused: " in line]
@@ -47,7 +47,7 @@ def test_what_ranks_cannot_store_together_is_refused_on_all(cluster: rapidraid.L
 
 
 def test_ranks_whose_copies_differ_are_named(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """The save goes on: it is a warning."""
+    """Differing copies cause a warning, and the save continues."""
     code, lines = launch(PROGRAM, 4, str(cluster.config), job, "differ")
     assert code == 0
     notes = {line.split("note: ")[1] for line in lines if "rank 0 note: " in line}
@@ -58,7 +58,7 @@ def test_ranks_whose_copies_differ_are_named(cluster: rapidraid.LocalCluster, jo
 
 
 def test_ranks_of_two_hosts_are_refused(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
-    """Two staging folders stand for two hosts: every rank is told which rank is elsewhere."""
+    """Two staging folders simulate two hosts. Every rank gets an error that names the rank on the other host."""
     other = cluster.config.with_name(f"{job}.toml")
     other.write_text(cluster.config.read_text().replace(str(cluster.staging), f"{cluster.staging}-{job}"))
     try:
@@ -73,7 +73,7 @@ def test_ranks_of_two_hosts_are_refused(cluster: rapidraid.LocalCluster, job: st
 
 
 def test_ranks_that_save_different_steps_are_told(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """A step that one rank leaves out is dropped, with the rank; it is no resume point."""
+    """A step that one rank does not save is dropped with an error that names the rank, and is no resume point."""
     code, lines = launch(DISAGREE, 2, str(cluster.config), str(cluster.config), job, "steps")
     assert code == 0
     told = [line for line in lines if line.startswith("rank 0 refused: ")]

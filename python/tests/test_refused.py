@@ -1,4 +1,4 @@
-"""What is wrong is refused with a message that names it and a hint, and nothing that was committed is touched."""
+"""Invalid calls are refused with a message that names the cause and a hint, and committed steps stay untouched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(cluster: rapidraid.LocalCluster, job: str, state: dict[str, Any], step
 
 
 def test_loads_that_do_not_fit(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Missing, extra, and otherwise shaped or typed: each is named, and nothing is changed."""
+    """Names that are missing, extra, or of another shape or type are named in the error, and nothing is changed."""
     saved(cluster, job, {"a": torch.ones(2, 3), "b": torch.ones(4), "n": 5})
 
     def load(state: dict[str, Any], **choices: Any) -> int | None:
@@ -59,7 +59,7 @@ def test_loads_that_do_not_fit(cluster: rapidraid.LocalCluster, job: str) -> Non
 
 
 def test_steps_that_are_not_there(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """A job without a step loads nothing; a step that is not there is an error."""
+    """A load returns nothing if the job has no step, and fails if the given step does not exist."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     assert checkpointer.load({"a": torch.zeros(1)}) is None
     assert checkpointer.latest() is None and checkpointer.steps() == [] and checkpointer.wait() == []
@@ -72,7 +72,7 @@ def test_steps_that_are_not_there(cluster: rapidraid.LocalCluster, job: str) -> 
 
 
 def test_a_step_is_saved_once(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """By this launch, and by one that loaded it."""
+    """Neither the launch that saved a step nor one that loaded it can save the step again."""
     checkpointer = saved(cluster, job, {"a": torch.ones(2)})
     with pytest.raises(errors.ExistsError, match="step 1 of .* is saved already"):
         checkpointer.save(1, {"a": torch.ones(2)})
@@ -85,7 +85,7 @@ def test_a_step_is_saved_once(cluster: rapidraid.LocalCluster, job: str) -> None
 
 
 def test_later_steps_are_not_overwritten_unasked(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Whoever goes on from before them says so, and then they are gone."""
+    """A launch that resumes from an earlier step must pass abandon_later, and then the later steps are removed."""
     first = saved(cluster, job, {"a": torch.full((2,), 1.0)}, 10)
     first.save(20, {"a": torch.full((2,), 2.0)})
     first.save(30, {"a": torch.full((2,), 3.0)})
@@ -106,7 +106,7 @@ def test_later_steps_are_not_overwritten_unasked(cluster: rapidraid.LocalCluster
 
 
 def test_an_older_launch_is_fenced(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Loading and listing disturb nobody; saving takes over for good."""
+    """Loading and listing do not affect other launches; saving fences the older launch for good."""
     old = saved(cluster, job, {"a": torch.ones(2)})
     new = rapidraid.Checkpointer(job, config=cluster.config)
     new.load({"a": torch.zeros(2)})
@@ -123,7 +123,7 @@ def test_an_older_launch_is_fenced(cluster: rapidraid.LocalCluster, job: str) ->
 
 
 def test_a_state_that_has_changed_says_so(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """What is new, gone or of another shape is named; `prepare` takes the state as it is now."""
+    """Entries that are new, missing or of another shape are named. `prepare` accepts the state as it is now."""
     checkpointer = saved(cluster, job, {"a": torch.ones(2), "b": torch.ones(3)})
     for state, message in [
         ({"a": torch.ones(2)}, "b was in the state"),
@@ -139,7 +139,7 @@ def test_a_state_that_has_changed_says_so(cluster: rapidraid.LocalCluster, job: 
 
 
 def test_no_daemon(tmp_path: Path, cluster: rapidraid.LocalCluster) -> None:
-    """The call ends, with what to do."""
+    """The call fails with a hint on what to do."""
     config = cluster.config.with_name("nobody.toml")
     config.write_text(cluster.config.read_text().replace(str(cluster.staging), f"{cluster.staging}-nobody"))
     with pytest.raises(errors.NoDaemonError) as raised:
@@ -150,7 +150,7 @@ def test_no_daemon(tmp_path: Path, cluster: rapidraid.LocalCluster) -> None:
 
 
 def test_another_users_folder(cluster: rapidraid.LocalCluster, tmp_path: Path) -> None:
-    """A folder that others can enter is not trusted."""
+    """A folder that belongs to another user, or that other users can access, is not trusted."""
     config = cluster.config.with_name("open.toml")
     config.write_text(cluster.config.read_text().replace(str(cluster.staging), str(tmp_path)))
     os.chmod(tmp_path, 0o755)
@@ -165,7 +165,7 @@ def test_another_users_folder(cluster: rapidraid.LocalCluster, tmp_path: Path) -
 
 
 def test_memory_that_does_not_suffice(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """`prepare` fails, says what holds the memory, and leaves everything as it was."""
+    """`prepare` fails with a message that says what uses the memory, and changes nothing."""
     other = saved(cluster, f"{job}-other", {"a": torch.ones(1_000_000)})
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config, timeout=5)
     with pytest.raises(errors.BusyError, match="staging memory is full") as raised:
@@ -177,7 +177,7 @@ def test_memory_that_does_not_suffice(cluster: rapidraid.LocalCluster, job: str)
 
 @pytest.mark.parametrize("when_full", ["skip", "error"])
 def test_full_segments(cluster: rapidraid.LocalCluster, job: str, when_full: Any) -> None:
-    """With both segments under way the trainer decides."""
+    """While both segments are in use, `when_full` decides."""
     for node in cluster.nodes[3:]:
         cluster.pause(node)
     try:
@@ -197,7 +197,7 @@ def test_full_segments(cluster: rapidraid.LocalCluster, job: str, when_full: Any
 
 
 def test_a_failed_save_is_raised_once_by_the_next_call(cluster: rapidraid.LocalCluster, job: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A step that somebody else has committed meanwhile cannot be saved: that is said where the job hears it."""
+    """A step that another client has committed meanwhile cannot be saved. The next call raises the error."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     checkpointer.save(1, {"a": torch.ones(4)})
     checkpointer.wait()
@@ -214,7 +214,7 @@ def test_a_failed_save_is_raised_once_by_the_next_call(cluster: rapidraid.LocalC
 
 
 def test_a_checkpoint_that_no_trainer_saved(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Files are restored by the command line."""
+    """A checkpoint of plain files can only be restored by the command line."""
     (cluster.folder / "plain.bin").write_bytes(b"plain")
     cluster.command("save", f"{job}/1", str(cluster.folder / "plain.bin"))
     with pytest.raises(errors.InvalidError, match="was not saved by a trainer") as raised:
@@ -223,11 +223,11 @@ def test_a_checkpoint_that_no_trainer_saved(cluster: rapidraid.LocalCluster, job
 
 
 def test_interrupts_end_a_wait(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Ctrl-C while a call waits is KeyboardInterrupt, at once, and the checkpointer can be used afterwards."""
+    """Ctrl-C during a call raises KeyboardInterrupt immediately, and the checkpointer stays usable."""
     checkpointer = saved(cluster, job, {"a": torch.ones(4)})
     for node in cluster.nodes[3:]:
         cluster.pause(node)
-    # A shell that starts the tests in the background has interrupts ignored.
+    # A shell that starts the tests in the background ignores interrupts for them.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         checkpointer.save(2, {"a": torch.ones(4)})
@@ -245,7 +245,7 @@ def test_interrupts_end_a_wait(cluster: rapidraid.LocalCluster, job: str) -> Non
 
 
 def test_a_forked_child_holds_nothing(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """It cannot use its parent's checkpointer, and its end is not taken for its parent's."""
+    """A forked child cannot use its parent's checkpointer, and the child's end does not count as the parent's."""
     checkpointer = saved(cluster, job, {"a": torch.ones(4)})
     reader, writer = os.pipe()
     child = os.fork()
@@ -281,7 +281,7 @@ def test_a_signal_asks_the_loop_to_end(cluster: rapidraid.LocalCluster, job: str
 
 
 def test_keep_removes_older_steps(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """After each commit the newest ones are left."""
+    """After each commit only the newest steps remain."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config, keep=2)
     for step in range(1, 6):
         checkpointer.save(step, {"a": torch.ones(4)})
@@ -295,7 +295,7 @@ def test_keep_removes_older_steps(cluster: rapidraid.LocalCluster, job: str) -> 
 
 
 def test_a_closed_checkpointer_says_so(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Closing twice is harmless; everything else is refused."""
+    """A second `close` has no effect; every other call is refused."""
     with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
         checkpointer.save(1, {"a": 1})
     checkpointer.close()
@@ -305,7 +305,7 @@ def test_a_closed_checkpointer_says_so(cluster: rapidraid.LocalCluster, job: str
 
 
 def test_a_closed_checkpointer_gives_its_memory_back(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Its process may go on: a script that saves under one name after the other does not fill the memory."""
+    """Memory is released although the process continues, so a script that saves many jobs in turn does not fill it."""
     state = {"a": torch.ones(1 << 20)}
     with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
         checkpointer.save(1, state)
@@ -319,7 +319,7 @@ def test_a_closed_checkpointer_gives_its_memory_back(cluster: rapidraid.LocalClu
 
 
 def test_retention_has_one_owner() -> None:
-    """Where the cluster's policy retires steps, ``keep`` is refused with what the policy keeps."""
+    """If the cluster's policy retires steps, ``keep`` is refused with a message that says what the policy keeps."""
     with rapidraid.local_cluster(6, settings={"policy.keep_newest": "3"}) as cluster:
         state = {"a": torch.ones(4)}
         checkpointer = rapidraid.Checkpointer("retired", config=cluster.config, keep=2)
@@ -331,7 +331,7 @@ def test_retention_has_one_owner() -> None:
 
 
 def test_a_daemon_that_died_is_started_again(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """The next save starts one, and it finds what the one before it had."""
+    """The next save starts a new daemon, which recovers the state of the previous one."""
     config = cluster.config.with_name(f"{job}.toml")
     folder = Path(f"{cluster.staging}-{job}")
     config.write_text(cluster.config.read_text().replace(str(cluster.staging), str(folder)))
@@ -355,7 +355,7 @@ def test_a_daemon_that_died_is_started_again(cluster: rapidraid.LocalCluster, jo
 
 
 def test_signals_are_given_back(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """After the end a signal does what it did before."""
+    """After the end the previous signal handler is in place again."""
     before = signal.getsignal(signal.SIGUSR1)
     with rapidraid.Checkpointer(job, config=cluster.config, save_on=signal.SIGUSR1):
         assert signal.getsignal(signal.SIGUSR1) != before

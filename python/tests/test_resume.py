@@ -1,4 +1,4 @@
-"""The thinnest path as a newcomer takes it: saved, killed, resumed."""
+"""The first example of a new user: a job that saves, is killed, and resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 120
 
 
 def run(config: Path, *, kill_after: int | None = None) -> dict[int, str]:
-    """Runs the script, and kills it right after it has printed a step. Returns the losses by step."""
+    """Runs the script, and kills it right after it has printed step ``kill_after``. Returns the losses by step."""
     command = [sys.executable, str(SCRIPT), str(config), "60"]
     losses: dict[int, str] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -33,7 +33,7 @@ def run(config: Path, *, kill_after: int | None = None) -> dict[int, str]:
 
 
 def test_a_job_that_is_killed_goes_on_where_it_saved(cluster: rapidraid.LocalCluster) -> None:
-    """Every loss after the resume is what it was without the kill, from memory and from the cluster."""
+    """Every loss after the resume equals that without the kill, from memory and from the cluster."""
     before = run(cluster.config, kill_after=37)
     after = run(cluster.config)
     assert min(after) == 31, "it went on from the newest step that was staged"
@@ -49,7 +49,10 @@ def test_a_job_that_is_killed_goes_on_where_it_saved(cluster: rapidraid.LocalClu
 
 
 def test_the_lines_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
-    """The README's script prints what stands below it. Killed with its whole cluster, it goes on after the last step that was saved."""
+    """The README's script prints what the README shows.
+
+    Killed with its whole cluster, it resumes after the last save.
+    """
     found = re.search(r"```python\n(import torch, rapidraid\n.*?)```\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found is not None
     script, printed = found[1], found[2]
@@ -72,7 +75,7 @@ def test_the_lines_of_the_readme_do_what_it_says(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_the_tutorial_do_what_it_says(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """The first script of docs/trainers.md saves, and goes on with the random numbers of the step that it loads."""
+    """The first script of docs/trainers.md saves, and resumes with the random numbers of the step that it loads."""
     import torch
 
     found = re.search(r"```python\n(import rapidraid\n\nrng = .*?)```", (ROOT / "docs" / "trainers.md").read_text(), re.DOTALL)

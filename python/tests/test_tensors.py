@@ -1,4 +1,4 @@
-"""Everything that can be in a state comes back as it was, and what cannot be stored is refused by name before anything is written."""
+"""Everything that a state can contain is restored exactly, and what cannot be stored is refused by name beforehand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 
 def bits(value: Any) -> bytes:
-    """Returns the elements of a tensor or array as bytes, in their order."""
+    """Returns the elements of a tensor or array as bytes, in their logical order."""
     if isinstance(value, numpy.ndarray):
         return value.tobytes()
     value = value.detach().resolve_conj().resolve_neg().contiguous()
@@ -27,7 +27,7 @@ def bits(value: Any) -> bytes:
 
 
 def emptied(value: Any) -> Any:
-    """Returns a state of the same structure whose content is something else."""
+    """Returns a state of the same structure with different content."""
     if isinstance(value, torch.Tensor):
         if value.is_conj() or value.is_neg() or 0 in value.stride():
             return torch.zeros(value.shape, dtype=value.dtype)
@@ -60,7 +60,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def round_trip(cluster: rapidraid.LocalCluster, job: str, state: dict[str, Any]) -> dict[str, Any]:
-    """Saves a state, loads it from memory into one, loses the memory, and loads it from the cluster into another."""
+    """Saves a state, loads it from memory, destroys the memory, and loads it from the cluster."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     checkpointer.save(1, state)
     checkpointer.wait()
@@ -80,7 +80,7 @@ DTYPES = [
 
 
 def test_every_element_type(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Bits are kept, also of values that no arithmetic gives."""
+    """All bits are kept, even of values that no arithmetic produces."""
     generator = torch.Generator().manual_seed(7)
     state = {}
     for name in DTYPES:
@@ -95,7 +95,7 @@ def test_every_element_type(cluster: rapidraid.LocalCluster, job: str) -> None:
 
 
 def test_every_layout(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Strides, views, conjugates, scalars and nothing at all."""
+    """Strided, viewed, conjugated, scalar and empty tensors are restored."""
     base = torch.arange(240.0).reshape(2, 3, 5, 8)
     shared = torch.arange(12.0)
     state = {
@@ -120,7 +120,7 @@ def test_every_layout(cluster: rapidraid.LocalCluster, job: str) -> None:
 
 
 def test_plain_values_and_paths(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Keys and values keep their types; keys that look alike are different."""
+    """Keys and values keep their types, and keys that look alike stay distinct."""
     state = {
         "nested": {
             "0": "text",
@@ -148,7 +148,7 @@ def test_plain_values_and_paths(cluster: rapidraid.LocalCluster, job: str) -> No
 
 
 def test_content_that_changes_after_save_returned_is_not_saved(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """A save is a copy: what the trainer does afterwards does not reach it."""
+    """A save is a copy: later changes by the trainer do not affect it."""
     tensor = torch.arange(1_000_000.0)
     with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
         for step in range(1, 5):
@@ -160,14 +160,14 @@ def test_content_that_changes_after_save_returned_is_not_saved(cluster: rapidrai
 
 
 def checkpointer_value(cluster: rapidraid.LocalCluster, job: str, step: int) -> float:
-    """Returns the one value that a saved tensor is full of."""
+    """Returns the single value that fills a saved tensor."""
     found = rapidraid.Checkpointer(job, config=cluster.config).read(step, "tensor")
     assert bool((found == found[0]).all())
     return float(found[0])
 
 
 def test_a_parameter_that_was_replaced_is_saved_as_it_is_now(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Views of a state are kept from save to save, but what is saved is what the state has now."""
+    """Each save stores the state's current tensors, although the plan is reused from save to save."""
     model = torch.nn.Linear(4, 4)
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     checkpointer.save(1, {"model": model})
@@ -178,7 +178,7 @@ def test_a_parameter_that_was_replaced_is_saved_as_it_is_now(cluster: rapidraid.
 
 
 class Hollow(torch.Tensor):
-    """A subclass without content of its own, and without a way to reach what it stands for."""
+    """A subclass without memory of its own, and without ``__tensor_flatten__``."""
 
     @staticmethod
     def __new__(cls) -> Any:
@@ -192,7 +192,7 @@ class Hollow(torch.Tensor):
 
 
 def test_tensors_that_wrap_others_are_stored_as_what_they_wrap(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Quantized weights are such tensors. They are filled in place."""
+    """Tensors that wrap others, such as quantized weights, are stored as the wrapped ones and filled in place."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     model = torch.nn.Linear(3, 3)
@@ -223,7 +223,7 @@ def test_tensors_that_wrap_others_are_stored_as_what_they_wrap(cluster: rapidrai
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(cluster: rapidraid.LocalCluster, job: str, value: Any, why: str) -> None:
-    """Nothing is written, and the message says what it is about."""
+    """Nothing is written, and the message names the entry."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     with pytest.raises(rapidraid.errors.InvalidError, match=why) as raised:
         checkpointer.save(1, {"fine": torch.ones(2), "outer": {"bad": value()}})
@@ -243,7 +243,7 @@ def test_fake_tensors_are_refused(cluster: rapidraid.LocalCluster, job: str) -> 
 
 
 def test_objects_are_pickled_only_where_that_was_asked_for(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """A pickle is marked, and opened by nobody who did not say so."""
+    """A pickle is marked as such, and is opened only with ``allow_pickle``."""
     trusting = rapidraid.Checkpointer(job, config=cluster.config, allow_pickle=True)
     trusting.save(1, {"when": complex, "tensor": torch.ones(2)})
     trusting.wait()
@@ -256,7 +256,7 @@ def test_objects_are_pickled_only_where_that_was_asked_for(cluster: rapidraid.Lo
 
 
 def test_optimizers_of_every_kind(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """State is named by parameter; a fresh optimizer is given what it does not have yet."""
+    """State is named by parameter, and a fresh optimizer receives entries that it does not have yet."""
     torch.manual_seed(3)
     for number, make in enumerate(
         [
@@ -298,14 +298,14 @@ def test_optimizers_of_every_kind(cluster: rapidraid.LocalCluster, job: str) -> 
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict without its order, which a load may change."""
+    """Returns a state dict in sorted order, because a load may change the order."""
     groups = [dict(sorted(group.items())) for group in state["param_groups"]]
     states = {key: dict(sorted(entries.items())) for key, entries in sorted(state["state"].items())}
     return {"param_groups": groups, "state": states}
 
 
 def test_an_optimizer_without_its_module_goes_by_position(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """There are no names then."""
+    """Without the module the parameters have no names."""
     parameters = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
     optimizer = torch.optim.Adam(parameters)
     sum(p.square().sum() for p in parameters).backward()
@@ -334,7 +334,7 @@ def test_the_weights_of_a_real_model(cluster: rapidraid.LocalCluster, job: str) 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_tensors_on_a_device(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """They are copied straight into segments that are registered with CUDA, and filled in place."""
+    """Tensors on a device are copied directly into segments that are registered with CUDA, and filled in place."""
     state = {"large": torch.randn(1 << 20, device="cuda"), "strided": torch.randn(30, 40, device="cuda").T[::2], "host": torch.ones(3)}
     with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
         for step in (1, 2):
@@ -347,7 +347,7 @@ def test_tensors_on_a_device(cluster: rapidraid.LocalCluster, job: str) -> None:
 
 
 class WithExtra(torch.nn.Module):
-    """Keeps a tensor that only its extra state has."""
+    """A module with a value that is only in its extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class WithExtra(torch.nn.Module):
 
 
 def test_what_a_module_makes_for_its_state_dict_is_given_back(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """A tensor of ``get_extra_state`` goes through ``set_extra_state``."""
+    """A tensor from ``get_extra_state`` is restored through ``set_extra_state``."""
     module = WithExtra()
     module.scale = 7.0
     with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
@@ -374,7 +374,10 @@ def test_what_a_module_makes_for_its_state_dict_is_given_back(cluster: rapidraid
 
 
 def test_weights_that_are_tied_no_more_are_seen(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """What was one memory at ``prepare`` is stored once: when it is two, the state has to be prepared again."""
+    """Tensors that share memory at ``prepare`` are stored once.
+
+    If they no longer do, the state must be prepared again.
+    """
     tied = torch.ones(8)
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
     checkpointer.save(1, {"embed": tied, "head": tied})
@@ -390,7 +393,7 @@ def test_weights_that_are_tied_no_more_are_seen(cluster: rapidraid.LocalCluster,
 
 
 def test_a_value_that_needs_pickle_later_is_seen(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """How a value is stored was decided by ``prepare``."""
+    """``prepare`` decides how a value is stored."""
     checkpointer = rapidraid.Checkpointer(job, config=cluster.config, allow_pickle=True)
     checkpointer.save(1, {"x": None})
     with pytest.raises(rapidraid.errors.InvalidError, match="x has another kind"):
@@ -398,7 +401,7 @@ def test_a_value_that_needs_pickle_later_is_seen(cluster: rapidraid.LocalCluster
 
 
 def test_an_optimizer_over_two_modules_with_equal_names(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Each parameter's moments come back to it."""
+    """Each parameter gets its own moments back."""
 
     def make() -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
         one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
@@ -416,7 +419,7 @@ def test_an_optimizer_over_two_modules_with_equal_names(cluster: rapidraid.Local
 
 
 def test_a_damaged_plain_value_is_loaded_again(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """A flipped bit in memory is found in plain values too; the step is then read from the cluster."""
+    """Damage in memory is detected in plain values too, and the step is then read from the cluster."""
     text = "0123456789abcdef" * 64
     state = {"a": torch.ones(4), "note": text}
     with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:

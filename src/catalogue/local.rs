@@ -1,7 +1,8 @@
-//! The catalogue's engine inside one daemon, over its key-value store.
+//! The engine inside the catalogue server, over its key-value store.
 //!
-//! Entries are in a table, whose work runs off the network's threads. Leases live in memory, on this process's monotonic clock: after a start
-//! every lease that the records name counts as alive for one full period, so that a restart of the catalogue takes nothing from anybody.
+//! Work on the entries runs on worker threads, off the network's threads. Leases exist only in
+//! memory and follow this process's monotonic clock. After a start every lease that the records
+//! name counts as alive for one full period, so that a restart of the server ends no lease.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,23 +23,24 @@ use crate::store::kv::Kv;
 use crate::wire::calls::{DbChecksum, NodeView, RegisterAnswer};
 use crate::workers::Workers;
 
-/// The most leases at once: saves and archivings under way.
+/// Maximum number of leases at once: those of saves and archivings in progress.
 const MAX_LEASES: usize = 65_536;
-/// The most registered nodes.
+/// Maximum number of registered nodes.
 const MAX_NODES: usize = 4096;
-/// Entries and pages that are read at once.
+/// Number of entries and pages that are read at once.
 const READS_AT_ONCE: usize = 4;
-/// How long nothing changes for whoever copies the map, after it has asked for it.
+/// How long writes stay paused after each request of the daemon that copies the database.
 const PAUSE: Duration = Duration::from_secs(10);
-/// How long a change waits meanwhile.
+/// How long a change waits for the end of a pause before it is refused.
 const PAUSE_LIMIT: Duration = Duration::from_secs(3);
-/// Between two looks whether it may be made.
+/// Interval between checks whether the pause has ended.
 const PAUSE_CHECK: Duration = Duration::from_millis(20);
 
-/// The engine.
+/// The engine of the catalogue server.
 pub struct LocalCatalogue {
     table: Arc<Database>,
-    /// One slot: changes wait for each other and their syncs, reads for neither.
+    /// Workers with one slot: a change waits for other changes and their syncs, a read waits for
+    /// neither.
     changes: Workers,
     reads: Workers,
     clock: Arc<dyn Clock>,
@@ -53,8 +55,12 @@ pub struct LocalCatalogue {
 }
 
 impl LocalCatalogue {
-    /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease` is how long leases live. A node that has `seen` an epoch was part of a
-    /// cluster: an empty or older map is then not its cluster's, and is refused. Its work runs beside that of `workers`.
+    /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease` is the lifetime of leases.
+    /// The engine's work runs beside that of `workers`.
+    ///
+    /// A node that has `seen` an epoch was part of a cluster. An empty or older database is then
+    /// not the cluster's, and is refused with [`CatalogueError::Gone`]. A database whose sum is
+    /// wrong is refused with [`CatalogueError::Incomplete`].
     pub fn open(
         kv: Arc<dyn Kv>,
         clock: Arc<dyn Clock>,
@@ -94,37 +100,41 @@ impl LocalCatalogue {
         })
     }
 
-    /// Which map it is.
+    /// Returns the id of the database.
     pub fn db_id(&self) -> DbId {
         self.map
     }
 
-    /// The revision of the last change.
+    /// Returns the revision of the last change.
     pub fn revision(&self) -> u64 {
         self.table.revision()
     }
 
-    /// Whether it answers without changing anything: it has not heard from enough nodes.
+    /// Returns whether the catalogue is read-only, because it has not heard from enough nodes.
     pub fn is_read_only(&self) -> bool {
         self.table.is_read_only()
     }
 
-    /// Allows changes, or ends them.
+    /// Makes the catalogue read-only, or allows changes.
     pub fn set_read_only(&self, is_read_only: bool) {
         self.table.set_read_only(is_read_only);
     }
 
-    /// Changes nothing for the next ten seconds; what the entries come to. A change that was under way may still be made.
+    /// Pauses changes for the next ten seconds. Returns the checksum of the entries. A change that
+    /// had already begun may still be made.
     ///
     /// # Errors
-    /// Of kind `Unavailable` when it changes nothing anyway: it may be an old one that does not know yet.
+    /// Of kind `Unavailable` if the catalogue is read-only: it may be an outdated one that does not
+    /// know yet that it is.
     pub async fn pause_writes(&self) -> Result<DbChecksum, CatalogueError> {
         self.table.refuse_if_read_only()?;
         *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = self.clock.now() + PAUSE;
         self.on_database(&self.changes, |table| Ok(table.sum())).await
     }
 
-    /// A copy is made soon, or never: few have to be told that they should try again.
+    /// Waits until changes are no longer paused. A transfer completes soon or not at all, so that
+    /// after this wait few callers have to be told to retry. Returns an error of kind `Busy` if the
+    /// pause outlasts [`PAUSE_LIMIT`].
     async fn wait_while_paused(&self) -> Result<(), CatalogueError> {
         let until = self.clock.now() + PAUSE_LIMIT;
         loop {
@@ -139,15 +149,16 @@ impl LocalCatalogue {
         }
     }
 
-    /// Changes nothing any more, if `copied` is what the entries come to.
+    /// Ends all changes for a transfer, if `copied` is the checksum of the current entries.
     ///
     /// # Errors
-    /// Of kind `Exists` when the copy is another one than this map: then nothing has changed here.
+    /// Of kind `Exists` if the copy differs from this database. Nothing has changed here then.
     pub async fn transfer(&self, copied: DbChecksum) -> Result<(), CatalogueError> {
         self.on_database(&self.changes, move |table| table.begin_transfer(copied)).await
     }
 
-    /// Ends the wait of those who want a change: the catalogue is elsewhere, or (`is_here`) goes on here.
+    /// Ends the pause after a transfer. With `is_here` the transfer failed and this catalogue
+    /// accepts changes again; otherwise the catalogue is served elsewhere.
     pub fn transferred(&self, is_here: bool) {
         if is_here {
             self.table.cancel_transfer();
@@ -166,7 +177,7 @@ impl LocalCatalogue {
     }
 
     fn expired(&self, until: Option<&Duration>) -> bool {
-        // Unknown leases are older than our start: they get one full period from there.
+        // Unknown leases are older than this start. They get one full period from it.
         let until = until.copied().unwrap_or(self.started + self.lease);
         self.clock.now() >= until
     }
@@ -210,7 +221,8 @@ impl Catalogue for LocalCatalogue {
         self.table.refuse_if_read_only()?;
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.clock.now();
-        // Until one period has passed a lease that is not here counts as alive: one that was revoked stays known.
+        // During the first period after the start, unknown leases count as alive. Revoked ones must
+        // stay known until it has passed.
         if now >= self.started + self.lease {
             leases.retain(|_, until| *until > now);
         }
@@ -297,7 +309,8 @@ impl Catalogue for LocalCatalogue {
             let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
             for (key, entry) in &page {
                 let node: Node = parse(key, &entry.value)?;
-                // After a start nobody has been heard of yet: those who were registered get one period.
+                // Right after the start no node has been heard. Registered nodes count as live for
+                // one period.
                 let until = seen.get(&NodeId::of(&node.name)).copied();
                 let live = now < until.unwrap_or(self.started + self.lease);
                 views.push(NodeView { node, live });
@@ -347,7 +360,7 @@ mod tests {
             SetOutcome::Set(4)
         );
         assert_eq!(catalogue.get("a").await.unwrap(), None);
-        // Revisions go on after a restart: no old one ever fits a new value.
+        // Revisions continue after a restart, so that no old revision ever fits a new value.
         drop(catalogue);
         let again = open(&kv).unwrap();
         assert_eq!(
@@ -397,7 +410,7 @@ mod tests {
         }
         assert_eq!(catalogue.get("a").await.unwrap_err().kind(), ErrorKind::Io);
         drop(catalogue);
-        // Whether `b` is there nobody knows; `a` is, and the sum is right.
+        // `b` may or may not be there. `a` is, and the sum is right.
         assert!(open(open_kv()).get("a").await.unwrap().is_some());
     }
 
@@ -435,7 +448,8 @@ mod tests {
         let (revoked, _) = again.lease_grant().await.unwrap();
         again.lease_revoke(revoked).await.unwrap();
         assert!(!again.lease_touch(revoked, false).await.unwrap());
-        // Right after a start, when those that nobody knows count as alive, it is not forgotten either.
+        // Right after a start, when unknown leases count as alive, a revoked lease is remembered
+        // too.
         let third = open(&kv).unwrap();
         let older = LeaseId([9; 16]);
         third.lease_revoke(older).await.unwrap();

@@ -1,7 +1,8 @@
-//! How the catalogue's entries lie in a key-value store, and how a whole map is written anew.
+//! The layout of the catalogue's entries in a key-value store, and the writer of a new database.
 //!
-//! `k/KEY` has a revision and a value; `m/revision`, `m/sum` and `m/epoch` belong to the map. A map without an epoch is none: it is what
-//! an interrupted rebuild or move leaves, and [`DbWriter::finish`] writes the epoch last.
+//! `k/KEY` holds a revision and a value. `m/revision`, `m/sum` and `m/epoch` belong to the database
+//! as a whole. A database without an epoch is not a catalogue: an interrupted rebuild or transfer
+//! leaves one. [`DbWriter::finish`] writes the epoch last.
 
 use std::sync::Arc;
 
@@ -15,12 +16,14 @@ pub(super) const SUM: &[u8] = b"m/sum";
 const EPOCH: &[u8] = b"m/epoch";
 pub(super) const DATA: &str = "k/";
 
-/// Entries that are made durable at once.
+/// Number of entries that are made durable in one batch.
 const BATCH_ENTRIES: usize = 256;
-/// A rebuilt map counts its revisions from epoch times this: one that was read before the rebuild fits nothing after it.
+/// A rebuilt database counts its revisions from its epoch times this number. No revision that was
+/// read before the rebuild fits an entry after it.
 pub const REVISIONS_PER_EPOCH: u64 = 1 << 40;
 
-/// The part of an entry in the map's sum: the first 16 bytes of BLAKE3.
+/// Returns the part of an entry in the database's sum: the first 16 bytes of BLAKE3 over the key
+/// and the stored bytes.
 pub(super) fn summand(key: &str, stored: &[u8]) -> u128 {
     let mut hasher = blake3::Hasher::new_derive_key("rapidraid catalogue sum v1");
     hasher.update(&(key.len() as u64).to_le_bytes()).update(key.as_bytes()).update(stored);
@@ -38,7 +41,8 @@ pub(super) fn entry(bytes: &[u8]) -> Option<Entry> {
     Some(Entry { value: value.to_vec(), revision: u64::from_be_bytes(*revision) })
 }
 
-/// The sum that the last batch left, if it is the sum of what is there.
+/// Computes the sum of all entries. Returns it if it is the sum that the last batch recorded,
+/// otherwise [`CatalogueError::Incomplete`].
 pub(super) fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
     let (mut found, mut sum) = (0, 0);
     let mut after: Option<Vec<u8>> = None;
@@ -62,7 +66,7 @@ pub(super) fn check_sum(kv: &dyn Kv) -> Result<u128, CatalogueError> {
     }
 }
 
-/// Epoch and id of a map that was begun.
+/// Returns the epoch and id of the database, or `None` if it is not a catalogue.
 pub(super) fn current_epoch(kv: &dyn Kv) -> Result<Option<(Epoch, DbId)>, CatalogueError> {
     let bytes = kv.get(EPOCH)?;
     let parse = |bytes: &[u8]| {
@@ -72,13 +76,13 @@ pub(super) fn current_epoch(kv: &dyn Kv) -> Result<Option<(Epoch, DbId)>, Catalo
     Ok(bytes.as_deref().and_then(parse))
 }
 
-/// Makes a map a catalogue.
+/// Writes the epoch and id, which makes the database a catalogue.
 pub(super) fn begin(kv: &dyn Kv, epoch: Epoch, map: DbId) -> Result<(), CatalogueError> {
     let value = [&epoch.0.to_be_bytes()[..], &map.0].concat();
     Ok(kv.apply(Batch::new().put(EPOCH, value))?)
 }
 
-/// Fills an empty map, entry by entry.
+/// A writer that fills an empty database, entry by entry.
 pub struct DbWriter {
     kv: Arc<dyn Kv>,
     revision: u64,
@@ -88,24 +92,27 @@ pub struct DbWriter {
 }
 
 impl DbWriter {
-    /// Writes the map of `epoch` into `kv`, which must be empty.
+    /// Returns a writer of the database of `epoch` in `kv`, which must be empty.
     pub fn new(kv: Arc<dyn Kv>, epoch: Epoch) -> Self {
         let revision = epoch.0.wrapping_mul(REVISIONS_PER_EPOCH);
         Self { kv, revision, sum: 0, batch: Batch::new(), waiting: 0 }
     }
 
-    /// Writes a copy of another map, whose last revision is `revision`, into `kv`, which must be empty.
+    /// Returns a writer of a copy of another database, whose last revision is `revision`, in `kv`,
+    /// which must be empty.
     pub fn copy(kv: Arc<dyn Kv>, revision: u64) -> Self {
         Self { kv, revision, sum: 0, batch: Batch::new(), waiting: 0 }
     }
 
-    /// Adds an entry; no key comes twice.
+    /// Adds an entry under the next revision. No key may be added twice. Returns
+    /// [`CatalogueError::TooLong`] if the key or value exceeds its limit.
     pub fn put(&mut self, key: &str, value: &[u8]) -> Result<(), CatalogueError> {
         self.revision += 1;
         self.put_at(key, value, self.revision)
     }
 
-    /// Adds an entry with the revision that it had; no key comes twice.
+    /// Adds an entry with the revision that it had in the other database. No key may be added
+    /// twice. Returns errors as [`DbWriter::put`] does.
     pub fn put_at(&mut self, key: &str, value: &[u8], revision: u64) -> Result<(), CatalogueError> {
         for (what, bytes, limit) in
             [("a key", key.len(), MAX_KEY_BYTES), (key, value.len(), MAX_VALUE_BYTES)]
@@ -122,7 +129,7 @@ impl DbWriter {
         if self.waiting >= BATCH_ENTRIES { self.apply() } else { Ok(()) }
     }
 
-    /// Makes all entries durable; what they come to when they are read again.
+    /// Makes all entries durable and reads them again. Returns their checksum.
     pub fn sum(&mut self) -> Result<DbChecksum, CatalogueError> {
         self.apply()?;
         check_sum(&*self.kv)?;
@@ -135,7 +142,8 @@ impl DbWriter {
         Ok(self.kv.apply(&std::mem::take(&mut self.batch))?)
     }
 
-    /// Makes it the catalogue `map` of `epoch`: all entries are durable before this is.
+    /// Makes the database the catalogue `map` of `epoch`. All entries are durable before the epoch
+    /// is. Returns the store of the database.
     pub fn finish(mut self, epoch: Epoch, map: DbId) -> Result<Arc<dyn Kv>, CatalogueError> {
         self.apply()?;
         begin(&*self.kv, epoch, map)?;
@@ -155,7 +163,7 @@ mod tests {
     use crate::store::kv::{KvError, Pair};
     use crate::workers::Workers;
 
-    /// A map whose batches fail once so many were made.
+    /// A store whose batches fail after `left` of them succeeded.
     struct Failing {
         map: MemoryKv,
         left: std::sync::atomic::AtomicU32,
@@ -192,7 +200,7 @@ mod tests {
             let mut put = |number| writer.put(&format!("c/{number:04}"), &[7]);
             let written = (0..BATCH_ENTRIES + 10).try_for_each(&mut put);
             let finished = written.and_then(|()| writer.finish(Epoch(4), DbId([3; 16])).map(drop));
-            // Two batches of entries, then the epoch.
+            // A complete database takes two batches of entries, then the epoch.
             assert_eq!(finished.is_ok(), batches == 3, "{batches}");
             assert_eq!(current_epoch(&*kv).unwrap().is_some(), batches == 3, "{batches}");
         }
@@ -257,10 +265,11 @@ mod tests {
         let (sum, map) = copy("").await;
         assert_eq!(sum, held);
         old.transfer(sum).await.unwrap();
-        // Not because it still holds still for the copy.
+        // Let the pause end, so that it cannot be what refuses the change.
         SystemClock::new().sleep(std::time::Duration::from_secs(11)).await;
         assert_eq!(set("d", None, Some(b"d")).await.unwrap_err().kind(), ErrorKind::Busy);
-        // Revisions go on: what was read before the move fits after it, and no number comes twice.
+        // Revisions continue: a revision that was read before the transfer fits after it, and no
+        // number is used twice.
         let new = open(map.finish(Epoch(2), DbId([3; 16])).unwrap());
         assert_eq!(new.get("c").await.unwrap(), old.get("c").await.unwrap());
         let c = new.get("c").await.unwrap().unwrap();

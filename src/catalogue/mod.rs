@@ -1,8 +1,11 @@
-//! The catalogue: what exists and who may change it. A small ordered map with compare-and-set, leases, and the nodes' registration.
+//! The catalogue: which checkpoints exist and who may change them. It is an ordered map of keys
+//! with compare-and-set, leases, and the registration of nodes.
 //!
-//! [`evidence`] is what a lost one is made again from. One trait, several engines: [`local`] over the node's key-value store, [`remote`] for everybody else. What an answer
-//! promises: a set that returned is durable. A set whose answer was lost is unknown: read the key before acting.
-//! The keys and records are those of docs/semantics.md, section 2.
+//! The trait [`Catalogue`] has two engines: [`local`] over the key-value store of the catalogue
+//! server, and [`remote`] for the other daemons. [`evidence`] judges what the nodes hold, so that a
+//! lost catalogue can be rebuilt. A compare-and-set that returned is durable. If its answer was
+//! lost, its outcome is unknown: read the key before acting. Keys and records are those of
+//! docs/semantics.md, section 2.
 
 pub mod evidence;
 pub mod key_scan;
@@ -22,11 +25,12 @@ use crate::kind::ErrorKind;
 use crate::store::KvError;
 use crate::wire::calls::{NodeView, RegisterAnswer};
 
-/// The longest value; a [`ShardState`](crate::format::records::ShardState) or root at its limit fits.
+/// Maximum length of a value in bytes. A [`ShardState`](crate::format::records::ShardState) or a
+/// shard root at its limit fits.
 pub const MAX_VALUE_BYTES: usize = 5 << 10;
-/// The longest key.
+/// Maximum length of a key in bytes.
 pub const MAX_KEY_BYTES: usize = 240;
-/// The longest page of a list.
+/// Maximum number of entries on a page of a list.
 pub const MAX_PAGE: u32 = 256;
 
 /// A value and the revision that a change of it must name.
@@ -34,78 +38,79 @@ pub const MAX_PAGE: u32 = 256;
 pub struct Entry {
     /// The value.
     pub value: Vec<u8>,
-    /// Greater after each change of any key; never used twice within an epoch.
+    /// The revision of the entry. Revisions grow with each change of any key and are never reused
+    /// within an epoch.
     pub revision: u64,
 }
 
-/// How a compare-and-set ended.
+/// The outcome of a compare-and-set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SetOutcome {
-    /// Done and durable; the key's new revision.
+    /// The change is durable. The key's new revision.
     Set(u64),
-    /// The key is not as expected; nothing was changed. What it is now.
+    /// The key is not as expected, and nothing was changed. The key's current entry.
     Conflict(Option<Entry>),
 }
 
-/// The catalogue cannot answer.
+/// The errors of the catalogue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CatalogueError {
-    /// It cannot be reached.
+    /// The catalogue server cannot be reached.
     #[error(
         "the catalogue cannot be reached ({reason}); seeds asked: {seeds}. Check that its daemon runs"
     )]
     Unreachable {
-        /// Which seeds were asked.
+        /// The seeds that were asked.
         seeds: String,
         /// The last failure.
         reason: String,
     },
-    /// It refused, with its own words.
+    /// The catalogue server refused the request.
     #[error("{message}")]
     Refused {
-        /// What kind of refusal.
+        /// The kind of the refusal.
         kind: ErrorKind,
-        /// What it said.
+        /// The server's message.
         message: String,
     },
-    /// Its store failed.
+    /// The store of the catalogue database failed.
     #[error("the catalogue's store: {0}")]
     Store(String),
-    /// Entries are missing or changed behind its back.
+    /// Entries of the database are missing, or were changed without the catalogue.
     #[error(
-        "the catalogue's map lost entries ({found} found, their sum is wrong): it is not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
+        "the catalogue database lost entries ({found} found, their sum is wrong): it is not served, and nothing is deleted; rebuild it with `rapidraid catalogue rebuild`"
     )]
     Incomplete {
-        /// How many entries there are.
+        /// Number of entries found.
         found: u64,
     },
-    /// Its map does not open, and will not.
+    /// The database does not open, and further attempts would fail too.
     #[error(
-        "the catalogue's map {path} is damaged ({why}): it is left there and not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
+        "the catalogue database {path} is damaged ({why}): it is left in place and not served, and nothing is deleted; rebuild it with `rapidraid catalogue rebuild`"
     )]
     Damaged {
-        /// Its folder.
+        /// The folder of the database.
         path: String,
-        /// What is wrong with it.
+        /// Description of the damage.
         why: String,
     },
-    /// It is not the one that this node's cluster had.
+    /// The database is not the one that this node's cluster had.
     #[error(
-        "the catalogue's map here is of epoch {found}, this node has seen epoch {seen}: it was lost or is an old one, and is not served; if no other daemon serves the catalogue, make it again with `rapidraid catalogue rebuild`. Nothing is deleted"
+        "the catalogue database here is of epoch {found}, this node has seen epoch {seen}: the database was lost or is an old copy, and is not served; if no other daemon serves the catalogue, rebuild it with `rapidraid catalogue rebuild`. Nothing is deleted"
     )]
     Gone {
         /// The highest epoch that the node has seen.
         seen: Epoch,
-        /// The map's; 0 for an empty one.
+        /// The epoch of the database; 0 if it is empty.
         found: Epoch,
     },
-    /// A record in it does not parse.
+    /// A record does not parse.
     #[error("the catalogue's record {key}: {reason}")]
     Record {
         /// The key.
         key: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A key or value is longer than allowed.
@@ -113,15 +118,15 @@ pub enum CatalogueError {
     TooLong {
         /// The key, or "value of KEY".
         what: String,
-        /// Its length.
+        /// Length in bytes.
         bytes: usize,
-        /// The limit.
+        /// Maximum length in bytes.
         limit: usize,
     },
 }
 
 impl CatalogueError {
-    /// What kind of failure this is.
+    /// Returns the error kind of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             CatalogueError::Unreachable { .. } => ErrorKind::Unavailable,
@@ -145,16 +150,17 @@ impl From<KvError> for CatalogueError {
     }
 }
 
-/// An engine.
+/// An engine of the catalogue. Methods fail with [`CatalogueError`].
 #[async_trait]
 pub trait Catalogue: Send + Sync + 'static {
-    /// The epoch, as far as this side knows.
+    /// Returns the epoch of the catalogue, as far as this engine knows it.
     fn epoch(&self) -> Epoch;
 
-    /// Reads a key.
+    /// Reads a key. Returns `None` if it does not exist.
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError>;
 
-    /// Sets (`Some`) or removes (`None`) a key, if its revision is `expected` (`None`: if it does not exist).
+    /// Sets (`Some`) or removes (`None`) a key if its revision is `expected` (`None`: if it does
+    /// not exist). Returns the new revision, or the entry that is there instead.
     async fn compare_and_set(
         &self,
         key: &str,
@@ -162,7 +168,8 @@ pub trait Catalogue: Send + Sync + 'static {
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError>;
 
-    /// Keys of `prefix` after `after`, in order; at most `limit` and at most [`MAX_PAGE`].
+    /// Returns the keys of `prefix` after `after` with their entries, in order. Returns at most
+    /// `limit` and at most [`MAX_PAGE`] entries.
     async fn list(
         &self,
         prefix: &str,
@@ -170,18 +177,18 @@ pub trait Catalogue: Send + Sync + 'static {
         limit: u32,
     ) -> Result<Vec<(String, Entry)>, CatalogueError>;
 
-    /// Grants a lease, and how long it lives unless it is kept.
+    /// Grants a lease. Returns its id and its lifetime without renewal.
     async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError>;
 
-    /// Whether a lease lives; with `keep` its time begins again.
+    /// Returns whether a lease is alive. With `keep` a live lease is renewed for its full lifetime.
     async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError>;
 
     /// Ends a lease.
     async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError>;
 
-    /// Registers a node, or keeps it live.
+    /// Registers a node, or renews its registration.
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError>;
 
-    /// All registered nodes, and which are live.
+    /// Returns all registered nodes, and which are live.
     async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError>;
 }

@@ -1,4 +1,4 @@
-//! Keys, and typed reads and writes of the catalogue's records.
+//! The keys of the catalogue, and typed reads and writes of its records.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,12 +13,12 @@ pub const NODES: &str = "n/";
 /// Prefix of the checkpoints' records.
 pub const CHECKPOINTS: &str = "c/";
 
-/// Key of a step; steps of a job sort by number.
+/// Returns the key of a step. The keys of a job's steps sort by step number.
 pub fn checkpoint_key(job: &Job, step: Step) -> String {
     format!("{CHECKPOINTS}{job}/{:020}", step.0)
 }
 
-/// Job and step of a checkpoint's key.
+/// Parses the key of a checkpoint. Returns its job and step.
 pub fn parse_checkpoint_key(key: &str) -> Option<(Job, Step)> {
     parse_step(key.strip_prefix(CHECKPOINTS)?)
 }
@@ -28,45 +28,46 @@ pub const ROOTS: &str = "s/";
 /// Prefix of all shard states.
 pub const STATES: &str = "t/";
 
-/// Prefix of the shard roots of a save.
+/// Returns the prefix of the shard roots of a save.
 pub fn roots_prefix(save: SaveId) -> String {
     format!("{ROOTS}{save}/")
 }
 
-/// In a map from its beginning until the first removal of a committed save is forgotten: until then all of them are in it.
+/// A key that a database has from its beginning until it forgets the first removal of a committed
+/// save. Until then the database has records of all such removals.
 pub const NOTHING_FORGOTTEN: &str = "nothing-forgotten";
-/// Prefix of the saves that are to be removed and belong to no step's record.
+/// Prefix of the orphans: saves that are to be removed and belong to no step's record.
 pub const ORPHANS: &str = "x/";
 
-/// Key of such a save.
+/// Returns the key of an orphan.
 pub fn orphan_key(save: SaveId) -> String {
     format!("{ORPHANS}{save}")
 }
 
-/// Key of a shard's root.
+/// Returns the key of a shard's root.
 pub fn root_key(save: SaveId, index: u32) -> String {
     format!("{ROOTS}{save}/{index:08x}")
 }
 
-/// Key of a shard's state.
+/// Returns the key of a shard's state.
 pub fn state_key(shard: ShardId) -> String {
     format!("{STATES}{shard}")
 }
 
-/// Prefix of the shard states of a save: a shard's id begins with its save's.
+/// Returns the prefix of the shard states of a save. A shard's id begins with its save's id.
 pub fn states_prefix(save: SaveId) -> String {
     format!("{STATES}{save}")
 }
 
-/// Prefix of the archivings under way.
+/// Prefix of the archive requests.
 pub const ARCHIVINGS: &str = "a/";
 
-/// Key of a step's archiving.
+/// Returns the key of a step's archive request.
 pub fn archiving_key(job: &Job, step: Step) -> String {
     format!("{ARCHIVINGS}{job}/{:020}", step.0)
 }
 
-/// Job and step of an archiving's key.
+/// Parses the key of an archive request. Returns its job and step.
 pub fn parse_archiving_key(key: &str) -> Option<(Job, Step)> {
     parse_step(key.strip_prefix(ARCHIVINGS)?)
 }
@@ -76,38 +77,41 @@ fn parse_step(text: &str) -> Option<(Job, Step)> {
     Some((job.parse().ok()?, step.parse().ok()?))
 }
 
-/// An archiving that was asked for and has not ended: when its lease is over, any daemon goes on with it.
+/// An archive request: an archiving that was requested and has not ended. When its lease is over,
+/// any daemon may take it over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Archiving {
     /// The coordinator's node.
     pub node: NodeId,
-    /// Its lease; also that of the shards it owns.
+    /// The coordinator's lease, which is also the lease of the shards it owns.
     pub lease: LeaseId,
-    /// What is to be archived; another save of the step is not.
+    /// The save that is to be archived. Another save of the same step is not.
     pub save: SaveId,
-    /// How.
+    /// The plan and its parameters.
     pub options: ArchiveOptions,
-    /// Failures in a row.
+    /// Number of consecutive failures.
     pub failures: u32,
-    /// That it waits since the last of these, and its reason in at most [`MAX_WHY_CHARS`]; `None` while somebody is at it, and also when
-    /// he died at it.
+    /// The reason of the last failure, in at most [`MAX_WHY_CHARS`] characters, if the request
+    /// waits for a retry. `None` while a coordinator works on the request, and also if that
+    /// coordinator died.
     pub waiting: Option<String>,
 }
 
-/// The longest reason in a record, in characters: with it the record stays far below the longest value.
+/// Maximum length of the reason in a record, in characters. It keeps the record far below the
+/// longest value.
 pub const MAX_WHY_CHARS: usize = 500;
 
 impl Record for Archiving {
     const KIND: RecordKind = RecordKind::Archiving;
 }
 
-/// Opens a record.
+/// Parses the record at `key`. Returns [`CatalogueError::Record`] if it does not parse.
 pub fn parse<R: Record>(key: &str, value: &[u8]) -> Result<R, CatalogueError> {
     R::parse(value)
         .map_err(|error| CatalogueError::Record { key: key.to_owned(), reason: error.to_string() })
 }
 
-/// Reads a record and its revision.
+/// Reads the record at `key`. Returns it with its revision, or `None` if the key does not exist.
 pub async fn read<R: Record>(
     catalogue: &dyn Catalogue,
     key: &str,
@@ -116,12 +120,12 @@ pub async fn read<R: Record>(
     entry.map(|entry| Ok((parse(key, &entry.value)?, entry.revision))).transpose()
 }
 
-/// How a typed compare-and-set ended.
+/// The outcome of a typed compare-and-set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Written<R> {
-    /// Done; the new revision.
+    /// The change is durable. The key's new revision.
     Set(u64),
-    /// Not as expected; what the key is now.
+    /// The key is not as expected. Its current record and revision.
     Other(Option<(R, u64)>),
 }
 
@@ -145,9 +149,12 @@ pub async fn write<R: Record>(
     }
 }
 
-/// Changes a record by read, `change`, compare-and-set, again when somebody else came first. `change` returns `None` to leave it.
+/// Changes a record: reads it, applies `change`, and writes the result by compare-and-set. Starts
+/// again when another writer was faster. `change` returns `None` to leave the record as it is.
+/// Returns the record as it is now.
 ///
-/// An answer that was lost is repeated by reading first: `change` must leave a record alone that it has already changed.
+/// After a lost answer the record is read again, so `change` may see a record that it has already
+/// changed. It must leave such a record as it is.
 pub async fn update<R: Record + Default + Clone, E: From<CatalogueError>>(
     catalogue: &dyn Catalogue,
     key: &str,

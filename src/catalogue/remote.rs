@@ -1,4 +1,5 @@
-//! The catalogue of another daemon, over the wire. Finds it through the seeds, and again when it has moved.
+//! The engine that uses the catalogue of another daemon over the network. It finds the catalogue
+//! server through the seeds, and finds it again after a transfer.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -21,53 +22,59 @@ use crate::wire::calls::{
 };
 use crate::wire::{Call, NodeAddress, RemoteError};
 
-/// Attempts to find and ask the catalogue before an operation fails.
+/// Number of attempts to find and ask the catalogue server before an operation fails.
 const ATTEMPTS: u32 = 4;
-/// All attempts together: less than what those wait who ask on behalf of others, so that they hear why.
+/// Time limit for all attempts together. It is shorter than the limits of callers that wait on
+/// behalf of others, so that these receive the reason.
 const ASK_LIMIT: Duration = Duration::from_secs(9);
-/// Wait before the second attempt; doubled each time.
+/// Wait before the second attempt. It doubles with each further attempt.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
-/// One attempt to keep a lease or a registration: several fit into a lease, also while the connection to a home that died seems alive.
+/// Time limit for one attempt to renew a lease or a registration. Several attempts fit into a
+/// lease, even while the connection to a dead server seems alive.
 const LEASE_LIMIT: Duration = Duration::from_secs(2);
 
-/// A node that does not say within this where the catalogue is has no say.
+/// Time limit for a node to say where the catalogue is. A later answer does not count.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
-/// Nodes asked at once.
+/// Number of nodes asked at once.
 const ASK_AT_ONCE: usize = 16;
-/// The most nodes that are kept to be asked when no seed knows.
+/// Maximum number of nodes kept to be asked when no seed knows the server.
 const MAX_KNOWN: usize = 64;
 
-/// The catalogue as the other daemons see it.
+/// The catalogue as the daemons that do not serve it see it.
 pub struct RemoteCatalogue {
     caller: Arc<Caller>,
     me: Node,
     seeds: Vec<String>,
     home: Mutex<Option<(Epoch, NodeAddress)>>,
-    /// Where it was before it was forgotten.
+    /// The server that was forgotten last.
     previous: Mutex<Option<NodeAddress>>,
-    /// The connection over which the home has said which map it serves: another process may answer on the next one.
+    /// The connection over which the server has proven which database it serves. On the next
+    /// connection another process may answer.
     proven: Mutex<Option<Weak<dyn Connection>>>,
-    /// Nodes to ask when no seed knows.
+    /// Nodes to ask when no seed knows the server.
     known: Mutex<BTreeMap<PeerName, NodeAddress>>,
     epoch: Mutex<Epoch>,
-    /// The catalogue that this node belongs to: others, and older ones, are not believed.
+    /// The epoch and database of the catalogue that this node belongs to. Another or older
+    /// catalogue is not trusted.
     expected: Mutex<(Epoch, Option<DbId>)>,
 }
 
 impl RemoteCatalogue {
-    /// A catalogue that the daemons at `seeds` (HOST:PORT) know of; `me` asks.
+    /// Returns an engine for the catalogue that the daemons at `seeds` (HOST:PORT) know. `me` is
+    /// the node that asks.
     pub fn new(caller: Arc<Caller>, me: Node, seeds: Vec<String>) -> Self {
         let (home, previous, proven, known, epoch, expected) = Default::default();
         Self { caller, me, seeds, home, previous, proven, known, epoch, expected }
     }
 
-    /// Where the catalogue was last found, unless that was before `epoch`.
+    /// Returns the server where the catalogue was last found, unless that was in an epoch before
+    /// `epoch`.
     pub fn server(&self, epoch: Epoch) -> Option<NodeAddress> {
         let home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
         home.as_ref().filter(|(found, _)| *found >= epoch).map(|(_, home)| home.clone())
     }
 
-    /// Other nodes to ask when no seed knows where it is.
+    /// Adds nodes to ask when no seed knows the server.
     pub fn add_endpoints(&self, nodes: impl IntoIterator<Item = NodeAddress>) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         for node in nodes {
@@ -77,7 +84,8 @@ impl RemoteCatalogue {
         }
     }
 
-    /// From here on only the catalogue `map` (`None`: any) of `epoch`, or one of a later epoch, is believed.
+    /// Restricts trust to the catalogue of `epoch` with the database `map` (`None`: any), and to
+    /// catalogues of later epochs.
     pub fn set_expected_epoch(&self, epoch: Epoch, map: Option<DbId>) {
         let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         if epoch >= expected.0 {
@@ -91,15 +99,16 @@ impl RemoteCatalogue {
         hello.epoch.is_near(epoch) && (hello.epoch > epoch || hello.epoch == epoch && is_same)
     }
 
-    /// Whether a home that says this serves the catalogue that is expected. One that has noted the epoch alone, by another node's order, may
-    /// serve any: it is asked again when it has registered with itself.
+    /// Returns whether a server that answers `hello` is proven to serve the expected catalogue. A
+    /// server that knows only the epoch, from another node's order, may serve any database. It is
+    /// asked again once it has registered with itself.
     fn is_proof(&self, hello: &HelloAnswer) -> bool {
         let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let is_told = map.is_none() || hello.map.is_some() || hello.epoch > epoch;
         self.is_plausible(hello) && is_told
     }
 
-    /// Takes `home` for the catalogue of `epoch`, without asking.
+    /// Takes `home` for the catalogue server of `epoch`, without asking it.
     pub fn set_server(&self, epoch: Epoch, home: NodeAddress) {
         self.saw(epoch);
         *self.home.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, home));
@@ -112,8 +121,9 @@ impl RemoteCatalogue {
         }
     }
 
-    /// Tries the home that was forgotten last. A read-only home refuses changes but still answers, and asking seeds that are gone takes
-    /// seconds. Returns it if it still serves the catalogue.
+    /// Asks the server that was forgotten last whether it still serves the catalogue. A read-only
+    /// server refuses changes but still answers, while asking seeds that are down takes seconds.
+    /// Returns the server if it does.
     async fn rediscover(&self) -> Option<NodeAddress> {
         let previous = self.previous.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         let hello = Hello { me: Some(self.me.clone()) };
@@ -126,7 +136,8 @@ impl RemoteCatalogue {
         Some(previous)
     }
 
-    /// A connection to `home`, over which it has said that it serves the map that this node belongs to.
+    /// Returns a connection to `home` over which the server has proven that it serves the database
+    /// that this node belongs to.
     async fn reach(&self, home: &NodeAddress) -> Result<Arc<dyn Connection>, String> {
         let connection = self.caller.connection(home).await.map_err(|error| error.to_string())?;
         let proven = || self.proven.lock().unwrap_or_else(PoisonError::into_inner);
@@ -149,7 +160,8 @@ impl RemoteCatalogue {
         *known = epoch.max(*known);
     }
 
-    /// Asks the seeds, all of them, and believes the one with the highest epoch; then, if none knows, the other nodes.
+    /// Finds the catalogue server unless it is known. Asks all seeds and trusts the answer of the
+    /// highest epoch. If no seed knows the server, asks the other known nodes.
     async fn find(&self) -> Result<NodeAddress, CatalogueError> {
         if let Some(home) = self.server(Epoch::default()) {
             return Ok(home);
@@ -168,14 +180,15 @@ impl RemoteCatalogue {
         Ok(home)
     }
 
-    /// Where those at `addresses` say that it is; the highest epoch counts, and within it the home's own word before hearsay.
+    /// Asks the nodes at `addresses` for the catalogue server. Returns the answer of the highest
+    /// epoch. Within an epoch the server's own answer counts before those of other nodes.
     async fn ask_where(&self, addresses: Vec<Address>) -> Result<(Epoch, NodeAddress), String> {
         let hello = Hello { me: Some(self.me.clone()) };
         let asks: Vec<_> =
             addresses.iter().map(|to| self.caller.call_within(to, &hello, HELLO_LIMIT)).collect();
         let mut answers = stream::iter(asks).buffer_unordered(ASK_AT_ONCE);
         let mut best: Option<((Epoch, bool), NodeAddress)> = None;
-        let mut reason = "no seed knows where it is".to_owned();
+        let mut reason = "no seed knows the catalogue server".to_owned();
         while let Some(answer) = answers.next().await {
             match answer {
                 Ok(hello) => {
@@ -198,7 +211,7 @@ impl RemoteCatalogue {
         self.ask_within(call, self.caller.limit()).await
     }
 
-    /// Each attempt may take `limit`.
+    /// Makes a call to the catalogue server. Each attempt may take `limit`.
     async fn ask_within<C: Call>(
         &self,
         call: &C,
@@ -216,7 +229,8 @@ impl RemoteCatalogue {
         CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason }
     }
 
-    /// Why the last attempt failed is in `last`, also when this is given up in the middle of the next.
+    /// Makes the attempts of a call. `last` receives the reason of each failed attempt, and keeps
+    /// it if a time limit cancels the next one.
     async fn attempts<C: Call>(
         &self,
         call: &C,
@@ -229,7 +243,8 @@ impl RemoteCatalogue {
                 self.caller.clock().sleep(wait).await;
                 wait *= 2;
             }
-            // The first tries go to where it was; the others ask everybody for a later one.
+            // The first two attempts try the previous server. Later ones ask all nodes for a newer
+            // server.
             let again = if attempt < 2 && self.server(Epoch::default()).is_none() {
                 self.rediscover().await
             } else {
@@ -261,7 +276,7 @@ impl RemoteCatalogue {
                     *last = Some(CatalogueError::Refused { kind, message });
                     return Err(());
                 }
-                // It may be on its way to another home.
+                // The catalogue may be in transfer to another server.
                 Err(CallError::Failed(RemoteError { kind: ErrorKind::Busy, message })) => {
                     self.forget();
                     *last = Some(CatalogueError::Refused { kind: ErrorKind::Busy, message });
@@ -294,7 +309,8 @@ impl Catalogue for RemoteCatalogue {
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError> {
         let call = CompareAndSetKey { key: key.to_owned(), expected, value };
-        // A retry inside `ask` may find our own first try done: then the value is ours.
+        // A retry inside `ask` may meet the effect of this call's first attempt. The value found is
+        // then this call's own.
         match self.ask(&call).await? {
             CompareAndSetAnswer::Set(revision) => Ok(SetOutcome::Set(revision)),
             CompareAndSetAnswer::Conflict(Some((value, revision)))
@@ -339,7 +355,7 @@ impl Catalogue for RemoteCatalogue {
     async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
         let answer = self.ask_within(&RegisterNode { node: node.clone() }, LEASE_LIMIT).await?;
         self.saw(answer.epoch);
-        // A home that had only just begun said hello with the epoch before its own.
+        // A server that had just begun its epoch answered `Hello` with the epoch before.
         if let Some((found, _)) = &mut *self.home.lock().unwrap_or_else(PoisonError::into_inner) {
             *found = answer.epoch.max(*found);
         }
@@ -366,13 +382,13 @@ mod tests {
         NodeAddress { name: name.parse().unwrap(), host_port: name.into() }
     }
 
-    /// A node that answers its first calls with these.
+    /// Starts a node that answers its first calls with `answers`.
     fn answers(network: &Arc<MemoryNetwork>, name: &str, answers: Vec<Vec<u8>>) {
         let peer = Peer { role: Role::Node, name: name.parse().unwrap() };
         let transport = network.join(peer, name);
         let left = Arc::new(Mutex::new(answers.into_iter()));
         tokio::spawn(async move {
-            // One asks by address and by name, over a connection each.
+            // A caller asks by address and by name, over a connection for each.
             while let Some(connection) = transport.accept().await {
                 let left = left.clone();
                 tokio::spawn(async move {
@@ -387,7 +403,8 @@ mod tests {
         });
     }
 
-    /// Where the node `name` believes the catalogue to be, and which map that is.
+    /// Returns the `Hello` answer of node `name`: the server that it knows, and the id of its
+    /// database.
     fn hello(name: &str, epoch: u64, home: &str, map: Option<DbId>) -> Vec<u8> {
         let hello = HelloAnswer {
             cluster: ClusterId([1; 16]),

@@ -1,7 +1,9 @@
-//! The catalogue's entries in a key-value store, changed one at a time.
+//! The entries of the catalogue in a key-value store, changed one at a time.
 //!
-//! An entry, the revision counter and a sum over all entries change in one durable batch. The sum is checked at the start: a map that lost entries
-//! without a word (sled can, when its log is damaged) must not pass for the truth. Everything here blocks, changes until they are durable.
+//! An entry, the revision counter and a sum over all entries change in one durable batch. The sum
+//! is checked at the start, because a database that silently lost entries must not be served; sled
+//! can lose entries when its log is damaged. Functions that access entries block, and changes block
+//! until they are durable.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,23 +15,24 @@ use crate::kind::ErrorKind;
 use crate::store::kv::{Batch, Kv};
 use crate::wire::calls::DbChecksum;
 
-/// The entries.
+/// The catalogue database: the entries and the counters that change with them.
 pub(super) struct Database {
     kv: Arc<dyn Kv>,
     is_read_only: AtomicBool,
-    /// The last revision; also while a change is written.
+    /// The revision of the last durable change. It can be read while another change is being
+    /// written.
     revision: AtomicU64,
-    /// The last revision that changed a node's record.
+    /// The revision of the last change of a node's record.
     members: AtomicU64,
     written: Mutex<WriterState>,
 }
 
-/// What every batch changes besides a key.
+/// The values that every batch changes besides an entry.
 struct WriterState {
     revision: u64,
     /// XOR of the first 16 bytes of BLAKE3 over each entry.
     sum: u128,
-    /// Another map goes on from here: nothing changes any more.
+    /// Whether the catalogue was transferred to a copy. Nothing changes any more then.
     is_handed_over: bool,
 }
 
@@ -40,7 +43,8 @@ impl WriterState {
 }
 
 impl Database {
-    /// Checks the sum of all that is in `kv`.
+    /// Opens the database in `kv` and checks the sum of its entries. Returns
+    /// [`CatalogueError::Incomplete`] if the sum is wrong.
     pub(super) fn open(kv: Arc<dyn Kv>) -> Result<Self, CatalogueError> {
         let revision = number(kv.get(REVISION)?).unwrap_or(0);
         let sum = check_sum(&*kv)?;
@@ -48,7 +52,8 @@ impl Database {
             kv,
             is_read_only: AtomicBool::new(false),
             revision: AtomicU64::new(revision),
-            // Not the last change perhaps, but another number than any before it.
+            // The last change of a node's record may be older. The value only has to differ from
+            // all earlier ones.
             members: AtomicU64::new(revision),
             written: Mutex::new(WriterState { revision, sum, is_handed_over: false }),
         })
@@ -64,23 +69,24 @@ impl Database {
 
     pub(super) fn refuse_if_read_only(&self) -> Result<(), CatalogueError> {
         if self.is_read_only() {
-            let message = "the catalogue hears from less than half of the storage nodes and changes nothing: start more of them".to_owned();
+            let message = "the catalogue is read-only, because it hears from no more than half of the storage nodes: start more of them".to_owned();
             return Err(CatalogueError::Refused { kind: ErrorKind::Unavailable, message });
         }
         Ok(())
     }
 
-    /// The revision of the last change that is durable. Does not block.
+    /// Returns the revision of the last durable change. Does not block.
     pub(super) fn revision(&self) -> u64 {
         self.revision.load(Ordering::Acquire)
     }
 
-    /// What the entries come to.
+    /// Returns the checksum of the entries.
     pub(super) fn sum(&self) -> DbChecksum {
         self.written.lock().unwrap_or_else(PoisonError::into_inner).sum()
     }
 
-    /// Ends all changes, if `copied` is a copy of all there is.
+    /// Ends all changes if `copied` is the checksum of the current entries. Returns an error of
+    /// kind `Exists` if it is not.
     pub(super) fn begin_transfer(&self, copied: DbChecksum) -> Result<(), CatalogueError> {
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         if written.sum() != copied {
@@ -91,12 +97,12 @@ impl Database {
         Ok(())
     }
 
-    /// Nobody has taken it: changes go on.
+    /// Allows changes again after a transfer that failed.
     pub(super) fn cancel_transfer(&self) {
         self.written.lock().unwrap_or_else(PoisonError::into_inner).is_handed_over = false;
     }
 
-    /// Is another number after each change of a node's record.
+    /// Returns a number that differs after each change of a node's record.
     pub(super) fn members_revision(&self) -> u64 {
         self.members.load(Ordering::Acquire)
     }
@@ -106,7 +112,7 @@ impl Database {
         Ok(bytes.as_deref().and_then(entry))
     }
 
-    /// See [`Catalogue::set`](super::Catalogue::compare_and_set).
+    /// See [`Catalogue::compare_and_set`](super::Catalogue::compare_and_set).
     pub(super) fn compare_and_set(
         &self,
         key: &str,
@@ -179,7 +185,7 @@ impl Database {
     }
 }
 
-/// What somebody hears who wants a change during a move.
+/// Returns the error for a caller that wants to change a key during a transfer.
 pub(super) fn being_transferred() -> CatalogueError {
     let message = "the catalogue is being moved to another daemon: try again".to_owned();
     CatalogueError::Refused { kind: ErrorKind::Busy, message }

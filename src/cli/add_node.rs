@@ -1,7 +1,9 @@
-//! `cluster add-node`: the folders of further nodes of a cluster that there is, from the folder that `cluster init` made.
+//! `cluster add-node`: creates the folders of further nodes of an existing cluster in the folder
+//! that `cluster init` made.
 //!
-//! A new node has the settings of one that is there, so that codes, leases and rules are the same everywhere. Nothing that exists is
-//! touched: the others hear of it from the catalogue when it registers.
+//! A new node gets the settings of an existing one, so that codes, leases and rules are the same
+//! everywhere. No existing file is changed: the other nodes learn of the new node from the
+//! catalogue when it registers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,7 +14,7 @@ use toml::Table;
 use super::args::AddNode;
 use super::files;
 use super::init::{OWN, SEEDS, Text, check_settings, listen, quoted, toml_value, write_member};
-use super::printer::{Answer, Failure};
+use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
 use super::words::NewNode;
 use super::{Outcome, connect};
@@ -22,10 +24,10 @@ use crate::kind::ErrorKind;
 use crate::net::Role;
 use crate::net::identity::{Authority, IdentityError};
 
-/// Node folders of the cluster's folder that are looked at.
+/// Maximum number of node folders that are read.
 const MAX_FOLDERS: usize = 4096;
 
-/// A node whose folder is there.
+/// A node whose folder exists.
 struct Known {
     name: PeerName,
     address: HostPort,
@@ -33,15 +35,15 @@ struct Known {
     stores: bool,
 }
 
-/// What was made.
+/// The nodes that were added.
 struct Added {
     dir: PathBuf,
     nodes: Vec<NewNode>,
-    /// Whose settings they have.
+    /// The node whose settings the new nodes have.
     like: PeerName,
 }
 
-/// The command.
+/// Runs the command `cluster add-node`.
 pub fn run(options: &AddNode) -> Outcome {
     let (dir, set) = (&options.dir, &options.set);
     check_settings(set)?;
@@ -49,7 +51,7 @@ pub fn run(options: &AddNode) -> Outcome {
     let known = known(dir, &authority)?;
     let Some(like) = known.iter().find(|node| node.stores).or(known.first()) else {
         let message = format!("{} has no folder of a node", dir.join("nodes").display());
-        return Err(Failure::new(ErrorKind::NotFound, message).with_hint(
+        return Err(CommandFailure::new(ErrorKind::NotFound, message).with_hint(
             "a new node takes its settings from one that is there: put one node's folder back",
         ));
     };
@@ -68,7 +70,7 @@ pub fn run(options: &AddNode) -> Outcome {
         let folder = dir.join("nodes").join(node.name.as_str());
         if files::kind_of(&folder).is_ok() {
             let message = format!("{} exists", folder.display());
-            return Err(Failure::new(ErrorKind::Exists, message)
+            return Err(CommandFailure::new(ErrorKind::Exists, message)
                 .with_hint("files of a cluster are never written over: move it away"));
         }
         let file = dir.join("nodes").join(node.name.as_str()).join(FILE_NAME);
@@ -79,7 +81,7 @@ pub fn run(options: &AddNode) -> Outcome {
         texts.push(Text { role: Role::Node, name: node.name.clone(), file, text });
     }
     texts.iter().try_for_each(|text| write_member(dir, &authority, text)).inspect_err(|_| {
-        // All of them are new.
+        // All these folders are new, so removing them loses nothing.
         for folder in texts.iter().filter_map(|text| text.file.parent()) {
             files::remove_folder(folder);
         }
@@ -88,21 +90,21 @@ pub fn run(options: &AddNode) -> Outcome {
     Ok(Box::new(Added { dir: dir.clone(), nodes: options.nodes.clone(), like }))
 }
 
-fn authority(dir: &Path) -> Result<Authority, Failure> {
+fn authority(dir: &Path) -> Result<Authority, CommandFailure> {
     let ca = dir.join("ca");
-    let hint = |failure: Failure| {
+    let hint = |failure: CommandFailure| {
         failure.with_hint(
             "DIR is the folder that `cluster init` made; its `ca` decides who is in the cluster",
         )
     };
     let cert = files::read_certificate(&ca.join("ca.pem")).map_err(hint)?;
     let key = files::read_secret(&ca.join("key.pem")).map_err(hint)?;
-    let failed = |error: IdentityError| Failure::of(error.kind(), &error);
+    let failed = |error: IdentityError| CommandFailure::of(error.kind(), &error);
     Authority::from_pem(&cert, &key).map_err(failed)
 }
 
-/// The nodes whose folders are there, by name.
-fn known(dir: &Path, authority: &Authority) -> Result<Vec<Known>, Failure> {
+/// Returns the nodes whose folders exist, sorted by name.
+fn known(dir: &Path, authority: &Authority) -> Result<Vec<Known>, CommandFailure> {
     let mut known = Vec::new();
     for (folder, kind) in files::entries(&dir.join("nodes"))?.into_iter().take(MAX_FOLDERS) {
         let file = folder.join(FILE_NAME);
@@ -119,10 +121,13 @@ fn known(dir: &Path, authority: &Authority) -> Result<Vec<Known>, Failure> {
                 file.display(),
                 dir.join("ca").display()
             );
-            return Err(Failure::new(ErrorKind::Invalid, message));
+            return Err(CommandFailure::new(ErrorKind::Invalid, message));
         }
         let mut settings = text.parse::<Table>().map_err(|error| {
-            Failure::new(ErrorKind::Invalid, format!("{}: {}", file.display(), error.message()))
+            CommandFailure::new(
+                ErrorKind::Invalid,
+                format!("{}: {}", file.display(), error.message()),
+            )
         })?;
         for own in OWN {
             take(&mut settings, own);
@@ -138,7 +143,7 @@ fn known(dir: &Path, authority: &Authority) -> Result<Vec<Known>, Failure> {
     Ok(known)
 }
 
-fn check(nodes: &[NewNode], known: &[Known]) -> Result<(), Failure> {
+fn check(nodes: &[NewNode], known: &[Known]) -> Result<(), CommandFailure> {
     let mut names: BTreeSet<&str> = known.iter().map(|node| node.name.as_str()).collect();
     let mut addresses: BTreeSet<&str> = known.iter().map(|node| node.address.as_str()).collect();
     for node in nodes {
@@ -148,7 +153,7 @@ fn check(nodes: &[NewNode], known: &[Known]) -> Result<(), Failure> {
         ];
         if let Some((what, _, value)) = taken.into_iter().find(|(_, is_new, _)| !is_new) {
             let message = format!("there is a node with the {what} {value} already");
-            return Err(Failure::new(ErrorKind::Exists, message).with_hint(
+            return Err(CommandFailure::new(ErrorKind::Exists, message).with_hint(
                 "a node whose disk was lost keeps its name and folder: start it with an empty data folder",
             ));
         }
@@ -170,11 +175,11 @@ fn text(authority: &Authority, node: &NewNode, seeds: &[String], settings: &Tabl
     }
     let seeds: Vec<String> = seeds.iter().map(|seed| quoted(seed)).collect();
     out.push_str(&format!("seeds = [{}]\n", seeds.join(", ")));
-    // A table of texts, numbers, switches and lists is always TOML.
+    // A table of strings, numbers, booleans and lists can always be serialized.
     out + &toml::to_string(settings).unwrap_or_default()
 }
 
-/// Takes `section.name` or `name` out.
+/// Removes the setting `section.name` or `name`.
 fn take(settings: &mut Table, key: &str) {
     let Some((section, name)) = key.split_once('.') else {
         settings.remove(key);
@@ -205,7 +210,7 @@ impl Added {
     }
 }
 
-impl Answer for Added {
+impl CommandOutput for Added {
     fn json(&self) -> Map<String, Value> {
         let node = |node: &NewNode| json!({ "name": node.name, "address": node.address.as_str(), "config": self.config(node) });
         let nodes: Vec<Value> = self.nodes.iter().map(node).collect();
@@ -223,7 +228,7 @@ impl Answer for Added {
         }
         let step = paint.tint(Tint::Cyan, "rapidraid node --config NAME/rapidraid.toml");
         out + &format!(
-            "\nTheir settings are those of {}.\nNext: copy each folder to its machine and run there {step}.\nIt is a member when it has registered (`rapidraid status`); new checkpoints use it from then on, older ones stay where they are.\n",
+            "\nTheir settings are those of {}.\nNext: copy each folder to its machine and run there {step}.\nA node is a member once it has registered (`rapidraid status`); new checkpoints use it from then on, older ones stay where they are.\n",
             self.like
         )
     }

@@ -1,6 +1,7 @@
-//! What can be typed: commands, options, and the help that teaches them.
+//! The arguments of the command line: commands, options and their help.
 
 mod catalogue;
+mod cluster;
 mod staging;
 
 use std::collections::BTreeMap;
@@ -9,12 +10,12 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-pub use catalogue::{Catalogue, Move, Rebuild};
+pub use catalogue::{CatalogueCommand, Move, Rebuild};
+pub use cluster::{AddNode, Cluster, Init, RemoveNode};
 pub use staging::Stage;
 
-use super::printer::{Answer, Failure, Look, Printer};
-use super::words::{AnyStep, ByteRange, ExactStep, NewNode, Setting, Shape};
-use crate::id::PeerName;
+use super::printer::{CommandFailure, CommandOutput, Look, Printer};
+use super::words::{AnyStep, ByteRange, ExactStep, Setting, Shape};
 use crate::id::{Job, ShardName};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
@@ -24,12 +25,13 @@ use crate::wire::order::Codec;
 const START: &str = "\
 Start here:
   rapidraid demo                      a cluster of 16 nodes on this machine, from save to restore after 5 losses
-  rapidraid cluster init --help       a cluster of your own
+  rapidraid cluster init --help       create a cluster of your own
 
-Exit codes: 0 success, 1 an operation that failed (stderr says why and what to do), 2 wrong usage.
-Settings: options over RAPIDRAID_* variables over the configuration file over defaults.";
+Exit codes: 0 success, 1 a failed operation (stderr says why and what to do), 2 wrong usage.
+Settings: options override RAPIDRAID_* variables, which override the configuration file, which overrides the defaults.";
 
-/// Checkpoint storage for distributed trainers: replicate at once, archive in place by a chain of nodes.
+/// Checkpoint storage for distributed trainers: replicate at once, archive in place along a chain
+/// of nodes.
 #[derive(Debug, Parser)]
 #[command(name = "rapidraid", version, after_help = START, arg_required_else_help = true)]
 #[command(propagate_version = true, max_term_width = 110)]
@@ -37,7 +39,7 @@ pub struct Args {
     /// Print one JSON document on stdout and nothing else there (progress and errors stay on stderr)
     #[arg(long, global = true)]
     pub json: bool,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
@@ -45,46 +47,46 @@ pub struct Args {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Show everything on this machine: 16 nodes, save, archive, lose 5 nodes, restore
+    /// Show everything on this machine: start 16 nodes, save, archive, lose 5 nodes, restore
     Demo(Demo),
-    /// Make the files of a new cluster
+    /// Create a cluster, or change its members
     #[command(subcommand)]
     Cluster(Cluster),
     /// Run a storage node (the daemon)
-    Node(Node),
-    /// Run the staging daemon of a training host, or ask it
+    Node(NodeOptions),
+    /// Run the staging daemon of a training host, or query it
     Stage(Stage),
-    /// Store files and folders as one checkpoint; returns when it is committed
+    /// Store files and folders as one checkpoint; return when it is committed
     Save(Save),
     /// Turn the replicas of a checkpoint into coded pieces, in place
     Archive(Archive),
-    /// Write a checkpoint back to files, from whatever is left of it
+    /// Write a checkpoint back to files, from the replicas and pieces that are left
     Restore(Restore),
     /// List checkpoints
     Ls(Ls),
-    /// Show one checkpoint: its shards, their state and where they are
+    /// Show one checkpoint: its shards, their states and their nodes
     Show(Show),
     /// Remove a checkpoint
     Rm(Rm),
-    /// Have every copy of a checkpoint checked where it lies, and say how many nodes may still be lost
+    /// Make every node check its copies of a checkpoint, and say how many more nodes may be lost
     Verify(Verify),
-    /// Show the nodes: which live, what they hold and use
-    Status(Status),
-    /// Make a lost catalogue again, or move it
+    /// Show the nodes: which are up, what they hold and use
+    Status(StatusOptions),
+    /// Rebuild a lost catalogue, or move it to another daemon
     #[command(subcommand)]
-    Catalogue(Catalogue),
+    Catalogue(CatalogueCommand),
     /// List, show, search and certify erasure codes
     #[command(subcommand)]
-    Code(Code),
+    Code(CodeCommand),
 }
 
-/// Where a command finds its cluster.
+/// The options that say where a command finds its cluster.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Connect {
     /// The client's configuration [default: $RAPIDRAID_CONFIG, ./rapidraid.toml, ~/.config/rapidraid/rapidraid.toml]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// A setting over the file's, such as seeds=10.0.0.1:7440
+    /// Override a setting of the file, such as seeds=10.0.0.1:7440
     #[arg(long, value_name = "SETTING=VALUE")]
     pub set: Vec<Setting>,
 }
@@ -93,23 +95,23 @@ const DEMO: &str = "\
 Examples:
   rapidraid demo
   rapidraid demo --input model.safetensors
-  rapidraid demo --stay               leaves the nodes running and says what can be tried with them
+  rapidraid demo --stay               leaves the nodes running and suggests what to try with them
 
 With --json: schema, n, k, input_bytes, block_bytes, stripes, stored_bytes_replicated, stored_bytes_archived,
-save_s, archive_s, restore_s, killed (node names), verified, and hops: one entry a hop in the order of the chain,
-with the payload bytes that it received and sent, added up over all stripes, and the node that it ran on in the first.";
+save_s, archive_s, restore_s, killed (node names), verified, and hops: one entry for each hop in the order of the chain,
+with the payload bytes that it received and sent, summed over all stripes, and the node that it ran on in the first one.";
 
 /// Options of `demo`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = DEMO)]
 pub struct Demo {
-    /// Store this file instead of a made-up model
+    /// Store this file instead of a generated model
     #[arg(long, value_name = "FILE", conflicts_with = "size")]
     pub input: Option<PathBuf>,
-    /// Size of the made-up model
+    /// Size of the generated model
     #[arg(long, default_value = "256MiB")]
     pub size: ByteCount,
-    /// Decides the model's numbers and which nodes die
+    /// Seed of the model's numbers and of the choice of nodes that are killed
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Leave the cluster running at the end
@@ -120,96 +122,23 @@ pub struct Demo {
     pub dir: Option<PathBuf>,
 }
 
-/// What there is to do with a cluster as a whole.
-#[derive(Debug, Subcommand)]
-pub enum Cluster {
-    /// Make certificates and configurations for all nodes and a client
-    Init(Init),
-    /// Make the folders of further nodes, in the folder that `cluster init` made
-    AddNode(AddNode),
-    /// Take a node that is gone for good off the list of members
-    RemoveNode(RemoveNode),
-}
-
-const INIT: &str = "\
-Example:
-  rapidraid cluster init my-cluster \\
-      --node node-1=10.0.0.1:7440,north/r1 --node node-2=10.0.0.2:7440,north/r2 ...
-
-Then copy my-cluster/nodes/NAME to its machine and run there: rapidraid node --config NAME/rapidraid.toml
-my-cluster/client goes to whoever saves and restores; my-cluster/ca stays with you. The first node serves the catalogue.
-A code (n,k) needs n nodes: 16 for the default (16,11); with fewer, (14,10), (12,8) or (6,4) is used.";
-
-/// Options of `cluster init`.
-#[derive(Debug, clap::Args)]
-#[command(after_help = INIT)]
-pub struct Init {
-    /// The folder to make; it must not exist, or be empty
-    pub dir: PathBuf,
-    /// A node and where the others reach it, and its failure domain if it has one
-    #[arg(long = "node", value_name = "NAME=HOST:PORT[,ZONE/RACK]", required = true)]
-    pub nodes: Vec<NewNode>,
-    /// A setting to write into every node's file, such as memory=512MiB or code.block=16MiB
-    #[arg(long, value_name = "SETTING=VALUE")]
-    pub set: Vec<Setting>,
-}
-
-const ADD_NODE: &str = "\
-Example:
-  rapidraid cluster add-node my-cluster --node node-17=10.0.0.17:7440,north/r4
-
-It needs my-cluster/ca and the folder of one node, whose settings the new ones take. Then copy my-cluster/nodes/NAME to its machine
-and run there: rapidraid node --config NAME/rapidraid.toml";
-
-/// Options of `cluster add-node`.
-#[derive(Debug, clap::Args)]
-#[command(after_help = ADD_NODE)]
-pub struct AddNode {
-    /// The folder that `cluster init` made
-    pub dir: PathBuf,
-    /// A node and where the others reach it, and its failure domain if it has one
-    #[arg(long = "node", value_name = "NAME=HOST:PORT[,ZONE/RACK]", required = true)]
-    pub nodes: Vec<NewNode>,
-    /// A setting that is to be otherwise than with the others, such as memory=512MiB
-    #[arg(long, value_name = "SETTING=VALUE")]
-    pub set: Vec<Setting>,
-}
-
-const REMOVE_NODE: &str = "\
-Example:
-  rapidraid cluster remove-node node-17
-
-Its daemon must be stopped. While a checkpoint may lie on the node it is refused: what is there may be the last copy. A machine or disk
-that is lost is replaced under the same name, with an empty data folder; docs/operations.md says how.";
-
-/// Options of `cluster remove-node`.
-#[derive(Debug, clap::Args)]
-#[command(after_help = REMOVE_NODE)]
-pub struct RemoveNode {
-    /// The node's name
-    pub name: PeerName,
-    /// Where the cluster is.
-    #[command(flatten)]
-    pub connect: Connect,
-}
-
 const NODE: &str = "\
 Example:
   rapidraid node --config nodes/node-1/rapidraid.toml
 
-When it is ready it says so in one line on stderr. SIGTERM and SIGINT end it in order, a second one at once.";
+The node reports in one line on stderr that it is ready. SIGTERM or SIGINT stops it in order, a second signal at once.";
 
 /// Options of `node`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = NODE)]
-pub struct Node {
+pub struct NodeOptions {
     /// The node's configuration
     #[arg(long, value_name = "FILE", env = "RAPIDRAID_CONFIG")]
     pub config: PathBuf,
-    /// A setting over the file's, such as log.level=debug
+    /// Override a setting of the file, such as log.level=debug
     #[arg(long, value_name = "SETTING=VALUE")]
     pub set: Vec<Setting>,
-    /// Stop when stdin ends, so that no daemon outlives whoever started it
+    /// Stop when stdin ends, so that no daemon outlives the process that started it
     #[arg(long, hide = true)]
     pub stop_at_eof: bool,
 }
@@ -219,10 +148,10 @@ Examples:
   rapidraid save gpt/1200 model.safetensors optimizer.bin
   rapidraid save gpt/1300 out/step-1300
   rapidraid save gpt/1300 out/step-1300 --replace
-  rapidraid save gpt/1400 out/step-1400 --record gpt-1400.rr    what reads it back when no catalogue answers
+  rapidraid save gpt/1400 out/step-1400 --record gpt-1400.rr    writes the record for a restore without a catalogue
 
-A file becomes a shard of its file name, a folder becomes its tree: out/step-1300/rank0/a.bin is the shard rank0/a.bin.
-A folder's symbolic links are refused (name the files themselves), empty folders are not kept.";
+The shard of a file has the file's name. A folder is saved as a tree: out/step-1300/rank0/a.bin becomes the shard rank0/a.bin.
+Symbolic links in a folder are refused (name the files themselves); empty folders are not saved.";
 
 /// Options of `save`.
 #[derive(Debug, clap::Args)]
@@ -231,22 +160,23 @@ pub struct Save {
     /// The job and the step's number
     #[arg(value_name = "JOB/STEP")]
     pub step: ExactStep,
-    /// Files and folders
+    /// The files and folders to save
     #[arg(value_name = "PATH", required = true)]
     pub paths: Vec<PathBuf>,
-    /// Replace the step if it exists; the old one stays readable until the new one is committed
+    /// Replace the step if it exists; the old save stays readable until the new one is committed
     #[arg(long)]
     pub replace: bool,
-    /// Wait while another client saves the step; without it that is an error
+    /// Wait while another client saves the step, instead of failing
     #[arg(long)]
     pub wait: bool,
-    /// Save files that change meanwhile, too: some of their bytes may be older than others
+    /// Also save files that change during the save; their bytes may then be from different moments
     #[arg(long)]
     pub allow_changing: bool,
-    /// Write what `restore --record` needs to read this save without a catalogue; the file must not exist
+    /// Write a record with which `restore --record` reads this save without a catalogue; the file
+    /// must not exist
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
@@ -257,13 +187,13 @@ Examples:
   rapidraid archive gpt/latest --trace hops.json    open hops.json in ui.perfetto.dev or chrome://tracing
   rapidraid archive gpt/1200 --plan star --codec reed-solomon-erasure
 
-A node does the work; this command watches, and may be interrupted and run again.
+A node does the work; this command shows its progress, and may be interrupted and run again.
 Plans: chain        every node receives one stream and sends one on (RapidRAID)
-       star         a node with two blocks codes for all
-       naive-star   the coder fetches every block whatever it has (the paper's baseline)
-       striped-star the coder changes from range to range
-       random-star  as naive-star, the coder drawn from those that keep parities
-The stars make the classical Reed-Solomon code and leave one replica of each block in place.";
+       star         one node, which has two blocks, computes all parity
+       naive-star   the coder fetches every block, even those it has (the paper's baseline)
+       striped-star the coder rotates from range to range
+       random-star  as naive-star, with a coder drawn at random from the nodes that store parity
+The stars use the classical Reed-Solomon code and keep one replica of each block as a piece.";
 
 /// Options of `archive`.
 #[derive(Debug, clap::Args)]
@@ -272,24 +202,24 @@ pub struct Archive {
     /// The job, and the step's number or `latest`
     #[arg(value_name = "JOB/STEP")]
     pub step: AnyStep,
-    /// How blocks become pieces
+    /// The plan that turns blocks into pieces
     #[arg(long, value_enum, default_value_t = PlanWord::Chain)]
     pub plan: PlanWord,
-    /// What multiplies
+    /// The implementation of the arithmetic
     #[arg(long, value_enum, default_value_t = CodecWord::Kernel)]
     pub codec: CodecWord,
-    /// Stripes at once; 0 leaves it to the node
+    /// Number of stripes archived at the same time; 0 lets the node choose
     #[arg(long, default_value_t = 0)]
     pub parallel: u16,
     /// Write the times of all hops as a Chrome trace; the file must not exist
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
 
-/// [`PlanChoice`] as it is typed.
+/// The names of [`PlanChoice`] on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[expect(missing_docs, reason = "the help of `archive` has them")]
 pub enum PlanWord {
@@ -312,10 +242,10 @@ impl From<PlanWord> for PlanChoice {
     }
 }
 
-/// [`Codec`] as it is typed.
+/// The names of [`Codec`] on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum CodecWord {
-    /// Fused kernels of this program
+    /// The fused kernels of this program
     Kernel,
     /// The crate of that name, for stars only
     ReedSolomonErasure,
@@ -335,10 +265,10 @@ Examples:
   rapidraid restore gpt/latest --out resumed
   rapidraid restore gpt/1200 --out resumed --force
   rapidraid restore gpt/1200 --out part --shard rank0/a.bin --range 1MiB..2MiB
-  rapidraid restore --record gpt-1400.rr --out resumed          no catalogue is asked, only nodes with the data
+  rapidraid restore --record gpt-1400.rr --out resumed          asks only the nodes with the data, no catalogue
 
-Every byte is checked before it is written. Files appear under their names when they are whole; files that are there
-already are refused without --force, before anything is written.";
+Every byte is verified before it is written. A file appears under its name only when it is complete. Without --force, existing
+files are refused before anything is written.";
 
 /// Options of `restore`.
 #[derive(Debug, clap::Args)]
@@ -347,22 +277,23 @@ pub struct Restore {
     /// The job, and the step's number or `latest`
     #[arg(value_name = "JOB/STEP", required_unless_present = "record", conflicts_with = "record")]
     pub step: Option<AnyStep>,
-    /// Restore the save whose record `save --record` wrote; not if it was removed or replaced since
+    /// Restore the save whose record `save --record` wrote; fails if it was removed or replaced
+    /// since
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
-    /// The folder to write to; it is made when it is missing
+    /// The folder to write to; it is created if it is missing
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// Only this shard
+    /// Restore only this shard
     #[arg(long, value_name = "NAME")]
     pub shard: Option<ShardName>,
-    /// Only these bytes of the shard; B is not included
+    /// Restore only these bytes of the shard; B is not included
     #[arg(long, value_name = "A..B", requires = "shard")]
     pub range: Option<ByteRange>,
     /// Replace files that exist
     #[arg(long)]
     pub force: bool,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
@@ -371,9 +302,9 @@ pub struct Restore {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  rapidraid ls\n  rapidraid ls gpt --json")]
 pub struct Ls {
-    /// Only the steps of this job
+    /// List only the steps of this job
     pub job: Option<Job>,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
@@ -381,15 +312,15 @@ pub struct Ls {
 const VERIFY: &str = "\
 Examples:
   rapidraid verify gpt/1200
-  rapidraid verify gpt/latest --mend     damaged replicas are made good again
+  rapidraid verify gpt/latest --mend     repairs damaged replicas, too
   rapidraid verify gpt/1200 --quick      reads one copy of everything, as a restore does
 
 Every node reads its replicas, pieces and records of the checkpoint from its disk; no data crosses
-the network. Damage is noted there, and `status` shows it; verify itself moves and changes no file.
-Nodes mend replicas that they know to be damaged within the hour, with --mend at once. The exit
-code is 1 when something is damaged or missing on a node that answers, when such a node could not
-examine a stripe (failures), or when it is not certain that the checkpoint can be read. The step
-may be `latest`, the greatest that is committed.
+the network. Each node notes the damage it finds, and `status` shows it; verify itself moves and
+changes no file. Nodes repair replicas that they know to be damaged within the hour, with --mend at
+once. The exit code is 1 when something is damaged or missing on a node that answers, when such a
+node could not examine a stripe (failures), or when it is not certain that the checkpoint can be
+read. The step may be `latest`, the committed step with the greatest number.
 
 With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node,
 reason), failures (as away), faults (node, shard, stripe, part, wrong), fault_count, lacking and
@@ -404,13 +335,14 @@ pub struct Verify {
     /// The job, and the step's number or `latest`
     #[arg(value_name = "JOB/STEP")]
     pub step: AnyStep,
-    /// Have damaged replicas mended from good grains; damaged pieces are not made again yet
+    /// Repair damaged replicas from good grains; damaged pieces are not rebuilt yet
     #[arg(long, conflicts_with = "quick")]
     pub mend: bool,
-    /// Read one copy of everything through this client instead; nodes whose copies turn out to be damaged are told, and mend replicas
+    /// Read one copy of everything through this client instead; nodes learn which of their copies
+    /// are damaged, and repair replicas
     #[arg(long)]
     pub quick: bool,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
@@ -421,16 +353,16 @@ pub struct Verify {
     after_help = "Examples:\n  rapidraid show gpt/latest\n  rapidraid show gpt/1200 --tensors --names 'model/layers.0.*'"
 )]
 pub struct Show {
-    /// The job, and the step's number or `latest`, the greatest that is committed
+    /// The job, and the step's number or `latest`, the committed step with the greatest number
     #[arg(value_name = "JOB/STEP")]
     pub step: AnyStep,
     /// List the tensors and values that a trainer saved: name, type, shape, regions and bytes
     #[arg(long)]
     pub tensors: bool,
-    /// List only names that fit: `*` stands for any text, `?` for one character
+    /// List only names that match: `*` stands for any text, `?` for one character
     #[arg(long, value_name = "GLOB", requires = "tensors")]
     pub names: Option<String>,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
@@ -439,13 +371,13 @@ pub struct Show {
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Example:\n  rapidraid rm gpt/1200\n\nThe step is given by its number: `latest` \
-changes while one types."
+could change before the command runs."
 )]
 pub struct Rm {
     /// The job and the step's number
     #[arg(value_name = "JOB/STEP")]
     pub step: ExactStep,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
@@ -453,40 +385,40 @@ pub struct Rm {
 /// Options of `status`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  rapidraid status\n  rapidraid status --json")]
-pub struct Status {
-    /// Where the cluster is.
+pub struct StatusOptions {
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
 
-/// What there is to do with codes.
+/// The commands for erasure codes.
 #[derive(Debug, Subcommand)]
-pub enum Code {
-    /// List the codes that this program has
+pub enum CodeCommand {
+    /// List the codes of this program
     List,
-    /// Show a code: its chain, its coefficients, and how many losses it does not survive
+    /// Show a code: its chain, its coefficients, and the losses that it does not survive
     #[command(
         after_help = "Examples:\n  rapidraid code show 16,11\n  rapidraid code show 16,11 --paper-order"
     )]
     Show {
-        /// Pieces and blocks
+        /// Number of pieces and of blocks
         #[arg(value_name = "N,K")]
         shape: Shape,
-        /// The chain visits the nodes in the order of the paper
+        /// Visit the nodes in the order of the paper
         #[arg(long)]
         paper_order: bool,
     },
     /// Search for an order and coefficients without a dependent subset
     #[command(after_help = "Example:\n  rapidraid code search 10,7 --seed 3 --json > code.json")]
     Search {
-        /// Pieces and blocks
+        /// Number of pieces and of blocks
         #[arg(value_name = "N,K")]
         shape: Shape,
-        /// Another seed finds another code
+        /// Seed of the search; another seed finds another code
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
-    /// Read a code from the JSON of `show` or `search`, and count again all that it claims
+    /// Read a code from the JSON of `show` or `search`, and recount all that it claims
     #[command(
         after_help = "Example:\n  rapidraid code show 16,11 --json > code.json\n  rapidraid code certify code.json"
     )]
@@ -496,10 +428,10 @@ pub enum Code {
     },
 }
 
-/// Nothing: only failures pass here.
+/// An output that never exists, for a printer that prints failures only.
 struct Never;
 
-impl Answer for Never {
+impl CommandOutput for Never {
     fn json(&self) -> serde_json::Map<String, serde_json::Value> {
         serde_json::Map::new()
     }
@@ -508,8 +440,8 @@ impl Answer for Never {
     }
 }
 
-/// Reads the arguments. When there is nothing to run (help, version, wrong usage) everything is printed and the exit
-/// code comes back.
+/// Parses the arguments. If there is nothing to run (help, version, wrong usage), prints the text
+/// or error and returns the exit code as `Err`.
 pub fn parse(
     args: impl Iterator<Item = OsString>,
     env: &BTreeMap<String, String>,
@@ -524,13 +456,13 @@ pub fn parse(
         clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion
     );
     if helps || !args.iter().any(|arg| arg == "--json") {
-        // Whoever does not read the help misses nothing.
+        // A failure to print the help has no consequence, so it is ignored.
         let _ = error.print();
         return Err(if helps { 0 } else { 2 });
     }
     let text = error.render().to_string();
     let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-    let failure = Failure::new(ErrorKind::Invalid, message);
+    let failure = CommandFailure::new(ErrorKind::Invalid, message);
     Err(Printer::of_process(Look::of_process(true, env)).finish::<Never>(Err(&failure)))
 }
 

@@ -1,12 +1,12 @@
-//! `catalogue rebuild` and `catalogue move`: who serves the catalogue from now on.
+//! `catalogue rebuild` and `catalogue move`: the commands that choose the catalogue server.
 
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
 use super::args::{Move, Rebuild};
-use super::printer::Answer;
-use super::progress::Progress;
+use super::printer::CommandOutput;
+use super::progress::ProgressLine;
 use super::table::{Paint, shown};
 use super::transfer::counted;
 use super::{Front, Outcome, connect};
@@ -15,12 +15,12 @@ use crate::clock::{Clock, SystemClock};
 use crate::net::Address;
 use crate::wire::calls::{MoveCatalogueAnswer, RebuildAnswer};
 
-/// How often the display moves.
+/// Interval at which the display is updated.
 const TICK: Duration = Duration::from_millis(500);
-/// Entries of each list that are printed; JSON has them all.
+/// Maximum number of entries of each list that are printed; JSON has them all.
 const LISTED: usize = 20;
 
-/// The command `catalogue rebuild`.
+/// Runs the command `catalogue rebuild`.
 pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let on = options.on.map(|host_port| Address { host_port, node: None });
@@ -30,7 +30,7 @@ pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
     Ok(Box::new(Rebuilt(answer.map_err(|error| connect::failure(&error))?)))
 }
 
-/// The command `catalogue move`.
+/// Runs the command `catalogue move`.
 pub async fn move_to(front: &mut Front, options: Move) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let on = Address { host_port: options.on, node: None };
@@ -39,14 +39,15 @@ pub async fn move_to(front: &mut Front, options: Move) -> Outcome {
     Ok(Box::new(Moved(answer.map_err(|error| connect::failure(&error))?)))
 }
 
-/// How much there is to do is not known before it is done: what moves is the clock.
+/// Awaits `work` and shows the elapsed time meanwhile. The amount of work is not known before it
+/// ends.
 async fn watched<T>(
     front: &Front,
     what: &str,
     work: impl Future<Output = Result<T, ClientError>>,
 ) -> Result<T, ClientError> {
     let (clock, progress) =
-        (SystemClock::new(), Progress::new(front.printer.look().watched, what, None));
+        (SystemClock::new(), ProgressLine::new(front.printer.look().watched, what, None));
     tokio::pin!(work);
     loop {
         tokio::select! {
@@ -58,7 +59,7 @@ async fn watched<T>(
 
 struct Moved(MoveCatalogueAnswer);
 
-impl Answer for Moved {
+impl CommandOutput for Moved {
     fn json(&self) -> Map<String, Value> {
         let MoveCatalogueAnswer { epoch, home, from, entries } = &self.0;
         let fields = json!({ "epoch": epoch, "home": home, "from": from, "entries": entries });
@@ -76,7 +77,7 @@ impl Answer for Moved {
 
 struct Rebuilt(RebuildAnswer);
 
-impl Answer for Rebuilt {
+impl CommandOutput for Rebuilt {
     fn json(&self) -> Map<String, Value> {
         let answer = &self.0;
         let damaged: Vec<String> = answer.damaged.iter().map(ToString::to_string).collect();
@@ -91,7 +92,7 @@ impl Answer for Rebuilt {
     fn text(&self, _: Paint) -> String {
         let answer = &self.0;
         let mut text = format!(
-            "The catalogue was made again: epoch {}, served by {}.\n  {} with {}, read from {}\n",
+            "The catalogue was rebuilt: epoch {}, served by {}.\n  {} with {}, read from {}\n",
             answer.epoch,
             answer.home,
             counted(answer.steps.into(), "checkpoint"),
@@ -101,13 +102,13 @@ impl Answer for Rebuilt {
         if answer.orphans > 0 {
             let saves = counted(answer.orphans.into(), "save");
             text.push_str(&format!(
-                "  {saves} that never committed, or were removed, will be swept\n"
+                "  {saves} that never committed, or were removed, will be purged\n"
             ));
         }
         let missing: Vec<String> = answer.missing.iter().map(ToString::to_string).collect();
         let damaged: Vec<String> = answer.damaged.iter().map(ToString::to_string).collect();
         let lists = [
-            ("not reached; what they alone know is not in it", &missing),
+            ("not reached; facts that only these nodes know are not in the catalogue", &missing),
             ("checkpoints that could not be brought back", &answer.incomplete),
             ("stripes of which too little was found to read them now", &damaged),
         ];

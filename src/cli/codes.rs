@@ -1,18 +1,18 @@
-//! `code`: what erasure codes there are, how good they are, and whether that is true.
+//! `code`: lists, shows, searches and certifies erasure codes.
 
 use serde_json::{Map, Value};
 
-use super::args::Code as CodeCommand;
+use super::args::CodeCommand;
 use super::picture::{self, Stop, Style};
-use super::printer::{Answer, Failure};
+use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Table, Tint};
 use super::{Front, Outcome, files};
 use crate::code::show::{CodeReport, MAX_REPORT_BYTES, certify};
 use crate::code::{ChainCode, Code, CodeError, search, table};
 
-/// The command.
+/// Runs the command `code`.
 pub fn run(front: &mut Front, command: CodeCommand) -> Outcome {
-    let failed = |error: CodeError| Failure::of(error.kind(), &error);
+    let failed = |error: CodeError| CommandFailure::of(error.kind(), &error);
     let style = Style::of_env(&front.env, front.printer.paint());
     let one = |code: ChainCode, title: &str| -> Outcome {
         let report = CodeReport::of(&Code::Chain(code)).map_err(failed)?;
@@ -31,10 +31,11 @@ pub fn run(front: &mut Front, command: CodeCommand) -> Outcome {
         CodeCommand::Show { shape, paper_order: false } => match table::find(shape.n, shape.k) {
             Some(code) => one(code.clone(), "certified"),
             None => {
-                // Parameters that no code has are another failure than a code that nobody has found yet.
+                // Parameters that no code can have are a different failure from a code that is not
+                // known yet.
                 crate::code::Layout::new(shape.n, shape.k).map_err(failed)?;
                 let message = format!("there is no certified code ({},{}) here", shape.n, shape.k);
-                Err(Failure::new(crate::kind::ErrorKind::NotFound, message).with_hint(format!(
+                Err(CommandFailure::new(crate::kind::ErrorKind::NotFound, message).with_hint(format!(
                     "`rapidraid code list` shows what there is, `rapidraid code search {},{}` looks for one",
                     shape.n, shape.k
                 )))
@@ -68,7 +69,7 @@ fn document(report: &CodeReport) -> Map<String, Value> {
 
 struct All(Vec<CodeReport>);
 
-impl Answer for All {
+impl CommandOutput for All {
     fn json(&self) -> Map<String, Value> {
         let codes = self.0.iter().map(|report| Value::Object(document(report))).collect();
         Map::from_iter([("codes".to_owned(), Value::Array(codes))])
@@ -99,12 +100,12 @@ impl Answer for All {
                 paper.map_or_else(|_| String::new(), |count| count.to_string()),
             ]);
         }
-        let counted = "Counted now, over all k-subsets of pieces. A subset is dependent when the blocks do not come back from it.\n";
+        let counted = "Counted now, over all k-subsets of pieces. A subset is dependent when the blocks cannot be computed from it.\n";
         format!("{}\n{}", table.render(paint), paint.tint(Tint::Dim, counted))
     }
 }
 
-/// Any n-k losses, if no subset is dependent.
+/// Returns the losses that the code survives as text: any n-k losses if no subset is dependent.
 fn survived(code: &CodeReport) -> String {
     match code.dependent_subsets {
         0 => format!("any {}", code.n.saturating_sub(code.k)),
@@ -118,7 +119,7 @@ struct One {
     style: Style,
 }
 
-impl Answer for One {
+impl CommandOutput for One {
     fn json(&self) -> Map<String, Value> {
         document(&self.report)
     }
@@ -158,7 +159,7 @@ impl Answer for One {
                 "first k pieces",
                 if code.walkable {
                     format!(
-                        "give the blocks back hop by hop: {} multiplications a byte (dense matrix: {})",
+                        "rebuild the blocks hop by hop: {} multiplications a byte (dense matrix: {})",
                         count(code.multiplications_first_k),
                         count(code.multiplications_dense)
                     )
@@ -184,7 +185,7 @@ impl Answer for One {
                 if of.sparse { "steps" } else { "matrix" }.to_owned(),
             ]);
         }
-        out.push_str("\nbringing all blocks back when the first pieces are missing (cost in products of a vector and a constant)\n");
+        out.push_str("\ncomputing all blocks when the first pieces are missing (cost in products of a vector and a constant)\n");
         out.push_str(&costs.render(paint));
         let list = |coefs: &[u8]| {
             coefs.iter().map(|coef| format!("{coef:3}")).collect::<Vec<_>>().join(" ")

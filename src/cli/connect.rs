@@ -1,7 +1,8 @@
-//! From a configuration file to a connection: which file, which identity, which node answers.
+//! The way from a configuration file to a connected client: the file, the identity, and a node that
+//! answers.
 //!
-//! It promises that a cluster that does not answer is an error within [`CONNECT_LIMIT`] that names the seeds that were
-//! tried and the file that they come from.
+//! If no node answers, the commands here return an error within [`CONNECT_LIMIT`] that names the
+//! seeds that were tried and the file that lists them.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -9,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::args::Connect;
-use super::printer::Failure;
+use super::printer::CommandFailure;
 use super::words::Setting;
 use super::{files, known_nodes};
 use crate::client::{Client, ClientError, join_some};
@@ -18,38 +19,41 @@ use crate::config::{ClientConfig, ConfigError, MAX_FILE_BYTES, Membership, Sourc
 use crate::kind::ErrorKind;
 use crate::net::identity::Identity;
 
-/// How long the seeds may take together to answer.
+/// Maximum total time for the seeds to answer.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
-/// How long connections may take to close.
+/// Maximum time for connections to close.
 const CLOSE_LIMIT: Duration = Duration::from_millis(200);
-/// How long a question may take whose answer is no work, such as a list.
+/// Maximum time for a request without long work, such as a list.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// A failure of the client library, with its own hint where it has one.
-pub fn failure(error: &ClientError) -> Failure {
-    let failure = Failure::of(error.kind(), error);
+/// Converts an error of the client library, with its own hint if it has one.
+pub fn failure(error: &ClientError) -> CommandFailure {
+    let failure = CommandFailure::of(error.kind(), error);
     match error.hint() {
         Some(hint) => failure.with_hint(hint),
         None => failure,
     }
 }
 
-/// A failure of a configuration: mend the file.
-pub fn config_failure(error: &ConfigError) -> Failure {
-    Failure::of(error.kind(), error)
+/// Converts an error of a configuration. The hint names the page that lists all settings.
+pub fn config_failure(error: &ConfigError) -> CommandFailure {
+    CommandFailure::of(error.kind(), error)
         .with_hint("docs/configuration.md has every setting with its range")
 }
 
-/// Settings from the command line, by name; the last one wins.
+/// Returns the settings of the command line by name. The last value of a setting wins.
 pub fn options(set: &[Setting]) -> BTreeMap<String, String> {
     set.iter().map(|setting| (setting.key.clone(), setting.value.clone())).collect()
 }
 
-/// The client's configuration and the file that it is from.
+/// Reads the client's configuration. Returns it with the path of its file.
+///
+/// Returns `NotFound` if none of the candidate files exists. The nodes of the file `known-nodes`
+/// beside the configuration are added to its seeds.
 pub fn client_config(
     connect: &Connect,
     env: &BTreeMap<String, String>,
-) -> Result<(PathBuf, ClientConfig), Failure> {
+) -> Result<(PathBuf, ClientConfig), CommandFailure> {
     let candidates = ClientConfig::candidates(connect.config.as_deref(), env);
     let last = candidates.len().saturating_sub(1);
     for (at, file) in candidates.iter().enumerate() {
@@ -72,24 +76,25 @@ pub fn client_config(
     }
     let tried: Vec<String> = candidates.iter().map(|file| file.display().to_string()).collect();
     let message = format!("there is no configuration of a client: looked for {}", tried.join(", "));
-    Err(Failure::new(ErrorKind::NotFound, message).with_hint(
+    Err(CommandFailure::new(ErrorKind::NotFound, message).with_hint(
         "name it with --config or RAPIDRAID_CONFIG; `rapidraid cluster init` writes one as client/rapidraid.toml",
     ))
 }
 
-/// Who this process is, from the files of its configuration.
-pub fn identity(membership: &Membership) -> Result<Identity, Failure> {
+/// Reads the identity of this process from the files that its configuration names. Returns `Denied`
+/// if the certificate names another cluster or another name than the configuration.
+pub fn identity(membership: &Membership) -> Result<Identity, CommandFailure> {
     let ca = files::read_certificate(&membership.ca)?;
     let certificate = files::read_certificate(&membership.certificate)?;
     let key = files::read_secret(&membership.key)?;
     let identity = Identity::from_pem(&ca, &certificate, &key)
-        .map_err(|error| Failure::of(error.kind(), &error))?;
+        .map_err(|error| CommandFailure::of(error.kind(), &error))?;
     let wrong = |what: &str, file: &str, certificate: &dyn std::fmt::Display| {
         let path = membership.certificate.display();
         let message = format!(
             "the configuration says {what} {file}, the certificate {path} says {certificate}"
         );
-        Err(Failure::new(ErrorKind::Denied, message))
+        Err(CommandFailure::new(ErrorKind::Denied, message))
     };
     if identity.cluster() != membership.cluster {
         return wrong("cluster", &membership.cluster.to_string(), &identity.cluster());
@@ -100,17 +105,21 @@ pub fn identity(membership: &Membership) -> Result<Identity, Failure> {
     Ok(identity)
 }
 
-/// A client of the cluster that the configuration names.
-pub async fn client(connect: &Connect, env: &BTreeMap<String, String>) -> Result<Client, Failure> {
+/// Connects a client to the cluster that the configuration names.
+pub async fn client(
+    connect: &Connect,
+    env: &BTreeMap<String, String>,
+) -> Result<Client, CommandFailure> {
     client_beside(connect, env, Vec::new()).await
 }
 
-/// The same, when `others` may answer too.
+/// Connects a client as [`client`] does. The addresses in `others` are tried in addition to the
+/// seeds.
 pub async fn client_beside(
     connect: &Connect,
     env: &BTreeMap<String, String>,
     others: Vec<String>,
-) -> Result<Client, Failure> {
+) -> Result<Client, CommandFailure> {
     let (file, config) = client_config(connect, env)?;
     let identity = identity(&config.membership)?;
     let mut seeds: Vec<String> = config.membership.seeds.iter().map(ToString::to_string).collect();
@@ -127,28 +136,32 @@ pub async fn client_beside(
             Ok(client)
         }
         Ok(Err(error)) if error.kind().is_transient() => {
-            Err(Failure::of(error.kind(), &error).with_hint(hint))
+            Err(CommandFailure::of(error.kind(), &error).with_hint(hint))
         }
         Ok(Err(error)) => Err(failure(&error)),
         Err(elapsed) => {
             let message = format!("no node answers: {elapsed} from {tried}");
-            Err(Failure::new(ErrorKind::Unavailable, message).with_hint(hint))
+            Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint(hint))
         }
     }
 }
 
-/// Lets a client go. Nodes that are dead take no leave: that is not waited for.
+/// Closes a client. Dead nodes do not acknowledge the close, so the wait is limited to
+/// [`CLOSE_LIMIT`].
 pub async fn close(client: &Client) {
     let _ = deadline(&*SystemClock::new(), CLOSE_LIMIT, client.close()).await;
 }
 
-/// Asks something whose answer is no work.
-pub async fn ask<T>(question: impl Future<Output = Result<T, ClientError>>) -> Result<T, Failure> {
+/// Awaits a request without long work, for at most [`ANSWER_LIMIT`].
+pub async fn ask<T>(
+    question: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, CommandFailure> {
     match deadline(&*SystemClock::new(), ANSWER_LIMIT, question).await {
         Ok(answer) => answer.map_err(|error| failure(&error)),
         Err(elapsed) => {
-            let message = format!("{elapsed}: the catalogue, or the way to it, is not available");
-            Err(Failure::new(ErrorKind::Timeout, message))
+            let message =
+                format!("{elapsed}: the catalogue server does not answer or cannot be reached");
+            Err(CommandFailure::new(ErrorKind::Timeout, message))
         }
     }
 }

@@ -1,9 +1,9 @@
-//! The files and variables that the command line itself reads and writes: configurations, certificates, keys, what
-//! is to be saved. Data folders are the store's.
+//! The files and variables that the command line itself reads and writes: configurations,
+//! certificates, keys, and the files that are saved and restored. Data folders belong to the store.
 //!
-//! It promises that nothing is read without a bound, that a secret is refused when others can read it, and that a
-//! file that exists is never written over.
-#![allow(clippy::disallowed_methods)] // the binary's front asks the system for its own files
+//! Guarantees: configurations, certificates and keys are read up to a limit; a secret that others
+//! can read is refused; [`write_new`] and [`create_new`] never overwrite a file.
+#![allow(clippy::disallowed_methods)] // the command line reads and writes its own files
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -13,19 +13,19 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::printer::Failure;
+use super::printer::CommandFailure;
 use crate::kind::ErrorKind;
 use crate::net::identity::check_secret_file_mode;
 
-/// Certificates and keys are a few kilobytes.
+/// Maximum size of a certificate or key file; these files have a few kilobytes.
 const MAX_PEM_BYTES: usize = 64 << 10;
 
-/// The mode of a file that everybody may read.
+/// The mode of a file that every user may read.
 pub const PUBLIC: u32 = 0o644;
 /// The mode of a file with a secret.
 pub const SECRET: u32 = 0o600;
 
-/// The environment, as far as it is text: nothing of ours has another form.
+/// Returns the environment variables that are valid UTF-8. All variables of this program are.
 pub fn environment() -> BTreeMap<String, String> {
     let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
         Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -33,23 +33,24 @@ pub fn environment() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Lets this process open as many files as the system would let it, where a shell grants less: the shards of a checkpoint are open
-/// together.
+/// Raises this process's limit of open files to the maximum that the system allows, because the
+/// shards of a checkpoint are open at the same time. A shell often grants less.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
-    // Where it is refused the old limit stays, and the file that cannot be opened is named.
+    // If the system refuses, the old limit stays, and the error names the file that cannot be
+    // opened.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// What the system said about `path`, as a failure.
-pub fn io_failure(verb: &str, path: &Path, error: &io::Error) -> Failure {
+/// Converts an error of the system about `path`.
+pub fn io_failure(verb: &str, path: &Path, error: &io::Error) -> CommandFailure {
     let kind = match error.kind() {
         io::ErrorKind::NotFound => ErrorKind::NotFound,
         io::ErrorKind::AlreadyExists => ErrorKind::Exists,
         io::ErrorKind::PermissionDenied => ErrorKind::Denied,
         _ => ErrorKind::Io,
     };
-    let failure = Failure::new(kind, format!("cannot {verb} {}: {error}", path.display()));
+    let failure = CommandFailure::new(kind, format!("cannot {verb} {}: {error}", path.display()));
     match kind {
         ErrorKind::NotFound => failure.with_hint("check the path"),
         ErrorKind::Denied => failure.with_hint("check who owns it and who may use it (ls -l)"),
@@ -57,68 +58,71 @@ pub fn io_failure(verb: &str, path: &Path, error: &io::Error) -> Failure {
     }
 }
 
-/// The text of a file of at most `max_bytes`.
-pub fn read_text(path: &Path, max_bytes: usize) -> Result<String, Failure> {
+/// Reads a text file of at most `max_bytes`. Returns `Invalid` if the file is longer or not UTF-8.
+pub fn read_text(path: &Path, max_bytes: usize) -> Result<String, CommandFailure> {
     let failed = |error: io::Error| io_failure("read", path, &error);
     read_bounded(File::open(path).map_err(failed)?, path, max_bytes)
 }
 
-fn read_bounded(file: File, path: &Path, max_bytes: usize) -> Result<String, Failure> {
+fn read_bounded(file: File, path: &Path, max_bytes: usize) -> Result<String, CommandFailure> {
     String::from_utf8(bounded(file, path, max_bytes)?).map_err(|_| {
         let message = format!("{} is no text (UTF-8)", path.display());
-        Failure::new(ErrorKind::Invalid, message).with_hint("is this the right file?")
+        CommandFailure::new(ErrorKind::Invalid, message).with_hint("is this the right file?")
     })
 }
 
-fn bounded(file: File, path: &Path, max_bytes: usize) -> Result<Vec<u8>, Failure> {
+fn bounded(file: File, path: &Path, max_bytes: usize) -> Result<Vec<u8>, CommandFailure> {
     let mut bytes = Vec::new();
     let limit = max_bytes as u64 + 1;
     file.take(limit).read_to_end(&mut bytes).map_err(|error| io_failure("read", path, &error))?;
     if bytes.len() > max_bytes {
         let message = format!("{} has more than {max_bytes} bytes", path.display());
-        return Err(Failure::new(ErrorKind::Invalid, message).with_hint("is this the right file?"));
+        return Err(
+            CommandFailure::new(ErrorKind::Invalid, message).with_hint("is this the right file?")
+        );
     }
     Ok(bytes)
 }
 
-/// The bytes of a file of at most `max_bytes`.
-pub fn read_bytes(path: &Path, max_bytes: usize) -> Result<Vec<u8>, Failure> {
+/// Reads a file of at most `max_bytes`. Returns `Invalid` if the file is longer.
+pub fn read_bytes(path: &Path, max_bytes: usize) -> Result<Vec<u8>, CommandFailure> {
     let failed = |error: io::Error| io_failure("read", path, &error);
     bounded(File::open(path).map_err(failed)?, path, max_bytes)
 }
 
-/// The text of a certificate.
-pub fn read_certificate(path: &Path) -> Result<String, Failure> {
+/// Reads a certificate.
+pub fn read_certificate(path: &Path) -> Result<String, CommandFailure> {
     read_text(path, MAX_PEM_BYTES)
 }
 
-/// The text of a private key, which nobody else may be able to read.
-pub fn read_secret(path: &Path) -> Result<String, Failure> {
+/// Reads a private key. Returns an error if the file's group or others may access it.
+pub fn read_secret(path: &Path) -> Result<String, CommandFailure> {
     let failed = |error: io::Error| io_failure("read", path, &error);
     let file = File::open(path).map_err(failed)?;
-    // Of the open file, so that it cannot be exchanged between the question and the reading.
+    // The mode is that of the open file, so that the file cannot be exchanged between the check and
+    // the read.
     let mode = file.metadata().map_err(failed)?.mode();
     check_secret_file_mode(mode, path).map_err(|error| {
         let hint = format!("chmod 600 {}", path.display());
-        Failure::new(error.kind(), error.to_string()).with_hint(hint)
+        CommandFailure::new(error.kind(), error.to_string()).with_hint(hint)
     })?;
     read_bounded(file, path, MAX_PEM_BYTES)
 }
 
-/// Makes the folder and those above it.
-pub fn make_folder(path: &Path) -> Result<(), Failure> {
+/// Creates the folder and its parents.
+pub fn make_folder(path: &Path) -> Result<(), CommandFailure> {
     fs::create_dir_all(path).map_err(|error| io_failure("create", path, &error))
 }
 
-/// Makes a folder that only its owner can enter.
-pub fn make_private_folder(path: &Path) -> Result<(), Failure> {
+/// Creates a folder, and its parents, that only its owner can enter.
+pub fn make_private_folder(path: &Path) -> Result<(), CommandFailure> {
     use std::os::unix::fs::DirBuilderExt;
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
     made.map_err(|error| io_failure("create", path, &error))
 }
 
-/// Whether `path` is a folder without anything in it, or not there at all.
-pub fn is_free(path: &Path) -> Result<bool, Failure> {
+/// Returns whether `path` is an empty folder or does not exist.
+pub fn is_free(path: &Path) -> Result<bool, CommandFailure> {
     match fs::read_dir(path) {
         Ok(mut entries) => Ok(entries.next().is_none()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
@@ -127,22 +131,22 @@ pub fn is_free(path: &Path) -> Result<bool, Failure> {
     }
 }
 
-/// Writes a new file with this mode and syncs it.
-pub fn write_new(path: &Path, text: &str, mode: u32) -> Result<(), Failure> {
+/// Creates a file with this text and mode, and syncs it. Returns `Exists` if the file exists.
+pub fn write_new(path: &Path, text: &str, mode: u32) -> Result<(), CommandFailure> {
     let written = OpenOptions::new().write(true).create_new(true).mode(mode).open(path);
     written
         .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
         .map_err(|error| io_failure("write", path, &error))
 }
 
-/// Opens a new file for writing.
-pub fn create_new(path: &Path) -> Result<File, Failure> {
+/// Creates a file and opens it for writing. Returns `Exists` if the file exists.
+pub fn create_new(path: &Path) -> Result<File, CommandFailure> {
     let opened = OpenOptions::new().write(true).create_new(true).open(path);
     opened.map_err(|error| io_failure("write", path, &error))
 }
 
-/// Writes all of a file that was just created, and makes it and its name durable.
-pub fn write_durably(mut file: File, path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+/// Writes the content of a file that was just created, and makes the content and the name durable.
+pub fn write_durably(mut file: File, path: &Path, bytes: &[u8]) -> Result<(), CommandFailure> {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     let written = file
         .write_all(bytes)
@@ -151,12 +155,13 @@ pub fn write_durably(mut file: File, path: &Path, bytes: &[u8]) -> Result<(), Fa
     written.map_err(|error| io_failure("write", path, &error))
 }
 
-/// Removes a file, if it is there.
+/// Removes a file if it exists. Errors are ignored.
 pub fn remove_file(path: &Path) {
     let _ = fs::remove_file(path);
 }
 
-/// Puts a whole file with this text in the place of the one that is there. Two that do so at once leave one of both.
+/// Replaces a file as a whole by one with this text. If two processes do so at the same time, one
+/// of the two texts remains.
 pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(format!(".{}", std::process::id()));
@@ -167,25 +172,26 @@ pub fn replace(path: &Path, text: &str) -> io::Result<()> {
     replaced
 }
 
-/// Removes a folder, if nothing is in it.
+/// Removes a folder if it is empty. Errors are ignored.
 pub fn remove_empty_folder(path: &Path) {
     let _ = fs::remove_dir(path);
 }
 
-/// Removes a folder and what is in it, as far as that goes.
+/// Removes a folder and its content as far as possible. Errors are ignored.
 pub fn remove_folder(path: &Path) {
     let _ = fs::remove_dir_all(path);
 }
 
-/// BLAKE3 of a file, in memory that does not grow with it.
-pub fn hash(path: &Path) -> Result<blake3::Hash, Failure> {
+/// Returns the BLAKE3 hash of a file. The memory used does not depend on the file's size.
+pub fn hash(path: &Path) -> Result<blake3::Hash, CommandFailure> {
     let mut hasher = blake3::Hasher::new();
     let file = File::open(path).and_then(|file| hasher.update_reader(file).map(drop));
     file.map_err(|error| io_failure("read", path, &error))?;
     Ok(hasher.finalize())
 }
 
-/// The last `count` lines of a file, of its last 16 KiB; nothing when it cannot be read.
+/// Returns the last `count` lines within the last 16 KiB of a file, or an empty text if the file
+/// cannot be read.
 pub fn last_lines(path: &Path, count: usize) -> String {
     use std::io::{Seek, SeekFrom};
     let read = || -> io::Result<Vec<u8>> {
@@ -202,38 +208,39 @@ pub fn last_lines(path: &Path, count: usize) -> String {
     lines.get(lines.len().saturating_sub(count)..).unwrap_or_default().join("\n")
 }
 
-/// What a folder has, sorted by name, so that the same folder is always saved in the same order.
-pub fn entries(folder: &Path) -> Result<Vec<(PathBuf, fs::FileType)>, Failure> {
+/// Returns the entries of a folder, sorted by name, so that the same folder is always saved in the
+/// same order.
+pub fn entries(folder: &Path) -> Result<Vec<(PathBuf, fs::FileType)>, CommandFailure> {
     let failed = |error: io::Error| io_failure("read", folder, &error);
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
-        // Of the entry itself: a symbolic link is not followed.
+        // This is the type of the entry itself: a symbolic link is not followed.
         found.push((entry.path(), entry.file_type().map_err(failed)?));
     }
     found.sort_by(|a, b| a.0.cmp(&b.0));
     Ok(found)
 }
 
-/// The length of a file.
-pub fn length(path: &Path) -> Result<u64, Failure> {
+/// Returns the length of a file in bytes.
+pub fn length(path: &Path) -> Result<u64, CommandFailure> {
     Ok(fs::metadata(path).map_err(|error| io_failure("read", path, &error))?.len())
 }
 
-/// Free bytes of the disk that `path` is on, for those without privileges.
-pub fn free_bytes(path: &Path) -> Result<u64, Failure> {
-    let found = rustix::fs::statvfs(path).map_err(|e| io_failure("look at", path, &e.into()))?;
+/// Returns the bytes that an unprivileged process can still use on the disk of `path`.
+pub fn free_bytes(path: &Path) -> Result<u64, CommandFailure> {
+    let found = rustix::fs::statvfs(path).map_err(|e| io_failure("inspect", path, &e.into()))?;
     Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
-/// Bytes of the file system that `path` is on, used or free.
-pub fn total_bytes(path: &Path) -> Result<u64, Failure> {
-    let found = rustix::fs::statvfs(path).map_err(|e| io_failure("look at", path, &e.into()))?;
+/// Returns the size in bytes of the file system of `path`, used or free.
+pub fn total_bytes(path: &Path) -> Result<u64, CommandFailure> {
+    let found = rustix::fs::statvfs(path).map_err(|e| io_failure("inspect", path, &e.into()))?;
     Ok(found.f_blocks.saturating_mul(found.f_frsize))
 }
 
-/// What a path leads to; symbolic links are followed.
-pub fn kind_of(path: &Path) -> Result<fs::FileType, Failure> {
+/// Returns the type of the file at `path`. Symbolic links are followed.
+pub fn kind_of(path: &Path) -> Result<fs::FileType, CommandFailure> {
     let found = fs::metadata(path).map_err(|error| io_failure("read", path, &error))?;
     Ok(found.file_type())
 }

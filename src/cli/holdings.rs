@@ -1,5 +1,5 @@
-//! The states of a shard's stripes, and which node holds what of one: from the shard's records alone, without
-//! asking the nodes.
+//! The states of a shard's stripes, and the files that each node holds of one stripe. Both follow
+//! from the shard's records alone, without a question to the nodes.
 
 use super::picture::Holding;
 use crate::code::{Layout, table};
@@ -8,21 +8,21 @@ use crate::id::NodeId;
 use crate::placement::place;
 use crate::wire::calls::NodeView;
 
-/// How many stripes of a shard are in which state.
+/// The number of stripes of a shard in each state.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct States {
-    /// Two replicas of each block.
+    /// Stripes with two replicas of each block.
     pub replicated: u64,
-    /// Being archived.
+    /// Stripes that are being archived.
     pub archiving: u64,
-    /// Coded pieces.
+    /// Stripes stored as coded pieces.
     pub archived: u64,
-    /// Of the archived ones, those that may still have replicas.
+    /// Archived stripes that may still have replicas.
     pub undropped: u64,
 }
 
 impl States {
-    /// Counts them.
+    /// Counts the stripes of `state`.
     pub fn of(state: &ShardState) -> Self {
         let mut states = Self::default();
         for run in &state.runs {
@@ -39,7 +39,7 @@ impl States {
         states
     }
 
-    /// The same in words.
+    /// Returns the counts as text, such as `3 replicated, 1 archived`, or `empty` without a stripe.
     pub fn words(self) -> String {
         let parts = [
             (self.replicated, "replicated"),
@@ -56,8 +56,9 @@ impl States {
     }
 }
 
-/// What each node of `nodes` holds of one stripe, by the rule of placement. Where a node was down at the time of
-/// the save, its share is on another one; the stripe's record knows.
+/// Returns what each storage node of `nodes` holds of one stripe according to the rule of
+/// placement. If a node was down during the save, another node holds its share; only the stripe's
+/// record names that node.
 pub fn holdings(
     root: &ShardRoot,
     state: &ShardState,
@@ -83,7 +84,7 @@ pub fn holdings(
                     piece = code.piece_at_position(position).map(|piece| format!("c{}", piece + 1))
                 }
                 None => {
-                    // A block wholly past the shard's end has no file.
+                    // A block entirely past the end of the shard has no file.
                     let real = |block: &usize| {
                         let block = u8::try_from(*block).unwrap_or(u8::MAX);
                         lengths.as_ref().is_some_and(|cut| cut.block_len(block) > 0)

@@ -1,7 +1,8 @@
-//! `cluster init`: the files of a new cluster, complete folders that are copied to their machines.
+//! `cluster init`: creates the files of a new cluster as complete folders, ready to be copied to
+//! their machines.
 //!
-//! It promises that every configuration was read back by the code that will read it, that keys are 0600, that nothing
-//! existing is touched, and that a failure leaves nothing behind.
+//! Guarantees: each configuration was parsed by the code that will read it; private keys have mode
+//! 0600; no existing file is changed; a failure leaves no file behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -12,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use super::args::Init;
 use super::files::{self, PUBLIC, SECRET};
-use super::printer::{Answer, Failure};
+use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
 use super::words::{NewNode, Setting};
 use super::{Outcome, connect};
@@ -27,11 +28,12 @@ use crate::net::identity::{Authority, IdentityError};
 
 /// The name in the client's certificate.
 const CLIENT: &str = "client";
-/// Seeds in each configuration: enough that one may be down, few enough to read.
+/// The number of seeds in a node's configuration: enough that one may be down, few enough to read.
 pub(super) const SEEDS: usize = 3;
-/// The seeds of a client: all nodes, as far as a configuration takes them.
+/// The maximum number of seeds in a client's configuration, which lists all nodes up to this limit.
 const MAX_SEEDS: usize = 64;
-/// What `--set` may not set, because it differs from node to node or follows from `--node`.
+/// The settings that `--set` refuses, because they differ from node to node or follow from
+/// `--node`.
 pub(super) const OWN: &[&str] = &[
     "cluster",
     "name",
@@ -47,39 +49,44 @@ pub(super) const OWN: &[&str] = &[
     "catalogue.serve",
 ];
 
-/// A cluster that was made.
+/// A cluster whose files were created.
 pub struct NewCluster {
-    /// Where.
+    /// The folder of the cluster.
     pub dir: PathBuf,
-    /// Its id.
+    /// The id of the cluster.
     pub cluster: ClusterId,
-    /// Its nodes, the catalogue's first.
+    /// The nodes of the cluster. The first one serves the catalogue.
     pub nodes: Vec<NewNode>,
 }
 
 impl NewCluster {
-    /// The configuration of a node.
+    /// Returns the path of a node's configuration.
     pub fn node_config(&self, node: &PeerName) -> PathBuf {
         self.dir.join("nodes").join(node.as_str()).join(FILE_NAME)
     }
 
-    /// The configuration of the client.
+    /// Returns the path of the client's configuration.
     pub fn client_config(&self) -> PathBuf {
         self.dir.join("client").join(FILE_NAME)
     }
 }
 
-/// The command.
+/// Runs the command `cluster init`.
 pub fn run(options: &Init) -> Outcome {
     Ok(Box::new(create(&options.dir, &options.nodes, &options.set)?))
 }
 
-/// Makes the files.
-pub fn create(dir: &Path, nodes: &[NewNode], set: &[Setting]) -> Result<NewCluster, Failure> {
+/// Creates the files of a cluster in `dir`. Returns `Invalid` for nodes or settings that make no
+/// cluster, and `Exists` if `dir` is not free.
+pub fn create(
+    dir: &Path,
+    nodes: &[NewNode],
+    set: &[Setting],
+) -> Result<NewCluster, CommandFailure> {
     check(nodes, set)?;
     if !files::is_free(dir)? {
         let message = format!("{} exists and is not an empty folder", dir.display());
-        return Err(Failure::new(ErrorKind::Exists, message)
+        return Err(CommandFailure::new(ErrorKind::Exists, message)
             .with_hint("choose another folder: files of a cluster are never written over"));
     }
     let cluster = NewCluster {
@@ -96,9 +103,9 @@ pub fn create(dir: &Path, nodes: &[NewNode], set: &[Setting]) -> Result<NewClust
     Ok(cluster)
 }
 
-fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), Failure> {
+fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), CommandFailure> {
     let twice = |what: &str, value: &str| {
-        Failure::new(ErrorKind::Invalid, format!("two nodes have the {what} {value}"))
+        CommandFailure::new(ErrorKind::Invalid, format!("two nodes have the {what} {value}"))
             .with_hint("every --node needs a name and an address of its own")
     };
     let (mut names, mut addresses) = (BTreeSet::new(), BTreeSet::new());
@@ -113,8 +120,9 @@ fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), Failure> {
     check_settings(set)
 }
 
-/// Refuses what `--set` may not set.
-pub(super) fn check_settings(set: &[Setting]) -> Result<(), Failure> {
+/// Returns `Invalid` if `set` names a setting that `--set` may not change or that a node does not
+/// have.
+pub(super) fn check_settings(set: &[Setting]) -> Result<(), CommandFailure> {
     for Setting { key, .. } in set {
         let why = if OWN.contains(&key.as_str()) {
             "which follows from --node"
@@ -123,13 +131,14 @@ pub(super) fn check_settings(set: &[Setting]) -> Result<(), Failure> {
         } else {
             continue;
         };
-        let failure = Failure::new(ErrorKind::Invalid, format!("--set names `{key}`, {why}"));
+        let failure =
+            CommandFailure::new(ErrorKind::Invalid, format!("--set names `{key}`, {why}"));
         return Err(failure.with_hint("docs/configuration.md has every setting"));
     }
     Ok(())
 }
 
-/// A configuration that was read back, and whose it is.
+/// The text of a configuration that was parsed, with the role and name of its owner.
 pub(super) struct Text {
     pub(super) role: Role,
     pub(super) name: PeerName,
@@ -137,8 +146,9 @@ pub(super) struct Text {
     pub(super) text: String,
 }
 
-/// All configurations. What a node or client would refuse is refused here, before anything is written.
-fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<Vec<Text>, Failure> {
+/// Returns all configurations. Each is parsed here, so that an invalid one is refused before any
+/// file is written.
+fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<Vec<Text>, CommandFailure> {
     let nothing = BTreeMap::new();
     let refused = |error: ConfigError| connect::config_failure(&error);
     let mut texts = Vec::with_capacity(cluster.nodes.len() + 1);
@@ -155,8 +165,8 @@ fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<Vec<Text>, Failure> {
     Ok(texts)
 }
 
-fn write(cluster: &NewCluster, texts: &[Text]) -> Result<(), Failure> {
-    let failed = |error: IdentityError| Failure::of(error.kind(), &error);
+fn write(cluster: &NewCluster, texts: &[Text]) -> Result<(), CommandFailure> {
+    let failed = |error: IdentityError| CommandFailure::of(error.kind(), &error);
     let authority = Authority::create(cluster.cluster).map_err(failed)?;
     let (ca, pem) = (cluster.dir.join("ca"), authority.to_pem());
     files::make_private_folder(&ca)?;
@@ -165,11 +175,15 @@ fn write(cluster: &NewCluster, texts: &[Text]) -> Result<(), Failure> {
     texts.iter().try_for_each(|text| write_member(&cluster.dir, &authority, text))
 }
 
-/// The folder of a node or client, its configuration last.
-pub(super) fn write_member(dir: &Path, authority: &Authority, of: &Text) -> Result<(), Failure> {
+/// Writes the folder of a node or client. The configuration is written last.
+pub(super) fn write_member(
+    dir: &Path,
+    authority: &Authority,
+    of: &Text,
+) -> Result<(), CommandFailure> {
     let Text { role, name, file, text } = of;
     let issued = authority.issue(*role, name);
-    let issued = issued.map_err(|error| Failure::of(error.kind(), &error))?;
+    let issued = issued.map_err(|error| CommandFailure::of(error.kind(), &error))?;
     let folder = file.parent().unwrap_or(dir);
     files::make_private_folder(folder)?;
     files::write_new(&folder.join("key.pem"), &issued.key_pem, SECRET)?;
@@ -178,7 +192,8 @@ pub(super) fn write_member(dir: &Path, authority: &Authority, of: &Text) -> Resu
     files::write_new(file, text, PUBLIC)
 }
 
-/// The first `count` nodes, without the one in place `skip`, which does not ask itself.
+/// Returns the addresses of the first `count` nodes as a TOML list, without the node at index
+/// `skip`, which does not need itself as a seed.
 fn seeds(cluster: &NewCluster, skip: Option<usize>, count: usize) -> String {
     let others = cluster.nodes.iter().enumerate().filter(|(at, _)| Some(*at) != skip);
     let all: Vec<String> =
@@ -226,7 +241,7 @@ fn node_text(cluster: &NewCluster, at: usize, set: &[Setting]) -> String {
     out
 }
 
-/// A client shares the settings of the network with the nodes.
+/// Returns the configuration of the client. A client shares the network settings of the nodes.
 fn client_text(cluster: &NewCluster, set: &[Setting]) -> String {
     let mut out = format!(
         "# A client of a rapidraid cluster. docs/configuration.md has every setting.\n\
@@ -244,7 +259,8 @@ fn client_text(cluster: &NewCluster, set: &[Setting]) -> String {
     out
 }
 
-/// Where a node listens that others reach at `address`: on all interfaces, but a loopback address stays one.
+/// Returns the address on which a node listens whose advertised address is `address`: a loopback
+/// address is kept, any other one becomes all interfaces.
 pub(super) fn listen(address: &HostPort) -> String {
     let text = address.as_str();
     let (host, port) = text.rsplit_once(':').unwrap_or((text, "7440"));
@@ -256,7 +272,8 @@ pub(super) fn listen(address: &HostPort) -> String {
     }
 }
 
-/// A value as TOML has it: settings that are numbers, switches or lists are not text.
+/// Returns a value in the syntax of TOML: settings that are numbers, booleans or lists are not
+/// quoted.
 pub(super) fn toml_value(setting: &Setting) -> String {
     let value = setting.value.trim();
     let section = setting.key.split('.').next().unwrap_or_default();
@@ -271,12 +288,12 @@ pub(super) fn toml_value(setting: &Setting) -> String {
     }
 }
 
-/// A basic string of TOML; its escapes are those of JSON.
+/// Returns a basic string of TOML. Its escapes are those of JSON.
 pub(super) fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-impl Answer for NewCluster {
+impl CommandOutput for NewCluster {
     fn json(&self) -> Map<String, Value> {
         let nodes: Vec<Value> = self
             .nodes
@@ -302,7 +319,7 @@ impl Answer for NewCluster {
             "{title}\n\n\
              Next:\n\
              1. Copy {dir}/nodes/NAME to the machine of each node, and there run\n   {}\n\
-             2. Give {dir}/client to whoever saves and restores, who then runs\n   {}\n\
+             2. Give {dir}/client to those who save and restore. They run\n   {}\n\
              3. Keep {dir}/ca to yourself, off the nodes: its key decides who is in the cluster.\n\n\
              {first} serves the catalogue: its folder must survive.\n",
             step("rapidraid node --config NAME/rapidraid.toml"),
@@ -371,7 +388,7 @@ mod tests {
             assert_eq!(mode & 0o777, 0o600);
         }
         let text = files::read_text(&cluster.client_config(), 1 << 20).unwrap();
-        // Any of them may be all that is left.
+        // The client must know all nodes, because any one of them may be the last one that is up.
         assert!(cluster.nodes.iter().all(|node| text.contains(node.address.as_str())), "{text}");
         assert!(text.ends_with("\n[network]\ncongestion = \"bbr\"\n"), "{text}");
         let listens: Vec<String> = cluster.nodes.iter().map(|node| listen(&node.address)).collect();

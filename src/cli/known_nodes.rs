@@ -1,6 +1,8 @@
-//! The nodes that a client has learned of, kept beside its configuration: seeds may all be gone while other nodes are there.
+//! A cache of the cluster's node addresses beside a client's configuration, for the case that all
+//! seeds are gone while other nodes are up.
 //!
-//! A help, not a need: a file that cannot be read or written is none.
+//! The cache is optional: a file that cannot be read counts as empty, and a failed write is
+//! ignored.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,26 +13,27 @@ use crate::client::Client;
 use crate::clock::{SystemClock, deadline};
 use crate::config::{HostPort, MAX_FILE_BYTES};
 
-/// The name of the file, in the folder of the configuration: one HOST:PORT a line.
+/// The name of the file, in the folder of the configuration. Each line is one HOST:PORT.
 const FILE: &str = "known-nodes";
-/// Nodes that are kept.
+/// Maximum number of nodes in the file.
 const MAX_KNOWN: usize = 4096;
-/// Nodes are asked for again when the file is older than this.
+/// Age of the file from which on the nodes are requested again.
 const FRESH: Duration = Duration::from_secs(600);
-/// The longest that a command is held up by this question.
+/// Maximum time that a command waits for the list of nodes.
 const ASK_LIMIT: Duration = Duration::from_secs(2);
 
 fn path(config: &Path) -> PathBuf {
     config.with_file_name(FILE)
 }
 
-/// The addresses that are kept beside `config`.
+/// Returns the addresses in the file beside `config`.
 pub fn read(config: &Path) -> Vec<HostPort> {
     let text = files::read_text(&path(config), MAX_FILE_BYTES).unwrap_or_default();
     text.lines().take(MAX_KNOWN).filter_map(|line| line.parse().ok()).collect()
 }
 
-/// Asks for the nodes of the cluster, now and then, and keeps their addresses.
+/// Requests the nodes of the cluster if the file is older than [`FRESH`], and stores their
+/// addresses.
 pub async fn learn(client: &Client, config: &Path) {
     let path = path(config);
     let age = fs::metadata(&path).and_then(|found| found.modified()).ok();
@@ -50,7 +53,7 @@ pub async fn learn(client: &Client, config: &Path) {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::disallowed_methods)] // makes the file that is read
+    #![allow(clippy::disallowed_methods)] // the test writes the file that is read
 
     use super::*;
 

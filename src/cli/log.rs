@@ -1,4 +1,5 @@
-//! Where log lines go: to stderr, in the daemon as its configuration says, in every other command when `RUST_LOG` asks for them.
+//! The destination of log lines: stderr. The daemon logs as its configuration says, every other
+//! command only if `RUST_LOG` asks for it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,25 +9,25 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::config::{LogFormat, NodeConfig};
 
-/// Selects log lines by module and level, over whatever else is set.
+/// The variable that selects log lines by module and level. It overrides all other settings.
 const FILTER: &str = "RUST_LOG";
 
-/// The daemon's log.
+/// Starts the log of a node.
 pub fn of_daemon(config: &NodeConfig) {
     let level = config.log_level.as_str();
-    // What crates below us say is wanted only when something is wrong.
+    // Lines of the crates below this one matter only when something is wrong.
     let default = format!("warn,rapidraid={level}");
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     start(filter, config.log_format);
 }
 
-/// The log of a staging daemon.
+/// Starts the log of a staging daemon.
 pub fn of_staging() {
     let filter = EnvFilter::try_from_default_env();
     start(filter.unwrap_or_else(|_| EnvFilter::new("warn,rapidraid=info")), LogFormat::Text);
 }
 
-/// The log of a command: none, unless it is asked for.
+/// Starts the log of a command if `RUST_LOG` asks for one. Without it, commands do not log.
 pub fn of_command(env: &BTreeMap<String, String>) {
     if let Some(filter) = env.get(FILTER).and_then(|text| EnvFilter::try_new(text).ok()) {
         start(filter, LogFormat::Text);

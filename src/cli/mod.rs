@@ -1,7 +1,7 @@
-//! The command line: what a person types and sees. The only floor that prints.
+//! The command line: its commands, options, help and output. The only layer that prints.
 //!
-//! Commands return an [`Answer`] or a [`Failure`]; the [`printer`] alone writes,
-//! so that `--json`, colours, hints and exit codes are decided in one place.
+//! Commands return a [`CommandOutput`] or a [`CommandFailure`]. Only the [`printer`] writes, so
+//! that `--json`, colours, hints and exit codes are decided in one place.
 
 mod add_node;
 pub mod args;
@@ -36,38 +36,41 @@ use std::collections::BTreeMap;
 use std::io;
 use std::num::NonZero;
 
-use args::{Args, Catalogue, Cluster, Command};
-use printer::{Answer, Failure, Look, Printer};
+use args::{Args, CatalogueCommand, Cluster, Command};
+use printer::{CommandFailure, CommandOutput, Look, Printer};
 
 use crate::gf::kernel::{ENV, Kernel};
 use crate::kind::ErrorKind;
 
-/// What every command is given: how to speak, and the environment to look things up in.
+/// The context of every command: its output and its environment.
 pub struct Front {
-    /// Writes.
+    /// The output of the process.
     pub printer: Printer,
-    /// The variables of the process.
+    /// The environment variables of the process.
     pub env: BTreeMap<String, String>,
 }
 
-/// How a command ends.
-pub type Outcome = Result<Box<dyn Answer + Send>, Failure>;
+/// The outcome of a command.
+pub type Outcome = Result<Box<dyn CommandOutput + Send>, CommandFailure>;
 
-/// The runtime of one process. The daemon's heavy work has threads of its own; these carry packets and messages. On two
-/// processors one is enough for them: with two, packets wake a thread that finds nothing left to do.
+/// Builds the async runtime of the process. Its threads only carry packets and messages; the
+/// daemon's heavy work has threads of its own. On a machine with one or two processors, one thread
+/// is enough: with two, packets would wake a thread that finds nothing left to do.
+///
+/// Returns the error of the system if the threads cannot be started.
 pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
     let cores = std::thread::available_parallelism().map_or(2, NonZero::get);
     let threads = if cores <= 2 { 1 } else { cores.min(8) };
     tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()
 }
 
-/// Runs the command, prints its outcome and returns the exit code.
+/// Runs the command and prints its outcome. Returns the exit code of the process.
 pub async fn run(args: Args, env: BTreeMap<String, String>) -> u8 {
     let printer = Printer::of_process(Look::of_process(args.json, &env));
     let mut front = Front { printer, env };
     let outcome = match Kernel::from_env() {
         Ok(_) => command(&mut front, args.command).await,
-        Err(error) => Err(Failure::new(ErrorKind::Invalid, format!("{ENV}: {error}"))),
+        Err(error) => Err(CommandFailure::new(ErrorKind::Invalid, format!("{ENV}: {error}"))),
     };
     front.printer.finish(outcome.as_deref())
 }
@@ -91,13 +94,17 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Show(options) => steps::show(front, options).await,
         Command::Rm(options) => steps::remove(front, options).await,
         Command::Status(options) => status::run(front, options).await,
-        Command::Catalogue(Catalogue::Rebuild(options)) => catalogue::rebuild(front, options).await,
-        Command::Catalogue(Catalogue::Move(options)) => catalogue::move_to(front, options).await,
+        Command::Catalogue(CatalogueCommand::Rebuild(options)) => {
+            catalogue::rebuild(front, options).await
+        }
+        Command::Catalogue(CatalogueCommand::Move(options)) => {
+            catalogue::move_to(front, options).await
+        }
         Command::Code(code) => codes::run(front, code),
     }
 }
 
-/// The examples of the front page compile.
+/// Compiles the examples of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 pub struct FrontPage;

@@ -1,4 +1,4 @@
-//! `node`: the daemon as a process: its configuration, its log, and how signals end it.
+//! `node`: the process of a storage daemon: its configuration, its log, and its end by signals.
 
 use std::io::{self, Read};
 use std::time::Duration;
@@ -7,8 +7,8 @@ use serde_json::{Map, Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
-use super::args::Node;
-use super::printer::{Answer, Failure};
+use super::args::NodeOptions;
+use super::printer::{CommandFailure, CommandOutput};
 use super::table::Paint;
 use super::{Front, Outcome, connect, files, log};
 use crate::clock::{SystemClock, deadline};
@@ -18,13 +18,14 @@ use crate::kind::ErrorKind;
 use crate::node::{Daemon, NodeError};
 use crate::store::{DiskError, StoreError};
 
-/// How long a daemon may take to stop before it is left as after a crash, which it survives.
+/// How long a daemon may take to stop. After that the process ends as in a crash, which the daemon
+/// survives.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// A daemon that stopped in order has nothing to say.
+/// The output of a daemon that stopped in order: nothing.
 struct Stopped;
 
-impl Answer for Stopped {
+impl CommandOutput for Stopped {
     fn json(&self) -> Map<String, Value> {
         Map::from_iter([("stopped".to_owned(), json!(true))])
     }
@@ -33,9 +34,10 @@ impl Answer for Stopped {
     }
 }
 
-/// A daemon that does not start needs another hint than a command that failed.
-fn not_started(error: &NodeError) -> Failure {
-    let failure = Failure::of(error.kind(), error);
+/// Converts an error of the daemon's start. A daemon that does not start needs other hints than a
+/// command that failed.
+fn not_started(error: &NodeError) -> CommandFailure {
+    let failure = CommandFailure::of(error.kind(), error);
     let hint = match error {
         NodeError::Store(StoreError::Disk(DiskError::InUse { .. })) => {
             "another daemon runs on this folder: `pgrep -af 'rapidraid node'` shows which; stop it, or set `data` to another folder"
@@ -54,8 +56,8 @@ fn not_started(error: &NodeError) -> Failure {
     failure.with_hint(hint)
 }
 
-/// The command. It returns when the daemon has stopped.
-pub async fn run(front: &mut Front, options: Node) -> Outcome {
+/// Runs the command `node`. It returns when the daemon has stopped.
+pub async fn run(front: &mut Front, options: NodeOptions) -> Outcome {
     let text = files::read_text(&options.config, MAX_FILE_BYTES).map_err(|failure| {
         failure.with_hint("`rapidraid cluster init` writes one as nodes/NAME/rapidraid.toml")
     })?;
@@ -65,7 +67,8 @@ pub async fn run(front: &mut Front, options: Node) -> Outcome {
     let identity = connect::identity(&config.membership)?;
     log::of_daemon(&config);
 
-    // Before the daemon, so that a signal during its start ends it in order too.
+    // The signals are caught before the daemon starts, so that a signal during its start also ends
+    // it in order.
     let mut signals = Signals::new()?;
     let name = config.membership.name.clone();
     let format = config.log_format;
@@ -92,37 +95,38 @@ pub async fn run(front: &mut Front, options: Node) -> Outcome {
     tokio::select! {
         () = daemon.stopped() => {
             let message = format!("node {name} stopped by itself: its log above says why");
-            return Err(Failure::new(ErrorKind::Unavailable, message).with_hint("mend the cause, then start it again"));
+            return Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint("correct the cause, then start it again"));
         }
         which = signals.next() => tracing::info!(signal = which, "stopping; a second signal ends at once"),
-        () = starter_gone => tracing::info!("whoever started this node is gone: stopping"),
+        () = starter_gone => tracing::info!("stdin ended, the process that started this node is gone: stopping"),
     }
     let clock = SystemClock::new();
     tokio::select! {
         stopped = deadline(&*clock, STOP_LIMIT, daemon.stop()) => match stopped {
             Ok(()) => Ok(Box::new(Stopped)),
-            Err(elapsed) => Err(Failure::new(ErrorKind::Timeout, format!("stopping: {elapsed}"))
+            Err(elapsed) => Err(CommandFailure::new(ErrorKind::Timeout, format!("stopping: {elapsed}"))
                 .with_hint("nothing that was acknowledged is lost: start it again")),
         },
         which = signals.next() => {
-            Err(Failure::new(ErrorKind::Unavailable, format!("ended at once by a second {which}"))
+            Err(CommandFailure::new(ErrorKind::Unavailable, format!("ended at once by a second {which}"))
                 .with_hint("nothing that was acknowledged is lost: start it again"))
         }
     }
 }
 
-/// The signals that end a process in order. A hangup is left to the system, so that `nohup` means what it says.
+/// The signals that end a process in order. SIGHUP is left to the system, so that `nohup` works.
 pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl Signals {
-    /// From now on these signals come here.
-    pub fn new() -> Result<Self, Failure> {
+    /// Starts to catch the signals.
+    pub fn new() -> Result<Self, CommandFailure> {
         let listen = |kind| {
-            signal(kind)
-                .map_err(|e| Failure::new(ErrorKind::Io, format!("cannot listen for signals: {e}")))
+            signal(kind).map_err(|e| {
+                CommandFailure::new(ErrorKind::Io, format!("cannot listen for signals: {e}"))
+            })
         };
         Ok(Self {
             interrupt: listen(SignalKind::interrupt())?,
@@ -130,12 +134,12 @@ impl Signals {
         })
     }
 
-    /// Returns at the next interrupt by hand.
+    /// Waits for the next SIGINT.
     pub async fn interrupted(&mut self) {
         self.interrupt.recv().await;
     }
 
-    /// The name of the next one.
+    /// Waits for the next signal. Returns its name.
     pub async fn next(&mut self) -> &'static str {
         tokio::select! {
             _ = self.interrupt.recv() => "SIGINT",
@@ -144,7 +148,8 @@ impl Signals {
     }
 }
 
-/// Resolves when stdin ends. The thread is left behind: nothing else reads stdin.
+/// Returns a receiver that resolves when stdin ends. The thread that reads stdin is never joined;
+/// nothing else reads stdin.
 pub fn end_of_stdin() -> oneshot::Receiver<()> {
     let (ended, gone) = oneshot::channel();
     std::thread::spawn(move || {

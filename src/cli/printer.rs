@@ -1,11 +1,14 @@
-//! The one place that writes. Data goes to stdout, all else to stderr.
+//! The only module that writes. Data goes to stdout, everything else to stderr.
 //!
-//! It promises:
-//! - a process has one outcome: [`Printer::finish`] takes the printer away;
-//! - with `--json` stdout holds exactly one JSON document with `"schema": 1`, also when the command fails;
-//! - the exit code is 0 for success, 2 for a request that is wrong in itself, 1 for any other failure and for an answer that is bad news;
-//! - a reader that goes away (`| head`) is no error, a full disk behind stdout is one;
-//! - colours appear on terminals only, never under `NO_COLOR`, and repeat what the words say.
+//! Guarantees:
+//! - A process has one outcome: [`Printer::finish`] consumes the printer.
+//! - With `--json` stdout holds exactly one JSON document with `"schema": 1`, also when the command
+//!   fails.
+//! - The exit code is 0 for success, 2 for an invalid request, and 1 for any other failure and for
+//!   an answer that reports a problem.
+//! - A reader that closes the pipe (`| head`) is not an error; a full disk behind stdout is one.
+//! - Colours appear on terminals only, never under `NO_COLOR`, and never carry information that the
+//!   words do not.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -19,15 +22,15 @@ use crate::kind::ErrorKind;
 /// The version of every JSON document that the command line prints.
 pub const SCHEMA: u32 = 1;
 
-/// The result of a command that did what was asked.
-pub trait Answer {
-    /// The fields of the JSON document, without `schema`.
+/// The result of a command that succeeded.
+pub trait CommandOutput {
+    /// Returns the fields of the JSON document, without `schema`.
     fn json(&self) -> Map<String, Value>;
 
-    /// The same for people, ending with a line break, or nothing.
+    /// Returns the same result for people: text that ends with a line break, or nothing.
     fn text(&self, paint: Paint) -> String;
 
-    /// The exit code: 0, unless the answer is that something is wrong.
+    /// Returns the exit code: 0, unless the answer reports a problem.
     fn exit_code(&self) -> u8 {
         0
     }
@@ -35,22 +38,23 @@ pub trait Answer {
 
 /// The result of a command that failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
-    /// What kind of failure; decides the exit code and, without a hint of its own, the hint.
+pub struct CommandFailure {
+    /// The kind of failure. It decides the exit code and the default hint.
     pub kind: ErrorKind,
-    /// What happened, to what.
+    /// The message: what happened, and to what.
     pub message: String,
-    /// What to do next.
+    /// The advice: what to do next.
     pub hint: String,
 }
 
-impl Failure {
-    /// A failure with the hint of its kind.
+impl CommandFailure {
+    /// Creates a failure with the default hint of its kind.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), hint: hint_of(kind).to_owned() }
     }
 
-    /// A failure from an error and the errors behind it. A cause that the message before it ends with is not repeated.
+    /// Creates a failure from an error and its chain of causes. A cause is left out if the message
+    /// before it already ends with it.
     pub fn of(kind: ErrorKind, error: &dyn Error) -> Self {
         let mut message = error.to_string();
         let mut cause = error.source();
@@ -64,12 +68,12 @@ impl Failure {
         Self::new(kind, message)
     }
 
-    /// The same with a better hint than that of its kind.
+    /// Returns the failure with `hint` in place of its hint.
     pub fn with_hint(self, hint: impl Into<String>) -> Self {
         Self { hint: hint.into(), ..self }
     }
 
-    /// The process's exit code.
+    /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         match self.kind {
             ErrorKind::Invalid => 2,
@@ -78,7 +82,7 @@ impl Failure {
     }
 }
 
-/// The kind as JSON and scripts have it. These words do not change.
+/// Returns the name of a kind for JSON and scripts. These names do not change.
 pub fn kind_name(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::Invalid => "invalid",
@@ -125,21 +129,21 @@ fn hint_of(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// How the two outputs are to be written.
+/// The form of the two outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Look {
-    /// One JSON document on stdout.
+    /// Whether stdout is one JSON document.
     pub json: bool,
-    /// Colours on stdout.
+    /// Whether stdout has colours.
     pub colour_out: bool,
-    /// Colours on stderr.
+    /// Whether stderr has colours.
     pub colour_err: bool,
-    /// Whether somebody watches stderr, so that progress is worth showing.
+    /// Whether stderr is a terminal, so that progress is worth showing.
     pub watched: bool,
 }
 
 impl Look {
-    /// What this process's terminals and environment ask for.
+    /// Returns the form that the terminals and the environment of this process ask for.
     pub fn of_process(json: bool, env: &BTreeMap<String, String>) -> Self {
         let colour = may_colour(env);
         let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
@@ -147,13 +151,14 @@ impl Look {
     }
 }
 
-/// No colours with a non-empty NO_COLOR (no-color.org) or on a terminal that has none.
+/// Returns whether colours are allowed: not with a non-empty NO_COLOR (no-color.org), and not on a
+/// terminal without colours.
 fn may_colour(env: &BTreeMap<String, String>) -> bool {
     env.get("NO_COLOR").is_none_or(String::is_empty)
         && env.get("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Writes what a command says, and its outcome.
+/// The writer of a command's notes and of its outcome.
 pub struct Printer {
     look: Look,
     out: Box<dyn Write + Send>,
@@ -161,39 +166,41 @@ pub struct Printer {
 }
 
 impl Printer {
-    /// The printer of this process.
+    /// Creates the printer of this process.
     pub fn of_process(look: Look) -> Self {
         Self::new(look, Box::new(io::stdout()), Box::new(io::stderr()))
     }
 
-    /// A printer on any two writers.
+    /// Creates a printer on any two writers.
     pub fn new(look: Look, out: Box<dyn Write + Send>, err: Box<dyn Write + Send>) -> Self {
         Self { look, out, err }
     }
 
-    /// How it writes.
+    /// Returns the form of the outputs.
     pub fn look(&self) -> Look {
         self.look
     }
 
-    /// Colours for data.
+    /// Returns the colours for stdout.
     pub fn paint(&self) -> Paint {
         Paint { colour: self.look.colour_out }
     }
 
-    /// Says on stderr what is going on. If nobody can read it, nobody misses it.
+    /// Writes a note on stderr about what happens. Write errors are ignored: without a reader the
+    /// note has no use.
     pub fn note(&mut self, text: &str) {
         let _ = writeln!(self.err, "{}", shown(text));
     }
 
-    /// Says on stderr that something wants attention, and what to do.
+    /// Writes a warning on stderr, and a hint about what to do.
     pub fn warn(&mut self, text: &str, hint: &str) {
         self.tagged(Tint::Yellow, "warning:", text);
         self.tagged(Tint::Cyan, "hint:", hint);
     }
 
-    /// Shows text of several lines that is neither data nor note, such as a picture, to a person: on stdout, or
-    /// nowhere with `--json`. False when nobody reads any more.
+    /// Writes text of several lines that is neither data nor a note, such as a picture, to stdout;
+    /// with `--json` writes nothing. Returns false if stdout cannot be written, for example because
+    /// its reader is gone.
     pub fn show(&mut self, text: &str) -> bool {
         self.look.json
             || self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()).is_ok()
@@ -207,8 +214,8 @@ impl Printer {
         }
     }
 
-    /// Prints the outcome and returns the process's exit code.
-    pub fn finish<A: Answer + ?Sized>(mut self, outcome: Result<&A, &Failure>) -> u8 {
+    /// Prints the outcome. Returns the exit code of the process.
+    pub fn finish<A: CommandOutput + ?Sized>(mut self, outcome: Result<&A, &CommandFailure>) -> u8 {
         let (document, text, code) = match outcome {
             Ok(answer) => {
                 let mut fields = answer.json();
@@ -228,7 +235,7 @@ impl Printer {
         let text = if self.look.json { format!("{document}\n") } else { text };
         match self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush()) {
             Ok(()) => code,
-            // The reader has what it wanted.
+            // The reader closed the pipe because it has what it wanted.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => code,
             Err(error) => {
                 self.tagged(Tint::Red, "error:", &format!("cannot write to stdout: {error}"));
@@ -268,7 +275,7 @@ mod tests {
 
     struct Saved;
 
-    impl Answer for Saved {
+    impl CommandOutput for Saved {
         fn json(&self) -> Map<String, Value> {
             Map::from_iter([("shards".to_owned(), json!(3))])
         }
@@ -280,7 +287,11 @@ mod tests {
     const PLAIN: Look = Look { json: false, colour_out: false, colour_err: false, watched: false };
     const JSON: Look = Look { json: true, ..PLAIN };
 
-    fn run(look: Look, outcome: Result<&Saved, &Failure>, out: Sink) -> (u8, String, String) {
+    fn run(
+        look: Look,
+        outcome: Result<&Saved, &CommandFailure>,
+        out: Sink,
+    ) -> (u8, String, String) {
         let err = Sink::default();
         let mut printer = Printer::new(look, Box::new(out.clone()), Box::new(err.clone()));
         printer.note("connecting");
@@ -296,7 +307,7 @@ mod tests {
             (code, out.as_str(), err.as_str()),
             (0, "picture\nsaved 3 shards\n", "connecting\n")
         );
-        let failure = Failure::new(ErrorKind::Lost, "shard a/b: 10 of 11 pieces are left");
+        let failure = CommandFailure::new(ErrorKind::Lost, "shard a/b: 10 of 11 pieces are left");
         let (code, out, err) = run(PLAIN, Err(&failure), Sink::default());
         assert_eq!((code, out.as_str()), (1, "picture\n"));
         assert!(
@@ -309,7 +320,7 @@ mod tests {
     fn json_is_one_document_in_success_and_failure() {
         let (code, out, _) = run(JSON, Ok(&Saved), Sink::default());
         assert_eq!((code, out.as_str()), (0, "{\"schema\":1,\"shards\":3}\n"));
-        let failure = Failure::new(ErrorKind::Invalid, "no\u{1b}").with_hint("yes");
+        let failure = CommandFailure::new(ErrorKind::Invalid, "no\u{1b}").with_hint("yes");
         let (code, out, err) = run(JSON, Err(&failure), Sink::default());
         let document: Value = serde_json::from_str(&out).unwrap();
         let error = json!({"kind": "invalid", "message": "no\u{1b}", "hint": "yes"});
@@ -319,8 +330,8 @@ mod tests {
 
     #[test]
     fn an_error_of_several_lines_has_several_lines() {
-        let failure =
-            Failure::new(ErrorKind::Lost, "two stripes:\nfirst\u{7}\nsecond").with_hint("wait");
+        let failure = CommandFailure::new(ErrorKind::Lost, "two stripes:\nfirst\u{7}\nsecond")
+            .with_hint("wait");
         let (_, _, err) = run(PLAIN, Err(&failure), Sink::default());
         let lines = "error: two stripes:\n       first\\u{7}\n       second\nhint: wait\n";
         assert!(err.ends_with(lines), "{err}");
@@ -330,7 +341,7 @@ mod tests {
     fn a_reader_that_left_is_no_error_and_a_full_disk_is() {
         let gone = Sink(Arc::default(), Some(io::ErrorKind::BrokenPipe));
         assert_eq!(run(PLAIN, Ok(&Saved), gone.clone()).0, 0);
-        assert_eq!(run(PLAIN, Err(&Failure::new(ErrorKind::Io, "x")), gone).0, 1);
+        assert_eq!(run(PLAIN, Err(&CommandFailure::new(ErrorKind::Io, "x")), gone).0, 1);
         let full = Sink(Arc::default(), Some(io::ErrorKind::StorageFull));
         let (code, _, err) = run(JSON, Ok(&Saved), full);
         assert!(code == 1 && err.contains("cannot write to stdout"), "{code} {err}");
@@ -351,7 +362,7 @@ mod tests {
             (1..=12).map(|code| kind_name(ErrorKind::from_wire_code(code))).collect();
         let expected = "invalid not_found exists denied fenced unavailable busy timeout corrupt lost io internal";
         assert_eq!(names.join(" "), expected);
-        let code = |kind| Failure::new(kind, "").exit_code();
+        let code = |kind| CommandFailure::new(kind, "").exit_code();
         assert_eq!(
             (code(ErrorKind::Invalid), code(ErrorKind::NotFound), code(ErrorKind::Internal)),
             (2, 1, 1)
@@ -370,7 +381,7 @@ mod tests {
         struct Inner(#[source] io::Error);
         let error = Outer { source: Inner(io::Error::other("errno 13")) };
         assert_eq!(
-            Failure::of(ErrorKind::Denied, &error).message,
+            CommandFailure::of(ErrorKind::Denied, &error).message,
             "cannot read a.pem: refused: errno 13"
         );
     }

@@ -1,6 +1,7 @@
-//! Progress of long work on stderr: bytes, rate, time left.
+//! The progress of long work on stderr: bytes, rate, time left.
 //!
-//! It shows nothing where nobody watches, and nothing for work of less than two seconds. It counts for display only.
+//! No progress is shown when stderr is not a terminal, or for work of less than two seconds. The
+//! counts serve the display only.
 
 use std::time::Duration;
 
@@ -14,15 +15,16 @@ const KNOWN: &str = "{prefix:<18} {bar:30} {percent:>3}%  {binary_bytes} of {bin
 const UNKNOWN: &str =
     "{prefix:<18} {spinner} {binary_bytes}  {binary_bytes_per_sec}  {elapsed}  {msg}";
 
-/// A bar that appears when the work turns out to be long and goes away when it ends.
+/// A progress bar that appears once the work turns out to be long and disappears when it ends.
 #[derive(Debug)]
-pub struct Progress {
+pub struct ProgressLine {
     bar: ProgressBar,
     target: std::sync::Mutex<Option<ProgressDrawTarget>>,
 }
 
-impl Progress {
-    /// Progress of `what`, over `total_bytes` if that is known. `watched` is [`super::printer::Look::watched`].
+impl ProgressLine {
+    /// Creates a bar labelled `what`, over `total_bytes` if that is known. `watched` is
+    /// [`super::printer::Look::watched`].
     pub fn new(watched: bool, what: impl Into<String>, total_bytes: Option<u64>) -> Self {
         let target = watched.then(|| ProgressDrawTarget::stderr_with_hz(10));
         Self::on(target, what.into(), total_bytes)
@@ -38,20 +40,20 @@ impl Progress {
         Self { bar, target: target.into() }
     }
 
-    /// `bytes` more are done.
+    /// Adds `bytes` to the bytes that are done.
     pub fn add(&self, bytes: u64) {
         self.bar.inc(bytes);
         self.show_if_long();
     }
 
-    /// `bytes` are done in all, and this is what is being worked on.
+    /// Sets the bytes that are done in all, and the detail that is being worked on.
     pub fn set(&self, bytes: u64, detail: &str) {
         self.bar.set_position(bytes);
         self.bar.set_message(super::table::shown(detail).into_owned());
         self.show_if_long();
     }
 
-    /// How much there is to do, now that it is known.
+    /// Sets the total once it is known, in bytes.
     pub fn set_total(&self, total_bytes: u64) {
         self.bar.set_length(total_bytes);
         if let Ok(style) = ProgressStyle::with_template(KNOWN) {
@@ -59,7 +61,7 @@ impl Progress {
         }
     }
 
-    /// Bytes done so far.
+    /// Returns the bytes that are done so far.
     pub fn done_bytes(&self) -> u64 {
         self.bar.position()
     }
@@ -71,13 +73,13 @@ impl Progress {
         let mut target = self.target.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(target) = target.take() {
             self.bar.set_draw_target(target);
-            // From here on the bar draws itself, so that work that stands still is seen to stand still.
+            // From here on the bar redraws itself, so that stalled work is visible as such.
             self.bar.enable_steady_tick(Duration::from_millis(200));
         }
     }
 }
 
-impl Drop for Progress {
+impl Drop for ProgressLine {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }
@@ -126,9 +128,9 @@ mod tests {
         }
     }
 
-    fn progress(screen: &Screen, elapsed: Duration) -> Progress {
+    fn progress(screen: &Screen, elapsed: Duration) -> ProgressLine {
         let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
-        let mut progress = Progress::on(Some(target), "restore".to_owned(), Some(64 << 20));
+        let mut progress = ProgressLine::on(Some(target), "restore".to_owned(), Some(64 << 20));
         progress.bar = progress.bar.clone().with_elapsed(elapsed);
         progress
     }
@@ -159,7 +161,7 @@ mod tests {
 
     #[test]
     fn nobody_watching_means_no_bar() {
-        let hidden = Progress::new(false, "save", None);
+        let hidden = ProgressLine::new(false, "save", None);
         hidden.bar.set_elapsed(SHOWN_AFTER);
         hidden.add(5);
         hidden.set_total(10);

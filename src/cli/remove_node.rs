@@ -1,15 +1,15 @@
-//! `cluster remove-node`: a node that is gone for good leaves the list of members.
+//! `cluster remove-node`: removes a node that is lost permanently from the list of members.
 
 use serde_json::{Map, Value, json};
 
 use super::args::RemoveNode;
-use super::printer::Answer;
+use super::printer::CommandOutput;
 use super::table::Paint;
 use super::{Front, Outcome, connect};
 use crate::id::PeerName;
 use crate::kind::ErrorKind;
 
-/// The command.
+/// Runs the command `cluster remove-node`.
 pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let removed = client.remove_node(&options.name).await;
@@ -28,14 +28,14 @@ pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
 
 struct Gone(PeerName);
 
-impl Answer for Gone {
+impl CommandOutput for Gone {
     fn json(&self) -> Map<String, Value> {
         Map::from_iter([("removed".to_owned(), json!(self.0))])
     }
 
     fn text(&self, _: Paint) -> String {
         format!(
-            "{} is no member any more. Destroy its key and data: with them its daemon would be one again.\n",
+            "{} is no member any more. Destroy its key and data: a daemon with them would register again.\n",
             self.0
         )
     }

@@ -1,4 +1,4 @@
-//! The policy in words, for `status`: which rules are in force, and what waits.
+//! The policy as text for `status`: the rules in force, and the steps that wait.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use super::table::shown;
 use super::transfer::counted;
 use crate::wire::policy::{PolicyAnswer, PolicyRule};
 
-/// The answer for programs.
+/// Returns the policy as JSON.
 pub fn json(policy: &PolicyAnswer) -> Value {
     let rule = |rule: &PolicyRule| {
         json!({
@@ -23,7 +23,8 @@ pub fn json(policy: &PolicyAnswer) -> Value {
     })
 }
 
-/// A line for each rule, one for what is under way, one for each step that waits.
+/// Returns the policy as text: a line for each rule, one for the work in progress, and one for each
+/// step that waits.
 pub fn text(policy: &PolicyAnswer) -> String {
     let mut out = String::new();
     for rule in &policy.rules {

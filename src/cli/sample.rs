@@ -1,37 +1,38 @@
-//! Something to save: a safetensors file that looks like a small transformer with its Adam state.
+//! A sample to save: a safetensors file that looks like a small transformer with its Adam state.
 //!
-//! It promises the same bytes for the same size and seed, about as many bytes as asked for, and memory that does not
-//! grow with them. The values have the magnitudes of trained weights and mean nothing.
-//! Format: 8 bytes little-endian header length, JSON header, then the tensors without gaps
-//! (<https://github.com/huggingface/safetensors>, "Format").
+//! Guarantees: the same size and seed give the same bytes; the file has about the requested size;
+//! the memory used does not grow with that size. The values have the magnitudes of trained weights
+//! and mean nothing. Format: 8 bytes little-endian header length, JSON header, then the tensors
+//! without gaps (<https://github.com/huggingface/safetensors>, "Format").
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
 use serde::Serialize;
 
-/// What was written.
+/// The facts about a written sample.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SampleInfo {
-    /// The length of the file, in bytes.
+    /// Length of the file in bytes.
     pub bytes: u64,
-    /// The tensors in it: weights, first and second moments.
+    /// Number of tensors: weights, first and second moments.
     pub tensors: u64,
-    /// The parameters of the model.
+    /// Number of parameters of the model.
     pub parameters: u64,
-    /// The width of the model.
+    /// Width of the model.
     pub width: u64,
-    /// Its layers.
+    /// Number of layers.
     pub layers: u64,
 }
 
-/// Bytes of weight (bf16), first and second moment (f32 each) of one parameter.
+/// Bytes of one parameter: weight (bf16), first and second moment (f32 each).
 const PARAMETER_BYTES: u64 = 2 + 4 + 4;
 const MAX_LAYERS: u64 = 96;
-/// Bytes made at a time.
+/// Number of bytes generated at a time.
 const BUFFER_BYTES: usize = 256 * 1024;
 
-/// How numbers of a tensor look: what random bits to keep and what to set, for 8 bytes at a time.
+/// The distribution of a tensor's numbers: the random bits to keep and the bits to set, for 8 bytes
+/// at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Numbers {
     /// bf16, either sign, 2^-7 to 2^-3.
@@ -50,7 +51,8 @@ impl Numbers {
         }
     }
 
-    /// (keep, set): sign and mantissa stay random, of the exponent two bits.
+    /// Returns the masks (keep, set). Mantissa, two bits of the exponent and, except for second
+    /// moments, the sign stay random.
     fn masks(self) -> (u64, u64) {
         match self {
             Numbers::Weight => (0x81ff_81ff_81ff_81ff, 0x3c00_3c00_3c00_3c00),
@@ -77,7 +79,8 @@ impl Tensor {
     }
 }
 
-/// Writes a sample of about `target_bytes` (at least a few kilobytes; within 2 % from 1 MB on).
+/// Writes a sample of about `target_bytes`: at least a few kilobytes, and within 2 % of the target
+/// from 1 MB on. Returns the error of `out` if a write fails.
 pub fn write_sample(out: &mut dyn Write, target_bytes: u64, seed: u64) -> io::Result<SampleInfo> {
     let (width, layers, rows) = dimensions(target_bytes / PARAMETER_BYTES);
     let tensors = tensors(width, layers, rows);
@@ -108,8 +111,9 @@ pub fn write_sample(out: &mut dyn Write, target_bytes: u64, seed: u64) -> io::Re
     })
 }
 
-/// Width, layers and rows of the embedding for about `parameters`: the widest model of at least 4 layers that leaves
-/// a quarter to the embedding, which takes up what is left over.
+/// Returns width, layers and rows of the embedding for about `parameters`: the widest model of at
+/// least 4 layers that leaves a quarter of the parameters to the embedding. The embedding takes all
+/// that the layers do not use.
 fn dimensions(parameters: u64) -> (u64, u64, u64) {
     let layer = |width: u64| 12 * width * width + 2 * width;
     let budget = parameters - parameters / 4;
@@ -149,14 +153,14 @@ fn tensors(width: u64, layers: u64, rows: u64) -> Vec<Tensor> {
     all.collect()
 }
 
-/// The JSON header, padded with blanks so that the data begin at a multiple of 8 bytes.
+/// Returns the JSON header, padded with blanks so that the data begins at a multiple of 8 bytes.
 fn header(tensors: &[Tensor]) -> String {
     let mut out =
         String::from("{\"__metadata__\":{\"format\":\"pt\",\"made_by\":\"rapidraid sample\"}");
     let mut start = 0;
     for tensor in tensors {
         let (dtype, end) = (tensor.numbers.dtype().0, start + tensor.bytes());
-        // The names are ours and need no escapes; writing to a string does not fail.
+        // The names need no escapes, and writing to a string does not fail.
         let _ = write!(
             out,
             ",\"{}\":{{\"dtype\":\"{dtype}\",\"shape\":{:?},\"data_offsets\":[{start},{end}]}}",
@@ -170,8 +174,9 @@ fn header(tensors: &[Tensor]) -> String {
     out
 }
 
-/// Fills `out` with the numbers that `counter` is the first of, and returns the next counter. Eight bytes are one
-/// step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): independent steps, so that they go through wide registers.
+/// Fills `out` with the numbers that begin at `counter`. Returns the next counter. Each step of
+/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) gives eight bytes; the steps are independent, so
+/// that wide registers can compute them.
 fn fill(out: &mut [u8], numbers: Numbers, seed: u64, counter: u64) -> u64 {
     let (keep, set) = numbers.masks();
     let word = |counter: u64| {

@@ -1,7 +1,7 @@
-//! `save`: from paths to shards.
+//! `save`: maps paths to shards and saves them.
 //!
-//! It promises that names are unique and the same for the same paths, that nothing but regular files is read, and
-//! that everything is refused before the first byte is sent.
+//! Guarantees: the names of shards are unique, and the same for the same paths; only regular files
+//! are read; every refusal of a path happens before the first byte is sent.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::Save;
-use super::printer::{Answer, Failure};
+use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
 use super::{Front, Outcome, connect, files, transfer};
 use crate::client::FileSource;
@@ -23,15 +23,16 @@ use crate::id::{IdError, ShardName};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 
-/// The most files of one save; a checkpoint of 1,000 ranks with 100 files each.
+/// Maximum number of files in a save: enough for a checkpoint of 1,000 ranks with 100 files each.
 const MAX_FILES: usize = 100_000;
-/// Between two tries to save a step that another client saves, and how long it is tried.
+/// Interval between attempts to save a step that another client saves. [`MAX_WAIT`] limits the
+/// total time.
 const WAIT: Duration = Duration::from_secs(1);
 const MAX_WAIT: Duration = Duration::from_secs(3600);
-/// The deepest folder; a tree that is deeper is a mistake.
+/// Maximum depth of folders. A deeper tree is a mistake.
 const MAX_DEPTH: usize = 64;
 
-/// The command.
+/// Runs the command `save`.
 pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let found = shards_of(&options.paths)?;
     let mut sources = Vec::with_capacity(found.len());
@@ -77,8 +78,9 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let report = saved.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
-            ErrorKind::Invalid if failure.message.contains("changed while") => failure
-                .with_hint("save it when nobody writes to it, or as it is with --allow-changing"),
+            ErrorKind::Invalid if failure.message.contains("changed while") => failure.with_hint(
+                "save it when no process writes to it, or save it as it is with --allow-changing",
+            ),
             ErrorKind::Exists => {
                 failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
             }
@@ -89,7 +91,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     if let (Some(file), Some(path)) = (record_file, &options.record) {
         match write_record(file, path, &report.record) {
             Ok(()) => record = Some(path.display().to_string()),
-            // The save is what was asked for: it is committed, and reported so.
+            // The save itself is committed, so it is reported as a success.
             Err(failure) => front.printer.note(&format!("no record: {}", failure.message)),
         }
     }
@@ -104,7 +106,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     Ok(Box::new(Saved { report, took, record }))
 }
 
-/// Whether a save was refused because another one of the step is under way.
+/// Returns whether a save was refused because another save of the step is in progress.
 async fn is_being_saved(
     client: &Client,
     options: &Save,
@@ -112,19 +114,20 @@ async fn is_being_saved(
 ) -> bool {
     let is_refused = saved.as_ref().is_err_and(|error| error.kind() == ErrorKind::Exists);
     let (job, step) = (&options.step.job, options.step.step);
-    // A step that is committed is refused, too, and is not waited for.
+    // A step that is already committed is refused as well, and waiting would not help.
     is_refused
         && (options.replace
             || client.show(job, Some(step)).await.is_err_and(|e| e.kind() == ErrorKind::NotFound))
 }
 
-fn write_record(file: File, path: &Path, record: &SaveRecord) -> Result<(), Failure> {
-    let bytes = record.to_bytes().map_err(|error| Failure::of(error.kind(), &error))?;
+fn write_record(file: File, path: &Path, record: &SaveRecord) -> Result<(), CommandFailure> {
+    let bytes = record.to_bytes().map_err(|error| CommandFailure::of(error.kind(), &error))?;
     files::write_durably(file, path, &bytes)
 }
 
-/// The shards behind the paths, in the order of their names.
-pub fn shards_of(paths: &[PathBuf]) -> Result<Vec<(ShardName, PathBuf)>, Failure> {
+/// Returns the shards of the paths, sorted by name. Returns `Invalid` if a path cannot be saved or
+/// two files would become the same shard.
+pub fn shards_of(paths: &[PathBuf]) -> Result<Vec<(ShardName, PathBuf)>, CommandFailure> {
     let mut found = BTreeMap::new();
     for path in paths {
         let kind = files::kind_of(path)?;
@@ -138,8 +141,8 @@ pub fn shards_of(paths: &[PathBuf]) -> Result<Vec<(ShardName, PathBuf)>, Failure
         }
     }
     if found.is_empty() {
-        let message = "there is no file in what was named";
-        return Err(Failure::new(ErrorKind::Invalid, message)
+        let message = "the named paths contain no file";
+        return Err(CommandFailure::new(ErrorKind::Invalid, message)
             .with_hint("name a file, or a folder with files"));
     }
     Ok(found.into_iter().collect())
@@ -147,7 +150,12 @@ pub fn shards_of(paths: &[PathBuf]) -> Result<Vec<(ShardName, PathBuf)>, Failure
 
 type Found = BTreeMap<ShardName, PathBuf>;
 
-fn folder(path: &Path, prefix: &str, depth: usize, found: &mut Found) -> Result<(), Failure> {
+fn folder(
+    path: &Path,
+    prefix: &str,
+    depth: usize,
+    found: &mut Found,
+) -> Result<(), CommandFailure> {
     if depth > MAX_DEPTH {
         return Err(unusable(path, "is nested too deep"));
     }
@@ -169,10 +177,15 @@ fn folder(path: &Path, prefix: &str, depth: usize, found: &mut Found) -> Result<
     Ok(())
 }
 
-fn add(name: Option<&str>, prefix: &str, path: &Path, found: &mut Found) -> Result<(), Failure> {
+fn add(
+    name: Option<&str>,
+    prefix: &str,
+    path: &Path,
+    found: &mut Found,
+) -> Result<(), CommandFailure> {
     let name = name.ok_or_else(|| unusable(path, "has a name that is not UTF-8"))?;
     let name: ShardName = format!("{prefix}{name}").parse().map_err(|error: IdError| {
-        Failure::of(ErrorKind::Invalid, &error).with_hint("rename the file or folder")
+        CommandFailure::of(ErrorKind::Invalid, &error).with_hint("rename the file or folder")
     })?;
     if found.len() >= MAX_FILES {
         return Err(unusable(
@@ -183,25 +196,25 @@ fn add(name: Option<&str>, prefix: &str, path: &Path, found: &mut Found) -> Resu
     if let Some(other) = found.insert(name.clone(), path.to_owned()) {
         let message =
             format!("{} and {} would both be the shard {name}", other.display(), path.display());
-        return Err(Failure::new(ErrorKind::Invalid, message)
+        return Err(CommandFailure::new(ErrorKind::Invalid, message)
             .with_hint("put them into one folder with different names and name the folder"));
     }
     Ok(())
 }
 
-fn unusable(path: &Path, why: &str) -> Failure {
-    Failure::new(ErrorKind::Invalid, format!("{} {why}", path.display()))
+fn unusable(path: &Path, why: &str) -> CommandFailure {
+    CommandFailure::new(ErrorKind::Invalid, format!("{} {why}", path.display()))
         .with_hint("a checkpoint is made of regular files")
 }
 
 struct Saved {
     report: SaveReport,
     took: Duration,
-    /// Where its record was written.
+    /// The path to which the record was written.
     record: Option<String>,
 }
 
-impl Answer for Saved {
+impl CommandOutput for Saved {
     fn json(&self) -> Map<String, Value> {
         let report = &self.report;
         let fields = json!({
@@ -231,7 +244,7 @@ impl Answer for Saved {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::disallowed_methods)] // makes the files that are saved
+    #![allow(clippy::disallowed_methods)] // the test writes the files that are saved
 
     use std::fs;
     use std::os::unix::fs::symlink;

@@ -1,4 +1,4 @@
-//! `stage`: the staging daemon of a training host as a process, and questions to the one that runs.
+//! `stage`: the process of a training host's staging daemon, and requests to the daemon that runs.
 
 mod detach;
 mod priority;
@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use super::args::Stage;
 use super::node::Signals;
-use super::printer::{Answer, Failure};
+use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Table};
 use super::{Front, Outcome, connect, files, log};
 use crate::client::Client;
@@ -30,20 +30,20 @@ use crate::trainer::session::{Session, Wait, default_dir};
 use crate::units::ByteCount;
 use crate::workers::Workers;
 
-/// Without a setting, segments may take so much of the folder's file system.
+/// Default limit of all segments, in percent of the file system that holds the staging folder.
 const MEMORY_PERCENT: u64 = 80;
-/// The longest token.
+/// Maximum length of a token.
 const MAX_TOKEN_BYTES: usize = 4096;
-/// How long a question to the daemon may take.
+/// Maximum time for a request to the daemon.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
-/// Threads for hashing; the daemon yields to training, so more would only wait.
+/// Number of threads for hashing. The daemon yields to training, so more threads would only wait.
 const WORKERS: usize = 4;
-/// A daemon that was started because a trainer needed it ends when it has had no connection and no segment for so long.
+/// A daemon started by `--detach` ends after this time without a connection and without a segment.
 const IDLE: Duration = Duration::from_secs(60);
-/// How long the daemon goes on saving when its folder was taken away.
+/// How long the daemon continues to save after its folder was removed.
 const LOST_LIMIT: Duration = Duration::from_secs(60);
 
-/// The command.
+/// Runs the command `stage`.
 pub async fn run(front: &mut Front, options: Stage) -> Outcome {
     let (_, config) = connect::client_config(&options.connect, &front.env)?;
     let dir = config.staging.dir.clone();
@@ -68,14 +68,14 @@ pub async fn run(front: &mut Front, options: Stage) -> Outcome {
     serve(front, dir, &config, options.detached.then_some(IDLE), gone).await
 }
 
-/// Every trainer's connection has a few descriptors, and every reader of a step one for each of its parts: as many may be open as the system
-/// allows.
+/// Raises the limit of open files to the maximum that the system allows. Each trainer's connection
+/// uses a few descriptors, and each reader of a step one for each of its parts.
 fn allow_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
-fn token(config: &ClientConfig) -> Result<Vec<u8>, Failure> {
+fn token(config: &ClientConfig) -> Result<Vec<u8>, CommandFailure> {
     match &config.staging.token {
         Some(path) => files::read_bytes(path, MAX_TOKEN_BYTES),
         None => Ok(Vec::new()),
@@ -92,8 +92,9 @@ async fn serve(
     let identity = connect::identity(&config.membership)?;
     let mut signals = Signals::new()?;
     priority::lower_session(config.staging.nice);
-    let failed =
-        |error| Failure::new(ErrorKind::Io, format!("the threads for heavy work: {error}"));
+    let failed = |error| {
+        CommandFailure::new(ErrorKind::Io, format!("cannot start the background threads: {error}"))
+    };
     let background = priority::Background::start(config.staging.nice).map_err(failed)?;
     let keeper = client_on(Handle::current(), &identity, config).await?;
     let client = client_on(background.handle(), &identity, config).await?;
@@ -115,7 +116,7 @@ async fn serve(
     let clock = SystemClock::new();
     let running =
         StagingDaemon::start(settings, client.clone(), clock, entropy, Workers::new(WORKERS)).await;
-    let running = running.map_err(|error| Failure::of(error.kind(), &error))?;
+    let running = running.map_err(|error| CommandFailure::of(error.kind(), &error))?;
     let (pid, limit) = (std::process::id(), ByteCount(memory_bytes));
     front.printer.note(&format!("ready: staging in {} with {limit} (pid {pid})", dir.display()));
     let outcome = until_end(front, &running, &mut signals, config.staging.stop, idle, gone).await;
@@ -125,18 +126,20 @@ async fn serve(
     outcome
 }
 
-/// A client whose packets are carried by the threads of `runtime`.
+/// Creates a client whose packets are carried by the threads of `runtime`.
 async fn client_on(
     runtime: Handle,
     identity: &Identity,
     config: &ClientConfig,
-) -> Result<Client, Failure> {
+) -> Result<Client, CommandFailure> {
     let seeds = config.membership.seeds.iter().map(ToString::to_string).collect();
     let (identity, congestion) = (identity.clone(), config.congestion);
     let made = runtime
         .spawn(async move { Client::new_unconnected(&identity, seeds, congestion).await })
         .await
-        .map_err(|error| Failure::new(ErrorKind::Internal, format!("a task died: {error}")))?;
+        .map_err(|error| {
+            CommandFailure::new(ErrorKind::Internal, format!("a task died: {error}"))
+        })?;
     made.map_err(|error| connect::failure(&error))
 }
 
@@ -165,16 +168,17 @@ async fn until_end(
         () = is_idle => return Ok(Box::new(Ended)),
         () = starter_gone => return Ok(Box::new(Ended)),
         which = signals.next() => {
-            front.printer.note(&format!("{which}: what is staged is saved first, for at most {} s", stop.as_secs()));
+            front.printer.note(&format!("{which}: saving what is staged before the end, for at most {} s", stop.as_secs()));
             stop
         }
         () = running.lost() => {
             is_lost = true;
-            front.printer.note("the staging folder was taken away: what is staged is saved first");
+            front.printer.note("the staging folder was taken away: saving what is staged before the end");
             LOST_LIMIT
         }
     };
-    // Schedulers repeat SIGTERM; only an interrupt by hand ends it earlier.
+    // Schedulers repeat SIGTERM, so a repeated SIGTERM changes nothing. Only SIGINT ends the wait
+    // early.
     let left = tokio::select! {
         left = running.quiet(limit) => left,
         () = signals.interrupted() => running.quiet(Duration::ZERO).await,
@@ -183,19 +187,20 @@ async fn until_end(
         let message =
             "the staging folder was taken away under the daemon; all that was staged is committed";
         let hint = "start it again; `RemoveIPC=no` keeps systemd-logind from removing a user's shared memory";
-        return Err(Failure::new(ErrorKind::Unavailable, message).with_hint(hint));
+        return Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint(hint));
     }
     if left.is_empty() {
         return Ok(Box::new(Ended));
     }
     let message = format!("ended while steps were not committed:\n  {}", left.join("\n  "));
-    let hint = "start it again on this host: what all ranks had staged goes on from memory";
-    Err(Failure::new(ErrorKind::Unavailable, message).with_hint(hint))
+    let hint =
+        "start it again on this host: steps that all ranks had staged are then saved from memory";
+    Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint(hint))
 }
 
 struct Ended;
 
-impl Answer for Ended {
+impl CommandOutput for Ended {
     fn json(&self) -> Map<String, Value> {
         Map::from_iter([("stopped".to_owned(), json!(true))])
     }
@@ -204,9 +209,9 @@ impl Answer for Ended {
     }
 }
 
-/// A failure of the trainer's side.
-fn failure(error: &StagingError) -> Failure {
-    let failure = Failure::of(error.kind(), error);
+/// Converts an error of the trainer's side, with its own hint if it has one.
+fn failure(error: &StagingError) -> CommandFailure {
+    let failure = CommandFailure::of(error.kind(), error);
     match error.hint() {
         hint if hint.is_empty() => failure,
         hint => failure.with_hint(hint),
@@ -222,17 +227,20 @@ async fn ask(dir: PathBuf, config: &ClientConfig, request: Request) -> Outcome {
         let (answer, _) = session.ask("the staging daemon", &request, &mut wait)?;
         Ok((answer, session.daemon_pid()))
     });
-    let died = |error| Failure::new(ErrorKind::Internal, format!("a task died: {error}"));
+    let died = |error| CommandFailure::new(ErrorKind::Internal, format!("a task died: {error}"));
     match asked.await.map_err(died)?.map_err(|error: StagingError| failure(&error))? {
         (Told::Status(status), pid) => Ok(Box::new(Held { status, pid })),
         (Told::Freed { bytes }, _) => Ok(Box::new(Freed(bytes))),
-        _ => Err(Failure::new(ErrorKind::Internal, "the daemon gave another answer")),
+        _ => Err(CommandFailure::new(
+            ErrorKind::Internal,
+            "the daemon sent an answer of another kind",
+        )),
     }
 }
 
 struct Freed(u64);
 
-impl Answer for Freed {
+impl CommandOutput for Freed {
     fn json(&self) -> Map<String, Value> {
         Map::from_iter([("freed_bytes".to_owned(), json!(self.0))])
     }
@@ -246,7 +254,7 @@ struct Held {
     pid: u32,
 }
 
-impl Answer for Held {
+impl CommandOutput for Held {
     fn json(&self) -> Map<String, Value> {
         let job = |job: &crate::trainer::protocol::JobStatus| {
             let steps: Vec<Value> = job

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::args::Status;
-use super::printer::Answer;
+use super::args::StatusOptions;
+use super::printer::CommandOutput;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::{Front, Outcome, connect, rules};
@@ -13,8 +13,8 @@ use crate::client::{NodeReport, StatusReport};
 use crate::id::PeerName;
 use crate::units::ByteCount;
 
-/// The command `status`.
-pub async fn run(front: &mut Front, options: Status) -> Outcome {
+/// Runs the command `status`.
+pub async fn run(front: &mut Front, options: StatusOptions) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.status()).await;
     connect::close(&client).await;
@@ -23,7 +23,7 @@ pub async fn run(front: &mut Front, options: Status) -> Outcome {
 
 struct Nodes(StatusReport);
 
-/// Bytes of replicas and pieces on all nodes that answered.
+/// Returns the bytes of replicas and pieces on all nodes that answered.
 pub fn stored_bytes(report: &StatusReport) -> u64 {
     let answers = report.nodes.iter().filter_map(|node| node.held.as_ref());
     answers.fold(0, |sum, answer| {
@@ -60,7 +60,8 @@ fn node_json(report: &NodeReport) -> Value {
     fields
 }
 
-/// A catalogue that changes nothing renews no lease: which node has one says nothing then.
+/// Returns the state of a node as text. A catalogue that changes nothing renews no leases, so then
+/// the leases say nothing about the nodes.
 fn state(report: &StatusReport, node: &NodeReport) -> &'static str {
     let has_lease = node.view.live || report.catalogue.unchanged.is_some();
     match (has_lease, &node.hello) {
@@ -71,7 +72,7 @@ fn state(report: &StatusReport, node: &NodeReport) -> &'static str {
     }
 }
 
-/// The versions in a cluster that has several.
+/// Returns a line about the versions of a cluster that runs several, or None.
 fn mixed(report: &StatusReport) -> Option<String> {
     let mut nodes: BTreeMap<&str, usize> = BTreeMap::new();
     for hello in report.nodes.iter().filter_map(|node| node.hello.as_ref()) {
@@ -84,7 +85,7 @@ fn mixed(report: &StatusReport) -> Option<String> {
     (all.len() > 1).then(|| format!("several versions run: {}; finish the upgrade", all.join(", ")))
 }
 
-impl Answer for Nodes {
+impl CommandOutput for Nodes {
     fn json(&self) -> Map<String, Value> {
         let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
         let fields = json!({ "catalogue": self.0.catalogue.home, "unchanged": self.0.catalogue.unchanged,
@@ -143,7 +144,7 @@ impl Answer for Nodes {
         let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();
         let catalogue = report.catalogue.home.as_ref();
         let catalogue = catalogue.map_or("nowhere to be found", PeerName::as_str);
-        // What a node that does not answer holds is not known, and not nothing.
+        // A node that does not answer may hold data, so the sum is only a lower bound.
         let all_answer = report.nodes.iter().all(|node| node.held.is_some());
         let least = if all_answer { "" } else { "at least " };
         let mut out = format!(
@@ -162,7 +163,7 @@ impl Answer for Nodes {
         }
         out.push_str(&report.policy.as_ref().map_or_else(String::new, rules::text));
         if !notes.is_empty() {
-            out.push_str(&format!("\n{}\n{notes}", paint.tint(Tint::Yellow, "look at:")));
+            out.push_str(&format!("\n{}\n{notes}", paint.tint(Tint::Yellow, "warnings:")));
         }
         out
     }

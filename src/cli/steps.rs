@@ -1,4 +1,4 @@
-//! `ls`, `show`, `rm`: the checkpoints that there are.
+//! `ls`, `show` and `rm`: list, show and remove checkpoints.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::args::{Ls, Rm, Show};
 use super::holdings::{States, holdings};
 use super::picture::{self, Style};
-use super::printer::Answer;
+use super::printer::CommandOutput;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::words::ExactStep;
@@ -19,12 +19,12 @@ use crate::kind::ErrorKind;
 use crate::units::{ByteCount, date};
 use crate::wire::calls::{RemoveAnswer, StepView};
 
-/// Shards that `show` lists; of more, only how many. JSON has them all.
+/// Maximum number of shards that `show` lists; JSON has them all.
 const LISTED: usize = 50;
-/// Under what was found without a catalogue.
-const BY_MARKS: &str = "no catalogue answers: this is what the nodes' commit marks say; `rapidraid status` shows who is away\n";
+/// The line below a result that was found without a catalogue.
+const BY_MARKS: &str = "the catalogue does not answer: this list is from the nodes' commit marks; `rapidraid status` shows which nodes are down\n";
 
-/// The command `ls`.
+/// Runs the command `ls`.
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let steps = connect::ask(client.list(options.job.as_ref())).await;
@@ -32,7 +32,7 @@ pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     Ok(Box::new(Steps(steps?)))
 }
 
-/// The command `show`.
+/// Runs the command `show`.
 pub async fn show(front: &mut Front, options: Show) -> Outcome {
     if options.tensors {
         return tensors::show(front, options).await;
@@ -44,7 +44,7 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
     Ok(Box::new(Shown { report: report?, style }))
 }
 
-/// The command `rm`.
+/// Runs the command `rm`.
 pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let answer = client.remove(&options.step.job, options.step.step).await;
@@ -61,7 +61,7 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
 
 struct Steps(Vec<StepView>);
 
-/// The summary of a step in a list.
+/// Returns the summary of a step in a list as JSON.
 pub fn step_json(view: &StepView) -> Map<String, Value> {
     let saved = &view.saved;
     let fields = json!({
@@ -71,7 +71,7 @@ pub fn step_json(view: &StepView) -> Map<String, Value> {
     fields.as_object().cloned().unwrap_or_default()
 }
 
-impl Answer for Steps {
+impl CommandOutput for Steps {
     fn json(&self) -> Map<String, Value> {
         let steps = self.0.iter().map(|view| Value::Object(step_json(view))).collect();
         Map::from_iter([("steps".to_owned(), Value::Array(steps))])
@@ -100,7 +100,7 @@ struct Shown {
     style: Style,
 }
 
-impl Answer for Shown {
+impl CommandOutput for Shown {
     fn json(&self) -> Map<String, Value> {
         let report = &self.report;
         let names: BTreeMap<NodeId, &PeerName> = report
@@ -127,7 +127,7 @@ impl Answer for Shown {
             })
         };
         let mut fields = step_json(&report.step);
-        // The number of shards gives way to the shards.
+        // The list of shards replaces the number of shards.
         fields.insert("shards".to_owned(), report.shards.iter().map(shard).collect());
         fields.insert("unchanged".to_owned(), json!(report.unchanged));
         fields
@@ -177,7 +177,8 @@ impl Answer for Shown {
     }
 }
 
-/// The block length of the first stripe: in a shard of one stripe it is less than the configured one.
+/// Returns the block length of the first stripe as text. In a shard of one stripe it is less than
+/// the configured length.
 fn first_block(root: &ShardRoot) -> String {
     let stripe = root.geometry().ok().and_then(|geometry| geometry.stripe(0));
     stripe.map_or_else(|| "-".to_owned(), |cut| ByteCount(cut.block_bytes).to_string())
@@ -188,7 +189,7 @@ struct Removed {
     answer: RemoveAnswer,
 }
 
-impl Answer for Removed {
+impl CommandOutput for Removed {
     fn json(&self) -> Map<String, Value> {
         let fields = json!({
             "job": self.step.job, "step": self.step.step, "confirmed": self.answer.confirmed, "waiting": self.answer.waiting,

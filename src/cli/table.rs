@@ -1,10 +1,10 @@
-//! Text for terminals: what may be shown, in which colour, in columns.
+//! Text for terminals: escaping, colours and columns.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Text that came from outside, made safe to show: control characters, which could move the cursor or colour the
-/// screen, and characters that turn the direction of writing are spelled out.
+/// Returns text from outside in a form that is safe to show. Control characters, which could move
+/// the cursor or colour the screen, and characters that turn the direction of writing are escaped.
 pub fn shown(text: &str) -> Cow<'_, str> {
     let hidden = |c: char| {
         c.is_control()
@@ -20,12 +20,12 @@ pub fn shown(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// A colour, or weight, of text. It repeats what the words say and never says it alone.
+/// The colour or weight of a text. A colour never carries information that the words do not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tint {
     /// Headings.
     Bold,
-    /// What can be passed over.
+    /// Details that may be skipped.
     Dim,
     /// Failed, lost.
     Red,
@@ -33,22 +33,22 @@ pub enum Tint {
     Green,
     /// Needs attention.
     Yellow,
-    /// What to do next.
+    /// Advice: what to do next.
     Cyan,
 }
 
-/// Colours text, or leaves it.
+/// Colours text, or leaves it plain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Paint {
-    /// Whether there are colours.
+    /// Whether text is coloured.
     pub colour: bool,
 }
 
 impl Paint {
-    /// Plain text.
+    /// Leaves text plain.
     pub const PLAIN: Self = Self { colour: false };
 
-    /// `text` in the tint, or as it is.
+    /// Returns `text` in the tint, or unchanged without colours.
     pub fn tint(self, tint: Tint, text: &str) -> String {
         let code = match tint {
             Tint::Bold => "1",
@@ -66,7 +66,7 @@ impl Paint {
     }
 }
 
-/// Rows under headings. Cells are made safe with [`shown`]; a width is counted in characters.
+/// Rows under headings. Cells are escaped with [`shown`]; widths are counted in characters.
 #[derive(Debug, Clone)]
 pub struct Table {
     headings: Vec<&'static str>,
@@ -75,15 +75,15 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table with these columns. A heading that begins with `>` (which is not shown) is a column of numbers, set
-    /// to the right.
+    /// Creates a table with these columns. A heading that begins with `>` (which is not shown) is a
+    /// column of numbers, aligned to the right.
     pub fn new(headings: &[&'static str]) -> Self {
         let numeric = headings.iter().map(|heading| heading.starts_with('>')).collect();
         let headings = headings.iter().map(|heading| heading.trim_start_matches('>')).collect();
         Self { headings, numeric, rows: Vec::new() }
     }
 
-    /// Adds a row; missing cells are empty, those beyond the headings are left out.
+    /// Adds a row. Missing cells are empty; cells beyond the headings are dropped.
     pub fn row<T: AsRef<str>>(&mut self, cells: impl IntoIterator<Item = T>) {
         let cells = cells.into_iter().map(|cell| shown(cell.as_ref()).into_owned());
         let mut row: Vec<String> = cells.take(self.headings.len()).collect();
@@ -91,12 +91,12 @@ impl Table {
         self.rows.push(row);
     }
 
-    /// Whether it has no rows.
+    /// Returns whether the table has no rows.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// The table as text, one line a row, without blanks at line ends.
+    /// Returns the table as text: one line for each row, without blanks at the ends of lines.
     pub fn render(&self, paint: Paint) -> String {
         let width = |column: usize| {
             let cells = self.rows.iter().filter_map(|row| row.get(column));

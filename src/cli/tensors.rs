@@ -1,4 +1,4 @@
-//! `show --tensors`: what a checkpoint of a trainer holds, by name.
+//! `show --tensors`: the names in a checkpoint that a trainer saved.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use wildmatch::WildMatch;
 
 use super::args::Show;
-use super::printer::Answer;
+use super::printer::CommandOutput;
 use super::steps::step_json;
 use super::table::{Paint, Table, Tint};
 use super::transfer::{self, counted};
@@ -15,7 +15,7 @@ use crate::client::Index;
 use crate::format::table::{Extent, Form, Name, NameKind, Region, Space};
 use crate::units::ByteCount;
 
-/// Reads the index, and lists the names that fit the pattern.
+/// Reads the index of a checkpoint and lists the names that match the pattern.
 pub async fn show(front: &mut Front, options: Show) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let (job, step) = (&options.step.job, options.step.step);
@@ -68,7 +68,7 @@ fn region_json(region: &Region, extent: Option<&Extent>) -> Value {
     Value::Object(fields)
 }
 
-impl Answer for Tensors {
+impl CommandOutput for Tensors {
     fn json(&self) -> Map<String, Value> {
         let name = |(name, regions): (&Name, &[Region])| {
             let rank = match name.space {

@@ -1,8 +1,10 @@
-//! The hops of an archiving as a trace that browsers draw (Chrome's Trace Event Format, "complete" events):
-//! a process a stripe, a thread a hop, in it a sample of the grains that it worked on; times in microseconds.
+//! The hops of an archiving as a trace for the viewers of browsers (Chrome's Trace Event Format,
+//! "complete" events). A stripe is a process, a hop is a thread, and a thread shows a sample of the
+//! grains that its hop processed. Times are in microseconds.
 //!
-//! Within a stripe the times are those that the nodes measured. Stripes are placed beside each other by when their reports came in,
-//! since clocks of machines are never compared.
+//! The times within a stripe are those that its nodes measured. The offset between stripes follows
+//! from the arrival times of their reports, because clocks of different machines are never
+//! compared.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -20,7 +22,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Adds a stripe whose report came in at `now`.
+    /// Adds a stripe. `now` is the time at which its report arrived.
     pub fn add(&mut self, report: &StripeReport, now: Duration) {
         self.stripes += 1;
         let process = self.stripes;
@@ -67,7 +69,7 @@ impl Trace {
         }
     }
 
-    /// Writes it, and waits until it is on the disk.
+    /// Writes the trace to `file` and syncs it.
     pub fn write(&self, mut file: std::fs::File) -> io::Result<()> {
         let document = json!({ "displayTimeUnit": "ms", "traceEvents": self.events });
         file.write_all(document.to_string().as_bytes())?;

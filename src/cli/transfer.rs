@@ -1,4 +1,5 @@
-//! `archive`, `restore` and `verify --quick`: the commands that move much, with their progress and what they report.
+//! `archive`, `restore` and `verify --quick`: the commands that move much data, with their progress
+//! and reports.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,8 +8,8 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::{Archive, CodecWord, PlanWord, Restore, Verify};
-use super::printer::{Answer, Failure};
-use super::progress::Progress;
+use super::printer::{CommandFailure, CommandOutput};
+use super::progress::ProgressLine;
 use super::table::{Paint, Tint, shown};
 use super::trace::Trace;
 use super::words::AnyStep;
@@ -25,50 +26,53 @@ use crate::units::ByteCount;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, StripeReport};
 use crate::wire::order::HopWork;
 
-/// Lines of notes and incidents that are shown; JSON has them all.
+/// Maximum number of notes and incidents that are printed; JSON has them all.
 const LISTED: usize = 10;
 
-/// A progress bar that the library can feed from any task.
+/// Returns a callback that shows progress. The client library may call it from any task.
 pub fn watch(front: &Front, what: String) -> ProgressFn {
-    let bar = Progress::new(front.printer.look().watched, what, None);
+    let bar = ProgressLine::new(front.printer.look().watched, what, None);
     Arc::new(move |done: Done| {
         bar.set_total(done.total_bytes);
         bar.set(done.done_bytes, "");
     })
 }
 
-/// `1 shard`, `2 shards`.
+/// Returns a count with its noun, such as `1 shard` or `2 shards`.
 pub fn counted(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
-/// How long so many bytes took, and the rate.
+/// Returns the duration of a transfer as text, with its rate.
 pub fn pace(bytes: u64, took: Duration) -> String {
     let seconds = took.as_secs_f64();
     if bytes == 0 || seconds < 0.001 {
         return format!("{seconds:.2} s");
     }
-    // A rate is for people: the fraction of a byte does not matter.
+    // The rate is for people, so the fraction of a byte does not matter.
     format!("{seconds:.2} s, {}/s", ByteCount((bytes as f64 / seconds) as u64))
 }
 
-/// `JOB/STEP` with the step as it was typed.
+/// Returns `JOB/STEP`, with `latest` if no step is given.
 pub fn named(job: &Job, step: Option<Step>) -> String {
     step.map_or_else(|| format!("{job}/latest"), |step| format!("{job}/{step}"))
 }
 
-/// The command `archive`.
+/// Runs the command `archive`.
 pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     if options.plan == PlanWord::Chain && options.codec == CodecWord::ReedSolomonErasure {
         let message = "the codec reed-solomon-erasure cannot run a chain";
-        return Err(Failure::new(ErrorKind::Invalid, message)
-            .with_hint("add --plan star, or leave --codec away"));
+        return Err(CommandFailure::new(ErrorKind::Invalid, message)
+            .with_hint("add --plan star, or omit --codec"));
     }
     let client = connect::client(&options.connect, &front.env).await?;
     let trace_file = options.trace.as_deref().map(files::create_new).transpose()?;
     let (job, step) = (&options.step.job, options.step.step);
-    let bar =
-        Progress::new(front.printer.look().watched, format!("archive {}", named(job, step)), None);
+    let bar = ProgressLine::new(
+        front.printer.look().watched,
+        format!("archive {}", named(job, step)),
+        None,
+    );
     let clock = SystemClock::new();
     let mut trace = Trace::default();
     let mut on_event = |event: &ArchiveEvent| match event {
@@ -91,7 +95,8 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     if let (Some(file), Some(path)) = (trace_file, &options.trace)
         && let Err(error) = trace.write(file)
     {
-        // The archiving is what was asked for: it is reported as it ended.
+        // A trace that cannot be written does not change the result of the archiving, so it is only
+        // noted.
         let failure = files::io_failure("write", path, &error);
         front.printer.note(&format!("no trace: {}", failure.message));
     }
@@ -99,13 +104,14 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     Ok(Box::new(Archived { report, took }))
 }
 
-/// The command `restore`.
+/// Runs the command `restore`.
 pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     let record = options.record.as_deref().map(read_record).transpose()?;
     let nodes = record.iter().flat_map(SaveRecord::nodes).map(|node| node.address.clone());
     let client = connect::client_beside(&options.connect, &front.env, nodes.collect()).await?;
     let is_new = !options.out.exists();
-    let out = RealDisk::open(&options.out).map_err(|error| Failure::of(error.kind(), &error))?;
+    let out =
+        RealDisk::open(&options.out).map_err(|error| CommandFailure::of(error.kind(), &error))?;
     let request = RestoreRequest {
         out: Arc::new(out),
         force: options.force,
@@ -124,9 +130,8 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
         }
         (None, None) => {
             let message = "neither a step nor a record was named";
-            return Err(
-                Failure::new(ErrorKind::Invalid, message).with_hint("name JOB/STEP or --record")
-            );
+            return Err(CommandFailure::new(ErrorKind::Invalid, message)
+                .with_hint("name JOB/STEP or --record"));
         }
     };
     let took = clock.now();
@@ -138,7 +143,7 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
         let failure = connect::failure(&error);
         match error {
             ClientError::FileExists { .. } => failure.with_hint(
-                "nothing was written: name another folder, or replace what is there with --force",
+                "nothing was written: name another folder, or replace the existing files with --force",
             ),
             _ => failure,
         }
@@ -147,15 +152,15 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     Ok(Box::new(Read { verb: "restored", report, took, out }))
 }
 
-fn read_record(path: &Path) -> Result<SaveRecord, Failure> {
+fn read_record(path: &Path) -> Result<SaveRecord, CommandFailure> {
     let bytes = files::read_bytes(path, MAX_SAVE_RECORD_BYTES)?;
     SaveRecord::parse(&bytes).map_err(|error| {
-        let failure = Failure::of(error.kind(), &error);
-        Failure { message: format!("{}: {}", path.display(), failure.message), ..failure }
+        let failure = CommandFailure::of(error.kind(), &error);
+        CommandFailure { message: format!("{}: {}", path.display(), failure.message), ..failure }
     })
 }
 
-/// The command `verify --quick`.
+/// Runs the command `verify --quick`.
 pub async fn read_through(front: &mut Front, options: Verify) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let (job, step) = (&options.step.job, options.step.step);
@@ -173,7 +178,7 @@ struct Archived {
     took: Duration,
 }
 
-/// A stripe's report as JSON.
+/// Returns a stripe's report as JSON.
 fn stripe_json(report: &StripeReport) -> Value {
     let hops: Vec<Value> = report
         .hops
@@ -195,7 +200,7 @@ fn stripe_json(report: &StripeReport) -> Value {
     })
 }
 
-impl Answer for Archived {
+impl CommandOutput for Archived {
     fn json(&self) -> Map<String, Value> {
         let report = &self.report;
         let reports: Vec<Value> = report.reports.iter().map(stripe_json).collect();
@@ -240,7 +245,7 @@ struct Read {
     out: Option<String>,
 }
 
-impl Answer for Read {
+impl CommandOutput for Read {
     fn json(&self) -> Map<String, Value> {
         let report = &self.report;
         let fields = json!({
@@ -265,11 +270,11 @@ impl Answer for Read {
             report.decoded_stripes,
             pace(report.len_bytes, self.took),
         );
-        done + &listed("met on the way", &report.incidents, paint)
+        done + &listed("incident", &report.incidents, paint)
     }
 }
 
-/// Up to [`LISTED`] lines, and how many more there are.
+/// Returns at most [`LISTED`] lines, followed by the number of further ones.
 pub fn listed(title: &str, lines: &[String], paint: Paint) -> String {
     let mut out = String::new();
     for line in lines.iter().take(LISTED) {

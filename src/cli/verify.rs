@@ -1,4 +1,5 @@
-//! `verify`: every copy of a checkpoint checked where it lies, and how many more nodes may be lost.
+//! `verify`: makes every node check its copies of a checkpoint, and says how many more nodes may be
+//! lost.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,7 +7,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::Verify;
-use super::printer::Answer;
+use super::printer::CommandOutput;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::{counted, listed, named, pace, read_through, watch};
 use super::{Front, Outcome, connect};
@@ -14,10 +15,10 @@ use crate::client::{AbsentNode, Fault, HeldItem, Problem, VerifyReport};
 use crate::clock::{Clock, SystemClock};
 use crate::units::ByteCount;
 
-/// Faults that are shown; JSON has more.
+/// Maximum number of faults that are printed; JSON has more.
 const LISTED: usize = 20;
 
-/// The command `verify`.
+/// Runs the command `verify`.
 pub async fn run(front: &mut Front, options: Verify) -> Outcome {
     if options.quick {
         return read_through(front, options).await;
@@ -48,7 +49,8 @@ fn fault_json(fault: &Fault) -> Value {
     })
 }
 
-/// `2 replicas damaged, 1 piece missing`; the count of what is not listed is in the last part.
+/// Returns a summary such as `2 replicas damaged, 1 piece missing`. `count` is the number of all
+/// faults; the last part counts those that `faults` does not list.
 fn summary(faults: &[Fault], count: u64) -> String {
     let kind = |held: HeldItem| match held {
         HeldItem::Replica(_) => "replica",
@@ -75,7 +77,7 @@ fn summary(faults: &[Fault], count: u64) -> String {
     parts.join(", ")
 }
 
-/// A line for each reason, with the nodes that have it.
+/// Returns one line for each reason, with its nodes.
 fn by_reason(away: &[AbsentNode]) -> Vec<String> {
     let mut nodes: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for AbsentNode { node, reason } in away {
@@ -90,7 +92,7 @@ impl Verified {
         report.fault_count > 0 || report.survives.is_none() || !report.failures.is_empty()
     }
 
-    /// How many more nodes may be lost.
+    /// Returns how many more nodes may be lost, as text.
     fn margin(&self, paint: Paint) -> String {
         let report = &self.report;
         let weakest = report
@@ -100,7 +102,7 @@ impl Verified {
         match report.survives {
             None => {
                 let text = format!(
-                    "it is not certain that this can be read from what was examined: {}",
+                    "it is not certain that the checkpoint can be read from the examined files: {}",
                     weakest.unwrap_or_default()
                 );
                 paint.tint(Tint::Red, &text)
@@ -118,7 +120,7 @@ impl Verified {
     }
 }
 
-impl Answer for Verified {
+impl CommandOutput for Verified {
     fn json(&self) -> Map<String, Value> {
         let report = &self.report;
         let away: Vec<Value> = report
@@ -200,7 +202,7 @@ impl Answer for Verified {
             format!("{} of stripe {stripe} of {} on {}", fault.held, fault.shard, fault.node)
         });
         out.push_str(&listed("mended", &mended.collect::<Vec<_>>(), paint));
-        out.push_str(&listed("met on the way", &report.incidents, paint));
+        out.push_str(&listed("incident", &report.incidents, paint));
         out.push_str(&self.advice(paint));
         out
     }

@@ -1,6 +1,6 @@
-//! Words of the command line that stand for more than one thing: `JOB/STEP`, `N,K`, `A..B`, `NAME=HOST:PORT`.
+//! Arguments with a syntax of their own: `JOB/STEP`, `N,K`, `A..B`, `NAME=HOST:PORT`.
 //!
-//! Each parses what a person types into checked values, and says in its error what the form is.
+//! Each type parses an argument into checked values; its error names the expected syntax.
 
 use std::fmt;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use crate::config::HostPort;
 use crate::id::{Job, PeerName, Step};
 use crate::units::ByteCount;
 
-/// Why a word is refused.
+/// The reason why an argument is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct WordError(String);
@@ -19,7 +19,7 @@ fn wrong(expected: &str) -> impl Fn() -> WordError + '_ {
     move || WordError(format!("expected {expected}"))
 }
 
-/// One step of a job, by its number.
+/// A step of a job, named by its number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExactStep {
     /// The job.
@@ -28,12 +28,12 @@ pub struct ExactStep {
     pub step: Step,
 }
 
-/// One step of a job, or the greatest that is committed.
+/// A step of a job, or the committed step with the greatest number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AnyStep {
     /// The job.
     pub job: Job,
-    /// The step; `None` is the latest.
+    /// The step; `None` is the latest one.
     pub step: Option<Step>,
 }
 
@@ -67,12 +67,12 @@ impl fmt::Display for ExactStep {
     }
 }
 
-/// The size of a code. Whether there is such a code is `code`'s to say.
+/// The size of a code. Whether such a code exists is decided by `code`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Pieces.
+    /// Number of pieces.
     pub n: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub k: usize,
 }
 
@@ -105,14 +105,14 @@ impl FromStr for ByteRange {
     }
 }
 
-/// A node that a new cluster will have.
+/// A node of a new cluster, or a further node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewNode {
-    /// Its name.
+    /// The name of the node.
     pub name: PeerName,
-    /// Where the others will reach it.
+    /// The address under which others reach the node.
     pub address: HostPort,
-    /// Its failure domains: zone and rack.
+    /// The failure domain of the node: zone and rack.
     pub domain: Option<(PeerName, PeerName)>,
 }
 
@@ -140,12 +140,12 @@ impl FromStr for NewNode {
     }
 }
 
-/// A setting of a configuration with its value.
+/// A setting of a configuration and its value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setting {
-    /// The setting, such as `code.block`.
+    /// The name of the setting, such as `code.block`.
     pub key: String,
-    /// Its value as text.
+    /// The value as text.
     pub value: String,
 }
 

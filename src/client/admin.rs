@@ -1,4 +1,4 @@
-//! What operators ask: the state of the cluster, its catalogue, its members.
+//! Requests of operators: the state of the cluster, its catalogue and its members.
 
 use std::time::Duration;
 
@@ -14,25 +14,26 @@ use crate::wire::calls::{
 };
 use crate::wire::policy::PolicyAnswer;
 
-/// The nodes' inventories are read whole.
+/// Time limit for rebuilding or moving the catalogue. A rebuild reads the inventories of all nodes.
 const REBUILD_LIMIT: Duration = Duration::from_secs(3600);
 
-/// The nodes and what they hold.
+/// The state of the cluster.
 #[derive(Debug, Clone)]
 pub struct StatusReport {
-    /// Each node, and what it says.
+    /// The nodes, each with its own answers.
     pub nodes: Vec<NodeReport>,
     /// The state of the catalogue.
     pub catalogue: CatalogueReport,
-    /// The highest epoch that was heard of.
+    /// The highest epoch that the gateway knows.
     pub epoch: Epoch,
-    /// The policy that the catalogue's host applies, if it answers.
+    /// The policy that the catalogue server applies, if the server answers.
     pub policy: Option<PolicyAnswer>,
 }
 
 impl Client {
-    /// Has the daemon `on` (by default the first seed that answers) make a lost catalogue again from what the nodes hold, and serve it
-    /// (docs/semantics.md, 8). `accept_loss`: also when fewer nodes are reached than that needs, or roots are missing.
+    /// Makes the daemon `on` rebuild a lost catalogue from the contents of the nodes and serve it
+    /// (docs/semantics.md, 8). `None` is the first seed that answers. With `accept_loss` the
+    /// rebuild continues even if fewer nodes are reached than it needs, or roots are missing.
     pub async fn rebuild_catalogue(
         &self,
         on: Option<&Address>,
@@ -45,17 +46,20 @@ impl Client {
         }
     }
 
-    /// Has the daemon `on` copy the catalogue from the one that serves it, and serve it from then on (docs/semantics.md, 8).
+    /// Makes the daemon `on` copy the catalogue from the daemon that serves it, and serve it from
+    /// then on (docs/semantics.md, 8).
     pub async fn move_catalogue(&self, on: &Address) -> Result<MoveCatalogueAnswer, ClientError> {
         Ok(self.caller().call_within(on, &MoveCatalogue {}, REBUILD_LIMIT).await?)
     }
 
-    /// Takes a node off the list of members: one that is not live, and on which no checkpoint may lie (docs/semantics.md, 10).
+    /// Removes a node from the list of members. The node must not be live, and no checkpoint may
+    /// have data on it (docs/semantics.md, 10).
     pub async fn remove_node(&self, name: &PeerName) -> Result<(), ClientError> {
         self.ask_once(&RemoveNode { name: name.clone() }, LONG_LIMIT).await
     }
 
-    /// The nodes and what they hold, asked of the nodes themselves: also while no catalogue answers, or one that changes nothing.
+    /// Returns the state of the cluster. Asks the nodes themselves, so that the call also works
+    /// while no catalogue answers, or a read-only one.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
         let nodes = self.fetch_node_reports(self.known_nodes().await?).await;
         let hello = self.ask(&Hello { me: None }).await?;

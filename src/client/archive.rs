@@ -1,4 +1,4 @@
-//! Asking for an archiving, and watching it.
+//! Archive requests, and watching their progress.
 
 use super::connection::Client;
 use super::error::ClientError;
@@ -6,25 +6,27 @@ use crate::id::{Job, Step};
 use crate::net::call::address;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, ArchiveStep, StripeReport};
 
-/// How an archiving went.
+/// The report about an archiving.
 #[derive(Debug, Clone)]
 pub struct ArchiveReport {
     /// The job.
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// Stripes that are archived now.
+    /// Number of stripes that are archived now.
     pub stripes: u64,
-    /// Of these, stripes whose replicas are not all confirmed to be dropped.
+    /// Number of these stripes whose replicas are not all confirmed as dropped.
     pub undropped: u64,
-    /// Stripes archived by this call.
+    /// Reports about the stripes that this call archived.
     pub reports: Vec<StripeReport>,
-    /// Things worth knowing.
+    /// Messages for the operator.
     pub notes: Vec<String>,
 }
 
 impl Client {
-    /// Archives a committed step (`None`: the latest) and watches; the work is a daemon's and goes on without us.
+    /// Archives a committed step (`None`: the latest) and watches the progress. A daemon does the
+    /// work and continues it if this client goes away. `on_event` is called with each event.
+    /// Returns the report when the archiving has ended.
     pub async fn archive(
         &self,
         job: &Job,
@@ -70,7 +72,8 @@ impl Client {
             match event {
                 ArchiveEvent::Progress { .. } => {}
                 ArchiveEvent::Stripe(mut stripe) => {
-                    // For traces, as they come: of thousands of stripes they would fill the memory.
+                    // The times of single jobs are for traces, which receive them as they come. For
+                    // thousands of stripes they would fill the memory.
                     stripe.hops.iter_mut().for_each(|hop| hop.work.chunks = Vec::new());
                     report.reports.push(stripe);
                 }

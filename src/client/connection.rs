@@ -1,4 +1,5 @@
-//! A client's connection to its cluster: it finds a daemon that answers, its gateway, and asks it.
+//! A client's connection to its cluster. The client finds a daemon that answers, its gateway, and
+//! sends its requests to it.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -25,37 +26,38 @@ use crate::wire::calls::{Hello, ListMembers, ListNodes};
 use crate::wire::{Call, NodeAddress};
 use crate::workers::Workers;
 
-/// A gateway answers a question within this.
+/// Time limit for an answer of a gateway.
 const CALL_LIMIT: Duration = Duration::from_secs(12);
-/// Commit and removal wait for many nodes.
+/// Time limit for commits and removals, which wait for many nodes.
 pub(super) const LONG_LIMIT: Duration = Duration::from_secs(120);
-/// Seeds that are asked first, and how long they have before more are asked.
+/// Number of seeds that are asked first, and the time they have before more are asked.
 const FIRST_SEEDS: usize = 4;
 const NEXT_SEEDS: Duration = Duration::from_millis(250);
-/// Seeds that are asked at once.
+/// Maximum number of seeds that are asked at once.
 const MAX_ASKED: usize = 128;
-/// Addresses that an error names.
+/// Maximum number of addresses that an error names.
 const SHOWN_SEEDS: usize = 16;
-/// Rounds over all seeds before a call fails.
+/// Number of attempts before a call fails. Each attempt may use another gateway.
 const ROUNDS: u32 = 2;
-/// Threads for reading, hashing and decoding: one a core, at least so many, because disks are waited for too.
+/// Minimum number of threads for reading, hashing and decoding. There is one thread per core, but
+/// at least this number, because threads also wait for disks.
 const MIN_WORKERS: usize = 4;
-/// And at most so many: what runs beside has cores left.
+/// Maximum number of these threads. It leaves cores for other work on the machine.
 const MAX_WORKERS: usize = 16;
 
-/// How far an operation has come.
+/// The progress of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes done.
+    /// Number of bytes done.
     pub done_bytes: u64,
-    /// Bytes in all.
+    /// Number of bytes in all.
     pub total_bytes: u64,
 }
 
-/// Called as an operation goes on, from any thread.
+/// A callback for the progress of an operation. It may be called from any thread.
 pub type ProgressFn = Arc<dyn Fn(Progress) + Send + Sync>;
 
-/// Addresses for an error: the first of many.
+/// Returns the addresses as text for an error message: the first few, and the number of the others.
 pub fn join_some(addresses: &[String]) -> String {
     let shown = addresses.iter().take(SHOWN_SEEDS).cloned().collect::<Vec<_>>().join(", ");
     match addresses.len().saturating_sub(SHOWN_SEEDS) {
@@ -81,13 +83,14 @@ struct Inner {
     lease_keeper: OnceLock<LeaseClient>,
 }
 
-/// Keeps leases for another client.
+/// The client that renews the leases of another client's saves.
 struct LeaseClient {
     client: Client,
     runtime: Handle,
 }
 
-/// A restore reads up to four files from one node at once, a window each: all of them fit into the connection's.
+/// Returns the transport limits of a client. A restore reads up to four files from one node at
+/// once, with one window each. Together they fit into the connection's window.
 fn limits(congestion: Congestion) -> TransportLimits {
     TransportLimits {
         stream_window_bytes: STREAM_WINDOW_BYTES as u32,
@@ -99,12 +102,14 @@ fn limits(congestion: Congestion) -> TransportLimits {
 }
 
 impl Client {
-    /// Connects to a cluster as `identity`; `seeds` are HOST:PORT of some of its daemons.
+    /// Connects to a cluster as `identity`. `seeds` are the addresses, HOST:PORT, of some of its
+    /// daemons.
     pub async fn connect(identity: &Identity, seeds: Vec<String>) -> Result<Self, ClientError> {
         Self::connect_by(identity, seeds, Congestion::default()).await
     }
 
-    /// The same over a link of which one knows how it loses packets.
+    /// Connects as [`Client::connect`] does, with a congestion control that suits a link whose
+    /// packet loss is known.
     pub async fn connect_by(
         identity: &Identity,
         seeds: Vec<String>,
@@ -115,7 +120,8 @@ impl Client {
         Ok(client)
     }
 
-    /// The same, but the first call connects: for whoever has to begin also while no daemon answers.
+    /// Returns a client that connects with its first call. It suits a process that must start even
+    /// while no daemon answers.
     pub async fn new_unconnected(
         identity: &Identity,
         seeds: Vec<String>,
@@ -130,7 +136,7 @@ impl Client {
         Ok(Self::with_transport(transport, clock, entropy, workers, seeds))
     }
 
-    /// A client over any transport: for clusters in one process.
+    /// Returns a client over any transport, e.g. for clusters within one process.
     pub fn with_transport(
         transport: Arc<dyn Transport>,
         clock: Arc<dyn Clock>,
@@ -147,8 +153,9 @@ impl Client {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Lets `keeper` keep the leases of this client's saves, by tasks on `runtime`. The threads of this client may then be slow without a lease
-    /// that ends: the other client has connections of its own. The first call decides.
+    /// Lets `keeper` renew the leases of this client's saves, in tasks on `runtime`. The other
+    /// client has connections of its own, so no lease ends because threads of this client are slow.
+    /// Only the first call has an effect.
     pub fn keep_leases_by(&self, keeper: Client, runtime: Handle) {
         let _ = self.inner.lease_keeper.set(LeaseClient { client: keeper, runtime });
     }
@@ -165,7 +172,8 @@ impl Client {
         &self.inner.entropy
     }
 
-    /// Returns the client that keeps the leases of this one's saves, and the runtime of its tasks.
+    /// Returns the client that renews the leases of this client's saves, and the runtime of its
+    /// tasks.
     pub(super) fn lease_keeper(&self) -> Option<(&Client, &Handle)> {
         self.inner.lease_keeper.get().map(|keeper| (&keeper.client, &keeper.runtime))
     }
@@ -174,12 +182,18 @@ impl Client {
         *self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner) = gateway;
     }
 
-    /// The nodes of the cluster, as the gateway last heard of them: also while no catalogue answers.
+    /// Returns the nodes of the cluster as far as the gateway knows them. The call also works while
+    /// no catalogue answers.
     pub async fn members(&self) -> Result<Vec<Node>, ClientError> {
         self.ask(&ListMembers {}).await
     }
 
-    /// A daemon that answers. A few seeds are asked at once, and more and more of them while none does.
+    /// Returns a daemon that answers. Asks a few seeds at once, and more and more of them while
+    /// none answers.
+    ///
+    /// # Errors
+    /// The daemon's error if daemons denied the connection and none was silent, otherwise
+    /// [`ClientError::Unreachable`].
     pub(super) async fn find_gateway(&self) -> Result<NodeAddress, ClientError> {
         let known = self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(known) = known {
@@ -214,7 +228,8 @@ impl Client {
                         self.set_gateway(Some(gateway.clone()));
                         return Ok(gateway);
                     }
-                    // A certificate that has expired, say: that more daemons are started does not help.
+                    // The certificate has expired, for example. Starting more daemons does not help
+                    // then.
                     Err(error) if error.kind() == ErrorKind::Denied => denied = Some(error),
                     Err(error) => {
                         reason = error.to_string();
@@ -223,7 +238,7 @@ impl Client {
                 }
             }
             if asked.is_empty() && !more {
-                // Where others do not answer at all it may pass.
+                // If other daemons did not answer at all, the failure may be temporary.
                 if let Some(denied) = denied.filter(|_| !is_silent) {
                     return Err(denied.into());
                 }
@@ -235,7 +250,8 @@ impl Client {
         }
     }
 
-    /// Asks the gateway, or another one when it does not answer.
+    /// Sends a call to the gateway, and to another one if that gateway does not answer. Each
+    /// attempt may take `limit`.
     pub(super) async fn ask_within<C: Call>(
         &self,
         call: &C,
@@ -253,7 +269,7 @@ impl Client {
         }
     }
 
-    /// Asks one gateway, once: for what must not happen twice.
+    /// Sends a call to one gateway, once: for operations that must not happen twice.
     pub(super) async fn ask_once<C: Call>(
         &self,
         call: &C,
@@ -271,7 +287,7 @@ impl Client {
         self.ask_within(call, CALL_LIMIT).await
     }
 
-    /// The cluster, as the first gateway named it.
+    /// Returns the cluster's id, as the first gateway reported it.
     pub(super) async fn fetch_cluster_id(&self) -> Result<ClusterId, ClientError> {
         match self.inner.cluster.get() {
             Some(known) => Ok(*known),

@@ -1,4 +1,4 @@
-//! What a client's operation can fail with.
+//! The errors of a client's operations.
 
 use std::io;
 
@@ -17,22 +17,22 @@ use crate::placement::PlacementError;
 use crate::store::DiskError;
 use crate::workers::WorkerDied;
 
-/// Why an operation failed. What was committed before is as it was.
+/// The reason why an operation failed. Committed data is unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
     /// No daemon answers.
     #[error("no daemon of the cluster answers (tried {seeds}): {reason}")]
     Unreachable {
-        /// The seeds.
+        /// The seeds that were tried.
         seeds: String,
         /// The last failure.
         reason: String,
     },
-    /// No catalogue is known to the daemon that was asked.
+    /// The daemon that was asked knows no catalogue server.
     #[error("no daemon serves the catalogue just now")]
     NoCatalogue,
-    /// Nothing is committed as the step.
+    /// No save is committed as the step.
     #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
     NoStep {
         /// The job.
@@ -40,7 +40,7 @@ pub enum ClientError {
         /// The step.
         step: Step,
     },
-    /// The step went away while it was read.
+    /// The step was removed or replaced while it was read.
     #[error("{job}/{step} was removed or replaced meanwhile")]
     Removed {
         /// The job.
@@ -48,24 +48,24 @@ pub enum ClientError {
         /// The step.
         step: Step,
     },
-    /// A record of another cluster.
+    /// The record belongs to another cluster.
     #[error(
         "the record is of cluster {record}, and the nodes are of {found}: use that cluster's client"
     )]
     OtherCluster {
-        /// The record's.
+        /// The cluster of the record.
         record: ClusterId,
-        /// The nodes'.
+        /// The cluster of the nodes.
         found: ClusterId,
     },
-    /// No shard has the name.
+    /// The step has no shard of this name.
     #[error("{job}/{step} has no shard {name}: `rapidraid show {job}/{step}` lists them")]
     NoShard {
         /// The job.
         job: Job,
         /// The step.
         step: Step,
-        /// The name.
+        /// The name of the shard.
         name: ShardName,
     },
     /// The step has no index.
@@ -78,94 +78,94 @@ pub enum ClientError {
         /// The step.
         step: Step,
     },
-    /// The index is not one that this release reads.
+    /// The index does not parse, or is longer than this release reads.
     #[error("the index of {job}/{step}: {source}")]
     Index {
         /// The job.
         job: Job,
         /// The step.
         step: Step,
-        /// Why.
+        /// The cause.
         source: Box<TableError>,
     },
-    /// Two shards of a save have one name.
+    /// Two shards of a save have the same name.
     #[error("two of the shards are called {name}: a checkpoint's shards have different names")]
     DuplicateName {
-        /// The name.
+        /// The name that occurs twice.
         name: ShardName,
     },
-    /// A save needs something to save.
+    /// The save has no shards.
     #[error("there is nothing to save: name at least one file")]
     NoShards,
-    /// The caller could not keep the id of a save.
+    /// The caller could not store the id of the save.
     #[error("the id of the save could not be kept, so nothing was sent: {source}")]
     SaveId {
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The caller called the save off before its commit.
+    /// The caller ended the save before its commit.
     #[error("the save was called off before its commit: {why}")]
     CalledOff {
-        /// The caller's words.
+        /// The caller's reason.
         why: String,
     },
-    /// A range needs one shard.
+    /// A range was given without the name of a shard.
     #[error("a range of bytes belongs to one shard: name it")]
     RangeOfMany,
-    /// A range is not within its shard.
+    /// The range is not within the shard.
     #[error("bytes {from}..{to} are not within shard {name} of {len_bytes} bytes")]
     Range {
         /// The shard.
         name: ShardName,
-        /// First byte.
+        /// Offset of the first byte.
         from: u64,
-        /// Behind the last byte.
+        /// Offset after the last byte.
         to: u64,
-        /// The shard's length.
+        /// Length of the shard in bytes.
         len_bytes: u64,
     },
-    /// Stripes cannot be read; nothing was written.
+    /// Stripes cannot be read. Nothing was written.
     #[error("{} of {total} stripes cannot be read, nothing was written:\n{}", lost.len(), lines(lost))]
     Lost {
-        /// Which, and what they lack.
+        /// The stripes and what each of them lacks.
         lost: Vec<Lost>,
-        /// All stripes of the request.
+        /// Number of stripes in the request.
         total: usize,
     },
-    /// A file is there already.
+    /// The output file exists already.
     #[error("{path} exists: restore elsewhere, or overwrite with --force")]
     FileExists {
-        /// The path below the output folder.
+        /// The path, relative to the output folder.
         path: String,
     },
-    /// A folder where a file has to be, or a file where a folder has to be.
+    /// A folder is in the place of an output file, or a file in the place of a folder.
     #[error("{path} exists and is {found}: restore elsewhere")]
     InTheWay {
-        /// The path below the output folder.
+        /// The path, relative to the output folder.
         path: String,
-        /// What is there.
+        /// Description of what is there.
         found: &'static str,
     },
-    /// A shard's file and another's folder have one name.
+    /// The same path would have to be the file of one shard and a folder of another.
     #[error("{path} would have to be a file and a folder: restore its shards one by one")]
     PathConflict {
-        /// The path below the output folder.
+        /// The path, relative to the output folder.
         path: String,
     },
-    /// The destination failed.
+    /// Writing the output failed.
     #[error("writing {path}: {source}")]
     Output {
-        /// The path below the output folder.
+        /// The path, relative to the output folder.
         path: String,
-        /// Why.
+        /// The cause.
         source: DiskError,
     },
-    /// A local file failed.
+    /// Reading a local file failed.
     #[error("{path}: {source}")]
     Input {
-        /// Its path.
+        /// The path of the file.
         path: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// A call failed.
@@ -180,22 +180,22 @@ pub enum ClientError {
     /// A stripe could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// Records are missing.
+    /// Records of the shard or stripe are missing.
     #[error(transparent)]
     Records(#[from] RecordsError),
-    /// Too few nodes.
+    /// There are too few nodes.
     #[error(transparent)]
     Placement(#[from] PlacementError),
-    /// No layout has the code's numbers.
+    /// No layout exists for the code's n and k.
     #[error(transparent)]
     Code(#[from] CodeError),
-    /// A record's numbers are wrong.
+    /// The geometry in a record is invalid.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
-    /// A record does not fit or parse.
+    /// A record does not parse, or is too long.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// A worker died.
+    /// A worker thread died.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }
@@ -210,7 +210,7 @@ fn lines(lost: &[Lost]) -> String {
 }
 
 impl ClientError {
-    /// What kind of failure this is.
+    /// Returns the error kind of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             ClientError::Unreachable { .. } | ClientError::NoCatalogue => ErrorKind::Unavailable,
@@ -243,7 +243,7 @@ impl ClientError {
         }
     }
 
-    /// What to do next, where the message does not say it.
+    /// Returns a hint what to do next, if the message itself does not give one.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             ClientError::Unreachable { .. } => {
@@ -255,7 +255,7 @@ impl ClientError {
     }
 }
 
-/// What the CLI prints under a failure.
+/// Returns the hint that the CLI prints below a failure of this kind.
 pub(crate) fn hint_for(kind: ErrorKind) -> Option<&'static str> {
     match kind {
         ErrorKind::Unavailable | ErrorKind::Timeout => {

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::pipeline::upload::ShardSource;
 
-/// A file, read where it lies. Its length is what it was when it was opened.
+/// A file that is read in place. The length of the source is the file's length when it was opened.
 #[derive(Debug)]
 pub struct FileSource {
     file: File,
@@ -16,7 +16,7 @@ pub struct FileSource {
     may_change: bool,
 }
 
-/// A file's length and times: they change with its bytes.
+/// The length and times of a file, which change when its bytes change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct FileStamp {
     len_bytes: u64,
@@ -35,7 +35,8 @@ impl FileStamp {
 }
 
 impl FileSource {
-    /// Opens a regular file that has a length: those of `/proc` say that they have none, and have bytes.
+    /// Opens a regular file. Refuses a file that reports a length of 0 and has bytes, as files in
+    /// `/proc` do. Returns an error of kind `InvalidInput` for a file that is refused.
     pub fn open(path: &Path) -> io::Result<Self> {
         let refuse = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         let file = File::open(path)?;
@@ -49,12 +50,13 @@ impl FileSource {
         Ok(Self { file, opened_as: FileStamp::at(&metadata), may_change: false })
     }
 
-    /// The same file, saved also when it changes meanwhile: some of its bytes may then be older than others.
+    /// Returns the source with changes allowed: the file is saved even if it changes meanwhile, and
+    /// some of the saved bytes may then be older than others.
     pub fn allow_changing(self) -> Self {
         Self { may_change: true, ..self }
     }
 
-    /// Whether its length or its times are others than when it was opened.
+    /// Returns whether the file's length or times differ from those when it was opened.
     pub fn has_changed(&self) -> io::Result<bool> {
         Ok(FileStamp::at(&self.file.metadata()?) != self.opened_as)
     }
@@ -88,7 +90,7 @@ mod tests {
             fs::write(&path, "bytes").unwrap();
             let source = FileSource::open(&path).unwrap();
             assert!(source.is_unchanged().unwrap());
-            // Times of some file systems are coarse.
+            // Some file systems store times with a coarse resolution.
             std::thread::sleep(std::time::Duration::from_millis(20));
             fs::write(&path, change).unwrap();
             assert!(!source.is_unchanged().unwrap());

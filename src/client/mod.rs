@@ -1,7 +1,7 @@
 //! The library that trainers and the command line use: save, restore, archive, list.
 //!
-//! A [`Client`] asks any live daemon of the cluster (its *gateway*) and streams blocks to and from the nodes that
-//! hold them. What the calls promise is docs/semantics.md.
+//! A [`Client`] sends its requests to any live daemon of the cluster, its *gateway*, and streams
+//! blocks to and from the nodes that hold them. docs/semantics.md specifies what each call promises.
 //!
 //! ```no_run
 //! # async fn example(identity: rapidraid::net::identity::Identity) -> Result<(), Box<dyn std::error::Error>> {

@@ -1,4 +1,5 @@
-//! Asks the nodes themselves which of them answer: leases do not tell while the catalogue renews none.
+//! Requests to the nodes themselves, which show which of them answer. Leases do not show it while
+//! the catalogue renews none.
 
 use std::time::Duration;
 
@@ -14,26 +15,26 @@ use crate::wire::calls::{
     CHANGES_NOTHING, GetNodeStatus, Hello, HelloAnswer, ListNodes, NodeStatusAnswer, NodeView,
 };
 
-/// A node that does not answer a hello within this counts as silent.
+/// Time limit for a node to answer `Hello`. A node that takes longer counts as silent.
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(3);
-/// Nodes asked at once.
+/// Number of nodes asked at once.
 const AT_ONCE: usize = 256;
 
 /// A node with its own answers.
 #[derive(Debug, Clone)]
 pub struct NodeReport {
-    /// The node, and whether it has a lease.
+    /// The node, and whether its lease is alive.
     pub view: NodeView,
-    /// Its answer to a hello, if it answers.
+    /// The node's answer to `Hello`, if it answers.
     pub hello: Option<HelloAnswer>,
-    /// Its holdings, if it reports them.
+    /// The node's holdings, if it reports them.
     pub held: Option<NodeStatusAnswer>,
 }
 
-/// The daemon that serves the catalogue, and whether it changes anything.
+/// The state of the catalogue: the daemon that serves it, and whether it accepts changes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CatalogueReport {
-    /// The node that serves it, as far as that is known.
+    /// The node that serves the catalogue, as far as it is known.
     pub home: Option<PeerName>,
     /// The reason why nothing can be saved, archived or removed now.
     pub unchanged: Option<String>,
@@ -44,7 +45,8 @@ fn node_address(node: &Node) -> NodeAddress {
 }
 
 impl Client {
-    /// Returns the nodes on the catalogue's list, or those that the gateway remembers while no catalogue answers.
+    /// Returns the nodes on the catalogue's list, or those that the gateway remembers if no
+    /// catalogue answers.
     pub(super) async fn known_nodes(&self) -> Result<Vec<NodeView>, ClientError> {
         match self.ask(&ListNodes {}).await {
             Ok(nodes) => Ok(nodes),
@@ -61,7 +63,8 @@ impl Client {
         self.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await.ok()
     }
 
-    /// Asks each node for a hello and its holdings.
+    /// Asks each node for its `Hello` answer and its holdings. Returns the reports in the order of
+    /// the nodes' names.
     pub(super) async fn fetch_node_reports(&self, nodes: Vec<NodeView>) -> Vec<NodeReport> {
         let asks: Vec<_> = nodes
             .into_iter()
@@ -82,7 +85,8 @@ impl Client {
         reports
     }
 
-    /// Returns the nodes; a node that answers without a lease counts as live.
+    /// Returns the nodes, in the order of their names. A node without a lease that answers counts
+    /// as live.
     pub(super) async fn probe_liveness(&self, nodes: Vec<NodeView>) -> Vec<NodeView> {
         let asks: Vec<_> = nodes
             .into_iter()

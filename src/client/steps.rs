@@ -1,4 +1,4 @@
-//! The committed steps of a cluster: list, show, remove.
+//! The committed steps of a cluster: list, show and remove.
 
 use super::connection::{Client, LONG_LIMIT};
 use super::error::ClientError;
@@ -9,21 +9,22 @@ use crate::wire::calls::{
     ShowStepAnswer, StepView,
 };
 
-/// Everything about one step.
+/// All information about one step.
 #[derive(Debug, Clone)]
 pub struct ShowReport {
     /// The step.
     pub step: StepView,
-    /// Its shards, and how far archiving has come.
+    /// The step's shards, and how far their archiving has come.
     pub shards: Vec<(ShardRoot, ShardState)>,
-    /// The nodes; those that answer are live, with a lease or without.
+    /// The nodes. A node that answers counts as live, with or without a lease.
     pub nodes: Vec<NodeView>,
-    /// The reason why nothing can be changed now. Looked at only when a node has no lease.
+    /// The reason why nothing can be changed now. It is determined only if some node has no lease,
+    /// or no catalogue answers.
     pub unchanged: Option<String>,
 }
 
 impl Client {
-    /// The committed steps, in order of job and step.
+    /// Returns the committed steps of a job (`None`: of all jobs), in order of job and step.
     pub async fn list(&self, job: Option<&Job>) -> Result<Vec<StepView>, ClientError> {
         let (mut steps, mut after) = (Vec::new(), None);
         loop {
@@ -56,7 +57,7 @@ impl Client {
         Ok(answer)
     }
 
-    /// Everything about a committed step (`None`: the latest).
+    /// Returns all information about a committed step (`None`: the latest).
     pub async fn show(&self, job: &Job, step: Option<Step>) -> Result<ShowReport, ClientError> {
         let found = self.fetch_step(job, step).await?;
         let step = found.step;
@@ -66,7 +67,7 @@ impl Client {
         });
         let shards = shards.collect::<Result<_, _>>()?;
         let nodes = self.known_nodes().await?;
-        // Where all have leases the catalogue does its work, and nobody need be asked.
+        // If all nodes have leases, the catalogue works and no node has to be asked.
         let is_well = !step.by_marks && nodes.iter().all(|view| view.live);
         let (nodes, unchanged) = match is_well {
             true => (nodes, None),
@@ -77,14 +78,16 @@ impl Client {
         Ok(ShowReport { step, shards, nodes, unchanged })
     }
 
-    /// Removes a committed step: the save that it is now. One that replaces it meanwhile stays, however late the request comes through.
+    /// Removes the save that is now committed as the step. A save that replaces it meanwhile stays,
+    /// however late the request arrives. Returns the number of nodes that have removed all files,
+    /// and the nodes that will be asked again.
     pub async fn remove(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
         let save = self.find_save(job, step).await?;
-        // Asked once: a repeat could report as missing what the first has removed.
+        // Ask only once. A repeated request could report as missing what the first one has removed.
         self.ask_once(&RemoveStep { job: job.clone(), step, save }, LONG_LIMIT).await
     }
 
-    /// Which save a step is.
+    /// Returns the id of the save that is committed as the step.
     async fn find_save(&self, job: &Job, step: Step) -> Result<SaveId, ClientError> {
         let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
         let page = self.ask(&ListSteps { job: Some(job.clone()), after: before }).await?;
@@ -93,7 +96,8 @@ impl Client {
         Ok(found.saved.save)
     }
 
-    /// Returns how many of the newest steps of a job the cluster's policy keeps; `None`: it retires none of them.
+    /// Returns how many of a job's newest steps the cluster's policy keeps, or `None` if the policy
+    /// retires none of them.
     pub async fn retention(&self, job: &Job) -> Result<Option<u32>, ClientError> {
         let hello = self.ask(&Hello { me: None }).await?;
         let home = hello.catalogue.ok_or(ClientError::NoCatalogue)?;

@@ -1,5 +1,5 @@
-//! The chain's recurrence over any field: over GF(2^8) for the codes themselves, and over a prime field so
-//! large that a dependency found there holds for every choice of coefficients.
+//! The chain's recurrence over any field: over GF(2^8) for the codes themselves, and over a prime
+//! field so large that a dependency found there holds for every choice of coefficients.
 
 use super::Layout;
 use crate::gf::field;
@@ -11,7 +11,7 @@ pub(super) trait Element: Copy + PartialEq {
     fn sub_mul(self, a: Self, b: Self) -> Self;
     fn add_mul(self, a: Self, b: Self) -> Self;
     fn mul(self, other: Self) -> Self;
-    /// The inverse of an element that is not zero; zero for zero.
+    /// Returns the inverse of a nonzero element, and zero for zero.
     fn inverse_or_zero(self) -> Self;
 }
 
@@ -32,8 +32,8 @@ impl Element for u8 {
     }
 }
 
-/// An element of the integers modulo the prime 2^61 - 1. A determinant that is not zero everywhere is zero at
-/// random coefficients with probability below 2^-54 (its degree is at most 2^7).
+/// An element of the integers modulo the prime 2^61 - 1. A determinant that is not identically zero
+/// is zero at random coefficients with probability below 2^-54 (its degree is at most 2^7).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mersenne61(u64);
 
@@ -63,7 +63,7 @@ impl Element for Mersenne61 {
     }
 
     fn inverse_or_zero(self) -> Self {
-        // Fermat: the power of PRIME - 2.
+        // Fermat's little theorem: the inverse is the power PRIME - 2.
         let (mut result, mut square, mut power) = (Self::ONE, self, Self::PRIME - 2);
         while power > 0 {
             if power & 1 == 1 {
@@ -76,16 +76,17 @@ impl Element for Mersenne61 {
     }
 }
 
-/// What a chain computes, as rows over the source blocks.
+/// The outputs of a chain, as rows over the source blocks.
 pub(super) struct ChainRows<E> {
     /// Row i: the piece c that hop i stores.
     pub pieces: Vec<Vec<E>>,
-    /// Row i: the partial x that hop i forwards.
+    /// Row i: the partial sum x that hop i forwards.
     pub prefixes: Vec<Vec<E>>,
 }
 
-/// Runs the chain on unit vectors (RapidRAID, equations (3) and (4)): hop i stores `c = x + sum xi o` and forwards
-/// `x' = x + sum psi o`, over the blocks of its node, which lie in `order[i]`. The coefficients must fit the layout.
+/// Runs the chain on unit vectors (RapidRAID, equations (3) and (4)): hop i stores `c = x + sum xi
+/// o` and forwards `x' = x + sum psi o`, over the blocks at position `order[i]`. The coefficients
+/// must fit the layout.
 pub(super) fn chain_rows<E: Element>(
     layout: Layout,
     order: &[usize],

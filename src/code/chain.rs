@@ -1,13 +1,15 @@
-//! A chain code: an order in which the chain visits the nodes of a stripe, and the coefficients of each hop.
+//! Chain codes: the order in which a chain visits the nodes of a stripe, and the coefficients of
+//! each hop.
 
 use super::algebra::chain_rows;
 use super::{CodeError, CodeId, Layout, search};
 use crate::gf::{Matrix, field};
 
-/// The kind byte of chain codes in the description behind a [`CodeId`].
+/// The kind byte of chain codes in the description from which a [`CodeId`] is computed.
 const KIND: u8 = 1;
 
-/// A RapidRAID code over GF(2^8). Hop i of the chain runs on position `order()[i]` of the stripe and stores piece i:
+/// A RapidRAID code over GF(2^8). Hop i of the chain runs on position `order()[i]` of the stripe
+/// and stores piece i:
 ///
 /// ```text
 /// c_i = x_{i-1} + sum xi_{i,j}  o_j     stored                (RapidRAID, equation (4))
@@ -27,8 +29,10 @@ pub struct ChainCode {
 }
 
 impl ChainCode {
-    /// The code that visits the positions in this order with these coefficients, one per block of each hop
-    /// in ascending order of blocks. The tail forwards nothing: its psi must be zero.
+    /// Returns the code that visits the positions in this order with these coefficients, one per
+    /// block of each hop in ascending order of blocks. The tail forwards nothing, so its psi must
+    /// be zero. Returns [`CodeError::Order`] or [`CodeError::Coefficients`] if an argument does not
+    /// fit.
     pub fn new(
         layout: Layout,
         order: Vec<usize>,
@@ -54,67 +58,71 @@ impl ChainCode {
         Ok(Self { layout, order, psi, xi, generator, prefixes, id })
     }
 
-    /// The code as published: the chain visits positions 0, 1, 2 and so on. Its coefficients leave no
-    /// dependent subset but those that every choice leaves, if the search finds such.
+    /// Returns the code as published: the chain visits positions 0, 1, 2 and so on. If the search
+    /// succeeds, only the natural dependencies remain, i.e. the subsets that are dependent for
+    /// every choice of coefficients.
     pub fn paper(n: usize, k: usize) -> Result<Self, CodeError> {
         let layout = Layout::new(n, k)?;
         search::coefficients(layout, &(0..n).collect::<Vec<_>>(), 0, search::DEFAULT_STEPS)
     }
 
-    /// Its id.
+    /// Returns the code's id.
     pub fn id(&self) -> CodeId {
         self.id
     }
 
-    /// How many pieces it makes.
+    /// Returns the number of pieces.
     pub fn n(&self) -> usize {
         self.layout.n()
     }
 
-    /// How many source blocks it takes.
+    /// Returns the number of source blocks.
     pub fn k(&self) -> usize {
         self.layout.k()
     }
 
-    /// Where the replicas lie that it starts from.
+    /// Returns the layout of the replicas from which the chain starts.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// The position that each hop runs on.
+    /// Returns the position on which each hop runs.
     pub fn order(&self) -> &[usize] {
         &self.order
     }
 
-    /// Per hop and block of its node: what the block counts for in the stream that is forwarded.
+    /// Returns, per hop and block of its node, the coefficient of the block in the stream that is
+    /// forwarded.
     pub fn psi(&self) -> &[Vec<u8>] {
         &self.psi
     }
 
-    /// Per hop and block of its node: what the block counts for in the piece that is stored.
+    /// Returns, per hop and block of its node, the coefficient of the block in the piece that is
+    /// stored.
     pub fn xi(&self) -> &[Vec<u8>] {
         &self.xi
     }
 
-    /// The blocks that hop `hop` reads, in ascending order; none when there is no such hop.
+    /// Returns the blocks that hop `hop` reads, in ascending order. The result is empty when there
+    /// is no such hop.
     pub fn blocks_of_hop(&self, hop: usize) -> impl Iterator<Item = usize> + Clone {
         let position = self.order.get(hop).copied();
         position.into_iter().flat_map(move |position| self.layout.blocks_at(position))
     }
 
-    /// Row i is piece i over the source blocks.
+    /// Returns the generator matrix. Row i is piece i over the source blocks.
     pub fn generator(&self) -> &Matrix {
         &self.generator
     }
 
-    /// Row i is the stream that hop i forwards, over the source blocks; the tail's row, which nobody
-    /// receives, repeats the one before.
+    /// Returns the matrix of forwarded streams. Row i is the stream that hop i forwards, over the
+    /// source blocks. The tail forwards nothing; its row repeats the one before.
     pub fn prefix_rows(&self) -> &Matrix {
         &self.prefixes
     }
 }
 
-/// Refuses an order that is not each position once.
+/// Returns an error unless `order` contains each position exactly once.
 pub(super) fn check_order(layout: Layout, order: &[usize]) -> Result<(), CodeError> {
     let n = layout.n();
     let is_each_once = order.len() == n && (0..n).all(|position| order.contains(&position));
@@ -141,8 +149,8 @@ fn check_coefficients(
     Ok(())
 }
 
-/// The bytes that a code id stands for: kind, n, k, bits of the field, its polynomial (big-endian), then the
-/// order, all psi and all xi, hop by hop.
+/// Returns the bytes from which a code id is computed: kind, n, k, bits of the field, its
+/// polynomial (big-endian), then the order, all psi and all xi, hop by hop.
 fn description(layout: Layout, order: &[usize], psi: &[Vec<u8>], xi: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = vec![KIND, layout.n() as u8, layout.k() as u8, 8];
     bytes.extend(field::POLYNOMIAL.to_be_bytes());
@@ -155,7 +163,8 @@ fn description(layout: Layout, order: &[usize], psi: &[Vec<u8>], xi: &[Vec<u8>])
 mod tests {
     use super::*;
 
-    /// (4,2) has four hops with one block each: c_1 = xi_1 o_1, x_1 = psi_1 o_1, ...
+    /// Returns a (4,2) code, which has four hops with one block each: c_1 = xi_1 o_1, x_1 = psi_1
+    /// o_1, ...
     fn small() -> ChainCode {
         let layout = Layout::new(4, 2).unwrap();
         let psi = vec![vec![2], vec![3], vec![4], vec![0]];

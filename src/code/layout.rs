@@ -1,9 +1,10 @@
-//! Where the two replicas of each source block lie before archiving (RapidRAID's overlapped replicas).
+//! The layout: where the two replicas of each source block lie before archiving (RapidRAID's
+//! overlapped replicas).
 
 use super::{CodeError, MAX_PIECES};
 
-/// The standard layout of k blocks on n positions, k <= n <= 2k: block j lies on positions j and n-k+j, so
-/// that each position holds one or two blocks. With n = k there is one replica.
+/// The standard layout of k blocks on n positions, k <= n <= 2k: block j lies on positions j and
+/// n-k+j, so that each position holds one or two blocks. With n = k there is one replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Layout {
     n: usize,
@@ -11,7 +12,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of `k` blocks on `n` positions.
+    /// Returns the layout of `k` blocks on `n` positions, or [`CodeError::Parameters`] unless 1 <=
+    /// k <= n <= 2k and n <= 32.
     pub fn new(n: usize, k: usize) -> Result<Self, CodeError> {
         if k == 0 || !(k..=2 * k.min(MAX_PIECES)).contains(&n) || n > MAX_PIECES {
             let rule = "1 <= k <= n <= 2k and n <= 32";
@@ -20,23 +22,25 @@ impl Layout {
         Ok(Self { n, k })
     }
 
-    /// How many positions there are.
+    /// Returns the number of positions.
     pub fn n(self) -> usize {
         self.n
     }
 
-    /// How many source blocks there are.
+    /// Returns the number of source blocks.
     pub fn k(self) -> usize {
         self.k
     }
 
-    /// The blocks on `position`, in ascending order: one or two, none when there is no such position.
+    /// Returns the blocks on `position`, one or two, in ascending order. The result is empty when
+    /// there is no such position.
     pub fn blocks_at(self, position: usize) -> impl Iterator<Item = usize> + Clone {
         let second = position.checked_sub(self.n - self.k).filter(|_| self.n > self.k);
         second.into_iter().chain([position]).filter(move |&block| block < self.k)
     }
 
-    /// The positions of the replicas of `block`, in ascending order: one or two, none when there is no such block.
+    /// Returns the positions of the replicas of `block`, one or two, in ascending order. The result
+    /// is empty when there is no such block.
     pub fn holders(self, block: usize) -> impl Iterator<Item = usize> + Clone {
         let copies = if self.n > self.k { 2 } else { 1 };
         [block, block.saturating_add(self.n - self.k)].into_iter().take(if block < self.k {

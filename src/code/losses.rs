@@ -1,23 +1,26 @@
-//! How many more nodes may be lost before a block of a stripe cannot be read.
+//! Counts how many more nodes may be lost before a block of a stripe becomes unreadable.
 
 use super::span::Span;
 use super::{Code, MAX_PIECES};
 
-/// The most sets of lost nodes that are tried: half a second of one core.
+/// Maximum number of sets of lost nodes that are tried, which takes half a second of one core.
 const MAX_SETS: u64 = 100_000;
 
 /// The blocks and pieces of a stripe that can be read from one node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeShare {
-    /// Blocks, from 0.
+    /// The numbers of the blocks, from 0.
     pub blocks: Vec<u8>,
-    /// Pieces of the code, from 0.
+    /// The numbers of the code's pieces, from 0.
     pub pieces: Vec<u8>,
 }
 
-/// Returns the largest number such that any so many of `nodes` may be lost and every block of `wanted` can still be read: from a replica,
-/// or from pieces of `code` that span it. Returns `None` when a block cannot be read from all of them together. The ranks of what is left
-/// decide, so it holds for codes that are not MDS, too. After 100,000 sets it returns the number that it has proven by then.
+/// Returns the largest number m such that, whichever m of `nodes` are lost, every block of `wanted`
+/// can still be read: from a replica, or from pieces of `code` that span it. Returns `None` when
+/// some block cannot be read even from all nodes together.
+///
+/// The ranks of the remaining pieces decide, so the result is right for codes that are not MDS,
+/// too. After 100,000 sets the search stops and returns the number that it has proven so far.
 pub fn survivable_losses(wanted: &[u8], code: Option<&Code>, nodes: &[NodeShare]) -> Option<usize> {
     let mut left: Vec<&NodeShare> =
         nodes.iter().filter(|node| **node != NodeShare::default()).collect();
@@ -38,12 +41,12 @@ pub fn survivable_losses(wanted: &[u8], code: Option<&Code>, nodes: &[NodeShare]
 struct Losses<'a> {
     wanted: &'a [u8],
     code: Option<&'a Code>,
-    /// Sets that were tried.
+    /// The number of sets that were tried.
     sets: u64,
 }
 
 impl Losses<'_> {
-    /// Whether the blocks can be read after the loss of any `count` nodes from `first` on.
+    /// Returns whether the blocks can be read after the loss of any `count` nodes from `first` on.
     fn survive(&mut self, left: &mut Vec<&NodeShare>, first: usize, count: usize) -> bool {
         if count == 0 {
             self.sets += 1;
@@ -87,7 +90,7 @@ mod tests {
     use crate::entropy::{Entropy, SeededEntropy};
     use crate::gf::Matrix;
 
-    /// By all sets of nodes that are left, with ranks of matrices.
+    /// The reference implementation: tries all sets of remaining nodes, with ranks of matrices.
     fn brute_force(wanted: &[u8], code: Option<&Code>, nodes: &[NodeShare]) -> Option<usize> {
         let is_readable = |left: u32| {
             let left: Vec<&NodeShare> =
@@ -135,7 +138,7 @@ mod tests {
     fn it_is_what_brute_force_says() {
         let draw = SeededEntropy::new(24);
         let below = |bound: usize| draw.below(bound as u64) as usize;
-        // Coefficients of one make a chain with many dependent subsets.
+        // Coefficients of 1 make a chain with many dependent subsets.
         let (layout, order) = (Layout::new(6, 4).unwrap(), vec![2, 3, 0, 1, 4, 5]);
         let xi: Vec<Vec<u8>> =
             order.iter().map(|&at| vec![1; layout.blocks_at(at).count()]).collect();
@@ -149,7 +152,7 @@ mod tests {
         for turn in 0..180 {
             let code = &codes[turn % codes.len()];
             let (n, k) = (code.n(), code.k());
-            // With more nodes brute force takes seconds.
+            // With more nodes the reference implementation takes seconds.
             let losses = if n == 16 { 4 + below(4) } else { below(n - k + 2) };
             let mut nodes = pieces_of(code);
             for _ in 0..losses {
@@ -161,7 +164,7 @@ mod tests {
                 nodes[at].blocks.push(below(k) as u8);
             }
             if below(5) == 0 {
-                // One node has two.
+                // A node holds two pieces.
                 if let Some(mut node) = nodes.pop() {
                     nodes
                         .last_mut()
@@ -193,7 +196,7 @@ mod tests {
         let code = Code::Rs(RsCode::new(32, 16).unwrap());
         let survived =
             survivable_losses(&(0..16).collect::<Vec<_>>(), Some(&code), &pieces_of(&code));
-        // C(32, 4) sets and those before are 41,449, C(32, 5) are 201,376.
+        // C(32, 4) and all smaller sets are 41,449 sets; C(32, 5) are 201,376.
         assert_eq!(survived, Some(4));
     }
 }

@@ -1,14 +1,17 @@
-//! The codes: which combinations of a stripe's source blocks its pieces are, and how blocks come back.
+//! The codes: which combinations of a stripe's source blocks its pieces are, and how blocks are
+//! reconstructed.
 //!
-//! A [`ChainCode`] is what a chain of nodes makes while the stripe passes along it (RapidRAID, arXiv
-//! 1207.6744, with our chain order: `docs/paper.md`); an [`rs::RsCode`] is the classical systematic
-//! Reed-Solomon code. Both are a generator matrix with a row per piece, and a [`CodeId`] that
-//! certifies its coefficients. [`table`] holds the chain codes that we ship, [`search`] finds more, [`subsets`]
-//! counts what a code cannot recover, [`survivable_losses`] how many more nodes may be lost, and [`reconstruct()`] plans how blocks
-//! come back.
+//! A [`ChainCode`] is computed by a chain of nodes while the stripe passes along it (RapidRAID,
+//! arXiv 1207.6744, with our chain order: `docs/paper.md`); an [`rs::RsCode`] is the classical
+//! systematic Reed-Solomon code. Both have a generator matrix with a row per piece, and a
+//! [`CodeId`] that covers all coefficients. [`table`] holds the chain codes of this release and
+//! [`search`] finds more. [`subsets`] counts the subsets of pieces from which the blocks cannot be
+//! reconstructed, [`survivable_losses`] counts how many more nodes may be lost, and
+//! [`reconstruct()`] plans the reconstruction of blocks.
 //!
-//! Blocks, pieces, positions and hops count from 0; people see them from 1 (in [`show`] only).
-//! Everything here is arithmetic: where pieces live and how bytes travel is left to the floors above.
+//! Blocks, pieces, positions and hops count from 0; only [`show`] presents them to people, counted
+//! from 1. Everything here is arithmetic: the layers above decide where pieces are stored and how
+//! bytes are sent.
 
 mod algebra;
 mod chain;
@@ -38,16 +41,17 @@ pub use rs::RsCode;
 use crate::gf::{GfError, Matrix};
 use crate::kind::ErrorKind;
 
-/// The most pieces of a code: it bounds every record, and the unknowns of a chain fit in 64 bits.
+/// Maximum number of pieces of a code. It bounds every record, and the unknowns of a chain fit in
+/// 64 bits.
 pub const MAX_PIECES: usize = 32;
 
-/// Names a code by its content: kind, parameters, field, order and coefficients.
+/// The id of a code, computed from its content: kind, parameters, field, order and coefficients.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct CodeId(pub u64);
 
 impl CodeId {
-    /// The id of a code with this canonical description: the first 8 bytes of BLAKE3's key derivation
-    /// (context `rapidraid code id v1`), big-endian.
+    /// Returns the id of the code with this canonical description: the first 8 bytes of BLAKE3's
+    /// key derivation (context `rapidraid code id v1`), big-endian.
     fn of(description: &[u8]) -> Self {
         let [a, b, c, d, e, f, g, h, ..] = blake3::derive_key("rapidraid code id v1", description);
         Self(u64::from_be_bytes([a, b, c, d, e, f, g, h]))
@@ -81,14 +85,14 @@ impl FromStr for CodeId {
 /// A code of either kind.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Code {
-    /// What a chain of nodes makes in place.
+    /// A chain code, which a chain of nodes computes in place.
     Chain(ChainCode),
-    /// Systematic Reed-Solomon.
+    /// A systematic Reed-Solomon code.
     Rs(RsCode),
 }
 
 impl Code {
-    /// Its id.
+    /// Returns the code's id.
     pub fn id(&self) -> CodeId {
         match self {
             Code::Chain(code) => code.id(),
@@ -96,17 +100,17 @@ impl Code {
         }
     }
 
-    /// How many pieces it makes.
+    /// Returns the number of pieces.
     pub fn n(&self) -> usize {
         self.generator().rows()
     }
 
-    /// How many source blocks it takes.
+    /// Returns the number of source blocks.
     pub fn k(&self) -> usize {
         self.generator().cols()
     }
 
-    /// The piece in row i is the combination of source blocks with these coefficients.
+    /// Returns the generator matrix. Row i has the coefficients of piece i over the source blocks.
     pub fn generator(&self) -> &Matrix {
         match self {
             Code::Chain(code) => code.generator(),
@@ -114,7 +118,7 @@ impl Code {
         }
     }
 
-    /// The position of the stripe's placement where `piece` is stored.
+    /// Returns the position of the stripe's placement where `piece` is stored.
     pub fn position_of_piece(&self, piece: usize) -> Option<usize> {
         match self {
             Code::Chain(code) => code.order().get(piece).copied(),
@@ -122,12 +126,12 @@ impl Code {
         }
     }
 
-    /// The piece that is stored at `position`.
+    /// Returns the piece that is stored at `position`.
     pub fn piece_at_position(&self, position: usize) -> Option<usize> {
         (0..self.n()).find(|&piece| self.position_of_piece(piece) == Some(position))
     }
 
-    /// Its kind: `chain` or `rs`.
+    /// Returns the kind of the code: `chain` or `rs`.
     pub fn name(&self) -> &'static str {
         match self {
             Code::Chain(_) => "chain",
@@ -142,65 +146,65 @@ impl fmt::Display for Code {
     }
 }
 
-/// Why a code cannot be made, or cannot do what was asked.
+/// The reason why a code cannot be made, or cannot do what was asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodeError {
     /// No code of this kind has these parameters.
     #[error("there is no {what} with n = {n} and k = {k}: it needs {rule}")]
     Parameters {
-        /// What was to be made.
+        /// The kind of code or layout that was requested.
         what: &'static str,
-        /// Pieces.
+        /// The number of pieces.
         n: usize,
-        /// Source blocks.
+        /// The number of source blocks.
         k: usize,
         /// The rule that is broken.
         rule: &'static str,
     },
-    /// The order of a chain is not each position once.
+    /// The order of a chain does not contain each position exactly once.
     #[error("a chain over {n} nodes visits each position below {n} once, which {order:?} does not")]
     Order {
-        /// Positions there are.
+        /// The number of positions.
         n: usize,
-        /// What was given, cut after 64 entries.
+        /// The given order, cut after 64 entries.
         order: Vec<usize>,
     },
-    /// Coefficients that do not fit the blocks of their hop.
+    /// The coefficients do not fit the blocks of their hop.
     #[error(
         "{what} of hop {hop} must be {expected} coefficients, and zero psi at the tail: got {given:?}"
     )]
     Coefficients {
         /// `psi` or `xi`.
         what: &'static str,
-        /// Which hop, from 0.
+        /// The number of the hop, from 0.
         hop: usize,
-        /// Blocks on its node.
+        /// The number of blocks on its node.
         expected: usize,
-        /// What was given, cut after 8 entries.
+        /// The given coefficients, cut after 8 entries.
         given: Vec<u8>,
     },
-    /// A piece or block that the code does not have, or one named twice.
+    /// A piece or block does not exist in the code, or was named twice.
     #[error("{what} {index} does not exist or is named twice: name each below {count} once")]
     Index {
         /// `piece` or `block`.
         what: &'static str,
-        /// The offending number.
+        /// The wrong number.
         index: usize,
-        /// How many there are.
+        /// The number of pieces or blocks that exist.
         count: usize,
     },
-    /// The pieces at hand do not determine the blocks that are wanted.
+    /// The available pieces do not determine the wanted blocks.
     #[error(
         "{pieces} pieces of rank {rank} do not determine blocks {missing:?} of {k}: find {} more pieces, or others",
         k.saturating_sub(*rank)
     )]
     Lost {
-        /// How many pieces were at hand.
+        /// The number of available pieces.
         pieces: usize,
-        /// How many of them are independent.
+        /// The number of independent pieces among them.
         rank: usize,
-        /// Source blocks of the code.
+        /// The number of source blocks of the code.
         k: usize,
         /// The wanted blocks that are not determined, from 0.
         missing: Vec<usize>,
@@ -210,46 +214,46 @@ pub enum CodeError {
         "({n},{k}) has {subsets} subsets of k pieces, more than the {max} that are counted: choose smaller parameters"
     )]
     TooManySubsets {
-        /// Pieces.
+        /// The number of pieces.
         n: usize,
-        /// Source blocks.
+        /// The number of source blocks.
         k: usize,
-        /// Subsets of k pieces.
+        /// The number of subsets of k pieces.
         subsets: u64,
-        /// The limit.
+        /// The limit on subsets.
         max: u64,
     },
-    /// A search ended without a code.
+    /// A search ended without a result.
     #[error("no {what} found for ({n},{k}) in {tries} tries: try another seed")]
     NotFound {
-        /// What was searched.
+        /// The object of the search.
         what: &'static str,
-        /// Pieces.
+        /// The number of pieces.
         n: usize,
-        /// Source blocks.
+        /// The number of source blocks.
         k: usize,
-        /// How many were tried.
+        /// The number of candidates that were tried.
         tries: usize,
     },
-    /// The text of a code report cannot be read.
-    #[error("this is no code report of schema 1: {reason}")]
+    /// The text of a code report cannot be parsed.
+    #[error("this is not a code report of schema 1: {reason}")]
     Report {
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
-    /// A code report claims what recounting does not confirm.
+    /// Counting again does not confirm a claim of a code report.
     #[error(
         "the report claims {field} {claimed}, but it is {actual}: do not use this code under that claim"
     )]
     Claim {
-        /// Which claim.
+        /// The field of the report that holds the claim.
         field: String,
-        /// What the report says.
+        /// The value that the report claims.
         claimed: String,
-        /// What was found.
+        /// The value that was computed.
         actual: String,
     },
-    /// A text is no code id.
+    /// A text is not a code id.
     #[error("{text:?} is not a code id: expected 16 lower-case hexadecimal digits")]
     Id {
         /// The text, cut to 64 characters.
@@ -258,16 +262,16 @@ pub enum CodeError {
     /// A matrix or buffers do not fit.
     #[error(transparent)]
     Gf(#[from] GfError),
-    /// A check of our own failed.
+    /// An internal check failed.
     #[error("{what} did not pass its own check: this is a defect, please report it")]
     Defect {
-        /// What was checked.
+        /// The object that was checked.
         what: &'static str,
     },
 }
 
 impl CodeError {
-    /// What kind of failure it is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             CodeError::Lost { .. } => ErrorKind::Lost,
@@ -280,7 +284,7 @@ impl CodeError {
     }
 }
 
-/// Refuses a number that is out of range or comes twice.
+/// Returns an error if a number is out of range or occurs twice.
 fn check_indices(what: &'static str, indices: &[usize], count: usize) -> Result<(), CodeError> {
     let mut seen = vec![false; count];
     for &index in indices {

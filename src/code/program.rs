@@ -1,25 +1,26 @@
-//! A straight-line program: how blocks come out of pieces, as a few sparse steps instead of one dense matrix.
+//! Straight-line programs: they compute blocks from pieces in a few sparse steps instead of by one
+//! dense matrix.
 //!
-//! Coding is position-wise, so a program runs on any byte range of its pieces. It runs as its steps say, or, where these are not cheaper, as
-//! the dense matrix that they come to.
+//! Coding is position-wise, so a program runs on any byte range of its pieces. It executes its
+//! steps or, where these are not cheaper, the equivalent dense matrix.
 
-pub use crate::gf::{Operand, Step};
+pub use crate::gf::{LineStep, Operand};
 
 use super::CodeError;
 use crate::gf::{self, Line, Matrix, Mode, field};
 
-/// How wanted blocks are made of pieces.
+/// A program that computes wanted blocks from pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     pieces: Vec<usize>,
-    steps: Vec<Step>,
+    steps: Vec<LineStep>,
     outputs: Vec<usize>,
     how: How,
-    /// What its steps cost, and what the matrix.
+    /// The cost of the steps, and of the equivalent matrix.
     costs: (usize, usize),
 }
 
-/// How a program runs: whichever is cheaper.
+/// The way in which a program is executed: the cheaper of the two.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum How {
     Line(Line),
@@ -27,17 +28,19 @@ enum How {
 }
 
 impl Program {
-    /// The program with these steps over the pieces with these numbers; output i is register `outputs[i]`. Each
-    /// step reads pieces and earlier steps only, and no register is two outputs.
+    /// Returns the program with these steps over the pieces with these numbers; output i is
+    /// register `outputs[i]`. Each step must read only pieces and earlier steps, and no register
+    /// may be two outputs; otherwise the result is [`CodeError::Defect`].
     pub(super) fn new(
         pieces: Vec<usize>,
-        steps: Vec<Step>,
+        steps: Vec<LineStep>,
         outputs: Vec<usize>,
     ) -> Result<Self, CodeError> {
         let defect = CodeError::Defect { what: "a reconstruction program" };
         let line = Line::new(pieces.len(), &steps, &outputs).ok_or(defect)?;
         let costs = (line.cost(), Line::dense_cost(outputs.len(), pieces.len()));
-        // Near the middle either may be faster: the matrix, whose speed depends on nothing, has it then.
+        // When the costs are close, either way may be faster. The matrix wins then, because its
+        // speed does not depend on the program.
         let how = match 10 * costs.0 < 9 * costs.1 || outputs.is_empty() {
             true => How::Line(line),
             false => How::Dense(matrix_of(pieces.len(), &steps, &outputs)?),
@@ -45,42 +48,44 @@ impl Program {
         Ok(Self { pieces, steps, outputs, how, costs })
     }
 
-    /// The pieces that it reads, in the order of its inputs.
+    /// Returns the pieces that the program reads, in the order of its inputs.
     pub fn pieces(&self) -> &[usize] {
         &self.pieces
     }
 
-    /// Its steps; step i makes register i.
-    pub fn steps(&self) -> &[Step] {
+    /// Returns the steps. Step i computes register i.
+    pub fn steps(&self) -> &[LineStep] {
         &self.steps
     }
 
-    /// The register of each wanted block.
+    /// Returns the register of each wanted block.
     pub fn outputs(&self) -> &[usize] {
         &self.outputs
     }
 
-    /// How many multiplications of whole blocks its steps take.
+    /// Returns the number of multiplications of whole blocks in the steps.
     pub fn multiplications(&self) -> usize {
-        self.steps.iter().map(Step::multiplications).sum()
+        self.steps.iter().map(LineStep::multiplications).sum()
     }
 
-    /// Whether it runs as its steps say; otherwise as the matrix that they come to.
+    /// Returns whether the program executes its steps. Otherwise it executes the equivalent matrix.
     pub fn is_sparse(&self) -> bool {
         matches!(self.how, How::Line(_))
     }
 
-    /// What its steps cost, and what the dense matrix: products of a vector with a constant, for a vector of each piece ([`Line::cost`]).
+    /// Returns the cost of the steps and of the dense matrix, in products of a vector with a
+    /// constant, for one vector of each piece ([`Line::cost`]).
     pub fn costs(&self) -> (usize, usize) {
         self.costs
     }
 
-    /// What the program computes: a row per wanted block, a column per piece.
+    /// Returns the matrix that the program computes: a row per wanted block, a column per piece.
     pub fn to_matrix(&self) -> Result<Matrix, CodeError> {
         matrix_of(self.pieces.len(), &self.steps, &self.outputs)
     }
 
-    /// Makes the wanted blocks, or one byte range of them, from the same range of [`Program::pieces`].
+    /// Computes the wanted blocks, or one byte range of them, from the same range of
+    /// [`Program::pieces`].
     pub fn run(
         &self,
         inputs: &[&[u8]],
@@ -95,8 +100,8 @@ impl Program {
     }
 }
 
-/// From a run on unit vectors.
-fn matrix_of(pieces: usize, steps: &[Step], outputs: &[usize]) -> Result<Matrix, CodeError> {
+/// Computes the equivalent matrix by running the steps on unit vectors.
+fn matrix_of(pieces: usize, steps: &[LineStep], outputs: &[usize]) -> Result<Matrix, CodeError> {
     let mut registers: Vec<Vec<u8>> = Vec::new();
     for step in steps {
         let mut row = vec![0; pieces];
@@ -118,8 +123,8 @@ mod tests {
     use super::*;
     use Operand::{Input, Register};
 
-    fn step(scale: u8, terms: &[(u8, Operand)]) -> Step {
-        Step { scale, terms: terms.to_vec() }
+    fn step(scale: u8, terms: &[(u8, Operand)]) -> LineStep {
+        LineStep { scale, terms: terms.to_vec() }
     }
 
     #[test]
@@ -134,7 +139,7 @@ mod tests {
         assert!(Program::new(vec![0], good, vec![0]).is_ok());
     }
 
-    /// r0 = 2 (3 a + b), r1 = a + 5 b, r2 = r0 + 7 r1, of which r2 and r0 are wanted.
+    /// The steps are r0 = 2 (3 a + b), r1 = a + 5 b and r2 = r0 + 7 r1; the outputs are r2 and r0.
     #[test]
     fn the_matrix_is_what_the_steps_come_to() {
         let steps = vec![

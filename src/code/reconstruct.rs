@@ -1,22 +1,27 @@
-//! Plans how blocks come back from pieces with few multiplications.
+//! Plans the reconstruction of blocks from pieces with few multiplications.
 //!
-//! A chain code is dense as a matrix but sparse as a system of equations, if the forwarded streams x_i are unknowns
-//! beside the blocks o_j: each hop gives one equation for its piece, which needs the piece, and one for its
-//! stream, which holds even when the node is lost. *Peeling* solves whichever equation has one unknown left; from
-//! the first k pieces of a chain whose hops bring one new block each, that walks the chain. Where it gets stuck,
-//! *inactivation* computes up to three unknowns densely from the pieces and peels the rest. The cheapest
-//! program wins; the dense matrix, the only way for other codes, is always among the candidates.
+//! A chain code is dense as a matrix but sparse as a system of equations, if the forwarded streams
+//! x_i are unknowns beside the blocks o_j. Each hop gives one equation for its piece, which needs
+//! the piece, and one for its stream, which holds even when the node is lost. *Peeling* repeatedly
+//! solves an equation with one unknown left. From the first k pieces of a chain whose hops bring
+//! one new block each, peeling walks the chain. Where peeling gets stuck, *inactivation* computes
+//! up to three unknowns densely from the pieces and peels the rest. The cheapest program wins. The
+//! dense matrix, the only way for other codes, is always among the candidates.
 
-use super::program::{Operand, Program, Step};
+use super::program::{LineStep, Operand, Program};
 use super::span::Span;
 use super::{ChainCode, Code, CodeError, check_indices};
 use crate::gf::{Matrix, field};
 
-/// The most unknowns that are computed densely.
+/// Maximum number of unknowns that are computed densely.
 const MAX_SEEDS: usize = 3;
 
-/// A program that makes the wanted blocks from pieces chosen among those available, those of the first hops (or
-/// the systematic ones) before others. It is checked on unit vectors before it is returned.
+/// Returns a program that computes the wanted blocks from some of the available pieces. It prefers
+/// the pieces of the first hops (or the systematic ones). The program is checked on unit vectors
+/// before it is returned.
+///
+/// Returns [`CodeError::Index`] for a number that does not exist or occurs twice, and
+/// [`CodeError::Lost`] when the pieces do not determine the blocks.
 pub fn reconstruct(
     code: &Code,
     available_pieces: &[usize],
@@ -67,13 +72,13 @@ fn check(program: &Program, generator: &Matrix, wanted: &[usize]) -> Result<(), 
     Err(CodeError::Defect { what: "a reconstruction program" })
 }
 
-/// Steps over the pieces at hand, and the register of each wanted block.
+/// The steps over the available pieces, and the register of each wanted block.
 struct Draft {
-    steps: Vec<Step>,
+    steps: Vec<LineStep>,
     outputs: Vec<usize>,
 }
 
-/// Numbers the inputs anew, without the pieces that no step reads.
+/// Removes the pieces that no step reads, and renumbers the inputs.
 fn without_idle_pieces(pieces: &[usize], draft: Draft) -> Result<Program, CodeError> {
     let Draft { mut steps, outputs } = draft;
     let mut used = Vec::new();
@@ -89,22 +94,26 @@ fn without_idle_pieces(pieces: &[usize], draft: Draft) -> Result<Program, CodeEr
     Program::new(used, steps, outputs)
 }
 
-/// Multiplications that a dense row of coefficients takes.
+/// Returns the number of multiplications that a dense row of coefficients takes.
 fn multiplications(row: &[u8]) -> usize {
     row.iter().filter(|&&coef| coef > 1).count()
 }
 
-fn dense_step(row: &[u8]) -> Step {
+fn dense_step(row: &[u8]) -> LineStep {
     let terms = row.iter().enumerate().filter(|(_, coef)| **coef != 0);
-    Step { scale: 1, terms: terms.map(|(input, &coef)| (coef, Operand::Input(input))).collect() }
+    LineStep {
+        scale: 1,
+        terms: terms.map(|(input, &coef)| (coef, Operand::Input(input))).collect(),
+    }
 }
 
-/// `piece + sum of coef * unknown = 0`. Unknown j below k is block j, unknown k + i is the stream of hop i.
+/// An equation `piece + sum of coef * unknown = 0`. Unknown j below k is block j; unknown k + i is
+/// the stream of hop i.
 struct Equation {
-    /// The input that appears in it, if any.
+    /// The input that appears in the equation, if any.
     input: Option<usize>,
     terms: Vec<(u8, usize)>,
-    /// A bit per unknown with a coefficient.
+    /// A bit mask of the unknowns with a nonzero coefficient.
     unknowns: u64,
 }
 
@@ -115,33 +124,33 @@ impl Equation {
         Self { input, terms, unknowns }
     }
 
-    /// The factor by which the sum of all other terms is one unknown.
+    /// Returns the factor by which the sum of all other terms must be multiplied to give `unknown`.
     fn scale(&self, unknown: usize) -> u8 {
         let coef = self.terms.iter().find(|term| term.1 == unknown).map_or(0, |term| term.0);
         field::inv(coef).unwrap_or(0)
     }
 
-    /// Multiplications to solve it for one unknown.
+    /// Returns the number of multiplications that solving the equation for `unknown` takes.
     fn cost(&self, unknown: usize) -> usize {
         let others = self.terms.iter().filter(|&&(coef, other)| other != unknown && coef > 1);
         others.count() + usize::from(self.scale(unknown) > 1)
     }
 }
 
-/// The equations of a chain for the pieces at hand.
+/// The equations of a chain for the available pieces.
 struct Peeling {
     equations: Vec<Equation>,
-    /// For each unknown the coefficients per input, where the pieces determine it.
+    /// The coefficients of each unknown over the inputs, if the pieces determine the unknown.
     dense: Vec<Option<Vec<u8>>>,
 }
 
-/// Which unknowns are computed, how, and what that costs.
+/// A choice of unknowns to compute, with the way to compute each and the total cost.
 #[derive(Debug)]
 struct Solution<'a> {
     peeling: &'a Peeling,
-    /// Unknowns computed densely.
+    /// The unknowns that are computed densely.
     seeds: Vec<usize>,
-    /// Then these, each from one equation.
+    /// The equations to solve after that, in order, each with the unknown that it gives.
     peeled: Vec<(usize, usize)>,
     cost: usize,
 }
@@ -172,13 +181,15 @@ impl Peeling {
         Self { equations, dense }
     }
 
-    /// The cheapest way to the wanted blocks, if it takes less than `dense_cost`.
+    /// Returns the cheapest way to the wanted blocks, if it takes fewer than `dense_cost`
+    /// multiplications.
     fn draft_below(&self, dense_cost: usize, wanted: &[usize]) -> Result<Option<Draft>, CodeError> {
         let solution = self.cheapest(wanted).filter(|solution| solution.cost < dense_cost);
         solution.map(|solution| solution.into_draft(wanted)).transpose()
     }
 
-    /// The cheapest way to the wanted blocks with as few seeds as it takes.
+    /// Returns the cheapest way to the wanted blocks among those with the smallest possible number
+    /// of seeds.
     fn cheapest(&self, wanted: &[usize]) -> Option<Solution<'_>> {
         let goal = wanted.iter().fold(0, |mask, &block| mask | 1 << block);
         (0..=MAX_SEEDS).find_map(|count| {
@@ -214,7 +225,8 @@ impl Peeling {
         }
     }
 
-    /// Solves equations with one unknown until the goal is known, then leaves out what it does not need.
+    /// Solves equations with one unknown until the goal is known, then drops the unknowns that the
+    /// goal does not need.
     fn peel(&self, goal: u64, seeds: &[usize]) -> Option<Solution<'_>> {
         let mut known = seeds.iter().fold(0u64, |mask, &seed| mask | 1 << seed);
         let mut peeled = Vec::new();
@@ -269,7 +281,7 @@ impl Solution<'_> {
                 terms.push((coef, Operand::Register(register)));
             }
             register_of[unknown] = Some(steps.len());
-            steps.push(Step { scale: equation.scale(unknown), terms });
+            steps.push(LineStep { scale: equation.scale(unknown), terms });
         }
         let outputs: Option<Vec<usize>> = wanted.iter().map(|&block| register_of[block]).collect();
         Ok(Draft { steps, outputs: outputs.ok_or(defect)? })
@@ -287,7 +299,7 @@ mod tests {
         Code::Chain(table::find(n, k).unwrap().clone())
     }
 
-    /// All subsets of `k` below `n`.
+    /// Returns all subsets of `k` numbers below `n`.
     fn subsets(n: usize, k: usize) -> impl Iterator<Item = Vec<usize>> {
         let masks = (0..1usize << n).filter(move |mask| mask.count_ones() as usize == k);
         masks.map(move |mask| (0..n).filter(|i| mask >> i & 1 == 1).collect())
@@ -297,7 +309,7 @@ mod tests {
         code.generator().select(pieces).unwrap().inverse().unwrap()
     }
 
-    /// Blocks of random bytes and all their pieces.
+    /// Returns blocks of random bytes, and all their pieces.
     fn encode(code: &Code, len: usize, seed: u64) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
         let entropy = SeededEntropy::new(seed);
         let mut blocks = vec![vec![0; len]; code.k()];
@@ -315,7 +327,7 @@ mod tests {
         for pieces in subsets(16, 11) {
             let program = reconstruct(&code, &pieces, &all).unwrap();
             let inverse = dense(&code, &pieces);
-            // The program numbers its pieces in its own order and may do without some.
+            // The program numbers its pieces in its own order and may leave some out.
             let place = |piece| program.pieces().iter().position(|&other| other == piece);
             let made = program.to_matrix().unwrap();
             for (made, expected) in made.iter().zip(inverse.iter()) {
@@ -333,7 +345,8 @@ mod tests {
         let all = Vec::from_iter(0..11);
         let program = reconstruct(&chain(16, 11), &all, &all).unwrap();
         assert_eq!(program.multiplications(), 18);
-        // Before normalisation, which saves one for each block but the last, it takes 28.
+        // Before normalisation, which saves one multiplication for each block but the last, it
+        // takes 28.
         let code = table::find(16, 11).unwrap();
         let scale = |coefs: &[Vec<u8>]| -> Vec<Vec<u8>> {
             let by_block = |hop: usize, coefs: &Vec<u8>| {
@@ -348,7 +361,8 @@ mod tests {
         assert_eq!(program.multiplications(), 28);
     }
 
-    /// The figures of docs/paper.md: mean multiplications over 40 draws with so many of the first k missing.
+    /// Checks the figures of docs/paper.md: mean multiplications over 40 draws, by the number of
+    /// missing pieces among the first k.
     #[test]
     fn with_pieces_missing_it_stays_sparse() {
         let (code, all) = (chain(16, 11), Vec::from_iter(0..11));
@@ -366,7 +380,7 @@ mod tests {
         }
     }
 
-    /// `count` different numbers of the range.
+    /// Draws `count` different numbers from the range.
     fn draw(entropy: &SeededEntropy, from: std::ops::Range<usize>, count: usize) -> Vec<usize> {
         let mut numbers = Vec::from_iter(from);
         while numbers.len() > count {
@@ -405,7 +419,8 @@ mod tests {
     #[test]
     fn few_pieces_are_enough_for_the_blocks_that_they_determine() {
         let code = chain(16, 11);
-        // The first hops hold positions 2 and 1 of the paper, and so blocks 1 and 0.
+        // The first two hops run on positions 1 and 0 (2 and 1 in the paper), which hold blocks 1
+        // and 0.
         let program = reconstruct(&code, &[0, 1], &[0, 1]).unwrap();
         assert_eq!(program.pieces(), [0, 1]);
         let rs = Code::Rs(RsCode::new(16, 11).unwrap());
@@ -418,7 +433,8 @@ mod tests {
         let error = reconstruct(&chain(16, 11), &[0, 1, 9], &[0, 4]).unwrap_err();
         assert_eq!(error, CodeError::Lost { pieces: 3, rank: 3, k: 11, missing: vec![4] });
         assert!(error.to_string().contains("find 8 more pieces"), "{error}");
-        // The published order: losing nodes 10, 11, 15 and 16 is fatal (design of the code).
+        // With the published order, the loss of nodes 10, 11, 15 and 16 is fatal (design of the
+        // code).
         let paper = Code::Chain(ChainCode::paper(16, 11).unwrap());
         let rest: Vec<usize> = (0..16).filter(|i| ![9, 10, 14, 15].contains(i)).collect();
         let error = reconstruct(&paper, &rest, &Vec::from_iter(0..11)).unwrap_err();

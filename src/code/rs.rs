@@ -1,7 +1,9 @@
-//! The classical code: systematic Reed-Solomon with the matrix of `reed-solomon-erasure`, under ids of its own.
-//! Pieces below k are the source blocks themselves; piece i lies on position i.
+//! The classical code: systematic Reed-Solomon with the matrix of the crate `reed-solomon-erasure`,
+//! and with code ids of this program. Pieces below k are the source blocks themselves; piece i lies
+//! on position i.
 //!
-//! The crate is the oracle and an alternative to be measured; our kernels apply the same matrix, byte for byte.
+//! The crate is the reference implementation and an alternative for benchmarks. The kernels of this
+//! program apply the same matrix and produce the same bytes.
 
 use std::sync::Arc;
 
@@ -10,7 +12,7 @@ use reed_solomon_erasure::galois_8::ReedSolomon;
 use super::{CodeError, CodeId, MAX_PIECES};
 use crate::gf::{GfError, Matrix, field};
 
-/// The kind byte of Reed-Solomon codes in the description behind a [`CodeId`].
+/// The kind byte of Reed-Solomon codes in the description from which a [`CodeId`] is computed.
 const KIND: u8 = 2;
 
 /// A systematic Reed-Solomon code over GF(2^8).
@@ -28,7 +30,7 @@ impl PartialEq for RsCode {
 }
 
 impl RsCode {
-    /// The code of `n` pieces, 1 <= `k` < `n` <= 32.
+    /// Returns the code of `n` pieces, or [`CodeError::Parameters`] unless 1 <= `k` < `n` <= 32.
     pub fn new(n: usize, k: usize) -> Result<Self, CodeError> {
         let impossible = || {
             let rule = "1 <= k < n <= 32";
@@ -38,7 +40,8 @@ impl RsCode {
             return Err(impossible());
         }
         let codec = ReedSolomon::new(k, n - k).map_err(|_| impossible())?;
-        // Byte t of block j is 1 where t = j: byte t of a parity piece is then its coefficient for block t.
+        // Byte t of block j is 1 where t = j, so byte t of a parity piece is its coefficient for
+        // block t.
         let blocks = Matrix::identity(k)?;
         let blocks: Vec<&[u8]> = blocks.iter().collect();
         let mut parity = vec![vec![0; k]; n - k];
@@ -49,28 +52,31 @@ impl RsCode {
         Ok(Self { generator, id, codec: Arc::new(codec) })
     }
 
-    /// Its id.
+    /// Returns the code's id.
     pub fn id(&self) -> CodeId {
         self.id
     }
 
-    /// How many pieces it makes.
+    /// Returns the number of pieces.
     pub fn n(&self) -> usize {
         self.generator.rows()
     }
 
-    /// How many source blocks it takes.
+    /// Returns the number of source blocks.
     pub fn k(&self) -> usize {
         self.generator.cols()
     }
 
-    /// Row i is piece i over the source blocks; the first k rows are the identity.
+    /// Returns the generator matrix. Row i is piece i over the source blocks; the first k rows are
+    /// the identity.
     pub fn generator(&self) -> &Matrix {
         &self.generator
     }
 
-    /// Makes all parity pieces from all source blocks with the `reed-solomon-erasure` crate: the oracle of our
-    /// kernels, and the codec behind `--codec reed-solomon-erasure`. All buffers have one length.
+    /// Computes all parity pieces from all source blocks with the `reed-solomon-erasure` crate,
+    /// which is the reference for this program's kernels and the codec behind `--codec
+    /// reed-solomon-erasure`. All buffers must have the same length; otherwise the result is
+    /// [`GfError::Count`].
     pub fn encode_with_crate(
         &self,
         blocks: &[&[u8]],
@@ -88,15 +94,15 @@ impl RsCode {
             return Err(GfError::Count { what, expected, actual }.into());
         }
         if expected == 0 {
-            return Ok(()); // which the crate refuses
+            return Ok(()); // the crate refuses empty blocks
         }
         let what = "encoding by reed-solomon-erasure";
         self.codec.encode_sep(blocks, parity).map_err(|_| CodeError::Defect { what })
     }
 }
 
-/// The bytes that a code id stands for: kind, n, k, bits of the field, its polynomial (big-endian), then the
-/// rows of the parity pieces.
+/// Returns the bytes from which a code id is computed: kind, n, k, bits of the field, its
+/// polynomial (big-endian), then the rows of the parity pieces.
 fn description(n: usize, k: usize, parity: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = vec![KIND, n as u8, k as u8, 8];
     bytes.extend(field::POLYNOMIAL.to_be_bytes());

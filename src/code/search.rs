@@ -1,8 +1,9 @@
 //! Finds orders without natural dependencies, and coefficients without accidental ones.
 //!
-//! A determinant is affine in each single coefficient, so two counts, with the coefficient at 0 and at 1, tell
-//! for every subset which one value makes it dependent. The search sets one coefficient after the other to
-//! the best of its 255 values. Everything is drawn from a seed: one seed, one code.
+//! A determinant is affine in each single coefficient. Two counts, with the coefficient at 0 and at
+//! 1, therefore give for every subset the one value that makes it dependent. The search sets one
+//! coefficient after the other to the best of its 255 values. All random choices follow from a
+//! seed: the same seed gives the same code.
 
 use super::algebra::chain_rows;
 use super::subsets::{determinants, natural, natural_up_to, total};
@@ -10,17 +11,19 @@ use super::{ChainCode, CodeError, Layout};
 use crate::entropy::{Entropy, SeededEntropy};
 use crate::gf::field;
 
-/// Coefficients that are set before the search gives up.
+/// The default number of coefficients that are set before the search gives up.
 pub const DEFAULT_STEPS: usize = 2000;
-/// Orders that are tried before the search gives up.
+/// The default number of orders that are tried before the search gives up.
 pub const DEFAULT_ORDERS: usize = 20_000;
-/// Exchanges in one order without gain before another one is drawn.
+/// Maximum number of exchanges in one order without gain before another order is drawn.
 const PATIENCE: usize = 200;
 
-/// Rounds over all coefficients without gain before the search for better ones ends.
+/// Maximum number of rounds over all coefficients without gain before the search for better ones
+/// ends.
 const IDLE_ROUNDS: usize = 8;
 
-/// A code whose order and coefficients leave no dependent subset, if one is found.
+/// Returns a code whose order and coefficients leave no dependent subset, or
+/// [`CodeError::NotFound`] if the search finds none.
 pub fn mds(n: usize, k: usize, seed: u64) -> Result<ChainCode, CodeError> {
     let layout = Layout::new(n, k)?;
     let order = order(layout, seed, DEFAULT_ORDERS)?;
@@ -31,26 +34,27 @@ pub fn mds(n: usize, k: usize, seed: u64) -> Result<ChainCode, CodeError> {
     }
 }
 
-/// Whether each of the first k hops brings exactly one block that none before it had. From those k pieces the
-/// blocks come back by walking the chain.
+/// Returns whether each of the first k hops brings exactly one block that no hop before it had.
+/// From those k pieces the blocks are reconstructed by walking the chain.
 pub fn is_walkable(layout: Layout, order: &[usize]) -> bool {
     let mut seen = vec![false; layout.k()];
     order.len() >= layout.k()
         && order.iter().take(layout.k()).all(|&position| take_new(layout, position, &mut seen) == 1)
 }
 
-/// Marks the blocks at `position` as seen, and counts those that were not.
+/// Marks the blocks at `position` as seen. Returns how many of them are new.
 fn take_new(layout: Layout, position: usize, seen: &mut [bool]) -> usize {
     let new = |block: usize| !std::mem::replace(&mut seen[block], true);
     layout.blocks_at(position).map(new).filter(|&is_new| is_new).count()
 }
 
-/// A walkable order without natural dependencies, if one is found among `tries`.
+/// Returns a walkable order without natural dependencies, or [`CodeError::NotFound`] if there is
+/// none among `tries` orders.
 pub fn order(layout: Layout, seed: u64, tries: usize) -> Result<Vec<usize>, CodeError> {
     let entropy = SeededEntropy::new(seed);
     let (n, k) = (layout.n(), layout.k());
     let (mut best, mut best_count, mut idle) = (Vec::new(), u64::MAX, 0);
-    // Refuses parameters with too many subsets before counting in the loop.
+    // This refuses parameters with too many subsets before the loop counts them.
     natural(layout, &(0..n).collect::<Vec<_>>())?;
     for _ in 0..tries {
         let is_fresh = best.is_empty() || idle >= PATIENCE;
@@ -80,7 +84,7 @@ fn exchange(order: &[usize], entropy: &SeededEntropy) -> Vec<usize> {
     changed
 }
 
-/// A random order, walkable unless the draw runs into a dead end.
+/// Returns a random order, which is walkable unless the draw reaches a dead end.
 fn walkable_order(layout: Layout, entropy: &SeededEntropy) -> Vec<usize> {
     let mut rest: Vec<usize> = (0..layout.n()).collect();
     let mut seen = vec![false; layout.k()];
@@ -97,7 +101,8 @@ fn walkable_order(layout: Layout, entropy: &SeededEntropy) -> Vec<usize> {
     order
 }
 
-/// A coefficient: psi or xi, of which hop and which of its blocks.
+/// The place of a coefficient: psi or xi, the hop, and the number of the block among the hop's
+/// blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Place {
     is_psi: bool,
@@ -118,9 +123,11 @@ impl Coefficients {
     }
 }
 
-/// The code with this order and the best coefficients found in `steps`: as few dependent subsets as the natural
-/// ones where that is reached. The first psi of each block is 1: scaling a block changes no dependency, and
-/// multiplying by 1 costs nothing.
+/// Returns the code with this order and the best coefficients found in `steps` steps. The search
+/// ends early when only the natural dependencies remain.
+///
+/// The first psi of each block is 1: scaling a block changes no dependency, and multiplying by 1
+/// costs nothing.
 pub fn coefficients(
     layout: Layout,
     order: &[usize],
@@ -143,8 +150,8 @@ pub fn coefficients(
     ChainCode::new(layout, order.to_vec(), coefs.psi, coefs.xi)
 }
 
-/// Random coefficients, and the places of those that may change: all but the first psi of each block and those
-/// of the tail.
+/// Returns random coefficients, and the places of the coefficients that may change: all but the
+/// first psi of each block and the psi of the tail.
 fn random_coefficients(
     layout: Layout,
     order: &[usize],
@@ -173,7 +180,8 @@ fn random_coefficients(
     (coefs, places)
 }
 
-/// The value of one coefficient with the fewest dependent subsets, drawn among equals, and their number.
+/// Returns the value of one coefficient that leaves the fewest dependent subsets, drawn among
+/// equals, and their number.
 fn best_value(
     layout: Layout,
     order: &[usize],
@@ -188,7 +196,7 @@ fn best_value(
     (choice.unwrap_or(*coefs.at(place)), fewest)
 }
 
-/// How many subsets are dependent for each value of one coefficient.
+/// Returns the number of dependent subsets for each value of one coefficient.
 fn dependent_by_value(
     layout: Layout,
     order: &[usize],
@@ -201,7 +209,7 @@ fn dependent_by_value(
         determinants(&chain_rows(layout, order, &coefs.psi, &coefs.xi).pieces)
     });
     *coefs.at(place) = current;
-    // det(v) = at_0 + v (at_0 + at_1) is zero at one value, or at all, or at none.
+    // det(v) = at_0 + v (at_0 + at_1) is zero at exactly one value, at every value, or at no value.
     let mut counts = [0; 256];
     for (&at_0, &at_1) in at_0.iter().zip(&at_1) {
         match field::div(at_0, at_0 ^ at_1) {
@@ -261,7 +269,7 @@ mod tests {
 
     #[test]
     fn hopeless_searches_end() {
-        // (12,6) has natural dependencies in every order that anybody found.
+        // (12,6) has natural dependencies in every known order.
         let error = order(Layout::new(12, 6).unwrap(), 1, 50).unwrap_err();
         assert!(matches!(error, CodeError::NotFound { tries: 50, .. }));
     }

@@ -1,75 +1,78 @@
-//! Codes as data for people and other programs: the report behind `code show`, and the check of such a report
-//! behind `code certify`. Positions and blocks count from 1 here, as in the paper, and nowhere else in `code`.
+//! Codes as data for people and other programs: the report behind `code show`, and the check of
+//! such a report behind `code certify`. Positions and blocks count from 1 here, as in the paper,
+//! and nowhere else in `code`.
 
 use serde::{Deserialize, Serialize};
 
 use super::{ChainCode, Code, CodeError, Layout, MAX_PIECES, reconstruct, search, subsets};
 use crate::gf::field;
 
-/// The longest report that is read: one of 32 pieces takes some 30 KB.
+/// The longest report that is read, in bytes. A report of 32 pieces takes about 30 KB.
 pub const MAX_REPORT_BYTES: usize = 1 << 20;
 
 const SCHEMA: u32 = 1;
 const FIELD: &str = "gf8";
-/// The field of a report that claims nothing.
+/// The field of a report that holds estimates, which are not claims about the code.
 const ESTIMATES: &str = "reconstructions";
 
-/// Everything about a code, with its dependent subsets counted.
+/// A complete description of a code, including the counts of its dependent subsets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct CodeReport {
-    /// Version of this shape: 1.
+    /// The version of this structure: 1.
     pub schema: u32,
     /// `chain` or `rs`.
     pub kind: &'static str,
     /// The code's id, 16 hexadecimal digits.
     pub id: String,
-    /// Pieces.
+    /// The number of pieces.
     pub n: usize,
-    /// Source blocks.
+    /// The number of source blocks.
     pub k: usize,
-    /// `gf8`: GF(2^8).
+    /// The field: `gf8` for GF(2^8).
     pub field: &'static str,
     /// The field's polynomial: 285.
     pub polynomial: u16,
     /// The position of each hop (for `rs`, of each piece), from 1.
     pub order: Vec<usize>,
-    /// The blocks that each hop reads, from 1; none for `rs`.
+    /// The blocks that each hop reads, from 1; empty for `rs`.
     pub blocks: Vec<Vec<usize>>,
-    /// Coefficients of the forwarded stream, per hop and block; zeros at the tail.
+    /// The coefficients of the forwarded stream, per hop and block; zeros at the tail.
     pub psi: Vec<Vec<u8>>,
-    /// Coefficients of the stored piece, per hop and block.
+    /// The coefficients of the stored piece, per hop and block.
     pub xi: Vec<Vec<u8>>,
     /// A row of k coefficients per piece, in the order of the chain.
     pub generator: Vec<Vec<u8>>,
-    /// Subsets of k pieces.
+    /// The number of subsets of k pieces.
     pub subsets: u64,
-    /// Those from which the blocks do not come back.
+    /// The number of subsets from which the blocks cannot be reconstructed.
     pub dependent_subsets: u64,
-    /// Those of them that no choice of coefficients avoids.
+    /// The number of dependent subsets that no choice of coefficients avoids.
     pub natural_dependent_subsets: u64,
-    /// Whether the first k hops bring one new block each.
+    /// Whether each of the first k hops brings one new block.
     pub walkable: bool,
-    /// Multiplications to reconstruct all blocks from the first k pieces, if these suffice.
+    /// The number of multiplications to reconstruct all blocks from the first k pieces, if these
+    /// suffice.
     pub multiplications_first_k: Option<usize>,
-    /// The same by the dense matrix, factors 0 and 1 not counted.
+    /// The number of multiplications by the dense matrix, factors 0 and 1 not counted.
     pub multiplications_dense: Option<usize>,
-    /// What it costs to bring all blocks back when the first so many pieces are missing, from none to n-k. Estimates, and no claims about
-    /// the code.
+    /// The cost of reconstructing all blocks when the first pieces are missing: one entry per
+    /// number of missing pieces, from 0 to n-k. These are estimates, not claims about the code.
     pub reconstructions: Vec<Reconstruction>,
 }
 
-/// The cost of bringing all blocks back, as the cost model has it.
+/// The cost of reconstructing all blocks, according to the cost model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Reconstruction {
-    /// So many of the first pieces are missing; those behind stand in.
+    /// The number of missing pieces, counted from the first piece. The next pieces take their
+    /// place.
     pub missing: usize,
-    /// Multiplications of the program.
+    /// The number of multiplications of the program.
     pub multiplications: usize,
-    /// Its cost, in products of a vector and a constant, for k vectors.
+    /// The cost of the program in products of a vector and a constant, for k vectors.
     pub cost: usize,
-    /// That of the dense matrix.
+    /// The cost of the dense matrix in the same unit.
     pub dense_cost: usize,
-    /// Whether the program's steps are run; otherwise the matrix is.
+    /// Whether the program executes its steps; otherwise it executes the matrix.
     pub sparse: bool,
 }
 
@@ -88,7 +91,7 @@ impl Reconstruction {
 }
 
 impl CodeReport {
-    /// The report on `code`; counting takes milliseconds for (16,11).
+    /// Returns the report on `code`. Counting takes milliseconds for (16,11).
     pub fn of(code: &Code) -> Result<Self, CodeError> {
         let (n, k) = (code.n(), code.k());
         let all_blocks: Vec<usize> = (0..k).collect();
@@ -129,7 +132,8 @@ impl CodeReport {
     }
 }
 
-/// What is read of a report from outside: what defines the code, and claims about it, which may be missing.
+/// The parts that are read of a foreign report: the definition of the code, and optional claims
+/// about it.
 #[derive(Deserialize)]
 struct Claims {
     schema: u32,
@@ -177,13 +181,16 @@ impl Claims {
     }
 }
 
-/// The chain code that a report defines. What it claims beyond that is not looked at: see [`certify`].
+/// Returns the chain code that a report defines. Further claims of the report are not checked: see
+/// [`certify`].
 pub fn parse(text: &str) -> Result<ChainCode, CodeError> {
     Claims::read(text)?.code()
 }
 
-/// Makes the code that a report defines, counts again, and refuses a report that claims anything else of what
-/// [`CodeReport`] has. Whether the confirmed numbers are good enough is for the caller to judge.
+/// Makes the code that a report defines, counts again, and compares every field that [`CodeReport`]
+/// has with the claim of the report. Returns the code and the confirmed report, or
+/// [`CodeError::Claim`] for a claim that is wrong. The caller decides whether the confirmed numbers
+/// are good enough.
 pub fn certify(text: &str) -> Result<(ChainCode, CodeReport), CodeError> {
     let claims = Claims::read(text)?;
     let chain = claims.code()?;
@@ -201,7 +208,7 @@ pub fn certify(text: &str) -> Result<(ChainCode, CodeReport), CodeError> {
                 let (claimed, actual) = (brief(claimed), brief(actual));
                 return Err(CodeError::Claim { field: name.clone(), claimed, actual });
             }
-            _ => {} // equal, or nothing that a report has
+            _ => {} // equal, or not a field of a report
         }
     }
     match code {

@@ -1,9 +1,11 @@
-//! The span of some rows, grown row by row, which remembers how each vector in it is made of them.
+//! The span of some rows, grown row by row. It remembers how each vector in it is composed of the
+//! rows.
 
 use crate::gf::Matrix;
 use crate::gf::field;
 
-/// A basis in reduced echelon form, with the combination of accepted rows that makes each basis vector.
+/// A basis in reduced echelon form, with the combination of accepted rows that gives each basis
+/// vector.
 #[derive(Debug, Default)]
 pub(super) struct Span {
     basis: Vec<BasisVector>,
@@ -11,10 +13,10 @@ pub(super) struct Span {
 
 #[derive(Debug)]
 struct BasisVector {
-    /// The column of the first entry, which is 1 and the only one in its column.
+    /// The column of the first nonzero entry, which is 1 and the only nonzero entry in its column.
     pivot: usize,
     vector: Vec<u8>,
-    /// Coefficient per accepted row; shorter ones end in zeros.
+    /// The coefficient of each accepted row; missing entries at the end are zero.
     made_of: Vec<u8>,
 }
 
@@ -26,12 +28,13 @@ fn add_scaled(sums: &mut Vec<u8>, coef: u8, terms: &[u8]) {
 }
 
 impl Span {
-    /// How many rows were accepted.
+    /// Returns the number of accepted rows.
     pub(super) fn rank(&self) -> usize {
         self.basis.len()
     }
 
-    /// What is left of `vector` outside the span, and the combination of accepted rows that was taken off.
+    /// Returns the remainder of `vector` outside the span, and the combination of accepted rows
+    /// that was subtracted.
     fn reduce(&self, vector: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let (mut rest, mut taken) = (vector.to_vec(), vec![0; self.rank()]);
         for basis in &self.basis {
@@ -42,7 +45,7 @@ impl Span {
         (rest, taken)
     }
 
-    /// Accepts `row` if it is independent of those before.
+    /// Accepts `row` if it is independent of the accepted rows. Returns whether it was accepted.
     pub(super) fn insert(&mut self, row: &[u8]) -> bool {
         let (mut vector, mut made_of) = self.reduce(row);
         let first = vector.iter().enumerate().find(|(_, entry)| **entry != 0);
@@ -62,19 +65,21 @@ impl Span {
         true
     }
 
-    /// The coefficients, one per accepted row, that make `vector`; nothing when it is outside the span.
+    /// Returns the coefficients, one per accepted row, that give `vector`, or `None` when it is
+    /// outside the span.
     pub(super) fn express(&self, vector: &[u8]) -> Option<Vec<u8>> {
         let (rest, taken) = self.reduce(vector);
         rest.iter().all(|&entry| entry == 0).then_some(taken)
     }
 
-    /// The coefficients that make unit vector `col` of a space of `cols` dimensions.
+    /// Returns the coefficients that give unit vector `col` of a space of `cols` dimensions.
     pub(super) fn express_unit(&self, col: usize, cols: usize) -> Option<Vec<u8>> {
         let unit: Vec<u8> = (0..cols).map(|i| u8::from(i == col)).collect();
         self.express(&unit)
     }
 
-    /// Accepts rows of `matrix` in the order given until the span is everything; returns those accepted.
+    /// Accepts rows of `matrix` in the given order until the span is the whole space. Returns the
+    /// accepted rows.
     pub(super) fn grow(&mut self, matrix: &Matrix, rows: &[usize]) -> Vec<usize> {
         let full = matrix.cols();
         rows.iter()

@@ -1,23 +1,23 @@
-//! Counts the k-subsets of pieces from which the blocks do not come back, by exhaustion.
+//! Counts, by exhaustion, the k-subsets of pieces from which the blocks cannot be reconstructed.
 //!
-//! *Natural* dependencies hold for every choice of coefficients and are a property of layout and order;
-//! *accidental* ones come from unlucky coefficients (the paper's terms). Subsets share their prefixes, and
-//! so does the elimination: one row is reduced per subset, not k.
+//! *Natural* dependencies hold for every choice of coefficients and are a property of layout and
+//! order; *accidental* ones come from unlucky coefficients (the paper's terms). Subsets with a
+//! common prefix share its elimination: one row is reduced per subset, not k.
 
 use super::algebra::{Element, Mersenne61, chain_rows};
 use super::{CodeError, Layout};
 use crate::entropy::{Entropy, SeededEntropy};
 use crate::gf::Matrix;
 
-/// The most subsets that are counted: a few seconds of one core.
+/// Maximum number of subsets that are counted, which takes a few seconds of one core.
 pub const MAX_SUBSETS: u64 = 4_000_000;
 
-/// How many subsets of k out of n pieces there are.
+/// Returns the number of subsets of k out of n pieces.
 pub fn total(n: usize, k: usize) -> u64 {
     (0..k.min(n) as u64).fold(1, |count, i| count * (n as u64 - i) / (i + 1))
 }
 
-/// Refuses parameters with more than [`MAX_SUBSETS`] subsets.
+/// Returns an error for parameters with more than [`MAX_SUBSETS`] subsets.
 fn check_total(n: usize, k: usize) -> Result<(), CodeError> {
     let subsets = if n > super::MAX_PIECES { u64::MAX } else { total(n, k) };
     if subsets > MAX_SUBSETS {
@@ -26,14 +26,14 @@ fn check_total(n: usize, k: usize) -> Result<(), CodeError> {
     Ok(())
 }
 
-/// How many subsets of k rows of a generator (k columns) are dependent.
+/// Returns the number of dependent subsets of k rows of a generator (k columns).
 pub fn dependent(generator: &Matrix) -> Result<u64, CodeError> {
     check_total(generator.rows(), generator.cols())?;
     let rows: Vec<Vec<u8>> = generator.iter().map(<[u8]>::to_vec).collect();
     Ok(count(&rows, u64::MAX))
 }
 
-/// How many subsets are dependent in every chain code of this layout and order.
+/// Returns the number of subsets that are dependent in every chain code of this layout and order.
 pub fn natural(layout: Layout, order: &[usize]) -> Result<u64, CodeError> {
     super::chain::check_order(layout, order)?;
     check_total(layout.n(), layout.k())?;
@@ -41,12 +41,14 @@ pub fn natural(layout: Layout, order: &[usize]) -> Result<u64, CodeError> {
     Ok(draws[0].min(draws[1]))
 }
 
-/// The same from a single draw, given up as soon as it passes `limit`: for comparing many orders.
+/// Counts natural dependencies from a single draw, and stops as soon as the count exceeds `limit`.
+/// This is for comparing many orders.
 pub(super) fn natural_up_to(layout: Layout, order: &[usize], limit: u64) -> u64 {
     count(&random_rows(layout, order, 0), limit)
 }
 
-/// Generator rows with random coefficients of a field so large that no dependency is accidental.
+/// Returns generator rows with random coefficients of a field so large that no dependency is
+/// accidental.
 fn random_rows(layout: Layout, order: &[usize], draw: u64) -> Vec<Vec<Mersenne61>> {
     let entropy = SeededEntropy::new(draw);
     let random = || -> Vec<Vec<Mersenne61>> {
@@ -59,7 +61,7 @@ fn random_rows(layout: Layout, order: &[usize], draw: u64) -> Vec<Vec<Mersenne61
     chain_rows(layout, order, &random(), &random()).pieces
 }
 
-/// Counts dependent subsets up to a little past `limit`.
+/// Counts dependent subsets. The count stops soon after it exceeds `limit`.
 fn count<E: Element>(rows: &[Vec<E>], limit: u64) -> u64 {
     let mut dependent = 0;
     SubsetIter::new(rows, |pivots: Option<&[E]>, subsets| {
@@ -70,8 +72,8 @@ fn count<E: Element>(rows: &[Vec<E>], limit: u64) -> u64 {
     dependent
 }
 
-/// The determinants of all k-subsets of rows in lexicographic order. In characteristic 2 exchanging rows
-/// does not change the sign, so each is the product of the pivots.
+/// Returns the determinants of all k-subsets of rows in lexicographic order. In characteristic 2
+/// exchanging rows does not change the sign, so each determinant is the product of the pivots.
 pub(super) fn determinants(rows: &[Vec<u8>]) -> Vec<u8> {
     let mut all = Vec::new();
     SubsetIter::new(rows, |pivots: Option<&[u8]>, subsets| {
@@ -83,12 +85,13 @@ pub(super) fn determinants(rows: &[Vec<u8>]) -> Vec<u8> {
     all
 }
 
-/// A walk over all subsets of k rows in lexicographic order, eliminating as it goes. `visit` gets the pivots of
-/// an independent subset, or how many subsets share a dependent beginning; it returns whether to go on.
+/// An iteration over all subsets of k rows in lexicographic order, with elimination on the way.
+/// `visit` receives either the pivots of an independent subset, or the number of subsets that share
+/// a dependent prefix. It returns whether to continue.
 struct SubsetIter<'a, E, V> {
     rows: &'a [Vec<E>],
     cols: usize,
-    /// Reduced rows with the column of their pivot, which is scaled to 1.
+    /// The reduced rows, each with the column of its pivot. The pivot is scaled to 1.
     basis: Vec<(usize, Vec<E>)>,
     /// The pivots before scaling.
     pivots: Vec<E>,
@@ -101,7 +104,7 @@ impl<'a, E: Element, V: FnMut(Option<&[E]>, u64) -> bool> SubsetIter<'a, E, V> {
         Self { rows, cols, basis: Vec::new(), pivots: Vec::new(), visit }
     }
 
-    /// Extends the chosen rows by each row from `first` on, as long as enough rows are left.
+    /// Extends the chosen rows by each row from `first` on, as long as enough rows remain.
     fn descend(&mut self, first: usize) -> bool {
         let missing = self.cols - self.basis.len();
         for next in first..(self.rows.len() + 1).saturating_sub(missing) {
@@ -145,7 +148,7 @@ mod tests {
     use super::*;
     use crate::code::RsCode;
 
-    /// All subsets of `k` below `n`, in lexicographic order.
+    /// Returns all subsets of `k` numbers below `n`, in lexicographic order.
     fn subsets(n: usize, k: usize) -> Vec<Vec<usize>> {
         let masks = (0..1usize << n).filter(|mask| mask.count_ones() as usize == k);
         let mut all: Vec<Vec<usize>> =

@@ -1,20 +1,24 @@
-//! The chain codes that we ship, each certified: no k of its pieces are dependent (the tests recount all subsets),
-//! and each of its first k hops brings one new block, so that blocks come back by walking the chain.
+//! The chain codes of this release, each certified: no k of its pieces are dependent (the tests
+//! recount all subsets), and each of its first k hops brings one new block, so that blocks are
+//! reconstructed by walking the chain.
 //!
-//! Entries are for ever: stripes name them by id. The first entry of its parameters also says in which order the nodes of a ring
-//! take their positions ([`crate::placement::place`]): a later one with another order, or the first one for parameters that had
-//! none, comes with a `layout` of its own in `ShardRoot`. They were found by [`super::search`].
+//! Entries stay forever, because stripes name them by id. The first entry with given parameters
+//! also determines the order in which the nodes of a ring take their positions
+//! ([`crate::placement::place`]). A later entry with another order, or a first entry for parameters
+//! that had none, therefore needs a `layout` value of its own in `ShardRoot`. [`super::search`]
+//! found the entries.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use super::{ChainCode, Code, CodeError, CodeId, Layout, MAX_PIECES, RsCode};
 
-/// A code as written down: psi and xi hop after hop, each over the blocks of its hop in ascending order.
+/// A code in flat form: psi and xi hop after hop, each over the blocks of its hop in ascending
+/// order.
 struct Entry {
     n: usize,
     k: usize,
-    /// What the coefficients hash to; a slip of the pen shows.
+    /// The expected code id, which reveals a typing error in the coefficients.
     id: u64,
     order: &'static [usize],
     psi: &'static [u8],
@@ -47,7 +51,7 @@ impl Entry {
     }
 }
 
-/// All chain codes that we ship, by ascending n, then k.
+/// Returns all chain codes of this release, by ascending n, then k.
 pub fn all() -> &'static [ChainCode] {
     static ALL: LazyLock<Vec<ChainCode>> = LazyLock::new(|| {
         let codes = ENTRIES
@@ -58,12 +62,13 @@ pub fn all() -> &'static [ChainCode] {
     &ALL
 }
 
-/// The chain code with these parameters, if we ship one.
+/// Returns the chain code with these parameters, if this release has one.
 pub fn find(n: usize, k: usize) -> Option<&'static ChainCode> {
     all().iter().find(|code| (code.n(), code.k()) == (n, k))
 }
 
-/// The code behind an id that a record names: a chain code that we ship, or any Reed-Solomon code.
+/// Returns the code with an id that a record names: a chain code of this release, or any
+/// Reed-Solomon code.
 pub fn by_id(id: CodeId) -> Option<Code> {
     static RS: LazyLock<HashMap<CodeId, RsCode>> = LazyLock::new(|| {
         let parameters = (2..=MAX_PIECES).flat_map(|n| (1..n).map(move |k| (n, k)));

@@ -1,103 +1,104 @@
-//! What is wrong with a configuration: where it stands, what was found, what was expected.
+//! Configuration errors: each names the place, the value that was found and the value that is
+//! expected.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use crate::kind::ErrorKind;
 
-/// Where a value came from.
+/// The origin of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Place {
-    /// A line of the configuration file, from 1.
+pub enum SettingPlace {
+    /// A line of the configuration file.
     File {
-        /// The file as it was named.
+        /// The path of the file, as the caller gave it.
         path: PathBuf,
-        /// The line.
+        /// The line number, from 1.
         line: usize,
     },
     /// An environment variable.
     Environment(String),
-    /// An option of the command line, by the setting that it sets.
+    /// A command-line option, by the setting that it sets.
     Option(String),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SettingPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::File { path, line } => write!(f, "{}:{line}", path.display()),
-            Place::Environment(name) => write!(f, "environment variable {name}"),
-            Place::Option(key) => write!(f, "option for `{key}`"),
+            SettingPlace::File { path, line } => write!(f, "{}:{line}", path.display()),
+            SettingPlace::Environment(name) => write!(f, "environment variable {name}"),
+            SettingPlace::Option(key) => write!(f, "option for `{key}`"),
         }
     }
 }
 
-/// Why a configuration is refused.
+/// The reason why a configuration is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// The file is not TOML.
-    #[error("{place}: {message}; mend the line (docs/configuration.md shows a complete file)")]
+    #[error("{place}: {message}; fix the line (docs/configuration.md shows a complete file)")]
     Syntax {
-        /// The line where reading stopped.
-        place: Place,
-        /// What the TOML reader says.
+        /// The line where parsing stopped.
+        place: SettingPlace,
+        /// The message of the TOML parser.
         message: String,
     },
-    /// The file is longer than any configuration.
+    /// The file is longer than any valid configuration.
     #[error("{}: {len_bytes} bytes, expected at most {limit_bytes}: is this a configuration file?", path.display())]
     TooLong {
         /// The file.
         path: PathBuf,
-        /// Its length.
+        /// The length of the file in bytes.
         len_bytes: usize,
-        /// The most that is read.
+        /// The largest accepted length in bytes.
         limit_bytes: usize,
     },
-    /// A setting that does not exist.
+    /// The setting does not exist.
     #[error(
         "{place}: found the setting `{key}`, which {reader} does not have; expected {expected}"
     )]
     Unknown {
-        /// Where it stands.
-        place: Place,
+        /// The place of the setting.
+        place: SettingPlace,
         /// The setting, cut to 80 characters.
         key: String,
-        /// Whose configuration it is: "a node" or "a client".
+        /// The kind of process that the configuration is for: "a node" or "a client".
         reader: &'static str,
-        /// The nearest setting, or all of them.
+        /// The setting with the most similar name, or a list of all settings.
         expected: String,
     },
-    /// A value that its setting cannot have.
+    /// The setting does not accept this value.
     #[error("{place}: `{key}` is {found}; expected {expected}")]
     Wrong {
-        /// Where it stands.
-        place: Place,
+        /// The place of the value.
+        place: SettingPlace,
         /// The setting.
         key: String,
         /// The value, cut to 80 characters.
         found: String,
-        /// What the setting takes.
+        /// The values that the setting accepts.
         expected: &'static str,
     },
-    /// A setting without a default that nobody set.
+    /// A setting without a default is missing.
     #[error(
         "{}: `{key}` is missing; expected {expected}: write it into the file, or set {variable}", path.display()
     )]
     Missing {
-        /// The file in which it should stand.
+        /// The file in which the setting belongs.
         path: PathBuf,
         /// The setting.
         key: &'static str,
-        /// What it takes.
+        /// The values that the setting accepts.
         expected: &'static str,
-        /// The environment variable that sets it as well.
+        /// The environment variable that also sets it.
         variable: String,
     },
 }
 
 impl ConfigError {
-    /// Always [`ErrorKind::Invalid`]: only another configuration helps.
+    /// Returns [`ErrorKind::Invalid`]: only a different configuration helps.
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::Invalid
     }

@@ -1,32 +1,35 @@
-//! One setting from four places: options over environment over file over default.
+//! Settings from four layers: options override the environment, which overrides the file, which
+//! overrides the defaults.
 //!
-//! It promises that whatever the file says is either read or refused with its line, and that a value is checked in
-//! the same way wherever it comes from. It reads nothing itself: the caller hands over text, variables and options.
+//! Every entry of the file is either read or refused with its line, and a value is checked in the
+//! same way wherever it comes from. This module does no I/O: the caller passes text, variables and
+//! options.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use toml::de::{DeTable, DeValue};
 
-use super::error::{ConfigError, Place};
+use super::error::{ConfigError, SettingPlace};
 
-/// The longest file that is read, in bytes.
+/// The largest accepted length of a file in bytes.
 pub const MAX_FILE_BYTES: usize = 1 << 20;
 
-/// What a configuration is made from.
+/// The inputs of a configuration.
 #[derive(Debug, Clone, Copy)]
 pub struct Sources<'a> {
-    /// The file's name: for messages, and its folder is where relative paths start.
+    /// The path of the file. Messages show it, and relative paths start in its folder.
     pub file: &'a Path,
-    /// The file's text.
+    /// The text of the file.
     pub text: &'a str,
-    /// The environment; only names that begin with `RAPIDRAID_` are looked at.
+    /// The environment. Only names that begin with `RAPIDRAID_` are read.
     pub env: &'a BTreeMap<String, String>,
-    /// Options of the command line, by setting: `code.block` is the key of `--block`.
+    /// The command-line options, by setting: `code.block` is the key of `--block`.
     pub options: &'a BTreeMap<String, String>,
 }
 
-/// A value as it was found. Variables and options have no types, so theirs is `Bare` and any setting may read it.
+/// A value as it was found. Variables and options have no types, so their values are `Bare`, which
+/// every setting can read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Value {
     Text(String),
@@ -34,7 +37,7 @@ pub(super) enum Value {
     Flag(bool),
     List(Vec<String>),
     Bare(String),
-    /// A float, date, table or mixed list: no setting takes it. Holds what to call it.
+    /// A float, date, table or mixed list, which no setting accepts, with its name for messages.
     Other(&'static str),
 }
 
@@ -89,7 +92,8 @@ impl Value {
         }
     }
 
-    /// The items of a list; a bare value is a list separated by blanks, because items may hold commas.
+    /// Returns the items of a list. A bare value is a list separated by white space, because items
+    /// may contain commas.
     pub(super) fn list(&self) -> Option<Vec<&str>> {
         match self {
             Value::List(items) => Some(items.iter().map(String::as_str).collect()),
@@ -99,10 +103,10 @@ impl Value {
     }
 }
 
-/// A setting's key, and the name of the table that stands for the key's `*`, if it has one.
+/// A setting's key, and the name of the table that replaces the key's `*`, if it has one.
 type InFile = (String, Option<String>);
 
-/// All that was found, by setting.
+/// All values that were found, by setting.
 #[derive(Debug)]
 pub(super) struct Layers<'a> {
     sources: Sources<'a>,
@@ -112,9 +116,11 @@ pub(super) struct Layers<'a> {
 }
 
 impl<'a> Layers<'a> {
-    /// Reads the file's text and refuses settings that are not `known` to `reader`; `named` are those with a `*` for the
-    /// name of a table, which only files have. `elsewhere` are settings of the other kind of file, for the message. Variables beyond the known ones are left alone: an orchestrator may set
-    /// names like `RAPIDRAID_PORT` for a service of our name.
+    /// Parses the file's text and refuses settings that are not `known` to `reader`. `named` lists
+    /// the settings with a `*` for the name of a table, which exist in files only. `elsewhere`
+    /// lists the settings of the other kind of file, for the message. Unknown environment variables
+    /// are ignored: an orchestrator may set names like `RAPIDRAID_PORT` for a service that is
+    /// called like this program.
     pub(super) fn parse(
         sources: Sources<'a>,
         reader: &'static str,
@@ -127,7 +133,8 @@ impl<'a> Layers<'a> {
             let (len_bytes, limit_bytes) = (text.len(), MAX_FILE_BYTES);
             return Err(ConfigError::TooLong { path: path.to_owned(), len_bytes, limit_bytes });
         }
-        let place = |byte: usize| Place::File { path: path.to_owned(), line: line_of(text, byte) };
+        let place =
+            |byte: usize| SettingPlace::File { path: path.to_owned(), line: line_of(text, byte) };
         let table = DeTable::parse(text).map_err(|error| ConfigError::Syntax {
             place: place(error.span().map_or(0, |span| span.start)),
             message: error.message().to_owned(),
@@ -135,14 +142,14 @@ impl<'a> Layers<'a> {
         let mut flat = Flat { known, named, found: Vec::new(), tables: Vec::new() };
         flat.walk("", None, table.get_ref());
         let Flat { mut found, tables, .. } = flat;
-        let unknown = |key: &str, table: Option<&str>, place: Place| ConfigError::Unknown {
+        let unknown = |key: &str, table: Option<&str>, place: SettingPlace| ConfigError::Unknown {
             place,
             key: spelled(key, table),
             reader,
             expected: expected_instead(key, if table.is_some() { named } else { known }, elsewhere),
         };
         let mut file = BTreeMap::new();
-        // In the order of the text, so that the first mistake is the one that is named.
+        // Settings are checked in the order of the text, so that the error names the first mistake.
         found.sort_by_key(|(_, byte, _)| *byte);
         for (key, byte, value) in found {
             let settings = if key.1.is_some() { named } else { known };
@@ -153,34 +160,35 @@ impl<'a> Layers<'a> {
         }
         let tables = tables.into_iter().map(|(key, byte)| (key, line_of(text, byte))).collect();
         if let Some(key) = sources.options.keys().find(|key| !known.contains(&key.as_str())) {
-            return Err(unknown(key, None, Place::Option(brief(key.clone()))));
+            return Err(unknown(key, None, SettingPlace::Option(brief(key.clone()))));
         }
         Ok(Self { sources, file, tables, known })
     }
 
-    /// The value that wins, and where it stands.
-    fn find(&self, key: &'static str) -> Option<(Place, Value)> {
+    /// Returns the value with the highest precedence, and its place.
+    fn find(&self, key: &'static str) -> Option<(SettingPlace, Value)> {
         debug_assert!(self.known.contains(&key), "{key} is not in the list of settings");
         let variable = variable_of(key);
         if let Some(text) = self.sources.options.get(key) {
-            return Some((Place::Option(key.to_owned()), Value::Bare(text.clone())));
+            return Some((SettingPlace::Option(key.to_owned()), Value::Bare(text.clone())));
         }
         if let Some(text) = self.sources.env.get(&variable) {
-            return Some((Place::Environment(variable), Value::Bare(text.clone())));
+            return Some((SettingPlace::Environment(variable), Value::Bare(text.clone())));
         }
         self.find_in_file(key, None)
     }
 
-    fn find_in_file(&self, key: &str, table: Option<&str>) -> Option<(Place, Value)> {
+    fn find_in_file(&self, key: &str, table: Option<&str>) -> Option<(SettingPlace, Value)> {
         let (line, value) = self.file.get(&(key.to_owned(), table.map(str::to_owned)))?;
         Some((self.line(*line), value.clone()))
     }
 
-    fn line(&self, line: usize) -> Place {
-        Place::File { path: self.sources.file.to_owned(), line }
+    fn line(&self, line: usize) -> SettingPlace {
+        SettingPlace::File { path: self.sources.file.to_owned(), line }
     }
 
-    /// The setting, if anybody set it. `read` gives None for a value that is not as `expected` says.
+    /// Returns the setting, or `None` if no layer sets it. `read` returns `None` for a value that
+    /// does not match `expected`.
     pub(super) fn get<T>(
         &self,
         key: &'static str,
@@ -190,7 +198,7 @@ impl<'a> Layers<'a> {
         self.get_in(key, None, expected, read)
     }
 
-    /// The setting of the table `table`, whose name stands for the `*` of `key`.
+    /// Returns the setting of the table `table`, whose name replaces the `*` of `key`.
     pub(super) fn get_in<T>(
         &self,
         key: &'static str,
@@ -208,13 +216,13 @@ impl<'a> Layers<'a> {
         read(&value).map(Some).ok_or_else(wrong)
     }
 
-    /// The names of the tables in `section`.
+    /// Returns the names of the tables in `section`.
     pub(super) fn tables(&self, section: &str) -> impl Iterator<Item = &str> {
         let ours = self.tables.keys().filter(move |(of, _)| of == section);
         ours.filter_map(|(_, name)| name.as_deref())
     }
 
-    /// The refusal of a table for its name.
+    /// Returns the error for a table whose name is not valid.
     pub(super) fn wrong_table(
         &self,
         section: &str,
@@ -227,7 +235,7 @@ impl<'a> Layers<'a> {
         ConfigError::Wrong { place, key: section.to_owned(), found, expected }
     }
 
-    /// The setting, which has no default.
+    /// Returns the setting, which has no default. A missing setting is an error.
     pub(super) fn need<T>(
         &self,
         key: &'static str,
@@ -242,18 +250,18 @@ impl<'a> Layers<'a> {
         })
     }
 
-    /// The folder of the file, where relative paths start.
+    /// Returns the folder of the file, where relative paths start.
     pub(super) fn folder(&self) -> &'a Path {
         self.sources.file.parent().unwrap_or(Path::new(""))
     }
 }
 
-/// The environment variable of a setting: `code.block` is `RAPIDRAID_CODE_BLOCK`.
+/// Returns the environment variable of a setting: `code.block` is `RAPIDRAID_CODE_BLOCK`.
 pub fn variable_of(key: &str) -> String {
     format!("RAPIDRAID_{}", key.to_ascii_uppercase().replace('.', "_"))
 }
 
-/// What somebody wrote, as a message quotes it: at most 80 characters.
+/// Cuts a text from a configuration to 80 characters, so that a message can quote it.
 fn brief(text: String) -> String {
     match text.char_indices().nth(80) {
         Some((cut, _)) => format!("{}...", &text[..cut]),
@@ -261,14 +269,15 @@ fn brief(text: String) -> String {
     }
 }
 
-/// A key as it is written: with the table's name for the `*`, both cut.
+/// Returns a key as the file spells it, with the table's name instead of the `*`. Both are cut for
+/// messages.
 fn spelled(key: &str, table: Option<&str>) -> String {
     let key = brief(key.to_owned());
     table.map_or_else(|| key.clone(), |name| key.replace('*', &brief(format!("{name:?}"))))
 }
 
-/// The leaves of a file with dotted keys, and the place of each. A table under a name that is no section is listed as
-/// such, so that the message names it and not what is inside.
+/// The leaves of a file with dotted keys, and the place of each. A table whose name is not a
+/// section is listed as a leaf itself, so that the message names the table and not its content.
 struct Flat {
     known: &'static [&'static str],
     named: &'static [&'static str],
@@ -304,7 +313,7 @@ impl Flat {
     }
 }
 
-/// The line, from 1, of a byte of the text.
+/// Returns the line, from 1, that contains byte `byte` of the text.
 fn line_of(text: &str, byte: usize) -> usize {
     1 + text.bytes().take(byte).filter(|b| *b == b'\n').count()
 }
@@ -321,7 +330,8 @@ fn expected_instead(key: &str, known: &[&str], elsewhere: &[&str]) -> String {
     }
 }
 
-/// How many letters must be changed, added or taken away to make `a` from `b` (keys beyond 64 letters count as far).
+/// Returns the edit distance: how many letters must be changed, added or removed to make `a` from
+/// `b`. Keys of more than 64 letters count as infinitely far.
 fn distance(a: &str, b: &str) -> usize {
     if a.len() > 64 {
         return usize::MAX;

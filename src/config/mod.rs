@@ -1,8 +1,8 @@
 //! The settings of a node and of a client, from text to checked values.
 //!
-//! It promises that every value it returns is inside its stated range and every path is joined to the file's folder.
-//! It reads no file and no environment: the caller does, and hands them over as [`Sources`].
-//! `docs/configuration.md` has every setting; a test here keeps that page and this module in step.
+//! Every returned value is inside its stated range, and every path is joined to the file's folder.
+//! This module reads no file and no environment: the caller does, and passes both as [`Sources`].
+//! `docs/configuration.md` lists every setting; a test keeps that page and this module in step.
 
 mod error;
 mod layers;
@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-pub use error::{ConfigError, Place};
+pub use error::{ConfigError, SettingPlace};
 use layers::Layers;
 pub use layers::{MAX_FILE_BYTES, Sources, variable_of};
 pub use policy::{Fate, Policy, Rule};
@@ -23,12 +23,13 @@ pub use value::{CodeShape, Congestion, HostPort, LogFormat, LogLevel};
 use crate::id::{ClusterId, PeerName};
 use crate::units::{BLOCK_LENGTHS, DEFAULT_BLOCK_BYTES, MIB, is_block_length};
 
-/// How long leases live where nothing else is configured. With the looks at what is left (`node::waits`) somebody goes on within ten seconds.
+/// The default lifetime of leases. With the interval between two scans for abandoned work
+/// (`node::background::retry`), another daemon continues such work within ten seconds.
 pub const DEFAULT_LEASE: Duration = Duration::from_secs(7);
-/// The name of a configuration file where no other is given.
+/// The default name of a configuration file.
 pub const FILE_NAME: &str = "rapidraid.toml";
 
-/// Every setting of a node's file, as `section.name`.
+/// All settings of a node's file, as `section.name`.
 pub const NODE_SETTINGS: &[&str] = &[
     "cluster",
     "name",
@@ -56,11 +57,12 @@ pub const NODE_SETTINGS: &[&str] = &[
     "policy.keep_every",
 ];
 
-/// Every setting of a node's file for a single job: the `*` stands for its name, which is a table's. They have no variables.
+/// All settings of a node's file for a single job. The `*` stands for the job's name, which is the
+/// name of a table. These settings have no environment variables.
 pub const JOB_SETTINGS: [&str; 3] =
     ["policy.job.*.archive_all_but", "policy.job.*.keep_newest", "policy.job.*.keep_every"];
 
-/// Every setting of a client's file.
+/// All settings of a client's file.
 pub const CLIENT_SETTINGS: &[&str] = &[
     "cluster",
     "name",
@@ -77,20 +79,20 @@ pub const CLIENT_SETTINGS: &[&str] = &[
     "staging.nice",
 ];
 
-/// Who this process is, how it proves it, and whom it asks first.
+/// The identity of this process in its cluster, and the nodes that it asks first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
-    /// The cluster.
+    /// The id of the cluster.
     pub cluster: ClusterId,
-    /// The name in the certificate.
+    /// The name of this process, as in its certificate.
     pub name: PeerName,
-    /// The certificate, PEM.
+    /// The path of the certificate, PEM.
     pub certificate: PathBuf,
-    /// Its private key, PEM; nobody else may be able to read it.
+    /// The path of its private key, PEM. No other user may be able to read it.
     pub key: PathBuf,
-    /// The certificate of the cluster's authority, PEM.
+    /// The path of the certificate of the cluster's authority, PEM.
     pub ca: PathBuf,
-    /// Nodes that know where the catalogue is.
+    /// The nodes to ask for the catalogue server.
     pub seeds: Vec<HostPort>,
 }
 
@@ -99,44 +101,46 @@ pub struct Membership {
 pub struct NodeConfig {
     /// Cluster, name, certificate, seeds.
     pub membership: Membership,
-    /// Where it listens (UDP).
+    /// The UDP address on which the node listens.
     pub listen: SocketAddr,
-    /// Where others reach it.
+    /// The address at which other nodes reach this node.
     pub advertise: HostPort,
     /// The failure domain above the rack, if the operator names one.
     pub zone: Option<String>,
     /// The failure domain above the host, if the operator names one.
     pub rack: Option<String>,
-    /// Where everything is kept.
+    /// The folder of all the node's data.
     pub data_dir: PathBuf,
-    /// Whether it stores blocks and pieces; without, it is a gateway or a catalogue alone.
+    /// Whether the node stores blocks and pieces. Without storage it is only a gateway or a
+    /// catalogue server.
     pub storage: bool,
-    /// The memory that all its work together may take, in bytes.
+    /// The limit on the memory of all its work together, in bytes.
     pub memory_bytes: u64,
-    /// The least important lines that are logged.
+    /// The lowest level of lines that are logged.
     pub log_level: LogLevel,
-    /// How lines are logged.
+    /// The format of log lines.
     pub log_format: LogFormat,
-    /// Whether the catalogue is in this daemon.
+    /// Whether this daemon serves the catalogue.
     pub serve_catalogue: bool,
-    /// The codes to archive with, best first; the first for which enough nodes live is taken.
+    /// The codes to archive with, best first. The first code for which enough nodes are alive is
+    /// used.
     pub codes: Vec<CodeShape>,
     /// The length of a full block, in bytes.
     pub block_bytes: u64,
-    /// How it finds out what its links carry.
+    /// The congestion control of its links.
     pub congestion: Congestion,
     /// Time limits.
     pub timeouts: Timeouts,
-    /// How full the disk may be for new saves, in percent.
+    /// The disk usage in percent above which the node refuses new saves.
     pub high_water_percent: u8,
-    /// What becomes of committed steps; applied by the daemon that serves the catalogue.
+    /// The policy for committed steps. The daemon that serves the catalogue applies it.
     pub policy: Policy,
 }
 
 /// The time limits of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// How long a coordinator that is not heard of keeps its shard.
+    /// The lifetime of a lease: how long a coordinator keeps its shard without a sign of life.
     pub lease: Duration,
 }
 
@@ -145,34 +149,38 @@ pub struct Timeouts {
 pub struct ClientConfig {
     /// Cluster, name, certificate, seeds.
     pub membership: Membership,
-    /// How it finds out what its link carries.
+    /// The congestion control of its link.
     pub congestion: Congestion,
-    /// The staging daemon of a training host.
+    /// The settings of a staging daemon on a training host.
     pub staging: StagingConfig,
 }
 
-/// Settings of a staging daemon (docs/staging.md).
+/// The settings of a staging daemon (docs/staging.md).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StagingConfig {
-    /// The staging folder; `None`: one for the user and the cluster in the host's shared memory.
+    /// The staging folder. `None` stands for a folder in the host's shared memory, one for each
+    /// user and cluster.
     pub dir: Option<PathBuf>,
-    /// The limit on all segments, in bytes; `None`: it follows from the size of the folder's file system.
+    /// The limit on all segments together, in bytes. `None` derives it from the size of the
+    /// folder's file system.
     pub memory_bytes: Option<u64>,
-    /// A file whose content trainers have to send.
+    /// The path of a file whose content trainers must send.
     pub token: Option<PathBuf>,
-    /// How long the ranks of a launch may take to stage a step, from the first that begins.
+    /// The time that the ranks of a launch may take to stage a step, from the first rank that
+    /// begins.
     pub fill: Duration,
-    /// How long a daemon that is to end goes on saving what is staged.
+    /// The time for which a daemon that was asked to stop continues to save staged steps.
     pub stop: Duration,
-    /// The nice value of its heavy work.
+    /// The nice value of the daemon's heavy work.
     pub nice: i32,
 }
 
-/// How long ranks may take to stage a step where nothing else is configured.
+/// The default time that ranks may take to stage a step.
 const DEFAULT_FILL: Duration = Duration::from_secs(120);
-/// How much a staging daemon's heavy work yields where nothing else is configured: a tenth of the weight of training.
+/// The default nice value of a staging daemon's heavy work, which gives it a tenth of the weight of
+/// training.
 const DEFAULT_NICE: i32 = 10;
-/// How long a staging daemon goes on saving after SIGTERM where nothing else is configured.
+/// The default time for which a staging daemon continues to save after SIGTERM.
 const DEFAULT_STOP: Duration = Duration::from_secs(300);
 
 const SEEDS: &str = "a list of 1 to 64 nodes as HOST:PORT";
@@ -193,7 +201,8 @@ impl Membership {
 }
 
 impl NodeConfig {
-    /// Reads a node's configuration.
+    /// Parses a node's configuration. Returns an error for the first setting that is unknown,
+    /// invalid or missing.
     pub fn parse(sources: Sources<'_>) -> Result<Self, ConfigError> {
         let layers = Layers::parse(sources, "a node", NODE_SETTINGS, &JOB_SETTINGS, &[])?;
         let serve_catalogue = flag(&layers, "catalogue.serve", false)?;
@@ -253,7 +262,8 @@ impl NodeConfig {
 }
 
 impl ClientConfig {
-    /// Reads a client's configuration.
+    /// Parses a client's configuration. Returns an error for the first setting that is unknown,
+    /// invalid or missing.
     pub fn parse(sources: Sources<'_>) -> Result<Self, ConfigError> {
         let layers = Layers::parse(sources, "a client", CLIENT_SETTINGS, &[], NODE_SETTINGS)?;
         let seeds = layers.need("seeds", SEEDS, |v| value::seeds(v, 1))?;
@@ -262,14 +272,15 @@ impl ClientConfig {
         Ok(Self { membership: Membership::read(&layers, seeds)?, congestion, staging })
     }
 
-    /// The files in which a client's configuration may be, in the order in which to look; the first that exists is
-    /// the one. A file that was named, by the option or by `RAPIDRAID_CONFIG`, is the only one.
+    /// Returns the files that may hold a client's configuration, in the order in which to try them;
+    /// the first that exists is used. A file named by the option or by `RAPIDRAID_CONFIG` is the
+    /// only candidate.
     pub fn candidates(option: Option<&Path>, env: &BTreeMap<String, String>) -> Vec<PathBuf> {
         let set = |name: &str| env.get(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         if let Some(named) = option.map(Path::to_owned).or_else(|| set("RAPIDRAID_CONFIG")) {
             return vec![named];
         }
-        // The base directory specification: a relative XDG_CONFIG_HOME is to be ignored.
+        // XDG Base Directory Specification: a relative XDG_CONFIG_HOME must be ignored.
         let folder = set("XDG_CONFIG_HOME")
             .filter(|folder| folder.is_absolute())
             .or_else(|| set("HOME").map(|home| home.join(".config")));
@@ -331,7 +342,7 @@ fn seconds(
     Ok(found.map_or(default, Duration::from_secs))
 }
 
-/// The name of a failure domain follows the rule for names.
+/// Reads the name of a failure domain, which follows the same rule as the name of a node.
 fn domain(layers: &Layers<'_>, key: &'static str) -> Result<Option<String>, ConfigError> {
     layers.get(key, "a name of 1 to 63 letters, digits, `.`, `_` or `-`", |v| {
         v.text()?.parse::<PeerName>().ok().map(String::from)

@@ -1,7 +1,8 @@
-//! What becomes of committed steps by themselves: which stay replicated, which are archived, which are retired.
+//! The policy for committed steps: which stay replicated, which are archived and which are retired.
 //!
-//! [`Rule::fate`] decides from a step's number and its place among the job's committed steps, and from nothing else. Who applies
-//! it, and how, is in docs/semantics.md, section 8.
+//! [`Rule::fate`] decides by a step's number and by its place among the job's committed steps, and
+//! by nothing else. docs/semantics.md, section 8, describes which daemon applies the policy, and
+//! how.
 
 use std::collections::BTreeMap;
 
@@ -9,39 +10,42 @@ use super::error::ConfigError;
 use super::layers::{Layers, Value};
 use crate::id::{Job, Step};
 
-/// Rules for single jobs that one configuration may have.
+/// Maximum number of rules for single jobs in one configuration.
 pub const MAX_JOBS: usize = 256;
 
-/// The section of the rules for single jobs.
+/// The section with the rules for single jobs.
 const JOBS: &str = "policy.job";
 
-/// What becomes of a job's committed steps.
+/// The rule for the committed steps of one job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rule {
-    /// So many of the newest stay replicated, older ones are archived; `None`: none is archived.
+    /// Number of newest steps that stay replicated; older ones are archived. `None`: no step is
+    /// archived.
     pub archive_all_but: Option<u32>,
-    /// So many of the newest are kept; `None`: all.
+    /// Number of newest steps that are kept. `None`: all steps are kept.
     pub keep_newest: Option<u32>,
-    /// Steps whose number is divisible by this are kept for ever; `None`: no step is.
+    /// Steps whose number is divisible by this are kept forever. `None`: no step is kept for its
+    /// number.
     pub keep_every: Option<u64>,
 }
 
-/// What becomes of one step.
+/// The action that a rule prescribes for a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It stays as it is.
+    /// The step stays as it is.
     Stays,
-    /// It is archived.
+    /// The step is archived.
     Archived,
-    /// It is removed.
+    /// The step is retired, i.e. removed.
     Retired,
 }
 
 impl Rule {
-    /// Nothing is archived and nothing retired.
+    /// The rule by which no step is archived or retired.
     pub const NOTHING: Rule = Rule { archive_all_but: None, keep_newest: None, keep_every: None };
 
-    /// What becomes of `step` when `newer` newer steps of its job are committed. The newest of all is never retired.
+    /// Returns the action for `step` when `newer` newer steps of its job are committed. The newest
+    /// step is never retired.
     pub fn fate(&self, step: Step, newer: u64) -> Fate {
         let is_kept = self.keep_every.is_some_and(|every| step.0.checked_rem(every) == Some(0));
         if newer > 0 && is_beyond(self.keep_newest, newer) && !is_kept {
@@ -53,7 +57,8 @@ impl Rule {
         }
     }
 
-    /// Whether anything may become of a step with `newer` newer ones; if not, nothing becomes of these either.
+    /// Returns whether the rule may prescribe an action for a step with `newer` newer ones. If it
+    /// does not, it prescribes none for the newer steps either.
     pub fn touches(&self, newer: u64) -> bool {
         is_beyond(self.keep_newest, newer) || is_beyond(self.archive_all_but, newer)
     }
@@ -69,22 +74,23 @@ impl Default for Rule {
     }
 }
 
-/// The rules of a cluster.
+/// The policy of a cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Policy {
-    /// For all jobs without one of their own.
+    /// The rule for all jobs without a rule of their own.
     pub rule: Rule,
-    /// For single jobs.
+    /// The rules for single jobs.
     pub jobs: BTreeMap<Job, Rule>,
 }
 
 impl Policy {
-    /// The rule for a job.
+    /// Returns the rule for a job.
     pub fn of(&self, job: &Job) -> Rule {
         self.jobs.get(job).copied().unwrap_or(self.rule)
     }
 
-    /// Settings that a job does not have are those of all jobs.
+    /// Reads the policy. A job's rule inherits each setting that it does not have from the rule for
+    /// all jobs.
     pub(super) fn read(layers: &Layers<'_>) -> Result<Self, ConfigError> {
         let rule = read_rule(layers, None, Rule::default())?;
         let mut jobs = BTreeMap::new();
@@ -122,7 +128,7 @@ fn read_rule(layers: &Layers<'_>, job: Option<&str>, otherwise: Rule) -> Result<
     })
 }
 
-/// The inner `None` is the word.
+/// Reads a number of at least `least`, or the word `none`. The inner `None` stands for the word.
 fn number_or(value: &Value, none: &str, least: u64) -> Option<Option<u64>> {
     if value.text() == Some(none) {
         return Some(None);
@@ -134,7 +140,7 @@ fn number_or(value: &Value, none: &str, least: u64) -> Option<Option<u64>> {
 mod tests {
     use super::*;
 
-    /// Steps `1..=count`, newest first.
+    /// Returns the actions for steps `1..=count`, newest first.
     fn fates(rule: Rule, count: u64) -> Vec<Fate> {
         (0..count).map(|newer| rule.fate(Step(count - newer), newer)).collect()
     }

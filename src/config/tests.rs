@@ -1,4 +1,5 @@
-//! The settings read as the page says, and mistakes are named with their line.
+//! The tests of the configuration: settings have the values that the documentation states, and
+//! errors name the line of a mistake.
 
 use super::*;
 use crate::kind::ErrorKind;
@@ -256,7 +257,7 @@ fn addresses_read_as_the_resolver_takes_them() {
 fn the_page_has_every_setting_and_its_examples_parse() {
     let rows: Vec<&str> =
         PAGE.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
-    // What a client shares with a node is described with the node.
+    // The page describes the settings that a client shares with a node once, with the node's.
     let own: Vec<&str> =
         CLIENT_SETTINGS.iter().copied().filter(|key| !NODE_SETTINGS.contains(key)).collect();
     let known = [NODE_SETTINGS, &JOB_SETTINGS, &own].concat();

@@ -1,4 +1,4 @@
-//! The types of single settings.
+//! The types of single settings, and their parsers.
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -8,17 +8,17 @@ use super::layers::Value;
 use crate::code::table::find;
 use crate::units::ByteCount;
 
-/// `HOST:PORT`; the host is a name, an IPv4 address, or an IPv6 address in brackets.
+/// An address `HOST:PORT`. The host is a name, an IPv4 address, or an IPv6 address in brackets.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostPort(String);
 
-/// The text is no `HOST:PORT`.
+/// The error for a text that is not `HOST:PORT`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected HOST:PORT, such as \"node-1:7440\" or \"[::1]:7440\"")]
 pub struct HostPortError;
 
 impl HostPort {
-    /// The text, as the resolver takes it.
+    /// Returns the text, in the form that the resolver accepts.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -50,17 +50,18 @@ impl FromStr for HostPort {
     }
 }
 
-/// A code by its size: n pieces, any k of which should do.
+/// The parameters of a code: n pieces, from k of which the blocks are reconstructed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CodeShape {
-    /// Pieces.
+    /// The number of pieces.
     pub n: u8,
-    /// Blocks.
+    /// The number of source blocks.
     pub k: u8,
 }
 
 impl CodeShape {
-    /// What a cluster uses that says nothing: the largest code for which it has nodes.
+    /// The codes of a cluster whose configuration names none. The cluster uses the first one for
+    /// which it has enough nodes.
     pub const DEFAULTS: [CodeShape; 4] = [
         CodeShape { n: 16, k: 11 },
         CodeShape { n: 14, k: 10 },
@@ -68,7 +69,7 @@ impl CodeShape {
         CodeShape { n: 6, k: 4 },
     ];
 
-    /// Reads `n,k`. Two replicas of k blocks fill n places only when k < n <= 2k.
+    /// Parses `n,k`. Two replicas of k blocks fill n positions only when k < n <= 2k.
     fn parse(text: &str) -> Option<Self> {
         let (n, k) = text.split_once(',')?;
         let (n, k): (u8, u8) = (n.trim().parse().ok()?, k.trim().parse().ok()?);
@@ -82,7 +83,7 @@ impl fmt::Display for CodeShape {
     }
 }
 
-/// How important a line is.
+/// The importance of a log line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[expect(missing_docs, reason = "the names say it")]
 pub enum LogLevel {
@@ -94,7 +95,7 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
-    /// The level as it is written.
+    /// Returns the level as it is written in a configuration.
     pub fn as_str(self) -> &'static str {
         match self {
             LogLevel::Error => "error",
@@ -112,12 +113,12 @@ impl LogLevel {
     }
 }
 
-/// How lines are logged.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     Text,
-    /// One JSON object a line.
+    /// A JSON object per line.
     Json,
 }
 
@@ -131,14 +132,15 @@ impl LogFormat {
     }
 }
 
-/// How a sender finds out what a path carries.
+/// The congestion control algorithm: how a sender estimates the capacity of a path.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Congestion {
-    /// RFC 9438: takes a lost packet for a full queue, which is right where nothing else loses packets.
+    /// CUBIC, RFC 9438. It takes a lost packet as a sign of a full queue, which is right on paths
+    /// that lose packets for no other reason.
     #[default]
     Cubic,
-    /// Follows the rate that it measures (BBR version 1): keeps a path at its rate that loses packets at random, and costs more on
-    /// one that does not.
+    /// BBR version 1, which follows the rate that it measures. It keeps its rate on a path that
+    /// loses packets at random, and costs more than CUBIC on a path that does not.
     Bbr,
 }
 
@@ -152,7 +154,7 @@ impl Congestion {
     }
 }
 
-/// A size: text with a unit, or a plain number of bytes.
+/// Reads a size in bytes: text with a unit, or a plain number of bytes.
 pub(super) fn size(value: &Value) -> Option<u64> {
     match value {
         Value::Integer(bytes) => u64::try_from(*bytes).ok(),
@@ -160,13 +162,13 @@ pub(super) fn size(value: &Value) -> Option<u64> {
     }
 }
 
-/// `least` to 64 addresses.
+/// Reads a list of `least` to 64 addresses.
 pub(super) fn seeds(value: &Value, least: usize) -> Option<Vec<HostPort>> {
     let list = value.list().filter(|list| (least..=64).contains(&list.len()))?;
     list.into_iter().map(|item| item.parse().ok()).collect()
 }
 
-/// 1 to 8 different codes, all of which there are.
+/// Reads a list of 1 to 8 different codes, each of which must be in the table of codes.
 pub(super) fn codes(value: &Value) -> Option<Vec<CodeShape>> {
     let list = value.list().filter(|list| (1..=8).contains(&list.len()))?;
     let codes: Vec<CodeShape> = list.into_iter().map(CodeShape::parse).collect::<Option<_>>()?;

@@ -8,61 +8,66 @@ use crate::id::{DbId, Epoch, PeerName};
 /// A registered node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
-    /// Its name; [`NodeId::of`](crate::id::NodeId::of) gives its number.
+    /// The name of the node. [`NodeId::of`](crate::id::NodeId::of) returns its id.
     pub name: PeerName,
-    /// Where peers and clients reach it, HOST:PORT.
+    /// The address at which nodes and clients reach it, HOST:PORT.
     pub address: String,
-    /// Failure domain, outermost first; may be empty.
+    /// The outer failure domain; may be empty.
     pub zone: String,
-    /// Rack within the zone; may be empty.
+    /// The rack within the zone; may be empty.
     pub rack: String,
-    /// Whether it stores data.
+    /// Whether the node stores data.
     pub storage: bool,
 }
 
-/// The registered nodes, as a node last heard of them: who is asked when there is no catalogue.
+/// The list of registered nodes, as a node last received it. A node asks these when there is no
+/// catalogue.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Members {
-    /// By name.
+    /// The nodes, by name.
     pub nodes: Vec<Node>,
 }
 
-/// Whether a node has caught up (docs/semantics.md, 2); a folder from before there was this record has none.
+/// The record of whether a node has caught up (docs/semantics.md, 2). A folder of a release before
+/// this record has none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CatchUp {
-    /// The revision of its entry in the catalogue's list of nodes, under which it caught up; `None`: it is behind.
+    /// The revision of the node's entry in the catalogue's list of nodes under which it caught up.
+    /// `None`: the node is behind.
     pub registered: Option<u64>,
 }
 
-/// Whether a node knows of all commits and removals (docs/semantics.md, 2).
+/// The knowledge that a node has of commits and removals (docs/semantics.md, 2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Standing {
-    /// Its folder is from before nodes noted this, or its program is.
+    /// Not recorded: the node's folder or its program is of a release before this record.
     Unknown,
-    /// Its folder is new, or was emptied: it may know of nothing.
+    /// The folder is new or was emptied, so the node may lack any commit mark.
     Behind,
-    /// It has a mark or grave of everything that was published or removed before its note. Of later saves more than half of the nodes have
-    /// one.
+    /// The node has a commit mark, or the record of the removal, of every save that was published
+    /// or removed before this was recorded. For later saves, more than half of the nodes have one.
     CaughtUp,
 }
 
-/// Damage of a replica or piece file, noted beside it (docs/semantics.md, 6). It is bound to the file and not to its name.
+/// The damage note of a replica or piece file, stored beside it (docs/semantics.md, 6). It is bound
+/// to the file, not to the file's name.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
     /// The number of the file on its disk.
     pub number: u64,
-    /// Whether its table, header and trailer are good. Without them no grain can be judged by the file alone.
+    /// Whether the file's table, header and trailer are intact. Without them no grain can be
+    /// checked by the file alone.
     pub has_tail: bool,
-    /// Its damaged grains.
+    /// The damaged grains.
     pub grains: GrainSet,
 }
 
-/// The daemon that serves the catalogue of an epoch.
+/// The catalogue server of an epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Home {
-    /// Its node.
+    /// The name of its node.
     pub name: PeerName,
-    /// Where it is reached, HOST:PORT.
+    /// The address at which it is reached, HOST:PORT.
     pub address: String,
 }
 
@@ -71,17 +76,18 @@ pub struct Home {
 pub struct SeenEpoch {
     /// The epoch.
     pub epoch: Epoch,
-    /// The map of that epoch; `None` as long as the epoch was only heard of.
+    /// The id of that epoch's catalogue database. `None` while the node only knows that the epoch
+    /// exists.
     pub map: Option<DbId>,
-    /// Who claimed it from this node; `None` when nobody did.
+    /// The catalogue server that claimed the epoch from this node; `None` when none did.
     pub home: Option<Home>,
 }
 
-/// The last change of the catalogue that a node has heard of.
+/// The last change of the catalogue that a node knows of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heard {
-    /// The catalogue's map.
+    /// The id of the catalogue database.
     pub map: DbId,
-    /// Its revision then.
+    /// The revision of the catalogue at that change.
     pub revision: u64,
 }

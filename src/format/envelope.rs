@@ -9,8 +9,9 @@
 //! .   16 BLAKE3 of everything before, cut to 16 bytes
 //! ```
 //!
-//! The shape of the envelope never changes with the version of a body, so damage is told from a record of a
-//! later release: the checksum is judged before the version. A checksum guards against faults, not malice.
+//! The structure of the envelope is the same for all versions of a body, and the checksum is
+//! checked before the version. Damage is therefore distinguished from a record of a later release.
+//! A checksum guards against faults, not against malice.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -22,42 +23,43 @@ use crate::format::FormatError;
 
 /// The first bytes of every record.
 pub const RECORD_MAGIC: [u8; 4] = *b"rRd1";
-/// The longest body.
+/// The longest body, in bytes.
 pub const MAX_BODY_BYTES: usize = 4 << 20;
-/// What the envelope adds to the body.
+/// Number of bytes that the envelope adds to the body.
 pub const ENVELOPE_BYTES: usize = HEAD_BYTES + CHECKSUM_BYTES;
-/// The longest sealed record.
+/// The longest sealed record, in bytes.
 pub const MAX_RECORD_BYTES: usize = MAX_BODY_BYTES + ENVELOPE_BYTES;
 
 const HEAD_BYTES: usize = 10;
 const CHECKSUM_BYTES: usize = 16;
 
-/// What a record is. The numbers are part of the format: never reused, never renumbered.
+/// The kind of a record. The numbers are part of the format: they are never reused and never
+/// changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum RecordKind {
-    /// The fixed part of a shard, under its Merkle root.
+    /// The fixed part of a shard, with the root of its stripe hashes.
     ShardRoot = 1,
     /// The mutable part of a shard in the catalogue.
     ShardState = 2,
-    /// A checkpoint in the catalogue.
+    /// The state of a step in the catalogue.
     Checkpoint = 3,
-    /// A stripe: hashes, fingerprints, places.
+    /// A stripe: hashes, fingerprints and places.
     StripeRecord = 4,
-    /// A checkpoint was committed.
+    /// The record that a shard was committed.
     CommitMark = 5,
-    /// A stripe was archived and proven.
+    /// The record that a stripe was archived and proven.
     Receipt = 6,
-    /// A shard was deleted.
+    /// The record that a save was removed.
     Tombstone = 7,
-    /// The highest generation seen for a shard.
+    /// The highest generation that a node has seen for a shard.
     Fence = 8,
-    /// Whose data folder this is.
+    /// The identity of the node that owns a data folder.
     NodeIdentity = 9,
     /// The header of a replica or piece file.
     FileHeader = 10,
-    /// A node in the catalogue.
+    /// A node, in the catalogue.
     Node = 11,
     /// The highest catalogue epoch that a node has seen.
     Epoch = 12,
@@ -65,27 +67,27 @@ pub enum RecordKind {
     Leaves = 13,
     /// An archiving under way, in the catalogue.
     Archiving = 14,
-    /// A save that is to be removed from all nodes, in the catalogue.
+    /// A save that must be removed from all nodes, in the catalogue.
     Removing = 15,
-    /// The nodes of the cluster, as one of them last heard.
+    /// The nodes of the cluster, as one of them last received the list.
     Members = 16,
-    /// Removed saves that a node has swept.
+    /// The removed-save set: the removed saves that a node has purged.
     Graves = 17,
-    /// The last change of the catalogue that a node has heard of.
+    /// The last change of the catalogue that a node knows of.
     Heard = 18,
-    /// What a client keeps of a save, before its shard roots.
+    /// The head of the save record that a client keeps, which precedes the shard roots.
     SaveHead = 19,
-    /// Whose staging folder this is.
+    /// The identity of a staging folder.
     StagingFolder = 20,
-    /// Whose segment a file of a staging folder is.
+    /// The owner of a segment file in a staging folder.
     SegmentOwner = 21,
     /// A step in a staging folder.
     StagedStep = 22,
     /// A job in a staging folder.
     StagedJob = 23,
-    /// Whether a node has caught up with what is committed and what was removed.
+    /// Whether a node has caught up with commits and removals.
     CatchUp = 24,
-    /// Damage of a replica or piece file.
+    /// The damage note of a replica or piece file.
     Damage = 25,
 }
 
@@ -108,7 +110,7 @@ impl fmt::Display for RecordKind {
             Self::Archiving => "archiving",
             Self::Removing => "removing",
             Self::Members => "members",
-            Self::Graves => "graves",
+            Self::Graves => "removed-save set",
             Self::Heard => "heard revision",
             Self::SaveHead => "save's head",
             Self::StagingFolder => "staging folder",
@@ -121,7 +123,8 @@ impl fmt::Display for RecordKind {
     }
 }
 
-/// The length of the sealed record that `bytes` begin with, by its head; `None` when no record begins there.
+/// Returns the length of the sealed record at the start of `bytes`, as its head states it, or
+/// `None` when no record begins there.
 pub fn record_len(bytes: &[u8]) -> Option<usize> {
     let head = bytes.get(..HEAD_BYTES).filter(|head| head.starts_with(&RECORD_MAGIC))?;
     let body = head.get(6..HEAD_BYTES)?.try_into().ok().map(u32::from_le_bytes)?;
@@ -134,7 +137,8 @@ fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
     out
 }
 
-/// The bytes of a record. Fails only when the body is over [`MAX_BODY_BYTES`] or refuses to be encoded.
+/// Returns the sealed bytes of a record. Fails only when the body is longer than [`MAX_BODY_BYTES`]
+/// or cannot be encoded.
 pub fn seal_record<T: Serialize>(
     kind: RecordKind,
     version: u8,
@@ -159,8 +163,8 @@ pub fn seal_record<T: Serialize>(
     Ok(bytes)
 }
 
-/// Checks the envelope and gives the body's version and bytes: for records of which several versions are
-/// read. The whole of `bytes` must be one record.
+/// Checks the envelope and returns the version and the bytes of the body, for records of which
+/// several versions are read. `bytes` must be exactly one record.
 pub fn open_envelope(
     kind: RecordKind,
     versions: RangeInclusive<u8>,
@@ -202,7 +206,8 @@ pub fn open_envelope(
     Ok((version, sealed.get(HEAD_BYTES..).unwrap_or_default()))
 }
 
-/// Cuts the first record, unchecked, off bytes that hold several, one behind the other; `None` when there is no whole one.
+/// Splits the first record, unchecked, off bytes that hold several records in a row. Returns it and
+/// the rest, or `None` when there is no complete record.
 pub fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (head, rest) = bytes.split_first_chunk::<HEAD_BYTES>()?;
     let [.., l0, l1, l2, l3] = *head;
@@ -211,7 +216,7 @@ pub fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     is_whole.then(|| bytes.split_at(ENVELOPE_BYTES + body_bytes))
 }
 
-/// Decodes the body of a checked envelope; every byte must be used.
+/// Decodes the body of a checked envelope. Every byte must be used.
 pub fn parse_body<T: DeserializeOwned>(kind: RecordKind, body: &[u8]) -> Result<T, FormatError> {
     let (value, rest) = postcard::take_from_bytes(body)
         .map_err(|error| FormatError::Body { kind, why: error.to_string() })?;
@@ -221,7 +226,7 @@ pub fn parse_body<T: DeserializeOwned>(kind: RecordKind, body: &[u8]) -> Result<
     }
 }
 
-/// Opens a record whose versions in `versions` all decode as `T`.
+/// Opens a record of a kind whose versions in `versions` all decode as `T`.
 pub fn open_record<T: DeserializeOwned>(
     kind: RecordKind,
     versions: RangeInclusive<u8>,

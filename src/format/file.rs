@@ -1,15 +1,17 @@
-//! Replica and piece files: the data first (so that direct I/O finds it aligned), then what proves it.
+//! Replica and piece files: first the data, so that direct I/O finds it aligned, then the bytes
+//! that prove it.
 //!
 //! ```text
 //! 0            D       data
 //! D            32 g    hash of each of the g = ceil(D / 64 KiB) grains (format::tree)
 //! D + 32 g     H       the sealed header record (format::envelope, FileHeader)
-//! file end-32  32      trailer: magic "rRdT", version u32, H u32, D u64, checksum (12 bytes of BLAKE3)
+//! file end-32  32      trailer: magic "rRdT", version u32, H u32, D u64, 12 bytes of BLAKE3
 //! ```
 //!
-//! All numbers little-endian. Each byte behind the data is checked by exactly one thing: the table by the root
-//! in the header, the header by its envelope, the trailer by its own checksum; and the three lengths must
-//! add up to the file's. What a file holds is in its header; its name must agree.
+//! All numbers are little-endian. Each byte after the data is covered by exactly one check: the
+//! table by the root in the header, the header by its envelope, the trailer by its own checksum.
+//! The three lengths must add up to the length of the file. The header states the content of the
+//! file, and the file's name must agree with it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,11 +24,11 @@ use crate::format::tree::{GrainTree, HASH_BYTES, Hash};
 use crate::id::{Attempt, ClusterId, NodeId, StripeId};
 use crate::units::{MAX_BLOCK_BYTES, grains};
 
-/// The length of the trailer.
+/// The length of the trailer in bytes.
 pub const TRAILER_BYTES: u64 = 32;
-/// The longest sealed header that is read.
+/// The longest sealed header that is read, in bytes.
 pub const MAX_HEADER_BYTES: u64 = 1024;
-/// The most that can lie behind the data.
+/// Maximum number of bytes after the data.
 pub const MAX_TAIL_BYTES: u64 =
     grains(MAX_BLOCK_BYTES) * HASH_BYTES + MAX_HEADER_BYTES + TRAILER_BYTES;
 
@@ -35,7 +37,7 @@ const TRAILER_VERSION: u32 = 1;
 const HEADER_VERSION: u8 = 1;
 const WHAT: &str = "replica or piece file";
 
-/// What a file holds.
+/// The content of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Content {
     /// A full copy of a source block.
@@ -47,7 +49,7 @@ pub enum Content {
     Piece {
         /// The piece's number, from 0.
         piece: u8,
-        /// The archiving that made it.
+        /// The attempt that made it.
         attempt: Attempt,
         /// The id of the code.
         code: u64,
@@ -55,7 +57,7 @@ pub enum Content {
 }
 
 impl Content {
-    /// The name of the file that holds this.
+    /// Returns the name of a file with this content.
     pub fn name(&self) -> FileName {
         match *self {
             Self::Replica { block } => FileName::Replica { block },
@@ -64,19 +66,19 @@ impl Content {
     }
 }
 
-/// The name of a file inside its stripe's folder: `block-03.rep`, `piece-07-<attempt>.pc`.
+/// The name of a file in its stripe's folder: `block-03.rep`, `piece-07-<attempt>.pc`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum FileName {
     /// A full copy of a source block.
     Replica {
-        /// The block's number, from 0.
+        /// The block's number in the stripe, from 0.
         block: u8,
     },
     /// A coded piece.
     Piece {
         /// The piece's number, from 0.
         piece: u8,
-        /// The archiving that made it.
+        /// The attempt that made it.
         attempt: Attempt,
     },
 }
@@ -93,7 +95,7 @@ impl fmt::Display for FileName {
 impl FromStr for FileName {
     type Err = FormatError;
 
-    /// Takes only what [`Display`](fmt::Display) prints, so that one file has one name.
+    /// Accepts only texts that [`Display`](fmt::Display) prints, so that one file has one name.
     fn from_str(text: &str) -> Result<Self, FormatError> {
         let parsed = if let Some(block) =
             text.strip_prefix("block-").and_then(|rest| rest.strip_suffix(".rep"))
@@ -112,22 +114,22 @@ impl FromStr for FileName {
     }
 }
 
-/// Names one file of a node: its stripe and its name there.
+/// The key of a file on a node: its stripe, and its name in the stripe's folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileKey {
     /// The stripe.
     pub stripe: StripeId,
-    /// The file in the stripe's folder.
+    /// The name of the file in the stripe's folder.
     pub name: FileName,
 }
 
 impl FileKey {
-    /// The key of the replica of `block`.
+    /// Returns the key of the replica of `block`.
     pub fn replica(stripe: StripeId, block: u8) -> Self {
         Self { stripe, name: FileName::Replica { block } }
     }
 
-    /// The key of `piece` as `attempt` made it.
+    /// Returns the key of `piece` as made by `attempt`.
     pub fn piece(stripe: StripeId, piece: u8, attempt: Attempt) -> Self {
         Self { stripe, name: FileName::Piece { piece, attempt } }
     }
@@ -139,18 +141,18 @@ impl fmt::Display for FileKey {
     }
 }
 
-/// What a file says about itself.
+/// The description of a file in its own header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileHeader {
-    /// The cluster that it belongs to.
+    /// The cluster that the file belongs to.
     pub cluster: ClusterId,
     /// The stripe.
     pub stripe: StripeId,
-    /// Which block or piece.
+    /// The block or piece that the file holds.
     pub content: Content,
-    /// How many bytes of data there are, padding not counted.
+    /// The number of data bytes without padding.
     pub len_bytes: u64,
-    /// BLAKE3 of the data.
+    /// The BLAKE3 hash of the data.
     pub root: Hash,
     /// The node that wrote the file.
     pub written_by: NodeId,
@@ -159,13 +161,13 @@ pub struct FileHeader {
 }
 
 impl FileHeader {
-    /// The key under which a node keeps this file.
+    /// Returns the key under which a node stores this file.
     pub fn key(&self) -> FileKey {
         FileKey { stripe: self.stripe, name: self.content.name() }
     }
 }
 
-/// The last 32 bytes of a file, from which everything else is found.
+/// The last 32 bytes of a file, by which all other parts are located.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trailer {
     data_bytes: u64,
@@ -173,7 +175,8 @@ pub struct Trailer {
 }
 
 impl Trailer {
-    /// Reads the trailer of a file of `file_bytes`; all lengths in it are checked against that.
+    /// Parses the trailer of a file of `file_bytes`. Returns an error unless all its lengths are
+    /// consistent with that length.
     pub fn parse(
         file_bytes: u64,
         bytes: &[u8; TRAILER_BYTES as usize],
@@ -203,7 +206,7 @@ impl Trailer {
         if trailer.data_bytes > MAX_BLOCK_BYTES || trailer.header_bytes > MAX_HEADER_BYTES {
             return Err(FormatError::Contradiction { part: "trailer" });
         }
-        // Both lengths are bounded now: the sums cannot overflow.
+        // Both lengths are bounded now, so the sums cannot overflow.
         let expected_bytes = trailer.data_bytes + trailer.tail_bytes();
         if expected_bytes != file_bytes {
             return Err(FormatError::Length {
@@ -226,12 +229,12 @@ impl Trailer {
         out
     }
 
-    /// The length of the data; the tail begins there.
+    /// Returns the length of the data, which is the offset of the tail.
     pub fn data_bytes(self) -> u64 {
         self.data_bytes
     }
 
-    /// The length of table, header and trailer; at most [`MAX_TAIL_BYTES`].
+    /// Returns the length of table, header and trailer, at most [`MAX_TAIL_BYTES`].
     pub fn tail_bytes(self) -> u64 {
         self.table_bytes() + self.header_bytes + TRAILER_BYTES
     }
@@ -247,7 +250,7 @@ fn trailer_checksum(fields: &[u8]) -> [u8; 12] {
     out
 }
 
-/// The bytes that follow the data: table, header, trailer.
+/// Returns the bytes that follow the data: table, header, trailer.
 pub fn tail_to_bytes(header: &FileHeader, tree: &GrainTree) -> Result<Vec<u8>, FormatError> {
     if header.len_bytes != tree.len_bytes() || header.root != tree.root() {
         return Err(FormatError::Contradiction { part: "grain hash table" });
@@ -261,7 +264,8 @@ pub fn tail_to_bytes(header: &FileHeader, tree: &GrainTree) -> Result<Vec<u8>, F
     Ok(out)
 }
 
-/// Reads everything that follows the data. The header, the table and the trailer agree when this succeeds.
+/// Parses all bytes that follow the data. Returns the header and the tree only if header, table and
+/// trailer agree.
 pub fn parse_tail(file_bytes: u64, tail: &[u8]) -> Result<(FileHeader, GrainTree), FormatError> {
     let short = || FormatError::Length {
         what: WHAT,
@@ -315,7 +319,7 @@ mod tests {
         parse_tail(file.len() as u64, &file[trailer.data_bytes() as usize..])
     }
 
-    /// The released fixtures: name, content, data. Data has a prime period.
+    /// Returns the released fixtures, by content and data. The data has a prime period.
     fn released() -> Vec<(Content, Vec<u8>)> {
         let data = |len: usize| (0..len).map(|i| (i % 251) as u8).collect::<Vec<u8>>();
         let piece = Content::Piece { piece: 7, attempt: Attempt([0xa7; 16]), code: 0x10_0b };
@@ -337,7 +341,8 @@ mod tests {
             assert_eq!(found, header(content, &data));
             assert_eq!(tree, GrainTree::of(&data));
             assert_eq!(&golden[..data.len()], data);
-            // Version 1 is what is written today; a later version keeps the lines above and drops this one.
+            // The current release writes version 1. After a change of version, the lines above stay
+            // and this one is removed.
             assert_eq!(file(content, &data), golden, "{path}");
         }
     }

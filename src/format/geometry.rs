@@ -1,63 +1,66 @@
-//! How a shard's bytes are cut into stripes and blocks. Pure arithmetic; every length that comes from a record goes through here.
+//! The division of a shard's bytes into stripes and blocks. This is pure arithmetic, and every
+//! length that comes from a record is checked here.
 
 use serde::{Deserialize, Serialize};
 
 use crate::kind::ErrorKind;
 use crate::units::{BLOCK_ALIGN_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES};
 
-/// The most nodes or blocks that a code may have here.
+/// Maximum number of pieces, and so of blocks, that a code may have here.
 pub const MAX_N: usize = 32;
 
-/// The most stripes of one shard: their hashes fit into one record. 64 TiB at (16,11) and 64 MiB blocks.
+/// Maximum number of stripes of one shard, so that their hashes fit into one record. At (16,11) and
+/// 64 MiB blocks this is 64 TiB.
 pub const MAX_STRIPES: u64 = 100_000;
 
-/// The cut of one shard: `k` blocks of `block_bytes` a stripe, the last stripe shorter.
+/// The division of one shard into stripes of `k` blocks of `block_bytes` each. The last stripe may
+/// be shorter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Geometry {
-    /// Bytes of the shard.
+    /// The length of the shard in bytes.
     pub len_bytes: u64,
-    /// Bytes of a block in every stripe but the last.
+    /// The length of a block in bytes, in every stripe but the last.
     pub block_bytes: u64,
-    /// Blocks of a stripe.
+    /// The number of blocks of a stripe.
     pub k: u8,
-    /// Pieces of a stripe.
+    /// The number of pieces of a stripe.
     pub n: u8,
 }
 
-/// A record's numbers do not describe a shard.
+/// The error for a record whose numbers do not describe a shard.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} is {found}, expected {expected}: the record is damaged or of another version")]
 pub struct GeometryError {
-    /// Which number.
+    /// The name of the wrong number.
     pub what: &'static str,
-    /// Its value.
+    /// The value that was found.
     pub found: u64,
-    /// What it may be.
+    /// The values that are allowed.
     pub expected: &'static str,
 }
 
 impl GeometryError {
-    /// What kind of failure this is.
+    /// Returns the kind of the error, which is [`ErrorKind::Corrupt`].
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::Corrupt
     }
 }
 
-/// The cut of one stripe.
+/// The division of one stripe into blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StripeCut {
-    /// Where in the shard the stripe begins.
+    /// The offset of the stripe in the shard, in bytes.
     pub offset_bytes: u64,
-    /// Real bytes of the stripe.
+    /// The length of the stripe in bytes, without padding.
     pub len_bytes: u64,
-    /// The padded length of each block and piece.
+    /// The padded length of each block and piece, in bytes.
     pub block_bytes: u64,
-    /// Blocks of the stripe.
+    /// The number of blocks of the stripe.
     pub k: u8,
 }
 
 impl Geometry {
-    /// Checks numbers that came from outside.
+    /// Checks numbers from outside and returns the geometry that they describe.
     pub fn checked(len_bytes: u64, block_bytes: u64, n: u8, k: u8) -> Result<Self, GeometryError> {
         let error = |what, found, expected| Err(GeometryError { what, found, expected });
         if k == 0 || n <= k || usize::from(n) > MAX_N || n > 2 * k {
@@ -79,18 +82,18 @@ impl Geometry {
         Ok(Self { len_bytes, block_bytes, k, n })
     }
 
-    /// Bytes of a full stripe.
+    /// Returns the length of a full stripe in bytes.
     pub fn stripe_bytes(&self) -> u64 {
         self.block_bytes * u64::from(self.k)
     }
 
-    /// How many stripes there are; none for an empty shard.
+    /// Returns the number of stripes, which is 0 for an empty shard.
     pub fn stripes(&self) -> u32 {
-        // `checked` keeps this below MAX_STRIPES.
+        // `checked` keeps the result at MAX_STRIPES or less.
         self.len_bytes.div_ceil(self.stripe_bytes()) as u32
     }
 
-    /// The cut of stripe `index`; `None` past the end.
+    /// Returns the division of stripe `index`, or `None` after the last stripe.
     pub fn stripe(&self, index: u32) -> Option<StripeCut> {
         let offset_bytes = u64::from(index) * self.stripe_bytes();
         let rest = self.len_bytes.checked_sub(offset_bytes).filter(|&rest| rest > 0)?;
@@ -105,22 +108,23 @@ impl Geometry {
 }
 
 impl StripeCut {
-    /// Where in the stripe block `block` (from 0) begins.
+    /// Returns the offset in the stripe of block `block` (from 0).
     pub fn block_offset(&self, block: u8) -> u64 {
         self.block_bytes * u64::from(block)
     }
 
-    /// Real bytes of block `block`: shorter than the padded length at the end, 0 past it.
+    /// Returns the length of block `block` without padding. Near the end it is shorter than the
+    /// padded length, and 0 past the end.
     pub fn block_len(&self, block: u8) -> u64 {
         self.len_bytes.saturating_sub(self.block_offset(block)).min(self.block_bytes)
     }
 
-    /// Grains of a piece of this stripe.
+    /// Returns the number of grains of a piece of this stripe.
     pub fn grains(&self) -> u64 {
         crate::units::grains(self.block_bytes)
     }
 
-    /// Bytes of grain `grain` of a piece; the last may be short.
+    /// Returns the length of grain `grain` of a piece. The last grain may be shorter.
     pub fn grain_len(&self, grain: u64) -> u64 {
         self.block_bytes.saturating_sub(grain * GRAIN_BYTES).min(GRAIN_BYTES)
     }

@@ -4,16 +4,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
 
-/// The most bytes of a set: a bit for each grain of the longest block.
+/// The longest set in bytes: a bit for each grain of the longest block.
 const MAX_BYTES: usize = (MAX_BLOCK_BYTES / GRAIN_BYTES / 8) as usize;
 
-/// Grains of one file: bit `g % 8` of byte `g / 8` is set for grain g. The last byte is not 0.
+/// A set of grains of one file: bit `g % 8` of byte `g / 8` is set for grain g. The last byte is
+/// not 0.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Vec<u8>", into = "Vec<u8>")]
 pub struct GrainSet(Vec<u8>);
 
 impl GrainSet {
-    /// Adds a grain. One that no file has is not added.
+    /// Adds a grain. A number that no grain of any file has is ignored.
     pub fn insert(&mut self, grain: u64) {
         let at = (grain / 8) as usize;
         if at < MAX_BYTES {
@@ -22,24 +23,24 @@ impl GrainSet {
         }
     }
 
-    /// Whether a grain is in it.
+    /// Returns whether the set contains `grain`.
     pub fn contains(&self, grain: u64) -> bool {
         let byte = usize::try_from(grain / 8).ok().and_then(|at| self.0.get(at));
         byte.is_some_and(|byte| byte & (1 << (grain % 8)) != 0)
     }
 
-    /// The grains, in order.
+    /// Returns an iterator over the grains, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u64> {
         let all = 0..self.0.len() as u64 * 8;
         all.filter(|grain| self.contains(*grain))
     }
 
-    /// How many there are.
+    /// Returns the number of grains.
     pub fn len(&self) -> usize {
         self.0.iter().map(|byte| byte.count_ones() as usize).sum()
     }
 
-    /// Whether there is none.
+    /// Returns whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -1,9 +1,10 @@
-//! Bytes at rest: records, replica files, piece files, and the tables of trainers' shards. No I/O here.
+//! Bytes at rest: records, replica files, piece files, and the tables of trainers' shards. This
+//! module does no I/O.
 //!
-//! Promises: what is parsed was checked first (magic, checksum, version, then every length before it is
-//! multiplied or allocated), and bytes that a release has written are read by every later one
-//! (`docs/format.md`, `tests/fixtures/format`). Where the bytes lie and when they are durable is the
-//! store's affair.
+//! Parsers check before they use: magic, checksum, version, then every length before it is
+//! multiplied or allocated. Every later release reads the bytes that a release has written
+//! (`docs/format.md`, `tests/fixtures/format`). The store decides where the bytes lie and when they
+//! are durable.
 
 pub mod cluster;
 pub mod digest;
@@ -15,6 +16,7 @@ pub mod records;
 #[cfg(test)]
 pub(crate) mod samples;
 pub mod save_record;
+mod stripe_record;
 pub mod table;
 pub mod tree;
 pub mod value;
@@ -22,68 +24,69 @@ pub mod value;
 use crate::kind::ErrorKind;
 use envelope::RecordKind;
 
-/// Why bytes at rest are not what they should be.
+/// The reason why bytes at rest are not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// The first bytes are not those of the format.
-    #[error("{what} does not begin with its magic bytes: it is damaged, or not one of ours")]
+    /// The first bytes are not the magic bytes of the format.
+    #[error("{what} does not begin with its magic bytes: it is damaged, or not in this format")]
     Magic {
-        /// What was to be read.
+        /// The name of the object that was read.
         what: &'static str,
     },
-    /// There are fewer or more bytes than the lengths inside say.
+    /// The number of bytes differs from the lengths inside them.
     #[error("{what} has {found_bytes} bytes, {expected_bytes} expected: use another copy")]
     Length {
-        /// What was to be read.
+        /// The name of the object that was read.
         what: &'static str,
-        /// The length that it should have.
+        /// The length that it should have, in bytes.
         expected_bytes: u64,
-        /// The length that it has.
+        /// The length that it has, in bytes.
         found_bytes: u64,
     },
-    /// A length is beyond what the format allows.
+    /// A length exceeds the limit of the format.
     #[error("{what} of {bytes} bytes is over the format's limit of {limit_bytes}")]
     TooLong {
-        /// What was to be read or written.
+        /// The name of the object to read or write.
         what: &'static str,
-        /// The length asked for or found.
+        /// The requested or found length in bytes.
         bytes: u64,
-        /// The limit.
+        /// The limit in bytes.
         limit_bytes: u64,
     },
-    /// The checksum does not fit the bytes.
+    /// The checksum does not match the bytes.
     #[error("{what} fails its checksum: use another copy")]
     Checksum {
-        /// What was to be read.
+        /// The name of the object that was read.
         what: &'static str,
     },
-    /// A whole record of another kind.
+    /// The record is intact, but of another kind.
     #[error("found a {found} where a {expected} record should be: use another copy")]
     RecordKind {
-        /// The kind that was asked for.
+        /// The kind that was requested.
         expected: RecordKind,
-        /// The kind that the bytes name.
+        /// The kind that the bytes state.
         found: String,
     },
-    /// Whole and unharmed, but of a version that this release does not read.
+    /// The record is intact, but of a version that this release does not read.
     #[error("{what} is of version {found}; this release reads {first} to {last}: upgrade it")]
     Version {
-        /// What was to be read.
+        /// The name of the object that was read.
         what: String,
-        /// The version found.
+        /// The version that was found.
         found: u32,
         /// The oldest version that can be read.
         first: u32,
         /// The newest version that can be read.
         last: u32,
     },
-    /// The checksum fits, the body does not decode: the writer had another idea of the record.
+    /// The checksum matches, but the body does not decode: the writer used another definition of
+    /// the record.
     #[error("the body of the {kind} record does not decode ({why}): use another copy")]
     Body {
         /// The record's kind.
         kind: RecordKind,
-        /// The decoder's words.
+        /// The message of the decoder.
         why: String,
     },
     /// The body could not be encoded.
@@ -91,25 +94,26 @@ pub enum FormatError {
     Encode {
         /// The record's kind.
         kind: RecordKind,
-        /// The encoder's words.
+        /// The message of the encoder.
         why: String,
     },
     /// Two parts of one file contradict each other.
     #[error("the file's {part} contradicts its header: use another copy")]
     Contradiction {
-        /// The part that does not fit.
+        /// The part that contradicts the header.
         part: &'static str,
     },
-    /// Not the name of a replica or piece file.
+    /// A text is not the name of a replica or piece file.
     #[error("{name:?} is not the name of a replica or piece file")]
     FileName {
-        /// The name, cut to 128 characters.
+        /// The text, cut to 128 characters.
         name: String,
     },
 }
 
 impl FormatError {
-    /// What kind of failure this is. A version too new is *not* corruption: those bytes must be kept.
+    /// Returns the kind of the error. A version that is too new is *not* corruption: those bytes
+    /// must be kept.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Magic { .. }

@@ -1,18 +1,18 @@
-//! The records of docs/semantics.md, section 2: what the catalogue and the nodes keep besides data.
+//! The records of docs/semantics.md, section 2: everything but data that the catalogue and the
+//! nodes store.
 //!
-//! Every record is sealed by [`envelope`]. Shapes change only together with a version, a page and a fixture.
-
-use std::collections::HashSet;
+//! Every record is sealed by [`envelope`]. A record's structure changes only together with its
+//! version, its page in the documentation and a fixture.
 
 use serde::{Deserialize, Serialize};
 
 use super::FormatError;
 pub use super::cluster::{CatchUp, Damage, Heard, Home, Members, Node, SeenEpoch, Standing};
 use super::envelope::{self, RecordKind};
-use super::geometry::{Geometry, GeometryError, StripeCut};
+use super::geometry::{Geometry, GeometryError};
 pub use super::save_record::SaveHead;
+pub use super::stripe_record::{BlockInfo, StripeFixed, StripeRecord, StripeRecordError};
 use crate::code::CodeId;
-use crate::gf::Fingerprint;
 use crate::id::{
     Attempt, ClusterId, Generation, Job, LeaseId, NodeId, SaveId, ShardId, ShardName, Step,
     StripeId,
@@ -20,26 +20,27 @@ use crate::id::{
 
 /// The standard layout (design of the paper): position p holds block p and block p-(n-k).
 pub const LAYOUT_STANDARD: u8 = 1;
-/// GF(2^8) with polynomial 0x11D, one byte a symbol.
+/// The field GF(2^8) with polynomial 0x11D, one byte per symbol.
 pub const FIELD_GF8: u8 = 1;
-/// The most nodes that one shard is spread over.
+/// Maximum number of nodes that one shard is spread over.
 pub const MAX_RING: usize = 128;
-/// The most runs of stripes that a [`ShardState`] names.
+/// Maximum number of spans of stripes that a [`ShardState`] lists.
 pub const MAX_RUNS: usize = 64;
 
 /// A record with a kind and a version of its own.
 pub trait Record: Serialize + for<'de> Deserialize<'de> {
-    /// Its kind in the envelope.
+    /// The record's kind in the envelope.
     const KIND: RecordKind;
-    /// The version that is written, and the only one that exists so far.
+    /// The version that is written. It is the only one so far.
     const VERSION: u8 = 1;
 
-    /// The sealed bytes.
+    /// Returns the sealed bytes. Fails if the record is too long or cannot be encoded.
     fn to_bytes(&self) -> Result<Vec<u8>, FormatError> {
         envelope::seal_record(Self::KIND, Self::VERSION, self)
     }
 
-    /// Opens sealed bytes.
+    /// Opens sealed bytes. Returns an error if they are damaged, of another kind or of another
+    /// version.
     fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         envelope::open_record(Self::KIND, Self::VERSION..=Self::VERSION, bytes)
     }
@@ -65,55 +66,55 @@ records!(
     SaveHead
 );
 
-/// The mutable record of one step.
+/// The mutable record of one step in the catalogue.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Checkpoint {
-    /// What readers see.
+    /// The save that readers see.
     pub committed: Option<Saved>,
-    /// The save under way.
+    /// The save in progress.
     pub writing: Option<Writing>,
-    /// Saves whose files are being removed; what was committed before comes first.
+    /// The saves whose files are being removed. A save that was committed comes first.
     pub removing: Vec<Removing>,
 }
 
-/// A save that was decided.
+/// A save that is decided.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
-    /// Which save.
+    /// The id of the save.
     pub save: SaveId,
-    /// Its generation; the first of each of its shards.
+    /// The generation of the save, which is the first generation of each of its shards.
     pub generation: Generation,
-    /// Number of shards.
+    /// The number of shards.
     pub shards: u32,
-    /// Their real bytes together.
+    /// The length of all shards together in bytes, without padding.
     pub len_bytes: u64,
-    /// BLAKE3 over the sealed shard roots' hashes, in order.
+    /// The BLAKE3 hash over the sealed shard roots' hashes, in order.
     pub roots_hash: [u8; 32],
-    /// Seconds since 1970, for people.
+    /// The time of the save in seconds since 1970, for people.
     pub saved_at: u64,
 }
 
-/// A save under way.
+/// A save in progress.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Writing {
-    /// The client is writing; it may still fail.
+    /// The client is writing, and the save may still fail.
     Open {
-        /// Which save.
+        /// The id of the save.
         save: SaveId,
-        /// Its generation.
+        /// The generation of the save.
         generation: Generation,
-        /// Kept by the client; when it is over anyone may abort the save.
+        /// The lease that the client keeps alive. Once it has ended, any node may abort the save.
         lease: LeaseId,
     },
-    /// Committed, marks are being written.
+    /// The save is committed, and its commit marks are being written.
     Decided {
-        /// What `committed` becomes.
+        /// The value that `committed` takes.
         saved: Saved,
     },
 }
 
 impl Writing {
-    /// The save.
+    /// Returns the id of the save.
     pub fn save(&self) -> SaveId {
         match self {
             Writing::Open { save, .. } => *save,
@@ -121,7 +122,7 @@ impl Writing {
         }
     }
 
-    /// Its generation.
+    /// Returns the generation of the save.
     pub fn generation(&self) -> Generation {
         match self {
             Writing::Open { generation, .. } => *generation,
@@ -130,27 +131,27 @@ impl Writing {
     }
 }
 
-/// Why a save's files may be deleted.
+/// The reason why a save's files may be deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RemoveReason {
-    /// It never committed.
+    /// The save was never committed.
     Aborted,
-    /// `rm`.
+    /// A user deleted it with `rm`.
     Deleted,
-    /// `save --replace`.
+    /// Another save of the step replaced it (`save --replace`).
     Superseded,
-    /// The policy: newer steps are enough.
+    /// The policy retired it because of newer steps.
     Retired,
 }
 
-/// A save whose files go.
+/// A save whose files are being removed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Removing {
-    /// Which save.
+    /// The id of the save.
     pub save: SaveId,
     /// The generation of its tombstones.
     pub generation: Generation,
-    /// The evidence.
+    /// The reason, which is the evidence that the files may be deleted.
     pub reason: RemoveReason,
 }
 
@@ -159,11 +160,11 @@ pub struct Removing {
 pub struct RingNode {
     /// The node.
     pub node: NodeId,
-    /// Its failure domain, numbered within this ring.
+    /// The number of its failure domain within this ring.
     pub domain: u16,
 }
 
-/// The fixed record of one shard: everything a reader needs to check what nodes give it.
+/// The fixed record of one shard. With it, a reader can verify everything that nodes send.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardRoot {
     /// The job.
@@ -172,56 +173,56 @@ pub struct ShardRoot {
     pub step: Step,
     /// The save that wrote it.
     pub save: SaveId,
-    /// Its place among the save's shards.
+    /// The shard's number in the save, from 0.
     pub index: u32,
-    /// How many shards the save has.
+    /// The number of shards of the save.
     pub shards: u32,
-    /// The shard.
+    /// The id of the shard.
     pub shard: ShardId,
-    /// Its name.
+    /// The name of the shard.
     pub name: ShardName,
-    /// Real bytes.
+    /// The length in bytes, without padding.
     pub len_bytes: u64,
-    /// Padded bytes of a block in all stripes but the last.
+    /// The padded length of a block in bytes, in all stripes but the last.
     pub block_bytes: u64,
-    /// Pieces of a stripe.
+    /// The number of pieces of a stripe.
     pub n: u8,
-    /// Blocks of a stripe.
+    /// The number of blocks of a stripe.
     pub k: u8,
-    /// Layout of the replicas.
+    /// The layout of the replicas.
     pub layout: u8,
-    /// Field and symbol layout.
+    /// The field and the layout of symbols.
     pub field: u8,
-    /// Key of the linear fingerprints.
+    /// The key of the linear fingerprints.
     pub fingerprint_key: [u8; 32],
-    /// The nodes, in the order that placement rotates through.
+    /// The ring: the nodes in the order in which placement rotates through them.
     pub ring: Vec<RingNode>,
-    /// BLAKE3 over the leaves: the hash of each stripe record's fixed part, in order.
+    /// The BLAKE3 hash over the leaves. A leaf is the hash of a stripe record's fixed part.
     pub stripes_root: [u8; 32],
 }
 
 impl ShardRoot {
-    /// The cut, checked.
+    /// Returns the geometry of the shard, or an error if the numbers are not valid.
     pub fn geometry(&self) -> Result<Geometry, GeometryError> {
         Geometry::checked(self.len_bytes, self.block_bytes, self.n, self.k)
     }
 
-    /// Whether `leaves` are the ones that the root fixes.
+    /// Returns whether `leaves` are the ones that this root determines.
     pub fn admits(&self, leaves: &Leaves) -> bool {
         leaves.root == *self && stripes_root(&leaves.hashes) == self.stripes_root
     }
 }
 
-/// A shard's root and the hashes of all its stripe records, as nodes keep them.
+/// A shard's root and the hashes of all its stripe records, as nodes store them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leaves {
-    /// The shard.
+    /// The root of the shard.
     pub root: ShardRoot,
-    /// One hash a stripe: BLAKE3 of [`StripeRecord::fixed`].
+    /// The leaves, one per stripe: BLAKE3 of [`StripeRecord::fixed`].
     pub hashes: Vec<[u8; 32]>,
 }
 
-/// BLAKE3 over the concatenated leaves: [`ShardRoot::stripes_root`].
+/// Returns [`ShardRoot::stripes_root`]: the BLAKE3 hash over the concatenated leaves.
 pub fn stripes_root(leaves: &[[u8; 32]]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("rapidraid stripes root v1");
     for leaf in leaves {
@@ -230,7 +231,8 @@ pub fn stripes_root(leaves: &[[u8; 32]]) -> [u8; 32] {
     hasher.finalize().into()
 }
 
-/// BLAKE3 over the hashes of sealed shard roots, in order: [`Saved::roots_hash`].
+/// Returns [`Saved::roots_hash`]: the BLAKE3 hash over the hashes of sealed shard roots, in order.
+/// Returns `None` if a root cannot be encoded.
 pub fn roots_hash<'a>(roots: impl Iterator<Item = &'a ShardRoot>) -> Option<[u8; 32]> {
     let mut hasher = blake3::Hasher::new_derive_key("rapidraid roots hash v1");
     for root in roots {
@@ -239,32 +241,32 @@ pub fn roots_hash<'a>(roots: impl Iterator<Item = &'a ShardRoot>) -> Option<[u8;
     Some(hasher.finalize().into())
 }
 
-/// How far archiving of a shard has come.
+/// The mutable record of a shard in the catalogue: the progress of its archiving.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardState {
-    /// Raised by each owner.
+    /// The generation, which each new owner raises.
     pub generation: Generation,
-    /// Who works on it.
+    /// The coordinator that works on the shard, if there is one.
     pub owner: Option<Owner>,
-    /// Set by a delete: nothing else happens to the shard any more.
+    /// Whether the shard is being deleted. Nothing else happens to the shard after that.
     pub deleting: bool,
-    /// States of all stripes, in order, without gaps; at most [`MAX_RUNS`].
+    /// The states of all stripes, in order and without gaps; at most [`MAX_RUNS`] spans.
     pub runs: Vec<Run>,
 }
 
-/// The coordinator of a shard.
+/// The coordinator that owns a shard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
-    /// The daemon it runs in.
+    /// The node whose daemon runs the coordinator.
     pub node: NodeId,
-    /// When this is over anyone may take the shard.
+    /// The lease of the coordinator. Once it has ended, any node may take over the shard.
     pub lease: LeaseId,
 }
 
-/// Consecutive stripes in one state.
+/// A span: consecutive stripes in the same state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
-    /// How many stripes.
+    /// The number of stripes.
     pub count: u32,
     /// Their state.
     pub state: StripeState,
@@ -273,39 +275,40 @@ pub struct Run {
 /// The state of a committed stripe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StripeState {
-    /// Two replicas of each block.
+    /// Each block has two replicas.
     Replicated,
-    /// Replicas whole; pieces of this attempt may exist.
+    /// All replicas are intact. Pieces of this attempt may exist.
     Archiving {
         /// The attempt.
         attempt: Attempt,
-        /// The code of its pieces.
+        /// The code of the attempt's pieces.
         code: CodeId,
-        /// The generation that began the attempt; a successor goes on under it.
+        /// The generation that began the attempt. A later owner continues the attempt under it.
         generation: Generation,
     },
-    /// n proven pieces.
+    /// The n pieces are proven.
     Archived {
-        /// The attempt whose pieces count.
+        /// The attempt whose pieces are valid.
         attempt: Attempt,
-        /// Their code.
+        /// The code of the pieces.
         code: CodeId,
-        /// The generation that began the attempt; replicas go only by this one.
+        /// The generation that began the attempt. Replicas are dropped only by orders of this
+        /// generation.
         generation: Generation,
-        /// Whether all replicas are known to be gone.
+        /// Whether all replicas are known to be dropped.
         dropped: bool,
     },
 }
 
 impl ShardState {
-    /// The state of a shard that nobody has touched since its save.
+    /// Returns the state of a shard that no coordinator has owned since its save.
     pub fn fresh(generation: Generation, stripes: u32) -> Self {
         let all = Run { count: stripes, state: StripeState::Replicated };
         let runs = Vec::from_iter((stripes > 0).then_some(all));
         Self { generation, owner: None, deleting: false, runs }
     }
 
-    /// The state of stripe `index`.
+    /// Returns the state of stripe `index`, or `None` when there is no such stripe.
     pub fn stripe(&self, index: u32) -> Option<StripeState> {
         let mut first = 0u32;
         self.runs.iter().find_map(|run| {
@@ -315,13 +318,13 @@ impl ShardState {
         })
     }
 
-    /// The states of all stripes, one by one.
+    /// Returns an iterator over the states of all stripes, one by one.
     pub fn states(&self) -> impl Iterator<Item = StripeState> + '_ {
         self.runs.iter().flat_map(|run| (0..run.count).map(|_| run.state))
     }
 
-    /// Sets the state of stripe `index` and joins equal neighbours. Returns false, and changes nothing, when there is
-    /// no such stripe or when the runs would be more than [`MAX_RUNS`].
+    /// Sets the state of stripe `index` and joins equal neighbours. Returns false, and changes
+    /// nothing, when there is no such stripe or when there would be more than [`MAX_RUNS`] spans.
     #[must_use]
     pub fn set(&mut self, index: u32, state: StripeState) -> bool {
         let mut runs: Vec<Run> = Vec::with_capacity(self.runs.len() + 2);
@@ -350,152 +353,52 @@ impl ShardState {
     }
 }
 
-/// One block, as the client read it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockInfo {
-    /// Real bytes; 0 for a block past the end, which has no file.
-    pub len_bytes: u64,
-    /// BLAKE3 of the real bytes.
-    pub root: [u8; 32],
-    /// Linear fingerprints of its grains, up to its real end.
-    pub fingerprints: Vec<Fingerprint>,
-}
-
-/// The part of a stripe record that the shard's root fixes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StripeFixed {
-    /// The stripe.
-    pub stripe: StripeId,
-    /// Its cut.
-    pub cut: StripeCut,
-    /// Its blocks, in order.
-    pub blocks: Vec<BlockInfo>,
-}
-
-impl StripeFixed {
-    /// The fingerprint of grain `grain` of block `block`; zero past the block's end.
-    pub fn fingerprint(&self, block: usize, grain: u64) -> Fingerprint {
-        let info = self.blocks.get(block);
-        let grain = usize::try_from(grain).unwrap_or(usize::MAX);
-        info.and_then(|info| info.fingerprints.get(grain)).copied().unwrap_or(Fingerprint::ZERO)
-    }
-}
-
-/// The record of a stripe: held by n-k+1 of its nodes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StripeRecord {
-    /// A [`StripeFixed`] in postcard; its BLAKE3 is the stripe's leaf.
-    pub fixed: Vec<u8>,
-    /// Which node holds which position; a hint.
-    pub places: Vec<NodeId>,
-}
-
-/// A stripe record does not fit its shard.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the record of stripe {stripe} {what}: another node's copy is needed")]
-pub struct StripeRecordError {
-    /// The stripe.
-    pub stripe: StripeId,
-    /// What is wrong with it.
-    pub what: &'static str,
-}
-
-impl StripeRecord {
-    /// Packs the fixed part.
-    pub fn new(fixed: &StripeFixed, places: Vec<NodeId>) -> Result<Self, FormatError> {
-        let kind = RecordKind::StripeRecord;
-        let fixed = postcard::to_stdvec(fixed)
-            .map_err(|error| FormatError::Encode { kind, why: error.to_string() })?;
-        Ok(Self { fixed, places })
-    }
-
-    /// The leaf of this record.
-    pub fn leaf(&self) -> [u8; 32] {
-        blake3::hash(&self.fixed).into()
-    }
-
-    /// Unpacks the fixed part after checking it against `leaves`, which the caller has found [admitted](ShardRoot::admits) by `root`.
-    pub fn open(
-        &self,
-        root: &ShardRoot,
-        leaves: &Leaves,
-        index: u32,
-    ) -> Result<StripeFixed, StripeRecordError> {
-        let stripe = StripeId { shard: root.shard, index };
-        let wrong = |what| StripeRecordError { stripe, what };
-        if leaves.hashes.get(index as usize) != Some(&self.leaf()) {
-            return Err(wrong("does not match the hash that the commit fixed"));
-        }
-        let fixed: StripeFixed = envelope::parse_body(RecordKind::StripeRecord, &self.fixed)
-            .map_err(|_| wrong("does not parse"))?;
-        let cut = root.geometry().ok().and_then(|geometry| geometry.stripe(index));
-        if fixed.stripe != stripe
-            || Some(fixed.cut) != cut
-            || fixed.blocks.len() != usize::from(root.k)
-        {
-            return Err(wrong("describes another stripe"));
-        }
-        let fits = |(block, info): (u8, &BlockInfo)| {
-            info.len_bytes == fixed.cut.block_len(block)
-                && info.fingerprints.len() as u64 == crate::units::grains(info.len_bytes)
-        };
-        let distinct: HashSet<&NodeId> = self.places.iter().collect();
-        if self.places.len() != usize::from(root.n) || distinct.len() != self.places.len() {
-            return Err(wrong("does not name n different nodes"));
-        }
-        if !(0..root.k).zip(&fixed.blocks).all(fits) {
-            return Err(wrong("has blocks of other lengths than its shard"));
-        }
-        Ok(fixed)
-    }
-}
-
-/// A commit mark: with one of them on a node, the catalogue can be rebuilt.
+/// A commit mark: the proof that a shard was committed, from which the catalogue can be rebuilt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommitMark {
     /// The cluster.
     pub cluster: ClusterId,
-    /// What was committed.
+    /// The save that was committed.
     pub saved: Saved,
-    /// The shard.
+    /// The root of the shard.
     pub root: ShardRoot,
 }
 
-/// The highest generation that a node has seen for a shard.
+/// The highest generation that a node has seen for a shard. The node refuses lower ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fence {
     /// The generation.
     pub generation: Generation,
-    /// Who had it.
+    /// The node that had this generation.
     pub holder: NodeId,
 }
 
-/// How a piece is stored.
+/// The form in which a piece is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PieceForm {
     /// A piece file of the attempt.
     File,
-    /// The replica of this block, left in place (a systematic piece).
+    /// The replica of this block, which stays in place as a systematic piece.
     Replica {
         /// The block, from 0.
         block: u8,
     },
 }
 
-/// One proven piece.
+/// A proven piece.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReceiptPiece {
-    /// Its number in the code, from 0.
+    /// The piece's number in the code, from 0.
     pub piece: u8,
-    /// Who holds it.
+    /// The node that holds it.
     pub node: NodeId,
-    /// How.
+    /// The form in which it is stored.
     pub form: PieceForm,
-    /// BLAKE3 of its bytes (of the replica's real bytes for a replica).
+    /// The BLAKE3 hash of its bytes (for a replica: of its bytes without padding).
     pub root: [u8; 32],
 }
 
-/// The receipt of an archived stripe.
+/// The receipt of an archived stripe: the record of its proven pieces.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Receipt {
     /// The cluster.
@@ -506,22 +409,22 @@ pub struct Receipt {
     pub attempt: Attempt,
     /// The generation that began the attempt.
     pub generation: Generation,
-    /// The code.
+    /// The code of the pieces.
     pub code: CodeId,
     /// All n pieces, in order.
     pub pieces: Vec<ReceiptPiece>,
 }
 
-/// A removed save: evidence for deleting its files.
+/// A tombstone: the record that a save was removed, which is the evidence for deleting its files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tombstone {
     /// The cluster.
     pub cluster: ClusterId,
     /// The save.
     pub save: SaveId,
-    /// At least that of every order for its shards.
+    /// A generation that is at least that of every order for the save's shards.
     pub generation: Generation,
-    /// Why.
+    /// The reason of the removal.
     pub reason: RemoveReason,
 }
 

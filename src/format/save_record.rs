@@ -1,7 +1,8 @@
-//! What a client keeps of a save, to read it back when no catalogue answers (docs/semantics.md, 6): a head, then the shard roots.
+//! The record of a save that a client keeps, so that it can read the save when no catalogue answers
+//! (docs/semantics.md, 6): a head, then the shard roots.
 //!
-//! Its bytes are sealed records, one behind the other, so that a save of any number of shards fits. Whatever parses is whole: the
-//! roots are those whose hash was committed.
+//! Its bytes are sealed records in a row, so that a save of any number of shards fits. A record
+//! that parses is complete: its roots are those whose hash was committed.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,21 +11,21 @@ use super::envelope::split_record;
 use super::records::{Node, Record, Saved, ShardRoot, roots_hash};
 use crate::id::{ClusterId, Job, Step};
 
-/// The longest save record: 100,000 shards with roots of 2 KiB.
+/// The longest save record in bytes: 100,000 shards with roots of 2 KiB.
 pub const MAX_SAVE_RECORD_BYTES: usize = 200 << 20;
 
-/// The first record: whose save it is, and who can be asked for it.
+/// The first record: the identity of the save, and the nodes that may hold it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SaveHead {
     /// The cluster.
     pub cluster: ClusterId,
-    /// What was committed.
+    /// The save that was committed.
     pub saved: Saved,
-    /// The nodes that the save could use, with their addresses of that time.
+    /// The nodes that the save could use, with their addresses at that time.
     pub nodes: Vec<Node>,
 }
 
-/// A committed save, as its client knows it.
+/// The record of a committed save, as its client knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveRecord {
     job: Job,
@@ -42,7 +43,8 @@ fn bounded(bytes: &[u8]) -> Result<(), FormatError> {
 }
 
 impl SaveRecord {
-    /// Puts a record together; an error when the roots are not those that were committed.
+    /// Returns the record of a head and its roots, or an error when the roots are not those that
+    /// were committed.
     pub fn new(head: SaveHead, roots: Vec<ShardRoot>) -> Result<Self, FormatError> {
         let wrong = |part| Err(FormatError::Contradiction { part });
         let Some(first) = roots.first() else { return wrong("list of shard roots") };
@@ -64,7 +66,7 @@ impl SaveRecord {
         Ok(Self { job, step, head, roots })
     }
 
-    /// The sealed bytes.
+    /// Returns the sealed bytes.
     pub fn to_bytes(&self) -> Result<Vec<u8>, FormatError> {
         let mut bytes = self.head.to_bytes()?;
         for root in &self.roots {
@@ -74,10 +76,10 @@ impl SaveRecord {
         Ok(bytes)
     }
 
-    /// Opens sealed bytes.
+    /// Parses sealed bytes.
     pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         bounded(bytes)?;
-        // What is no record at all fails as one.
+        // Bytes without any complete record fail when they are parsed as one.
         let (head, mut rest) = split_record(bytes).unwrap_or((bytes, &[]));
         let head = SaveHead::parse(head)?;
         let mut roots = Vec::new();
@@ -89,32 +91,32 @@ impl SaveRecord {
         Self::new(head, roots)
     }
 
-    /// The cluster.
+    /// Returns the id of the cluster.
     pub fn cluster(&self) -> ClusterId {
         self.head.cluster
     }
 
-    /// What was committed.
+    /// Returns the save that was committed.
     pub fn saved(&self) -> &Saved {
         &self.head.saved
     }
 
-    /// The nodes that were there.
+    /// Returns the nodes that the save could use.
     pub fn nodes(&self) -> &[Node] {
         &self.head.nodes
     }
 
-    /// The shards' roots, in order; at least one.
+    /// Returns the roots of the shards, in order. There is at least one.
     pub fn roots(&self) -> &[ShardRoot] {
         &self.roots
     }
 
-    /// The job.
+    /// Returns the job.
     pub fn job(&self) -> &Job {
         &self.job
     }
 
-    /// The step.
+    /// Returns the step.
     pub fn step(&self) -> Step {
         self.step
     }
@@ -184,7 +186,7 @@ mod tests {
         let refused = |change: &dyn Fn(&mut Vec<ShardRoot>)| {
             let mut other = roots.clone();
             change(&mut other);
-            // As if the head had been made for them.
+            // The head matches the changed roots, so the error is in the roots themselves.
             let made = SaveRecord::new(head(&other), other.clone());
             assert!(made.is_err(), "{made:?}");
             assert!(SaveRecord::new(head(&roots), other).is_err());

@@ -1,9 +1,10 @@
-//! One BLAKE3 tree per block or piece, cut at the grain: each grain verifies alone, and the root is the plain
-//! BLAKE3 of all bytes.
+//! The BLAKE3 tree of a block or piece, cut at grains: each grain verifies alone, and the root is
+//! the plain BLAKE3 hash of all bytes.
 //!
-//! The tree keeps BLAKE3's own chaining value of every 64 KiB subtree (BLAKE3 paper, section 2.1: a left
-//! subtree is complete and its length a power of two, so cutting at any power of two cuts at subtrees).
-//! Content of one grain or less *is* the root node, and its one hash is the root itself.
+//! The tree keeps BLAKE3's own chaining value of every 64 KiB subtree (BLAKE3 paper, section 2.1: a
+//! left subtree is complete and its length a power of two, so cutting at any power of two cuts at
+//! subtrees). Content of one grain or less *is* the root node, and its single hash is the root
+//! itself.
 
 use blake3::hazmat::{HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
@@ -13,17 +14,17 @@ use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES, grains};
 /// A BLAKE3 hash, or the chaining value of a subtree.
 pub type Hash = [u8; 32];
 
-/// The length of one hash.
+/// The length of a hash in bytes.
 pub const HASH_BYTES: u64 = 32;
 
-/// How many bytes grain `index` of content of `len_bytes` has; 0 past the end.
+/// Returns the length in bytes of grain `index` of content of `len_bytes`, which is 0 past the end.
 pub fn grain_len(len_bytes: u64, index: u64) -> u64 {
     let start = index.saturating_mul(GRAIN_BYTES);
     len_bytes.saturating_sub(start).min(GRAIN_BYTES)
 }
 
-/// The hash of grain `index` of content of `len_bytes` in all; `None` when `bytes` is not exactly that long,
-/// or there is no such grain.
+/// Returns the hash of grain `index` of content of `len_bytes`. Returns `None` when `bytes` does
+/// not have exactly the length of that grain, or when there is no such grain.
 pub fn grain_hash(len_bytes: u64, index: u64, bytes: &[u8]) -> Option<Hash> {
     if bytes.is_empty() || bytes.len() as u64 != grain_len(len_bytes, index) {
         return None;
@@ -44,7 +45,7 @@ pub struct GrainTree {
 }
 
 impl GrainTree {
-    /// The tree of `bytes`.
+    /// Returns the tree of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         let len_bytes = bytes.len() as u64;
         let hashes = bytes
@@ -55,8 +56,8 @@ impl GrainTree {
         Self { len_bytes, hashes }
     }
 
-    /// The tree of content of `len_bytes` whose grains have these hashes; refused when their number is
-    /// wrong or the content longer than a block can be.
+    /// Returns the tree of content of `len_bytes` whose grains have these hashes. Returns an error
+    /// when the number of hashes is wrong or the content is longer than a block can be.
     pub fn from_hashes(len_bytes: u64, hashes: Vec<Hash>) -> Result<Self, FormatError> {
         if len_bytes > MAX_BLOCK_BYTES {
             return Err(FormatError::TooLong {
@@ -75,17 +76,17 @@ impl GrainTree {
         Ok(Self { len_bytes, hashes })
     }
 
-    /// The length of the content.
+    /// Returns the length of the content in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// The hash of each grain, in order.
+    /// Returns the hash of each grain, in order.
     pub fn hashes(&self) -> &[Hash] {
         &self.hashes
     }
 
-    /// The BLAKE3 hash of all bytes.
+    /// Returns the BLAKE3 hash of all bytes.
     pub fn root(&self) -> Hash {
         match self.hashes.as_slice() {
             [] => *blake3::hash(&[]).as_bytes(),
@@ -97,19 +98,21 @@ impl GrainTree {
         }
     }
 
-    /// Whether `bytes` are exactly grain `index`.
+    /// Returns whether `bytes` are exactly grain `index`.
     pub fn verify_grain(&self, index: u64, bytes: &[u8]) -> bool {
         let expected = usize::try_from(index).ok().and_then(|at| self.hashes.get(at));
         expected.is_some() && grain_hash(self.len_bytes, index, bytes).as_ref() == expected
     }
 }
 
-/// How many of `grains` (at least two) hang under the left child: the greatest power of two below.
+/// Returns how many of `grains` (at least two) are below the left child: the greatest power of two
+/// that is smaller.
 fn left_grains(grains: usize) -> usize {
     grains.next_power_of_two() / 2
 }
 
-/// The chaining value over one or more neighbouring subtrees; as deep as the logarithm of their number.
+/// Returns the chaining value over one or more neighbouring subtrees. The recursion depth is the
+/// logarithm of their number.
 fn merge(hashes: &[Hash]) -> Hash {
     match hashes {
         [only] => *only,
@@ -133,7 +136,7 @@ mod tests {
         bytes
     }
 
-    /// Lengths at which an off-by-one in the tree's shape would show.
+    /// Returns lengths at which an off-by-one error in the tree's structure would show.
     fn awkward_lengths() -> Vec<usize> {
         let mut lengths = vec![0, 1, 2, 127, 128, 1023, 1024, 1025, 2048, 2049, 63 * 1024 + 1];
         for grains in [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33] {

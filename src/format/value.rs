@@ -1,34 +1,36 @@
-//! Plain values of a training state (numbers, texts, flags, and small structures of them) as bytes.
+//! The encoding of plain values of a training state: numbers, texts, flags, and small structures of
+//! them.
 //!
-//! A value is a tag byte and its content; numbers are varints as in the rest of the format (docs/format.md, "Plain values"). Nothing in it
-//! names code, so opening a checkpoint runs none.
+//! A value is a tag byte and its content; numbers are varints as in the rest of the format
+//! (docs/format.md, "Plain values"). No value refers to code, so opening a checkpoint executes
+//! none.
 
 use crate::kind::ErrorKind;
 
-/// The deepest nesting.
+/// Maximum nesting depth.
 pub const MAX_DEPTH: usize = 64;
-/// The longest value.
+/// The longest encoded value in bytes.
 pub const MAX_VALUE_BYTES: usize = 256 << 20;
 
 /// A plain value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// Nothing.
+    /// No value.
     None,
-    /// A flag.
+    /// A boolean.
     Bool(bool),
-    /// An integer of 64 bits.
+    /// A signed integer of 64 bits.
     Int(i64),
-    /// A longer integer: sign and magnitude, the lowest byte first, without leading zeros.
+    /// A longer integer: sign and magnitude, lowest byte first, without leading zeros.
     BigInt {
-        /// Whether it is below zero.
+        /// Whether the integer is below zero.
         is_negative: bool,
         /// The magnitude.
         magnitude: Vec<u8>,
     },
-    /// A float of 64 bits; its bits are kept as they are.
+    /// A float of 64 bits. Its bits are preserved exactly.
     Float(u64),
-    /// A complex number: the bits of both parts.
+    /// A complex number: the bits of its real and imaginary part.
     Complex(u64, u64),
     /// A text.
     Text(String),
@@ -38,53 +40,54 @@ pub enum Value {
     List(Vec<Value>),
     /// A tuple.
     Tuple(Vec<Value>),
-    /// Pairs of key and value, in order.
+    /// A dictionary: pairs of key and value, in order.
     Dict(Vec<(Value, Value)>),
-    /// A value of another kind, by the name of the kind: `numpy.float32`, `torch.dtype`, `torch.Size`, `torch.device`.
+    /// A value of another type, by the name of the type: `numpy.float32`, `torch.dtype`,
+    /// `torch.Size`, `torch.device`.
     Named {
-        /// The kind.
+        /// The name of the type.
         kind: String,
-        /// What it is made of.
+        /// The value from which it is made.
         value: Box<Value>,
     },
 }
 
-/// Bytes that are no value, or a value that cannot be written.
+/// The error for bytes that are not a value, or for a value that cannot be encoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ValueError {
-    /// The bytes end too early, or go on behind the value.
+    /// The bytes end too early, or continue after the value.
     #[error("a plain value of {len_bytes} bytes ends at byte {at}: use another copy")]
     Length {
-        /// Length of the bytes.
+        /// The length of the bytes.
         len_bytes: usize,
-        /// Where the value ends, or would have to go on.
+        /// The offset at which the value ends, or at which more bytes are needed.
         at: usize,
     },
-    /// An unknown tag.
+    /// The tag is unknown.
     #[error("a plain value has tag {tag}, which this release does not know: upgrade it")]
     Tag {
         /// The tag.
         tag: u8,
     },
-    /// A number, a text or an integer that no writer writes so.
+    /// A number, text or integer has an encoding that no writer produces.
     #[error("a plain value has a malformed {what}: use another copy")]
     Malformed {
-        /// Which part.
+        /// The name of the malformed part.
         what: &'static str,
     },
-    /// Too deep or too long.
+    /// The value is nested too deeply or too long.
     #[error(
         "a plain value is {what}: at most {MAX_DEPTH} levels and {MAX_VALUE_BYTES} bytes can be stored; store it as a tensor or as bytes"
     )]
     TooLarge {
-        /// In which way.
+        /// The limit that is exceeded, in words.
         what: &'static str,
     },
 }
 
 impl ValueError {
-    /// What kind of failure this is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             ValueError::Length { .. } | ValueError::Malformed { .. } => ErrorKind::Corrupt,
@@ -107,7 +110,7 @@ fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 impl Value {
-    /// The value as bytes.
+    /// Returns the encoded value. Fails if it is nested too deeply or too long.
     pub fn to_bytes(&self) -> Result<Vec<u8>, ValueError> {
         let mut out = Vec::new();
         self.put(&mut out, 0)?;
@@ -130,7 +133,7 @@ impl Value {
             Value::Bool(flag) => out.push(1 + u8::from(*flag)),
             Value::Int(number) => {
                 out.push(3);
-                // Zigzag, so that small negative numbers are short.
+                // Zigzag encoding, so that small negative numbers are short.
                 put_number(out, (*number << 1 ^ *number >> 63) as u64);
             }
             Value::BigInt { is_negative, magnitude } => {
@@ -179,7 +182,7 @@ impl Value {
         Ok(())
     }
 
-    /// Parses the bytes of one value; every byte must be used.
+    /// Parses the bytes of one value. Every byte must be used.
     pub fn parse(bytes: &[u8]) -> Result<Self, ValueError> {
         let mut reader = Reader { bytes, at: 0 };
         let value = reader.value(0)?;
@@ -223,7 +226,7 @@ impl Reader<'_> {
             }
             number |= part << shift;
             if byte & 0x80 == 0 {
-                // One number has one form.
+                // Each number has exactly one encoding.
                 let is_shortest = shift == 0 || byte != 0;
                 return if is_shortest {
                     Ok(number)
@@ -235,7 +238,8 @@ impl Reader<'_> {
         Err(ValueError::Malformed { what: "number" })
     }
 
-    /// A length or count: each unit of it takes at least one byte of what is left.
+    /// Reads a length or count. Each unit takes at least one of the remaining bytes, so a larger
+    /// number is refused.
     fn count(&mut self) -> Result<usize, ValueError> {
         let number = self.number()?;
         let left = self.bytes.len() - self.at;
@@ -249,7 +253,7 @@ impl Reader<'_> {
     }
 
     fn values(&mut self, depth: usize) -> Result<Vec<Value>, ValueError> {
-        // Grows with what is parsed: a count alone allocates nothing.
+        // The list grows with the parsed values: a count alone allocates nothing.
         let mut values = Vec::new();
         for _ in 0..self.count()? {
             values.push(self.value(depth + 1)?);

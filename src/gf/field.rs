@@ -1,16 +1,16 @@
 //! Arithmetic of single elements of GF(2^8) modulo x^8 + x^4 + x^3 + x^2 + 1 (0x11D), the field of
-//! `reed-solomon-erasure` and ISA-L. Addition and subtraction are XOR. Streams of bytes go through
-//! [`super::kernel`] instead.
+//! `reed-solomon-erasure` and ISA-L. Addition and subtraction are XOR. Streams of bytes are
+//! processed by [`super::kernel`] instead.
 
 /// The field's polynomial, with its leading bit.
 pub const POLYNOMIAL: u16 = 0x11D;
 
-/// Order of the multiplicative group.
+/// The order of the multiplicative group.
 const GROUP: usize = 255;
 
-/// The powers of the generator 2, written twice so that a sum of two logarithms needs no reduction.
+/// The powers of the generator 2, stored twice so that a sum of two logarithms needs no reduction.
 const EXP: [u8; 2 * GROUP] = powers();
-/// The logarithm of each element to the base 2; the entry of 0 is never used.
+/// The logarithm of each element to the base 2. The entry of 0 is never used.
 const LOG: [u8; 256] = logarithms();
 
 const fn powers() -> [u8; 2 * GROUP] {
@@ -38,7 +38,7 @@ const fn logarithms() -> [u8; 256] {
     table
 }
 
-/// The product `a * b`.
+/// Returns the product `a * b`.
 pub const fn mul(a: u8, b: u8) -> u8 {
     if a == 0 || b == 0 {
         return 0;
@@ -46,12 +46,12 @@ pub const fn mul(a: u8, b: u8) -> u8 {
     EXP[LOG[a as usize] as usize + LOG[b as usize] as usize]
 }
 
-/// The inverse of `a`; zero has none.
+/// Returns the inverse of `a`, or `None` for zero.
 pub const fn inv(a: u8) -> Option<u8> {
     if a == 0 { None } else { Some(EXP[GROUP - LOG[a as usize] as usize]) }
 }
 
-/// The quotient `a / b`; nothing divides by zero.
+/// Returns the quotient `a / b`, or `None` when `b` is zero.
 pub const fn div(a: u8, b: u8) -> Option<u8> {
     match inv(b) {
         Some(inverse) => Some(mul(a, inverse)),
@@ -59,12 +59,12 @@ pub const fn div(a: u8, b: u8) -> Option<u8> {
     }
 }
 
-/// 2 to the `power`, where 2 generates the multiplicative group.
+/// Returns 2 to the `power`. The element 2 generates the multiplicative group.
 pub const fn exp(power: usize) -> u8 {
     EXP[power % GROUP]
 }
 
-/// `a` to the `power`; anything to the 0 is 1.
+/// Returns `a` to the `power`. Any element to the power 0 is 1.
 pub const fn pow(a: u8, power: usize) -> u8 {
     if power == 0 {
         1

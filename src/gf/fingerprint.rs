@@ -1,25 +1,29 @@
-//! The linear fingerprint of a grain: 16 bytes that are GF(2^8)-linear in its bytes, so that whoever knows
-//! the fingerprints of source blocks knows that of every combination of them (after Hendricks, Ganger,
-//! Reiter, *Verifying distributed erasure-coded data*, PODC 2007). Part of the format.
+//! The linear fingerprint of a grain: 16 bytes that are GF(2^8)-linear in the grain's bytes. The
+//! fingerprints of source blocks therefore determine that of every combination of them (after
+//! Hendricks, Ganger, Reiter, *Verifying distributed erasure-coded data*, PODC 2007). The
+//! fingerprint is part of the format.
 //!
-//! What it detects: faults. Two grains that differ by an error which does not depend on the key have the same
-//! fingerprint with probability at most 2^-127, whatever the error's shape. What it does not detect: malice
-//! by one who knows the key, for whom a collision is a linear equation away. It identifies nothing: BLAKE3 does that.
+//! A fingerprint detects faults. Two grains that differ by an error which does not depend on the
+//! key have the same fingerprint with probability at most 2^-127, whatever the error's shape. A
+//! fingerprint does not detect malice: an attacker who knows the key finds a collision by solving a
+//! linear equation. A fingerprint identifies nothing; BLAKE3 does that.
 //!
 //! # Definition
 //!
-//! The 32-byte key goes through BLAKE3's key derivation (context `rapidraid fingerprint v1`), whose output
-//! is read as 1025 little-endian words K[0..1025] of 64 bits, then 271 bytes H[0..271]. A grain shorter
-//! than 64 KiB counts as followed by zeros. Of its vector t of 64 bytes, the word `P[t][b]` has as bit l the
-//! bit b of byte l.
+//! BLAKE3's key derivation (context `rapidraid fingerprint v1`) expands the 32-byte key. Its output
+//! is read as 1025 little-endian words K[0..1025] of 64 bits, then 271 bytes H[0..271]. A grain
+//! shorter than 64 KiB is padded with zeros. For its vector t of 64 bytes, bit l of the word
+//! `P[t][b]` is bit b of byte l.
 //!
-//! 1. For r in {0, 1} and bits b: `A[r][b] = XOR over t of clmul(P[t][b], K[t+r])`, carry-less products of 127 bits.
-//! 2. Byte `w[128 r + i]` has as bit b the bit i of `A[r][b]`.
+//! 1. For r in {0, 1} and bits b: `A[r][b] = XOR over t of clmul(P[t][b], K[t+r])`, carry-less
+//!    products of 127 bits.
+//! 2. Bit b of byte `w[128 r + i]` is bit i of `A[r][b]`.
 //! 3. `F[j] = sum over m of H[m+j] * w[m]` in GF(2^8), for j in 0..16.
 //!
-//! Levels 1 and 2 act on positions with weights in GF(2), the same for every bit plane, and so commute with
-//! any byte factor. Any error, even in one bit plane alone, leaves a trace in the 254 bytes of their image but for
-//! a chance of 2^-128; the last level, Toeplitz over the code's own field, takes that to 16 bytes at the same chance.
+//! Levels 1 and 2 act on positions with weights in GF(2), the same for every bit plane, and so
+//! commute with any byte factor. Any error, even in one bit plane alone, changes the 254 bytes of
+//! their image except with probability 2^-128. The last level, Toeplitz over the code's own field,
+//! reduces the image to 16 bytes at the same probability.
 
 use std::fmt;
 use std::ops::Add;
@@ -30,21 +34,21 @@ use super::kernel::Kernel;
 use super::{GfError, field};
 use crate::units::GRAIN_BYTES;
 
-/// The fingerprint of a grain. It is zero for a grain of zeros and for an empty one.
+/// The fingerprint of a grain. It is zero for a grain of zeros and for an empty grain.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Fingerprint(pub [u8; 16]);
 
 impl Fingerprint {
-    /// The fingerprint of zeros.
+    /// The fingerprint of a grain of zeros.
     pub const ZERO: Self = Self([0; 16]);
 
-    /// The fingerprint of `coef` times a grain.
+    /// Returns the fingerprint of `coef` times a grain.
     #[must_use]
     pub fn scale(self, coef: u8) -> Self {
         Self(self.0.map(|byte| field::mul(coef, byte)))
     }
 
-    /// The fingerprint of the sum of all `coefs[i]` times grain i.
+    /// Returns the fingerprint of the sum of all `coefs[i]` times grain i.
     pub fn combine(coefs: &[u8], of: &[Fingerprint]) -> Result<Self, GfError> {
         if coefs.len() != of.len() {
             let what = "fingerprints to combine";
@@ -55,7 +59,7 @@ impl Fingerprint {
     }
 }
 
-/// The fingerprint of the sum of two grains.
+/// Returns the fingerprint of the sum of two grains.
 impl Add for Fingerprint {
     type Output = Self;
     fn add(self, other: Self) -> Self {
@@ -75,10 +79,10 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// Vectors of 64 bytes in a grain.
+/// The number of 64-byte vectors in a grain.
 const VECTORS: usize = GRAIN_BYTES as usize / 64;
 
-/// A key made ready: about 16 KiB, made once per shard.
+/// An expanded key. It takes about 16 KiB and is made once per shard.
 #[derive(Clone)]
 pub struct FingerprintKey(Box<Expanded>);
 
@@ -90,10 +94,11 @@ struct Expanded {
 }
 
 impl FingerprintKey {
-    /// Bytes of the last level's key: 256 weights for the first byte, one more for each of the 15 others.
+    /// The length of the last level's key in bytes: 256 weights for the first byte, and one more
+    /// for each of the 15 others.
     pub(super) const TAIL_BYTES: usize = 256 + 15;
 
-    /// Expands the 32 bytes that a shard's record keeps.
+    /// Expands the 32-byte key that a shard's record holds.
     pub fn derive(key: &[u8; 32]) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("rapidraid fingerprint v1");
         hasher.update(key);
@@ -114,12 +119,13 @@ impl FingerprintKey {
         Self(expanded)
     }
 
-    /// The fingerprint of a grain of at most [`GRAIN_BYTES`], in time proportional to its length.
+    /// Returns the fingerprint of a grain, in time proportional to its length. Returns
+    /// [`GfError::GrainTooLong`] for more than [`GRAIN_BYTES`].
     pub fn fingerprint(&self, grain: &[u8]) -> Result<Fingerprint, GfError> {
         self.fingerprint_by(Kernel::active(), grain)
     }
 
-    /// The same by a chosen kernel, for tests and measurements.
+    /// Returns the fingerprint as a chosen kernel computes it, for tests and measurements.
     pub fn fingerprint_by(&self, kernel: Kernel, grain: &[u8]) -> Result<Fingerprint, GfError> {
         if grain.len() as u64 > GRAIN_BYTES {
             return Err(GfError::GrainTooLong { bytes: grain.len() });
@@ -127,17 +133,17 @@ impl FingerprintKey {
         Ok(Fingerprint(kernel.fingerprint(self, grain)))
     }
 
-    /// K of the definition.
+    /// Returns the words K of the definition.
     pub(super) fn words(&self) -> &[u64] {
         &self.0.words
     }
 
-    /// K, each word with its bits in reverse.
+    /// Returns the words K, each with its bits in reverse order.
     pub(super) fn mirrored_words(&self) -> &[u64] {
         &self.0.mirrored
     }
 
-    /// H of the definition.
+    /// Returns the bytes H of the definition.
     pub(super) fn tail(&self) -> &[u8; Self::TAIL_BYTES] {
         &self.0.tail
     }
@@ -169,7 +175,7 @@ mod tests {
         bytes
     }
 
-    /// Levels 1 and 2, straight from the definition, a bit at a time.
+    /// Computes levels 1 and 2 directly from the definition, one bit at a time.
     fn slow_image(key: &FingerprintKey, grain: &[u8]) -> [u8; 256] {
         let mut padded = grain.to_vec();
         padded.resize(GRAIN_BYTES as usize, 0);
@@ -189,7 +195,7 @@ mod tests {
         w
     }
 
-    fn slow_twin(key: &FingerprintKey, grain: &[u8]) -> Fingerprint {
+    fn slow_reference(key: &FingerprintKey, grain: &[u8]) -> Fingerprint {
         let w = slow_image(key, grain);
         let mut fingerprint = Fingerprint::ZERO;
         for j in 0..16 {
@@ -205,7 +211,7 @@ mod tests {
         let key = key(1);
         for len in LENGTHS {
             let grain = bytes(2, len);
-            let expected = slow_twin(&key, &grain);
+            let expected = slow_reference(&key, &grain);
             for kernel in Kernel::available() {
                 let got = key.fingerprint_by(kernel, &grain).unwrap();
                 assert_eq!(got, expected, "{} on {len} bytes", kernel.name());
@@ -227,7 +233,7 @@ mod tests {
         }
     }
 
-    /// Pins the format: these change with a version of the format only.
+    /// Pins the format. These values change only with a version of the format.
     #[test]
     fn golden_values() {
         let counting: Vec<u8> = (0..GRAIN_BYTES).map(|i| (i % 251) as u8).collect();
@@ -273,8 +279,9 @@ mod tests {
         }
     }
 
-    /// An error that lives in one bit plane must spread over all bytes of the fingerprint: weights in GF(2)
-    /// to the end would leave it in that plane, where it escapes with 2^-16.
+    /// An error in a single bit plane must spread over all bit planes of the fingerprint. With
+    /// weights in GF(2) at the last level, too, it would stay in that plane and escape with
+    /// probability 2^-16.
     #[test]
     fn an_error_in_one_bit_plane_is_seen_in_all_planes() {
         for plane in 0..8 {

@@ -1,9 +1,10 @@
-//! Straight-line programs over streams: each register is a sum of few inputs and earlier registers. What a sparse system of equations leaves
-//! of a reconstruction, in a form that [`super::Kernel::run`] runs with all registers of some bytes in the nearest cache.
+//! Straight-line programs over streams: each register is a sum of a few inputs and earlier
+//! registers. A reconstruction that solves a sparse system of equations has this form, and
+//! [`super::Kernel::run`] runs it with all registers for some bytes in the nearest cache.
 
 use super::GfError;
 
-/// What a step reads.
+/// The source of a term of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operand {
     /// An input, by its number.
@@ -12,17 +13,18 @@ pub enum Operand {
     Register(usize),
 }
 
-/// One new register: `scale * sum of coef * operand`.
+/// A step, which computes one new register: `scale * sum of coef * operand`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
+pub struct LineStep {
     /// The factor of the whole sum.
     pub scale: u8,
     /// The terms of the sum.
     pub terms: Vec<(u8, Operand)>,
 }
 
-impl Step {
-    /// How many multiplications it takes: those by 0 and 1 are free.
+impl LineStep {
+    /// Returns the number of multiplications that the step takes. Multiplications by 0 and 1 are
+    /// free.
     pub fn multiplications(&self) -> usize {
         let factors = self.terms.iter().map(|&(coef, _)| coef).chain([self.scale]);
         factors.filter(|&factor| factor > 1).count()
@@ -31,59 +33,62 @@ impl Step {
 
 /// A straight-line program, ready to run.
 ///
-/// Invariants, which kernels rely on: what is read is an input below `inputs`, or a slot that an earlier operation has written; what is written is
-/// an output below `outputs` or a slot; every output, and every slot, is written once.
+/// Invariants, which kernels rely on: every read is of an input below `inputs`, or of a slot that
+/// an earlier operation has written; every write is to an output below `outputs`, or to a slot;
+/// every output and every slot is written exactly once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
     pub(super) operations: Vec<Operation>,
     pub(super) terms: Vec<Term>,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
-    /// For each slot the output that its register is as well, if it is one.
+    /// For each slot, the output that holds the same register, if there is one.
     pub(super) outputs_of_slots: Vec<Option<usize>>,
 }
 
-/// What is run at once.
+/// The unit of execution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operation {
     Sum(Sum),
     Link(Link),
 }
 
-/// One step.
+/// A single step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sum {
-    /// Its terms are those from here on,
+    /// The index of its first term in `terms`.
     pub first: usize,
-    /// so many.
+    /// The number of its terms.
     pub count: usize,
     pub scale: u8,
     pub target: Target,
 }
 
-/// Two steps, as a hop of a chain leaves them: `o = scale (input + x + e o')`, then `x + forward o + f o'`, where x is the last result and o'
-/// was kept. Half of what they read never leaves the registers so.
+/// Two steps in the form that a hop of a chain gives: `o = scale (input + x + e o')`, then `x +
+/// forward o + f o'`, where x is the last result and o' is in a slot. Run together, half of their
+/// operands stay in registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Link {
     pub input: usize,
-    /// Whether x counts; otherwise it is zero.
+    /// Whether x is the last result; otherwise x is zero.
     pub goes_on: bool,
-    /// The slot of o', e and f.
+    /// The slot of o', and the coefficients e and f.
     pub known: Option<(usize, u8, u8)>,
     pub scale: u8,
     pub forward: u8,
-    /// Where o goes,
+    /// The destination of o.
     pub target: Target,
-    /// and the second result.
+    /// The destination of the second result.
     pub next: Target,
 }
 
-/// Where a register goes.
+/// The destination of a register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Target {
-    /// An output that it is.
+    /// The output that the register is, if it is one.
     pub output: Option<usize>,
-    /// Where it is kept for an operation behind the next, unless the kernel reads it back from its output.
+    /// The slot that keeps the register for operations after the next one. A kernel may read the
+    /// register back from its output instead.
     pub slot: Option<usize>,
 }
 
@@ -96,19 +101,21 @@ pub(super) struct Term {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
     Input(usize),
-    /// A register that was kept.
+    /// A register that is kept in a slot.
     Slot(usize),
-    /// The result of the operation before.
+    /// The result of the preceding operation.
     Last,
 }
 
 impl Line {
-    /// The most registers that can be kept.
+    /// Maximum number of registers that can be kept in slots.
     pub const MAX_SLOTS: usize = 64;
 
-    /// Step i makes register i from `inputs` inputs and earlier registers; output j is register `outputs[j]`. None when it is no program:
-    /// a step without terms, one that reads ahead, an output that is none or comes twice; or when too many registers must be kept.
-    pub fn new(inputs: usize, steps: &[Step], outputs: &[usize]) -> Option<Self> {
+    /// Returns the program in which step i computes register i from `inputs` inputs and earlier
+    /// registers, and output j is register `outputs[j]`. Returns `None` if a step has no terms or
+    /// reads a later register, if an output does not exist or occurs twice, or if too many
+    /// registers must be kept.
+    pub fn new(inputs: usize, steps: &[LineStep], outputs: &[usize]) -> Option<Self> {
         let is_distinct = |(at, register): (usize, &usize)| {
             *register < steps.len() && !outputs[..at].contains(register)
         };
@@ -116,7 +123,7 @@ impl Line {
             return None;
         }
         let units = units(steps);
-        // The last result of each unit is at hand in the next one.
+        // The last result of each unit is available in the next unit without a slot.
         let is_kept = |register: usize, unit: usize| {
             let at_hand = units[unit].end == register + 1;
             let later = units
@@ -124,7 +131,7 @@ impl Line {
                 .enumerate()
                 .skip(unit)
                 .filter(|(other, _)| *other > unit + usize::from(at_hand));
-            let reads = |step: &Step| {
+            let reads = |step: &LineStep| {
                 step.terms.iter().any(|&(_, operand)| operand == Operand::Register(register))
             };
             later.into_iter().any(|(_, unit)| steps[unit.clone()].iter().any(reads))
@@ -189,8 +196,9 @@ impl Line {
         })
     }
 
-    /// What it costs to run, in products of a vector with a constant, measured with AVX-512: a term is loaded and multiplied, a result is
-    /// stored, and each operation is looked up for every few vectors.
+    /// Returns the cost of a run in products of a vector with a constant, as measured with AVX-512.
+    /// The cost covers loading and multiplying each term, storing each result, and dispatching each
+    /// operation once for every few vectors.
     pub fn cost(&self) -> usize {
         let of = |operation: &Operation| match operation {
             Operation::Sum(sum) => 4 + 2 * sum.count,
@@ -199,28 +207,29 @@ impl Line {
         self.operations.iter().map(of).sum()
     }
 
-    /// What a matrix costs in the same measure: every entry is a product, whatever it is.
+    /// Returns the cost of a dense matrix in the same unit. Every entry is a product, whatever its
+    /// value.
     pub fn dense_cost(rows: usize, cols: usize) -> usize {
         rows * cols + 2 * (rows + cols)
     }
 
-    /// The common length of all buffers, if their numbers fit.
+    /// Returns the common length of all buffers, or an error if their number or lengths do not fit.
     pub(super) fn check(&self, inputs: &[&[u8]], outputs: &[&mut [u8]]) -> Result<usize, GfError> {
         super::kernel::check((self.outputs, self.inputs), &[], inputs, outputs)
     }
 }
 
-/// What two steps have in common with a link.
+/// The values that two steps have in common with a link.
 struct Shape {
     input: usize,
     goes_on: bool,
-    /// An earlier register, and its coefficient in either step.
+    /// An earlier register, and its coefficient in each of the two steps.
     known: Option<(usize, u8, u8)>,
     forward: u8,
 }
 
-/// Whether the steps from `register` on are a link: see [`Link`].
-fn link_shape(steps: &[Step], register: usize) -> Option<Shape> {
+/// Returns the shape of the two steps from `register` on if they form a link: see [`Link`].
+fn link_shape(steps: &[LineStep], register: usize) -> Option<Shape> {
     let [step, next] = steps.get(register..register + 2)? else { return None };
     let before = register.checked_sub(1).map(Operand::Register);
     let (mut input, mut goes_on, mut e) = (None, false, None);
@@ -246,7 +255,7 @@ fn link_shape(steps: &[Step], register: usize) -> Option<Shape> {
         (Some((known, e)), Some((other, f))) if known == other => Some((known, e, f)),
         _ => return None,
     };
-    // What comes before is at hand; it cannot be what was kept.
+    // The preceding result is available without a slot, so it cannot be the kept register.
     let is_apart = known.is_none_or(|(known, ..)| known + 1 < register);
     (next.scale == 1 && goes_on == also_goes_on && is_apart).then_some(Shape {
         input: input?,
@@ -256,8 +265,8 @@ fn link_shape(steps: &[Step], register: usize) -> Option<Shape> {
     })
 }
 
-/// The steps in the units that run at once, one or two each.
-fn units(steps: &[Step]) -> Vec<std::ops::Range<usize>> {
+/// Groups the steps into the units that run at once, of one or two steps each.
+fn units(steps: &[LineStep]) -> Vec<std::ops::Range<usize>> {
     let mut units = Vec::new();
     let mut at = 0;
     while at < steps.len() {

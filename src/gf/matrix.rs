@@ -8,15 +8,16 @@ use super::{GfError, field};
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Matrix {
     cols: usize,
-    /// Row after row; never empty, and a multiple of `cols`.
+    /// The entries, row after row. Never empty; the length is a multiple of `cols`.
     entries: Vec<u8>,
 }
 
 impl Matrix {
-    /// The most rows or columns.
+    /// Maximum number of rows or columns.
     pub const MAX_SIDE: usize = 256;
 
-    /// The matrix with these entries, row after row.
+    /// Returns the matrix with these entries, row after row. Returns [`GfError::Size`] or
+    /// [`GfError::Count`] if the sizes do not fit.
     pub fn new(rows: usize, cols: usize, entries: Vec<u8>) -> Result<Self, GfError> {
         if !(1..=Self::MAX_SIDE).contains(&rows) || !(1..=Self::MAX_SIDE).contains(&cols) {
             return Err(GfError::Size { rows, cols });
@@ -28,7 +29,7 @@ impl Matrix {
         Ok(Self { cols, entries })
     }
 
-    /// The matrix with these rows, which must have one length.
+    /// Returns the matrix with these rows, which must all have the same length.
     pub fn from_rows<R: AsRef<[u8]>>(rows: &[R]) -> Result<Self, GfError> {
         let cols = rows.first().map_or(0, |row| row.as_ref().len());
         if let Some(row) = rows.iter().find(|row| row.as_ref().len() != cols) {
@@ -39,50 +40,50 @@ impl Matrix {
         Self::new(rows.len(), cols, entries)
     }
 
-    /// The matrix of zeros.
+    /// Returns the zero matrix.
     pub fn zero(rows: usize, cols: usize) -> Result<Self, GfError> {
         Self::new(rows, cols, vec![0; rows.saturating_mul(cols).min(Self::MAX_SIDE.pow(2))])
     }
 
-    /// The matrix that changes nothing.
+    /// Returns the identity matrix.
     pub fn identity(side: usize) -> Result<Self, GfError> {
         let mut identity = Self::zero(side, side)?;
         identity.entries.iter_mut().step_by(side + 1).for_each(|entry| *entry = 1);
         Ok(identity)
     }
 
-    /// How many rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.entries.len() / self.cols
     }
 
-    /// How many columns.
+    /// Returns the number of columns.
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// Row `row`, from 0.
+    /// Returns row `row`, from 0.
     ///
     /// # Panics
-    /// When there is no such row, as a slice would.
+    /// Panics when there is no such row, as a slice would.
     pub fn row(&self, row: usize) -> &[u8] {
         &self.entries[row * self.cols..][..self.cols]
     }
 
-    /// Row `row`, to write to.
+    /// Returns row `row`, from 0, for writing.
     ///
     /// # Panics
-    /// When there is no such row, as a slice would.
+    /// Panics when there is no such row, as a slice would.
     pub fn row_mut(&mut self, row: usize) -> &mut [u8] {
         &mut self.entries[row * self.cols..][..self.cols]
     }
 
-    /// All rows in turn.
+    /// Returns an iterator over the rows.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &[u8]> {
         self.entries.chunks_exact(self.cols)
     }
 
-    /// The matrix of these rows, in this order; a row may come twice.
+    /// Returns the matrix of these rows, in this order. A row may occur twice.
     pub fn select(&self, rows: &[usize]) -> Result<Self, GfError> {
         if let Some(&row) = rows.iter().find(|&&row| row >= self.rows()) {
             return Err(GfError::Count {
@@ -98,7 +99,7 @@ impl Matrix {
         )
     }
 
-    /// The product `self * right`.
+    /// Returns the product `self * right`.
     pub fn mul(&self, right: &Matrix) -> Result<Self, GfError> {
         if self.cols != right.rows() {
             let what = "rows of the right factor";
@@ -113,12 +114,12 @@ impl Matrix {
         Ok(product)
     }
 
-    /// How many rows are independent.
+    /// Returns the rank: the number of independent rows.
     pub fn rank(&self) -> usize {
         self.clone().eliminate(None)
     }
 
-    /// The matrix whose product with this one is the identity.
+    /// Returns the inverse matrix, or [`GfError::Singular`] if there is none.
     pub fn inverse(&self) -> Result<Self, GfError> {
         let side = self.rows();
         if side != self.cols {
@@ -130,24 +131,32 @@ impl Matrix {
         if rank < side { Err(GfError::Singular { side, rank }) } else { Ok(inverse) }
     }
 
-    /// Brings the matrix to reduced echelon form, does the same steps to `twin`, and returns the rank.
-    fn eliminate(&mut self, mut twin: Option<&mut Matrix>) -> usize {
+    /// Brings the matrix to reduced echelon form and applies the same row operations to `companion`.
+    /// Returns the rank.
+    fn eliminate(&mut self, mut companion: Option<&mut Matrix>) -> usize {
         let mut rank = 0;
         for col in 0..self.cols {
             let Some(pivot) = (rank..self.rows()).find(|&row| self.row(row)[col] != 0) else {
                 continue;
             };
-            self.reduce_by(pivot, rank, col, twin.as_deref_mut());
+            self.reduce_by(pivot, rank, col, companion.as_deref_mut());
             rank += 1;
         }
         rank
     }
 
-    /// Moves row `pivot` to `target`, scales it so that its entry in `col` is 1, clears `col` in all others.
-    fn reduce_by(&mut self, pivot: usize, target: usize, col: usize, twin: Option<&mut Matrix>) {
+    /// Moves row `pivot` to `target`, scales it so that its entry in `col` is 1, and clears `col`
+    /// in all other rows.
+    fn reduce_by(
+        &mut self,
+        pivot: usize,
+        target: usize,
+        col: usize,
+        companion: Option<&mut Matrix>,
+    ) {
         let factors: Vec<u8> = self.iter().map(|row| row[col]).collect();
         let Some(scale) = field::inv(factors[pivot]) else { return };
-        for matrix in std::iter::once(&mut *self).chain(twin) {
+        for matrix in std::iter::once(&mut *self).chain(companion) {
             let scaled: Vec<u8> = matrix.row(pivot).iter().map(|&e| field::mul(scale, e)).collect();
             for (row, &factor) in factors.iter().enumerate() {
                 if row != pivot {
@@ -161,7 +170,7 @@ impl Matrix {
     }
 }
 
-/// `sums += coef * terms`, entry by entry.
+/// Computes `sums += coef * terms`, entry by entry.
 pub(crate) fn add_scaled(sums: &mut [u8], coef: u8, terms: &[u8]) {
     if coef != 0 {
         sums.iter_mut().zip(terms).for_each(|(sum, &term)| *sum ^= field::mul(coef, term));
@@ -178,7 +187,8 @@ impl fmt::Debug for Matrix {
 mod tests {
     use super::*;
 
-    /// A matrix with entries 2^(row * col): any square one of up to 255 rows is invertible.
+    /// Returns a matrix with entries 2^(row * col). Every square one of up to 255 rows is
+    /// invertible.
     fn vandermonde(rows: usize, cols: usize) -> Matrix {
         let entries = (0..rows).flat_map(|r| (0..cols).map(move |c| field::exp(r * c))).collect();
         Matrix::new(rows, cols, entries).unwrap()

@@ -7,12 +7,13 @@ use super::{GfError, Matrix};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Matrix16 {
     cols: usize,
-    /// Row after row; never empty, and a multiple of `cols`.
+    /// The entries, row after row. Never empty; the length is a multiple of `cols`.
     entries: Vec<Element>,
 }
 
 impl Matrix16 {
-    /// The matrix with these entries, row after row.
+    /// Returns the matrix with these entries, row after row. Returns [`GfError::Size`] or
+    /// [`GfError::Count`] if the sizes do not fit.
     pub fn new(rows: usize, cols: usize, entries: Vec<Element>) -> Result<Self, GfError> {
         let sides = 1..=Matrix::MAX_SIDE;
         if !sides.contains(&rows) || !sides.contains(&cols) {
@@ -25,17 +26,17 @@ impl Matrix16 {
         Ok(Self { cols, entries })
     }
 
-    /// How many rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.entries.len() / self.cols
     }
 
-    /// How many columns.
+    /// Returns the number of columns.
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// All rows in turn.
+    /// Returns an iterator over the rows.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &[Element]> {
         self.entries.chunks_exact(self.cols)
     }

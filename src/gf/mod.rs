@@ -1,9 +1,9 @@
-//! The field GF(2^8) and everything that touches many bytes at once: matrices of coefficients, the fused
-//! kernel that applies one to streams, and the linear fingerprint.
+//! The field GF(2^8) and all operations on many bytes at once: matrices of coefficients, the fused
+//! kernel that applies a matrix to streams, and the linear fingerprint.
 //!
-//! Promises: every function here is exact and the same on every processor; a wrong shape or length is an
-//! error, never undefined behaviour. The only `unsafe` code of the library is in [`kernel`].
-//! Which coefficients make a good code is left to the floor above.
+//! Every function here is exact and gives the same result on every processor. A wrong shape or
+//! length is an error, never undefined behaviour. The only `unsafe` code of the library is in
+//! [`kernel`]. The layer above decides which coefficients make a good code.
 
 pub mod field;
 pub mod field16;
@@ -15,34 +15,34 @@ mod matrix16;
 
 pub use fingerprint::{Fingerprint, FingerprintKey};
 pub use kernel::{Kernel, Mode};
-pub use line::{Line, Operand, Step};
+pub use line::{Line, LineStep, Operand};
 pub use matrix::Matrix;
 pub(crate) use matrix::add_scaled;
 pub use matrix16::Matrix16;
 
 use crate::kind::ErrorKind;
 
-/// Why a matrix, a kernel or a fingerprint could not do what was asked.
+/// The reason why a matrix, a kernel or a fingerprint could not do what was asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GfError {
-    /// A matrix needs 1 to [`Matrix::MAX_SIDE`] rows and columns.
+    /// The size of a matrix is not 1 to [`Matrix::MAX_SIDE`] rows and columns.
     #[error(
         "a matrix of {rows} rows and {cols} columns cannot be made: give 1 to {max} of each",
         max = Matrix::MAX_SIDE
     )]
     Size {
-        /// Rows asked for.
+        /// The requested number of rows.
         rows: usize,
-        /// Columns asked for.
+        /// The requested number of columns.
         cols: usize,
     },
-    /// Two things that must have the same number of entries do not.
+    /// Two counts that must be equal differ.
     #[error("{what}: expected {expected}, got {actual}")]
     Count {
-        /// What was counted.
+        /// The name of the count.
         what: &'static str,
-        /// The number that fits.
+        /// The number that is required.
         expected: usize,
         /// The number that was given.
         actual: usize,
@@ -52,70 +52,76 @@ pub enum GfError {
         "{side} {index} has {actual} bytes, the first input has {expected}: cut all to one length"
     )]
     Length {
-        /// `"stream"`, `"input"` or `"output"`.
+        /// The kind of buffer: `"stream"`, `"input"` or `"output"`.
         side: &'static str,
-        /// Which of them, from 0.
+        /// The number of the buffer among those of its kind, from 0.
         index: usize,
         /// The length of the first input.
         expected: usize,
-        /// Its own length.
+        /// The length of the buffer.
         actual: usize,
     },
-    /// Symbols of two bytes do not come out even.
-    #[error("{bytes} bytes are no whole number of 16-bit symbols: cut buffers to an even length")]
+    /// The length of the buffers is odd, but symbols have two bytes.
+    #[error(
+        "{bytes} bytes are not a whole number of 16-bit symbols: cut buffers to an even length"
+    )]
     OddLength {
-        /// Bytes given.
+        /// The given length in bytes.
         bytes: usize,
     },
-    /// More than one pass can do, and a second would read what the first has overwritten.
+    /// The matrix needs more than one pass, and a second pass would read what the first has
+    /// overwritten.
     #[error(
         "a matrix of {rows} rows and {cols} columns is not applied in place: give at most {max_rows} and {max_cols}, or outputs of their own"
     )]
     InPlace {
-        /// Rows given.
+        /// The given number of rows.
         rows: usize,
-        /// Columns given.
+        /// The given number of columns.
         cols: usize,
-        /// The most rows.
+        /// Maximum number of rows.
         max_rows: usize,
-        /// The most columns.
+        /// Maximum number of columns.
         max_cols: usize,
     },
-    /// A straight-line program replaces what its outputs hold.
-    #[error("a straight-line program adds to nothing: use `Mode::Overwrite` or `Mode::Stream`")]
+    /// A straight-line program was run in [`Mode::Accumulate`], but it can only replace its
+    /// outputs.
+    #[error(
+        "a straight-line program cannot add to its outputs: use `Mode::Overwrite` or `Mode::Stream`"
+    )]
     NoSum,
     /// The matrix has no inverse.
-    #[error("a matrix of side {side} has rank {rank} and so no inverse: choose other rows")]
+    #[error("a matrix of side {side} has rank {rank} and therefore no inverse: choose other rows")]
     Singular {
-        /// Rows of the matrix.
+        /// The number of rows of the matrix.
         side: usize,
-        /// Its rank.
+        /// The rank of the matrix.
         rank: usize,
     },
-    /// More bytes than a grain has.
+    /// The bytes are more than a grain.
     #[error("{bytes} bytes are more than a grain of {max}: cut them into grains first", max = crate::units::GRAIN_BYTES)]
     GrainTooLong {
-        /// Bytes given.
+        /// The number of bytes given.
         bytes: usize,
     },
     /// No kernel has this name, or this processor cannot run it.
     #[error("no kernel {name:?} on this processor: set {env} to one of: {available}", env = kernel::ENV)]
     NoSuchKernel {
-        /// The name asked for, cut to 64 characters.
+        /// The requested name, cut to 64 characters.
         name: String,
-        /// The names that work here.
+        /// The names of the kernels that this processor can run.
         available: String,
     },
 }
 
 impl GfError {
-    /// What kind of failure it is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::Invalid
     }
 }
 
-/// Applies `matrix` (a row per output, a column per input) to all bytes at once with the kernel chosen for
+/// Applies `matrix` (a row per output, a column per input) to all bytes with the kernel chosen for
 /// this processor: see [`Kernel::apply`].
 pub fn apply(
     matrix: &Matrix,

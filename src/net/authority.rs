@@ -1,7 +1,7 @@
 //! The authority of a cluster, and the certificates that it issues.
 //!
-//! All certificates are valid from 2020 to 2120: machines whose clocks are wrong still form a cluster, and
-//! a leaked key is answered by a new authority, not by waiting (`docs/security.md`).
+//! All certificates are valid from 2020 to 2120, so that machines whose clocks are wrong still form
+//! a cluster. A new authority is the remedy for a leaked key; expiry is not (`docs/security.md`).
 
 use std::fmt;
 
@@ -14,15 +14,15 @@ use super::identity::{IdentityError, authority_cluster, one_certificate, parse_c
 use super::{Role, tls};
 use crate::id::{ClusterId, PeerName};
 
-/// The first and the last year of every certificate (both from 1 January).
+/// The years in which every certificate begins and ends to be valid, each on 1 January.
 const VALID_YEARS: (i32, i32) = (2020, 2120);
 
 /// A certificate and its private key, as PEM text.
 #[derive(Clone)]
 pub struct IssuedPem {
-    /// The certificate. Public.
+    /// The certificate, which is public.
     pub cert_pem: String,
-    /// The private key. Keep it in a file of mode 0600.
+    /// The private key. Keep it in a file with mode 0600.
     pub key_pem: String,
 }
 
@@ -32,7 +32,7 @@ impl fmt::Debug for IssuedPem {
     }
 }
 
-/// The authority of a cluster: whoever has it decides who is in.
+/// The authority of a cluster. Its owner decides which processes are members.
 pub struct Authority {
     cluster: ClusterId,
     cert_pem: String,
@@ -46,7 +46,7 @@ impl fmt::Debug for Authority {
 }
 
 impl Authority {
-    /// Draws a new authority for `cluster`.
+    /// Generates a new authority for `cluster`.
     pub fn create(cluster: ClusterId) -> Result<Self, IdentityError> {
         let key = KeyPair::generate().map_err(issue_error("authority's key"))?;
         let params = authority_params(cluster)?;
@@ -54,7 +54,7 @@ impl Authority {
         Ok(Self { cluster, cert_pem: cert.pem(), issuer: Issuer::new(params, key) })
     }
 
-    /// The authority that [`Authority::to_pem`] wrote.
+    /// Parses an authority that [`Authority::to_pem`] returned.
     pub fn from_pem(cert_pem: &str, key_pem: &str) -> Result<Self, IdentityError> {
         let der = one_certificate("authority's certificate", cert_pem)?;
         let cert = parse_certificate("authority's certificate", &der)?;
@@ -70,22 +70,23 @@ impl Authority {
         Ok(Self { cluster, cert_pem: cert_pem.to_owned(), issuer })
     }
 
-    /// Certificate and key, to be kept by the operator.
+    /// Returns the certificate and the key, for the operator to keep.
     pub fn to_pem(&self) -> IssuedPem {
         IssuedPem { cert_pem: self.cert_pem.clone(), key_pem: self.issuer.key().serialize_pem() }
     }
 
-    /// The certificate alone: every member of the cluster has it.
+    /// Returns the certificate alone. Every member of the cluster has it.
     pub fn cert_pem(&self) -> &str {
         &self.cert_pem
     }
 
-    /// The cluster.
+    /// Returns the cluster.
     pub fn cluster(&self) -> ClusterId {
         self.cluster
     }
 
-    /// Draws a key for `name` and certifies it. A node's certificate serves and asks, a client's only asks.
+    /// Generates a key for `name` and certifies it. A node's certificate allows serving and
+    /// calling, a client's only calling.
     pub fn issue(&self, role: Role, name: &PeerName) -> Result<IssuedPem, IdentityError> {
         let key = KeyPair::generate().map_err(issue_error("key"))?;
         let uri = format!("rapidraid://{}/{role}/{name}", self.cluster);
@@ -118,7 +119,8 @@ fn base_params(common_name: &str, uri: &str) -> Result<CertificateParams, Identi
     Ok(params)
 }
 
-/// A function of the cluster alone, so that an authority read back issues under the same name.
+/// Returns the parameters of the authority's certificate. They depend on the cluster alone, so that
+/// an authority that is read back issues under the same name.
 fn authority_params(cluster: ClusterId) -> Result<CertificateParams, IdentityError> {
     let mut params =
         base_params(&format!("rapidraid {cluster}"), &format!("rapidraid://{cluster}/ca"))?;

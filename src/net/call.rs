@@ -1,4 +1,4 @@
-//! Calls to other processes: one bidirectional stream each, with a deadline.
+//! Calls to other processes. Each call uses one bidirectional stream and has a deadline.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,47 +15,47 @@ use crate::wire::{
     Call, MAX_FRAME_BYTES, NodeAddress, RemoteError, WireError, parse_answer, request_to_bytes,
 };
 
-/// A call did not give an answer.
+/// An error of a call.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CallError {
     /// The connection or stream failed.
     #[error("{call} to {to}: {source}")]
     Net {
-        /// Name of the call.
+        /// The name of the call.
         call: &'static str,
-        /// Whom it went to.
+        /// The address that was called.
         to: String,
-        /// What happened.
+        /// The cause.
         source: NetError,
     },
-    /// What came is no answer.
+    /// The received bytes are not a valid answer.
     #[error("{call} to {to}: {source}")]
     Wire {
-        /// Name of the call.
+        /// The name of the call.
         call: &'static str,
-        /// Whom it went to.
+        /// The address that was called.
         to: String,
-        /// What is wrong with it.
+        /// The parse error.
         source: WireError,
     },
-    /// Nothing came in time.
+    /// No answer arrived in time.
     #[error("{call} to {to}: {source}")]
     Late {
-        /// Name of the call.
+        /// The name of the call.
         call: &'static str,
-        /// Whom it went to.
+        /// The address that was called.
         to: String,
-        /// The limit.
+        /// The time limit that elapsed.
         source: Elapsed,
     },
-    /// The other side refused or failed, and said why.
+    /// The other side answered with an error.
     #[error(transparent)]
     Failed(#[from] RemoteError),
 }
 
 impl CallError {
-    /// What kind of failure this is.
+    /// Returns the kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             CallError::Net { source, .. } => source.kind(),
@@ -65,31 +65,32 @@ impl CallError {
         }
     }
 
-    /// Whether the other side was not reached, so that the call has certainly had no effect or an unknown one: not a refusal.
+    /// Returns whether no valid answer arrived, so that the call had no effect or an unknown one.
+    /// An error that the other side answered with does not count.
     pub fn is_unanswered(&self) -> bool {
         !matches!(self, CallError::Failed(_))
     }
 }
 
-/// Makes calls over pooled connections.
+/// A caller: makes calls over pooled connections.
 pub struct Caller {
     pool: Arc<Pool>,
     clock: Arc<dyn Clock>,
     limit: Duration,
 }
 
-/// An open call, for those with bulk bytes or several answers.
+/// An open call, used for calls with bulk bytes or several answers.
 pub struct Exchange {
-    /// Bytes towards the callee.
+    /// The stream of bytes to the callee.
     pub send: Box<dyn SendStream>,
-    /// Bytes from the callee.
+    /// The stream of bytes from the callee.
     pub recv: FramedRecv,
     call: &'static str,
     to: String,
 }
 
 impl Exchange {
-    /// Wraps what happened on this exchange's streams.
+    /// Returns `source` as an error of this call.
     pub fn net(&self, source: NetError) -> CallError {
         CallError::Net { call: self.call, to: self.to.clone(), source }
     }
@@ -100,19 +101,19 @@ impl Exchange {
         written.map_err(|source| self.net(source))
     }
 
-    /// Writes a frame behind the request.
+    /// Writes a frame after the request.
     pub async fn write_frame(&mut self, body: Vec<u8>) -> Result<(), CallError> {
         let written = write_frame(&mut *self.send, MAX_FRAME_BYTES, body.into()).await;
         written.map_err(|source| self.net(source))
     }
 
-    /// Says that nothing more comes from this side.
+    /// Ends this side of the exchange: nothing more is sent.
     pub async fn finish(&mut self) -> Result<(), CallError> {
         let finished = self.send.finish().await;
         finished.map_err(|source| self.net(source))
     }
 
-    /// The next answer.
+    /// Reads and returns the next answer.
     pub async fn answer<A: DeserializeOwned>(&mut self) -> Result<A, CallError> {
         let frame =
             self.recv.read_frame(MAX_FRAME_BYTES).await.map_err(|source| self.net(source))?;
@@ -132,30 +133,31 @@ impl Exchange {
 }
 
 impl Caller {
-    /// Calls over `pool`; each answer must come within `limit` unless the caller says otherwise.
+    /// Returns a caller over `pool`. Each answer must arrive within `limit` unless a call gives its
+    /// own limit.
     pub fn new(pool: Arc<Pool>, clock: Arc<dyn Clock>, limit: Duration) -> Arc<Self> {
         Arc::new(Self { pool, clock, limit })
     }
 
-    /// The clock that deadlines are measured by.
+    /// Returns the clock that measures the deadlines.
     pub fn clock(&self) -> &Arc<dyn Clock> {
         &self.clock
     }
 
-    /// How long an answer may take unless the caller says otherwise.
+    /// Returns the default time limit of an answer.
     pub fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// The live connection to `to`.
+    /// Returns the live connection to `to`, and connects if there is none.
     pub async fn connection(&self, to: &NodeAddress) -> Result<Arc<dyn Connection>, NetError> {
         self.pool.get(&address(to)).await
     }
 
-    /// Opens a call and sends its request; the caller goes on with the exchange.
+    /// Opens a call and sends its request. Returns the exchange, with which the caller continues.
     pub async fn open<C: Call>(&self, to: &Address, call: &C) -> Result<Exchange, CallError> {
         let net = |source| CallError::Net { call: C::NAME, to: to.to_string(), source };
-        // A pooled connection may have died without our noticing: then one new one is tried.
+        // A pooled connection may have died unnoticed: in that case try one new connection.
         let mut connection = self.pool.get(to).await.map_err(net)?;
         let streams = match connection.open_bi().await {
             Err(_) if connection.is_closed() => {
@@ -180,7 +182,8 @@ impl Caller {
         Ok(exchange)
     }
 
-    /// As [`Caller::call_within`], over this connection to `to` and no other: to the process that was reached before.
+    /// Makes a call like [`Caller::call_within`], but only over the given connection to `to`, that
+    /// is, to the same process that was reached before.
     pub async fn call_on<C: Call>(
         &self,
         connection: &dyn Connection,
@@ -200,7 +203,7 @@ impl Caller {
         })
     }
 
-    /// Makes a call and waits for its one answer, at most `limit`.
+    /// Makes a call and waits at most `limit` for its single answer. Returns the answer.
     pub async fn call_within<C: Call>(
         &self,
         to: &Address,
@@ -217,8 +220,8 @@ impl Caller {
         })
     }
 
-    /// As [`Caller::call_within`], but keeps our side open until the answer: when this is dropped, the callee sees
-    /// a reset and ends the work.
+    /// Makes a call like [`Caller::call_within`], but keeps our side of the stream open until the
+    /// answer. If this future is dropped, the callee sees a reset and ends the work.
     pub async fn call_held<C: Call>(
         &self,
         to: &NodeAddress,
@@ -232,7 +235,8 @@ impl Caller {
         })
     }
 
-    /// Makes a call to whoever answers at `to`.
+    /// Makes a call to the node that answers at `to`, with the default time limit. Returns the
+    /// answer.
     pub async fn call_address<C: Call>(
         &self,
         to: &Address,
@@ -241,13 +245,13 @@ impl Caller {
         self.call_within(to, call, self.limit).await
     }
 
-    /// Makes a call to a node.
+    /// Makes a call to a node, with the default time limit. Returns the answer.
     pub async fn call<C: Call>(&self, to: &NodeAddress, call: &C) -> Result<C::Answer, CallError> {
         self.call_within(&address(to), call, self.limit).await
     }
 }
 
-/// The transport's address of a node.
+/// Returns the transport's address of a node.
 pub fn address(to: &NodeAddress) -> Address {
     Address { host_port: to.host_port.clone(), node: Some(to.name.clone()) }
 }

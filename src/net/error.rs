@@ -1,4 +1,4 @@
-//! What can go wrong between two processes.
+//! Errors of the network.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use super::identity::IdentityError;
 use crate::id::PeerName;
 use crate::kind::ErrorKind;
 
-/// Why something between two processes failed. Cloned when several callers wait for one connection, so
-/// causes from below are kept as their text.
+/// An error of the network. It is cloned when several callers wait for one connection, so
+/// underlying causes are kept as text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetError {
@@ -20,140 +20,140 @@ pub enum NetError {
         /// The local address.
         addr: String,
     },
-    /// The operating system gives no socket.
+    /// The operating system provides no socket.
     #[error(
         "no UDP socket on {addr}: {reason}; check that this machine has the address and that the port is allowed"
     )]
     Socket {
         /// The local address.
         addr: String,
-        /// What the operating system said.
+        /// The error from the operating system.
         reason: String,
     },
-    /// A limit that the protocol cannot express.
+    /// A transport limit is out of range.
     #[error("the transport limit {field} is out of range: {expected}")]
     Limit {
         /// The field of `TransportLimits`.
         field: &'static str,
-        /// The rule that it breaks.
+        /// The rule that the limit breaks.
         expected: &'static str,
     },
-    /// The identity of this process cannot be used.
+    /// The identity of this process is unusable.
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    /// The address means nothing to the resolver.
+    /// The resolver does not know the address.
     #[error(
-        "{host_port:?} leads to no address: {reason}; expected HOST:PORT, and a host that the resolver knows"
+        "cannot resolve {host_port:?}: {reason}; expected HOST:PORT, and a host that the resolver knows"
     )]
     Resolve {
-        /// The text.
+        /// The address as text.
         host_port: String,
-        /// What the resolver said.
+        /// The error from the resolver.
         reason: String,
     },
-    /// Nobody answers there.
+    /// No process answers at the address.
     #[error("cannot connect to {to}: {reason}; check that it runs and that UDP passes")]
     Unreachable {
-        /// Where to.
+        /// The address.
         to: String,
-        /// What is known.
+        /// The cause, as far as it is known.
         reason: String,
     },
-    /// Nobody answered in time.
+    /// The connection was not established in time.
     #[error("no connection to {to} within {limit:?}: check that it runs and that UDP passes")]
     ConnectTimeout {
-        /// Where to.
+        /// The address.
         to: String,
-        /// How long was waited.
+        /// The time limit.
         limit: Duration,
     },
     /// One side does not accept the other's certificate or protocol.
     #[error(
-        "refused with {peer}: {reason}; both sides need a certificate of the same cluster and the same version"
+        "connection with {peer} refused: {reason}; both sides need a certificate of the same cluster and the same version"
     )]
     Refused {
         /// The other side.
         peer: String,
-        /// What was wrong.
+        /// The cause of the refusal.
         reason: String,
     },
-    /// Another node than the expected one answers.
+    /// A node other than the expected one answers.
     #[error(
         "{host_port} is node {found}, not {expected}: correct the address of {expected} or the certificate folder there"
     )]
     WrongPeer {
-        /// Where to.
+        /// The address.
         host_port: String,
-        /// Who was to be there.
+        /// The expected node.
         expected: PeerName,
-        /// Who is there.
+        /// The node that answered.
         found: PeerName,
     },
-    /// The other side takes no more connections now.
-    #[error("{peer} takes no more connections now: try again later")]
+    /// The other side accepts no more connections now.
+    #[error("{peer} accepts no more connections now: try again later")]
     Busy {
         /// The other side.
         peer: String,
     },
-    /// The connection is over.
+    /// The connection is closed.
     #[error("the connection with {peer} is closed: {reason}")]
     Closed {
         /// The other side.
         peer: String,
         /// The code that the other side gave, if it closed the connection.
         code: Option<u32>,
-        /// What is known.
+        /// The cause, as far as it is known.
         reason: String,
     },
     /// This process has closed its transport.
     #[error("this process is shutting down its connections")]
     ShutDown,
-    /// The sender gave the stream up.
-    #[error("the sender gave the stream up (code {code}, {:?})", kind_of_code(*.code))]
+    /// The sender reset the stream.
+    #[error("the sender reset the stream (code {code}, {:?})", kind_of_code(*.code))]
     Reset {
         /// The sender's code.
         code: u32,
     },
-    /// The reader wants no more.
+    /// The reader stopped the stream.
     #[error("the reader stopped the stream (code {code}, {:?})", kind_of_code(*.code))]
     Stopped {
         /// The reader's code.
         code: u32,
     },
-    /// A stream is used after this side ended it.
+    /// The stream was used after this side ended it.
     #[error("this side has already ended the stream")]
     Ended,
-    /// A message is longer than its kind may be.
-    #[error("a message of {len_bytes} bytes passes the limit of {limit_bytes}")]
+    /// A message is longer than its limit.
+    #[error("a message of {len_bytes} bytes exceeds the limit of {limit_bytes}")]
     FrameTooLong {
-        /// The length it claims.
+        /// The announced length, in bytes.
         len_bytes: u64,
-        /// The limit.
+        /// The limit, in bytes.
         limit_bytes: u64,
     },
     /// The stream ended inside a message.
     #[error("the stream ended after {got_bytes} of {wanted_bytes} bytes")]
     Truncated {
-        /// The length that was due.
+        /// The expected length, in bytes.
         wanted_bytes: u64,
-        /// What came.
+        /// The received length, in bytes.
         got_bytes: u64,
     },
-    /// The pool has as many live connections as it may.
+    /// The pool has reached its maximum number of live connections.
     #[error("all {limit} connections of the pool are in use: try again later")]
     PoolFull {
-        /// How many it may have.
+        /// The maximum number.
         limit: usize,
     },
 }
 
-/// What the code of a stream or connection says about the failure.
+/// Returns the kind of failure that the code of a stream or connection stands for.
 fn kind_of_code(code: u32) -> ErrorKind {
     if code == ABANDONED { ErrorKind::Unavailable } else { ErrorKind::from_wire_code(code) }
 }
 
 impl NetError {
-    /// What kind of failure it is.
+    /// Returns the kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             NetError::AddrInUse { .. } | NetError::Socket { .. } => ErrorKind::Io,

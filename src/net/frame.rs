@@ -1,25 +1,32 @@
-//! Messages and bulk bytes on one stream. A frame is a `u32` little-endian length and that many bytes;
-//! bulk bytes follow a frame without a length of their own, because the frame announced them.
+//! Messages and bulk bytes on one stream. A frame is a little-endian `u32` length and that many
+//! bytes. Bulk bytes follow a frame without a length of their own, because the frame announces
+//! them.
 //!
-//! A length is judged before anything is allocated for it. What the bytes mean is `wire`'s business.
+//! A length is checked before anything is allocated for it. `wire` defines the meaning of the
+//! bytes.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use super::{NetError, RecvStream, SendStream};
 
-/// The longest piece of bulk bytes that [`FramedRecv::read_exact`] makes contiguous.
+/// Maximum number of bulk bytes that [`FramedRecv::read_exact`] returns in one contiguous slice.
 pub const MAX_CONTIGUOUS_BYTES: usize = 1 << 20;
 
-/// A received slice shorter than this is copied out: it may keep a 64 KiB batch of datagrams alive.
+/// A received slice shorter than this many bytes is copied, because it may keep a 64 KiB batch of
+/// datagrams in memory.
 const MIN_SHARED_BYTES: usize = 16 << 10;
 
-/// A body up to this length is copied behind its header, so that both leave in one datagram.
+/// A body of at most this many bytes is copied next to its header, so that both leave in one
+/// datagram.
 const MAX_JOINED_BYTES: usize = 16 << 10;
 
-/// How much is asked for to find out whether a stream has ended.
+/// Number of bytes requested to find out whether a stream has ended.
 const PEEK_BYTES: usize = 64 << 10;
 
-/// Writes `body` as one frame. A body longer than `limit_bytes` is refused before any of it is sent.
+/// Writes `body` as one frame.
+///
+/// # Errors
+/// [`NetError::FrameTooLong`] if the body is longer than `limit_bytes`; none of it is sent then.
 pub async fn write_frame(
     send: &mut dyn SendStream,
     limit_bytes: usize,
@@ -43,24 +50,25 @@ pub async fn write_frame(
 
 /// The reading end of a stream that carries frames and bulk bytes.
 ///
-/// All reads are cancel safe except [`FramedRecv::read_into`]: what came before the cancellation is kept
-/// and given to the next read.
+/// All reads are cancel safe except [`FramedRecv::read_into`]: bytes that arrived before the
+/// cancellation are kept for the next read.
 pub struct FramedRecv {
     recv: Box<dyn RecvStream>,
-    /// Read ahead of the caller, in front of everything still in `recv`; starts with `partial`.
+    /// Bytes read ahead of the caller. They precede everything that is still in `recv`, and
+    /// `partial` precedes `ahead`.
     partial: BytesMut,
     ahead: Bytes,
-    /// The length of the frame whose header was taken and whose body was not.
+    /// The length of the frame whose header was read and whose body was not.
     body_bytes: Option<usize>,
 }
 
 impl FramedRecv {
-    /// Reads from `recv`.
+    /// Returns a reader of frames from `recv`.
     pub fn new(recv: Box<dyn RecvStream>) -> Self {
         Self { recv, partial: BytesMut::new(), ahead: Bytes::new(), body_bytes: None }
     }
 
-    /// The next frame's body, or `None` when the stream has ended cleanly in front of it.
+    /// Returns the next frame's body, or `None` if the stream ended cleanly before it.
     pub async fn read_frame(&mut self, limit_bytes: usize) -> Result<Option<Bytes>, NetError> {
         let Some(len_bytes) = self.frame_len(limit_bytes).await? else { return Ok(None) };
         let body = self.assemble(len_bytes).await?;
@@ -68,7 +76,8 @@ impl FramedRecv {
         Ok(Some(body))
     }
 
-    /// The length of the next frame, before any of it is read; `None` when the stream has ended cleanly in front of it.
+    /// Returns the length of the next frame without reading its body, or `None` if the stream ended
+    /// cleanly before it.
     pub async fn frame_len(&mut self, limit_bytes: usize) -> Result<Option<usize>, NetError> {
         let len_bytes = match self.body_bytes {
             Some(len_bytes) => len_bytes,
@@ -90,7 +99,8 @@ impl FramedRecv {
         Ok(Some(len_bytes))
     }
 
-    /// Exactly `len_bytes` bulk bytes (at most [`MAX_CONTIGUOUS_BYTES`]) in one piece.
+    /// Returns exactly `len_bytes` bulk bytes (at most [`MAX_CONTIGUOUS_BYTES`]) as one contiguous
+    /// slice.
     pub async fn read_exact(&mut self, len_bytes: usize) -> Result<Bytes, NetError> {
         if len_bytes > MAX_CONTIGUOUS_BYTES {
             return Err(NetError::FrameTooLong {
@@ -101,7 +111,7 @@ impl FramedRecv {
         self.assemble(len_bytes).await
     }
 
-    /// Fills `out` with bulk bytes: the copy goes straight to where it is wanted.
+    /// Fills `out` with bulk bytes, which are copied straight into `out`.
     pub async fn read_into(&mut self, out: &mut [u8]) -> Result<(), NetError> {
         let wanted_bytes = out.len();
         let mut rest = out;
@@ -117,7 +127,7 @@ impl FramedRecv {
         Ok(())
     }
 
-    /// The next 1 to `max_bytes` bulk bytes as they came, or `None` at the clean end.
+    /// Returns the next 1 to `max_bytes` bulk bytes as they arrived, or `None` at the clean end.
     pub async fn read_some(&mut self, max_bytes: usize) -> Result<Option<Bytes>, NetError> {
         let max_bytes = max_bytes.max(1);
         if !self.partial.is_empty() {
@@ -130,7 +140,8 @@ impl FramedRecv {
         self.recv.read(max_bytes).await
     }
 
-    /// Whether the stream has ended cleanly right here. Waits for the next byte or the end.
+    /// Returns whether the stream has ended cleanly at this point. Waits for the next byte or the
+    /// end.
     pub async fn at_end(&mut self) -> Result<bool, NetError> {
         if !self.partial.is_empty() || !self.ahead.is_empty() {
             return Ok(false);
@@ -147,7 +158,8 @@ impl FramedRecv {
         self.recv.stop(code);
     }
 
-    /// Collects in `self.partial`, so that a cancelled read loses nothing.
+    /// Returns the next `len_bytes` bytes. Collects them in `self.partial`, so that a cancelled
+    /// read loses nothing.
     async fn assemble(&mut self, len_bytes: usize) -> Result<Bytes, NetError> {
         while self.partial.len() < len_bytes {
             let missing_bytes = len_bytes - self.partial.len();
@@ -184,7 +196,7 @@ mod tests {
 
     use super::*;
 
-    /// Gives its parts in order; an empty part is a read that has to wait once.
+    /// A stream that returns its parts in order. An empty part is a read that has to wait once.
     struct Parts(VecDeque<Bytes>);
 
     #[async_trait]

@@ -1,8 +1,10 @@
-//! Who a process is, and who a certificate says somebody is. The certificates come from an [`Authority`].
+//! The identity of a process, and the identity that a certificate gives to its holder. An
+//! [`Authority`] issues the certificates.
 //!
-//! A certificate names its holder in one URI, `rapidraid://CLUSTER/node/NAME` or `.../client/NAME`; the
-//! authority's own is `rapidraid://CLUSTER/ca`. Private keys appear in no `Debug`, error or log. Reading
-//! the files is the caller's part; [`check_secret_file_mode`] tells whether a key file is private.
+//! A certificate names its holder in one URI, `rapidraid://CLUSTER/node/NAME` or
+//! `rapidraid://CLUSTER/client/NAME`; the authority's own URI is `rapidraid://CLUSTER/ca`. Private
+//! keys never appear in `Debug` output, errors or logs. The caller reads the files;
+//! [`check_secret_file_mode`] checks that a key file is private.
 
 pub use super::authority::{Authority, IssuedPem};
 
@@ -23,16 +25,16 @@ use super::{Peer, Role, tls};
 use crate::id::{ClusterId, PeerName};
 use crate::kind::ErrorKind;
 
-/// Why a certificate, a key or a key file cannot be used.
+/// An error of a certificate, a key or a key file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum IdentityError {
-    /// The text is not what it should be.
-    #[error("the {what} is not readable: {reason}; copy the folder that `cluster init` made again")]
+    /// A certificate or key cannot be parsed.
+    #[error("cannot parse the {what}: {reason}; copy the folder again that `cluster init` created")]
     Malformed {
-        /// Which part, e.g. "certificate".
+        /// The part, e.g. "certificate".
         what: &'static str,
-        /// What is wrong with it.
+        /// The parse error.
         reason: String,
     },
     /// The certificate does not name one member of one cluster.
@@ -40,10 +42,10 @@ pub enum IdentityError {
         "the certificate names {found:?}: expected one URI rapidraid://CLUSTER/node/NAME or rapidraid://CLUSTER/client/NAME"
     )]
     Name {
-        /// The URIs that it has.
+        /// The URIs in the certificate.
         found: String,
     },
-    /// The certificate is of another cluster.
+    /// The certificate belongs to another cluster.
     #[error(
         "the certificate is of cluster {found}, not {expected}: use the folder of the right cluster"
     )]
@@ -53,39 +55,39 @@ pub enum IdentityError {
         /// The cluster that the certificate names.
         found: ClusterId,
     },
-    /// The authority did not issue the certificate, or not for this use.
+    /// The authority did not issue the certificate, or issued it for another use.
     #[error("the authority did not issue this certificate: {reason}; use files of one folder")]
     NotIssued {
-        /// What the check said.
+        /// The error from the verification.
         reason: String,
     },
     /// The key belongs to another certificate.
     #[error("the key does not belong to the certificate: use files of one folder")]
     KeyMismatch,
-    /// Only nodes serve.
+    /// A client's certificate was used to serve, which only nodes may do.
     #[error("{name} has a client's certificate, and only nodes serve: use the folder of a node")]
     NotANode {
-        /// The client.
+        /// The name of the client.
         name: PeerName,
     },
-    /// A file with a secret is not private.
+    /// Other users can access a file with a secret.
     #[error("others can read {}: chmod 600 {}", path.display(), path.display())]
     SecretExposed {
         /// The file.
         path: PathBuf,
     },
-    /// A key or certificate could not be made.
+    /// A key or certificate could not be created.
     #[error("cannot make the {what}: {reason}")]
     Issue {
-        /// Which part.
+        /// The part.
         what: &'static str,
-        /// What the library said.
+        /// The error from the library.
         reason: String,
     },
 }
 
 impl IdentityError {
-    /// What kind of failure it is.
+    /// Returns the kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             IdentityError::Malformed { .. } | IdentityError::NotANode { .. } => ErrorKind::Invalid,
@@ -95,7 +97,11 @@ impl IdentityError {
     }
 }
 
-/// Refuses a file with a secret that group or others can touch. `mode` is its `st_mode`.
+/// Checks that the group and other users have no access to a file with a secret. `mode` is its
+/// `st_mode`.
+///
+/// # Errors
+/// [`IdentityError::SecretExposed`] if they have access.
 pub fn check_secret_file_mode(mode: u32, path: &Path) -> Result<(), IdentityError> {
     if mode & 0o077 == 0 {
         Ok(())
@@ -104,7 +110,8 @@ pub fn check_secret_file_mode(mode: u32, path: &Path) -> Result<(), IdentityErro
     }
 }
 
-/// What a process needs to prove who it is, checked to fit together.
+/// The credentials of a process: the authority's certificate, its own certificate and its key,
+/// checked to belong together.
 #[derive(Clone)]
 pub struct Identity {
     cluster: ClusterId,
@@ -124,8 +131,9 @@ impl fmt::Debug for Identity {
 }
 
 impl Identity {
-    /// The identity in these three files. The authority must have issued the certificate for its own
-    /// cluster, and the key must be the certificate's. Dates are judged at each handshake, not here.
+    /// Parses the identity from three PEM texts. The authority must have issued the certificate for
+    /// its own cluster, and the key must belong to the certificate. Validity dates are checked at
+    /// each handshake, not here.
     pub fn from_pem(ca_pem: &str, cert_pem: &str, key_pem: &str) -> Result<Self, IdentityError> {
         let authority = one_certificate("authority's certificate", ca_pem)?;
         let certificate = one_certificate("certificate", cert_pem)?;
@@ -146,22 +154,22 @@ impl Identity {
         Ok(Self { cluster, peer, authority, certificate, key: Arc::new(key) })
     }
 
-    /// The cluster.
+    /// Returns the cluster.
     pub fn cluster(&self) -> ClusterId {
         self.cluster
     }
 
-    /// Role and name.
+    /// Returns the role and the name.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
 
-    /// What this process may be.
+    /// Returns the role.
     pub fn role(&self) -> Role {
         self.peer.role
     }
 
-    /// The name in the cluster.
+    /// Returns the name in the cluster.
     pub fn name(&self) -> &PeerName {
         &self.peer.name
     }
@@ -179,7 +187,7 @@ impl Identity {
     }
 }
 
-/// The same rules as in a handshake, so that what passes here works there.
+/// Applies the same rules as a handshake, so that an identity that passes here also passes there.
 fn check_issued(
     authority: &CertificateDer<'static>,
     certificate: &CertificateDer<'static>,
@@ -196,7 +204,7 @@ fn check_issued(
     Ok(())
 }
 
-/// Who the holder of this verified certificate is in `cluster`.
+/// Returns the member of `cluster` that this verified certificate names.
 pub(super) fn peer_of(cluster: ClusterId, der: &[u8]) -> Result<Peer, IdentityError> {
     member_of(cluster, &parse_certificate("certificate", der)?)
 }
@@ -223,7 +231,7 @@ fn member_of(expected: ClusterId, cert: &X509Certificate<'_>) -> Result<Peer, Id
     Ok(Peer { role, name })
 }
 
-/// The cluster that an authority's certificate is for.
+/// Returns the cluster that an authority's certificate names.
 pub(super) fn authority_cluster(cert: &X509Certificate<'_>) -> Result<ClusterId, IdentityError> {
     let uri = the_uri(cert)?;
     uri.strip_prefix("rapidraid://")
@@ -235,7 +243,8 @@ pub(super) fn authority_cluster(cert: &X509Certificate<'_>) -> Result<ClusterId,
         })
 }
 
-/// The only URI of a certificate. Two would leave it to the reader who the holder is.
+/// Returns the URI of a certificate, which must have exactly one. With two, each reader could see
+/// another holder.
 fn the_uri<'a>(cert: &'a X509Certificate<'_>) -> Result<&'a str, IdentityError> {
     let names = cert.subject_alternative_name().ok().flatten();
     let names = names.as_ref().map_or(&[][..], |names| names.value.general_names.as_slice());
@@ -249,7 +258,7 @@ fn the_uri<'a>(cert: &'a X509Certificate<'_>) -> Result<&'a str, IdentityError> 
     }
 }
 
-/// The only certificate of a PEM text.
+/// Returns the certificate of a PEM text, which must have exactly one.
 pub(super) fn one_certificate(
     what: &'static str,
     pem: &str,

@@ -1,16 +1,18 @@
-//! Connections between the processes of a cluster, behind traits, so that the same node code runs over QUIC
-//! ([`quic`]) and inside one deterministic process ([`memory`]).
+//! Connections between the processes of a cluster, behind traits, so that the same node code runs
+//! over QUIC ([`quic`]) and in a deterministic simulation within one process ([`memory`]).
 //!
-//! What every transport promises, and `tests/net.rs` holds both to:
-//! - A connection's [`Peer`] is proven before the connection is handed out.
-//! - Streams are ordered and flow controlled: a writer waits once the reader is a window behind.
-//! - A stream becomes visible to the other side with its first write, finish or reset, and opening order is kept.
-//! - A [`SendStream`] that is dropped before [`SendStream::finish`] is reset with [`ABANDONED`], so that a
-//!   task that dies never looks like a clean end. A [`RecvStream`] that is dropped before its end stops the sender.
-//! - Dropping the last handle of a connection, its streams included, closes it.
+//! Every transport guarantees the following; `tests/net.rs` checks both:
+//! - The identity of a connection's [`Peer`] is verified before the connection is handed out.
+//! - Streams are ordered and flow controlled: a writer waits while the reader is a window behind.
+//! - A stream becomes visible to the other side with its first write, finish or reset. Streams
+//!   become visible in the order in which they were opened.
+//! - A [`SendStream`] that is dropped before [`SendStream::finish`] is reset with [`ABANDONED`], so
+//!   that a task that dies never looks like a clean end. A [`RecvStream`] that is dropped before
+//!   its end stops the sender.
+//! - Dropping the last handle of a connection, including its streams, closes it.
 //!
-//! Left to others: deadlines (only connecting and handshakes have their own; wrap the rest in
-//! [`crate::clock::deadline`]), retries, and what the bytes mean.
+//! Callers are responsible for deadlines (only connecting and handshakes have their own; wrap
+//! everything else in [`crate::clock::deadline`]), for retries, and for the meaning of the bytes.
 
 mod authority;
 pub mod call;
@@ -32,111 +34,115 @@ pub use error::NetError;
 
 use crate::id::PeerName;
 
-/// The UDP port of a node unless its configuration says otherwise.
+/// The default UDP port of a node.
 pub const DEFAULT_PORT: u16 = 7440;
 
-/// The code of a stream or connection that was let go without a reason: its task ended or was cancelled.
-/// All other codes are those of [`crate::kind::ErrorKind::wire_code`].
+/// The code of a stream or connection that was dropped without a reason: its task ended or was
+/// cancelled. All other codes are those of [`crate::kind::ErrorKind::wire_code`].
 pub const ABANDONED: u32 = 0;
 
-/// What a certificate lets its holder be.
+/// The role that a certificate gives to its holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
-    /// A storage node: it may serve, and order other nodes.
+    /// A storage node: it may serve calls, and send orders to other nodes.
     Node,
-    /// A client: it may only ask.
+    /// A client: it may only make client calls.
     Client,
 }
 
-/// Who is on the other side, as its certificate proves (or as it joined the memory network).
+/// The identity of the other side, as its certificate proves (or as it joined the memory network).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Peer {
-    /// What it may do.
+    /// Its role.
     pub role: Role,
     /// Its name in the cluster.
     pub name: PeerName,
 }
 
-/// Where to connect to, and who has to be there.
+/// An address to connect to, and the node that is expected there.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Address {
-    /// `HOST:PORT`; for the memory network, the text that the node joined with.
+    /// `HOST:PORT`; for the memory network, the address with which the node joined.
     pub host_port: String,
-    /// The node that must answer. `None`: any node of this cluster will do (a seed).
+    /// The node that must answer. `None` accepts any node of this cluster (a seed).
     pub node: Option<PeerName>,
 }
 
-/// Makes and receives connections.
+/// A transport: makes and accepts connections.
 #[async_trait]
 pub trait Transport: Send + Sync + 'static {
-    /// Connects to a node, proves who it is, and gives up after a few seconds.
+    /// Connects to a node and verifies its identity. Gives up after a few seconds. Returns the
+    /// connection.
     ///
-    /// TLS 1.3 lets the server judge our certificate after we are done: a refusal can therefore come
-    /// as [`NetError::Refused`] from the first use of the connection.
+    /// In TLS 1.3 the server checks our certificate after our side of the handshake is complete. A
+    /// refusal can therefore surface as [`NetError::Refused`] at the first use of the connection.
     async fn connect(&self, to: &Address) -> Result<Arc<dyn Connection>, NetError>;
 
-    /// The next connection that somebody made to us and whose peer is proven. `None` once the transport
-    /// is closed, or when it does not listen. A handshake that fails is logged and never ends this.
+    /// Returns the next incoming connection whose peer is verified; `None` once the transport is
+    /// closed, or if it does not listen. A failed handshake is logged and does not end this call.
     /// Cancel safe.
     async fn accept(&self) -> Option<Arc<dyn Connection>>;
 
-    /// Closes all connections, tells the peers, and waits a bounded time for them to know.
+    /// Closes all connections, notifies the peers, and waits a bounded time for their
+    /// acknowledgement.
     async fn close(&self);
 }
 
-/// A connection to a proven peer. Either side opens streams.
+/// A connection to a verified peer. Either side opens streams.
 #[async_trait]
 pub trait Connection: Send + Sync + 'static {
-    /// Who is on the other side.
+    /// Returns the identity of the other side.
     fn peer(&self) -> &Peer;
 
-    /// Opens a stream with both directions; waits while the peer allows no more streams.
+    /// Opens a bidirectional stream. Waits while the peer allows no more streams.
     async fn open_bi(&self) -> Result<(Box<dyn SendStream>, Box<dyn RecvStream>), NetError>;
 
-    /// Opens a stream towards the peer; waits while the peer allows no more streams.
+    /// Opens a unidirectional stream towards the peer. Waits while the peer allows no more streams.
     async fn open_uni(&self) -> Result<Box<dyn SendStream>, NetError>;
 
-    /// The next stream with both directions that the peer opened. Cancel safe.
+    /// Returns the next bidirectional stream that the peer opened. Cancel safe.
     async fn accept_bi(&self) -> Result<(Box<dyn SendStream>, Box<dyn RecvStream>), NetError>;
 
-    /// The next stream towards us that the peer opened. Cancel safe.
+    /// Returns the next unidirectional stream that the peer opened. Cancel safe.
     async fn accept_uni(&self) -> Result<Box<dyn RecvStream>, NetError>;
 
-    /// Closes the connection at once; what was not yet received is lost. The first close wins.
+    /// Closes the connection at once; data that was not received yet is lost. Only the first close
+    /// takes effect.
     fn close(&self, code: u32, reason: &str);
 
-    /// Whether it is closed, by either side or by the network.
+    /// Returns whether the connection is closed, by either side or by the network.
     fn is_closed(&self) -> bool;
 
-    /// Returns when it is closed, by either side or by the network.
+    /// Returns once the connection is closed, by either side or by the network.
     async fn closed(&self);
 }
 
 /// The writing end of a stream.
 #[async_trait]
 pub trait SendStream: Send {
-    /// Hands `chunk` over without copying; waits while the reader is a window behind. Not cancel safe: a
-    /// part of the chunk may have been taken.
+    /// Writes `chunk` without copying it. Waits while the reader is a window behind. Not cancel
+    /// safe: part of the chunk may have been written.
     async fn write(&mut self, chunk: Bytes) -> Result<(), NetError>;
 
-    /// Marks the clean end. It does not wait for the peer: that all was received is what an answer is
-    /// for, and closing the connection right after this can lose the tail.
+    /// Ends the stream cleanly, without waiting for the peer. Only an answer proves that everything
+    /// was received; closing the connection right after this call can lose the last bytes.
     async fn finish(&mut self) -> Result<(), NetError>;
 
-    /// Ends the stream with a code; the reader loses what it has not read. Nothing happens after
-    /// [`SendStream::finish`].
+    /// Resets the stream with a code; the reader loses the bytes that it has not read. Has no
+    /// effect after [`SendStream::finish`].
     fn reset(&mut self, code: u32);
 }
 
 /// The reading end of a stream.
 #[async_trait]
 pub trait RecvStream: Send {
-    /// The next 1 to `max_bytes` bytes, or `None` at the clean end. Cancel safe.
+    /// Returns the next 1 to `max_bytes` bytes, or `None` at the clean end. Cancel safe.
     ///
-    /// The slice may keep a whole received datagram batch (64 KiB) alive: use it up or copy it.
+    /// The slice may keep a whole received batch of datagrams (64 KiB) in memory: use it up or copy
+    /// it.
     async fn read(&mut self, max_bytes: usize) -> Result<Option<Bytes>, NetError>;
 
-    /// Tells the sender that nothing more will be read; it sees [`NetError::Stopped`].
+    /// Tells the sender that nothing more will be read. The sender gets [`NetError::Stopped`].
     fn stop(&mut self, code: u32);
 }
 
@@ -164,12 +170,13 @@ impl fmt::Display for Address {
     }
 }
 
-/// Who this side accepts behind `to`: a node, and the expected one where one is named.
+/// Checks that `found` is acceptable at `to`: it must be a node, and the expected one if `to` names
+/// one.
 fn check_server(to: &Address, found: &Peer) -> Result<(), NetError> {
     if found.role != Role::Node {
         return Err(NetError::Refused {
             peer: to.to_string(),
-            reason: format!("{found} answered, which is no node"),
+            reason: format!("{found} answered, which is not a node"),
         });
     }
     match &to.node {

@@ -1,5 +1,6 @@
-//! Outgoing connections that are shared: one live connection for each address, dialled once however many
-//! ask at the same time, dialled again after it has closed.
+//! A pool of shared outgoing connections. There is one live connection for each address. Concurrent
+//! callers share one attempt to connect; after the connection closes, the next caller connects
+//! again.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,21 +12,21 @@ use tokio::sync::Mutex as AsyncMutex;
 use super::{Address, Connection, NetError, Transport};
 use crate::clock::{Clock, deadline};
 
-/// How long one attempt to connect may take.
+/// Time limit of one attempt to connect.
 pub const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
-/// How many addresses a pool remembers. A cluster of a thousand nodes fits; each live connection costs at
-/// most the windows of its transport.
+/// Maximum number of addresses that a pool remembers, which is enough for a cluster of a thousand
+/// nodes. Each live connection costs at most the windows of its transport.
 pub const MAX_ADDRESSES: usize = 1024;
 
-/// Shared outgoing connections. Cheap to ask on every request.
+/// A pool of shared outgoing connections. It is cheap enough to query on every request.
 pub struct Pool {
     transport: Arc<dyn Transport>,
     clock: Arc<dyn Clock>,
     slots: Mutex<BTreeMap<Address, Arc<Slot>>>,
 }
 
-/// One address. Whoever holds `last` is dialling or looking.
+/// The connection of one address. The holder of `last` is connecting or checking the connection.
 #[derive(Default)]
 struct Slot {
     attempts: AtomicU64,
@@ -33,13 +34,13 @@ struct Slot {
 }
 
 impl Pool {
-    /// An empty pool over `transport`.
+    /// Returns an empty pool over `transport`.
     pub fn new(transport: Arc<dyn Transport>, clock: Arc<dyn Clock>) -> Arc<Self> {
         Arc::new(Self { transport, clock, slots: Mutex::default() })
     }
 
-    /// The live connection to `to`; connects if there is none. Callers that waited for an attempt which
-    /// failed share its error instead of dialling one after the other. Cancel safe.
+    /// Returns the live connection to `to`, and connects if there is none. Callers that waited for
+    /// an attempt which failed share its error instead of trying one after the other. Cancel safe.
     pub async fn get(&self, to: &Address) -> Result<Arc<dyn Connection>, NetError> {
         let slot = self.slot(to)?;
         let attempts = slot.attempts.load(Ordering::Relaxed);
@@ -76,8 +77,8 @@ impl Pool {
 }
 
 impl Slot {
-    /// Whether somebody waits for this slot or holds its live connection. Streams keep a forgotten
-    /// connection alive by themselves.
+    /// Returns whether a caller waits for this slot or holds its live connection. A stream keeps
+    /// its connection alive even after the pool forgets the connection.
     fn in_use(self: &Arc<Self>) -> bool {
         if Arc::strong_count(self) > 1 {
             return true;
@@ -127,7 +128,7 @@ mod tests {
         assert!(!Arc::ptr_eq(&first, &third) && !third.is_closed());
     }
 
-    /// Never answers, and counts how often it was asked.
+    /// A transport that never answers, and counts the attempts.
     #[derive(Default)]
     struct Silent(AtomicU64);
 
@@ -145,7 +146,7 @@ mod tests {
         async fn close(&self) {}
     }
 
-    /// All sleeps end when the test says so.
+    /// A clock whose sleeps all end when the test says so.
     #[derive(Default)]
     struct Signal(tokio::sync::Notify);
 

@@ -1,4 +1,5 @@
-//! The few TLS pieces that identities and QUIC share: one provider, one set of rules for certificates.
+//! The TLS parts that identities and QUIC share: one crypto provider, and one set of rules for
+//! certificates.
 
 use std::sync::Arc;
 
@@ -9,14 +10,15 @@ use rustls::server::danger::ClientCertVerifier;
 use rustls::{Error, RootCertStore};
 use rustls_pki_types::CertificateDer;
 
-/// The DNS name that every node's certificate carries and every client asks for.
+/// The DNS name that every node's certificate carries and that every client requests.
 ///
-/// Nodes are known by the URI in their certificate, not by the host that they run on. The WebPKI rules
-/// want a DNS name all the same, so there is one for all nodes; clients' certificates have none and can
-/// therefore never serve.
+/// A node is identified by the URI in its certificate, not by the host it runs on. The WebPKI rules
+/// still require a DNS name, so all nodes have the same one. Clients' certificates have none and
+/// can therefore never serve.
 pub(super) const SERVER_NAME: &str = "rapidraid.node";
 
-/// aws-lc-rs, always named: with a second provider in the build rustls would refuse to guess.
+/// Returns the crypto provider, aws-lc-rs. It is always named explicitly, because rustls refuses to
+/// choose when the build has a second provider.
 pub(super) fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
@@ -27,7 +29,8 @@ fn roots(authority: &CertificateDer<'static>) -> Result<Arc<RootCertStore>, Erro
     Ok(Arc::new(roots))
 }
 
-/// Accepts clients that `authority` vouches for; a client without a certificate is refused.
+/// Returns a verifier that accepts clients with a certificate from `authority`. A client without a
+/// certificate is refused.
 pub(super) fn client_verifier(
     authority: &CertificateDer<'static>,
 ) -> Result<Arc<dyn ClientCertVerifier>, Error> {
@@ -36,7 +39,7 @@ pub(super) fn client_verifier(
         .map_err(|error| Error::General(error.to_string()))
 }
 
-/// Accepts servers that `authority` vouches for.
+/// Returns a verifier that accepts servers with a certificate from `authority`.
 pub(super) fn server_verifier(
     authority: &CertificateDer<'static>,
 ) -> Result<Arc<WebPkiServerVerifier>, Error> {

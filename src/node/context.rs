@@ -17,7 +17,8 @@ use crate::store::Store;
 use crate::wire::{NodeAddress, RemoteError};
 use crate::workers::Workers;
 
-/// Identity, settings and machine of a node, and its way to the catalogue. It holds no state of a service.
+/// The identity, the settings and the resources of a node, and its access to the catalogue. It
+/// holds no state of a service.
 pub(super) struct NodeContext {
     pub(super) settings: NodeSettings,
     pub(super) id: NodeId,
@@ -26,13 +27,14 @@ pub(super) struct NodeContext {
     pub(super) entropy: Arc<dyn Entropy>,
     pub(super) workers: Workers,
     pub(super) caller: Arc<Caller>,
-    /// The catalogue, where this node serves it.
+    /// The catalogue server of this node. It has a catalogue only while this node serves one.
     pub(super) catalogue_server: CatalogueServer,
-    /// The catalogue, where another node serves it.
+    /// Access to the catalogue while another node serves it.
     pub(super) remote: Arc<RemoteCatalogue>,
 }
 
 impl NodeContext {
+    /// Returns the catalogue: the local one if this node serves it, otherwise the remote one.
     pub(super) fn catalogue(&self) -> Arc<dyn Catalogue> {
         match self.local_catalogue() {
             Some(local) => local,
@@ -40,12 +42,12 @@ impl NodeContext {
         }
     }
 
-    /// The catalogue, if it is served here.
+    /// Returns the catalogue if this node serves it.
     pub(super) fn local_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
         self.catalogue_server.served(&self.store)
     }
 
-    /// Where this node believes the catalogue to be.
+    /// Returns the address of the catalogue server, as far as this node knows it.
     pub(super) fn catalogue_address(&self) -> Option<NodeAddress> {
         if self.local_catalogue().is_some() {
             return Some(self.address());
@@ -72,7 +74,8 @@ impl NodeContext {
         }
     }
 
-    /// Runs blocking work on the store off the network's threads.
+    /// Runs blocking work on the store, on the worker threads and not on those of the network.
+    /// Returns its result.
     pub(super) async fn on_store<T, E>(
         &self,
         work: impl FnOnce(&Store) -> Result<T, E> + Send + 'static,

@@ -1,4 +1,4 @@
-//! A node on the real machine: its disk, its UDP port, the system's clock and randomness.
+//! A node on the real machine: with its disk, its UDP port, and the system's clock and randomness.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,59 +22,64 @@ use crate::store::{
 };
 use crate::workers::Workers;
 
-/// The folder of the catalogue's map, in the data folder of the node that hosts it.
+/// Folder of the catalogue database, within the data folder of the catalogue server.
 const CATALOGUE_DIR: &str = "catalogue";
-/// The most that each of sled's caches, the index's and the catalogue's, is given of the sixteenth that is nobody's share.
+/// Maximum size in bytes of each of the two sled caches: that of the index and that of the
+/// catalogue database. The caches are part of the last sixteenth of the memory, outside of all
+/// budgets.
 const MAX_INDEX_CACHE_BYTES: u64 = 4 << 20;
-/// The part of the memory that an index takes for which the disk has no room.
+/// Divisor of the memory: this part of it bounds an index that is kept in memory because the disk
+/// has no room for it.
 const INDEX_IN_MEMORY_PART: u64 = 8;
-/// Of a connection's window, what is not for admitted streams: messages, and files that this node reads from the peer.
+/// Bytes of a connection's window that are reserved for everything but admitted streams: messages,
+/// and files that this node reads from the peer.
 const CONTROL_WINDOW_BYTES: u64 = 8 << 20;
-/// Of a connection's streams, those for hops that nobody admitted: they are refused, and must not hold up the others.
+/// Number of a connection's streams that are reserved for hops that were not admitted. Such streams
+/// are refused, and must not hold up the admitted ones.
 const SPARE_STREAMS: u64 = 64;
-/// Threads for blocking work.
+/// Number of threads for blocking work.
 const WORKERS: usize = 8;
 
-/// A daemon cannot start.
+/// A reason why a daemon cannot start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NodeError {
-    /// The certificate is another node's.
+    /// The certificate belongs to another node, or to a node of another cluster.
     #[error(
         "the certificate is for {certificate}, the configuration for {configured}: use the folder that `rapidraid cluster init` made for this node"
     )]
     Identity {
-        /// Whom the certificate names.
+        /// The node and the cluster that the certificate names.
         certificate: String,
-        /// Whom the configuration names.
+        /// The node and the cluster that the configuration names.
         configured: String,
     },
-    /// The store did not open.
+    /// The store failed to open.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The catalogue's map did not open.
+    /// The index failed to open.
     #[error(transparent)]
     Kv(#[from] KvError),
-    /// A configured code cannot be archived into.
+    /// No certified chain of a configured code is known.
     #[error(
         "code {n},{k} is configured, but no certified chain of it is known: `rapidraid code list` shows those that are"
     )]
     Code {
-        /// n.
+        /// The number of pieces, n.
         n: u8,
-        /// k.
+        /// The number of blocks, k.
         k: u8,
     },
-    /// The network did not.
+    /// The network transport failed to open.
     #[error(transparent)]
     Net(#[from] NetError),
-    /// The catalogue did not.
+    /// The catalogue failed to open.
     #[error(transparent)]
     Catalogue(#[from] CatalogueError),
 }
 
 impl NodeError {
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             NodeError::Identity { .. } | NodeError::Code { .. } => ErrorKind::Invalid,
@@ -87,12 +92,13 @@ impl NodeError {
 }
 
 impl Node {
-    /// Stops when the index or the map of the catalogue has failed: what they say is not what is on disk, and the next start mends that.
+    /// Stops the node when the index or the catalogue database has failed. What the failed one
+    /// answers may differ from what is on disk; the next start repairs that.
     async fn stop_when(self: Arc<Self>, failed: [CancellationToken; 2]) {
         let [index, map] = &failed;
         tokio::select! {
             () = index.cancelled() => tracing::error!("the index has failed: stopping; the next start brings it in line with the files"),
-            () = map.cancelled() => tracing::error!("the catalogue's map has failed: stopping; the next start opens what is on disk"),
+            () = map.cancelled() => tracing::error!("the catalogue database has failed: stopping; the next start opens what is on disk"),
         }
         self.stop.cancel();
     }
@@ -104,8 +110,9 @@ pub struct Daemon {
     address: SocketAddr,
 }
 
-/// All streams that the budget can admit, should they come from one node, fit into the windows and the number of streams of
-/// its connection: a stream that stands because its hop waits takes nothing that another needs.
+/// Returns the transport limits for this memory. All streams that the budgets can admit fit into
+/// the windows and the stream count of one connection, even if all of them come from one node. A
+/// stream that stalls because its hop waits therefore takes nothing that another stream needs.
 fn limits(memory_bytes: u64, congestion: Congestion) -> TransportLimits {
     let admitted_bytes = archive_share_bytes(memory_bytes) + save_share_bytes(memory_bytes);
     let window_bytes = admitted_bytes + CONTROL_WINDOW_BYTES;
@@ -121,7 +128,13 @@ fn limits(memory_bytes: u64, congestion: Congestion) -> TransportLimits {
 }
 
 impl Daemon {
-    /// Starts the daemon of `config`, as `identity`.
+    /// Starts the daemon that `config` describes, with the certificate of `identity`. Returns the
+    /// running daemon.
+    ///
+    /// # Errors
+    /// Of kind `Invalid` if the certificate names another node or cluster than `config`, or if no
+    /// certified chain of a configured code is known. Otherwise the error of the store, the index,
+    /// the network transport or the catalogue that failed to open.
     pub async fn start(config: NodeConfig, identity: Identity) -> Result<Self, NodeError> {
         let membership = &config.membership;
         tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %membership.name, "starting");
@@ -141,9 +154,10 @@ impl Daemon {
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
         let cache_bytes = (config.memory_bytes / 64).min(MAX_INDEX_CACHE_BYTES);
         let disk = Arc::new(disk);
-        // sled needs room to open, and its first failed write ends the daemon.
+        // The reserve is adjusted before sled opens: sled needs free space to open, and its first
+        // failed write stops the daemon.
         if let Err(error) = adjust_reserve(&*disk) {
-            tracing::warn!(%error, "looking at the reserve");
+            tracing::warn!(%error, "failed to adjust the disk reserve");
         }
         let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
         let opened = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes);
@@ -210,22 +224,22 @@ impl Daemon {
         Ok(Self { node, address })
     }
 
-    /// The address that it listens on.
+    /// Returns the address on which the daemon listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// The node.
+    /// Returns the node.
     pub fn node(&self) -> &Arc<Node> {
         &self.node
     }
 
-    /// Returns when the daemon has stopped serving.
+    /// Waits until the daemon has stopped serving.
     pub async fn stopped(&self) {
         self.node.stop.cancelled().await;
     }
 
-    /// Stops it; returns when all that ran has ended.
+    /// Stops the daemon. Returns when all of its tasks have ended.
     pub async fn stop(&self) {
         self.node.stop().await;
     }

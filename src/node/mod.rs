@@ -1,7 +1,8 @@
-//! The daemon of a storage node: store, transport, catalogue, and the calls that clients and other nodes make.
+//! The daemon of a storage node: its store, its transport, the catalogue, and the calls that
+//! clients and other nodes make.
 //!
-//! [`Node`] is the logic over traits, so that a cluster of them runs in one process; [`Daemon`] is one on the real machine.
-//! Any node is a gateway: a client may ask any of them for anything.
+//! [`Node`] is the logic over traits, so that a whole cluster can run in one process. [`Daemon`] is
+//! a node on the real machine. Any node is a gateway: a client may send any request to any node.
 
 mod active_saves;
 mod background;
@@ -46,63 +47,64 @@ use crate::store::{Maps, Store};
 use crate::wire::NodeAddress;
 use crate::workers::Workers;
 
-/// An answer to a call comes within this, apart from those that move bulk bytes.
+/// Time limit for the answer to a call, except for calls that move bulk data.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
-/// The most nodes that are remembered because they introduced themselves.
+/// Maximum number of nodes that are remembered because they introduced themselves.
 const MAX_INTRODUCED: usize = 4096;
 
-/// What a node is told about itself.
+/// The configuration of a node.
 #[derive(Debug, Clone)]
 pub struct NodeSettings {
-    /// The cluster.
+    /// The cluster that the node belongs to.
     pub cluster: ClusterId,
-    /// Its name.
+    /// The node's name.
     pub name: PeerName,
-    /// Where others reach it, HOST:PORT.
+    /// The address at which other nodes reach this one, as HOST:PORT.
     pub advertise: String,
-    /// Failure domain, outer.
+    /// The outer failure domain.
     pub zone: String,
-    /// Failure domain, inner.
+    /// The inner failure domain.
     pub rack: String,
-    /// Whether it stores data; a node that does not is a gateway, and may host the catalogue.
+    /// Whether the node stores data. A node that does not is a gateway, and may serve the
+    /// catalogue.
     pub storage: bool,
-    /// Whether it begins a catalogue when its data folder is new.
+    /// Whether the node creates a catalogue if its data folder is new.
     pub begin_catalogue: bool,
-    /// Other daemons that know where the catalogue is.
+    /// Addresses of other daemons, as HOST:PORT, which know where the catalogue is.
     pub seeds: Vec<String>,
-    /// Codes that a save may take, in order of preference: (n, k).
+    /// The codes (n, k) that a save may use, in order of preference.
     pub codes: Vec<(u8, u8)>,
-    /// Padded bytes of a full block.
+    /// Padded size of a full block, in bytes.
     pub block_bytes: u64,
-    /// Memory of the daemon.
+    /// Memory limit of the daemon, in bytes.
     pub memory_bytes: u64,
     /// Percentage of the disk above which saves are refused.
     pub high_water_percent: u8,
-    /// How long leases live; liveness, too.
+    /// Duration of a lease. A node counts as live for as long after its last registration.
     pub lease: Duration,
-    /// What becomes of committed steps, when this node hosts the catalogue.
+    /// The policy for committed steps, which the node applies while it serves the catalogue.
     pub policy: Policy,
 }
 
-/// What a node runs on.
+/// The resources that a node runs on.
 pub struct NodeParts {
-    /// Its data folder.
+    /// The data folder.
     pub store: Store,
-    /// Where the catalogue's map is, or would be.
+    /// The place of the catalogue database, which need not exist.
     pub maps: Arc<dyn Maps>,
     /// The network.
     pub transport: Arc<dyn Transport>,
-    /// Time.
+    /// The clock.
     pub clock: Arc<dyn Clock>,
-    /// Randomness.
+    /// The source of randomness.
     pub entropy: Arc<dyn Entropy>,
-    /// Where blocking work runs.
+    /// The threads for blocking work.
     pub workers: Workers,
     /// Whether the network card cuts large sends into datagrams.
     pub segmentation_offload: bool,
 }
 
-/// The shares of a daemon's memory. None takes from another.
+/// The shares of a daemon's memory. No share borrows from another.
 struct Budgets {
     archive: Arc<Budget>,
     save: Arc<Budget>,
@@ -112,8 +114,9 @@ struct Budgets {
 }
 
 impl Budgets {
-    /// Half for archiving, a quarter for saves, an eighth for reads, a sixteenth for long messages; of the last
-    /// sixteenth a quarter is for short requests, the rest the index's and the catalogue's.
+    /// Returns the shares of `memory_bytes`: half for archiving, a quarter for saves, an eighth for
+    /// reads, and a sixteenth for long messages. Of the last sixteenth, a quarter is for short
+    /// requests; the rest is for the index and the catalogue.
     fn new(memory_bytes: u64) -> Self {
         Self {
             archive: Budget::new("archive", archive_share_bytes(memory_bytes)),
@@ -133,7 +136,7 @@ fn save_share_bytes(memory_bytes: u64) -> u64 {
     memory_bytes / 4
 }
 
-/// A node.
+/// A node: its services, and the state that they share.
 pub struct Node {
     context: Arc<NodeContext>,
     fencing: Arc<Fencing>,
@@ -141,12 +144,12 @@ pub struct Node {
     transport: Arc<dyn Transport>,
     budgets: Budgets,
     executor: Executor,
-    /// Saves that the collector is at.
+    /// The saves that save recovery works on now.
     recovering: ActiveSaves,
-    /// Removals that it waits for.
+    /// The removals that save recovery retries.
     removal_retries: Mutex<background::retry::RetrySchedule>,
     rebuilding: tokio::sync::Mutex<()>,
-    /// Nodes that introduced themselves.
+    /// The nodes that introduced themselves.
     introduced: Mutex<BTreeMap<PeerName, formats::Node>>,
     retention: Mutex<background::retention::Retention>,
     retained: Mutex<BTreeMap<SaveId, background::orphan_gc::RetainReason>>,
@@ -156,7 +159,7 @@ pub struct Node {
     damaged_records: storage::examine::DamagedRecords,
     exam_limit: storage::examine::ExamLimit,
     disk_space: storage::disk_space::DiskSpace,
-    /// It has come back to the list of nodes, and may have missed orders.
+    /// Whether the node has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
     stop: CancellationToken,
@@ -164,7 +167,11 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts a node: it serves, registers, and keeps its lease until it is stopped.
+    /// Starts a node. It serves calls, registers, and keeps its lease until it is stopped. Returns
+    /// the running node.
+    ///
+    /// # Errors
+    /// If the catalogue database of this node fails to open.
     pub fn start(settings: NodeSettings, parts: NodeParts) -> Result<Arc<Self>, CatalogueError> {
         let NodeParts { store, maps, transport, clock, entropy, workers, segmentation_offload } =
             parts;
@@ -185,7 +192,8 @@ impl Node {
         if let Some(home) = store.last_catalogue_server() {
             remote.add_endpoints([NodeAddress { name: home.name, host_port: home.address }]);
         }
-        // Members are a help, not a need: a record that does not open is made again.
+        // The stored members only help to find the catalogue. A record of them that does not open
+        // is ignored here, and is written anew later.
         let members = store.members().unwrap_or_default().nodes.into_iter();
         remote.add_endpoints(
             members.map(|node| NodeAddress { name: node.name, host_port: node.address }),
@@ -250,7 +258,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Runs `work` until it ends or the node stops.
+    /// Spawns `work`, which runs until it ends or the node stops. Returns the handle of its task.
     fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F) -> JoinHandle<()>
     where
         F: Future<Output = ()> + Send + 'static,
@@ -266,7 +274,8 @@ impl Node {
         })
     }
 
-    /// Stops serving, lets go of what runs, and closes the transport. Files that were being written are not there afterwards.
+    /// Stops serving, cancels all running work and closes the transport. Files that were being
+    /// written do not exist afterwards.
     pub async fn stop(&self) {
         self.stop.cancel();
         self.tasks.close();
@@ -274,27 +283,28 @@ impl Node {
         self.tasks.wait().await;
     }
 
-    /// Its number.
+    /// Returns the node's id.
     pub fn id(&self) -> NodeId {
         self.context.id
     }
 
-    /// Its settings.
+    /// Returns the node's settings.
     pub fn settings(&self) -> &NodeSettings {
         &self.context.settings
     }
 
-    /// Its store.
+    /// Returns the node's store.
     pub fn store(&self) -> &Store {
         &self.context.store
     }
 
-    /// Whether it serves the catalogue.
+    /// Returns whether the node serves the catalogue and accepts changes of it.
     pub fn serves_catalogue(&self) -> bool {
         self.context.local_catalogue().is_some_and(|local| !local.is_read_only())
     }
 
-    /// Bytes in use of each memory share: zero when nothing runs.
+    /// Returns the bytes in use in each memory share: archive, save, restore, control and requests.
+    /// All are zero when nothing runs.
     pub fn memory_in_use(&self) -> [u64; 5] {
         let Budgets { archive, save, restore, control, requests } = &self.budgets;
         [archive, save, restore, control, requests].map(|share| share.used_bytes())
@@ -311,7 +321,7 @@ mod tests {
     use crate::units::MIB;
     use crate::wire::order::{HopOrder, InputOrder, OutputOrder};
 
-    /// The smallest memory that the configuration takes, and the most nodes that a code has.
+    /// Uses the smallest memory that the configuration accepts, and the largest n of any code.
     #[test]
     fn the_coder_of_the_widest_star_fits_into_the_smallest_memory() {
         for blocks in 16..32 {

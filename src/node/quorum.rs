@@ -1,4 +1,5 @@
-//! Whether the nodes that were heard are enough to know what is committed, and what was removed (docs/semantics.md, 2).
+//! The check whether the nodes that answered are enough to know what is committed and what was
+//! removed (docs/semantics.md, 2).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,24 +17,24 @@ use crate::net::call::CallError;
 use crate::wire::RemoteError;
 use crate::wire::calls::{GetStanding, StandingAnswer};
 
-/// Nodes asked at once.
+/// Maximum number of nodes that are asked at once.
 const AT_ONCE: usize = 32;
 
-/// More than half of `nodes`.
+/// Returns the smallest number that is more than half of `nodes`.
 pub(super) fn majority(nodes: usize) -> usize {
     nodes / 2 + 1
 }
 
-/// The storage nodes of a cluster, and what each that answered says of itself.
+/// The storage nodes of a cluster, and the standing of each node that answered.
 #[derive(Debug)]
 pub(super) struct Quorum {
     storage: Vec<PeerName>,
     standings: BTreeMap<PeerName, Standing>,
-    /// The older bound: so many nodes may be missing while too few have caught up.
+    /// The older bound: the number of nodes that may be missing while too few nodes have caught up.
     may_miss: usize,
 }
 
-/// Too few nodes were heard.
+/// The report that too few nodes were heard.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct TooFew {
     storage: usize,
@@ -44,13 +45,14 @@ pub(super) struct TooFew {
 }
 
 impl Quorum {
-    /// `members` are all nodes that are known; `answers` come from storage nodes among them. A node that is not on the list of whoever has
-    /// heard of the latest revision was taken off it, and knows what it knew then.
+    /// Creates a quorum from the lists that the nodes have. `members` are all known nodes;
+    /// `answers` come from the storage nodes among them. A node that is not on the latest list was
+    /// taken off it, and knows only what it knew then: it counts as behind.
     pub(super) fn new(members: &[NodeRecord], answers: &[(NodeRecord, StandingAnswer)]) -> Self {
         Self::of(members, answers, |name| is_on_latest_list(answers, name))
     }
 
-    /// The same, where `nodes` are those that the catalogue lists.
+    /// Creates a quorum from `nodes`, the list that the catalogue has.
     pub(super) fn of_list(nodes: &[NodeRecord], answers: &[(NodeRecord, StandingAnswer)]) -> Self {
         Self::of(nodes, answers, |_| true)
     }
@@ -75,22 +77,27 @@ impl Quorum {
         }
     }
 
-    /// The older bound, for the configured codes and those that were found.
+    /// Sets the older bound from `codes`: the configured codes, and those that were found.
     pub(super) fn bound(&mut self, codes: impl IntoIterator<Item = (u8, u8)>) {
         self.may_miss = tolerated(codes);
     }
 
-    /// No storage node is known.
+    /// Returns whether no storage node is known.
     pub(super) fn is_empty(&self) -> bool {
         self.storage.is_empty()
     }
 
-    /// Refuses when a committed save, or a removal, could be known to none of the nodes that were `heard`.
+    /// Checks that every committed save and every removal is known to at least one of the nodes
+    /// that were `heard`.
+    ///
+    /// # Errors
+    /// [`TooFew`] if a committed save or a removal could be unknown to all of them.
     pub(super) fn check(&self, heard: impl Fn(&PeerName) -> bool) -> Result<(), TooFew> {
         let standing = |name: &PeerName| self.standings.get(name).filter(|_| heard(name)).copied();
         let mut too_few = TooFew {
             storage: self.storage.len(),
-            // Never half or more, for any code: another rebuild may reach the other half.
+            // The bound is always less than half of the nodes, whatever the codes: another rebuild
+            // may reach the other half.
             may_miss: self.may_miss.min(self.storage.len().saturating_sub(1) / 2),
             caught_up: 0,
             silent: Vec::new(),
@@ -112,11 +119,13 @@ impl Quorum {
     }
 }
 
-/// Whether a storage node is on the list of the node that has heard of the latest revision of the catalogue. Without any list all nodes are.
+/// Returns whether a storage node is on the list of the node that has heard of the latest revision
+/// of the catalogue. Without any list, every node counts as listed.
 pub(super) fn is_on_latest_list(answers: &[(NodeRecord, StandingAnswer)], name: &PeerName) -> bool {
     let lists = answers.iter().map(|(_, answer)| answer);
     let lists = lists.filter(|answer| !answer.listed.is_empty());
-    // Not by epoch: a claim raises that, and brings no list.
+    // The epoch does not tell which list is the latest: a claim raises a node's epoch and brings no
+    // list.
     let latest = lists.max_by_key(|answer| answer.revision);
     latest.is_none_or(|latest| latest.listed.contains(name))
 }
@@ -126,7 +135,8 @@ impl fmt::Display for TooFew {
         let Self { storage, may_miss, caught_up, silent, behind } = self;
         let missing = silent.len() + behind.len();
         if storage - missing > *caught_up {
-            // Folders from before nodes noted that they have caught up.
+            // Some data folders are from before catch-up records existed, so the older bound is
+            // reported.
             write!(
                 f,
                 "{missing} of {storage} storage nodes are missing, at most {may_miss} may be"
@@ -153,11 +163,13 @@ impl fmt::Display for TooFew {
 }
 
 impl Node {
-    /// Returns the standing of this node, and the nodes on its list.
+    /// Returns the standing of this node, its epoch and revision, and the storage nodes on its
+    /// list.
     pub(super) async fn get_standing(&self) -> Result<StandingAnswer, RemoteError> {
         self.context
             .on_store(|store| {
-                // The list was noted before the revision: it is at least as new as this says.
+                // The list is stored before the revision. Reading the revision first ensures that
+                // the list is at least as new as the reported revision.
                 let (epoch, revision) = (store.epoch(), store.list_revision());
                 let nodes = store.members().unwrap_or_default().nodes;
                 let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
@@ -167,7 +179,8 @@ impl Node {
             .await
     }
 
-    /// Asks `nodes` for their standing. Returns those that answer, in any order.
+    /// Asks `nodes` for their standing. Returns the nodes that answer, in any order. The standing
+    /// of a node that does not know the call is unknown.
     pub(super) async fn fetch_standings(
         &self,
         nodes: &[NodeRecord],
@@ -181,7 +194,7 @@ impl Node {
                         Some((node.clone(), unknown_standing()))
                     }
                     Err(error) => {
-                        tracing::info!(node = %node.name, %error, "its standing is not known");
+                        tracing::info!(node = %node.name, %error, "failed to read the node's standing");
                         None
                     }
                 }
@@ -192,12 +205,12 @@ impl Node {
     }
 }
 
-/// Whether a call failed because the other program is from before it.
+/// Returns whether a call failed because the other node's program is older than the call.
 pub(super) fn is_unknown_call(error: &CallError) -> bool {
     matches!(error, CallError::Failed(failure) if failure.kind == ErrorKind::Invalid)
 }
 
-/// Returns the standing of a node whose program is too old to tell it.
+/// Returns the standing of a node whose program is too old to report one.
 fn unknown_standing() -> StandingAnswer {
     let (epoch, revision) = Default::default();
     StandingAnswer { standing: Standing::Unknown, epoch, revision, listed: Vec::new() }
@@ -248,7 +261,7 @@ mod tests {
         let refused = Quorum::new(&members, &answers).check(|_| true).unwrap_err().to_string();
         assert!(refused.contains("2 of 5") && refused.contains("start n3, n4"), "{refused}");
         assert!(refused.contains("behind") && refused.ends_with("n2"), "{refused}");
-        // The list of the node that has heard of a later revision is without n2.
+        // The list of the node that has heard of a later revision does not contain n2.
         answers[2] = caught_up(2);
         answers[0].1 = says(Standing::CaughtUp, 6, 0..2);
         assert!(Quorum::new(&members, &answers).check(|_| true).is_err());
@@ -268,7 +281,7 @@ mod tests {
         answers[0].1.standing = Standing::Behind;
         let refused = check(&answers).unwrap_err();
         assert!(refused.contains("at most 1 may be"), "{refused}");
-        // A code for which there are not enough nodes says nothing about half of them.
+        // A code that needs more nodes than there are does not allow half of them to be missing.
         let mut few = Quorum::new(&members[..4], &answers[1..3]);
         few.bound([(16, 11)]);
         assert!(few.check(|_| true).is_err());

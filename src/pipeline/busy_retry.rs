@@ -1,5 +1,8 @@
-//! Waiting for nodes that are busy with others: again and again, with growing pauses that differ from one who waits to the next, up
-//! to a bound. A node that is busy has what is wanted of it; so this is no failure until the bound is reached.
+//! Retries against busy nodes, with randomized pauses that grow from try to try, up to a time
+//! limit.
+//!
+//! A busy node has the data or the resource that its caller wants. So an answer "busy" is no
+//! failure until the time limit is reached.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,14 +10,14 @@ use std::time::Duration;
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 
-/// How long one goes on asking nodes that say that they are busy.
+/// How long a caller retries while nodes report that they are busy.
 pub const BUSY_LIMIT: Duration = Duration::from_secs(600);
-/// Wait before the second try; doubled each time.
+/// Longest wait before the second try. It doubles for each further try, up to [`MAX_WAIT`].
 const FIRST_WAIT: Duration = Duration::from_millis(500);
-/// Between two tries, at most.
+/// Longest wait between two tries.
 const MAX_WAIT: Duration = Duration::from_secs(4);
 
-/// The patience of one who holds nothing while it waits.
+/// The retry state of a caller that holds no resources while it waits for busy nodes.
 pub struct BusyRetry {
     clock: Arc<dyn Clock>,
     entropy: Arc<dyn Entropy>,
@@ -23,18 +26,20 @@ pub struct BusyRetry {
 }
 
 impl BusyRetry {
-    /// Full patience, from now on.
+    /// Returns a fresh retry state. Its time limit of [`BUSY_LIMIT`] starts now.
     pub fn new(clock: Arc<dyn Clock>, entropy: Arc<dyn Entropy>) -> Self {
         let began = clock.now();
         Self { clock, entropy, began, wait: FIRST_WAIT }
     }
 
-    /// Waits before the next try. `false`, at once: it has gone on for [`BUSY_LIMIT`].
+    /// Waits before the next try and returns `true`. Returns `false` at once if the time limit of
+    /// [`BUSY_LIMIT`] has passed.
     pub async fn wait(&mut self) -> bool {
         if self.clock.now() - self.began > BUSY_LIMIT {
             return false;
         }
-        // Half to whole: those who gave way to one another do not meet again at once.
+        // Wait between half and all of the time, so that callers that collided do not collide
+        // again.
         let mut random = [0; 1];
         self.entropy.fill(&mut random);
         self.clock.sleep(self.wait * (256 + u32::from(random[0])) / 512).await;

@@ -1,4 +1,4 @@
-//! Finding the records of a shard on its nodes, and checking them against what the catalogue fixed.
+//! Fetching the records of a shard from its nodes, and checking them against the shard root.
 
 use std::collections::HashMap;
 
@@ -14,29 +14,29 @@ use crate::topology::Directory;
 use crate::wire::NodeAddress;
 use crate::wire::calls::{GetRecord, RecordName};
 
-/// Nodes asked at once for one record.
+/// Maximum number of nodes that are asked at once for one record.
 const ASK_AT_ONCE: usize = 4;
 
-/// A record is nowhere to be had.
+/// The error of a record that cannot be fetched.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordsError {
-    /// No node gave a good one.
+    /// No node has a valid copy of the record.
     #[error(
-        "{what} of shard {shard} was found on none of {asked} nodes ({answers}): too many nodes are lost, busy, or not reached"
+        "{what} of shard {shard} was found on none of {asked} nodes ({answers}): too many nodes are lost, busy, or unreachable"
     )]
     Lost {
-        /// Which record.
+        /// The record, in words.
         what: String,
         /// The shard's name.
         shard: String,
-        /// How many nodes were asked.
+        /// The number of nodes that were asked.
         asked: usize,
-        /// How many of them did not say whether they have it.
+        /// The number of nodes that did not say whether they have the record.
         silent: usize,
-        /// How many of these because they are busy.
+        /// The number of these nodes that were busy.
         busy: usize,
-        /// What they answered, shortened.
+        /// The answers of the nodes, as a count for each kind of answer.
         answers: String,
     },
     /// The shard's ring is too small for its code.
@@ -45,7 +45,7 @@ pub enum RecordsError {
 }
 
 impl RecordsError {
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             RecordsError::Lost { busy: 1.., .. } => ErrorKind::Busy,
@@ -55,16 +55,17 @@ impl RecordsError {
     }
 }
 
-/// A stripe's record, checked, and who holds what.
+/// The contents of a stripe's record, checked against the shard's leaves.
 #[derive(Debug, Clone)]
 pub struct StripeInfo {
-    /// The part that the commit fixed.
+    /// The fixed part of the record.
     pub fixed: StripeFixed,
-    /// The node of each position; a hint.
+    /// The node of each position. This is a hint: the files may be on other nodes of the ring.
     pub places: Vec<NodeId>,
 }
 
-/// Asks nodes, a few at a time, until `accept` likes an answer.
+/// Asks nodes for a record, a few at a time, until `accept` accepts an answer. Returns the accepted
+/// value.
 async fn ask_holders<T>(
     caller: &Caller,
     directory: &Directory,
@@ -88,7 +89,7 @@ async fn ask_holders<T>(
             Ok(Some(bytes)) => match accept(&bytes) {
                 Ok(value) => return Ok(value),
                 Err(reason) => {
-                    tracing::warn!(node = %node.name, shard = %root.shard, ?record, reason, "a bad record");
+                    tracing::warn!(node = %node.name, shard = %root.shard, ?record, reason, "a node sent an invalid record");
                     "a bad copy".to_owned()
                 }
             },
@@ -118,7 +119,7 @@ async fn ask_holders<T>(
     })
 }
 
-/// What people call it.
+/// Returns the name of a record for messages.
 fn describe(record: &RecordName) -> String {
     match record {
         RecordName::Leaves => "the list of stripes".into(),
@@ -128,7 +129,8 @@ fn describe(record: &RecordName) -> String {
     }
 }
 
-/// First `first`, then the ring's other nodes; live ones before those that seem dead.
+/// Returns the addresses of the nodes to ask. Live nodes come before those that seem dead, and in
+/// both groups the nodes in `first` come before the other nodes of the ring.
 fn candidates(directory: &Directory, root: &ShardRoot, first: &[NodeId]) -> Vec<NodeAddress> {
     let mut order: Vec<NodeId> = first.to_vec();
     order.extend(root.ring.iter().map(|member| member.node));
@@ -138,7 +140,10 @@ fn candidates(directory: &Directory, root: &ShardRoot, first: &[NodeId]) -> Vec<
     order.into_iter().filter_map(|node| directory.address(node)).collect()
 }
 
-/// The leaves of a shard.
+/// Fetches the leaves of a shard from its ring. Returns the leaves that the shard root admits.
+///
+/// # Errors
+/// [`RecordsError::Lost`] if no node has a valid copy.
 pub async fn fetch_leaves(
     caller: &Caller,
     directory: &Directory,
@@ -158,7 +163,11 @@ pub async fn fetch_leaves(
     .await
 }
 
-/// The record of one stripe.
+/// Fetches the record of stripe `index` and checks it against the root and the leaves.
+///
+/// # Errors
+/// [`RecordsError::Lost`] if no node has a valid copy; [`RecordsError::Placement`] if the ring is
+/// too small for the code.
 pub async fn fetch_stripe_record(
     caller: &Caller,
     directory: &Directory,
@@ -176,7 +185,11 @@ pub async fn fetch_stripe_record(
     .await
 }
 
-/// The receipt of an attempt on stripe `index`; the nodes `first` are asked before the others of the ring.
+/// Fetches the receipt of an attempt on stripe `index`. Live nodes in `first` are asked before the
+/// other nodes of the ring.
+///
+/// # Errors
+/// [`RecordsError::Lost`] if no node has a valid copy.
 pub async fn fetch_receipt(
     caller: &Caller,
     directory: &Directory,

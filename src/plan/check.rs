@@ -1,5 +1,6 @@
-//! The symbolic check: unit vectors are pushed through a plan and compared with the generator. It runs before every
-//! plan runs, and gives each stream's vector, from which the fingerprints on every edge follow.
+//! The symbolic check of a plan: it pushes unit vectors through the plan and compares the results
+//! with the generator. The check runs before every execution of a plan. It also returns the vector
+//! of each stream, from which the fingerprints on every edge follow.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,85 +9,86 @@ use crate::code::Code;
 use crate::gf::field;
 use crate::kind::ErrorKind;
 
-/// A plan that must not run.
+/// The reason why a plan must not run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A number is out of its bounds.
+    /// A number is out of bounds.
     #[error("hop {hop}: {what}")]
     Shape {
         /// Index of the hop.
         hop: usize,
-        /// What is out of bounds.
+        /// Description of what is out of bounds.
         what: &'static str,
     },
-    /// A stream has not exactly one sender and one receiver over one range.
+    /// A stream does not have exactly one sender and one receiver over one range.
     #[error("stream {stream} {what}")]
     Stream {
         /// The stream.
         stream: StreamNo,
-        /// What is wrong with it.
+        /// Description of what is wrong with the stream.
         what: &'static str,
     },
-    /// Hops wait for each other in a circle.
-    #[error("the hops wait for each other in a circle")]
+    /// Hops wait for each other in a cycle.
+    #[error("the hops wait for each other in a cycle")]
     Cycle,
-    /// A result is not what the code says.
+    /// An output differs from what the code prescribes.
     #[error(
         "hop {hop} would make {output:?} as {found:?} of the blocks, the code says {expected:?}"
     )]
     Wrong {
         /// Index of the hop.
         hop: usize,
-        /// Which output.
+        /// The output.
         output: Output,
-        /// What the plan makes of the blocks.
+        /// The combination of the blocks that the plan computes.
         found: Vec<u8>,
-        /// What it has to make.
+        /// The combination that the code prescribes.
         expected: Vec<u8>,
     },
-    /// A piece or block is not made exactly once over its whole length.
+    /// A piece or block is not produced exactly once over its whole length.
     #[error("{output:?} is not made exactly once over all {grains} grains")]
     Coverage {
-        /// Which output.
+        /// The output.
         output: Output,
-        /// Its length.
+        /// Length of the output in grains.
         grains: u64,
     },
-    /// Two pieces on one node would be lost together.
+    /// Two pieces lie on one node and would be lost together.
     #[error("{pieces} pieces would lie on {distinct} nodes")]
     Homes {
-        /// How many different nodes.
+        /// Number of distinct nodes.
         distinct: usize,
-        /// How many pieces.
+        /// Number of pieces.
         pieces: usize,
     },
 }
 
 impl PlanError {
-    /// A plan is made by us; a wrong one is a defect.
+    /// Returns [`ErrorKind::Internal`]: this program builds all plans, so a wrong plan is a defect.
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::Internal
     }
 }
 
-/// What a checked plan computes.
+/// The result of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checked {
-    /// For each stream its combination of the k blocks.
+    /// The combination of the k blocks that each stream carries.
     pub streams: HashMap<StreamNo, Vec<u8>>,
 }
 
-/// What the plan is for.
+/// The purpose of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal<'a> {
-    /// All n pieces stored or kept, over the whole stripe.
+    /// Archiving: all n pieces are stored or kept, over the whole stripe.
     Archive,
-    /// These blocks delivered, over any one range.
+    /// Reading: these blocks are delivered, over any one range of grains.
     Read(&'a [u8]),
 }
 
-/// Proves that `plan` makes what `goal` asks for, under `code`.
+/// Proves that `plan` achieves `goal` under `code`. Returns the combination that each stream
+/// carries, or the first violation found.
 pub fn check(plan: &Plan, code: &Code, goal: Goal<'_>) -> Result<Checked, PlanError> {
     check_shape(plan, code)?;
     let order = order(plan)?;
@@ -134,7 +136,9 @@ fn check_shape(plan: &Plan, code: &Code) -> Result<(), PlanError> {
     Ok(())
 }
 
-/// Hops in an order in which every stream is made before it is read.
+/// Returns the indices of the hops in an order in which every stream is produced before it is read.
+/// Returns an error if a stream does not have one sender and one receiver of one range, or if the
+/// hops form a cycle.
 fn order(plan: &Plan) -> Result<Vec<usize>, PlanError> {
     let mut sender: HashMap<StreamNo, usize> = HashMap::new();
     let mut receiver: HashMap<StreamNo, usize> = HashMap::new();

@@ -1,8 +1,9 @@
-//! Plans: archiving, repair and reading as one thing, a linear dataflow between nodes.
+//! Plans: archiving, repair and reading in one form, a linear dataflow between nodes.
 //!
-//! A [`Plan`] is a DAG of [`Hop`]s over one stripe. A hop reads local blocks or pieces and incoming streams, multiplies
-//! them with one small matrix over the field, and sends on, stores or delivers the results, grain by grain. Chain, star
-//! and degraded read differ in data, not in code. [`check`](check::check) proves a plan by pushing unit vectors through it.
+//! A [`Plan`] is a DAG of [`Hop`]s over one stripe. A hop reads local blocks or pieces and incoming
+//! streams, multiplies them by a small matrix over the field, and forwards, stores or delivers the
+//! results, grain by grain. Chain, star and degraded read differ in data, not in code.
+//! [`check`](check::check) proves a plan by pushing unit vectors through it.
 
 pub mod check;
 
@@ -15,53 +16,54 @@ use crate::code::CodeId;
 use crate::format::geometry::StripeCut;
 use crate::id::{Attempt, NodeId, StripeId};
 
-/// The most hops of one plan: n nodes with one hop for each of n ranges, and a coder's besides.
+/// Maximum number of hops in a plan. A striped star has up to n ranges with up to n hops each, and
+/// n is at most 32.
 pub const MAX_HOPS: usize = 1024;
-/// The most inputs or outputs of one hop.
+/// Maximum number of inputs, and of outputs, of a hop.
 pub const MAX_HOP_EDGES: usize = 64;
 
 /// A stream between two hops, numbered within its plan.
 pub type StreamNo = u16;
 
-/// What a hop reads.
+/// An input of a hop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Input {
     /// A local replica of this block (from 0).
     Block(u8),
-    /// A local piece (from 0), or the replica that is it.
+    /// A local piece (from 0), or the replica that serves as this piece.
     Piece(u8),
-    /// What another hop sends.
+    /// A stream from another hop.
     Stream(StreamNo),
 }
 
-/// What a hop makes.
+/// An output of a hop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Output {
-    /// Sent to the hop that reads this stream.
+    /// A stream to the hop that reads it.
     Stream(StreamNo),
-    /// Stored as this piece (from 0).
+    /// The stored piece with this number (from 0).
     Store(u8),
-    /// Handed to the reader as this block (from 0).
+    /// The block with this number (from 0), delivered to the reader.
     Deliver(u8),
 }
 
-/// One node's share of the work, over one range of grains.
+/// A node's share of the work, over one range of grains.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hop {
-    /// The node; `None` is the reader that asked for the plan.
+    /// The node that runs the hop. `None` is the reader that asked for the plan.
     pub node: Option<NodeId>,
-    /// First grain and the one past the last.
+    /// The first grain, and the one past the last.
     pub grains: (u64, u64),
-    /// What it reads.
+    /// The inputs, one per column of the matrix.
     pub inputs: Vec<Input>,
-    /// What it makes.
+    /// The outputs, one per row of the matrix.
     pub outputs: Vec<Output>,
-    /// One row an output, one coefficient an input.
+    /// The coefficients: a row per output, a column per input.
     pub matrix: Vec<Vec<u8>>,
 }
 
 impl Hop {
-    /// The range of grains.
+    /// Returns the range of grains.
     pub fn range(&self) -> Range<u64> {
         self.grains.0..self.grains.1
     }
@@ -76,15 +78,16 @@ pub struct Plan {
     pub attempt: Attempt,
     /// The code that its pieces belong to.
     pub code: CodeId,
-    /// The stripe's cut.
+    /// The cut of the stripe: its range in the shard and its block length.
     pub cut: StripeCut,
     /// The hops, in any order.
     pub hops: Vec<Hop>,
-    /// Pieces that are not stored by a hop because the replica of a block is that piece and stays: (piece, node).
+    /// Pieces that no hop stores because a replica that stays in place is that piece: (piece,
+    /// node).
     pub kept: Vec<(u8, NodeId)>,
 }
 
-/// What each node moves in a plan, in payload bytes.
+/// The traffic of a node in a plan, in payload bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
     /// Bytes received over streams.
@@ -94,13 +97,13 @@ pub struct Traffic {
 }
 
 impl Plan {
-    /// Payload bytes of grains `range` of one block-long stream.
+    /// Returns the payload bytes of grains `range` of a stream as long as a block.
     pub fn stream_bytes(&self, range: Range<u64>) -> u64 {
         let end = |grain: u64| (grain * crate::units::GRAIN_BYTES).min(self.cut.block_bytes);
         end(range.end).saturating_sub(end(range.start))
     }
 
-    /// What `node` receives and sends when the plan runs.
+    /// Returns the bytes that `node` receives and sends when the plan runs.
     pub fn traffic(&self, node: NodeId) -> Traffic {
         let mut traffic = Traffic::default();
         for hop in self.hops.iter().filter(|hop| hop.node == Some(node)) {
@@ -113,7 +116,8 @@ impl Plan {
         traffic
     }
 
-    /// The nodes that run hops or keep pieces, each once, in node-id order: the order of admission.
+    /// Returns the nodes that run hops or keep pieces, each once, in node-id order, which is the
+    /// order of admission.
     pub fn nodes(&self) -> Vec<NodeId> {
         let mut nodes: Vec<NodeId> = self.hops.iter().filter_map(|hop| hop.node).collect();
         nodes.extend(self.kept.iter().map(|(_, node)| *node));
@@ -122,7 +126,7 @@ impl Plan {
         nodes
     }
 
-    /// The nodes that send `node` something.
+    /// Returns the nodes that send a stream to `node`.
     pub fn senders(&self, node: NodeId) -> BTreeSet<NodeId> {
         let of_node = self.hops.iter().filter(|hop| hop.node == Some(node));
         let read: BTreeSet<Input> = of_node.flat_map(|hop| hop.inputs.iter().copied()).collect();
@@ -134,7 +138,7 @@ impl Plan {
         senders.filter(|sender| *sender != node).collect()
     }
 
-    /// The nodes whose bytes reach `node`, straight or through others.
+    /// Returns the nodes whose bytes reach `node`, directly or through others.
     pub fn upstream(&self, node: NodeId) -> BTreeSet<NodeId> {
         let mut all = self.senders(node);
         loop {
@@ -147,7 +151,7 @@ impl Plan {
         }
     }
 
-    /// Which node stores `piece`, by a hop or by keeping a replica.
+    /// Returns the node that stores `piece`, written by a hop or kept as a replica.
     pub fn home(&self, piece: u8) -> Option<NodeId> {
         let stores = |hop: &&Hop| hop.outputs.contains(&Output::Store(piece));
         let kept = self.kept.iter().find(|(kept, _)| *kept == piece).map(|(_, node)| *node);

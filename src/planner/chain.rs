@@ -1,13 +1,15 @@
-//! The chain: each node adds its blocks to what comes in, stores one piece and forwards the rest.
+//! The chain plan: each node adds its blocks to the incoming stream, stores one piece and forwards
+//! the rest.
 //!
-//! `c_i = x_{i-1} + sum xi o_j` is stored, `x_i = x_{i-1} + sum psi o_j` is sent on (paper, section IV). n-1 block
-//! transfers, one in and one out a node.
+//! Hop i stores `c_i = x_{i-1} + sum xi o_j` and forwards `x_i = x_{i-1} + sum psi o_j` (paper,
+//! section IV). The plan moves n-1 blocks over the network, one into and one out of each node.
 
 use super::{PlannerError, Subject};
 use crate::code::Code;
 use crate::plan::{Hop, Input, Output, Plan};
 
-/// The chain in the code's own order.
+/// Builds the chain plan in the code's own order. Returns [`PlannerError::Code`] unless the code is
+/// a chain code, and [`PlannerError::Places`] unless the subject has n places.
 pub fn chain(subject: &Subject<'_>) -> Result<Plan, PlannerError> {
     let Code::Chain(code) = subject.code else {
         return Err(PlannerError::Code { plan: "chain", code: subject.code.name().to_owned() });

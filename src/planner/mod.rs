@@ -1,4 +1,5 @@
-//! Planners only build plans; [`crate::plan::check`] proves them and the engine runs them.
+//! The planners. They only build plans: [`crate::plan::check`] proves a plan, and the engine runs
+//! it.
 
 mod chain;
 mod read;
@@ -13,14 +14,14 @@ use crate::format::geometry::StripeCut;
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::kind::ErrorKind;
 
-/// What every plan is about: one stripe, one attempt, one code, and the node at each position.
+/// The subject of a plan: one stripe, one attempt, one code, and the node at each position.
 #[derive(Debug, Clone, Copy)]
 pub struct Subject<'a> {
     /// The stripe.
     pub stripe: StripeId,
-    /// Names the pieces.
+    /// The attempt that names the pieces.
     pub attempt: Attempt,
-    /// The stripe's cut.
+    /// The cut of the stripe: its range in the shard and its block length.
     pub cut: StripeCut,
     /// The node at each position of the standard layout, n of them.
     pub places: &'a [NodeId],
@@ -28,30 +29,31 @@ pub struct Subject<'a> {
     pub code: &'a Code,
 }
 
-/// No plan of the wanted shape exists.
+/// The errors of a planner.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlannerError {
-    /// The plan makes another kind of code.
+    /// The kind of plan cannot produce this kind of code.
     #[error("a {plan} plan does not make code {code}: take another plan or another code")]
     Code {
-        /// The plan.
+        /// Name of the plan.
         plan: &'static str,
-        /// The code.
+        /// Name of the code.
         code: String,
     },
-    /// The places are not n nodes.
+    /// The number of places is not n.
     #[error("{have} places are known, the code needs {need}")]
     Places {
-        /// n.
+        /// Number of places that the code needs, n.
         need: usize,
-        /// How many.
+        /// Number of places that are given.
         have: usize,
     },
 }
 
 impl PlannerError {
-    /// What kind of failure this is.
+    /// Returns the error kind: `Invalid` for an unsuitable code, `Unavailable` for a wrong number
+    /// of places.
     pub fn kind(&self) -> ErrorKind {
         match self {
             PlannerError::Code { .. } => ErrorKind::Invalid,

@@ -1,13 +1,15 @@
-//! The direct read: k pieces stream into the reader, which decodes there.
+//! The direct read: k pieces stream to the reader, which decodes them.
 
 use super::Subject;
 use crate::code::{CodeError, Program};
 use crate::id::NodeId;
 use crate::plan::{Hop, Input, Output, Plan};
 
-/// Reads `blocks` over `grains` from the pieces that `program` uses; `homes` names the node of each of those pieces.
+/// Builds a plan that reads `blocks` over `grains` from the pieces that `program` uses. `homes`
+/// lists the node of each of these pieces, in the program's order.
 ///
-/// The reader's hop has the program's matrix; it runs the program itself, which the check proves equal.
+/// The reader's hop carries the program's matrix. The reader runs the program itself, which the
+/// check proves to be equal. Returns an error if the matrix of the program cannot be computed.
 pub fn direct_read(
     subject: &Subject<'_>,
     program: &Program,

@@ -1,26 +1,32 @@
-//! Stars: one node (or one a range) gathers k blocks and makes the n-k parity pieces of the classical code.
+//! The star plans: one node, or one per range of grains, gathers the k blocks and computes the n-k
+//! parity pieces of the classical code.
 //!
-//! The first k pieces are one replica of each block, left where it is. Three variants:
-//! - *naive* (the paper's baseline): the coder fetches all k blocks whatever it holds, and keeps one parity piece;
-//! - *best*: the coder sits on a node with two blocks, fetches the others and keeps one parity piece (9 down, 4 up at (16,11));
+//! The first k pieces are one replica of each block, left in place. There are three variants:
+//! - *naive* (the paper's baseline): the coder fetches all k blocks, even those it holds, and keeps
+//!   one parity piece;
+//! - *best*: the coder runs on a node with two blocks, fetches the other blocks and keeps one
+//!   parity piece (at (16,11) it receives 9 blocks and sends 4);
 //! - *striped*: the coder rotates over ranges of grains.
 
 use super::{PlannerError, Subject};
 use crate::code::{Code, Layout};
 use crate::plan::{Hop, Input, Output, Plan, StreamNo};
 
-/// Where the k systematic pieces stay and the n-k parity pieces go.
+/// The positions that hold the pieces: k systematic ones that stay and n-k parity pieces that are
+/// sent.
 struct Homes {
-    /// Position whose replica of block j stays as piece j.
+    /// For each block j, the position whose replica stays as piece j.
     kept: Vec<usize>,
-    /// Position that stores parity piece k+i.
+    /// For each i from 0, the position that stores parity piece k+i.
     parity: Vec<usize>,
 }
 
-/// Each block keeps the replica at its first holder that is free, walking so that the wanted parity home stays free.
+/// Chooses the positions of all pieces. Each block keeps the replica at its first free holder. The
+/// position of `coder`, if given, stays free and stores the first parity piece.
 fn homes(layout: Layout, coder: Option<usize>) -> Homes {
     let (n, k) = (layout.n(), layout.k());
-    // Blocks whose first holder is `coder` (or follows from such a move) keep their second holder instead.
+    // A block whose first holder is `coder`, or is taken by an earlier block, keeps its second
+    // holder.
     let mut taken = vec![false; n];
     if let Some(coder) = coder {
         taken[coder] = true;
@@ -51,7 +57,8 @@ impl Builder<'_> {
         self.next_stream - 1
     }
 
-    /// A coder at position `at` that makes all parity over `grains`; blocks in `local` are read there, the others fetched.
+    /// Adds the hops of a coder at position `at` that computes all parity pieces over `grains`. The
+    /// coder reads the blocks in `local` from its own disk and fetches the others.
     fn coder(&mut self, at: usize, homes: &Homes, grains: (u64, u64), local: &[usize]) {
         let (n, k) = (self.subject.code.n(), self.subject.code.k());
         let places = self.subject.places;
@@ -63,7 +70,7 @@ impl Builder<'_> {
             }
             let stream = self.stream();
             inputs.push(Input::Stream(stream));
-            // Reads go to the replica that stays; it is the one that is read back anyway.
+            // Read the replica that stays: it is the one that is read back for the proof anyway.
             self.hops.push(Hop {
                 node: Some(places[homes.kept[block]]),
                 grains,
@@ -118,7 +125,9 @@ fn builder<'a>(subject: &Subject<'a>) -> Result<Builder<'a>, PlannerError> {
     Ok(Builder { subject: *subject, layout, hops: Vec::new(), next_stream: 0 })
 }
 
-/// The paper's baseline. `coder` is the index of the parity node that codes, from 0; it wraps.
+/// Builds the naive star, the paper's baseline. `coder` is the index of the parity node that codes,
+/// from 0, modulo the number of parity nodes. Returns [`PlannerError::Code`] unless the code is
+/// classical, and [`PlannerError::Places`] unless the subject has n places.
 pub fn naive_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerError> {
     let mut builder = builder(subject)?;
     let homes = homes(builder.layout, None);
@@ -127,14 +136,16 @@ pub fn naive_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerEr
     Ok(builder.finish(&homes))
 }
 
-/// Positions that hold two blocks, where a best star's coder may sit. With n = 2k no position does; the coder then has one.
+/// Returns the positions on which the coder of a best star may run: those that hold two blocks.
+/// With n = 2k no position holds two; then those that hold one.
 fn coders(layout: Layout) -> Vec<usize> {
     let holding = |count| (0..layout.k()).filter(move |&at| layout.blocks_at(at).count() == count);
     let two: Vec<usize> = holding(2).collect();
     if two.is_empty() { holding(1).collect() } else { two }
 }
 
-/// The coder on a node that has two blocks; `coder` picks among those, from 0; it wraps.
+/// Builds the best star: its coder runs on a node that has two blocks. `coder` chooses among these
+/// nodes, from 0, modulo their number. Returns errors as [`naive_star`] does.
 pub fn best_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerError> {
     let mut builder = builder(subject)?;
     let choices = coders(builder.layout);
@@ -145,7 +156,8 @@ pub fn best_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerErr
     Ok(builder.finish(&homes))
 }
 
-/// The coder rotates over the positions, one range of grains each.
+/// Builds the striped star: the coder rotates over the positions, with one range of grains for
+/// each. Returns errors as [`naive_star`] does.
 pub fn striped_star(subject: &Subject<'_>) -> Result<Plan, PlannerError> {
     let mut builder = builder(subject)?;
     let homes = homes(builder.layout, None);

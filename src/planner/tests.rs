@@ -1,4 +1,4 @@
-//! Every plan of every code, proven symbolically and counted against its model.
+//! Tests that prove the plans of every code symbolically and compare their traffic with the model.
 
 use std::collections::HashSet;
 
@@ -29,7 +29,7 @@ fn subject<'a>(code: &'a Code, places: &'a [NodeId]) -> Subject<'a> {
     Subject { stripe, attempt: Attempt([2; 16]), cut, places, code }
 }
 
-/// Streams of a plan, in block lengths.
+/// Returns the length of all streams of a plan together, in blocks.
 fn transfers(plan: &Plan) -> f64 {
     let bytes: u64 = plan
         .hops
@@ -60,7 +60,7 @@ fn chains_are_proven_and_move_one_block_in_and_one_out() {
     }
 }
 
-/// That the first coder is enough for many stripes at once: the ring turns under it.
+/// Coder 0 is enough for many stripes at once, because placement rotates the ring.
 #[test]
 fn sixteen_stripes_load_sixteen_nodes_alike() {
     let node = |node| RingNode { node, domain: 0 };

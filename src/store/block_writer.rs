@@ -1,4 +1,4 @@
-//! Writes a replica from a stream of bytes, hashing grain by grain on the way.
+//! Writes a replica from a stream of bytes and hashes it grain by grain on the way.
 
 use super::StoreError;
 use super::data_folder::Store;
@@ -9,14 +9,14 @@ use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
 use crate::id::StripeId;
 use crate::units::GRAIN_BYTES;
 
-/// The most memory that one [`BlockWriter`] holds: one grain, the hashes, and the tail when it ends (its own,
-/// and the one of a file that may be there already).
+/// Maximum memory that one [`BlockWriter`] holds, in bytes: one grain, the hashes and, at the end,
+/// the tail (its own, and that of a file that may already have the name).
 pub const BLOCK_WRITER_BYTES: u64 = GRAIN_BYTES + 4 * MAX_TAIL_BYTES;
 
-/// Takes each grain of a block, with its number, once and in order.
-pub type Fingerprint = Box<dyn FnMut(u64, &[u8]) + Send>;
+/// A callback that receives each grain of a block, with its number, once and in order.
+pub type FingerprintFn = Box<dyn FnMut(u64, &[u8]) + Send>;
 
-/// Which replica is to be written.
+/// The replica to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockSpec {
     /// The stripe.
@@ -25,27 +25,27 @@ pub struct BlockSpec {
     pub block: u8,
     /// The layout of the stripe.
     pub layout: u8,
-    /// The length of the block, padding not counted.
+    /// The length of the block without padding, in bytes.
     pub len_bytes: u64,
 }
 
-/// Writes one replica. Dropping it before [`finish`](Self::finish) leaves nothing.
+/// A writer of one replica. Dropping it before [`finish`](Self::finish) leaves nothing.
 pub struct BlockWriter {
     temporary: Temporary,
-    fingerprint: Option<Fingerprint>,
+    fingerprint: Option<FingerprintFn>,
     hashes: Vec<Hash>,
-    /// The beginning of the next grain, always shorter than it.
+    /// The received part of the next grain, always shorter than the grain.
     partial: Vec<u8>,
-    /// A write has failed: what is in the file is not known.
+    /// Set after a failed write: the contents of the file are unknown.
     broken: bool,
 }
 
 impl Store {
-    /// Begins to write a replica. Space for all of it is reserved now.
+    /// Begins to write a replica and reserves space for all of it. Returns its writer.
     pub fn write_block(
         &self,
         spec: BlockSpec,
-        fingerprint: Option<Fingerprint>,
+        fingerprint: Option<FingerprintFn>,
     ) -> Result<BlockWriter, StoreError> {
         let content = Content::Replica { block: spec.block };
         let BlockSpec { stripe, layout, len_bytes, .. } = spec;
@@ -69,7 +69,10 @@ impl BlockWriter {
         self.hashes.len() as u64 * GRAIN_BYTES + self.partial.len() as u64
     }
 
-    /// Takes the next bytes, any number of them.
+    /// Appends the next bytes, in any number.
+    ///
+    /// # Errors
+    /// [`StoreError::Misuse`] if there are more bytes than announced, or a write failed before.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
         if self.broken {
             return Err(self.misuse("a write has failed before: begin again"));
@@ -83,9 +86,10 @@ impl BlockWriter {
         done
     }
 
-    /// How many bytes are still to come.
+    /// Returns the number of bytes that are still missing.
     pub fn missing_bytes(&self) -> u64 {
-        // The last grain is partial in the count of grains, never in that of bytes.
+        // A short last grain counts as a whole one in `written_bytes`, which may therefore exceed
+        // the length.
         self.temporary.len_bytes().saturating_sub(self.written_bytes())
     }
 
@@ -124,8 +128,12 @@ impl BlockWriter {
         Ok(())
     }
 
-    /// Makes the replica durable under its name. `expected_root` is what the sender says that it has sent;
-    /// when it differs, nothing is left behind.
+    /// Makes the replica durable under its name. `expected_root` is the root that the sender
+    /// announced.
+    ///
+    /// # Errors
+    /// [`StoreError::Root`] if the root differs from the announced one, and [`StoreError::Misuse`]
+    /// if bytes are missing; nothing is left behind.
     pub fn finish(mut self, expected_root: Option<Hash>) -> Result<StoreOutcome, StoreError> {
         if self.broken || self.missing_bytes() > 0 {
             return Err(self.misuse("fewer bytes than announced"));

@@ -1,4 +1,5 @@
-//! What a node remembers of its cluster: the highest epoch, who claimed it, and the other nodes (docs/semantics.md, 8).
+//! The records in which a node remembers its cluster: the highest epoch, the catalogue server that
+//! claimed it, and the other nodes (docs/semantics.md, 8).
 
 use super::StoreError;
 use super::data_folder::{EPOCH, Store};
@@ -11,7 +12,7 @@ const HEARD: &str = "heard";
 const CATCH_UP: &str = "catch-up";
 
 impl Store {
-    /// What was noted before this start.
+    /// Returns the epoch record on disk, or `None`.
     pub(super) fn seen_on_disk(&self) -> Result<Option<SeenEpoch>, StoreError> {
         let noted = self.get_sealed(EPOCH, RecordKind::Epoch);
         noted.map_err(|error| match error {
@@ -20,26 +21,30 @@ impl Store {
         })
     }
 
-    /// A note that does not open is made again: it is a help against an old copy of the catalogue, not a need.
+    /// Returns the record of the last catalogue revision. A record that does not open counts as
+    /// missing: the record helps to detect an old copy of the catalogue, but nothing depends on it.
     pub(super) fn heard_on_disk(&self) -> Option<Heard> {
         self.get_sealed(HEARD, RecordKind::Heard).ok().flatten()
     }
 
-    /// The last revision that this node has heard of the map of its epoch; 0 when it knows none.
+    /// Returns the last revision that this node knows of the catalogue database of its epoch; 0 if
+    /// it knows none.
     pub fn revision(&self) -> u64 {
         let (map, heard) = (self.last_db_id(), *self.heard());
         heard.filter(|heard| map == Some(heard.map)).map_or(0, |heard| heard.revision)
     }
 
-    /// The last revision of the catalogue that this node has heard of, of whichever map: they grow from map to map. Its list of nodes is at
-    /// least as new. 0 when it has heard of none.
+    /// Returns the last catalogue revision that this node knows, of any catalogue database;
+    /// revisions grow from one database to the next. The node's list of members is at least as new.
+    /// Returns 0 if it knows none.
     pub fn list_revision(&self) -> u64 {
         self.heard().map_or(0, |heard| heard.revision)
     }
 
-    /// Notes durably that `map` had come to `revision`. A lower one is no news.
+    /// Records durably that the catalogue database `map` has reached `revision`. Does nothing if
+    /// the node already knows that revision or a higher one of the same database.
     pub fn note_revision(&self, map: DbId, revision: u64) -> Result<(), StoreError> {
-        // One writer at a time; those who ask meanwhile do not wait for the disk.
+        // One writer at a time. Readers of the revision do not wait for the disk.
         let _noting = self.noting();
         if self.heard().is_some_and(|heard| map == heard.map && revision <= heard.revision) {
             return Ok(());
@@ -50,22 +55,26 @@ impl Store {
         Ok(())
     }
 
-    /// The highest catalogue epoch that this node has seen.
+    /// Returns the highest catalogue epoch that this node has seen.
     pub fn epoch(&self) -> Epoch {
         self.seen().epoch
     }
 
-    /// Who claimed that epoch from this node.
+    /// Returns the catalogue server that claimed that epoch from this node, if any.
     pub fn last_catalogue_server(&self) -> Option<Home> {
         self.seen().home.clone()
     }
 
-    /// The map of that epoch, as soon as this node has met it.
+    /// Returns the id of that epoch's catalogue database, or `None` if this node does not know it
+    /// yet.
     pub fn last_db_id(&self) -> Option<DbId> {
         self.seen().map
     }
 
-    /// Notes that `epoch` was seen, durably when it is a new one; refuses one that is over.
+    /// Records that `epoch` was seen, durably if it is new.
+    ///
+    /// # Errors
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen.
     pub fn raise_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
         let mut seen = self.seen();
         refuse_older(&seen, epoch)?;
@@ -75,12 +84,17 @@ impl Store {
         Ok(())
     }
 
-    /// Notes durably that `map` is the catalogue of `epoch`; refuses an epoch that is over, or that has another map.
+    /// Records durably that `map` is the catalogue database of `epoch`.
+    ///
+    /// # Errors
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::OtherMap`] if
+    /// `epoch` has another database.
     pub fn note_db_id(&self, epoch: Epoch, map: DbId) -> Result<(), StoreError> {
         self.note_catalogue_server(epoch, map, None)
     }
 
-    /// The same, and that `home` serves it.
+    /// Records the same as [`note_db_id`](Self::note_db_id), and that the catalogue server `home`
+    /// serves the database.
     pub fn claim_epoch(&self, epoch: Epoch, map: DbId, home: Home) -> Result<(), StoreError> {
         self.note_catalogue_server(epoch, map, Some(home))
     }
@@ -112,7 +126,8 @@ impl Store {
         Ok(())
     }
 
-    /// Whether this node has caught up with what is committed and what was removed. A record that does not open says that it has not.
+    /// Returns whether this node has caught up with the committed and the removed saves. A record
+    /// that does not open counts as [`Standing::Behind`].
     pub fn standing(&self) -> Standing {
         match self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp) {
             Ok(None) => Standing::Unknown,
@@ -121,32 +136,35 @@ impl Store {
         }
     }
 
-    /// The registration under which this node caught up, if it has.
+    /// Returns the number of the registration under which this node caught up, or `None` if it has
+    /// not.
     pub fn caught_up_as(&self) -> Option<u64> {
         let record = self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp);
         record.ok().flatten().and_then(|record| record.registered)
     }
 
-    /// Notes durably that this node has caught up under a registration, while `epoch` is the highest that it has seen.
+    /// Records durably that this node has caught up under a registration, if `epoch` is still the
+    /// highest that it has seen.
     pub fn note_caught_up(&self, epoch: Epoch, registered: u64) -> Result<(), StoreError> {
-        // Held over the write: a claim that comes meanwhile is after it, and its rebuild finds what is here.
+        // Held during the write, so that a concurrent claim comes after it and its rebuild finds
+        // the record.
         let seen = self.seen();
         refuse_older(&seen, epoch)?;
         let record = CatchUp { registered: Some(registered) };
         self.put_sealed(CATCH_UP, RecordKind::CatchUp, &record)
     }
 
-    /// Notes durably that this node is behind.
+    /// Records durably that this node is behind.
     pub fn note_behind(&self) -> Result<(), StoreError> {
         self.put_sealed(CATCH_UP, RecordKind::CatchUp, &CatchUp { registered: None })
     }
 
-    /// The nodes of the cluster as this one last heard; empty when it never did.
+    /// Returns the nodes of the cluster as this node last heard; empty if it never did.
     pub fn members(&self) -> Result<Members, StoreError> {
         Ok(self.get_sealed(MEMBERS, RecordKind::Members)?.unwrap_or_default())
     }
 
-    /// Remembers the nodes of the cluster, durably.
+    /// Records the nodes of the cluster durably.
     pub fn put_members(&self, members: &Members) -> Result<(), StoreError> {
         if self.members().is_ok_and(|known| known == *members) {
             return Ok(());
@@ -180,7 +198,7 @@ mod tests {
         Home { name: name.parse().unwrap(), address: format!("{name}:7440") }
     }
 
-    /// A downgraded program keeps what a later one noted, and goes on without it.
+    /// A downgraded program keeps the records of a later version and works without them.
     #[test]
     fn notes_of_a_later_version_are_not_overwritten() {
         let disk = Arc::new(MemoryDisk::new(1 << 20));
@@ -204,7 +222,7 @@ mod tests {
         for (path, kind) in notes {
             assert_eq!(store.get_record(path).unwrap(), Some(later(kind)), "{path}");
         }
-        // One that is damaged is made again.
+        // A damaged record is written anew.
         store.put_record(HEARD, b"rot").unwrap();
         store.note_revision(DbId([1; 16]), 9).unwrap();
         assert_eq!(store.revision(), 9);
@@ -216,7 +234,7 @@ mod tests {
         let store = open(&disk);
         let (ours, theirs) = (DbId([1; 16]), DbId([2; 16]));
         store.raise_epoch(Epoch(2)).unwrap();
-        // Heard of, and claimed by nobody yet.
+        // The epoch is known, but no catalogue server has claimed it yet.
         store.claim_epoch(Epoch(2), ours, home("a")).unwrap();
         store.note_db_id(Epoch(2), ours).unwrap();
         for other in
@@ -251,7 +269,7 @@ mod tests {
         let disk = Arc::new(disk.crash());
         let store = open(&disk);
         assert_eq!(store.revision(), 8);
-        // No epoch follows the last number there is.
+        // No epoch can follow the highest number.
         for far in [store.raise_epoch(Epoch(u64::MAX)), store.note_db_id(Epoch(1 << 40), ours)] {
             assert!(matches!(far, Err(StoreError::FarEpoch { .. })));
         }

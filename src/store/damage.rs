@@ -1,4 +1,5 @@
-//! Damaged files: noted beside the file, not counted, and still read grain by grain (docs/semantics.md, 6, *Damage*).
+//! Damaged files. A note beside the file records the damage. The file does not count as a copy, and
+//! its good grains are still read (docs/semantics.md, 6, *Damage*).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -17,52 +18,54 @@ use crate::id::StripeId;
 use crate::kind::ErrorKind;
 use crate::units::GRAIN_BYTES;
 
-/// The beginning of a note's name; the name of the file follows, without its dot.
+/// The prefix of a note's name. The name of the file follows, without its suffix.
 const PREFIX: &str = "damage-";
 
-/// Damaged grains that the log names.
+/// Number of damaged grains that a log line names.
 const LOGGED: usize = 8;
 
-/// A note as the store remembers it.
+/// A damage note as the store holds it in memory.
 #[derive(Debug, Clone)]
 pub(super) struct NotedDamage {
     damage: Arc<Damage>,
-    /// Whether the note is about the file that has the name now.
+    /// Whether the note describes the file that has the name now.
     is_checked: bool,
 }
 
-/// The notes of a folder.
+/// The damage notes of a data folder, by file.
 pub(super) type NotedFiles = BTreeMap<FileKey, NotedDamage>;
 
-/// The result of a look at a file.
+/// The result of checking a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FileCheck {
-    /// There is none.
+    /// There is no such file.
     Gone,
-    /// It is whole, and counts.
+    /// The file is whole and counts.
     Whole,
-    /// It is damaged, which is noted.
+    /// The file is damaged and has a damage note.
     Damaged(Arc<Damage>),
-    /// Its header does not match its name: the mismatch as text. It belongs into quarantine.
+    /// The header does not match the name; the text describes the mismatch. The file belongs into
+    /// quarantine.
     Misplaced(String),
 }
 
-/// A file of a stripe that grains can be read from, whether it counts or not.
+/// A file of a stripe from which grains can be read, whether or not it counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GrainSource {
     /// Its name.
     pub file: FileName,
-    /// The length of its data and their BLAKE3, if its tail is good.
+    /// The length of its data in bytes and their BLAKE3 hash, if its tail is good.
     pub content: Option<(u64, Hash)>,
-    /// The grains that are known to be damaged; `None` when the file counts.
+    /// The grains that are known to be damaged; `None` if the file counts.
     pub damaged: Option<GrainSet>,
 }
 
-/// An open file that grains are read from. They prove themselves, or nothing.
+/// An open file from which grains are read. The reader verifies each grain.
 pub struct SourceFile {
     file: Box<dyn DiskFile>,
     tail: Option<(FileHeader, GrainTree)>,
-    /// Grains that are known to be damaged: the disk is not asked for them again, which may take seconds each time.
+    /// Grains that are known to be damaged. They are not read again, because each attempt may take
+    /// the disk seconds.
     damaged: GrainSet,
 }
 
@@ -75,12 +78,13 @@ impl SourceFile {
         Self { file, tail, damaged }
     }
 
-    /// Header and table, if the tail is good.
+    /// Returns the header and the hash tree, if the tail is good.
     pub fn tail(&self) -> Option<&(FileHeader, GrainTree)> {
         self.tail.as_ref()
     }
 
-    /// Fills `buf` from `offset`. Grains that are damaged or cannot be read, because the disk fails or the file ends before, come as zeros.
+    /// Fills `buf` from `offset`. Fills with zeros where a grain is known to be damaged or cannot
+    /// be read because the disk fails or the file ends too early.
     pub fn read(&self, offset: u64, buf: &mut [u8]) {
         if self.damaged.is_empty() && self.file.read_at(buf, offset).is_ok() {
             return;
@@ -104,13 +108,15 @@ fn note_name(name: FileName) -> String {
     format!("{PREFIX}{stem}")
 }
 
-/// The file that a small record of this name is a note about.
+/// Returns the file that a small record of this name describes, or `None` if the name is not that
+/// of a damage note.
 pub(super) fn noted_file(name: &str) -> Option<FileName> {
     let stem = name.strip_prefix(PREFIX)?;
     ["rep", "pc"].iter().find_map(|end| format!("{stem}.{end}").parse().ok())
 }
 
-/// Whether an error in the tail of a file is damage, and not a later release's format.
+/// Returns whether an error from the tail of a file is damage, and not, for example, the format of
+/// a later release.
 pub(super) fn is_damage(error: &StoreError) -> bool {
     match error {
         StoreError::Misplaced { .. } => false,
@@ -124,27 +130,29 @@ impl Store {
         self.damaged().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a damage note is held for the file, so that it does not count.
+    /// Returns whether the file has a damage note and therefore does not count.
     pub fn is_damaged(&self, key: FileKey) -> bool {
         self.notes().contains_key(&key)
     }
 
-    /// All files that do not count because they are damaged, in order.
+    /// Returns all files that do not count because they are damaged, in order.
     pub fn damaged_files(&self) -> Vec<(FileKey, Arc<Damage>)> {
         let notes = self.notes();
         notes.iter().map(|(key, noted)| (*key, noted.damage.clone())).collect()
     }
 
-    /// Files whose note is about another file that had the name: they have to be looked at.
+    /// Returns the files whose note describes an earlier file of the same name. They have to be
+    /// checked again.
     pub fn unchecked_files(&self) -> Vec<FileKey> {
         let notes = self.notes();
         notes.iter().filter(|(_, noted)| !noted.is_checked).map(|(key, _)| *key).collect()
     }
 
-    /// Opens a file to read grains from, whether it counts or not.
+    /// Opens a file to read grains from, whether or not it counts.
     ///
     /// # Errors
-    /// When there is none, or it says that it is another file.
+    /// [`DiskError::NotFound`] if there is none, and [`StoreError::Misplaced`] if its header names
+    /// another file.
     pub fn open_source(&self, key: FileKey) -> Result<SourceFile, StoreError> {
         let file = self.disk().open(&file_path(key))?;
         let tail = match self.tail_of(&*file, key) {
@@ -167,7 +175,7 @@ impl Store {
         Ok((header, tree))
     }
 
-    /// The files of a stripe that do not count.
+    /// Returns the files of a stripe that do not count because they have a damage note.
     pub fn damaged_of(&self, stripe: StripeId) -> Vec<FileName> {
         let from = FileKey { stripe, name: FileName::Replica { block: 0 } };
         let notes = self.notes();
@@ -175,20 +183,21 @@ impl Store {
         of.map(|(key, _)| key.name).collect()
     }
 
-    /// The names of the replicas and pieces that a stripe's folder has, whatever they are.
+    /// Returns the names of the replicas and pieces in a stripe's folder, in whatever state they
+    /// are.
     pub fn file_names(&self, stripe: StripeId) -> Result<Vec<FileName>, StoreError> {
         let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
         let files = entries.into_iter().filter(|entry| !entry.is_dir);
         Ok(files.filter_map(|entry| entry.name.parse().ok()).collect())
     }
 
-    /// Every file of a stripe that the folder has and that can be a source, by name. A file that the index does not have yet does not
-    /// count: it has to be looked at.
+    /// Returns every file in a stripe's folder that can be a source of grains, ordered by name. A
+    /// file that is not in the index yet does not count: it has to be checked first.
     pub fn sources(&self, stripe: StripeId) -> Result<Vec<GrainSource>, StoreError> {
         let listed = self.find(stripe)?;
         let mut sources = Vec::new();
         for file in self.file_names(stripe)? {
-            // Gone meanwhile, or no source.
+            // The file was removed meanwhile, or cannot be a source.
             let Ok(opened) = self.open_source(FileKey { stripe, name: file }) else { continue };
             let content = opened.tail().map(|(header, _)| (header.len_bytes, header.root));
             let counts = content.is_some() && listed.iter().any(|info| info.content.name() == file);
@@ -198,10 +207,11 @@ impl Store {
         Ok(sources)
     }
 
-    /// Reads all of a file past the page cache, and notes whether it counts.
+    /// Reads a whole file past the page cache. Writes a damage note if it is damaged, and removes
+    /// an old note if it is whole or gone. Returns the result.
     ///
     /// # Errors
-    /// When it cannot be judged: it is of a later release, or the disk refuses to open it.
+    /// If the file cannot be checked: a later release wrote it, or the disk refuses to open it.
     pub fn check_file(&self, key: FileKey) -> Result<FileCheck, StoreError> {
         let file = match if_found(self.disk().open(&file_path(key))) {
             Ok(Some(file)) => file,
@@ -210,7 +220,7 @@ impl Store {
                 self.correct_index(key)?;
                 return Ok(FileCheck::Gone);
             }
-            // It has a name and no bytes that can be read.
+            // The file has a name, but none of its bytes can be read.
             Err(error @ DiskError::Io { .. }) if !error.is_exhaustion() => {
                 return Ok(self.note_damage(key, Damage::default()));
             }
@@ -231,7 +241,8 @@ impl Store {
                     self.correct_index(key)?;
                     return Ok(FileCheck::Whole);
                 }
-                // The file is open until it is noted, so that no other one can get its number.
+                // The file stays open until the note is written, so that no other file can get its
+                // number.
                 Ok(self.note_damage(key, Damage { number, has_tail: true, grains }))
             }
             Err(error @ StoreError::Misplaced { .. }) => {
@@ -244,8 +255,8 @@ impl Store {
         }
     }
 
-    /// Notes the damage of the file that was looked at, if it still has the name. From here on it does not count. A file without a number
-    /// could not be opened.
+    /// Writes a damage note for the checked file if it still has the name. From then on it does not
+    /// count. `damage.number` is 0 for a file that could not be opened.
     fn note_damage(&self, key: FileKey, damage: Damage) -> FileCheck {
         match self.put_note(key, damage) {
             Some((damage, (old_bytes, new_bytes))) => {
@@ -256,7 +267,8 @@ impl Store {
         }
     }
 
-    /// Returns what was noted, and the lengths of the record that was replaced and of the new one; `None` when another file has the name.
+    /// Writes a damage note. Returns the noted damage, and the lengths of the replaced and the new
+    /// record; `None` if another file has the name.
     fn put_note(&self, key: FileKey, damage: Damage) -> Option<(Arc<Damage>, Lengths)> {
         let (damage, path) = (Arc::new(damage), note_path(key));
         let is_it = || match self.number_of(key) {
@@ -288,13 +300,14 @@ impl Store {
             Ok(lengths) => Some((damage, lengths)),
             Err(StoreError::Conflict { .. }) => None,
             Err(error) => {
-                tracing::error!(%key, %error, "damage cannot be noted: the file does not count until the daemon ends");
+                tracing::error!(%key, %error, "cannot write the damage note: the file does not count until the daemon stops");
                 Some((damage, (None, None)))
             }
         }
     }
 
-    /// Removes the note of `key`, if there is one and `may_go` says so when no name can change, and returns when that is durable.
+    /// Removes the note of `key` if there is one and `may_go`, which runs while no name can change,
+    /// agrees. Returns once the removal is durable.
     pub(super) fn forget_note(
         &self,
         key: FileKey,
@@ -319,17 +332,20 @@ impl Store {
         Ok(())
     }
 
-    /// The number of the file that has the name now.
+    /// Returns the number of the file that has the name now.
     pub(super) fn number_of(&self, key: FileKey) -> Option<u64> {
         self.disk().open(&file_path(key)).and_then(|file| file.number()).ok()
     }
 
-    /// The number of the file that a note is about; for a writer that is about to take the name.
+    /// Returns the number of the file that the note of `key` describes, for a writer that is about
+    /// to take the name.
     pub(super) fn noted_number(&self, key: FileKey) -> Option<u64> {
         self.notes().get(&key).map(|noted| noted.damage.number)
     }
 
-    /// Reads the notes of a stripe's folder, at the start. Those without a file go, and a file that does not open is unchecked.
+    /// Reads the damage notes of a stripe's folder at start. Removes notes without a file. A note
+    /// that does not describe the present file stays unchecked, and so does that of a file that
+    /// does not open.
     pub(super) fn load_notes(&self, stripe: StripeId, names: &[String]) -> Result<(), StoreError> {
         for name in names {
             let Some(file) = noted_file(name) else { continue };
@@ -350,7 +366,8 @@ impl Store {
         Ok(())
     }
 
-    /// Notes a file whose tail does not open, at the start. Returns the length of the note, or `None` when its error is no damage.
+    /// Writes a damage note for a file whose tail does not open, at start. Returns the length of
+    /// the note, or `None` if the error is not damage.
     pub(super) fn note_tail(&self, key: FileKey, error: &StoreError) -> Option<u64> {
         if !is_damage(error) {
             return None;
@@ -361,7 +378,7 @@ impl Store {
     }
 }
 
-/// The lengths of a record that was replaced, and of the one that is there now.
+/// The lengths in bytes of a replaced record and of the record that is there now.
 type Lengths = (Option<u64>, Option<u64>);
 
 fn note_path(key: FileKey) -> String {

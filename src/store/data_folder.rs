@@ -1,4 +1,4 @@
-//! The data folder itself: whose it is, its lock, its files.
+//! The data folder itself: its owner, its lock, and its files.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
@@ -26,14 +26,15 @@ use crate::format::file::FileKey;
 use crate::format::records::{Heard, SeenEpoch};
 use crate::id::{ClusterId, NodeId, PeerName, ShardId, StripeId};
 
-/// The name of the lock file: [`Disk::lock`] it before anything else in the folder is opened.
+/// The name of the lock file. Lock it with [`Disk::lock`] before anything else in the folder is
+/// opened.
 pub const LOCK_FILE: &str = "lock";
-/// The folder of the index.
+/// The name of the folder of the index.
 pub const INDEX_DIR: &str = "index";
 
 const IDENTITY: &str = "node.id";
 pub(super) const EPOCH: &str = "epoch";
-/// The layout of the folder.
+/// The version of the folder's layout.
 const FOLDER_FORMAT: u8 = 1;
 
 /// The body of `node.id`.
@@ -44,7 +45,7 @@ struct NodeIdentity {
     format: u8,
 }
 
-/// The data folder of a node. Clones are the same folder.
+/// The data folder of a node. Clones share the same folder.
 #[derive(Clone)]
 pub struct Store {
     inner: Arc<Inner>,
@@ -68,7 +69,9 @@ struct Inner {
 }
 
 impl Store {
-    /// Opens a folder of this machine: lock, index, then [`Store::open`].
+    /// Opens a data folder of this machine: takes the lock, opens the index, and calls
+    /// [`Store::open`]. Returns the store, the differences between index and folders, and how the
+    /// index was opened.
     pub fn open_folder(
         path: impl Into<PathBuf>,
         index_cache_bytes: u64,
@@ -82,11 +85,16 @@ impl Store {
         Ok((store, reconciled, opened))
     }
 
-    /// Opens the data folder of node `name` of `cluster`; an empty one becomes that node's. `lock` is the lock
-    /// of [`LOCK_FILE`], taken before `kv` was opened.
+    /// Opens the data folder of node `name` of `cluster`; an empty folder becomes that node's.
+    /// `lock` is the lock of [`LOCK_FILE`], taken before `kv` was opened. Returns the store, and
+    /// the differences that were found between index and folders.
     ///
-    /// Whatever can be seen is made durable first (a killed process may have left names that nobody synced),
-    /// `tmp/` is emptied, and the index is brought in line with the folders.
+    /// First makes everything visible durable (a killed process may have left names that were never
+    /// synced). Then empties `tmp/`, and corrects the index from the folders.
+    ///
+    /// # Errors
+    /// [`StoreError::Foreign`] if the folder belongs to another node or cluster, and
+    /// [`StoreError::NoIdentity`] if it has files but no `node.id`.
     pub fn open(
         disk: Arc<dyn Disk>,
         lock: DiskLock,
@@ -157,7 +165,8 @@ impl Store {
             self.disk().remove(&format!("{TMP}/{}", left.name))?;
         }
         if fresh {
-            // Before the folder is anybody's: a new node knows of no save, whatever its name was told before.
+            // Written before the identity: a new node knows of no save, whatever a node of the same
+            // name was told before.
             self.note_behind()?;
             self.put_sealed(IDENTITY, RecordKind::NodeIdentity, ours)?;
         }
@@ -181,7 +190,8 @@ impl Store {
         body: &T,
     ) -> Result<(), StoreError> {
         let format = |source| StoreError::Format { path: path.to_owned(), source };
-        // A record of a later release is kept: this one cannot write all that is in it.
+        // A record of a later release is kept, because this release cannot write everything that is
+        // in it.
         if let Ok(Some(found)) = self.get_record(path)
             && let Err(source @ FormatError::Version { .. }) = open_envelope(kind, 1..=1, &found)
         {
@@ -219,7 +229,7 @@ impl Store {
         &self.inner.damaged
     }
 
-    /// Held over a change of graves.
+    /// Returns the lock that is held during a change of the removed-save set.
     pub(super) fn graves(&self) -> &Mutex<()> {
         &self.inner.graves
     }
@@ -232,20 +242,21 @@ impl Store {
         &self.inner.next_quarantine
     }
 
-    /// The cluster that the folder belongs to.
+    /// Returns the cluster that the folder belongs to.
     pub fn cluster(&self) -> ClusterId {
         self.inner.cluster
     }
 
-    /// The node that the folder belongs to.
+    /// Returns the node that the folder belongs to.
     pub fn node(&self) -> NodeId {
         self.inner.node
     }
 
-    /// Opens a file that counts; its header and tree are checked, its data is when it is read.
+    /// Opens a file that counts as a copy. Checks its header and hash tree; the data is checked
+    /// when it is read.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`] when it is known to be damaged, and whatever is wrong with it.
+    /// [`StoreError::Damaged`] if the file has a damage note, or the error that opening it gives.
     pub fn open_file(&self, key: FileKey) -> Result<StoredFile, StoreError> {
         if self.is_damaged(key) {
             return Err(StoreError::Damaged { key });
@@ -253,8 +264,8 @@ impl Store {
         StoredFile::open(self.disk(), self.cluster(), key)
     }
 
-    /// Removes a file and returns when that is durable; `false` when there was none. Whether it *may* go is
-    /// the caller's affair.
+    /// Removes a file and returns once the removal is durable. Returns `false` if there was none.
+    /// The caller decides whether the file may be removed.
     pub fn remove(&self, key: FileKey) -> Result<bool, StoreError> {
         let removed = self.names().remove(&file_path(key))?;
         self.unlist(key);
@@ -262,26 +273,27 @@ impl Store {
         Ok(removed)
     }
 
-    /// The index follows a file that is gone. Where it cannot, the file is gone all the same, and the next start mends the index.
+    /// Removes the index entry of a file that is gone. If that fails, the file is still gone, and
+    /// the next start corrects the index.
     pub(super) fn unlist(&self, key: FileKey) {
         if let Err(error) = self.index().update(key, None) {
-            tracing::error!(%key, %error, "a file is gone and the index still has it");
+            tracing::error!(%key, %error, "removed a file, but not its index entry: the next start corrects the index");
         }
     }
 
-    /// Brings the index in line with what is there under `key`; never touches the file.
+    /// Corrects the index entry of `key` to match the file. Never changes the file.
     pub fn correct_index(&self, key: FileKey) -> Result<(), StoreError> {
         let info = |store: &Self| store.open_file(key).ok().map(|file| file.info());
         let before = info(self);
         self.index().update(key, before)?;
-        // A file that was published between the look and the update counts.
+        // A file may have been published between the read and the update: it counts.
         match info(self) {
             after if after != before => self.index().update(key, after),
             _ => Ok(()),
         }
     }
 
-    /// The replica and piece files of a stripe that count, by name, as the index has them.
+    /// Returns the replica and piece files of a stripe that count, ordered by name, from the index.
     pub fn find(&self, stripe: StripeId) -> Result<Vec<FileInfo>, StoreError> {
         let mut found = self.index().find(stripe)?;
         let notes = self.notes();
@@ -289,8 +301,9 @@ impl Store {
         Ok(found)
     }
 
-    /// The replica and piece files of a stripe that the folder has or the index names, with their lengths: what a removal goes by.
-    /// One that only the index names has no bytes.
+    /// Returns the replica and piece files of a stripe that the folder has or the index names, with
+    /// their lengths in bytes. A removal uses this list. A file that only the index names has
+    /// length 0.
     pub fn every_file(&self, stripe: StripeId) -> Result<Vec<(FileKey, u64)>, StoreError> {
         let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
         let on_disk = entries.into_iter().filter(|entry| !entry.is_dir);
@@ -299,7 +312,7 @@ impl Store {
             Some((FileKey { stripe, name }, entry.len_bytes))
         };
         let mut files: Vec<(FileKey, u64)> = on_disk.filter_map(key).collect();
-        // An index that fails names nothing; the next start mends it.
+        // A failed index contributes nothing; the next start corrects it.
         for info in self.index().find(stripe).unwrap_or_default() {
             if files.iter().all(|(key, _)| *key != info.key()) {
                 files.push((info.key(), 0));
@@ -308,12 +321,13 @@ impl Store {
         Ok(files)
     }
 
-    /// The shards of which anything is here, in order, from behind `after`. The names of all are read at once.
+    /// Returns the shards of which this folder holds anything, in order, from the first one after
+    /// `after`. All names are read at once.
     pub fn shards(
         &self,
         after: Option<ShardId>,
     ) -> Result<impl Iterator<Item = ShardId>, StoreError> {
-        // Slots come first: a tombstone has its file before its slot is free.
+        // Read the slots first: a tombstone's file is written before its slot is freed.
         let in_slots = self.shards_in_slots();
         let names = self.disk().folders(SHARDS)?;
         let mut shards: Vec<ShardId> = names.iter().filter_map(|name| name.parse().ok()).collect();
@@ -325,7 +339,7 @@ impl Store {
         Ok(shards.into_iter().filter(move |shard| after.is_none_or(|after| *shard > after)))
     }
 
-    /// At most `limit` of [`Store::shards`].
+    /// Returns at most the first `limit` of [`Store::shards`].
     pub fn list_shards(
         &self,
         after: Option<ShardId>,
@@ -334,7 +348,8 @@ impl Store {
         Ok(self.shards(after)?.take(limit).collect())
     }
 
-    /// At most `limit` stripes of a shard of which anything is here, in order, from behind `after`.
+    /// Returns at most `limit` stripes of a shard of which this folder holds anything, in order,
+    /// from the first one after `after`.
     pub fn list_stripes(
         &self,
         shard: ShardId,
@@ -347,17 +362,17 @@ impl Store {
         Ok(stripes.map(|index| StripeId { shard, index }).take(limit).collect())
     }
 
-    /// What was found when the folder was opened.
+    /// Returns the findings of the last open.
     pub fn found(&self) -> OpenFindings {
         self.inner.found.get().cloned().unwrap_or_default()
     }
 
-    /// What the folder holds, in numbers.
+    /// Returns the totals of the folder.
     pub fn totals(&self) -> Totals {
         self.index().totals()
     }
 
-    /// How much space the disk has.
+    /// Returns the size of the disk and its free space.
     pub fn space(&self) -> Result<Space, StoreError> {
         Ok(self.disk().space()?)
     }
@@ -371,7 +386,7 @@ mod tests {
     use crate::store::kv::{Batch, KvError, Pair};
     use crate::store::{BlockSpec, MemoryDisk, MemoryKv};
 
-    /// A map that fails, as sled does, from some point on.
+    /// A key-value map that fails from some point on, as sled does.
     #[derive(Default)]
     struct Failing(MemoryKv, AtomicBool);
 
@@ -424,7 +439,8 @@ mod tests {
             assert!(store.remove(key).unwrap());
         }
         assert_eq!(store.every_file(stripe).unwrap(), []);
-        // An index that answers again still names what it was told of, and is mended by the next try.
+        // An index that answers again still names the file that was written before it failed. The
+        // next removal corrects it.
         kv.1.store(false, Ordering::Relaxed);
         assert_eq!(store.every_file(stripe).unwrap(), [(keys[0], 0)]);
         assert!(!store.remove(keys[0]).unwrap());

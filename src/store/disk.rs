@@ -1,36 +1,37 @@
-//! The disk as a trait, so that a test can crash it at every write, sync and rename.
+//! The disk as a trait, so that a test can simulate a crash at every write, sync and rename.
 //!
-//! Paths are relative to the disk's root, `/` between components. All calls block. What the traits promise is
-//! what POSIX promises and no more: bytes survive a crash after [`DiskFile::sync`], names after
-//! [`Disk::sync_dir`] of the folder that holds them, and a rename within one disk is atomic.
+//! Paths are relative to the disk's root, with `/` between components. All calls block. The traits
+//! promise what POSIX promises and no more: bytes survive a crash after [`DiskFile::sync`], names
+//! survive it after [`Disk::sync_dir`] of the folder that holds them, and a rename within one disk
+//! is atomic.
 
 use std::io;
 
 use crate::kind::ErrorKind;
 
-/// Offsets, lengths and addresses of direct reads are multiples of this.
+/// The alignment of offsets, lengths and addresses of direct reads and writes, in bytes.
 pub const DIRECT_ALIGN_BYTES: usize = 4096;
 
-/// Why the disk did not do it.
+/// An error of the disk.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// No such file or folder.
+    /// The file or folder does not exist.
     #[error("{path} does not exist")]
     NotFound {
-        /// Where.
+        /// Its path.
         path: String,
     },
-    /// Something has that name already.
+    /// A file or folder already has that name.
     #[error("{path} exists already")]
     Exists {
-        /// Where.
+        /// Its path.
         path: String,
     },
-    /// No space left.
+    /// The disk or a quota is full.
     #[error("no space left for {path}: free some, or add nodes")]
     Full {
-        /// What was to grow.
+        /// The path of the file that could not grow.
         path: String,
     },
     /// Another process holds the lock.
@@ -39,34 +40,35 @@ pub enum DiskError {
         /// The lock file.
         path: String,
     },
-    /// The file ends before the range that was asked for.
+    /// The file ends before the requested range.
     #[error("{path} ends before byte {end_bytes}: it was cut short, use another copy")]
     Short {
-        /// Which file.
+        /// The path of the file.
         path: String,
-        /// Where the range would have ended.
+        /// The end of the requested range, in bytes.
         end_bytes: u64,
     },
-    /// A path that leaves the root, or is none.
+    /// The path is malformed or leaves the root.
     #[error("{path:?} is not a path inside the data folder")]
     Path {
         /// The path.
         path: String,
     },
-    /// The system refused.
+    /// The operating system reported another error.
     #[error("cannot {op} {path}: {source}")]
     Io {
-        /// The verb.
+        /// The operation, as a verb.
         op: &'static str,
-        /// On what.
+        /// The path that was operated on.
         path: String,
-        /// The system's words.
+        /// The error from the operating system.
         source: io::Error,
     },
 }
 
 impl DiskError {
-    /// The error behind what the system said when it was asked to `op` the `path`.
+    /// Returns the error for `source`, which the operating system reported while it performed `op`
+    /// on `path`.
     pub fn from_io(op: &'static str, path: impl Into<String>, source: io::Error) -> Self {
         let path = path.into();
         match source.kind() {
@@ -77,7 +79,8 @@ impl DiskError {
         }
     }
 
-    /// Whether the process, or the system, has too many files open: that says nothing about the file.
+    /// Returns whether the process or the system has too many open files. Such an error says
+    /// nothing about the file itself.
     pub fn is_exhaustion(&self) -> bool {
         use rustix::io::Errno;
         let number = match self {
@@ -89,12 +92,12 @@ impl DiskError {
         })
     }
 
-    /// What kind of failure this is.
+    /// Returns the kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::NotFound { .. } => ErrorKind::NotFound,
             Self::Exists { .. } | Self::InUse { .. } => ErrorKind::Exists,
-            // Waiting does not help: somebody has to free space.
+            // A retry does not help: an operator has to free space.
             Self::Full { .. } => ErrorKind::Io,
             Self::Short { .. } => ErrorKind::Corrupt,
             Self::Path { .. } => ErrorKind::Invalid,
@@ -103,31 +106,31 @@ impl DiskError {
     }
 }
 
-/// What a folder holds under one name.
+/// An entry of a folder.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DiskEntry {
     /// The name.
     pub name: String,
     /// Whether it is a folder.
     pub is_dir: bool,
-    /// The length of a file; 0 for a folder.
+    /// The length of a file, in bytes; 0 for a folder.
     pub len_bytes: u64,
 }
 
-/// How large the disk is and how much of it can still be written.
+/// The size of the disk and its free space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Space {
-    /// What is used and what is free for us.
+    /// The used space and the space available to this process, in bytes.
     pub total_bytes: u64,
-    /// What is free for us.
+    /// The space available to this process, in bytes.
     pub free_bytes: u64,
 }
 
-/// An exclusive lock, held until this is dropped.
+/// An exclusive lock, held until it is dropped.
 pub struct DiskLock(#[expect(dead_code, reason = "held for its drop")] Box<dyn Send + Sync>);
 
 impl DiskLock {
-    /// A lock that ends when `held` is dropped.
+    /// Returns a lock that owns `held`; dropping `held` releases it.
     pub fn new(held: impl Send + Sync + 'static) -> Self {
         Self(Box::new(held))
     }
@@ -139,81 +142,91 @@ impl std::fmt::Debug for DiskLock {
     }
 }
 
-/// A folder of the machine, or one that only exists in memory.
+/// A disk: a folder of the machine, or a simulated one in memory.
 pub trait Disk: Send + Sync + 'static {
-    /// Makes a file that is not there yet, to write and read it.
+    /// Creates a file that does not exist yet and opens it for reading and writing.
     fn create_new(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError>;
 
-    /// Opens a file to read it.
+    /// Opens a file for reading.
     fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError>;
 
-    /// Opens a file to read it and to write in it.
+    /// Opens an existing file for reading and writing.
     fn open_to_write(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError>;
 
-    /// Gives a file another name, over whatever file has it.
+    /// Renames a file and replaces any file that has the new name.
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError>;
 
     /// Removes a file.
     fn remove(&self, path: &str) -> Result<(), DiskError>;
 
-    /// Makes one folder; `false` when it is there already. Its parent must exist.
+    /// Creates one folder, whose parent must exist. Returns `false` if the folder already exists.
     fn create_dir(&self, path: &str) -> Result<bool, DiskError>;
 
-    /// Removes a folder if nothing is in it; `false` when something is.
+    /// Removes a folder if it is empty. Returns whether it was removed.
     fn remove_dir_if_empty(&self, path: &str) -> Result<bool, DiskError>;
 
-    /// What the folder holds, by name.
+    /// Returns the entries of a folder, ordered by name.
     fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError>;
 
-    /// The names of the folders in a folder, in order. A disk that can tell them without a look at each does.
+    /// Returns the names of the subfolders of a folder, in order. An implementation overrides this
+    /// if it can tell folders from files without a separate call for each entry.
     fn folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
         let entries = self.list(path)?.into_iter().filter(|entry| entry.is_dir);
         Ok(entries.map(|entry| entry.name).collect())
     }
 
-    /// Makes the names in a folder durable (`""` is the root). Not those in the folders below it.
+    /// Makes the names in a folder durable (`""` is the root), but not the names in its subfolders.
     fn sync_dir(&self, path: &str) -> Result<(), DiskError>;
 
-    /// Makes everything durable that can be seen now: for the start after a kill, which leaves names that
-    /// nobody has synced.
+    /// Makes everything durable that is visible now. The store calls this when it opens a folder,
+    /// because a killed process may have left names that were never synced.
     fn sync_all(&self) -> Result<(), DiskError>;
 
-    /// How much space there is.
+    /// Returns the size of the disk and its free space.
     fn space(&self) -> Result<Space, DiskError>;
 
-    /// Takes an exclusive lock on a file, made when it is missing; refused at once when another has it.
+    /// Takes an exclusive lock on a file and creates the file if it is missing. Does not wait.
+    ///
+    /// # Errors
+    /// [`DiskError::InUse`] if another holder has the lock.
     fn lock(&self, path: &str) -> Result<DiskLock, DiskError>;
 }
 
-/// One open file.
+/// An open file.
 pub trait DiskFile: Send + Sync {
-    /// Fills `buf` from `offset`; a file that ends before is [`DiskError::Short`].
+    /// Fills `buf` from `offset`.
+    ///
+    /// # Errors
+    /// [`DiskError::Short`] if the file ends before the end of the range.
     fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError>;
 
-    /// As [`read_at`](Self::read_at), from the medium instead of the page cache. Only what was synced can be
-    /// expected there. Fastest into an [`AlignedBuffer`].
+    /// Reads like [`read_at`](Self::read_at), but from the medium instead of the page cache. Only
+    /// synced bytes are guaranteed to be there. Reads into an [`AlignedBuffer`] are the fastest.
     fn read_past_cache_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError>;
 
     /// Writes all of `bytes` at `offset`.
     fn write_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError>;
 
-    /// As [`write_at`](Self::write_at), beside the page cache where the disk can: for what nobody reads soon. It is no more durable
-    /// before a sync. Only whole multiples of [`DIRECT_ALIGN_BYTES`] out of an [`AlignedBuffer`] go that way.
+    /// Writes like [`write_at`](Self::write_at), but bypasses the page cache where the disk can,
+    /// for bytes that are not read again soon. The bytes are no more durable before a sync. Only
+    /// aligned writes out of an [`AlignedBuffer`], whose offset and length are multiples of
+    /// [`DIRECT_ALIGN_BYTES`], bypass the cache.
     fn write_past_cache_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
         self.write_at(bytes, offset)
     }
 
-    /// Sets space for `len_bytes` aside, so that no later write finds the disk full; the length stays.
-    /// File systems that cannot do it are let off.
+    /// Reserves space for `len_bytes`, so that no later write within them fails because the disk is
+    /// full. The length of the file stays. Does nothing on a file system that cannot reserve space.
     fn reserve(&self, len_bytes: u64) -> Result<(), DiskError>;
 
     /// Makes the bytes and the length durable (not the name).
     fn sync(&self) -> Result<(), DiskError>;
 
-    /// The length.
+    /// Returns the length of the file, in bytes.
     fn len_bytes(&self) -> Result<u64, DiskError>;
 
-    /// A number that no other file of the disk has while this one is open, whatever its name.
+    /// Returns a number that no other file on the disk has while this one is open, regardless of
+    /// its name.
     fn number(&self) -> Result<u64, DiskError>;
 }
 
@@ -226,28 +239,29 @@ pub struct AlignedBuffer {
 }
 
 impl AlignedBuffer {
-    /// `len` zero bytes.
+    /// Returns a buffer of `len` zero bytes.
     pub fn new(len: usize) -> Self {
         let bytes = vec![0; len + DIRECT_ALIGN_BYTES];
-        // Alignment is speed only: a reader checks the address and copies when it does not suit.
+        // Alignment matters for speed only: a reader checks the address and copies if it is not
+        // aligned.
         let start = bytes.as_ptr().align_offset(DIRECT_ALIGN_BYTES).min(DIRECT_ALIGN_BYTES);
         Self { bytes, start, len }
     }
 
-    /// All of it.
+    /// Returns the whole buffer.
     pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.bytes[self.start..self.start + self.len]
     }
 }
 
-/// Refuses paths that could leave the root. Every disk calls it first.
+/// Refuses paths that could leave the root. Every [`Disk`] calls this first.
 pub fn check_path(path: &str) -> Result<(), DiskError> {
     let fine = !path.contains('\0')
         && path.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
     if fine { Ok(()) } else { Err(DiskError::Path { path: path.to_owned() }) }
 }
 
-/// The folder that holds `path`; `""` is the root.
+/// Returns the folder that holds `path`; `""` is the root.
 pub fn parent(path: &str) -> &str {
     path.rsplit_once('/').map_or("", |(parent, _)| parent)
 }
@@ -257,7 +271,7 @@ mod tests {
     use super::*;
     use crate::store::{MemoryDisk, RealDisk};
 
-    /// What both disks promise, one after the other.
+    /// Checks everything that both disks promise.
     fn conforms(disk: &dyn Disk) {
         assert!(disk.create_dir("a").unwrap());
         assert!(!disk.create_dir("a").unwrap());
@@ -330,7 +344,8 @@ mod tests {
         disk.lock("lock").unwrap();
     }
 
-    /// Whatever way bytes took, the last that were written are read, both ways.
+    /// Checks that cached and direct reads both return the last bytes written, by cached or direct
+    /// writes.
     fn writes_past_the_cache_meet_the_others(disk: &dyn Disk) {
         let file = disk.create_new("a/past").unwrap();
         let mut expected = vec![7; 20_000];
@@ -349,7 +364,7 @@ mod tests {
             file.read_past_cache_at(&mut found, 0).unwrap();
             assert!(found == expected, "{offset}+{len} past the cache");
         }
-        // The other way round, and behind the end.
+        // A cached write over directly written bytes, and a direct write past the end.
         expected[..4096].fill(6);
         file.write_at(&expected[..4096], 0).unwrap();
         expected.resize(24_576, 0);
@@ -373,7 +388,7 @@ mod tests {
         conforms(&RealDisk::open(folder.path().join("deep/er")).unwrap());
     }
 
-    /// tmpfs is the file system on which direct reads may be refused or mean nothing.
+    /// On tmpfs, direct reads may be refused or have no effect.
     #[test]
     fn the_real_disk_conforms_on_tmpfs() {
         let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return };

@@ -9,155 +9,158 @@ use crate::format::tree::Hash;
 use crate::id::Epoch;
 use crate::kind::ErrorKind;
 
-/// Why the store did not do it.
+/// An error of the store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The disk did not.
+    /// The disk failed.
     #[error(transparent)]
     Disk(#[from] DiskError),
-    /// The index did not.
+    /// The index failed.
     #[error("index: {0}")]
     Index(#[from] KvError),
     /// A file or record does not parse.
     #[error("{path}: {source}")]
     Format {
-        /// Where it lies.
+        /// Its path in the data folder.
         path: String,
-        /// What is wrong with it.
+        /// The parse error.
         source: FormatError,
     },
-    /// The note of the epoch does not parse.
+    /// The epoch record does not parse.
     #[error(
-        "{path}: {source}. It notes which catalogue this node follows: when the catalogue is served by another node, remove this file and start again, and the node notes it anew when it registers"
+        "{path}: {source}. This file records which catalogue this node follows. If another node serves the catalogue, remove this file and start the daemon again: it writes the file anew when it registers"
     )]
     Epoch {
-        /// Where it lies.
+        /// Its path in the data folder.
         path: String,
-        /// What is wrong with it.
+        /// The parse error.
         source: FormatError,
     },
-    /// A file says that it is something else than its name.
-    #[error("{path} says that it is {found}: it was moved there; use another copy")]
+    /// The header of a file does not match its name.
+    #[error("the header of {path} names {found}: the file was moved there; use another copy")]
     Misplaced {
-        /// Where it lies.
+        /// Its path in the data folder.
         path: String,
-        /// What its header says.
+        /// The file that its header names.
         found: String,
     },
-    /// A grain is not the one that was written.
+    /// A grain does not match its hash.
     #[error("grain {grain} of {key} is damaged: use another copy")]
     Grain {
         /// The file.
         key: FileKey,
-        /// The grain.
+        /// The number of the grain.
         grain: u64,
     },
-    /// The file is known to be damaged, and does not count.
+    /// The file has a damage note and does not count as a copy.
     #[error("{key} is damaged: use another copy")]
     Damaged {
         /// The file.
         key: FileKey,
     },
-    /// What came back from the medium is not what was written.
+    /// The bytes read back from the medium differ from those that were written.
     #[error(
-        "grain {grain} of {key} came back from the disk otherwise than written: replace the disk"
+        "grain {grain} of {key} read back from the disk differs from what was written: replace the disk"
     )]
     ReadBack {
         /// The file.
         key: FileKey,
-        /// The grain; one behind the last for what follows the data.
+        /// The number of the grain; one past the last grain stands for the tail after the data.
         grain: u64,
     },
-    /// The bytes given are not those that were announced.
+    /// The root of the received bytes differs from the announced one.
     #[error("{key} has root {found}, {expected} expected: send it again")]
     Root {
         /// The file.
         key: FileKey,
-        /// What was announced.
+        /// The announced root.
         expected: blake3::Hash,
-        /// What came.
+        /// The root of the received bytes.
         found: blake3::Hash,
     },
-    /// More or fewer bytes than announced, a grain of the wrong length, or twice.
+    /// The caller broke the contract of a call: more or fewer bytes than announced, a grain of the
+    /// wrong length, or a grain given twice.
     #[error("{key}: {why}")]
     Misuse {
         /// The file.
         key: FileKey,
-        /// What the caller did.
+        /// The caller's mistake.
         why: &'static str,
     },
-    /// Another file is there under the same name.
-    #[error("{key} is there already with other content; it is kept: take another attempt")]
+    /// Another file with different content has the same name.
+    #[error("{key} already exists with other content and is kept: use another attempt")]
     Conflict {
         /// The file.
         key: FileKey,
     },
-    /// A record that never changes is there with other content.
-    #[error("{path} is there already with other content, and never changes: it is kept")]
+    /// A record that never changes already exists with other content.
+    #[error("{path} already exists with other content and never changes: it is kept")]
     Fixed {
-        /// The record.
+        /// The path of the record.
         path: String,
     },
     /// The folder belongs to another cluster or node.
     #[error("this data folder belongs to {found}, not to {ours}: give the daemon its own folder")]
     Foreign {
-        /// Whose it is.
+        /// The owner of the folder.
         found: String,
-        /// Who asked.
+        /// The node and cluster that tried to open it.
         ours: String,
     },
-    /// There is data but no `node.id`.
+    /// The folder holds data but no `node.id`.
     #[error(
         "the data folder has files but no node.id: put node.id back, or start in an empty folder"
     )]
     NoIdentity,
-    /// A newer catalogue has been seen.
+    /// The epoch is older than one that this node has seen.
     #[error("epoch {given} is over: this node has seen {seen}; ask the newer catalogue")]
     StaleEpoch {
         /// The highest epoch seen.
         seen: Epoch,
-        /// The one that was given.
+        /// The epoch that was given.
         given: Epoch,
     },
-    /// No cluster comes that far.
-    #[error("epoch {given} is far beyond {seen}, which this node has seen: it is not believed")]
+    /// The epoch is too far beyond the highest one seen to be genuine.
+    #[error(
+        "epoch {given} is far beyond {seen}, the highest that this node has seen: it is refused"
+    )]
     FarEpoch {
         /// The highest epoch seen.
         seen: Epoch,
-        /// The one that was given.
+        /// The epoch that was given.
         given: Epoch,
     },
-    /// Another map is the catalogue of this epoch.
+    /// Another catalogue database already belongs to this epoch.
     #[error(
-        "epoch {epoch} has another catalogue: this one was begun or rebuilt beside it, and is not obeyed; rebuild again if the other one is gone"
+        "epoch {epoch} already has another catalogue database: this one was created or rebuilt beside it and is refused; rebuild again if the other one is lost"
     )]
     OtherMap {
         /// The epoch.
         epoch: Epoch,
     },
-    /// A record of graves has no room for more.
+    /// A record of the removed-save set has no room for another id.
     #[error("{path} is full: it takes no more removed saves")]
     GravesFull {
-        /// Where it lies.
+        /// Its path in the data folder.
         path: String,
     },
-    /// Not a name for a small record.
+    /// The name is not valid for a small record.
     #[error("{name:?} is not a record name: 1 to 80 of a-z 0-9 -")]
     Name {
         /// The name.
         name: String,
     },
-    /// A small record is over its limit.
+    /// A small record is longer than the limit.
     #[error("a small record of {bytes} bytes is over the limit of {MAX_RECORD_FILE_BYTES}")]
     TooLong {
-        /// Its length.
+        /// Its length, in bytes.
         bytes: u64,
     },
 }
 
 impl StoreError {
-    /// What kind of failure this is.
+    /// Returns the kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Disk(error) => error.kind(),
@@ -180,7 +183,7 @@ impl StoreError {
     }
 }
 
-/// The error of two roots that differ.
+/// Returns the error for two roots that differ.
 pub(super) fn root_error(key: FileKey, expected: Hash, found: Hash) -> StoreError {
     StoreError::Root { key, expected: expected.into(), found: found.into() }
 }

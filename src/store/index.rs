@@ -1,7 +1,9 @@
-//! What is where, without opening files: a cache of the folders, and the totals.
+//! The index: which files the folder holds, without opening them, and their totals. It is a cache
+//! of the folders.
 //!
-//! An entry is written after its file is durable and deleted after the file is gone. Both ask the disk under one
-//! lock which of the two holds, so that a late writer of the index cannot bring back what somebody removed.
+//! An entry is written after its file is durable, and deleted after the file is gone. Both updates
+//! check under one lock whether the file exists, so that a late update cannot bring back the entry
+//! of a removed file.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,28 +18,29 @@ use crate::format::file::{Content, FileHeader, FileKey, FileName};
 use crate::format::tree::Hash;
 use crate::id::{ShardId, StripeId};
 
-/// The first byte of an entry; another one means: written by another release, read the file again.
+/// The first byte of an entry. An entry with another version was written by another release; its
+/// file is read again.
 const ENTRY_VERSION: u8 = 1;
 const PREFIX: &[u8] = b"f/";
 const STRIPE_KEY_BYTES: usize = PREFIX.len() + 16 + 4;
 
-/// What the index knows of a file.
+/// The index entry of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileInfo {
     /// Its stripe.
     pub stripe: StripeId,
-    /// What it holds.
+    /// The replica or piece that it holds.
     pub content: Content,
-    /// The length of the data.
+    /// The length of the data, in bytes.
     pub len_bytes: u64,
-    /// The length of the file.
+    /// The length of the file, in bytes.
     pub file_bytes: u64,
     /// BLAKE3 of the data.
     pub root: Hash,
 }
 
 impl FileInfo {
-    /// The key under which [`Store::open_file`](super::Store::open_file) opens it.
+    /// Returns the key under which [`Store::open_file`](super::Store::open_file) opens the file.
     pub fn key(&self) -> FileKey {
         FileKey { stripe: self.stripe, name: self.content.name() }
     }
@@ -53,7 +56,7 @@ impl FileInfo {
     }
 }
 
-/// The value of an entry.
+/// The stored value of an entry.
 #[derive(Serialize, Deserialize)]
 struct Entry {
     version: u8,
@@ -63,20 +66,20 @@ struct Entry {
     root: Hash,
 }
 
-/// What the folder holds, in numbers.
+/// The totals of a data folder.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Totals {
-    /// Replica files.
+    /// Number of replica files.
     pub replica_files: u64,
-    /// Their bytes, with hash tables and headers.
+    /// Their bytes, including hash tables and headers.
     pub replica_bytes: u64,
-    /// Piece files.
+    /// Number of piece files.
     pub piece_files: u64,
-    /// Their bytes, with hash tables and headers.
+    /// Their bytes, including hash tables and headers.
     pub piece_bytes: u64,
-    /// Small records of shards and stripes.
+    /// Bytes in small records of shards and stripes.
     pub small_bytes: u64,
-    /// Files in quarantine.
+    /// Number of files in quarantine.
     pub quarantined: u64,
 }
 
@@ -121,7 +124,7 @@ fn file_key(key: FileKey) -> Vec<u8> {
     out
 }
 
-/// The stripe and the file name that a key of the index stands for.
+/// Returns the stripe and the file name that a key of the index stands for.
 fn parse_key(key: &[u8]) -> Option<FileKey> {
     let (shard, rest) = key.strip_prefix(PREFIX)?.split_first_chunk::<16>()?;
     let (index, name) = rest.split_first_chunk::<4>()?;
@@ -144,8 +147,8 @@ fn parse_entry(key: &[u8], value: &[u8]) -> Option<FileInfo> {
 fn entry_bytes(info: &FileInfo) -> Vec<u8> {
     let FileInfo { content, len_bytes, file_bytes, root, .. } = *info;
     let entry = Entry { version: ENTRY_VERSION, content, len_bytes, file_bytes, root };
-    // Plain numbers into a growing buffer: there is nothing that could fail. An empty value would be read as
-    // an entry of another release, that is, the file would be read again.
+    // Serializing plain numbers into a growing buffer cannot fail. An empty value would count as an
+    // entry of another release, so that the file would be read again.
     postcard::to_extend(&entry, Vec::with_capacity(96)).unwrap_or_default()
 }
 
@@ -162,7 +165,8 @@ impl Index {
         *self.lock()
     }
 
-    /// Counts everything anew, while nobody else changes the index.
+    /// Runs `count` to compute new totals while no other call can change the index. Returns its
+    /// result and keeps the new totals if it succeeds.
     pub(super) fn exclusively<T, E>(
         &self,
         count: impl FnOnce(&mut Totals) -> Result<T, E>,
@@ -185,7 +189,8 @@ impl Index {
         totals.small_bytes = small.saturating_sub(old_bytes.unwrap_or(0));
     }
 
-    /// Brings the entry of `key` in line with the disk: `info` when the file is there, none when it is not.
+    /// Updates the entry of `key` to match the disk: writes `info` if the file exists, deletes the
+    /// entry if it does not. `None` for an existing file changes nothing.
     pub(super) fn update(&self, key: FileKey, info: Option<FileInfo>) -> Result<(), StoreError> {
         let index_key = file_key(key);
         let mut totals = self.lock();
@@ -195,7 +200,8 @@ impl Index {
         let mut batch = Batch::new();
         match info {
             Some(info) if there => batch.put(index_key, entry_bytes(&info)),
-            // Somebody made it again since it was removed, and has written or will write the entry.
+            // Another call has created the file again since it was removed, and has written or will
+            // write the entry.
             None if there => return Ok(()),
             _ => batch.delete(index_key),
         };
@@ -205,13 +211,14 @@ impl Index {
         Ok(())
     }
 
-    /// The entries of one stripe; those that do not parse are left out.
+    /// Returns the entries of one stripe that parse.
     pub(super) fn find(&self, stripe: StripeId) -> Result<Vec<FileInfo>, StoreError> {
         let pairs = self.kv.scan(&stripe_key(stripe), None, MAX_PAGE)?;
         Ok(pairs.iter().filter_map(|(key, value)| parse_entry(key, value)).collect())
     }
 
-    /// Makes the entries of one stripe those of `files`, in as few writes as it takes.
+    /// Replaces the entries of one stripe with those of `files` and adds them to `totals`. Writes
+    /// nothing if the entries are already the same.
     pub(super) fn replace_stripe(
         &self,
         stripe: StripeId,
@@ -234,7 +241,8 @@ impl Index {
         Ok(())
     }
 
-    /// Drops the entries of all stripes for which `keep` is false; gives how many.
+    /// Deletes the entries of all stripes for which `keep` returns false. Returns the number of
+    /// deleted entries.
     pub(super) fn retain_stripes(
         &self,
         keep: impl Fn(StripeId) -> bool,

@@ -1,5 +1,7 @@
-//! A small ordered map that survives a crash, as the index and the catalogue's engine use it. What is kept in one can be made again from files or
-//! from other nodes.
+//! A small, durable, ordered key-value map: the interface behind the index and the catalogue
+//! database.
+//!
+//! Its contents can be rebuilt from files or from other nodes.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -7,19 +9,20 @@ use std::sync::Arc;
 
 use crate::kind::ErrorKind;
 
-/// The longest key.
+/// Maximum length of a key, in bytes.
 pub const MAX_KEY_BYTES: usize = 256;
-/// The longest value. 17 such entries, the most that a sled leaf has, stay below 128 KiB, from which on sled would
-/// write a file apart that it does not sync.
+/// Maximum length of a value, in bytes. A sled leaf has at most 17 entries; 17 entries of this
+/// length stay below 128 KiB, the size from which sled writes a separate file that it does not
+/// sync.
 pub const MAX_VALUE_BYTES: usize = 6 * 1024;
-/// The most entries that one [`Kv::scan`] gives.
+/// Maximum number of entries that one [`Kv::scan`] returns.
 pub const MAX_PAGE: usize = 4096;
-/// Why the map did not do it.
+/// An error of a [`Kv`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KvError {
-    /// Another process has the map open.
-    #[error("{path} is open in another process: stop that one")]
+    /// Another process has the database open.
+    #[error("{path} is open in another process: stop that process")]
     InUse {
         /// The folder.
         path: String,
@@ -29,47 +32,49 @@ pub enum KvError {
     TooLong {
         /// "key" or "value".
         part: &'static str,
-        /// Its length.
+        /// Its length, in bytes.
         bytes: usize,
         /// The limit.
         limit_bytes: usize,
     },
-    /// What is on disk cannot be used.
+    /// The database on disk is damaged.
     #[error("{path} is damaged ({why})")]
     Damaged {
         /// The folder.
         path: String,
-        /// The engine's words.
+        /// The description from the engine.
         why: String,
     },
-    /// It has failed before.
-    #[error("{path} has failed and is not used any more: the log says how; start the daemon again")]
+    /// The database has failed before and is not used until it is opened again.
+    #[error(
+        "{path} has failed and is no longer used: see the log for the cause, then start the daemon again"
+    )]
     Failed {
         /// The folder.
         path: String,
     },
-    /// The index in memory has reached its limit.
+    /// The index in memory has reached its size limit.
     #[error(
-        "the disk has no room for the index, and more files are here than {limit_bytes} bytes of memory can list: free space on the disk and start the daemon again, or raise `memory`"
+        "the disk has no room for the index, and {limit_bytes} bytes of memory cannot list all files of this node: free space on the disk and start the daemon again, or raise `memory`"
     )]
     NoMemory {
-        /// What it may take.
+        /// The limit, in bytes.
         limit_bytes: usize,
     },
-    /// The system refused.
+    /// The operating system reported an error.
     #[error("cannot {op} {path}: {source}")]
     Io {
-        /// The verb.
+        /// The operation, as a verb.
         op: &'static str,
-        /// On what.
+        /// The path that was operated on.
         path: String,
-        /// The system's words.
+        /// The error from the operating system.
         source: std::io::Error,
     },
 }
 
 impl KvError {
-    /// What kind of failure this is.
+    /// Returns the kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::InUse { .. } => ErrorKind::Exists,
@@ -79,60 +84,62 @@ impl KvError {
         }
     }
 
-    /// Returns whether the disk, or a quota, is full.
+    /// Returns whether the disk or a quota is full.
     pub fn is_full(&self) -> bool {
         use std::io::ErrorKind::{QuotaExceeded, StorageFull};
         matches!(self, Self::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
     }
 }
 
-/// Where a daemon keeps its catalogue's map.
+/// The place where a daemon keeps its catalogue database.
 pub trait Maps: Send + Sync + 'static {
-    /// The map that is there. One that is damaged stays, for [`fresh`](Self::fresh) to move.
+    /// Opens the database that is there. Returns `None` if there is none. A damaged one stays in
+    /// place, for [`fresh`](Self::fresh) to move aside.
     fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError>;
 
-    /// A new and empty map; one that is there is moved aside.
+    /// Creates a new, empty database. Moves an existing one aside.
     fn fresh(&self) -> Result<Arc<dyn Kv>, KvError>;
 
-    /// Nothing is in the map's place any more: what is open of it ends with this process.
+    /// Returns whether the database's folder is gone. An open handle on the old database lives only
+    /// as long as this process.
     fn is_gone(&self) -> bool;
 }
 
-/// Changes that are made together or not at all.
+/// A set of changes that are applied atomically.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Batch {
     pub(super) changes: BTreeMap<Vec<u8>, Option<Vec<u8>>>,
 }
 
 impl Batch {
-    /// No change.
+    /// Returns an empty batch.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Sets `key`; the last word on a key counts.
+    /// Sets `key`. The last change of a key in the batch wins.
     pub fn put(&mut self, key: impl Into<Vec<u8>>, value: impl Into<Vec<u8>>) -> &mut Self {
         self.changes.insert(key.into(), Some(value.into()));
         self
     }
 
-    /// Removes `key` if it is there.
+    /// Deletes `key` if it exists.
     pub fn delete(&mut self, key: impl Into<Vec<u8>>) -> &mut Self {
         self.changes.insert(key.into(), None);
         self
     }
 
-    /// How many keys change.
+    /// Returns the number of keys that change.
     pub fn len(&self) -> usize {
         self.changes.len()
     }
 
-    /// Whether nothing changes.
+    /// Returns whether the batch is empty.
     pub fn is_empty(&self) -> bool {
         self.changes.is_empty()
     }
 
-    /// Whether it sets `key` to `value`.
+    /// Returns whether the batch sets `key` to `value`.
     pub fn puts(&self, key: &[u8], value: &[u8]) -> bool {
         matches!(self.changes.get(key), Some(Some(new)) if new == value)
     }
@@ -154,21 +161,21 @@ impl Batch {
 /// A key and its value.
 pub type Pair = (Vec<u8>, Vec<u8>);
 
-/// A map from bytes to bytes, in the order of the keys.
+/// A map from byte keys to byte values, ordered by key.
 pub trait Kv: Send + Sync + 'static {
-    /// The value of `key`.
+    /// Returns the value of `key`, or `None`.
     fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError>;
 
-    /// Makes the changes, all or none, and returns when they are durable.
+    /// Applies the changes atomically and returns once they are durable.
     fn apply(&self, batch: &Batch) -> Result<(), KvError>;
 
-    /// The first `limit` (at most [`MAX_PAGE`]) pairs whose key begins with `prefix` and is greater than
-    /// `after`. Fewer than that: there are no more.
+    /// Returns the first `limit` (at most [`MAX_PAGE`]) pairs whose key begins with `prefix` and is
+    /// greater than `after`. A shorter result is the end of the range.
     fn scan(&self, prefix: &[u8], after: Option<&[u8]>, limit: usize)
     -> Result<Vec<Pair>, KvError>;
 }
 
-/// Where a scan begins.
+/// Returns the lower bound of a scan.
 pub(super) fn scan_start<'a>(prefix: &'a [u8], after: Option<&'a [u8]>) -> Bound<&'a [u8]> {
     match after {
         Some(after) if after >= prefix => Bound::Excluded(after),

@@ -1,12 +1,14 @@
 //! A disk in memory that forgets what was not synced.
 //!
-//! It keeps two images: what a process sees, and what a power cut would leave. Bytes pass from the first to the
-//! second when their file is synced, names when their folder is; nothing else moves them, so every missing
-//! sync shows in [`MemoryDisk::crash`]. [`MemoryDisk::crash_torn`] leaves a random part of the unsynced, which is
-//! the other thing that real disks do. Reads past the cache see the second image.
+//! The disk keeps two images: the contents that a process sees, and the contents that a power cut
+//! would leave. A sync of a file copies its bytes from the first image to the second, and a sync of
+//! a folder copies its names. Nothing else does, so every missing sync shows in
+//! [`MemoryDisk::crash`]. [`MemoryDisk::crash_torn`] also keeps a random part of the unsynced
+//! changes, as real disks may. Reads past the cache see the second image.
 //!
-//! Faults are set from outside: the disk stops at an operation, an operation fails, a sync is a lie or spoils a bit, bits
-//! flip, sectors cannot be read, files are cut, space ends. Same calls, same faults, same seed: same bytes.
+//! Tests inject faults: the disk stops at an operation, an operation fails, a sync does nothing or
+//! flips a bit, bits flip, sectors become unreadable, files are truncated, space runs out. The same
+//! calls, faults and seed produce the same bytes.
 
 mod faults;
 mod file;
@@ -31,11 +33,11 @@ struct DiskState {
     locks: Mutex<HashMap<String, Weak<()>>>,
     capacity_bytes: AtomicU64,
     used: Arc<AtomicU64>,
-    /// The number of the next file; images of the disk go on from it.
+    /// The number of the next file, shared with the images made of this disk.
     next_number: Arc<AtomicU64>,
 }
 
-/// The disk. Clones are the same disk; [`crash`](Self::crash) makes another one.
+/// A simulated disk. Clones share the same disk; [`crash`](Self::crash) makes an independent one.
 #[derive(Clone)]
 pub struct MemoryDisk {
     shared: Arc<DiskState>,
@@ -46,7 +48,7 @@ fn hold<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl MemoryDisk {
-    /// An empty disk of `capacity_bytes`.
+    /// Returns an empty disk of `capacity_bytes`.
     pub fn new(capacity_bytes: u64) -> Self {
         Self::with(Arc::default(), capacity_bytes, Arc::default(), Arc::new(AtomicU64::new(1)))
     }
@@ -69,18 +71,19 @@ impl MemoryDisk {
         Self { shared: Arc::new(shared) }
     }
 
-    /// The disk as a power cut would leave it now: nothing that was not synced. No faults, no locks.
+    /// Returns the disk as a power cut would leave it now: with everything that was synced and
+    /// nothing else, without faults or locks.
     pub fn crash(&self) -> Self {
         self.image(Leftover::Synced)
     }
 
-    /// The disk after a power cut before which the medium had caught up with everything.
+    /// Returns the disk after a power cut before which everything had reached the medium.
     pub fn crash_late(&self) -> Self {
         self.image(Leftover::All)
     }
 
-    /// The disk after a power cut that caught the medium at work: of what was not synced, each name and each
-    /// sector is there or not, as `seed` has it.
+    /// Returns the disk after a power cut in the middle of write-back: each unsynced name and each
+    /// unsynced sector is old or new, as `seed` decides.
     pub fn crash_torn(&self, seed: u64) -> Self {
         self.image(Leftover::Torn(&SeededEntropy::new(seed)))
     }
@@ -92,7 +95,7 @@ impl MemoryDisk {
         Self::with(root, capacity_bytes, used, self.shared.next_number.clone())
     }
 
-    /// Changes the capacity; what is there stays.
+    /// Changes the capacity. The present contents stay.
     pub fn set_capacity(&self, capacity_bytes: u64) {
         self.shared.capacity_bytes.store(capacity_bytes, Ordering::Relaxed);
     }
@@ -118,7 +121,7 @@ impl MemoryDisk {
         }
     }
 
-    /// The folder that holds `path`, and the name there.
+    /// Returns the folder that holds `path`, and the name within it.
     fn place<'a>(&self, path: &'a str) -> Result<(Arc<Mutex<DirState>>, &'a str), DiskError> {
         check_path(path)?;
         let dir = self.dir(parent(path)).map_err(|_| missing(path))?;
@@ -283,7 +286,7 @@ impl MemoryFile {
         Err(DiskError::Short { path: self.path.clone(), end_bytes })
     }
 
-    /// Lets the file grow to `space` bytes, or says that the disk is full.
+    /// Accounts for growth of the file to `space` bytes, or fails with [`DiskError::Full`].
     fn claim(&self, file: &FileState, space: u64) -> Result<(), DiskError> {
         let more = space.saturating_sub(file.space());
         let shared = &self.disk.shared;

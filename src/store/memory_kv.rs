@@ -1,4 +1,5 @@
-//! A map in memory: for clusters in one process, and in the place of an index for which the disk has no room.
+//! An in-memory [`Kv`], for clusters in one process, and in place of an index for which the disk
+//! has no room.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -7,14 +8,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::kv::{Batch, Kv, KvError, MAX_PAGE, Pair, scan_start};
 
-/// What a pair takes beside its bytes: two vectors, and its part of a node of the tree.
+/// Estimated overhead of a pair in bytes: two vectors and a share of a tree node.
 const PAIR_BYTES: usize = 96;
 
-/// A map in memory.
+/// A key-value map in memory.
 #[derive(Debug, Default)]
 pub struct MemoryKv {
     pairs: Mutex<BTreeMap<Vec<u8>, Vec<u8>>>,
-    /// What the pairs take, and may take.
+    /// The estimated size of the pairs, in bytes.
     bytes: AtomicUsize,
     limit_bytes: Option<usize>,
 }
@@ -24,17 +25,18 @@ fn pair_bytes(key: &[u8], value: &[u8]) -> usize {
 }
 
 impl MemoryKv {
-    /// An empty map.
+    /// Returns an empty map without a limit.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Returns an empty map that refuses writes which would raise its estimated size above `limit_bytes`.
+    /// Returns an empty map that refuses writes which would raise its estimated size above
+    /// `limit_bytes`.
     pub fn bounded(limit_bytes: usize) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..Self::default() }
     }
 
-    /// Another map with what is in this one now: a backup.
+    /// Returns an independent copy with the present contents, as a backup.
     pub fn copy(&self) -> Self {
         let bytes = self.bytes.load(Ordering::Relaxed).into();
         Self { pairs: Mutex::new(self.pairs().clone()), bytes, limit_bytes: self.limit_bytes }

@@ -1,22 +1,30 @@
 //! A node's data folder: replica and piece files, small records, and an index of them.
 //!
-//! Promises: what a call has acknowledged survives a power cut (data, name and every new folder above it were
-//! synced, in this order); what a failed or interrupted call leaves behind is removed or invisible; bytes
-//! that do not prove themselves are an error and never data; nothing is deleted but by [`Store::remove`] and
-//! [`Store::remove_record_file`]. The index is a cache of the folders and is made again from them.
+//! Guarantees:
+//! - An acknowledged change survives a power cut. The data, the name and the names of all new
+//!   folders above it were synced, in this order.
+//! - Anything that a failed or interrupted call leaves behind is removed or invisible.
+//! - Bytes that do not match their hashes are an error and are never returned as data.
+//! - Nothing is deleted except by [`Store::remove`] and [`Store::remove_record_file`]; a damage
+//!   note follows the state of the file that it describes.
 //!
-//! It leaves to others: which records mean what, fingerprints (they come in as closures), and when a file may
-//! go. All calls block; asynchronous callers put them on threads made for blocking.
+//! The index is a cache of the folders and is rebuilt from them.
+//!
+//! Callers decide what the records mean, how fingerprints are computed (they are passed in as
+//! closures), and when a file may be removed. All calls block; asynchronous callers run them on
+//! threads for blocking work.
 //!
 //! ```text
-//! node.id  lock  epoch        whose folder it is; held while open; the highest catalogue epoch seen
-//! index/                      sled, made again when it is lost
+//! node.id                     the cluster and the node that own the folder
+//! lock                        the lock file, locked while the folder is open
+//! index/                      the index (sled), rebuilt when it is lost
 //! tmp/                        files being written, emptied at open
-//! epoch, members, heard       what the node remembers of its cluster and of the catalogue
-//! graves/                     ids of removed saves whose files are gone
-//! slots                       tombstones for which the disk has no room
-//! reserve                     space that is given up when the disk is nearly full
-//! quarantine/                 files moved aside, each with a `.why`
+//! epoch                       the highest catalogue epoch seen, with its database and its server
+//! members, heard, catch-up    other nodes, last catalogue revision, whether caught up
+//! graves/                     the removed-save set: ids of removed saves whose files are purged
+//! slots                       tombstones that were stored while the disk was full
+//! reserve                     disk space that is released when the disk is nearly full
+//! quarantine/                 files moved aside, each with a note `.why`
 //! shards/SHARD/INDEX/damage-* damage notes, small records of a stripe
 //! shards/SHARD/NAME           small records of a shard
 //! shards/SHARD/INDEX/NAME     small records of a stripe (INDEX: 8 hexadecimal digits)
@@ -46,7 +54,7 @@ mod stored_file;
 mod temporary;
 mod tombstones;
 
-pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, Fingerprint};
+pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FingerprintFn};
 pub use damage::{FileCheck, GrainSource, SourceFile};
 pub use data_folder::{INDEX_DIR, LOCK_FILE, Store};
 pub use disk::{Disk, DiskError, DiskFile};

@@ -1,8 +1,9 @@
-//! Where things lie, and how a name becomes or ceases to be durable.
+//! Paths in the data folder, and how a name becomes durable or is durably removed.
 //!
-//! A rename is durable when the folder it went to is synced, *and* that folder's own name in its parent, and so
-//! on up. Folders made here are remembered until their parent was synced, so that whoever finds a folder that
-//! somebody else has just made syncs it too before it acknowledges. Folders found at open are durable:
+//! A rename is durable once the target folder is synced, *and* that folder's own name in its
+//! parent, and so on up to the root. This module remembers each folder that it creates until the
+//! parent is synced. A call that finds a folder which another call has just created therefore syncs
+//! that name too before it acknowledges. Folders found at open are durable, because
 //! [`Disk::sync_all`] ran first.
 
 use std::collections::HashMap;
@@ -30,18 +31,20 @@ pub(super) fn file_path(key: FileKey) -> String {
     format!("{SHARDS}/{key}")
 }
 
-/// The index of a stripe from the name of its folder; one index has one name.
+/// Returns the index of the stripe whose folder has this name. Each index has exactly one valid
+/// name.
 pub(super) fn parse_stripe_index(name: &str) -> Option<u32> {
     let index = u32::from_str_radix(name, 16).ok()?;
     (format!("{index:08x}") == name).then_some(index)
 }
 
-/// The names of the folder.
+/// The names in a data folder, and the calls that change them durably.
 pub(super) struct FileNames {
     disk: Arc<dyn Disk>,
     temporary: AtomicU64,
-    /// Folders whose own name may not be durable yet, each with the number of its making. Held over every
-    /// change of names, none of which syncs; an entry outlives its operation only when a sync fails.
+    /// Folders whose own name may not be durable yet, each with a creation number. The lock is held
+    /// during every change of names, and no sync runs under it. An entry outlives its operation
+    /// only if a sync fails.
     made: Mutex<Made>,
 }
 
@@ -60,13 +63,14 @@ impl FileNames {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A name in `tmp/` that nobody else has.
+    /// Returns a path in `tmp/` that is not used by any other call.
     pub(super) fn temporary(&self) -> String {
         format!("{TMP}/{:016x}", self.temporary.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Moves `from` to `to`, over whatever file is there, and returns when the new name is durable. Missing
-    /// folders above `to` are made. `check` runs when no other name can change.
+    /// Renames `from` to `to`, replaces any file there, and returns once the new name is durable.
+    /// Creates missing folders above `to`. `check` runs while no name can change; its error
+    /// prevents the rename. Returns the value of `check`.
     pub(super) fn publish<T, E: From<DiskError>>(
         &self,
         from: &str,
@@ -96,8 +100,9 @@ impl FileNames {
         Ok(())
     }
 
-    /// Makes the names in `dir` durable, and `dir` itself where it is not. When others have removed what was
-    /// published, and the folder with it, that is what is made durable.
+    /// Makes the names in `dir` durable, and then the names of `dir` and of the folders above it
+    /// that are not durable yet. If another call has removed the published file together with its
+    /// folder, this makes that removal durable.
     fn sync_up(&self, dir: &str) -> Result<(), DiskError> {
         let mut dir = self.sync_or_above(dir)?;
         while !dir.is_empty() {
@@ -105,7 +110,7 @@ impl FileNames {
             if number.is_some() {
                 self.sync_or_above(parent(dir))?;
                 let mut made = self.made();
-                // Unless it was removed and made again meanwhile.
+                // The folder may have been removed and created again meanwhile: that entry stays.
                 if made.unsynced.get(dir).copied() == number {
                     made.unsynced.remove(dir);
                 }
@@ -115,12 +120,13 @@ impl FileNames {
         Ok(())
     }
 
-    /// Makes a name that is there durable.
+    /// Makes an existing name durable.
     pub(super) fn sync(&self, path: &str) -> Result<(), DiskError> {
         self.sync_up(parent(path))
     }
 
-    /// Syncs a folder, or the nearest above it when others have removed it; gives which.
+    /// Syncs a folder, or its nearest existing ancestor if another call has removed it. Returns the
+    /// folder that was synced.
     fn sync_or_above<'a>(&self, dir: &'a str) -> Result<&'a str, DiskError> {
         let mut dir = dir;
         loop {
@@ -131,9 +137,9 @@ impl FileNames {
         }
     }
 
-    /// Removes a file below `shards/`, with the folders that it leaves empty, and returns when that is
-    /// durable; `false` when there is none. That is made durable too: an earlier call may have removed it and
-    /// failed before its sync.
+    /// Removes a file below `shards/`, together with the folders that become empty, and returns
+    /// once the removal is durable. Returns `false` if there is no such file. The absence is synced
+    /// even then, because an earlier call may have removed the file and failed before its sync.
     pub(super) fn remove(&self, path: &str) -> Result<bool, DiskError> {
         self.remove_if(path, || true)
     }
@@ -144,7 +150,8 @@ impl FileNames {
         work()
     }
 
-    /// As [`remove`](Self::remove), if `is_it` still says so when no name can change.
+    /// Removes a file like [`remove`](Self::remove), but only if `is_it`, which runs while no name
+    /// can change, returns true.
     pub(super) fn remove_if(
         &self,
         path: &str,
@@ -165,8 +172,9 @@ impl FileNames {
         Ok(removed)
     }
 
-    /// Moves a file below `shards/` to a folder outside and returns when it is durable there, and gone here. `false`: nothing was
-    /// moved, because `is_it`, which looks when no name can change, says that another file is there.
+    /// Moves a file from below `shards/` to a folder outside, and returns once it is durable there
+    /// and durably gone from its old place. Returns `false` if nothing was moved because `is_it`,
+    /// which runs while no name can change, reports that another file has the name.
     pub(super) fn move_out<E: From<DiskError>>(
         &self,
         from: &str,
@@ -186,8 +194,8 @@ impl FileNames {
         Ok(true)
     }
 
-    /// Removes `dir` and the folders above it as far as they are empty; gives the first that stays. An error
-    /// leaves an empty folder behind, which hurts nobody.
+    /// Removes `dir` and the folders above it as long as they are empty. Returns the first folder
+    /// that stays. An error leaves an empty folder behind, which is harmless.
     fn remove_empty_dirs<'a>(&self, dir: &'a str, made: &mut Made) -> &'a str {
         let mut dir = dir;
         while dir != SHARDS && self.disk.remove_dir_if_empty(dir).unwrap_or(false) {
@@ -198,15 +206,15 @@ impl FileNames {
     }
 }
 
-/// Whether a small record can have this name. None of them is the name of a replica or piece file (those have
-/// a dot), nor of a stripe's folder (8 hexadecimal digits).
+/// Returns whether this is a valid name for a small record. No such name is the name of a replica
+/// or piece file (those contain a dot) or of a stripe's folder (8 hexadecimal digits).
 pub(super) fn is_record_name(name: &str) -> bool {
     (1..=80).contains(&name.len())
         && name.bytes().all(|b| matches!(b, b'a'..=b'z' | b'0'..=b'9' | b'-'))
         && crate::store::paths::parse_stripe_index(name).is_none()
 }
 
-/// Turns "not there" into `None`.
+/// Turns [`DiskError::NotFound`] into `None`.
 pub(super) fn if_found<T>(result: Result<T, DiskError>) -> Result<Option<T>, DiskError> {
     match result {
         Ok(found) => Ok(Some(found)),

@@ -1,12 +1,14 @@
-//! Writes a piece from grains in any order, and proves it: what was written is read from the medium again.
+//! Writes a piece from grains in any order, and verifies it by reading everything back from the
+//! medium.
 //!
-//! Syncs go behind the writer in extents, and each is synced and read back at once while the next one is written, so that only the
-//! last is left when the chain ends. The order is what proves: written, synced, read *past the page cache*,
-//! compared with the hash of what was written, and handed to the caller, who fingerprints it. The last grain
-//! waits for the end: it can share a page with the hash table, and that page is written once more.
+//! Syncs follow the writer in extents. Each extent is synced and read back while the next one is
+//! written, so that only the last is left when the chain ends. The order is what makes it a proof:
+//! write, sync, read *past the page cache*, compare with the hash of the written bytes, and pass to
+//! the caller, who fingerprints the bytes. The last grain waits for the end, because it can share a
+//! page with the hash table, and that page is written once more.
 //!
-//! Neighbouring grains are gathered and written past the page cache, which would only be filled for nobody: the read-back
-//! passes it by, and the next reader comes days later.
+//! Neighbouring grains are gathered and written past the page cache. Caching them has no use: the
+//! read-back bypasses the cache, and the next reader comes days later.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,49 +22,49 @@ use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
 use crate::id::{Attempt, StripeId};
 use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES, MIB, grains};
 
-/// So many bytes are written before they are synced and read back.
+/// Number of bytes that are written before they are synced and read back.
 const EXTENT_BYTES: u64 = 8 * MIB;
-/// One write, and one read of the read-back.
+/// Length of one write and of one read of the read-back, in bytes.
 const BUFFER_BYTES: u64 = MIB;
 
-/// The most memory that one [`PieceWriter`] and one [`Extent`] hold: their buffers, hashes and numbers per grain, and the
-/// tail when it ends.
+/// Maximum memory that one [`PieceWriter`] and one [`Extent`] hold together, in bytes: their
+/// buffers, hashes and numbers per grain, and the tail at the end.
 pub const PIECE_WRITER_BYTES: u64 =
     2 * BUFFER_BYTES + 128 * grains(MAX_BLOCK_BYTES) + 5 * MAX_TAIL_BYTES;
 
-/// Which piece is to be written.
+/// The piece to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PieceSpec {
     /// The stripe.
     pub stripe: StripeId,
     /// The piece's number, from 0.
     pub piece: u8,
-    /// The archiving that makes it.
+    /// The attempt that makes it.
     pub attempt: Attempt,
     /// The id of the code.
     pub code: u64,
     /// The layout of the stripe.
     pub layout: u8,
-    /// The length of the piece.
+    /// The length of the piece, in bytes.
     pub len_bytes: u64,
 }
 
-/// Writes one piece. Dropping it before [`finish`](Self::finish) leaves nothing.
+/// A writer of one piece. Dropping it before [`finish`](Self::finish) leaves nothing.
 pub struct PieceWriter {
     temporary: Temporary,
     hashes: Vec<Option<Hash>>,
-    /// Grains that are not proven yet, and the bytes written since the last sync.
+    /// Numbers of the grains that are not verified yet, and the bytes written since the last sync.
     unsynced: Vec<u64>,
     unsynced_bytes: u64,
     extent_bytes: u64,
-    /// How many grains came back as they were written.
+    /// Number of grains that were read back as written.
     proven: Arc<AtomicU64>,
-    /// Grains that are not written yet.
+    /// The gathered grains, which are not written yet.
     buffer: AlignedBuffer,
     gathered: GatheredRun,
 }
 
-/// Whole grains in the buffer that follow one another.
+/// A run of consecutive whole grains in the buffer.
 #[derive(Debug, Clone, Copy, Default)]
 struct GatheredRun {
     first: u64,
@@ -70,7 +72,7 @@ struct GatheredRun {
 }
 
 impl Store {
-    /// Begins to write a piece. Space for all of it is reserved now.
+    /// Begins to write a piece and reserves space for all of it. Returns its writer.
     pub fn write_piece(&self, spec: PieceSpec) -> Result<PieceWriter, StoreError> {
         let PieceSpec { stripe, piece, attempt, code, layout, len_bytes } = spec;
         let content = Content::Piece { piece, attempt, code };
@@ -93,12 +95,16 @@ impl PieceWriter {
         StoreError::Misuse { key: self.temporary.key(), why }
     }
 
-    /// How many bytes are an [`extent`](Self::extent); 8 MiB at first.
+    /// Sets the minimum length of an [`extent`](Self::extent) in bytes. The default is 8 MiB.
     pub fn set_extent_bytes(&mut self, extent_bytes: u64) {
         self.extent_bytes = extent_bytes;
     }
 
-    /// Writes grain `index`, whole, once.
+    /// Writes the whole grain `index`.
+    ///
+    /// # Errors
+    /// [`StoreError::Misuse`] if the grain has the wrong length, lies past the end, or was given
+    /// before.
     pub fn write_grain(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
         let hash = grain_hash(self.temporary.len_bytes(), index, bytes)
             .ok_or_else(|| self.misuse("a grain of the wrong length, or behind the end"))?;
@@ -114,7 +120,7 @@ impl PieceWriter {
 
     fn gather(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
         if (bytes.len() as u64) < GRAIN_BYTES {
-            // The last grain, which may be no multiple of anything.
+            // The last grain, whose length may not be aligned.
             return Ok(self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?);
         }
         let GatheredRun { first, count } = self.gathered;
@@ -140,7 +146,8 @@ impl PieceWriter {
         Ok(())
     }
 
-    /// When an extent has come together: what is to be proven now, while writing goes on.
+    /// Returns the extent to verify now, while writing continues, or `None` if too few bytes were
+    /// written since the last one.
     pub fn extent(&mut self) -> Result<Option<Extent>, StoreError> {
         if self.unsynced_bytes < self.extent_bytes {
             return Ok(None);
@@ -149,8 +156,9 @@ impl PieceWriter {
         Ok(Some(self.unproven(Some(grains(self.temporary.len_bytes()).saturating_sub(1)))))
     }
 
-    /// Proves what is left, hands it to `readback`, and makes the piece durable under its name, once all its extents are proven.
-    /// `readback` has then had every grain once, those of one extent in ascending order.
+    /// Verifies the remaining grains, passes them to `readback`, and makes the piece durable under
+    /// its name once all its extents are verified. By then `readback` has received every grain
+    /// once, those of one extent in ascending order.
     pub fn finish(
         mut self,
         readback: &mut dyn FnMut(u64, &[u8]),
@@ -165,7 +173,7 @@ impl PieceWriter {
         let last = self.unproven(None);
         last.read_back(&mut self.buffer, readback)?;
         if self.proven.load(Ordering::Acquire) != grains(self.temporary.len_bytes()) {
-            return Err(self.misuse("a grain did not come back before: begin again"));
+            return Err(self.misuse("an earlier grain failed its read-back: begin again"));
         }
         let mut found = AlignedBuffer::new(tail.bytes.len());
         let file = self.temporary.file();
@@ -177,7 +185,8 @@ impl PieceWriter {
         self.temporary.publish(&tail)
     }
 
-    /// What was written since the last extent, all but the grain `later`.
+    /// Returns an extent with everything that was written since the last one, except the grain
+    /// `later`.
     fn unproven(&mut self, later: Option<u64>) -> Extent {
         let mut written = std::mem::take(&mut self.unsynced);
         self.unsynced_bytes = 0;
@@ -200,23 +209,28 @@ impl PieceWriter {
     }
 }
 
-/// Part of a piece that is written: to be synced and read back.
+/// A written part of a piece that is still to be synced and read back.
 pub struct Extent {
     file: Arc<dyn DiskFile>,
     key: FileKey,
     len_bytes: u64,
-    /// In ascending order, with the hashes of what was written.
+    /// The grains in ascending order, with the hashes of the written bytes.
     grains: Vec<(u64, Option<Hash>)>,
     proven: Arc<AtomicU64>,
 }
 
 impl Extent {
-    /// A buffer for [`prove`](Self::prove) of pieces of `len_bytes`.
+    /// Returns a buffer for [`prove`](Self::prove) that suits pieces of `len_bytes`.
     pub fn buffer(len_bytes: u64) -> AlignedBuffer {
         AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize)
     }
 
-    /// Syncs the extent, reads it from the medium, compares it with what was written and hands each grain to `readback`.
+    /// Syncs the extent, reads it from the medium, compares it with the written bytes and passes
+    /// each grain to `readback`.
+    ///
+    /// # Errors
+    /// [`StoreError::ReadBack`] for a grain that differs from what was written, or the error of the
+    /// disk.
     pub fn prove(
         self,
         buffer: &mut AlignedBuffer,
@@ -236,7 +250,7 @@ impl Extent {
         runs.into_iter().try_for_each(|run| self.read_run(run, buffer, readback))
     }
 
-    /// Reads neighbouring grains at once.
+    /// Reads and checks a run of consecutive grains with one read.
     fn read_run(
         &self,
         run: &[(u64, Option<Hash>)],

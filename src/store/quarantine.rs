@@ -1,6 +1,8 @@
-//! Files that do not prove themselves are moved aside: never deleted, never used.
+//! Quarantine: files that cannot be trusted under their name are moved aside, and never deleted or
+//! used.
 //!
-//! What is whole and nobody knows is no matter of this page: it stays where it is, and is reported (docs/semantics.md, 5).
+//! A whole file that no record explains is not handled here. It stays in place and is reported
+//! (docs/semantics.md, 5).
 
 use std::sync::atomic::Ordering;
 
@@ -13,14 +15,16 @@ use super::stored_file::StoredFile;
 use crate::format::file::FileKey;
 use crate::kind::ErrorKind;
 
-/// The end of the name of a note.
+/// The suffix of the name of a note.
 const NOTE: &str = ".why";
-/// A note is no longer than this.
+/// Maximum length of a note, in characters.
 const MAX_NOTE_CHARS: usize = 2000;
 
 impl Store {
-    /// Moves the file that was `judged` (`None`: the one that did not open, because it proves nothing) out of the way and returns when
-    /// that is durable, with a note beside it that says why. `false`: it is gone, perhaps for a good one that has its name now.
+    /// Moves a file to quarantine, writes a note with the reason `why` beside it, and returns once
+    /// the move is durable. `judged` is the file that was inspected; `None` stands for a file that
+    /// does not open because it is corrupt. Returns `false` if that file is gone; a good file may
+    /// have its name now.
     pub fn quarantine(
         &self,
         key: FileKey,
@@ -36,7 +40,8 @@ impl Store {
         Ok(moved)
     }
 
-    /// As [`quarantine`](Self::quarantine), for who counts and indexes himself.
+    /// Moves a file like [`quarantine`](Self::quarantine), but leaves the counts and the index to
+    /// the caller.
     pub(super) fn move_to_quarantine(
         &self,
         key: FileKey,
@@ -61,13 +66,13 @@ impl Store {
         tracing::warn!(%key, aside, why, "moved a file to quarantine");
         let note: String = format!("{key}\n{why}\n").chars().take(MAX_NOTE_CHARS).collect();
         if let Err(error) = self.put_record(&format!("{aside}{NOTE}"), note.as_bytes()) {
-            // The file is out of the way; that its reason is in the log alone is no failure.
+            // The file is in quarantine; it is no failure that its reason is only in the log.
             tracing::warn!(%key, %error, "cannot write the note of a file in quarantine");
         }
         Ok(true)
     }
 
-    /// The first files in quarantine, each with the reason in its note.
+    /// Returns the names of the first files in quarantine, each with the reason from its note.
     pub fn quarantined(&self) -> Result<Vec<String>, StoreError> {
         let mut names: Vec<String> =
             self.disk().list(QUARANTINE)?.into_iter().map(|entry| entry.name).collect();
@@ -75,7 +80,7 @@ impl Store {
         names.sort_unstable();
         names.truncate(NAMED);
         let told = |name: String| {
-            // A note that cannot be read keeps nobody from seeing the file.
+            // List the file even if its note cannot be read.
             let note = self.get_record(&format!("{QUARANTINE}/{name}{NOTE}")).ok().flatten();
             let note = String::from_utf8_lossy(&note.unwrap_or_default()).into_owned();
             match note.lines().nth(1) {
@@ -86,7 +91,8 @@ impl Store {
         Ok(names.into_iter().map(told).collect())
     }
 
-    /// Counts what is in quarantine, and makes sure that no number is used twice.
+    /// Returns the number of files in quarantine, and sets the next number so that none is used
+    /// twice.
     pub(super) fn count_quarantine(&self) -> Result<u64, StoreError> {
         let entries = self.disk().list(QUARANTINE)?;
         let number = |entry: &DiskEntry| entry.name.split('-').next()?.parse::<u64>().ok();

@@ -1,9 +1,9 @@
-//! A folder of the machine.
+//! A [`Disk`] over a folder of the machine.
 //!
-//! Reads and writes past the page cache use `O_DIRECT` on a second descriptor of the same file. Where the file system refuses
-//! that (or the file has been renamed before), the range is dropped from the cache with `posix_fadvise` and then read, and what is
-//! written goes through the cache. tmpfs keeps everything in memory: there such a read proves nothing about a
-//! medium, since there is none.
+//! Reads and writes past the page cache use `O_DIRECT` on a second descriptor of the same file. If
+//! the file system refuses that, or the file was renamed before, a read drops the range from the
+//! cache with `posix_fadvise` and then reads it, and a write goes through the cache. tmpfs keeps
+//! everything in memory: such a read says nothing about a medium there, because there is none.
 #![allow(clippy::disallowed_methods)] // the one place that asks the system
 
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -20,24 +20,24 @@ use super::disk::{
     check_path,
 };
 
-/// The buffer through which ragged ends of direct reads pass.
+/// Length of the buffer for the unaligned ends of direct reads, in bytes.
 const BOUNCE_BYTES: usize = 64 * 1024;
 
-/// The disk under one folder of the machine.
+/// The disk below one folder of the machine.
 #[derive(Debug, Clone)]
 pub struct RealDisk {
     root: PathBuf,
 }
 
 impl RealDisk {
-    /// The disk under `root`, which is made when it is missing.
+    /// Opens the disk below `root` and creates that folder if it is missing.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, DiskError> {
         let root = root.into();
         fs::create_dir_all(&root).map_err(|e| DiskError::from_io("create", text(&root), e))?;
         Ok(Self { root })
     }
 
-    /// The folder.
+    /// Returns the root folder.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -56,7 +56,7 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// Puts the verb and the path to an error of the system.
+/// Returns a function that adds the operation and the path to an error of the operating system.
 fn during<'a>(op: &'static str, path: &'a Path) -> impl Fn(io::Error) -> DiskError + 'a {
     move |error| DiskError::from_io(op, text(path), error)
 }
@@ -116,7 +116,7 @@ impl Disk for RealDisk {
             let entry = entry.map_err(&fail)?;
             let meta = match entry.metadata() {
                 Ok(meta) => meta,
-                // Removed since the folder was read.
+                // The entry was removed since the folder was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(error) => return Err(fail(error)),
             };
@@ -141,7 +141,8 @@ impl Disk for RealDisk {
                     names.push(entry.file_name().to_string_lossy().into_owned());
                 }
                 Ok(_) => {}
-                // Removed since the folder was read, by a file system that has to be asked.
+                // The entry was removed since the folder was read, on a file system that does not
+                // report types in the listing.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(fail(error)),
             }
@@ -164,7 +165,7 @@ impl Disk for RealDisk {
     fn space(&self) -> Result<Space, DiskError> {
         let stat = rustix::fs::statvfs(&self.root)
             .map_err(|errno| during("measure", &self.root)(errno.into()))?;
-        // As df counts: what the file system keeps for root is neither used nor ours.
+        // Count as `df` does: blocks reserved for root are neither used nor available to us.
         let used = stat.f_blocks.saturating_sub(stat.f_bfree);
         Ok(Space {
             total_bytes: used.saturating_add(stat.f_bavail).saturating_mul(stat.f_frsize),
@@ -190,7 +191,8 @@ struct RealFile {
     file: File,
     path: PathBuf,
     is_written: bool,
-    /// The descriptor for what goes past the cache, opened when it is needed; `None` where there can be none.
+    /// The descriptor for direct reads and writes, opened on first use; `None` if there can be
+    /// none.
     direct: OnceLock<Option<File>>,
 }
 
@@ -206,7 +208,7 @@ impl RealFile {
             options.read(true).write(self.is_written).custom_flags(flags);
             let direct = options.open(&self.path).ok()?;
             let (ours, found) = (self.file.metadata().ok()?, direct.metadata().ok()?);
-            // Another file may have our name by now.
+            // Another file may have taken the name meanwhile.
             ((ours.dev(), ours.ino()) == (found.dev(), found.ino())).then_some(direct)
         };
         self.direct.get_or_init(open).as_ref()
@@ -223,7 +225,7 @@ impl RealFile {
     }
 }
 
-/// Fills `buf` through a descriptor that takes aligned reads only.
+/// Fills `buf` through a descriptor that accepts aligned reads only.
 fn read_direct(direct: &File, buf: &mut [u8], offset: u64) -> io::Result<()> {
     const ALIGN: usize = DIRECT_ALIGN_BYTES;
     let mut bounce: Option<AlignedBuffer> = None;
@@ -263,12 +265,12 @@ impl DiskFile for RealFile {
     fn read_past_cache_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError> {
         if let Some(direct) = self.direct() {
             match read_direct(direct, buf, offset) {
-                // The file system took the flag, but not this read.
+                // The file system accepted the flag, but not this read.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
                 done => return done.map_err(|error| self.short_or_io(buf, offset, error)),
             }
         }
-        // Only whole pages are dropped: reach out to their borders.
+        // Only whole pages are dropped: extend the range to page boundaries.
         let start = offset - offset % DIRECT_ALIGN_BYTES as u64;
         let len = (offset - start + buf.len() as u64).next_multiple_of(DIRECT_ALIGN_BYTES as u64);
         rustix::fs::fadvise(&self.file, start, NonZeroU64::new(len), Advice::DontNeed)
@@ -287,7 +289,7 @@ impl DiskFile for RealFile {
             && offset.is_multiple_of(ALIGN as u64);
         if suits && let Some(direct) = self.direct() {
             match direct.write_all_at(bytes, offset) {
-                // The file system took the flag, but not this write.
+                // The file system accepted the flag, but not this write.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
                 done => return done.map_err(during("write", &self.path)),
             }
@@ -325,8 +327,8 @@ impl DiskFile for RealFile {
 mod tests {
     use super::*;
 
-    /// Where the file system can do it, a read past the cache is a direct one: the fallback would hide a
-    /// wrong flag.
+    /// Checks that a read past the cache is a direct one where the file system supports it. The
+    /// fallback would hide a wrong flag.
     #[test]
     fn direct_reads_are_direct_where_they_can_be() {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();

@@ -1,8 +1,8 @@
-//! The index is brought in line with the folders, at every open.
+//! Corrects the index from the folders at every open.
 //!
-//! Names and lengths are compared, no data is read; only files that the index does not have are opened. A file
-//! whose tail is damaged is noted, and one that is another than its name says goes to quarantine. What is not
-//! ours stays and is named.
+//! Names and lengths are compared and no data is read; only files that are missing in the index are
+//! opened. A file with a damaged tail gets a damage note, and a file whose header does not match
+//! its name goes to quarantine. Unknown files stay in place and are reported.
 
 use std::collections::HashSet;
 
@@ -20,38 +20,39 @@ use crate::format::file::{FileKey, FileName};
 use crate::id::{ShardId, StripeId};
 use crate::kind::ErrorKind;
 
-/// Names of a sort that are told.
+/// Maximum number of names of each kind that are reported.
 pub(super) const NAMED: usize = 3;
 
-/// What [`Store::open`] found when it compared index and folders.
+/// The differences that [`Store::open`] found between the index and the folders.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Reconciled {
-    /// Files that the index did not have, or had otherwise.
+    /// Files that the index did not have, or had with another length.
     pub added: u64,
-    /// Entries without a file.
+    /// Index entries without a file, which were deleted.
     pub dropped: u64,
-    /// Files whose tail does not open: noted, and not counted.
+    /// Files whose tail does not open: they got a damage note and do not count.
     pub damaged: u64,
-    /// Files under names that are not theirs, in quarantine now.
+    /// Files whose header does not match their name: they were moved to quarantine.
     pub quarantined: u64,
-    /// Files that could not be read now (disk errors, a later release's): left, and not in the index.
+    /// Files that could not be read (disk errors, files of a later release): they stay in place and
+    /// are not in the index.
     pub unreadable: u64,
-    /// Names that are not ours: left alone.
+    /// Unknown files: they are left alone.
     pub strangers: u64,
 }
 
-/// What the last open found, for people.
+/// The findings of the last open, for people.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OpenFindings {
-    /// The numbers.
+    /// The counts.
     pub counts: Reconciled,
-    /// Names that are not ours, with their folders; the first three.
+    /// The paths of the first three unknown files.
     pub strangers: Vec<String>,
-    /// Files that could not be read; the first three.
+    /// The first three files that could not be read.
     pub unreadable: Vec<String>,
 }
 
-/// Adds a name, if it is one of the first.
+/// Adds a name while there are fewer than [`NAMED`].
 fn name_it(names: &mut Vec<String>, name: String) {
     if names.len() < NAMED {
         names.push(name);
@@ -59,7 +60,7 @@ fn name_it(names: &mut Vec<String>, name: String) {
 }
 
 impl Store {
-    /// Brings the index in line with the folders.
+    /// Corrects the index and the totals from the folders. Returns the findings.
     pub(super) fn reconcile(&self) -> Result<OpenFindings, StoreError> {
         let (report, seen) = (Reconciled::default(), HashSet::new());
         let (strangers, unreadable) = (Vec::new(), Vec::new());
@@ -73,19 +74,19 @@ impl Store {
             Ok::<_, StoreError>(walk.report)
         })?;
         if report != Reconciled::default() {
-            tracing::warn!(?report, "the index was not in line with the files");
+            tracing::warn!(?report, "the index did not match the files");
         }
         let FolderScan { strangers, unreadable, .. } = walk;
         Ok(OpenFindings { counts: report, strangers, unreadable })
     }
 }
 
-/// The stripe's index, if this is the folder of one.
+/// Returns the stripe's index if the entry is the folder of a stripe.
 fn stripe_index(entry: &DiskEntry) -> Option<u32> {
     if entry.is_dir { parse_stripe_index(&entry.name) } else { None }
 }
 
-/// One walk over `shards/`.
+/// A scan of `shards/`.
 struct FolderScan<'a> {
     store: &'a Store,
     report: Reconciled,
@@ -155,7 +156,8 @@ impl FolderScan<'_> {
         self.store.index().replace_stripe(stripe, &files, totals)
     }
 
-    /// A file as the index has it, or as its header says where the index does not fit.
+    /// Returns the index entry of a file if its length matches, and otherwise an entry read from
+    /// the file's header. Returns `None` for a file that is not to be indexed.
     fn file(
         &mut self,
         key: FileKey,

@@ -1,7 +1,7 @@
 //! Small records beside the files: commit marks, fences, tombstones, receipts, stripe records.
 //!
-//! They are written whole and replaced whole: after a crash the old or the new one is there. What is in them is
-//! sealed by whoever writes them (`format::envelope`).
+//! Each record is written and replaced as a whole, so that a crash leaves either the old or the new
+//! one. The caller seals the contents (`format::envelope`).
 
 use super::StoreError;
 use super::data_folder::Store;
@@ -10,10 +10,10 @@ use super::paths::{if_found, is_record_name, shard_dir, stripe_dir};
 use crate::format::envelope::MAX_RECORD_BYTES;
 use crate::id::{ShardId, StripeId};
 
-/// The longest small record.
+/// Maximum length of a small record, in bytes.
 pub const MAX_RECORD_FILE_BYTES: u64 = MAX_RECORD_BYTES as u64;
 
-/// What a small record belongs to.
+/// The shard or stripe that a small record belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RecordScope {
     /// A shard.
@@ -57,9 +57,9 @@ fn read_with(
 }
 
 impl Store {
-    /// Stores a small record, over the one that has its name, and returns when it is durable.
+    /// Stores a small record, replaces any record of the same name, and returns once it is durable.
     ///
-    /// A name is 1 to 80 of `a-z 0-9 -`, and not 8 hexadecimal digits.
+    /// A name is 1 to 80 characters of `a-z 0-9 -`, and not 8 hexadecimal digits.
     pub fn put_record_file(
         &self,
         scope: RecordScope,
@@ -72,8 +72,11 @@ impl Store {
         Ok(())
     }
 
-    /// As [`put_record_file`](Self::put_record_file), but over an older record only if `may_replace` says so; otherwise
-    /// [`StoreError::Fixed`], and the older one stays.
+    /// Stores a small record like [`put_record_file`](Self::put_record_file), but replaces an
+    /// existing record only if `may_replace` accepts its bytes.
+    ///
+    /// # Errors
+    /// [`StoreError::Fixed`] if `may_replace` refuses; the existing record stays.
     pub fn put_record_file_if(
         &self,
         scope: RecordScope,
@@ -83,7 +86,7 @@ impl Store {
     ) -> Result<(), StoreError> {
         let path = scope.path(name)?;
         let old_bytes = self.put_record_if(&path, bytes, |old| {
-            // What is longer than a record can be is none.
+            // A file longer than the limit is not a record, and may be replaced.
             let fits = old.len_bytes()? > MAX_RECORD_FILE_BYTES || may_replace(&read_all(old)?);
             if fits { Ok(()) } else { Err(StoreError::Fixed { path: path.clone() }) }
         })?;
@@ -91,7 +94,7 @@ impl Store {
         Ok(())
     }
 
-    /// A small record, or `None`.
+    /// Returns a small record, or `None` if there is none.
     pub fn get_record_file(
         &self,
         scope: RecordScope,
@@ -100,16 +103,17 @@ impl Store {
         self.get_record(&scope.path(name)?)
     }
 
-    /// Writes a temporary file and removes it: whether the folder takes writes.
+    /// Checks that the folder accepts writes, by writing a temporary file and removing it.
     pub fn try_to_write(&self) -> Result<(), StoreError> {
         let temporary = self.names().temporary();
         let written = self.disk().create_new(&temporary).and_then(|file| file.write_at(&[1], 0));
-        // Where it was not made there is nothing to remove.
+        // If the file could not be created, there is nothing to remove.
         let _ = self.disk().remove(&temporary);
         Ok(written?)
     }
 
-    /// As [`get_record_file`](Self::get_record_file), from the medium instead of the page cache.
+    /// Reads a small record like [`get_record_file`](Self::get_record_file), but from the medium
+    /// instead of the page cache.
     pub fn get_record_file_past_cache(
         &self,
         scope: RecordScope,
@@ -120,7 +124,8 @@ impl Store {
         read_with(file.as_ref(), read).map(Some)
     }
 
-    /// Removes a small record and returns when that is durable; `false` when there was none.
+    /// Removes a small record and returns once the removal is durable. Returns `false` if there was
+    /// none.
     pub fn remove_record_file(&self, scope: RecordScope, name: &str) -> Result<bool, StoreError> {
         let path = scope.path(name)?;
         let bytes = match if_found(self.disk().open(&path))? {
@@ -134,19 +139,21 @@ impl Store {
         Ok(removed)
     }
 
-    /// The names and lengths of a scope's small records, by name.
+    /// Returns the names and lengths in bytes of a scope's small records, ordered by name.
     pub fn list_record_files(&self, scope: RecordScope) -> Result<Vec<(String, u64)>, StoreError> {
         let entries = if_found(self.disk().list(&scope.folder()))?.unwrap_or_default();
         let small = entries.into_iter().filter(|e| !e.is_dir && is_record_name(&e.name));
         Ok(small.map(|entry| (entry.name, entry.len_bytes)).collect())
     }
 
-    /// Writes a record anywhere in the folder; gives the length of the one that was there.
+    /// Writes a record at any path in the folder. Returns the length of the record that it
+    /// replaced.
     pub(super) fn put_record(&self, path: &str, bytes: &[u8]) -> Result<Option<u64>, StoreError> {
         self.put_record_if(path, bytes, |_| Ok(()))
     }
 
-    /// As [`put_record`](Self::put_record), if `check` agrees when no name can change.
+    /// Writes a record like [`put_record`](Self::put_record), but only if `check`, which runs while
+    /// no name can change, succeeds.
     pub(super) fn put_record_when(
         &self,
         path: &str,
@@ -160,7 +167,8 @@ impl Store {
         })
     }
 
-    /// `check` sees the record that is there, when no other name can change.
+    /// Writes a record like [`put_record`](Self::put_record). If a record exists, `check` inspects
+    /// it while no name can change; its error prevents the write.
     fn put_record_if(
         &self,
         path: &str,
@@ -174,7 +182,8 @@ impl Store {
         })
     }
 
-    /// Writes a record where `old_len`, which runs when no name can change, finds no reason against it.
+    /// Writes a record unless `old_len`, which runs while no name can change, returns an error.
+    /// Returns the length that `old_len` found.
     fn write_record(
         &self,
         path: &str,
@@ -193,13 +202,13 @@ impl Store {
             .map_err(StoreError::from)
             .and_then(|()| self.names().publish(&temporary, path, || old_len(path)));
         if done.is_err() {
-            // Whatever is left of it goes at the next open.
+            // A file that stays in `tmp/` is removed at the next open.
             let _ = self.disk().remove(&temporary);
         }
         done
     }
 
-    /// Reads a record from anywhere in the folder.
+    /// Reads a record at any path in the folder. Returns `None` if there is none.
     pub(super) fn get_record(&self, path: &str) -> Result<Option<Vec<u8>>, StoreError> {
         match if_found(self.disk().open(path))? {
             Some(file) => read_all(file.as_ref()).map(Some),

@@ -1,7 +1,9 @@
-//! The ids of removed saves whose files this node has swept: what is left of a tombstone.
+//! The removed-save set: the ids of removed saves whose files this node has purged. An id remains
+//! here after the save's tombstone is gone.
 //!
-//! A save that is here was removed, for ever: no call takes an id out again. One small sealed record holds the ids that begin with the
-//! same byte (ids are random, so all records grow alike) and is replaced whole: after a crash the old or the new one is there.
+//! Ids are never taken out again. One small sealed record holds all ids that begin with the same
+//! byte (ids are random, so that the records grow evenly). Each record is replaced as a whole, so
+//! that a crash leaves either the old or the new one.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -15,10 +17,10 @@ use super::paths::GRAVES;
 use crate::format::envelope::RecordKind;
 use crate::id::{Epoch, SaveId};
 
-/// Ids in one record: 3.6 MB of them fit into a small record.
+/// Maximum number of ids in one record: 3.6 MB, which fits into a small record.
 const MAX_REMOVED_PER_FILE: usize = 300_000;
 
-/// The body of a record of graves.
+/// The body of one record of the removed-save set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct RemovedSaves {
     saves: Vec<SaveId>,
@@ -29,7 +31,8 @@ fn path_of(save: SaveId) -> String {
 }
 
 impl Store {
-    /// Notes for ever that a save was removed and swept; durable at the return. `false`: there is no room for it.
+    /// Records durably and permanently that a save was removed and purged. Returns `false` if there
+    /// is no room for its id.
     pub fn record_removed(&self, save: SaveId) -> Result<bool, StoreError> {
         let _one_at_a_time = self.graves().lock().unwrap_or_else(PoisonError::into_inner);
         let path = path_of(save);
@@ -41,19 +44,25 @@ impl Store {
             }
             graves.saves.insert(at, save);
         }
-        // Also where it is there: an earlier call may have failed between its rename and its sync.
+        // Write even if the id is present: an earlier call may have failed between its rename and
+        // its sync.
         self.put_sealed(&path, RecordKind::Graves, &graves)?;
         Ok(true)
     }
 
-    /// [`Store::record_removed`] for many saves, while `epoch` is not over: a rebuild that claimed a later one has read what is here. Each record of
-    /// graves is written at most once. An error when there is no room for one of them.
+    /// Records many saves as [`Store::record_removed`] does, but only while no later epoch than
+    /// `epoch` was seen, because a rebuild that claimed a later epoch may have read this set
+    /// already. Writes each record at most once.
+    ///
+    /// # Errors
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::GravesFull`] if
+    /// there is no room for one of the ids.
     pub fn record_all_removed(
         &self,
         epoch: Epoch,
         saves: impl IntoIterator<Item = SaveId>,
     ) -> Result<(), StoreError> {
-        // Held over the writes: a claim comes before all of them, or after.
+        // Held during the writes, so that a claim comes before all of them or after all of them.
         let seen = self.seen();
         refuse_older(&seen, epoch)?;
         let saves: BTreeSet<SaveId> = saves.into_iter().collect();
@@ -79,7 +88,7 @@ impl Store {
         Ok(())
     }
 
-    /// At most `limit` of the saves that were removed and swept here, in order, from behind `after`.
+    /// Returns at most `limit` ids of the set, in order, from the first one after `after`.
     pub fn list_removed(
         &self,
         after: Option<SaveId>,
@@ -99,7 +108,8 @@ impl Store {
         Ok(saves)
     }
 
-    /// Whether the save was removed and swept here. Graves that do not parse are an error: any save could be among them.
+    /// Returns whether the save is in the removed-save set. A record that does not parse is an
+    /// error, because any save could be in it.
     pub fn is_recorded_removed(&self, save: SaveId) -> Result<bool, StoreError> {
         let graves: Option<RemovedSaves> = self.get_sealed(&path_of(save), RecordKind::Graves)?;
         Ok(graves.is_some_and(|graves| graves.saves.binary_search(&save).is_ok()))
@@ -126,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_entombed_stays_so_over_a_power_cut_and_others_are_not() {
+    fn what_was_removed_stays_so_over_a_power_cut_and_others_are_not() {
         let disk = MemoryDisk::new(1 << 20);
         let store = open(&disk);
         for number in [7, 3, 9, 3] {
@@ -158,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn many_are_entombed_at_once_and_listed_by_pages() {
+    fn many_are_removed_at_once_and_listed_by_pages() {
         let disk = MemoryDisk::new(1 << 20);
         let store = open(&disk);
         let all: Vec<SaveId> =

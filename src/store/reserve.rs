@@ -1,28 +1,31 @@
-//! Space that is set aside and given up when the disk is nearly full (docs/semantics.md, 7, *A full disk*).
+//! Disk space that is set aside, and released when the disk is nearly full (docs/semantics.md, 7,
+//! *A full disk*).
 
 use super::disk::{Disk, DiskError};
 use super::paths::TMP;
 use super::paths::if_found;
 
-/// The file whose blocks are the reserve, in the data folder.
+/// The file in the data folder whose allocated blocks are the reserve.
 const RESERVE: &str = "reserve";
-/// The most that is set aside, and its part of a small disk.
+/// Maximum size of the reserve, and its share (one part in [`RESERVE_PART`]) of a small disk.
 const MAX_RESERVE_BYTES: u64 = 16 << 20;
 const RESERVE_PART: u64 = 16;
-/// It is set aside when so many times as much is free.
+/// The reserve is set aside when this multiple of its size is free.
 const PLENTY: u64 = 4;
 
-/// Whether the reserve is there.
+/// The state of the reserve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReserveState {
-    /// It is set aside.
+    /// The reserve is in place.
     SetAside,
-    /// No reserve is in place: it was removed, could not be created yet, or somebody's file has its name.
+    /// No reserve is in place: it was released, it could not be created yet, or a foreign file has
+    /// its name.
     GivenUp,
 }
 
-/// Removes the reserve when fewer bytes are free than it allocates, and recreates it when four times as many are free. Returns whether it
-/// is in place. A file of its name that has bytes is somebody's and stays.
+/// Removes the reserve when less space is free than it allocates, and recreates it when four times
+/// as much is free. Returns whether it is in place. A file of the same name that has bytes is
+/// foreign and is left alone.
 pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let space = disk.space()?;
     let bytes = (space.total_bytes / RESERVE_PART).min(MAX_RESERVE_BYTES);
@@ -49,7 +52,7 @@ pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     if space.free_bytes < PLENTY * bytes {
         return Ok(ReserveState::GivenUp);
     }
-    // The folder may be a new one.
+    // The data folder may be new.
     disk.create_dir(TMP)?;
     let temporary = format!("{TMP}/{RESERVE}");
     let made = disk.create_new(&temporary).and_then(|file| {

@@ -1,9 +1,10 @@
-//! The map over sled. The only file that names it.
+//! A [`Kv`] over sled. No other file uses sled.
 //!
-//! sled calls itself beta, and its own flush ends in `sync_file_range`, which is no barrier against a power cut
-//! (`docs/decisions/0003-sled-as-a-cache.md`). So after each batch its file is synced through a descriptor of
-//! ours. A map that has failed once may differ from what is on disk: it does nothing more until it is opened
-//! again. One that is damaged is never repaired; one that the system did not let us open stays where it is.
+//! sled is beta software, and its own flush ends in `sync_file_range`, which is no barrier against
+//! a power cut (`docs/decisions/0003-sled-as-a-cache.md`). This module therefore syncs sled's file
+//! through its own descriptor after each batch. A database that has failed once may differ from
+//! what is on disk, so it refuses all calls until it is opened again. A damaged database is never
+//! repaired. A database that the operating system did not let us open stays in place.
 
 use std::fs::{File, TryLockError};
 use std::ops::Bound;
@@ -17,46 +18,56 @@ use tokio_util::sync::CancellationToken;
 use super::disk::DiskLock;
 use super::kv::{Batch, Kv, KvError, MAX_PAGE, Maps, Pair, scan_start};
 
-/// How many broken folders are kept before opening fails: that many are no accident any more.
+/// Maximum number of broken folders that are kept before opening fails. That many are not an
+/// accident.
 const MAX_ASIDE: u32 = 16;
 
-/// A map that was dropped is not free at once: sled's threads end when they have seen it.
+/// Number of attempts to lock the database, and the wait between two attempts. A dropped database
+/// is not released at once, because sled's threads notice the drop a little later.
 const LOCK_TRIES: u32 = 300;
 const LOCK_WAIT: Duration = Duration::from_millis(10);
 
-/// How a map was found.
+/// The result of opening a database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Opened {
-    /// There was none; it is empty.
+    /// There was none. The new database is empty.
     Created,
-    /// It is the one that was there. Not a promise that it is complete: where its log is damaged in the middle,
-    /// sled gives back what lies before and says nothing.
+    /// The existing database was opened. It may be incomplete: if its log is damaged in the middle,
+    /// sled returns the part before the damage and reports nothing.
     Recovered,
-    /// The one that was there is damaged. It was moved aside, this one is empty and has to be filled again.
+    /// The existing database is damaged and was moved aside. The new one is empty and has to be
+    /// filled again.
     Rebuilt {
-        /// Where the old one is now.
+        /// The new path of the damaged database.
         moved_to: PathBuf,
     },
 }
 
-/// A map in a folder, by sled.
+/// A key-value database in a folder, stored by sled.
 pub struct SledKv {
     path: PathBuf,
     db: sled::Db,
-    /// Ours, on sled's file: for the barrier that sled leaves out.
+    /// Our own descriptor of sled's file, for the sync that sled leaves out.
     file: File,
     sync: fn(&File) -> std::io::Result<()>,
-    /// One writer at a time: a leaf never grows beyond what [`MAX_VALUE_BYTES`](super::kv::MAX_VALUE_BYTES) assumes.
+    /// Held during a batch. With one writer at a time, a leaf never grows beyond what
+    /// [`MAX_VALUE_BYTES`](super::kv::MAX_VALUE_BYTES) assumes.
     writing: Mutex<()>,
-    /// Set by the first failure: what sled has in memory may not be what is on disk.
+    /// Cancelled by the first failure, after which sled's memory may differ from what is on disk.
     failed: CancellationToken,
 }
 
 impl SledKv {
-    /// Opens the map in the folder `path`, with a cache of `cache_capacity_bytes`.
+    /// Opens the database in the folder `path`, with a cache of `cache_capacity_bytes`.
     ///
-    /// The lock of the data folder around it comes first, so that nothing that another daemon has open is
-    /// ever moved aside. A damaged folder is; one that the system did not let us open is left, with an error.
+    /// The caller holds the lock of the data folder around it, so that a database which another
+    /// daemon has open is never moved aside. A damaged folder is moved aside and replaced by an
+    /// empty one.
+    ///
+    /// # Errors
+    /// [`KvError::InUse`] if another process has the database open; [`KvError::Io`] if the
+    /// operating system refuses to open it, which leaves the folder in place; [`KvError::Damaged`]
+    /// if it is damaged and too many broken folders are beside it.
     pub fn open(
         _held: &DiskLock,
         path: &Path,
@@ -72,11 +83,12 @@ impl SledKv {
             Err(error) => return Err(error),
         };
         let moved_to = move_aside(path)?;
-        tracing::error!(%damage, ?moved_to, "an empty index takes the place of the damaged one");
+        tracing::error!(%damage, ?moved_to, "the index is damaged and was moved aside: starting with an empty one");
         Ok((open()?, Opened::Rebuilt { moved_to }))
     }
 
-    /// Is set when it has failed and does nothing more.
+    /// Returns a token that is cancelled when the database has failed and refuses all further
+    /// calls.
     pub fn failed(&self) -> CancellationToken {
         self.failed.clone()
     }
@@ -88,9 +100,9 @@ impl SledKv {
         Ok(())
     }
 
-    /// What sled failed with. From here on nothing is read or written.
+    /// Records a failure of sled. From here on all reads and writes are refused.
     fn fail(&self, error: KvError) -> KvError {
-        tracing::error!(%error, "a map has failed; it is not used any more until the daemon is started again");
+        tracing::error!(%error, "a database has failed; it is not used until the daemon is started again");
         self.failed.cancel();
         error
     }
@@ -110,7 +122,7 @@ impl SledKv {
     }
 }
 
-/// A map in a folder of its own, below the data folder.
+/// The catalogue database in its own folder below the data folder.
 pub struct SledMaps {
     path: PathBuf,
     cache_capacity_bytes: u64,
@@ -118,12 +130,14 @@ pub struct SledMaps {
 }
 
 impl SledMaps {
-    /// The map at `path`; `_held` is the lock of the folder above.
+    /// Returns the place of the database at `path`. `_held` is the lock of the data folder around
+    /// it.
     pub fn new(_held: &DiskLock, path: PathBuf, cache_capacity_bytes: u64) -> Self {
         Self { path, cache_capacity_bytes, failed: CancellationToken::new() }
     }
 
-    /// Is set when a map that was opened here has failed and does nothing more.
+    /// Returns a token that is cancelled when a database that was opened here has failed and
+    /// refuses all further calls.
     pub fn failed(&self) -> CancellationToken {
         self.failed.clone()
     }
@@ -146,7 +160,7 @@ impl Maps for SledMaps {
     fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
         if self.path.exists() {
             let moved_to = move_aside(&self.path)?;
-            tracing::warn!(path = ?self.path, ?moved_to, "an older map of the catalogue makes room");
+            tracing::warn!(path = ?self.path, ?moved_to, "moved an older catalogue database aside");
         }
         self.open()
     }
@@ -164,8 +178,9 @@ fn damaged(path: &Path, why: String) -> KvError {
     KvError::Damaged { path: path.display().to_string(), why }
 }
 
-/// What the system refuses (no space, a failing disk) is no damage: the same folder may open later. sled's own findings are, also where
-/// they come as I/O errors: the system's are of other kinds.
+/// Maps an error of sled. An error of the operating system (no space, a failing disk) is not
+/// damage: the same folder may open later. sled's own findings are damage, even when they come as
+/// I/O errors; their kinds differ from those of the operating system.
 fn sled_error(op: &'static str, path: &Path, error: sled::Error) -> KvError {
     use std::io::ErrorKind::{Other, UnexpectedEof};
     match error {
@@ -181,7 +196,8 @@ fn open_file(path: &Path) -> std::io::Result<File> {
     File::open(path)
 }
 
-/// sled locks its file with `flock`; asking the same way tells a folder in use from a broken one.
+/// Refuses a database that another process has open. sled locks its file with `flock`; trying the
+/// same lock tells a folder in use from a broken one.
 #[allow(clippy::disallowed_methods)] // sled's threads run on the machine's clock
 fn refuse_if_in_use(path: &Path) -> Result<(), KvError> {
     let Ok(file) = open_file(&path.join("db")) else { return Ok(()) };
@@ -194,8 +210,8 @@ fn refuse_if_in_use(path: &Path) -> Result<(), KvError> {
     Err(KvError::InUse { path: path.display().to_string() })
 }
 
-/// Opens, reads everything once (what is damaged shows now, when it can still be replaced), and makes the
-/// folder itself durable.
+/// Opens the database, reads every entry once and makes the folder itself durable. The full read
+/// reveals damage now, while the database can still be replaced.
 fn open_checked(
     path: &Path,
     cache_capacity_bytes: u64,
@@ -211,7 +227,7 @@ fn open_checked(
         Ok(db)
     };
     remove_unfinished_snapshots(path)?;
-    // sled panics on some damage.
+    // sled panics on some kinds of damage.
     let opened = catch_unwind(AssertUnwindSafe(open))
         .map_err(|_| damaged(path, "it panicked while it was opened".to_owned()))
         .and_then(|opened| opened.map_err(|error| sled_error("open", path, error)));
@@ -233,7 +249,8 @@ fn open_checked(
     Ok(kv)
 }
 
-/// A snapshot that sled could not finish, on a full disk, say, would be taken for the newest one, and the map for damaged.
+/// Removes snapshots that sled could not finish, for example on a full disk. sled would take one
+/// for the newest snapshot and report the database as damaged.
 #[allow(clippy::disallowed_methods)] // sled's folder is not behind the disk trait
 fn remove_unfinished_snapshots(path: &Path) -> Result<(), KvError> {
     let failed = |error| io_error("clear", path, error);
@@ -252,13 +269,16 @@ fn remove_unfinished_snapshots(path: &Path) -> Result<(), KvError> {
     Ok(())
 }
 
-/// Gives a broken folder the first free name beside it.
+/// Renames a broken folder to the first free name beside it. Returns the new path.
 fn move_aside(path: &Path) -> Result<PathBuf, KvError> {
     let free = (1..=MAX_ASIDE)
         .map(|number| path.with_added_extension(format!("broken-{number}")))
         .find(|aside| !aside.exists());
     let aside = free.ok_or_else(|| {
-        damaged(path, format!("and {MAX_ASIDE} broken ones lie beside it: look at the disk"))
+        damaged(
+            path,
+            format!("and {MAX_ASIDE} broken folders are already beside it: check the disk"),
+        )
     })?;
     #[allow(clippy::disallowed_methods)] // sled's folder is not behind the disk trait
     std::fs::rename(path, &aside).map_err(|error| io_error("move aside", path, error))?;
@@ -347,7 +367,7 @@ mod tests {
         assert!(matches!(long, Err(KvError::TooLong { part: "key", .. })));
     }
 
-    /// docs/semantics.md, 7, derives the reserve from it.
+    /// docs/semantics.md, 7, derives the size of the reserve from this number.
     #[test]
     fn a_removal_takes_less_of_the_disk_than_the_reserve_has_for_it() {
         let folder = tempfile::tempdir().unwrap();
@@ -371,7 +391,7 @@ mod tests {
         assert!(each <= 300, "{each} bytes a removal");
     }
 
-    /// The rest of a snapshot that did not fit on the disk.
+    /// Simulates a snapshot that did not fit on the disk.
     #[test]
     fn an_unfinished_snapshot_is_no_damage() {
         let folder = tempfile::tempdir().unwrap();
@@ -459,7 +479,8 @@ mod tests {
             bytes.truncate(bytes.len() - 1);
             std::fs::write(&file, bytes).unwrap();
             let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
-            // Damage that sled takes for an empty log opens as an empty map; reconciling fills both.
+            // sled takes some damage for an empty log and opens an empty database. The
+            // reconciliation refills it in both cases.
             if let Opened::Rebuilt { moved_to } = &opened {
                 assert!(moved_to.ends_with("kv.broken-1") && moved_to.exists());
             }
@@ -492,7 +513,7 @@ mod tests {
     fn errors_of_the_system_are_no_damage() {
         let system = [28, 5].map(std::io::Error::from_raw_os_error);
         for error in system.map(sled::Error::Io) {
-            // sled hands out copies of an error that it has kept: without its number.
+            // sled returns copies of an error that it has kept; a copy lacks the error number.
             for error in [error.clone(), error] {
                 assert_eq!(sled_error("use", Path::new("kv"), error).kind(), ErrorKind::Io);
             }

@@ -1,5 +1,5 @@
-//! A replica or piece file that was opened: its header and tree agree with each other, with its name and with
-//! this cluster. Its data is proven grain by grain, as it is read.
+//! An open replica or piece file. Its header and hash tree agree with each other, with its name and
+//! with this cluster. Its data is verified grain by grain as it is read.
 
 use super::StoreError;
 use super::damage::SourceFile;
@@ -13,10 +13,11 @@ use crate::format::tree::{GrainTree, grain_len};
 use crate::id::ClusterId;
 use crate::units::{GRAIN_BYTES, MIB, grains};
 
-/// One read of a scrub.
+/// Length of one read of a scrub, in bytes.
 const SCRUB_BYTES: u64 = MIB;
 
-/// An open replica or piece file. It can still be read when its name is removed or taken over.
+/// An open replica or piece file. It stays readable after its name is removed or taken by another
+/// file.
 pub struct StoredFile {
     file: Box<dyn DiskFile>,
     key: FileKey,
@@ -39,7 +40,7 @@ impl StoredFile {
         Ok(Self { file, key, header, tree, file_bytes })
     }
 
-    /// A file whose tail was read and checked.
+    /// Returns a file whose tail was already read and checked.
     pub(super) fn from_parts(
         file: Box<dyn DiskFile>,
         key: FileKey,
@@ -50,7 +51,7 @@ impl StoredFile {
         Self { file, key, header, tree, file_bytes }
     }
 
-    /// Refuses a header that is of another file than the one with the name `key`.
+    /// Refuses a header that does not belong to the file named `key` of this cluster.
     pub(super) fn check_name(
         header: &FileHeader,
         cluster: ClusterId,
@@ -63,44 +64,51 @@ impl StoredFile {
         Err(StoreError::Misplaced { path: file_path(key), found })
     }
 
-    /// The same file, for readers that prove what they get.
+    /// Converts the file into a source for readers that verify the bytes themselves.
     pub fn into_source(self) -> SourceFile {
         SourceFile::new(self.file, Some((self.header, self.tree)), GrainSet::default())
     }
 
-    /// What the file says about itself.
+    /// Returns the header.
     pub fn header(&self) -> &FileHeader {
         &self.header
     }
 
-    /// The hashes of its grains.
+    /// Returns the hash tree over its grains.
     pub fn tree(&self) -> &GrainTree {
         &self.tree
     }
 
-    /// Its key.
+    /// Returns its key.
     pub fn key(&self) -> FileKey {
         self.key
     }
 
-    /// What the index keeps of it.
+    /// Returns the entry that the index keeps for it.
     pub fn info(&self) -> FileInfo {
         FileInfo::of(&self.header, self.file_bytes)
     }
 
-    /// Reads a range of the data without proving it: for who checks the bytes otherwise.
+    /// Reads a range of the data without verifying it, for callers that check the bytes in another
+    /// way.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {
         self.check_range(offset, buf.len())?;
         Ok(self.file.read_at(buf, offset)?)
     }
 
-    /// Whether it is the same file as `other`, and not another one with the same name or bytes.
+    /// Returns whether this is the same file as `other`, and not another file with the same name or
+    /// bytes.
     pub(super) fn is_same_as(&self, other: &Self) -> Result<bool, StoreError> {
         Ok(self.file.number()? == other.file.number()?)
     }
 
-    /// Fills `buf` with whole grains from grain `first` on, as many as fit, from the medium instead of the page cache, and proves each.
-    /// Gives the bytes read; 0 past the end, or when `buf` is shorter than the grain.
+    /// Fills `buf` with as many whole grains as fit, beginning with grain `first`, from the medium
+    /// instead of the page cache, and verifies each. Returns the number of bytes read: 0 past the
+    /// end, or if `buf` is shorter than the grain.
+    ///
+    /// # Errors
+    /// [`StoreError::Grain`] for the first grain that does not match its hash, or the error of the
+    /// disk.
     pub fn read_grains_past_cache(&self, first: u64, buf: &mut [u8]) -> Result<usize, StoreError> {
         let start = first.saturating_mul(GRAIN_BYTES);
         let left = self.header.len_bytes.saturating_sub(start);
@@ -120,8 +128,8 @@ impl StoredFile {
         Ok(len)
     }
 
-    /// Reads all of it from the medium and gives the grains that are damaged or cannot be read. Holds one
-    /// buffer of 1 MiB.
+    /// Reads the whole file from the medium. Returns the numbers of the grains that are damaged or
+    /// unreadable. Holds one buffer of 1 MiB.
     pub fn scrub(&self) -> Vec<u64> {
         let mut buffer = AlignedBuffer::new(SCRUB_BYTES as usize);
         let mut damaged = Vec::new();
@@ -131,7 +139,7 @@ impl StoredFile {
             if self.read_grains_past_cache(first, buffer.bytes()).is_ok() {
                 continue;
             }
-            // Something in this run: ask grain by grain.
+            // A grain in this run is damaged: read the run again grain by grain to find it.
             for grain in first..all.min(first + step) {
                 let one = buffer.bytes().get_mut(..GRAIN_BYTES as usize).unwrap_or_default();
                 if self.read_grains_past_cache(grain, one).is_err() {
@@ -151,7 +159,7 @@ impl StoredFile {
     }
 }
 
-/// Reads and parses what lies behind the data, from the trailer back.
+/// Reads and parses the tail after the data, from the trailer backwards.
 pub(super) fn read_tail(
     file: &dyn DiskFile,
     file_bytes: u64,
@@ -160,7 +168,7 @@ pub(super) fn read_tail(
     parse_tail_of(file_bytes, path, |buf, offset| file.read_at(buf, offset))
 }
 
-/// As [`read_tail`], from the medium instead of the page cache.
+/// Reads and parses the tail like [`read_tail`], but from the medium instead of the page cache.
 pub(super) fn read_tail_past_cache(
     file: &dyn DiskFile,
     file_bytes: u64,

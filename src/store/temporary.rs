@@ -1,8 +1,8 @@
-//! A file that is being written: nameless to the world until it is whole, proven and durable.
+//! A file that is being written. It has no visible name until it is complete, verified and durable.
 //!
-//! The order, and why: data and tail are synced before the rename, so that the name never shows half a file;
-//! the folder is synced before the index, so that the index never names a file that
-//! a crash takes back; the index is written before the call returns.
+//! The order of steps matters. Data and tail are synced before the rename, so that the name never
+//! shows half a file. The folder is synced before the index is written, so that the index never
+//! names a file that a crash takes back. The index is written before the call returns.
 
 use std::sync::Arc;
 
@@ -19,23 +19,23 @@ use crate::id::StripeId;
 use crate::kind::ErrorKind;
 use crate::units::{MAX_BLOCK_BYTES, grains};
 
-/// Room for the sealed header in the space that is reserved.
+/// Space for the sealed header within the reserved space, in bytes.
 const HEADER_ROOM_BYTES: u64 = 256;
 
-/// A file that is durable under its name.
+/// The result of storing a file: it is durable under its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoreOutcome {
-    /// Under which key.
+    /// The key of the file.
     pub key: FileKey,
     /// BLAKE3 of the data.
     pub root: Hash,
-    /// The length of the data.
+    /// The length of the data, in bytes.
     pub len_bytes: u64,
-    /// Whether a file of the same content was there before. Its name now leads to the new one.
+    /// Whether a file with the same content existed before. The name now refers to the new file.
     pub was_there: bool,
 }
 
-/// What a writer is about to write.
+/// The description of the file that a writer is about to write.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FileSpec {
     pub(super) stripe: StripeId,
@@ -50,13 +50,13 @@ impl FileSpec {
     }
 }
 
-/// What follows the data.
+/// The tail that follows the data.
 pub(super) struct Tail {
     header: FileHeader,
     pub(super) bytes: Vec<u8>,
 }
 
-/// The file in `tmp/`; dropping it removes it.
+/// The file in `tmp/`. Dropping it before it is published removes the file.
 pub(super) struct Temporary {
     store: Store,
     plan: FileSpec,
@@ -66,7 +66,7 @@ pub(super) struct Temporary {
 }
 
 impl Temporary {
-    /// Makes the file and reserves all the space that it will take.
+    /// Creates the file and reserves all the space that it will take.
     pub(super) fn create(store: &Store, plan: FileSpec) -> Result<Self, StoreError> {
         let (key, len_bytes) = (plan.key(), plan.len_bytes);
         if len_bytes > MAX_BLOCK_BYTES {
@@ -92,7 +92,7 @@ impl Temporary {
         &self.file
     }
 
-    /// Writes what follows the data. It is the caller who syncs, and looks at it again if he wants to.
+    /// Writes the tail after the data. The caller syncs it, and may read it back.
     pub(super) fn write_tail(&self, tree: &GrainTree) -> Result<Tail, StoreError> {
         let header = FileHeader {
             cluster: self.store.cluster(),
@@ -109,7 +109,8 @@ impl Temporary {
         Ok(Tail { header, bytes })
     }
 
-    /// Gives the file, which is whole and synced, its name, and returns when that is durable and indexed.
+    /// Gives the complete and synced file its name, and returns once the name is durable and
+    /// indexed.
     pub(super) fn publish(mut self, tail: &Tail) -> Result<StoreOutcome, StoreError> {
         let (key, header) = (self.key(), &tail.header);
         let (was_there, replaced) = self.take_name(header)?;
@@ -122,9 +123,9 @@ impl Temporary {
         Ok(StoreOutcome { key, root: header.root, len_bytes: header.len_bytes, was_there })
     }
 
-    /// Takes the name, unless other content that counts has it. A file there that does not open, and is
-    /// not noted as damaged, is moved to quarantine. Returns whether
-    /// the same content was there, and the number of a damaged file that was replaced.
+    /// Takes the name, unless a file with other content that counts has it. If the file there does
+    /// not open and has no damage note, it is moved to quarantine. Returns whether the same content
+    /// was there, and the number of a damaged file that was replaced.
     fn take_name(&self, header: &FileHeader) -> Result<(bool, Option<u64>), StoreError> {
         let (store, key) = (&self.store, self.key());
         let take = || {
@@ -138,7 +139,8 @@ impl Temporary {
         };
         match take() {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
-                // Whether it moved or somebody came first: now the name is free, or has a file that opens.
+                // Whether this call moved the file or another one came first, the name is now free
+                // or has a file that opens.
                 store.quarantine(key, None, &error.to_string())?;
                 take()
             }
@@ -147,7 +149,11 @@ impl Temporary {
     }
 }
 
-/// Whether the file under `key` has the content of `header`; an error when it has another.
+/// Returns whether the file under `key` has the content that `header` describes; `false` if there
+/// is no file.
+///
+/// # Errors
+/// [`StoreError::Conflict`] if it has other content.
 fn same_content(store: &Store, key: FileKey, header: &FileHeader) -> Result<bool, StoreError> {
     match StoredFile::open(store.disk(), store.cluster(), key) {
         Ok(there) if FileHeader { written_by: header.written_by, ..*there.header() } == *header => {
@@ -159,7 +165,8 @@ fn same_content(store: &Store, key: FileKey, header: &FileHeader) -> Result<bool
     }
 }
 
-/// Refuses to replace a damaged file by one of other content; a file whose tail does not open tells no content.
+/// Refuses to replace a damaged file by one with other content. A file whose tail does not open
+/// does not reveal its content, and may be replaced.
 fn replaces_damaged(store: &Store, key: FileKey, header: &FileHeader) -> Result<(), StoreError> {
     match same_content(store, key, header) {
         Err(error) if is_damage(&error) => Ok(()),
@@ -170,7 +177,7 @@ fn replaces_damaged(store: &Store, key: FileKey, header: &FileHeader) -> Result<
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.published {
-            // Whatever stays is removed at the next open.
+            // A file that stays is removed at the next open.
             let _ = self.store.disk().remove(&self.path);
         }
     }

@@ -1,5 +1,5 @@
-//! Tombstones: files where there is room for one, and slots of a file that is there already where there is none
-//! (docs/semantics.md, 7, *A full disk*).
+//! Tombstones. Each has its own file if the disk has room for one; on a full disk it takes a slot
+//! of a file that was allocated in advance (docs/semantics.md, 7, *A full disk*).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{MutexGuard, PoisonError};
@@ -14,21 +14,23 @@ use crate::format::records::{Record, Tombstone};
 use crate::id::{SaveId, ShardId};
 use crate::kind::ErrorKind;
 
-/// The file of the slots, in the data folder.
+/// The file in the data folder that holds the slots.
 const SLOTS: &str = "slots";
-/// The length of a slot: a sector, so that a power cut leaves a slot that is being written as it was, or damaged, and no other.
+/// Length of a slot in bytes. A slot is one sector, so that a power cut during a write leaves that
+/// slot unchanged or damaged, and affects no other slot.
 const SLOT_BYTES: usize = 512;
-/// How many there are.
+/// Number of slots.
 const SLOT_COUNT: usize = 128;
 /// The name of a tombstone's file.
 const TOMBSTONE: &str = "tombstone";
 
-/// The slots of a folder. Without a file there are none.
+/// The slots of a data folder. Without the file there are none.
 #[derive(Default)]
 pub(super) struct Slots {
     file: Option<Box<dyn DiskFile>>,
     held: BTreeMap<SaveId, Slot>,
-    /// Slots whose last write failed: nobody knows what they hold until the next start.
+    /// Slots that are not used because their contents are unknown or must be kept: the last read or
+    /// write failed, or a later release wrote them. The next start reads them again.
     unknown: BTreeSet<usize>,
 }
 
@@ -56,7 +58,7 @@ impl Slots {
         (0..SLOT_COUNT).find(|number| !held.contains(number) && !self.unknown.contains(number))
     }
 
-    /// Takes what a slot of the file holds.
+    /// Registers the tombstone that a slot of the file holds, if any.
     fn take(&mut self, number: usize, slot: &[u8]) {
         let Some(bytes) = record_len(slot).and_then(|len| slot.get(..len)) else { return };
         match Tombstone::parse(bytes) {
@@ -64,8 +66,8 @@ impl Slots {
                 self.held.insert(tombstone.save, Slot { number, bytes: bytes.to_vec() });
             }
             Err(error) => {
-                tracing::warn!(number, %error, "a slot holds no tombstone that can be read");
-                // One of a later release is kept.
+                tracing::warn!(number, %error, "cannot parse the tombstone in a slot");
+                // A tombstone of a later release is kept: its slot is not reused.
                 if error.kind() != ErrorKind::Corrupt {
                     self.unknown.insert(number);
                 }
@@ -74,7 +76,7 @@ impl Slots {
     }
 }
 
-/// Where records about a save as a whole are filed.
+/// Returns the scope of records about a save as a whole.
 fn scope_of(save: SaveId) -> RecordScope {
     RecordScope::Shard(shard_of(save))
 }
@@ -88,7 +90,7 @@ impl Store {
         self.slots_of_folder().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the slots at the start, and makes the file when there is none.
+    /// Reads the slots at start, and creates their file if there is none.
     pub(super) fn open_slots(&self) -> Result<(), StoreError> {
         let mut slots = Slots::default();
         if let Some(file) = if_found(self.disk().open_to_write(SLOTS))? {
@@ -99,7 +101,7 @@ impl Store {
                     Ok(()) => slots.take(number, &slot),
                     Err(DiskError::Short { .. }) => is_whole = false,
                     Err(error) => {
-                        tracing::warn!(number, %error, "a slot cannot be read");
+                        tracing::warn!(number, %error, "cannot read a slot");
                         slots.unknown.insert(number);
                     }
                 }
@@ -113,12 +115,14 @@ impl Store {
         Ok(())
     }
 
-    /// Whether a tombstone can be stored on a full disk.
+    /// Returns whether the file of the slots exists, so that a tombstone can be stored on a full
+    /// disk.
     pub fn has_slots(&self) -> bool {
         self.slots().file.is_some()
     }
 
-    /// Makes the file of the slots where there is none, with the tombstones that a cut one held.
+    /// Creates the file of the slots if there is none, with the tombstones that a truncated file
+    /// held.
     fn make_slots(&self) -> Result<(), StoreError> {
         let mut slots = self.slots();
         if slots.file.is_some() {
@@ -143,7 +147,11 @@ impl Store {
         Ok(())
     }
 
-    /// Stores the tombstone of a save and returns when it is durable. It takes a slot when the disk is full.
+    /// Stores the tombstone of a save, in a slot if the disk is full, and returns once it is
+    /// durable.
+    ///
+    /// # Errors
+    /// [`DiskError::Full`] if the disk is full and no slot is free.
     pub fn put_tombstone(&self, save: SaveId, bytes: &[u8]) -> Result<(), StoreError> {
         let full = match self.put_record_file(scope_of(save), TOMBSTONE, bytes) {
             Err(full @ StoreError::Disk(DiskError::Full { .. })) => full,
@@ -151,7 +159,7 @@ impl Store {
         };
         let file = self.get_record_file(scope_of(save), TOMBSTONE)?;
         if file.is_some_and(|bytes| Tombstone::parse(&bytes).is_ok()) {
-            // Its name may not be durable yet.
+            // The name of the existing file may not be durable yet.
             return Ok(self.names().sync(&format!("{}/{TOMBSTONE}", shard_dir(shard_of(save))))?);
         }
         let mut slots = self.slots();
@@ -163,13 +171,13 @@ impl Store {
         let Some(number) = number else { return Err(full) };
         slots.write(number, bytes)?;
         slots.held.insert(save, Slot { number, bytes: bytes.to_vec() });
-        tracing::warn!(%save, number, "the disk is full: a tombstone takes a slot");
+        tracing::warn!(%save, number, "the disk is full: stored a tombstone in a slot");
         Ok(())
     }
 
-    /// The tombstone of a save, or `None`.
+    /// Returns the tombstone of a save, or `None`.
     pub fn tombstone(&self, save: SaveId) -> Result<Option<Vec<u8>>, StoreError> {
-        // The slot comes first: a tombstone has its file before its slot is free.
+        // Read the slot first: a tombstone's file is written before its slot is freed.
         let slot = self.slots().held.get(&save).map(|slot| slot.bytes.clone());
         match slot {
             Some(bytes) => Ok(Some(bytes)),
@@ -177,7 +185,7 @@ impl Store {
         }
     }
 
-    /// Removes the tombstone of a save and returns when that is durable.
+    /// Removes the tombstone of a save and returns once the removal is durable.
     pub fn remove_tombstone(&self, save: SaveId) -> Result<(), StoreError> {
         self.remove_record_file(scope_of(save), TOMBSTONE)?;
         self.free_slot(save)
@@ -191,15 +199,16 @@ impl Store {
         Ok(())
     }
 
-    /// Creates the slots if there are none. Then writes each tombstone from its slot to a file and frees the slot; the slot of a save that has
-    /// its grave is freed directly. Goes on after a failure and returns the last error.
+    /// Creates the slots if there are none. Then writes each tombstone from its slot to a file and
+    /// frees the slot. The slot of a save that is in the removed-save set is freed directly.
+    /// Continues after a failure and returns the last error.
     pub fn empty_slots(&self) -> Result<(), StoreError> {
         let mut result = self.make_slots();
         let held: Vec<(SaveId, Vec<u8>)> =
             self.slots().held.iter().map(|(save, slot)| (*save, slot.bytes.clone())).collect();
         for (save, bytes) in held {
-            let emptied = self.is_recorded_removed(save).and_then(|is_entombed| {
-                if !is_entombed {
+            let emptied = self.is_recorded_removed(save).and_then(|is_removed| {
+                if !is_removed {
                     self.put_record_file(scope_of(save), TOMBSTONE, &bytes)?;
                 }
                 self.free_slot(save)
@@ -209,7 +218,7 @@ impl Store {
         result
     }
 
-    /// The shards under which tombstones in slots are listed, in order.
+    /// Returns the shards under which the tombstones in slots are listed, in order.
     pub(super) fn shards_in_slots(&self) -> BTreeSet<ShardId> {
         self.slots().held.keys().map(|save| shard_of(*save)).collect()
     }
@@ -269,7 +278,8 @@ mod tests {
         let behind: Vec<ShardId> = store.shards(Some(shard_of(save(3)))).unwrap().collect();
         assert_eq!(behind, [5, 9].map(|number| shard_of(save(number))));
         assert!(store.empty_slots().is_err(), "there is still no room");
-        // With room they get files, or their graves, and the slots are free.
+        // With room, each tombstone gets a file or its save joins the removed-save set, and the
+        // slots are free.
         disk.set_capacity(CAPACITY);
         assert!(store.record_removed(save(3)).unwrap());
         store.remove_tombstone(save(3)).unwrap();
@@ -286,7 +296,8 @@ mod tests {
 
     type Hook = Box<dyn FnOnce() + Send>;
 
-    /// A disk that runs a hook right after a look for a tombstone's file, or at the folders, has seen what was there before.
+    /// A disk that runs a hook right after a lookup of a tombstone's file, or after a listing of
+    /// the folders, has taken its result.
     struct Hooked {
         inner: MemoryDisk,
         hook: Arc<std::sync::Mutex<Option<Hook>>>,
@@ -363,7 +374,8 @@ mod tests {
                 true => store.shards(None).unwrap().any(|shard| shard.save() == save(7)),
             };
             assert!(is_seen, "lists: {lists}");
-            // A reader that needed no file has left the hook, which must not run within a change of names.
+            // A reader that needed no file did not run the hook. The hook must not run within a
+            // change of names.
             hook.lock().unwrap().take();
             store.empty_slots().unwrap();
             assert!(store.slots().held.is_empty() && store.tombstone(save(7)).unwrap().is_some());
@@ -385,7 +397,7 @@ mod tests {
         let store = open(&disk);
         assert!(store.tombstone(save(2)).unwrap().is_some());
         assert!(store.slots().unknown.contains(&5));
-        // A node that was full when it was upgraded gets its slots later.
+        // A node whose disk was full when it was upgraded gets its slots later.
         drop(store);
         disk.remove(SLOTS).unwrap();
         disk.sync_dir("").unwrap();
@@ -451,7 +463,7 @@ mod tests {
         let len = disk.open(SLOTS).unwrap().len_bytes().unwrap();
         assert_eq!(len, (SLOT_BYTES * SLOT_COUNT) as u64);
         assert!(open(&disk).tombstone(save(1)).unwrap().is_some());
-        // Foreign bytes are no tombstones, and no reason not to start.
+        // Foreign bytes are not tombstones and do not prevent the start.
         let file = disk.open(SLOTS).unwrap();
         file.write_at(&[0xff; SLOT_BYTES * SLOT_COUNT], 0).unwrap();
         assert!(open(&disk).tombstone(save(1)).unwrap().is_none());

@@ -1,20 +1,23 @@
-//! The memory that the control groups of a process leave it. A process that takes more is killed: shared memory that does not fit into its
-//! group is no error of the call that takes it (cgroups(7); `Documentation/admin-guide/cgroup-v2.rst`, "Memory Interface Files").
+//! The memory that a process's control groups still allow it. The kernel kills a process that
+//! exceeds the limit: allocating shared memory that does not fit into the group does not fail as a
+//! call (cgroups(7); `Documentation/admin-guide/cgroup-v2.rst`, "Memory Interface Files").
 #![allow(clippy::disallowed_methods)] // files of the kernel, outside any store
 
 use std::path::{Path, PathBuf};
 
 const MEMBERSHIP: &str = "/proc/self/cgroup";
 const MOUNT: &str = "/sys/fs/cgroup";
-/// Version 1 has no word for "no limit", but a number near the largest.
+/// Version 1 expresses "no limit" as a number near the largest one. Limits from this on count as
+/// none.
 const NO_LIMIT_BYTES: u64 = 1 << 60;
 
-/// How much more memory this process may take; `None` when no group says.
+/// Returns how many more bytes of memory this process may use, or `None` if no group has a limit.
 pub fn room_bytes() -> Option<u64> {
     room_of(Path::new(MOUNT), &std::fs::read_to_string(MEMBERSHIP).ok()?)
 }
 
-/// The least room of the groups in `membership`, the content of [`MEMBERSHIP`], and of the groups that they are in.
+/// Returns the smallest room among the groups in `membership` (the content of [`MEMBERSHIP`]) and
+/// their ancestors.
 fn room_of(mount: &Path, membership: &str) -> Option<u64> {
     let hierarchies = membership.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -30,7 +33,8 @@ fn room_of(mount: &Path, membership: &str) -> Option<u64> {
     hierarchies.flat_map(|(root, path)| groups(&root, path)).filter_map(|group| room(&group)).min()
 }
 
-/// A group and all that it is in. Inside of a container its own group may be the root of what is mounted, whatever its path says.
+/// Returns the folders of a group and its ancestors. In a container the process's own group may be
+/// the root of the mount, whatever `path` says.
 fn groups(root: &Path, path: &str) -> Vec<PathBuf> {
     let inner = root.join(path);
     let from = if inner.is_dir() { inner } else { root.to_owned() };
@@ -48,7 +52,8 @@ fn room(group: &Path) -> Option<u64> {
         let value = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         value.and_then(|value| value.parse::<u64>().ok())
     };
-    // Pages of files are given up for others; version 1 counts those of groups further inside under another name.
+    // The kernel evicts pages of files when the group needs memory. Version 1 counts those of
+    // nested groups under another name.
     let file = ["inactive_file", "active_file"]
         .map(|name| of(&format!("total_{name}")).or_else(|| of(name)).unwrap_or(0));
     Some(limit.saturating_sub(used.saturating_sub(file[0].saturating_add(file[1]))))
@@ -72,7 +77,7 @@ mod tests {
         assert_eq!(room_of(mount.path(), "0::/slice/job\n"), Some(600));
         group(&mount.path().join("slice/job"), &limits("350\n", "300\n"));
         assert_eq!(room_of(mount.path(), "0::/slice/job\n"), Some(50));
-        // Pages of files make room, those of shared memory do not.
+        // File pages count as room; shared-memory pages do not.
         let stat = "anon 20\nfile 280\nshmem 200\ninactive_file 30\nactive_file 50\n";
         group(&mount.path().join("slice/job"), &[("memory.stat", stat)]);
         assert_eq!(room_of(mount.path(), "0::/slice/job\n"), Some(130));

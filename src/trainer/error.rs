@@ -9,24 +9,24 @@ use crate::format::table::{SearchError, TableError};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 
-/// Why a trainer's call failed. Nothing that was committed is affected by any of these.
+/// The reason why a trainer's call failed. No error here affects what was committed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StagingError {
-    /// No daemon listens.
+    /// No daemon listens on the socket of the staging folder.
     #[error("no staging daemon answers in {}: {reason}", dir.display())]
     NoDaemon {
         /// The staging folder.
         dir: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The folder or the socket belongs to another user, or others can reach it.
+    /// The folder or the socket belongs to another user, or other users can access the folder.
     #[error("the staging folder {} {problem}", dir.display())]
     Untrusted {
         /// The staging folder.
         dir: PathBuf,
-        /// What is wrong with it.
+        /// The problem, as the end of a sentence about the folder.
         problem: String,
     },
     /// The daemon refuses to talk to this process.
@@ -34,55 +34,56 @@ pub enum StagingError {
     Refused {
         /// The staging folder.
         dir: PathBuf,
-        /// Its words.
+        /// The reason that the daemon gave.
         reason: String,
     },
-    /// The connection ended while an answer was waited for.
+    /// The connection ended before the answer arrived.
     #[error("the staging daemon went away while this process waited for {what}")]
     Disconnected {
-        /// What was waited for.
+        /// The operation that was in progress.
         what: &'static str,
     },
-    /// The deadline passed.
+    /// The caller's deadline passed.
     #[error("{what} took longer than {limit_s:.1} s{state}")]
     Deadline {
-        /// What was waited for.
+        /// The operation that was in progress.
         what: String,
         /// The limit, in seconds.
         limit_s: f64,
-        /// How far it was, or nothing.
+        /// The progress at that time; empty if unknown.
         state: String,
     },
-    /// A control group would end the process.
+    /// The segments exceed the memory limit of the process's control group. The kernel would kill
+    /// the process.
     #[error(
         "segments of {} do not fit into what the control group of this process may still take: {}",
         ByteCount(*wanted_bytes), ByteCount(*room_bytes)
     )]
     NoRoom {
-        /// Bytes of the segments.
+        /// Total length of the segments, in bytes.
         wanted_bytes: u64,
-        /// Bytes that the group leaves.
+        /// Memory that the group still allows, in bytes.
         room_bytes: u64,
     },
-    /// The caller asked to stop waiting.
+    /// The caller ended the wait.
     #[error("interrupted while waiting for {what}")]
     Interrupted {
-        /// What was waited for.
+        /// The operation that was in progress.
         what: &'static str,
     },
-    /// The process is a fork of the one that made the session.
+    /// The process is a fork of the one that opened the session.
     #[error("this process was forked from the one that made the Checkpointer, which it cannot use")]
     Forked,
-    /// What was being loaded was filled again meanwhile.
+    /// A segment was filled with another step while it was being loaded.
     #[error("step {step} was replaced in memory while it was being loaded")]
     Stale {
         /// The step.
         step: crate::id::Step,
     },
-    /// The daemon's answer is a failure.
+    /// The daemon answered that the request failed.
     #[error(transparent)]
     Failed(#[from] Failure),
-    /// The daemon answered something else.
+    /// The daemon's answer is of a kind that does not belong to the request.
     #[error(
         "the staging daemon gave an answer that does not belong to {what}: upgrade it or the package"
     )]
@@ -99,27 +100,27 @@ pub enum StagingError {
     /// A table cannot be used.
     #[error(transparent)]
     Table(#[from] TableError),
-    /// What was asked for is not in the checkpoint.
+    /// The checkpoint does not contain the requested tensor or region.
     #[error(transparent)]
     Search(#[from] SearchError),
-    /// Bytes in memory are not those that were staged.
+    /// Bytes in this host's memory are not those that were staged.
     #[error("{name} is damaged in this host's memory: its bytes are not those that were staged")]
     Corrupt {
         /// The tensor.
         name: String,
     },
-    /// The operating system refused.
+    /// A call to the operating system failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         what: String,
-        /// Why it failed.
+        /// The error of the operating system.
         source: io::Error,
     },
 }
 
 impl StagingError {
-    /// What kind of failure this is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             StagingError::NoDaemon { .. }
@@ -139,7 +140,7 @@ impl StagingError {
         }
     }
 
-    /// What to do next, where the message does not say it; may be empty.
+    /// Returns advice on what to do next. Empty where the message already says it.
     pub fn hint(&self) -> String {
         match self {
             StagingError::NoDaemon { .. } => {
@@ -159,7 +160,7 @@ impl StagingError {
             StagingError::Stale { .. } => "load once more".into(),
             StagingError::Failed(failure) => failure.hint.clone(),
             StagingError::Corrupt { .. } => {
-                "load the step from the cluster: `rapidraid stage --free JOB` gives up the copy in memory".into()
+                "load the step from the cluster: `rapidraid stage --free JOB` frees the copy in memory".into()
             }
             _ => String::new(),
         }

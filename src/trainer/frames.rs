@@ -1,4 +1,5 @@
-//! Frames with descriptors on a Unix socket. Nothing here waits: the blocking side and the daemon each bring their own way to.
+//! Frames with descriptors on a Unix socket. Nothing here blocks: the trainer's side and the daemon
+//! wait in their own ways.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -14,7 +15,7 @@ use super::protocol::{MAX_DESCRIPTORS, MAX_MESSAGE_BYTES, MessageError};
 
 const HEAD_BYTES: usize = 5;
 const READ_BYTES: usize = 64 << 10;
-/// The kernel passes at most so many descriptors in one message (SCM_MAX_FD).
+/// Maximum number of descriptors that the kernel passes in one message (SCM_MAX_FD).
 const KERNEL_DESCRIPTORS: usize = 253;
 
 /// A message and the descriptors that came with it.
@@ -22,11 +23,12 @@ const KERNEL_DESCRIPTORS: usize = 253;
 pub struct Frame {
     /// The message.
     pub bytes: Vec<u8>,
-    /// Its descriptors, in order.
+    /// The descriptors, in order.
     pub descriptors: VecDeque<OwnedFd>,
 }
 
-/// What was received and is not yet a whole frame. Bounded by one frame and one read.
+/// Bytes and descriptors that were received and do not form a whole frame yet. Bounded by one frame
+/// and one read.
 #[derive(Debug)]
 pub struct Incoming {
     bytes: Vec<u8>,
@@ -41,12 +43,13 @@ impl Default for Incoming {
 }
 
 impl Incoming {
-    /// An empty one that holds so many descriptors at most: more of them end the connection.
+    /// Creates an empty buffer that accepts at most `max_descriptors` descriptors. More of them end
+    /// the connection.
     pub fn with_descriptors(max_descriptors: usize) -> Self {
         Self { bytes: Vec::new(), descriptors: VecDeque::new(), max_descriptors }
     }
 
-    /// Receives once. Returns how many bytes came; 0 is the end of the stream.
+    /// Receives once. Returns how many bytes arrived; 0 means the end of the stream.
     pub fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let start = self.bytes.len();
         self.bytes.resize(start + READ_BYTES, 0);
@@ -73,7 +76,7 @@ impl Incoming {
         Ok(count)
     }
 
-    /// Takes the first frame, when it is whole.
+    /// Takes the first frame. Returns `None` while it is incomplete.
     pub fn frame(&mut self) -> Result<Option<Frame>, MessageError> {
         let Some((head, _)) = self.bytes.split_first_chunk::<HEAD_BYTES>() else { return Ok(None) };
         let [a, b, c, d, descriptors] = *head;
@@ -94,7 +97,7 @@ impl Incoming {
     }
 }
 
-/// A frame on its way out.
+/// A frame that is being sent.
 #[derive(Debug)]
 pub struct Outgoing {
     bytes: Vec<u8>,
@@ -103,7 +106,8 @@ pub struct Outgoing {
 }
 
 impl Outgoing {
-    /// Frames `message`.
+    /// Creates the frame of `message`. Fails if the message is too long or has too many
+    /// descriptors.
     pub fn new(message: &[u8], descriptors: Vec<OwnedFd>) -> Result<Self, MessageError> {
         if message.len() > MAX_MESSAGE_BYTES {
             return Err(MessageError::TooLong { bytes: message.len() });
@@ -119,7 +123,7 @@ impl Outgoing {
         Ok(Self { bytes, sent: 0, descriptors })
     }
 
-    /// Sends what the socket takes now. Returns whether all is sent.
+    /// Sends as much as the socket accepts now. Returns whether the whole frame is sent.
     pub fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -130,7 +134,7 @@ impl Outgoing {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         self.sent +=
             sendmsg(socket, &[IoSlice::new(&self.bytes[self.sent..])], &mut ancillary, flags)?;
-        // They went with the first byte.
+        // The kernel sent them with the first byte.
         self.descriptors.clear();
         Ok(self.sent == self.bytes.len())
     }

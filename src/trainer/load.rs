@@ -1,5 +1,5 @@
-//! Loading a step in a trainer's process: bytes are copied from mapped files to where they belong, and each extent is compared with its
-//! hash on the way.
+//! Loading a step in a trainer's process. Bytes are copied from mapped files to their destinations,
+//! and each extent is compared with its hash on the way.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
@@ -19,9 +19,10 @@ use crate::format::table::{Extent, ExtentCopy, Table};
 use crate::id::Step;
 use crate::units::GRAIN_BYTES;
 
-/// Bytes are copied and hashed in pieces that stay in a core's cache between the two.
+/// Length of the pieces in which bytes are copied and hashed. A piece stays in a core's cache
+/// between the two.
 const PIECE_BYTES: usize = 256 << 10;
-/// The longest table that is taken from the daemon.
+/// Maximum length of a table that the daemon may send, in bytes.
 pub const MAX_TABLE_BYTES: u64 = 1 << 30;
 
 struct MappedPart {
@@ -29,29 +30,31 @@ struct MappedPart {
     map: Arc<Readable>,
 }
 
-/// A step that can be loaded, held until [`Session::release`].
+/// An open step, whose load lasts until [`Session::release`].
 pub struct LoadedStep {
-    /// What the daemon says of it.
+    /// The daemon's description of the load.
     pub about: Loadable,
-    /// Its table, with hashes.
+    /// The table of the step, with hashes.
     pub table: Table,
     parts: Vec<MappedPart>,
-    /// Extents that can be read, ascending, when the load is by ranges; `None`: all.
+    /// The readable extents, ascending, if the load is by ranges; `None` if all extents are
+    /// readable.
     window: Option<Vec<u32>>,
-    /// For each extent, once somebody has looked: whether it has its hash.
+    /// For each extent that was compared with its hash: whether it matched.
     verified: Vec<OnceLock<bool>>,
 }
 
-/// Where bytes go.
+/// A destination and the bytes to copy into it.
 pub struct Target<'a> {
-    /// Which bytes of which extents.
+    /// The source ranges, as parts of extents.
     pub copies: Vec<ExtentCopy>,
     /// The destination.
     pub bytes: &'a mut [u8],
 }
 
 impl Session {
-    /// Opens a step for loading; `None` when the job has none. `on_progress` is told bytes done and bytes in all.
+    /// Opens a step for loading. Returns `None` if the job has no step. `on_progress` receives the
+    /// bytes done and the total bytes.
     pub fn load(
         &mut self,
         load: &Load,
@@ -94,8 +97,9 @@ impl Session {
         Ok(Some(LoadedStep { about, table, parts, window, verified }))
     }
 
-    /// Reads the extents of a window of [`LoadedStep::windows`] in a load by ranges; those of the window before cannot be read any more.
-    /// `on_progress` is told bytes done and bytes in all of this window.
+    /// Reads the extents of one window of [`LoadedStep::windows`] in a load by ranges. The extents
+    /// of the previous window become unreadable. `on_progress` receives the bytes done and the
+    /// total bytes of this window.
     pub fn read_extents(
         &mut self,
         step: &mut LoadedStep,
@@ -110,7 +114,7 @@ impl Session {
         let mut pending = |pending: &super::protocol::Pending| {
             on_progress(pending.done_bytes, pending.total_bytes);
         };
-        // The memory of the window before goes first.
+        // Free the memory of the previous window before the next one is requested.
         (step.parts, step.window) = (Vec::new(), Some(Vec::new()));
         let (answer, mut descriptors) = self.ask_until(WHAT, request, &mut pending, wait)?;
         let unexpected = || StagingError::Unexpected { what: WHAT };
@@ -123,7 +127,7 @@ impl Session {
         }
         let mut window = extents.to_vec();
         window.sort_unstable();
-        // A flag from an earlier window is about bytes in memory that is gone.
+        // A flag from an earlier window describes bytes in memory that is unmapped now.
         for row in &window {
             if let Some(known) = step.verified.get_mut(*row as usize) {
                 *known = OnceLock::new();
@@ -133,11 +137,12 @@ impl Session {
         Ok(())
     }
 
-    /// Ends a load that went well, and tells the other ranks what was verified.
+    /// Ends a successful load and shares with the other ranks which extents were verified.
     pub fn release(&mut self, step: LoadedStep, wait: &mut Wait<'_>) -> Result<(), StagingError> {
         const ROWS: usize = 32_768;
         let ticket = step.about.ticket;
-        // Each process has windows of its own, so its flags mean nothing to other ranks.
+        // In a load by ranges each process has windows of its own, so its flags mean nothing to
+        // other ranks.
         let shared = if step.is_by_ranges() { &[][..] } else { &step.verified };
         let verified: Vec<u32> = (0u32..)
             .zip(shared)
@@ -152,7 +157,7 @@ impl Session {
         self.tell("the end of a load", &Request::Release { ticket }, wait)
     }
 
-    /// Ends a load in which `error` happened, and says so when bytes are damaged.
+    /// Ends a load that failed with `error`. Reports damaged bytes to the daemon.
     pub fn give_up_load(
         &mut self,
         step: LoadedStep,
@@ -174,7 +179,7 @@ fn read_table(descriptor: OwnedFd, len_bytes: u64) -> Result<Table, StagingError
     if len_bytes > MAX_TABLE_BYTES {
         return Err(StagingError::Unexpected { what: "the step to load" });
     }
-    // Its position is where the daemon's writing ended.
+    // The file's position is where the daemon stopped writing.
     let mut file = File::from(descriptor);
     std::io::Seek::rewind(&mut file).map_err(failed)?;
     let mut bytes = Vec::with_capacity(len_bytes as usize);
@@ -197,32 +202,33 @@ fn map_file(descriptor: OwnedFd, len_bytes: u64) -> Result<Readable, StagingErro
         .map_err(|source| StagingError::Io { what: "mapping a part of the step".into(), source })
 }
 
-/// Extents that are read together, and which of the wanted lists have some of them.
+/// Extents that are read together, and the wanted lists that need some of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadWindow {
-    /// Rows of extents.
+    /// Row numbers of the extents.
     pub extents: Vec<u32>,
-    /// Places in the list of what is wanted.
+    /// Indexes into the `wanted` argument of [`LoadedStep::windows`].
     pub wanted: Vec<usize>,
 }
 
 impl LoadedStep {
-    /// The step.
+    /// Returns the step.
     pub fn step(&self) -> Step {
         self.about.step
     }
 
-    /// Whether it is read from this host's memory as its trainers left it.
+    /// Returns whether the step is read from this host's memory as its trainers left it.
     pub fn is_from_memory(&self) -> bool {
         self.about.source == LoadSource::Memory
     }
 
-    /// Returns whether extents are read from the cluster when they are asked for.
+    /// Returns whether extents are read from the cluster on request.
     pub fn is_by_ranges(&self) -> bool {
         self.window.is_some()
     }
 
-    /// Returns how many bytes a load by ranges reads of the cluster for what is wanted: whole grains, each once.
+    /// Returns how many bytes a load by ranges reads from the cluster for `wanted`: whole grains,
+    /// each counted once.
     pub fn wanted_bytes(&self, wanted: &[Vec<u32>]) -> u64 {
         let rows: BTreeSet<u32> = wanted.iter().flatten().copied().collect();
         let extents = rows.into_iter().filter_map(|row| self.table.extents().get(row as usize));
@@ -230,7 +236,7 @@ impl LoadedStep {
         for extent in extents.filter(|extent| extent.len_bytes > 0) {
             let grain = |at: u64| (extent.shard, at / GRAIN_BYTES);
             let (from, to) = (extent.offset_bytes, extent.offset_bytes + extent.len_bytes - 1);
-            // Extents are in the order of their places.
+            // Extents are sorted by their place in the shard.
             let is_new = last.is_none_or(|last| last < grain(from));
             bytes += (to / GRAIN_BYTES - from / GRAIN_BYTES + u64::from(is_new)) * GRAIN_BYTES;
             last = Some(grain(to));
@@ -238,13 +244,14 @@ impl LoadedStep {
         bytes
     }
 
-    /// Returns the bytes of all extents.
+    /// Returns the total length of all extents, in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.table.extents().iter().map(|extent| extent.len_bytes).sum()
     }
 
-    /// Cuts what is wanted into windows in the order of the shards, each for [`Session::read_extents`]. `wanted` has a list of extents for
-    /// each thing that is wanted. A step that is not loaded by ranges is one window, without extents.
+    /// Divides the wanted extents into windows for [`Session::read_extents`], in the order of the
+    /// shards. `wanted` has a list of extents for each destination. A step that is not loaded by
+    /// ranges is one window without extents.
     pub fn windows(&self, wanted: &[Vec<u32>]) -> Vec<ReadWindow> {
         if !self.is_by_ranges() {
             return vec![ReadWindow { extents: Vec::new(), wanted: (0..wanted.len()).collect() }];
@@ -253,7 +260,8 @@ impl LoadedStep {
         for (at, rows) in wanted.iter().enumerate() {
             rows.iter().for_each(|row| users.entry(*row).or_default().push(at));
         }
-        // Extents of a table are sorted by their place.
+        // Extents of a table are sorted by their place, so ascending rows are in the order of the
+        // shards.
         let (mut windows, mut len_bytes) = (Vec::<ReadWindow>::new(), 0);
         for (row, users) in users {
             let row_bytes = self.len_of(row);
@@ -288,7 +296,8 @@ impl LoadedStep {
         self.window.as_ref().is_none_or(|window| window.binary_search(&row).is_ok())
     }
 
-    /// The bytes of an extent as they lie in memory, not verified.
+    /// Returns the bytes of an extent as they are in memory, unverified. Returns `None` if no
+    /// mapped part contains them.
     fn extent_bytes(&self, extent: &Extent) -> Option<&[u8]> {
         if extent.len_bytes == 0 {
             return Some(&[]);
@@ -312,14 +321,15 @@ impl LoadedStep {
         bytes.ok_or(StagingError::Unexpected { what: "an extent of the step" })
     }
 
-    /// What people call an extent.
+    /// Returns the name of a tensor that the extent belongs to, for messages.
     fn name_of(&self, row: u32) -> String {
         let region = self.table.regions().iter().find(|region| region.extent == row);
         let name = region.and_then(|region| self.table.names().get(region.name as usize));
         name.map_or_else(|| format!("extent {row}"), ToString::to_string)
     }
 
-    /// The bytes of an extent, verified.
+    /// Returns a copy of an extent's bytes, verified. Fails with [`StagingError::Corrupt`] or
+    /// [`StagingError::Stale`].
     pub fn bytes(&self, row: u32) -> Result<Vec<u8>, StagingError> {
         let (extent, bytes) = self.extent(row)?;
         let copy = bytes.to_vec();
@@ -333,12 +343,13 @@ impl LoadedStep {
         if is_good {
             return Ok(());
         }
-        // A segment that is being filled again has other bytes for a good reason.
+        // A segment that is being filled again differs without being damaged.
         self.check_held()?;
         Err(StagingError::Corrupt { name: self.name_of(row) })
     }
 
-    /// Whether all segments still hold the step. What was copied before counts only then.
+    /// Fails with [`StagingError::Stale`] unless all segments still hold the step. Bytes copied
+    /// earlier are valid only after this check.
     fn check_held(&self) -> Result<(), StagingError> {
         for MappedPart { part, map } in &self.parts {
             if let Some(fill) = part.fill
@@ -350,15 +361,16 @@ impl LoadedStep {
         Ok(())
     }
 
-    /// Copies everything to its target on `threads` threads, and verifies each extent that is used and was not verified before. In a load
-    /// by ranges that is what is in the window. `proceed` is asked often; when it returns false the work ends.
+    /// Copies all targets on `threads` threads. Verifies each used extent that was not verified
+    /// before. In a load by ranges only the extents of the current window are copied. `proceed` is
+    /// called often; the work ends with an error when it returns false.
     pub fn copy(
         &self,
         mut targets: Vec<Target<'_>>,
         threads: usize,
         proceed: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), StagingError> {
-        // The longest come first, so that the threads end together.
+        // Threads take the longest targets first, so that they end at about the same time.
         targets.sort_by_key(|target| target.bytes.len());
         let (queue, is_over) = (Mutex::new(targets), AtomicBool::new(false));
         let work = || -> Result<(), StagingError> {
@@ -376,7 +388,7 @@ impl LoadedStep {
         };
         let guarded = || work().inspect_err(|_| is_over.store(true, Ordering::Relaxed));
         std::thread::scope(|scope| {
-            // With fewer threads than asked for it takes longer.
+            // If a thread cannot be started, the others do its work.
             let start = |_| std::thread::Builder::new().spawn_scoped(scope, guarded).ok();
             let others: Vec<_> = (1..threads.max(1)).map_while(start).collect();
             let mut result = guarded();
@@ -406,7 +418,7 @@ impl LoadedStep {
                     is_good
                 });
                 if own.is_none() {
-                    // Another thread was quicker, for another target.
+                    // Another thread verified the extent first, for another target.
                     run(out, copy.to_bytes, copy.run_bytes)?.copy_from_slice(from);
                 }
                 self.ensure_intact(copy.extent, is_good)?;
@@ -427,7 +439,7 @@ impl LoadedStep {
     }
 }
 
-/// The bytes `at..at + len` of a destination.
+/// Returns the bytes `at..at + len` of a destination. Fails if they are not all inside it.
 fn run(out: &mut [u8], at: u64, len: u64) -> Result<&mut [u8], StagingError> {
     let outside = || StagingError::Unexpected { what: "a destination" };
     let (at, len) = (usize::try_from(at).ok(), usize::try_from(len).ok());
@@ -436,7 +448,8 @@ fn run(out: &mut [u8], at: u64, len: u64) -> Result<&mut [u8], StagingError> {
     out.get_mut(at..end).ok_or_else(outside)
 }
 
-/// Copies and returns the hash of the copy: each piece is hashed while it is in the cache.
+/// Copies `from` to `to`. Returns the hash of the copy. Each piece is hashed while it is in the
+/// cache.
 fn copy_and_hash(from: &[u8], to: &mut [u8]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     for (from, to) in from.chunks(PIECE_BYTES).zip(to.chunks_mut(PIECE_BYTES)) {

@@ -1,12 +1,15 @@
-//! Segments in this process's memory: the one place of the trainer layer that touches shared memory.
+//! Segments in this process's memory. No other file of the trainer layer accesses shared memory.
 //!
-//! A segment is a file that two processes map. The trainer writes it, then says *staged*; the staging daemon and later readers read it.
-//! Rust's rules about references cannot be checked across processes, so this file keeps them by the protocol of docs/staging.md: bytes are
-//! written only between *filling* and *staged*, and read only after *staged*. A process that breaks the protocol can make a reader see
-//! other bytes, which the hashes find. It cannot make the reader touch memory that is not the mapping's.
+//! A segment is a file that two processes map. The trainer writes it and then sets the state
+//! *staged*; the staging daemon and later readers read it. Rust's rules about references cannot be
+//! checked across processes, so this file keeps them by the protocol of docs/staging.md: bytes are
+//! written only between *filling* and *staged*, and read only after *staged*. A process that
+//! violates the protocol can make a reader see other bytes, which the hashes detect. It cannot make
+//! the reader access memory outside the mapping.
 //!
-//! A file that is shortened while it is mapped ends the process that reads behind its end (SIGBUS). [`check_allocated`] refuses files that
-//! are too short or have holes; docs/staging.md says what is done about a trainer that shortens its own segment afterwards.
+//! Shortening a file while it is mapped kills the process that reads past its end (SIGBUS).
+//! [`check_allocated`] refuses files that are too short or have holes; docs/staging.md says what is
+//! done about a trainer that shortens its own segment afterwards.
 
 use std::fs::File;
 use std::io;
@@ -16,14 +19,15 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering, fence};
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, fallocate};
 
-/// Pages are reserved in pieces of this length, so that a signal is served between two pieces.
+/// Length of the pieces in which pages are reserved. Signals are served between two pieces.
 const PIECE_BYTES: u64 = 1 << 30;
-/// Blocks of `st_blocks` have this length, whatever the file system's blocks are.
+/// Length of the blocks that `st_blocks` counts, whatever the file system's block size.
 const STAT_BLOCK_BYTES: u64 = 512;
 
-/// What one thread copies before it takes the next part.
+/// Length of the part that a thread copies before it takes the next one.
 const PART_BYTES: usize = 4 << 20;
-/// Shorter copies go through the cache: a streaming one would wait for its end longer than it saves.
+/// Minimum length of a copy that bypasses the cache. For shorter ones, waiting for the streamed
+/// stores to complete takes longer than streaming saves.
 const MIN_STREAMED_BYTES: usize = 64 << 10;
 
 /// A mapping that this process writes.
@@ -34,7 +38,8 @@ pub struct Writable(MmapRaw);
 #[derive(Debug)]
 pub struct Readable(MmapRaw);
 
-/// Refuses a file that a mapping of `len_bytes` would read behind the end of, or that has pages without memory.
+/// Fails if the first `len_bytes` of `file` are not all inside the file and backed by memory: a
+/// mapping of them could not be read safely.
 pub fn check_allocated(file: &File, len_bytes: u64) -> io::Result<()> {
     let metadata = file.metadata()?;
     let allocated_bytes = metadata.blocks().saturating_mul(STAT_BLOCK_BYTES);
@@ -46,8 +51,9 @@ pub fn check_allocated(file: &File, len_bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Reserves memory for the first `len_bytes` of `file`. The process that calls it is charged for the pages, and a full file system is an
-/// error here instead of a SIGBUS at the first write. `proceed` is asked between pieces; its error ends the work.
+/// Reserves memory for the first `len_bytes` of `file`. The kernel charges the pages to the calling
+/// process, and a full file system is an error here instead of a SIGBUS at the first write.
+/// `proceed` is called between pieces; its error ends the work.
 pub fn reserve(
     file: &File,
     len_bytes: u64,
@@ -74,7 +80,8 @@ fn check_len(file: &File, len_bytes: u64) -> io::Result<MmapOptions> {
     Ok(options)
 }
 
-/// The bytes `from..from + len` of a mapping as a pointer; refused when they are not all in it.
+/// Returns the bytes `from..from + len` of a mapping as a pointer. Fails if they are not all inside
+/// the mapping.
 fn at(map: &MmapRaw, from: usize, len: usize) -> io::Result<*mut u8> {
     match from.checked_add(len) {
         Some(end) if end <= map.len() => Ok(map.as_mut_ptr().wrapping_add(from)),
@@ -83,15 +90,17 @@ fn at(map: &MmapRaw, from: usize, len: usize) -> io::Result<*mut u8> {
 }
 
 impl Writable {
-    /// Maps the first `len_bytes` of `file`, all of which have memory (see [`reserve`]), and makes the pages present, so that no later
-    /// write waits for the kernel to clear one. `proceed` is asked between pieces.
+    /// Maps the first `len_bytes` of `file`, all of which must be backed by memory (see
+    /// [`reserve`]), and makes the pages present, so that no later write waits for the kernel to
+    /// clear a page. `proceed` is called between pieces.
     pub fn map(
         file: &File,
         len_bytes: u64,
         mut proceed: impl FnMut() -> io::Result<()>,
     ) -> io::Result<Self> {
         let map = check_len(file, len_bytes)?.map_raw(file)?;
-        // A forked worker must not keep the memory, and copying page tables for it would make the fork slow.
+        // A forked worker must not keep the memory alive, and copying page tables for it would slow
+        // down the fork.
         map.advise(Advice::DontFork)?;
         let mut offset = 0;
         while offset < map.len() {
@@ -99,7 +108,8 @@ impl Writable {
             let piece = (PIECE_BYTES as usize).min(map.len() - offset);
             match map.advise_range(Advice::PopulateWrite, offset, piece) {
                 Ok(()) => {}
-                // Kernels before 5.14 do not know the advice: the first save faults the pages in.
+                // Kernels before 5.14 do not know this advice. There the first save faults the
+                // pages in.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => break,
                 Err(error) => return Err(error),
             }
@@ -108,17 +118,18 @@ impl Writable {
         Ok(Self(map))
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Returns whether the mapping is empty; it never is, because the kernel maps no empty file.
+    /// Returns whether the mapping is empty. Never true, because the kernel maps no empty file.
     pub fn is_empty(&self) -> bool {
         self.0.len() == 0
     }
 
-    /// Where the mapping begins. Valid for [`Writable::len`] bytes as long as this value lives.
+    /// Returns the start of the mapping, valid for [`Writable::len`] bytes as long as this value
+    /// lives.
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.0.as_mut_ptr()
     }
@@ -126,18 +137,21 @@ impl Writable {
     /// Copies `bytes` to `offset`.
     pub fn write(&self, offset: usize, bytes: &[u8]) -> io::Result<()> {
         let to = at(&self.0, offset, bytes.len())?;
-        // SAFETY: `at` checked that the range lies in the mapping, which lives as long as `self`. `bytes` cannot overlap it: no reference
-        // into a writable mapping is ever handed out.
+        // SAFETY: `at` checked that the range is inside the mapping, which lives as long as `self`.
+        // `bytes` cannot overlap it, because no reference into a writable mapping is ever handed
+        // out.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         Ok(())
     }
 
-    /// Copies each of `sources` to its offset, on up to `threads` threads. Long ones are written past the caches: nobody reads them here
-    /// soon, and a cache would read each line of the target from memory before it is overwritten.
+    /// Copies each of `sources` to its offset, on up to `threads` threads. Long copies bypass the
+    /// caches: this host does not read them soon, and through a cache each line of the target would
+    /// be read from memory before it is overwritten.
     ///
     /// # Errors
     ///
-    /// A target that is not inside the mapping, or that overlaps another one, before anything is written.
+    /// Fails, before anything is written, if a target is not inside the mapping or overlaps another
+    /// one.
     pub fn write_all(&self, sources: &mut [(usize, &[u8])], threads: usize) -> io::Result<()> {
         sources.sort_unstable_by_key(|(offset, bytes)| (*offset, bytes.len()));
         let mut end = 0;
@@ -157,8 +171,9 @@ impl Writable {
         let work = || {
             while let Some((offset, bytes)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let to = self.0.as_mut_ptr().wrapping_add(*offset);
-                // SAFETY: the loop above checked that the target lies in the mapping, which lives as long as `self`, and that no two
-                // targets overlap; each is taken by one thread. No source overlaps it: no reference into a writable mapping is ever
+                // SAFETY: the loop above checked that the target is inside the mapping, which lives
+                // as long as `self`, and that no two targets overlap. Each is taken by one thread.
+                // No source overlaps it, because no reference into a writable mapping is ever
                 // handed out.
                 unsafe { copy_past_caches(bytes, to) };
             }
@@ -172,7 +187,8 @@ impl Writable {
         Ok(())
     }
 
-    /// Sets the four bytes at `offset`, a multiple of four, after all that this process wrote before.
+    /// Sets the four bytes at `offset`, a multiple of four, with release ordering: after everything
+    /// that this process wrote before.
     pub fn store_release(&self, offset: usize, value: u32) -> io::Result<()> {
         word(&self.0, offset)?.store(value.to_le(), Ordering::Release);
         Ok(())
@@ -180,46 +196,53 @@ impl Writable {
 }
 
 impl Readable {
-    /// Maps the first `len_bytes` of `file`, all of which must have memory.
+    /// Maps the first `len_bytes` of `file`, all of which must be backed by memory.
     pub fn map(file: &File, len_bytes: u64) -> io::Result<Self> {
         let map = check_len(file, len_bytes)?.map_raw_read_only(file)?;
         map.advise(Advice::DontFork)?;
         Ok(Self(map))
     }
 
-    /// Reads the four bytes at `offset`, a multiple of four, before all that this process reads later.
+    /// Reads the four bytes at `offset`, a multiple of four, with acquire ordering: before
+    /// everything that this process reads later.
     pub fn load_acquire(&self, offset: usize) -> io::Result<u32> {
         let word = word(&self.0, offset)?.load(Ordering::Relaxed);
-        // On memory that cannot be written only relaxed loads are defined; the fence makes them acquire.
+        // On read-only memory only relaxed loads are defined; the fence makes this one an acquire
+        // load.
         fence(Ordering::Acquire);
         Ok(u32::from_le(word))
     }
 
-    /// Copies the bytes from `offset` on into `out`. For what is parsed: a copy does not change while it is looked at.
+    /// Copies the bytes from `offset` on into `out`. Use this for bytes that are parsed: a copy
+    /// does not change while it is parsed.
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> io::Result<()> {
         let from = at(&self.0, offset, out.len())?;
-        // SAFETY: `at` checked that the range lies in the mapping; `out` is this process's own memory.
+        // SAFETY: `at` checked that the range is inside the mapping; `out` is this process's own
+        // memory.
         unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
         Ok(())
     }
 }
 
 impl AsRef<[u8]> for Readable {
-    /// The bytes. They must be staged, or of a file that nobody writes.
+    /// Returns the bytes. They must be staged, or belong to a file that no process writes.
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the mapping is readable for its whole length and lives as long as `self`. Nobody writes staged bytes
-        // (docs/staging.md): the daemon gives no descriptor for writing of a segment to anybody but the trainer that it was made for, and
-        // that trainer writes it again only after the daemon said *free*, which it does when no reader is left. A trainer that breaks this
-        // makes readers see other bytes. The readers only copy, hash and send them, and compare the hashes.
+        // SAFETY: the mapping is readable for its whole length and lives as long as `self`. No
+        // process writes staged bytes (docs/staging.md): the daemon gives a writable descriptor of
+        // a segment only to the trainer that it was made for, and that trainer writes it again only
+        // after the daemon has said *free*, which happens when no reader is left. A trainer that
+        // violates this makes readers see other bytes. The readers only copy, hash and send them,
+        // and compare the hashes.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }
 
-/// Copies `from` to `to`; a long one is complete in memory when it returns.
+/// Copies `from` to `to`. A long copy is complete in memory when the function returns.
 ///
 /// # Safety
 ///
-/// `to` must point to as many writable bytes as `from` has, which do not overlap it and which no other thread uses meanwhile.
+/// `to` must point to at least `from.len()` writable bytes, which do not overlap `from` and which
+/// no other thread uses meanwhile.
 unsafe fn copy_past_caches(from: &[u8], to: *mut u8) {
     #[cfg(target_arch = "x86_64")]
     if from.len() >= MIN_STREAMED_BYTES {
@@ -228,9 +251,10 @@ unsafe fn copy_past_caches(from: &[u8], to: *mut u8) {
         let head = to.align_offset(LINE).min(from.len());
         let body = (from.len() - head) / LINE * LINE;
         let (source, target) = (from.as_ptr(), to);
-        // SAFETY: head, body and tail together are `from.len()` bytes, and both sides have as many by the contract. `target + head` is a
-        // multiple of 64, as streaming stores require of 16. SSE2 is part of x86-64. The fence orders the stores, which are weaker than
-        // Rust's memory model knows, before everything that follows.
+        // SAFETY: head, body and tail together are `from.len()` bytes, and the contract gives both
+        // sides that many. `target + head` is a multiple of 64, so it has the alignment of 16 that
+        // streaming stores require. SSE2 is part of x86-64. The fence orders the stores, which are
+        // weaker than Rust's memory model assumes, before everything that follows.
         unsafe {
             std::ptr::copy_nonoverlapping(source, target, head);
             for at in (head..head + body).step_by(LINE) {
@@ -251,18 +275,19 @@ unsafe fn copy_past_caches(from: &[u8], to: *mut u8) {
         }
         return;
     }
-    // SAFETY: by the contract.
+    // SAFETY: the caller guarantees it by the contract of this function.
     unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
 }
 
-/// The aligned word at `offset`.
+/// Returns the aligned word at `offset`. Fails if it is unaligned or outside the mapping.
 fn word(map: &MmapRaw, offset: usize) -> io::Result<&AtomicU32> {
     let place = at(map, offset, 4)?.cast::<u32>();
     if !place.is_aligned() {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    // SAFETY: the place is aligned and inside the mapping, which outlives the reference; every process accesses these four bytes by
-    // atomic operations of four bytes only. A read-only mapping is only loaded from.
+    // SAFETY: the place is aligned and inside the mapping, which outlives the reference. Every
+    // process accesses these four bytes only with atomic operations of four bytes. A read-only
+    // mapping is only loaded from.
     Ok(unsafe { AtomicU32::from_ptr(place) })
 }
 
@@ -298,7 +323,8 @@ mod tests {
         let data: Vec<u8> =
             (0..20_u32 << 20).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect();
         let mut expected = vec![0; len as usize];
-        // Lengths around a line, around what is streamed, and beyond what one thread takes; targets at odd places.
+        // Lengths around a cache line, around the streaming threshold, and beyond one thread's
+        // part; targets at odd offsets.
         let lengths = [
             0,
             1,

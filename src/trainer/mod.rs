@@ -1,7 +1,9 @@
-//! Checkpoints of training jobs: state goes into shared memory, and a staging daemon saves it from there (docs/staging.md).
+//! Checkpoints of training jobs. Trainers write their state into shared memory, and a staging
+//! daemon saves it from there (docs/staging.md).
 //!
-//! The trainer's side ([`session`], [`load`]) waits without an async runtime and knows no network, so that it can live in any process,
-//! also one that forks. The daemon's side ([`daemon`]) is built with the feature `cluster`.
+//! The trainer's side ([`session`], [`load`]) blocks without an async runtime and uses no network,
+//! so that it can live in any process, including one that forks. The daemon's side ([`daemon`]) is
+//! built with the feature `cluster`.
 
 pub mod cgroup;
 #[cfg(feature = "cluster")]

@@ -1,11 +1,13 @@
 //! The messages between trainers and the staging daemon of their host (docs/staging.md).
 //!
-//! A connection begins with [`Hello`] and [`HelloAnswer`], whose encoding never changes. Then the trainer sends one request at a time and
-//! the daemon answers each. Daemon and trainer are upgraded apart: the daemon speaks every version from [`OLDEST`] to [`VERSION`], and a
-//! trainer names the range that it speaks. Variants and fields are only ever added behind the last one, with a new version.
+//! A connection begins with [`StagingHello`] and [`StagingHelloAnswer`], whose encoding never
+//! changes. Then the trainer sends one request at a time and the daemon answers each. Daemon and
+//! trainer are upgraded independently: the daemon speaks every version from [`OLDEST`] to
+//! [`VERSION`], and a trainer names the range that it speaks. New variants and fields are only
+//! added after the last one, with a new version.
 //!
-//! A frame is its length (4 bytes, little-endian), the number of descriptors that come with it (1 byte), and the message in postcard.
-//! Descriptors accompany the first byte of their frame.
+//! A frame consists of the message's length (4 bytes, little-endian), the number of its descriptors
+//! (1 byte), and the message in postcard. Descriptors accompany the first byte of their frame.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -17,119 +19,127 @@ use crate::kind::ErrorKind;
 pub const VERSION: u16 = 1;
 /// The oldest version that the daemon speaks.
 pub const OLDEST: u16 = 1;
-/// The longest message, in bytes.
+/// Maximum length of a message, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 256 << 10;
-/// The most descriptors that accompany one message.
+/// Maximum number of descriptors in one message.
 pub const MAX_DESCRIPTORS: usize = 64;
-/// The most bytes that [`Request::ReadExtents`] asks for, unless one extent alone is longer.
+/// Maximum number of bytes in one [`Request::ReadExtents`], unless a single extent is longer.
 pub const WINDOW_BYTES: u64 = 32 << 20;
-/// The most extents that [`Request::ReadExtents`] asks for.
+/// Maximum number of extents in one [`Request::ReadExtents`].
 pub const MAX_WINDOW_EXTENTS: usize = 512;
-/// The most ranks of one launch on one host: each has a connection of its own.
+/// Maximum number of ranks of one launch on one host. Each rank has a connection of its own.
 pub const MAX_WORLD: u32 = 192;
 
-/// The first message of a trainer. A descriptor of the trainer's own process (a pidfd) comes with it.
+/// The first message of a trainer. A descriptor of the trainer's own process (a pidfd) accompanies
+/// it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hello {
+pub struct StagingHello {
     /// The oldest version that the trainer speaks.
     pub oldest: u16,
     /// The newest version that the trainer speaks.
     pub newest: u16,
-    /// Drawn by the process when it made its checkpointer; the same on every connection of it.
+    /// A random id that the process drew when it made its checkpointer. All its connections use the
+    /// same one.
     pub member: MemberId,
-    /// The process, for people.
+    /// The process id, for messages to people.
     pub pid: u32,
-    /// The content of the token file, where the daemon asks for one.
+    /// The content of the token file; empty if the daemon requires none.
     pub token: Vec<u8>,
 }
 
-/// The daemon's answer to [`Hello`].
+/// The daemon's answer to [`StagingHello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HelloAnswer {
-    /// The version that both speak from now on; 0: there is none.
+pub struct StagingHelloAnswer {
+    /// The version that both sides speak from now on; 0 if they have none in common.
     pub version: u16,
-    /// The staging folder.
+    /// The id of the staging folder.
     pub instance: InstanceId,
-    /// The cluster that it saves to.
+    /// The id of the cluster that the daemon saves to.
     pub cluster: ClusterId,
-    /// The daemon's process, for people.
+    /// The daemon's process id, for messages to people.
     pub pid: u32,
-    /// Why the connection is refused; empty when it is not.
+    /// The reason why the connection is refused; empty if it is accepted.
     pub refused: String,
 }
 
-/// What a trainer asks.
+/// A request of a trainer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Request {
-    /// Makes segments for a rank and makes the launch the newest of its job. The answer is [`Answer::Prepared`] or [`Answer::Pending`].
+    /// Makes segments for a rank and makes the launch the newest of its job. The answer is
+    /// [`Answer::Prepared`] or [`Answer::Pending`].
     Prepare(Prepare),
-    /// Says again who the process is, on a new connection. The answer is [`Answer::Attached`].
+    /// Identifies the process again on a new connection. The answer is [`Answer::Attached`].
     Attach(Place),
-    /// Asks for a segment to fill with a step. The answer is [`Answer::Fill`], [`Answer::Pending`] or [`Answer::Skipped`].
+    /// Asks for a segment to fill with a step. The answer is [`Answer::Fill`], [`Answer::Pending`]
+    /// or [`Answer::Skipped`].
     Fill {
         /// The step.
         step: Step,
-        /// Skip the step on all ranks, at once, when no rank has begun to fill it and this one has no free segment.
+        /// Skip the step on all ranks, immediately, if no rank has begun to fill it and this rank
+        /// has no free segment.
         or_skip: bool,
-        /// How long the daemon may wait for a segment to become free.
+        /// How long the daemon may wait for a free segment, in milliseconds.
         limit_ms: u32,
     },
-    /// Says that the rank's part of a step is in its segment. The answer is [`Answer::Done`].
+    /// Reports that the rank's part of a step is in its segment. The answer is [`Answer::Done`].
     Staged {
         /// The step.
         step: Step,
         /// The segment.
         segment: SegmentId,
-        /// The filling, as [`Answer::Fill`] named it.
+        /// The filling, as named in [`Answer::Fill`].
         fill: FillId,
-        /// Hashes of the same sample of the replicated content on all ranks.
+        /// Hashes over samples of replicated tensors; all ranks hash the same samples.
         samples: Vec<Sample>,
     },
-    /// Gives up filling a step. The answer is [`Answer::Done`].
+    /// Abandons the filling of a step. The answer is [`Answer::Done`].
     GiveUp {
         /// The step.
         step: Step,
         /// The filling.
         fill: FillId,
-        /// Why, for the other ranks.
+        /// The reason, for the other ranks.
         why: String,
     },
-    /// Waits for the end of a save. The answer is [`Answer::Committed`], [`Answer::Pending`] or a failure.
+    /// Waits for the end of a save. The answer is [`Answer::Committed`], [`Answer::Pending`] or a
+    /// failure.
     Wait {
         /// The step.
         step: Step,
-        /// How long the daemon may wait with its answer.
+        /// How long the daemon may delay its answer, in milliseconds.
         limit_ms: u32,
     },
-    /// Takes what went wrong since the last call. The answer is [`Answer::Notices`].
+    /// Takes the notices that arose since the last call. The answer is [`Answer::Notices`].
     Notices,
-    /// Asks for a step to load. The answer is [`Answer::Loadable`], [`Answer::Pending`], or [`Answer::Nothing`].
+    /// Asks for a step to load. The answer is [`Answer::Loadable`], [`Answer::Pending`], or
+    /// [`Answer::Nothing`].
     Load(Load),
-    /// Takes descriptors of a step that is loadable. The answer is [`Answer::Parts`].
+    /// Takes descriptors of the parts of a loadable step. The answer is [`Answer::Parts`].
     Open {
-        /// Names the load.
+        /// The ticket of the load.
         ticket: u64,
-        /// The first part that is wanted.
+        /// The number of the first part to return.
         first: u32,
     },
-    /// Says which extents of a load the process has verified. The answer is [`Answer::Done`].
+    /// Reports which extents of a load the process has verified. The answer is [`Answer::Done`].
     Verified {
-        /// Names the load.
+        /// The ticket of the load.
         ticket: u64,
-        /// Rows of extents in the table.
+        /// Row numbers of the extents in the table.
         extents: Vec<u32>,
     },
-    /// Says that an extent of a load does not have its hash, and ends the load. The answer is [`Answer::Done`].
+    /// Reports that an extent of a load does not match its hash, and ends the load. The answer is
+    /// [`Answer::Done`].
     Corrupt {
-        /// Names the load.
+        /// The ticket of the load.
         ticket: u64,
-        /// What people call the extent.
+        /// The name of the tensor that the extent belongs to.
         name: String,
     },
-    /// Ends a load: the process maps nothing of it any more. The answer is [`Answer::Done`].
+    /// Ends a load. The process no longer maps any part of it. The answer is [`Answer::Done`].
     Release {
-        /// Names the load.
+        /// The ticket of the load.
         ticket: u64,
     },
     /// Lists the steps of a job. The answer is [`Answer::Steps`].
@@ -144,26 +154,27 @@ pub enum Request {
         /// The step.
         step: Step,
     },
-    /// Asks what the daemon holds and does. The answer is [`Answer::Status`].
+    /// Asks for the daemon's status. The answer is [`Answer::Status`].
     Status,
-    /// Gives back the memory of a job that no process maps. The answer is [`Answer::Freed`].
+    /// Frees the memory of a job that no process maps. The answer is [`Answer::Freed`].
     Free {
         /// The job.
         job: Job,
-        /// Also of steps that are not committed; they are lost.
+        /// Also free steps that are not committed. They are lost.
         with_unsaved: bool,
     },
-    /// Ends the member: it fills and maps nothing any more, though its process goes on. The answer is [`Answer::Done`].
+    /// Ends the membership of the process, which may keep running but no longer fills or maps any
+    /// segment. The answer is [`Answer::Done`].
     Leave,
-    /// Reads extents of a step that is loaded by ranges ([`LoadSource::Ranges`]): at most [`MAX_WINDOW_EXTENTS`] of at most
-    /// [`WINDOW_BYTES`], or one that is longer. The answer is [`Answer::Parts`] with one descriptor for all parts, or
-    /// [`Answer::Pending`].
+    /// Reads extents of a step that is loaded by ranges ([`LoadSource::Ranges`]): at most
+    /// [`MAX_WINDOW_EXTENTS`] extents of together at most [`WINDOW_BYTES`], or a single longer one.
+    /// The answer is [`Answer::Parts`] with one descriptor for all parts, or [`Answer::Pending`].
     ReadExtents {
-        /// Names the load.
+        /// The ticket of the load.
         ticket: u64,
-        /// Rows of extents in the table.
+        /// Row numbers of the extents in the table.
         extents: Vec<u32>,
-        /// How long the daemon may wait with its answer.
+        /// How long the daemon may delay its answer, in milliseconds.
         limit_ms: u32,
     },
 }
@@ -175,125 +186,131 @@ pub struct Place {
     pub job: Job,
     /// The launch.
     pub launch: LaunchId,
-    /// How many ranks the launch has.
+    /// Number of ranks of the launch.
     pub world: u32,
-    /// The rank, from 0.
+    /// The rank's number, from 0.
     pub rank: u32,
 }
 
-/// See [`Request::Prepare`].
+/// The arguments of [`Request::Prepare`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prepare {
     /// The rank.
     pub place: Place,
-    /// Length of each segment.
+    /// Length of each segment, in bytes.
     pub segment_bytes: u64,
-    /// Length of one segment of each rank together, so that the launch gets memory for all of its ranks or for none.
+    /// Sum over all ranks of the length of one segment, in bytes. The launch gets memory for all of
+    /// its ranks or for none.
     pub launch_bytes: u64,
-    /// When rank 0 made the launch, by the host's clock that goes on from boot: an older launch never takes over from a newer one.
+    /// When rank 0 made the launch, in nanoseconds since the host's boot. An older launch never
+    /// replaces a newer one.
     pub born_ns: u64,
-    /// What the launch was resumed from.
+    /// The resume point of the launch.
     pub resumed: Resumed,
-    /// How many committed steps the daemon keeps; 0: it removes none.
+    /// How many committed steps the daemon keeps; 0 means that it removes none.
     pub keep: u32,
-    /// How long the daemon may wait for memory to become free.
+    /// How long the daemon may wait for free memory, in milliseconds.
     pub limit_ms: u32,
 }
 
-/// What a launch knew when it began to write.
+/// The committed steps that a launch knew when it began to write.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resumed {
-    /// The step that it loaded. `None` counts as before step 0.
+    /// The step that the launch loaded. `None` counts as before step 0.
     pub loaded: Option<Step>,
-    /// The newest committed step that it saw when it loaded.
+    /// The newest committed step that the launch saw when it loaded.
     pub newest_seen: Option<Step>,
-    /// Remove the committed steps between the two.
+    /// Whether to remove the committed steps later than `loaded`. Without it, the launch's first
+    /// save is refused if there are any.
     pub abandon_later: bool,
 }
 
 /// A hash over a sample of one replicated tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
-    /// The tensor, as people read it.
+    /// The name of the tensor.
     pub name: String,
     /// The hash.
     pub hash: [u8; 16],
 }
 
-/// See [`Request::Load`].
+/// The arguments of [`Request::Load`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Load {
     /// The job.
     pub job: Job,
-    /// The launch, and the how-manieth load of it this is: its ranks get the same step. `None`: the process is alone.
+    /// The launch, and the number of this load within the launch. All ranks that give the same pair
+    /// get the same step. `None` if the process loads on its own.
     pub launch: Option<(LaunchId, u32)>,
-    /// The step; `None`: the resume point.
+    /// The step to load; `None` for the resume point.
     pub step: Option<Step>,
-    /// Take what is in the host's memory when the cluster does not say what is committed.
+    /// Accept a step from the host's memory if the cluster cannot say which steps are committed.
     pub offline: bool,
-    /// Give out the table before anything else is read from the cluster: the process may want only a part of the step.
+    /// Return the table before anything else is read from the cluster. The process may want only a
+    /// part of the step.
     pub table_first: bool,
-    /// How long the daemon may wait with its answer.
+    /// How long the daemon may delay its answer, in milliseconds.
     pub limit_ms: u32,
 }
 
-/// What the daemon answers.
+/// An answer of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Answer {
-    /// It is done.
+    /// The request is done.
     Done,
-    /// The request was refused or has failed.
+    /// The request was refused or failed.
     Failed(Failure),
-    /// The segments that were made; a descriptor for writing comes with each.
+    /// The segments that were made. A descriptor for writing accompanies each.
     Prepared {
-        /// Their ids.
+        /// The ids of the segments.
         segments: Vec<SegmentId>,
     },
-    /// The process is known.
+    /// The daemon knows the process.
     Attached {
-        /// Its segments that are left.
+        /// The segments that the process still has.
         segments: Vec<SegmentId>,
     },
-    /// The segment to fill.
+    /// The segment that the rank is to fill.
     Fill {
         /// The segment.
         segment: SegmentId,
-        /// Names the filling.
+        /// The id of the filling.
         fill: FillId,
     },
-    /// Not yet.
+    /// The request is still in progress; the trainer asks again.
     Pending(Pending),
     /// The step is committed.
     Committed {
-        /// The save.
+        /// The id of the save.
         save: SaveId,
-        /// Things worth knowing, such as that the save began anew.
+        /// Remarks for people, such as that the save was restarted.
         notes: Vec<String>,
     },
-    /// What went wrong.
+    /// The notices that arose since the last call.
     Notices(Vec<Notice>),
-    /// A step can be loaded. The descriptor of its table comes with it.
+    /// A step can be loaded. The descriptor of its table accompanies the answer.
     Loadable(Loadable),
-    /// There is nothing to load.
+    /// The job has no step to load.
     Nothing,
-    /// Descriptors for reading, one for each part from `first` on; fewer when they do not fit into one message.
+    /// Descriptors for reading, one for each part from `first` on. There are fewer if they do not
+    /// fit into one message.
     Parts {
         /// The parts.
         parts: Vec<Part>,
     },
     /// The steps of a job.
     Steps(Vec<StepInfo>),
-    /// What the daemon holds.
+    /// The daemon's status.
     Status(Status),
-    /// How much memory was given back.
+    /// The memory was freed.
     Freed {
-        /// Bytes.
+        /// Amount of freed memory, in bytes.
         bytes: u64,
     },
-    /// The step is skipped: a rank that allows it had no free segment.
+    /// The step is skipped, because a rank that allows this had no free segment.
     Skipped {
-        /// Why, in words.
+        /// The reason, for people.
         what: String,
     },
 }
@@ -302,184 +319,187 @@ pub enum Answer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// [`ErrorKind::wire_code`].
+    /// The kind of the failure, as [`ErrorKind::wire_code`] encodes it.
     pub code: u32,
-    /// What happened, to what.
+    /// A sentence that says what happened, and to what.
     pub message: String,
-    /// What to do next; may be empty.
+    /// Advice on what to do next; may be empty.
     pub hint: String,
 }
 
 impl Failure {
-    /// A failure with a hint.
+    /// Creates a failure with a hint.
     pub fn new(kind: ErrorKind, message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self { code: kind.wire_code(), message: message.into(), hint: hint.into() }
     }
 
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::from_wire_code(self.code)
     }
 }
 
-/// What is being waited for.
+/// The progress of a request that is not done yet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pending {
-    /// In words.
+    /// The current activity, for people.
     pub what: String,
-    /// Bytes done.
+    /// Bytes processed so far.
     pub done_bytes: u64,
-    /// Bytes in all; 0 when nobody knows.
+    /// Total number of bytes; 0 if unknown.
     pub total_bytes: u64,
 }
 
-/// Something that went wrong with a save, for the rank's next call.
+/// A failure of a save or a warning about it, delivered with the rank's next call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Notice {
     /// The step.
     pub step: Step,
-    /// What happened. `None`: a warning.
+    /// The failure; `None` if the notice is a warning.
     pub failure: Option<Failure>,
-    /// The warning.
+    /// The warning; empty if the notice is a failure.
     pub warning: String,
 }
 
 /// A step that can be loaded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loadable {
-    /// Names the load on this connection.
+    /// The id of the load on this connection.
     pub ticket: u64,
     /// The step.
     pub step: Step,
-    /// Length of the table.
+    /// Length of the table, in bytes.
     pub table_bytes: u64,
-    /// How many parts there are.
+    /// Number of parts.
     pub parts: u32,
-    /// Where the bytes come from.
+    /// The source of the bytes.
     pub source: LoadSource,
-    /// Extents that other ranks verified in the same load of the launch: one bit for each row, the lowest first. Empty: none.
+    /// The extents that other ranks verified in the same load of the launch, as a bit map with one
+    /// bit per row, lowest bit first. Empty if there are none.
     pub verified: Vec<u8>,
     /// The newest committed step of the job.
     pub newest_committed: Option<Step>,
-    /// The world of the launch that saved the step.
+    /// Number of ranks of the launch that saved the step.
     pub world: u32,
-    /// Why the step is loaded by ranges though all of it may be wanted; empty otherwise.
+    /// The reason why the step is loaded by ranges although all of it may be wanted; empty
+    /// otherwise.
     pub why_by_ranges: String,
 }
 
-/// Where the bytes of a load come from.
+/// The source of the bytes of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LoadSource {
-    /// Segments of the launch that staged it.
+    /// The segments of the launch that staged the step.
     Memory,
-    /// The cluster: the whole step was read into the host's memory.
+    /// The cluster. The whole step was read into the host's memory.
     Cluster,
-    /// The cluster: extents are read when they are asked for ([`Request::ReadExtents`]).
+    /// The cluster. Extents are read on request ([`Request::ReadExtents`]).
     Ranges,
 }
 
-/// A file of which a range holds a range of a shard.
+/// A range of a shard that is in a range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// The shard, as the table numbers it.
+    /// The number of the shard in the table.
     pub shard: u32,
-    /// Where in the shard the part begins.
+    /// Offset of the part in the shard, in bytes.
     pub shard_offset: u64,
-    /// Where in the file it begins.
+    /// Offset of the part in the file, in bytes.
     pub file_offset: u64,
-    /// Length of the part.
+    /// Length of the part, in bytes.
     pub len_bytes: u64,
-    /// Length of the file that has memory.
+    /// Length of the file's prefix that has memory, in bytes.
     pub file_bytes: u64,
-    /// The filling that the file must hold, if it is a segment: a reader compares it with the header after it has copied.
+    /// The filling that the file must hold, if it is a segment. A reader compares it with the
+    /// header after it has copied.
     pub fill: Option<FillId>,
 }
 
-/// One step of a job.
+/// A step of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepInfo {
     /// The step.
     pub step: Step,
-    /// Whether the cluster has it.
+    /// Whether the step is committed in the cluster.
     pub is_committed: bool,
-    /// Whether the host's memory has it.
+    /// Whether the step is in the host's memory.
     pub is_in_memory: bool,
-    /// Its bytes.
+    /// Length of the step, in bytes.
     pub len_bytes: u64,
 }
 
-/// What the daemon holds and does.
+/// The status of a staging daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// The staging folder.
+    /// The id of the staging folder.
     pub instance: InstanceId,
-    /// The limit on all segments.
+    /// Memory limit for all segments together, in bytes.
     pub memory_bytes: u64,
-    /// What all segments take.
+    /// Memory that all segments use, in bytes.
     pub used_bytes: u64,
-    /// The jobs.
+    /// The jobs on this host.
     pub jobs: Vec<JobStatus>,
 }
 
-/// One job on this host.
+/// The status of a job on this host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobStatus {
     /// The job.
     pub job: Job,
-    /// Its newest launch.
+    /// The newest launch of the job.
     pub launch: Option<LaunchId>,
-    /// Processes that are connected.
+    /// Number of connected processes.
     pub members: u32,
-    /// What its segments take.
+    /// Memory that the job's segments use, in bytes.
     pub segment_bytes: u64,
-    /// Steps that are in memory or under way.
+    /// The steps that are in memory or in progress.
     pub steps: Vec<StepStatus>,
 }
 
-/// One step on this host.
+/// The status of a step on this host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepStatus {
     /// The step.
     pub step: Step,
-    /// Its state in one word.
+    /// The state of the step, in one word.
     pub state: String,
-    /// Its bytes.
+    /// Length of the step, in bytes.
     pub len_bytes: u64,
-    /// Ranks that have staged it.
+    /// Number of ranks that have staged the step.
     pub staged: u32,
-    /// Ranks of its launch.
+    /// Number of ranks of the launch.
     pub world: u32,
 }
 
-/// A message that cannot be sent or understood.
+/// The reason why a message cannot be sent or decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {
-    /// It is too long.
+    /// The message is too long.
     #[error("a message of {bytes} bytes is over the limit of {MAX_MESSAGE_BYTES}")]
     TooLong {
-        /// Its length.
+        /// Length of the message, in bytes.
         bytes: usize,
     },
-    /// It does not decode, or has bytes left over.
+    /// The message does not decode, or bytes are left over after it.
     #[error(
         "a message does not decode ({why}): daemon and trainer are of versions that do not go together"
     )]
     Body {
-        /// The decoder's words.
+        /// The decoder's error.
         why: String,
     },
-    /// Descriptors are missing, or there are more than announced.
+    /// The number of descriptors differs from the announced one, or exceeds the limit.
     #[error("a message came with {found} descriptors, {expected} expected")]
     Descriptors {
-        /// How many came.
+        /// Number of descriptors found.
         found: usize,
-        /// How many were announced.
+        /// Number of descriptors announced or allowed.
         expected: usize,
     },
 }
 
-/// The bytes of a message, without its frame.
+/// Encodes a message, without its frame. Fails if the result is over [`MAX_MESSAGE_BYTES`].
 pub fn to_bytes<T: Serialize>(message: &T) -> Result<Vec<u8>, MessageError> {
     let bytes = postcard::to_stdvec(message)
         .map_err(|error| MessageError::Body { why: error.to_string() })?;
@@ -489,7 +509,7 @@ pub fn to_bytes<T: Serialize>(message: &T) -> Result<Vec<u8>, MessageError> {
     Ok(bytes)
 }
 
-/// Decodes a message; every byte must be used.
+/// Decodes a message. Fails if the bytes do not decode or are not all used.
 pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MessageError> {
     match postcard::take_from_bytes(bytes) {
         Ok((message, [])) => Ok(message),

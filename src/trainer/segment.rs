@@ -1,13 +1,14 @@
-//! The layout of a segment: a header of one page, the extents, then the table that names them.
+//! The layout of a segment: a header of one page, the extents, and the table that names them.
 //!
 //! ```text
 //! 0           4096                     table_offset
 //! | header    | extents, each at 64    | table (format::table) |
 //! ```
 //!
-//! The trainer writes extents, table and header, then sets the state to [`State::Staged`] by one release store. The header has a hash over
-//! itself and the table, so a reader that finds the state set and the hash right has a whole table. The daemon copies header and table
-//! once and parses the copy, because the segment's owner could change them while they are looked at.
+//! The trainer writes extents, table and header, then sets the state to [`State::Staged`] with a
+//! release store. The header contains a hash over itself and the table, so a reader that finds this
+//! state and a matching hash has a complete table. The daemon copies header and table once and
+//! parses the copy, because the segment's owner could change the originals while they are parsed.
 
 use std::fs::File;
 use std::io;
@@ -19,11 +20,11 @@ use crate::format::table::{Table, TableError};
 use crate::id::{FillId, LaunchId, SegmentId, Step};
 use crate::kind::ErrorKind;
 
-/// Length of the header; extents begin behind it.
+/// Length of the header in bytes. The extents begin right after it.
 pub const HEADER_BYTES: u64 = 4096;
-/// Every extent begins at a multiple of this.
+/// Alignment of each extent, in bytes.
 pub const EXTENT_ALIGN_BYTES: u64 = 64;
-/// The longest table of one rank.
+/// Maximum length of one rank's table, in bytes.
 pub const MAX_TABLE_BYTES: u64 = 1 << 30;
 
 const MAGIC: [u8; 8] = *b"rRdSEG\x01\0";
@@ -34,79 +35,79 @@ const HASH_AT: usize = 96;
 const USED_BYTES: usize = HASH_AT + 32;
 const VERSION: u32 = 1;
 
-/// What the owner of a segment is doing with it.
+/// The state of a segment, as its owner sets it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum State {
-    /// Nothing in it counts.
+    /// The content is meaningless.
     Free = 0,
-    /// The owner is writing.
+    /// The owner is writing a step into it.
     Filling = 1,
-    /// Header, table and extents are whole.
+    /// Header, table and extents are complete.
     Staged = 2,
 }
 
-/// The header without its state.
+/// The fields of a segment's header, without its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// The segment.
+    /// The id of the segment.
     pub segment: SegmentId,
-    /// The launch of the trainer that wrote it.
+    /// The launch of the trainer that wrote the segment.
     pub launch: LaunchId,
-    /// Ranks of the launch.
+    /// Number of ranks of the launch.
     pub world: u32,
-    /// The rank that wrote it.
+    /// The rank that wrote the segment.
     pub rank: u32,
-    /// The step that is staged.
+    /// The staged step.
     pub step: Step,
-    /// The filling that it belongs to.
+    /// The filling that the content belongs to.
     pub fill: FillId,
-    /// Where the table begins.
+    /// Offset of the table in the segment, in bytes.
     pub table_offset: u64,
-    /// Length of the table.
+    /// Length of the table, in bytes.
     pub table_bytes: u64,
 }
 
-/// Why a segment does not count.
+/// The reason why a segment cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SegmentError {
-    /// It has no memory, or cannot be mapped.
+    /// The segment has pages without memory, or cannot be mapped or read.
     #[error("segment {segment} cannot be read: {source}")]
     Map {
-        /// The segment.
+        /// The id of the segment.
         segment: SegmentId,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Its owner has not said *staged*.
+    /// The segment's state is not [`State::Staged`].
     #[error("segment {segment} is not staged")]
     NotStaged {
-        /// The segment.
+        /// The id of the segment.
         segment: SegmentId,
     },
-    /// Header or table are not what was staged.
+    /// Header or table differ from what was staged.
     #[error(
         "segment {segment} is damaged ({what}): the step that it holds cannot be saved, save the next one"
     )]
     Damaged {
-        /// The segment.
+        /// The id of the segment.
         segment: SegmentId,
-        /// What is wrong.
+        /// The part that is wrong.
         what: &'static str,
     },
     /// The table does not parse.
     #[error("the table of segment {segment}: {source}")]
     Table {
-        /// The segment.
+        /// The id of the segment.
         segment: SegmentId,
-        /// Why.
+        /// The cause.
         source: TableError,
     },
 }
 
 impl SegmentError {
-    /// What kind of failure this is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             SegmentError::Map { .. } => ErrorKind::Io,
@@ -176,19 +177,21 @@ fn header_hash(header: &[u8; USED_BYTES], table: &[u8]) -> [u8; 32] {
     *hasher.finalize().as_bytes()
 }
 
-/// Sets the state in the header of a segment's file: the daemon takes a segment away from what it held before its owner is told to fill
-/// it, so that no reader and no later daemon takes the old header for true.
+/// Sets the state in the header of a segment's file. The daemon does this before it orders the
+/// owner to fill the segment, so that no reader and no later daemon accepts the old header.
 pub fn set_state(file: &File, state: State) -> io::Result<()> {
     file.write_all_at(&(state as u32).to_le_bytes(), STATE_AT as u64)
 }
 
-/// Writes into the header that the segment is being filled, and the filling: a later daemon learns from it what was not finished.
+/// Marks the segment as being filled and writes the filling's id into the header. A later daemon
+/// learns from it which filling was not finished.
 pub fn set_filling(file: &File, fill: FillId) -> io::Result<()> {
     set_state(file, State::Filling)?;
     file.write_all_at(&fill.0, FILL_AT as u64)
 }
 
-/// The filling that a header names, whether it is whole or not; `None` when the segment is free. For segments whose content does not count.
+/// Reads the filling's id from a header, which need not be complete. Returns `None` if the segment
+/// is free. For segments whose content is not used.
 pub fn filling_of(file: &File) -> io::Result<Option<FillId>> {
     let mut bytes = [0; USED_BYTES];
     file.read_exact_at(&mut bytes, 0)?;
@@ -196,7 +199,7 @@ pub fn filling_of(file: &File) -> io::Result<Option<FillId>> {
     Ok((!is_free).then(|| FillId(array(&bytes, FILL_AT))))
 }
 
-/// Writes table and header, and says that the segment is staged. The extents must be written already.
+/// Writes table and header and marks the segment as staged. The extents must already be written.
 pub fn stage(map: &Writable, header: Header, table: &[u8]) -> io::Result<()> {
     let table_at = usize::try_from(header.table_offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     map.write(table_at, table)?;
@@ -206,7 +209,8 @@ pub fn stage(map: &Writable, header: Header, table: &[u8]) -> io::Result<()> {
     map.store_release(STATE_AT, State::Staged as u32)
 }
 
-/// Returns whether a segment still holds a filling: a reader asks after it has copied, and what it copied counts only if so.
+/// Returns whether a segment still holds a filling. A reader calls this after it has copied; the
+/// copy is valid only if the result is true.
 pub fn still_holds(map: &Readable, fill: FillId) -> io::Result<bool> {
     fence(Ordering::Acquire);
     let mut bytes = [0; USED_BYTES];
@@ -215,12 +219,12 @@ pub fn still_holds(map: &Readable, fill: FillId) -> io::Result<bool> {
     Ok(state == State::Staged as u32 && array::<16>(&bytes, FILL_AT) == fill.0)
 }
 
-/// The header of a staged segment, when it and the table are whole.
+/// Returns the header of a staged segment, after checking the hash of header and table.
 pub fn read_header(segment: SegmentId, map: &Readable) -> Result<Header, SegmentError> {
     read_checked(segment, map).map(|(header, _)| header)
 }
 
-/// Header and table's bytes from one copy of each, compared with their hash.
+/// Returns the header and the bytes of the table, from one copy of each, after checking their hash.
 fn read_checked(segment: SegmentId, map: &Readable) -> Result<(Header, Vec<u8>), SegmentError> {
     let failed = |source| SegmentError::Map { segment, source };
     let damaged = |what| SegmentError::Damaged { segment, what };
@@ -245,7 +249,8 @@ fn read_checked(segment: SegmentId, map: &Readable) -> Result<(Header, Vec<u8>),
     Ok((header, table))
 }
 
-/// Header and table of a staged segment, from one copy of each. The extents are inside the segment and before the table.
+/// Returns header and table of a staged segment, from one copy of each, after checking that all
+/// extents lie between them.
 pub fn read_staged(segment: SegmentId, map: &Readable) -> Result<(Header, Table), SegmentError> {
     let damaged = |what| SegmentError::Damaged { segment, what };
     let (header, table) = read_checked(segment, map)?;

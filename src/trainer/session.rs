@@ -1,4 +1,5 @@
-//! A trainer's connection to the staging daemon of its host: blocking calls with deadlines, one at a time.
+//! A trainer's connection to the staging daemon of its host. Calls block, have deadlines, and run
+//! one at a time.
 #![allow(clippy::disallowed_methods)] // a trainer's process waits by the clock of its machine
 
 use std::collections::VecDeque;
@@ -20,26 +21,28 @@ use super::error::StagingError;
 use super::frames::{Frame, Incoming, Outgoing};
 use super::mapping::{self, Writable};
 use super::protocol::{
-    Answer, Hello, HelloAnswer, OLDEST, Place, Prepare, Request, VERSION, parse, to_bytes,
+    Answer, OLDEST, Place, Prepare, Request, StagingHello, StagingHelloAnswer, VERSION, parse,
+    to_bytes,
 };
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::id::{ClusterId, FillId, InstanceId, MemberId, SegmentId, Step};
 
-/// The name of the socket in the staging folder.
+/// The file name of the socket in the staging folder.
 pub const SOCKET: &str = "socket";
-/// The staging folder of this user for a cluster, where none is configured.
+/// Returns the staging folder of this user for a cluster, for use if none is configured.
 pub fn default_dir(cluster: ClusterId) -> PathBuf {
     let user = rustix::process::geteuid().as_raw();
     let cluster: String = cluster.to_string().chars().take(8).collect();
     PathBuf::from(format!("/dev/shm/rapidraid-{user}-{cluster}"))
 }
 
-/// How often a waiting call looks whether its caller wants it to end.
+/// How often a waiting call asks its caller whether to continue.
 const SLICE: Duration = Duration::from_millis(50);
-/// How long the daemon may hold an answer back; the caller asks again until its own deadline.
+/// How long the daemon may delay an answer, in milliseconds. The caller repeats the request until
+/// its own deadline.
 const ANSWER_SLICE_MS: u32 = 2_000;
 
-/// How long a call may wait, and who may end it earlier.
+/// The deadline of a call, and a function through which the caller can end it earlier.
 pub struct Wait<'a> {
     limit: Duration,
     until: Instant,
@@ -47,14 +50,15 @@ pub struct Wait<'a> {
 }
 
 impl<'a> Wait<'a> {
-    /// A call that ends after `limit`, or when `proceed` returns false. `proceed` is asked many times a second.
+    /// Creates a wait that ends after `limit`, or when `proceed` returns false. `proceed` is called
+    /// many times a second.
     pub fn new(limit: Duration, proceed: &'a mut dyn FnMut() -> bool) -> Self {
         let now = Instant::now();
         let until = now.checked_add(limit).unwrap_or(now + Duration::from_secs(86_400 * 365));
         Self { limit, until, proceed }
     }
 
-    /// What is left of the limit.
+    /// Returns the time left until the deadline.
     pub fn left(&self) -> Duration {
         self.until.saturating_duration_since(Instant::now())
     }
@@ -71,13 +75,13 @@ impl<'a> Wait<'a> {
         Ok(())
     }
 
-    /// How long the daemon may hold back the answer of the next request.
+    /// Returns how long the daemon may delay the answer to the next request, in milliseconds.
     fn answer_ms(&self) -> u32 {
         u32::try_from(self.left().as_millis()).unwrap_or(u32::MAX).min(ANSWER_SLICE_MS)
     }
 }
 
-/// An answer and the descriptors that came with it.
+/// An answer and the descriptors that accompanied it.
 pub type Answered = (Answer, VecDeque<OwnedFd>);
 
 struct Connection {
@@ -85,27 +89,28 @@ struct Connection {
     incoming: Incoming,
 }
 
-/// One process of a launch, connected to the daemon.
+/// The connection of a launch's process to the daemon.
 pub struct Session {
     dir: PathBuf,
     token: Option<PathBuf>,
     member: MemberId,
-    hello: HelloAnswer,
-    /// `None` after a failure: the next call connects anew.
+    hello: StagingHelloAnswer,
+    /// The connection; `None` after a failure. The next call then connects again.
     connection: Option<Connection>,
     place: Option<Place>,
     is_forgotten: bool,
-    /// The segments that it made, for [`Session::leave_to_parent`].
+    /// The segments that this process made, for [`Session::leave_to_parent`].
     made: Vec<Weak<Segment>>,
 }
 
 /// A segment that this process fills.
 pub struct Segment {
-    /// Its id.
+    /// The id of the segment.
     pub id: SegmentId,
-    /// Its memory.
+    /// The mapped memory of the segment.
     pub map: Writable,
-    /// Came locked: by the lock the daemon knows that a process has the segment.
+    /// The segment's file, which arrived locked. The lock shows the daemon that a process holds the
+    /// segment.
     lock: Mutex<Option<File>>,
 }
 
@@ -130,23 +135,24 @@ impl Session {
         })
     }
 
-    /// The staging folder's id: ranks that see the same one are on one host.
+    /// Returns the id of the staging folder. Ranks that see the same id are on one host.
     pub fn instance(&self) -> InstanceId {
         self.hello.instance
     }
 
-    /// The cluster that the daemon saves to.
+    /// Returns the id of the cluster that the daemon saves to.
     pub fn cluster(&self) -> ClusterId {
         self.hello.cluster
     }
 
-    /// The daemon's process, for people.
+    /// Returns the daemon's process id, for messages to people.
     pub fn daemon_pid(&self) -> u32 {
         self.hello.pid
     }
 
-    /// Ends the session, and tells the daemon that this process fills and maps nothing any more: its memory is free for others while the
-    /// process goes on. The session is over also when the daemon does not answer; the daemon then waits for the end of the process.
+    /// Ends the session and notifies the daemon that this process no longer fills or maps any
+    /// segment. The daemon can reuse the memory while the process keeps running. The session ends
+    /// even if the daemon does not answer; the daemon then waits for the end of the process.
     pub fn leave(&mut self, wait: &mut Wait<'_>) -> Result<(), StagingError> {
         let is_member = self.place.is_some() && !self.is_forgotten;
         let told =
@@ -155,26 +161,29 @@ impl Session {
         told
     }
 
-    /// Ends the session without a word to the daemon: for a forked child, whose parent goes on with it.
+    /// Ends the session without notifying the daemon. For a forked child, whose parent continues to
+    /// use the session.
     pub fn forget(&mut self) {
         self.connection = None;
         self.place = None;
         self.is_forgotten = true;
     }
 
-    /// Ends the session in a forked child. It lets go of the segments' locks too: the segments are the parent's, and have to be free
-    /// when the parent is gone. Their memory is not mapped in a child.
+    /// Ends the session in a forked child. Also releases the child's copies of the segments' locks:
+    /// the segments are the parent's and must become free when the parent ends. The child has no
+    /// mapping of their memory.
     pub fn leave_to_parent(&mut self) {
         self.forget();
         for segment in self.made.drain(..).filter_map(|segment| segment.upgrade()) {
-            // A child of a process that held this lock just then leaves it to its own end.
+            // If the parent held this mutex at the time of the fork, the lock stays until the child
+            // ends.
             if let Ok(mut lock) = segment.lock.try_lock() {
                 *lock = None;
             }
         }
     }
 
-    /// Sends a request and waits for its answer. A failure in the answer is an error.
+    /// Sends a request and waits for its answer. Fails if the daemon answers with a failure.
     pub fn ask(
         &mut self,
         what: &'static str,
@@ -190,7 +199,8 @@ impl Session {
         };
         let frame = exchange(&mut connection, what, &to_bytes(request)?, Vec::new(), wait)?;
         let answer = parse(&frame.bytes)?;
-        // After anything that went wrong before, the connection may have an answer under way that nobody wants: it is not used again.
+        // Keep the connection only on success. After an earlier failure it could still deliver a
+        // stale answer, so it is not reused.
         self.connection = Some(connection);
         match answer {
             Answer::Failed(failure) => Err(failure.into()),
@@ -198,7 +208,8 @@ impl Session {
         }
     }
 
-    /// Asks until the answer is no [`Answer::Pending`]. `request` is given how long the daemon may hold its answer back.
+    /// Repeats a request until the answer is not [`Answer::Pending`]. `request` receives how long
+    /// the daemon may delay its answer, in milliseconds.
     pub fn ask_until(
         &mut self,
         what: &'static str,
@@ -217,7 +228,7 @@ impl Session {
         }
     }
 
-    /// Makes the segments of a rank: reserves their memory in this process's name and maps it.
+    /// Makes the segments of a rank: reserves their memory, charged to this process, and maps it.
     pub fn prepare(
         &mut self,
         prepare: &Prepare,
@@ -236,8 +247,10 @@ impl Session {
         Ok(made)
     }
 
-    /// Asks which of `segments` the step is to be written into, waiting until one is free. A further one may be added to them first.
-    /// Returns its place among them and the id of the filling; or, only with `or_skip`, why all ranks skip the step.
+    /// Asks into which of `segments` the step is to be written, and waits until one is free. The
+    /// daemon may order another segment to be made first; it is appended to `segments`. Returns the
+    /// index of the segment and the id of the filling, or, only with `or_skip`, the reason why all
+    /// ranks skip the step.
     pub fn fill(
         &mut self,
         step: Step,
@@ -346,7 +359,8 @@ fn make_segments(
         .collect()
 }
 
-/// Refuses what the control groups of this process have no room for: to take it anyway would end the process.
+/// Fails if the control groups of this process have no room for `wanted_bytes`. The kernel would
+/// kill the process if it took them anyway.
 fn check_room(wanted_bytes: u64, room_bytes: Option<u64>) -> Result<(), StagingError> {
     match room_bytes {
         Some(room_bytes) if wanted_bytes > room_bytes => {
@@ -356,7 +370,8 @@ fn check_room(wanted_bytes: u64, room_bytes: Option<u64>) -> Result<(), StagingE
     }
 }
 
-/// Opens the staging folder: it must belong to this user, and nobody else may enter it.
+/// Opens the staging folder. The folder must belong to this user, and no other user may have
+/// access.
 fn open_folder(dir: &Path) -> Result<File, StagingError> {
     let flags = (rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC).bits() as i32;
     let opened = File::options().read(true).custom_flags(flags).open(dir);
@@ -385,16 +400,17 @@ fn connect(
     token: Option<&Path>,
     member: MemberId,
     wait: &mut Wait<'_>,
-) -> Result<(Connection, HelloAnswer), StagingError> {
+) -> Result<(Connection, StagingHelloAnswer), StagingError> {
     use std::os::fd::AsRawFd;
     const WHAT: &str = "the staging daemon";
     let folder = open_folder(dir)?;
-    // The path over the open folder names the folder that was checked, and is short enough for a socket's name.
+    // The path through the open folder names the folder that was checked, and is short enough for a
+    // socket's address.
     let path = format!("/proc/self/fd/{}/{SOCKET}", folder.as_raw_fd());
     let socket = loop {
         match UnixStream::connect(&path) {
             Ok(socket) => break socket,
-            // The queue of connections that the daemon has not taken yet is full.
+            // The daemon's queue of connections to accept is full.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 wait.check(WHAT, "")?;
                 std::thread::sleep(Duration::from_millis(5));
@@ -421,10 +437,11 @@ fn connect(
         })?,
         None => Vec::new(),
     };
-    let hello = Hello { oldest: OLDEST, newest: VERSION, member, pid: std::process::id(), token };
+    let hello =
+        StagingHello { oldest: OLDEST, newest: VERSION, member, pid: std::process::id(), token };
     let mut connection = Connection { socket, incoming: Incoming::default() };
     let frame = exchange(&mut connection, WHAT, &to_bytes(&hello)?, vec![own], wait)?;
-    let answer: HelloAnswer = parse(&frame.bytes)?;
+    let answer: StagingHelloAnswer = parse(&frame.bytes)?;
     if !answer.refused.is_empty() {
         return Err(StagingError::Refused { dir: dir.to_owned(), reason: answer.refused });
     }
@@ -437,14 +454,14 @@ fn connect(
     Ok((connection, answer))
 }
 
-/// Returns the user of the process at the other end. Its process id is not asked for: it is 0 where the process belongs to another
-/// container, and `socket_peercred` of rustix takes no such id.
+/// Returns the user id of the process at the other end. The process id is not read: it is 0 if the
+/// process belongs to another container, and `socket_peercred` of rustix does not accept this.
 pub(crate) fn user_of_peer(socket: &impl AsFd) -> std::io::Result<Uid> {
     let peer = nix::sys::socket::getsockopt(socket, PeerCredentials)?;
     Ok(Uid::from_raw(peer.uid()))
 }
 
-/// The daemon must be of this user.
+/// Fails unless the daemon runs as this user.
 fn check_peer(socket: &UnixStream, dir: &Path) -> Result<(), StagingError> {
     let own = rustix::process::geteuid();
     let problem = match user_of_peer(socket) {
@@ -499,14 +516,15 @@ fn exchange(
     }
 }
 
-/// Waits until the socket is ready, the deadline passes or the caller ends it.
+/// Waits until the socket is ready. Fails when the deadline passes or the caller ends the wait.
 fn ready(
     socket: &UnixStream,
     flags: PollFlags,
     what: &'static str,
     wait: &mut Wait<'_>,
 ) -> Result<(), StagingError> {
-    // The daemon holds an answer back for as long as it was allowed to; its own deadline ends later than the caller's by this much.
+    // The daemon may delay an answer until the caller's deadline, so the answer may arrive a little
+    // later. This is how long after the start of the wait it still counts.
     const GRACE: Duration = Duration::from_secs(2);
     let started = Instant::now();
     loop {
@@ -528,7 +546,8 @@ fn ready(
     }
 }
 
-/// The time since the host was booted, by a clock that goes on while the host sleeps and that all its processes share.
+/// Returns the time since the host's boot, by a clock that continues while the host sleeps and that
+/// all processes of the host share.
 pub fn boot_time() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec as u32)

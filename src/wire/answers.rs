@@ -1,4 +1,4 @@
-//! What comes back from calls, and the parts of which calls and answers are made.
+//! The answers to calls, and the parts of calls and answers.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,7 @@ use crate::id::{
     StripeId,
 };
 
-/// The beginning of the note in [`NodeStatusAnswer`] of a home that changes nothing.
+/// The beginning of the note in [`NodeStatusAnswer`] of a catalogue server that is read-only.
 pub const CHANGES_NOTHING: &str = "its catalogue changes nothing";
 
 /// Answer to [`Hello`].
@@ -25,28 +25,28 @@ pub struct HelloAnswer {
     pub cluster: ClusterId,
     /// The node.
     pub node: PeerName,
-    /// The highest epoch it knows.
+    /// The highest epoch that the node knows.
     pub epoch: Epoch,
-    /// The map of that epoch, if it knows it.
+    /// The id of the database of that epoch, if the node knows it.
     pub map: Option<DbId>,
-    /// The last change of that map that it has heard of.
+    /// The revision of the last change of that database that the node knows of.
     pub revision: u64,
-    /// Where it believes the catalogue to be.
+    /// The catalogue server, as far as the node knows it.
     pub catalogue: Option<NodeAddress>,
-    /// Version of its software.
+    /// The version of the node's program.
     pub version: String,
 }
 
 /// Answer to [`GetStanding`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StandingAnswer {
-    /// Whether it has caught up.
+    /// The node's standing: whether it has caught up.
     pub standing: Standing,
-    /// The highest epoch it knows.
+    /// The highest epoch that the node knows.
     pub epoch: Epoch,
-    /// The last change of the catalogue that it has heard of, of whichever map.
+    /// The revision of the last catalogue change that the node knows of, in any database.
     pub revision: u64,
-    /// The storage nodes that were registered then.
+    /// The storage nodes on the node's list, which is at least as new as `revision`.
     pub listed: Vec<PeerName>,
 }
 
@@ -55,21 +55,21 @@ pub struct StandingAnswer {
 pub struct RebuildAnswer {
     /// The new epoch.
     pub epoch: Epoch,
-    /// Who serves it.
+    /// The name of the daemon that serves it.
     pub home: String,
-    /// Nodes that claimed it and were read.
+    /// Nodes that claimed the epoch and whose inventory was read.
     pub reached: Vec<PeerName>,
     /// Known storage nodes that were not reached.
     pub missing: Vec<PeerName>,
-    /// Committed steps.
+    /// Number of committed steps.
     pub steps: u32,
-    /// Shards of these.
+    /// Number of shards of these steps.
     pub shards: u32,
-    /// Saves that will be removed: aborted, superseded, or removed before.
+    /// Number of saves that will be removed: aborted, superseded, or removed before.
     pub orphans: u32,
-    /// Committed steps that could not be brought back, and why; at most 1000.
+    /// Committed steps that could not be recovered, with the reason; at most 1000.
     pub incomplete: Vec<String>,
-    /// Stripes of which too little was found to be read now; at most 1000.
+    /// Stripes of which too little was found to read them now; at most 1000.
     pub damaged: Vec<StripeId>,
 }
 
@@ -78,81 +78,83 @@ pub struct RebuildAnswer {
 pub struct MoveCatalogueAnswer {
     /// The new epoch.
     pub epoch: Epoch,
-    /// Who serves it.
+    /// The daemon that serves it.
     pub home: PeerName,
-    /// Who served it before.
+    /// The daemon that served it before.
     pub from: PeerName,
-    /// The entries that were copied.
+    /// Number of entries that were copied.
     pub entries: u64,
 }
 
-/// What a map comes to: two maps of equal contents and history have the same.
+/// The checksum of a catalogue database. Two databases with equal contents and history have equal
+/// checksums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DbChecksum {
     /// The revision of the last change.
     pub revision: u64,
-    /// XOR over all entries of the first 16 bytes of BLAKE3 of each with its key and revision.
+    /// XOR, over all entries, of the first 16 bytes of BLAKE3 over the entry with its key and
+    /// revision.
     pub sum: [u8; 16],
 }
 
-/// A page of what a node holds.
+/// A page of a node's holdings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InventoryPage {
-    /// By shard.
+    /// The holdings, by shard.
     pub shards: Vec<ShardHolding>,
-    /// Where the next page begins; `None` when this was the last.
+    /// The start of the next page; `None` if this page is the last.
     pub next: Option<(ShardId, Option<u32>)>,
 }
 
 /// Answer to [`ListMarkedSaves`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MarkedSavesPage {
-    /// The saves, by id; one with several shards may come more than once.
+    /// The saves, by id. A save with several shards may appear more than once.
     pub saves: Vec<MarkedSave>,
-    /// Where the next page begins; `None` when this was the last.
+    /// The start of the next page; `None` if this page is the last.
     pub next: Option<ShardId>,
 }
 
-/// A save as its commit mark has it.
+/// A save as its commit mark describes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MarkedSave {
     /// The job.
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// What was committed.
+    /// The committed save.
     pub saved: Saved,
-    /// Pieces of its code.
+    /// Number of pieces of its code.
     pub n: u8,
-    /// Blocks of its code.
+    /// Number of blocks of its code.
     pub k: u8,
 }
 
-/// What a node holds of a shard.
+/// The holdings of a node for one shard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardHolding {
-    /// The shard; its index is `u32::MAX` for what belongs to the save as a whole.
+    /// The shard. Its index is `u32::MAX` for records that belong to the save as a whole.
     pub shard: ShardId,
     /// The sealed commit mark.
     pub mark: Option<Vec<u8>>,
-    /// The root out of the shard's leaves.
+    /// The root from the shard's leaves.
     pub root: Option<ShardRoot>,
     /// The sealed tombstone of the save.
     pub tombstone: Option<Vec<u8>>,
-    /// Stripes, by index; a shard with many goes on in the next page.
+    /// The stripes, by index. A shard with many stripes continues on the next page.
     pub stripes: Vec<StripeHolding>,
 }
 
-/// What a node holds of a stripe.
+/// The holdings of a node for one stripe.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StripeHolding {
-    /// Its index.
+    /// Index of the stripe.
     pub index: u32,
-    /// Blocks of which a replica is here.
+    /// Blocks of which the node has a replica.
     pub replicas: Vec<u8>,
-    /// Pieces that are here.
+    /// Pieces that the node has, with their attempts.
     pub pieces: Vec<(u8, Attempt)>,
-    /// Receipts that are here: attempt, code, and the generation that began the attempt.
+    /// Receipts that the node has: attempt, code, and the generation that began the attempt.
     pub receipts: Vec<(Attempt, CodeId, Generation)>,
 }
 
@@ -161,116 +163,117 @@ pub struct StripeHolding {
 pub struct BeginSaveAnswer {
     /// The save.
     pub save: SaveId,
-    /// Its generation.
+    /// The save's generation.
     pub generation: Generation,
-    /// To be kept alive.
+    /// The save's lease, which the client must keep alive.
     pub lease: LeaseId,
-    /// How long it lives without being kept, in milliseconds.
+    /// Lifetime of the lease without renewal, in milliseconds.
     pub lease_ms: u64,
-    /// Pieces of the code that was chosen.
+    /// Number of pieces of the chosen code.
     pub n: u8,
-    /// Blocks of the code that was chosen.
+    /// Number of blocks of the chosen code.
     pub k: u8,
-    /// Padded bytes of a full block.
+    /// Padded length of a full block in bytes.
     pub block_bytes: u64,
-    /// The live nodes that store data.
+    /// The live storage nodes.
     pub nodes: Vec<Node>,
 }
 
-/// How to archive.
+/// The plan of an archiving and its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArchiveOptions {
-    /// Which plan.
+    /// The plan.
     pub plan: PlanChoice,
-    /// What multiplies.
+    /// The implementation that multiplies.
     pub codec: super::order::Codec,
-    /// Stripes at once; 0 is the daemon's default.
+    /// Number of stripes that are archived at once; 0 for the daemon's default.
     pub parallel: u16,
 }
 
-/// Which plan archives.
+/// The kind of plan that archives a stripe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlanChoice {
     /// RapidRAID's chain.
     Chain,
-    /// The coder on a node with two blocks.
+    /// The best star: its coder runs on a node with two blocks.
     BestStar,
-    /// The paper's baseline.
+    /// The naive star, the paper's baseline.
     NaiveStar,
-    /// The coder rotates over ranges.
+    /// The striped star: its coder rotates over ranges of grains.
     StripedStar,
-    /// The paper's baseline, its coder drawn for each stripe from the nodes that keep parities.
+    /// The naive star with a coder drawn at random, for each stripe, from the nodes that store
+    /// parity pieces.
     RandomStar,
 }
 
-/// What happens during [`ArchiveStep`].
+/// An event of [`ArchiveStep`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ArchiveEvent {
-    /// Bytes archived so far, of all that were to be archived.
+    /// The progress in bytes.
     Progress {
-        /// So far.
+        /// Number of bytes archived so far.
         done_bytes: u64,
-        /// In all.
+        /// Number of bytes that are to be archived in all.
         total_bytes: u64,
     },
-    /// One stripe is committed as archived.
+    /// A stripe is committed as archived.
     Stripe(StripeReport),
-    /// Something to tell the operator.
+    /// A message for the operator.
     Note(String),
-    /// The end.
+    /// The end of the archiving.
     Done {
-        /// Stripes that are archived now.
+        /// Number of stripes that are archived now.
         stripes: u64,
-        /// Of these, stripes whose replicas are not all confirmed to be dropped.
+        /// Number of these stripes whose replicas are not all confirmed as dropped.
         undropped: u64,
     },
 }
 
-/// How the archiving of one stripe went.
+/// The report about the archiving of one stripe.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StripeReport {
     /// The stripe.
     pub stripe: StripeId,
     /// The code.
     pub code: CodeId,
-    /// Padded block length.
+    /// Padded length of a block in bytes.
     pub block_bytes: u64,
-    /// Per hop, in the plan's order.
+    /// The hops, in the plan's order.
     pub hops: Vec<HopView>,
-    /// Microseconds: reserving, running with proof, receipts and commit, drop.
+    /// Durations in microseconds: reservation; execution with proof; receipts and commit; drop.
     pub phases_us: [u64; 4],
 }
 
-/// One hop of a [`StripeReport`].
+/// A hop of a [`StripeReport`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HopView {
     /// The node.
     pub node: PeerName,
-    /// Pieces that it stored.
+    /// Pieces that the hop stored.
     pub pieces: Vec<u8>,
-    /// What it did.
+    /// The work of the hop.
     pub work: HopWork,
 }
 
 /// Answer to [`RemoveStep`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoveAnswer {
-    /// Nodes that have removed all files.
+    /// Number of nodes that have removed all files.
     pub confirmed: u32,
     /// Nodes that were not reached and will be asked again.
     pub waiting: Vec<PeerName>,
 }
 
-/// One line of a list.
+/// A committed step in a list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepView {
     /// The job.
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// What is committed.
+    /// The committed save.
     pub saved: Saved,
-    /// Whether its commit marks say so, because no catalogue answers.
+    /// Whether commit marks are the source, because no catalogue answers.
     pub by_marks: bool,
 }
 
@@ -279,7 +282,7 @@ pub struct StepView {
 pub struct ListStepsAnswer {
     /// A page of steps.
     pub steps: Vec<StepView>,
-    /// Ask again after this one for more.
+    /// The step after which the next page begins; `None` if this page is the last.
     pub next: Option<(Job, Step)>,
 }
 
@@ -288,7 +291,7 @@ pub struct ListStepsAnswer {
 pub struct ShowStepAnswer {
     /// The step.
     pub step: StepView,
-    /// A page of shards; an absent state is the fresh one.
+    /// A page of shards. An absent state stands for the initial one.
     pub shards: Vec<(ShardRoot, Option<ShardState>)>,
 }
 
@@ -297,36 +300,36 @@ pub struct ShowStepAnswer {
 pub struct NodeView {
     /// The node.
     pub node: Node,
-    /// Whether its lease lives.
+    /// Whether the node's lease is alive.
     pub live: bool,
 }
 
 /// Answer to [`GetNodeStatus`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStatusAnswer {
-    /// Replica files and their bytes.
+    /// Number of replica files, and their bytes.
     pub replicas: (u64, u64),
-    /// Piece files and their bytes.
+    /// Number of piece files, and their bytes.
     pub pieces: (u64, u64),
-    /// Bytes of records.
+    /// Number of bytes of records.
     pub record_bytes: u64,
-    /// Files set aside.
+    /// Number of files in quarantine.
     pub quarantined: u64,
-    /// Disk: total and free bytes.
+    /// Total and free bytes of the disk.
     pub disk: (u64, u64),
-    /// Memory budgets: name, used, peak and total bytes.
+    /// The memory budgets: name, used, peak and total bytes.
     pub budgets: Vec<(String, u64, u64, u64)>,
-    /// Process peak memory in bytes (VmHWM), 0 where unknown.
+    /// Peak memory of the process in bytes (VmHWM); 0 if unknown.
     pub peak_memory_bytes: u64,
     /// Whether UDP segmentation offload is on.
     pub segmentation_offload: bool,
-    /// Whether this daemon hosts the catalogue.
+    /// Whether this daemon serves the catalogue.
     pub catalogue: bool,
-    /// Things an operator should look at.
+    /// Messages that need an operator's attention.
     pub notes: Vec<String>,
 }
 
-/// Which record.
+/// The name of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum RecordName {
     /// A shard's leaves.
@@ -347,76 +350,80 @@ pub enum RecordName {
     Mark,
 }
 
-/// First answer to [`PutBlock`]: both holders have the memory for it, and its bytes may come.
+/// The first answer to [`PutBlock`]: both holders have reserved memory for the block, and its bytes
+/// may follow.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockAdmitted {
-    /// Why the second holder did not admit it ([`Kind::wire_code`](crate::kind::ErrorKind::wire_code), text): nothing is stored, and
-    /// the call ends here.
+    /// Why the second holder did not admit the block: error code
+    /// ([`ErrorKind::wire_code`](crate::kind::ErrorKind::wire_code)) and message. Nothing is stored
+    /// then, and the call ends here.
     pub second_refused: Option<(u32, String)>,
 }
 
-/// Comes behind the bytes of [`PutBlock`].
+/// The frame after the bytes of [`PutBlock`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockTrailer {
-    /// BLAKE3 of the bytes as the client read them.
+    /// BLAKE3 hash of the bytes as the client read them.
     pub root: [u8; 32],
-    /// Fingerprints of their grains.
+    /// Fingerprints of the grains.
     pub fingerprints: Vec<crate::gf::Fingerprint>,
 }
 
-/// Last answer to [`PutBlock`].
+/// The last answer to [`PutBlock`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PutBlockAnswer {
-    /// Whether the block is durable where it was forwarded to; the reason if not.
+    /// The outcome at the second holder: durable there, or the reason why not; `None` if the block
+    /// was not forwarded.
     pub forwarded: Option<Result<(), String>>,
 }
 
 /// A data file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileView {
-    /// Which.
+    /// The name of the file.
     pub file: FileName,
-    /// Its data bytes.
+    /// Number of data bytes.
     pub len_bytes: u64,
-    /// Its BLAKE3.
+    /// BLAKE3 hash of the data bytes.
     pub root: [u8; 32],
 }
 
-/// A file that grains can be read from.
+/// A file from which grains can be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceView {
-    /// Which.
+    /// The name of the file.
     pub file: FileName,
-    /// Its data bytes and their BLAKE3; `None` when its tail is broken.
+    /// Number of data bytes and their BLAKE3 hash; `None` if the file's tail is broken.
     pub content: Option<(u64, [u8; 32])>,
-    /// The grains that are known to be damaged; `None` when the file counts.
+    /// The grains that are known to be damaged; `None` if the file counts.
     pub damaged: Option<GrainSet>,
 }
 
 /// Answer to [`ExamineStripe`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExamineAnswer {
-    /// The files of the stripe; one counts if all of it was read and found good.
+    /// The files of the stripe. A file counts if all of it was read and found good.
     pub files: Vec<SourceView>,
-    /// The records of the stripe, and of its shard if these were wanted.
+    /// The records of the stripe, and those of its shard if they were requested.
     pub records: Vec<RecordView>,
 }
 
 /// A record on a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordView {
-    /// Which.
+    /// The name of the record.
     pub record: RecordName,
-    /// Its digest ([`crate::format::digest`]); `None` when the record is damaged.
+    /// The digest of the record ([`crate::format::digest`]); `None` if the record is damaged.
     pub digest: Option<[u8; 32]>,
 }
 
 /// Answer to [`ReadFile`] and [`ReadSource`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadFileAnswer {
-    /// Data bytes of the whole file; 0 when its tail is broken.
+    /// Number of data bytes of the whole file; 0 if the file's tail is broken.
     pub len_bytes: u64,
-    /// Grain hashes of the whole file, if wanted: a BLAKE3 tree whose root the reader knows.
+    /// Grain hashes of the whole file, if requested: the leaves of a BLAKE3 tree whose root the
+    /// reader knows.
     pub hashes: Vec<[u8; 32]>,
 }
 
@@ -425,30 +432,30 @@ pub struct ReadFileAnswer {
 pub struct RegisterAnswer {
     /// The catalogue's epoch.
     pub epoch: Epoch,
-    /// Its map.
+    /// The id of the catalogue database.
     pub map: DbId,
-    /// The last change of that map.
+    /// The revision of the last change of that database.
     pub revision: u64,
-    /// Another number when the list of nodes is another one.
+    /// A number that changes whenever the list of nodes changes.
     pub members: u64,
-    /// Register again within so many milliseconds.
+    /// Lifetime of the registration in milliseconds. The node must register again before it ends.
     pub lease_ms: u64,
 }
 
 /// Answer to [`CompareAndSetKey`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CompareAndSetAnswer {
-    /// Done; the key's new revision.
+    /// The change is durable. The key's new revision.
     Set(u64),
-    /// The key has another revision and value; nothing was changed.
+    /// The key has another revision. Its value and revision; nothing was changed.
     Conflict(Option<(Vec<u8>, u64)>),
 }
 
 /// Answer to [`DropReplicas`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DropReplicasAnswer {
-    /// Replica files removed now.
+    /// Number of replica files removed by this call.
     pub files: u32,
-    /// Their bytes.
+    /// Number of bytes of these files.
     pub bytes: u64,
 }

@@ -1,4 +1,4 @@
-//! Every call: its number, who may make it, what it carries and what comes back.
+//! The calls: number, allowed callers, request and answer of each.
 
 use serde::{Deserialize, Serialize};
 
@@ -29,18 +29,20 @@ macro_rules! calls {
             }
         )*
 
-        /// Number, name and caller of every call, for the dispatcher and the protocol page.
+        /// Number, name and allowed callers of every call, for the dispatcher and the protocol
+        /// page.
         pub const ALL: &[(u8, &str, AllowedCaller)] = &[$(($number, stringify!($name), AllowedCaller::$who)),*];
     };
 }
 
 calls! {
-    /// Who are you, and where is the catalogue?
+    /// Asks a daemon who it is and where the catalogue is.
     1 Anyone Hello {
-        /// Who asks, if it is a node: it may be known to nobody else when the catalogue is lost.
+        /// The caller, if it is a node. When the catalogue is lost, there may be no other record of
+        /// that node.
         me: Option<Node>,
     } -> HelloAnswer;
-    /// Opens a save (semantics 3.1). Again, with the same `save`: the same answer.
+    /// Opens a save (semantics 3.1). A repeated call with the same `save` returns the same answer.
     2 Anyone BeginSave {
         /// The job.
         job: Job,
@@ -48,12 +50,13 @@ calls! {
         step: Step,
         /// Whether a committed step may be replaced.
         replace: bool,
-        /// The save's id, drawn by the client: a repeat of a call whose answer was lost opens no second save.
+        /// The save's id, drawn by the client, so that a repeated call whose first answer was lost
+        /// opens no second save.
         save: SaveId,
-        /// Nodes to do without, if a configured code fits without them.
+        /// Nodes to avoid, if a configured code fits without them.
         avoid: Vec<NodeId>,
     } -> BeginSaveAnswer;
-    /// Keeps a lease alive.
+    /// Renews a lease.
     3 Anyone RenewLease {
         /// The lease.
         lease: LeaseId,
@@ -71,10 +74,10 @@ calls! {
         step: Step,
         /// The save.
         save: SaveId,
-        /// Number of sealed shards.
+        /// Number of completed shards.
         shards: u32,
     } -> Saved;
-    /// Gives an open save up.
+    /// Aborts an open save.
     6 Anyone AbortSave {
         /// The job.
         job: Job,
@@ -83,13 +86,13 @@ calls! {
         /// The save.
         save: SaveId,
     } -> ();
-    /// Archives a committed step; answers with [`ArchiveEvent`]s until `Done`.
+    /// Archives a committed step. Answers with [`ArchiveEvent`]s until `Done`.
     7 Anyone ArchiveStep {
         /// The job.
         job: Job,
         /// The step.
         step: Step,
-        /// How.
+        /// The plan and its parameters.
         options: ArchiveOptions,
     } -> ArchiveEvent;
     /// Removes a committed step (semantics 5).
@@ -98,17 +101,17 @@ calls! {
         job: Job,
         /// The step.
         step: Step,
-        /// The save that it was when the caller looked: no other one is removed.
+        /// The save that the caller saw committed as the step. No other save is removed.
         save: SaveId,
     } -> RemoveAnswer;
-    /// Committed steps, in order.
+    /// Lists committed steps, in order, by pages.
     9 Anyone ListSteps {
-        /// Only this job.
+        /// The job whose steps are listed; `None` for all jobs.
         job: Option<Job>,
-        /// Those after this one.
+        /// The page begins after this step.
         after: Option<(Job, Step)>,
     } -> ListStepsAnswer;
-    /// One committed step with its shards, by pages.
+    /// Returns one committed step with its shards, by pages.
     10 Anyone ShowStep {
         /// The job.
         job: Job,
@@ -117,50 +120,52 @@ calls! {
         /// First shard of the page.
         first_shard: u32,
     } -> ShowStepAnswer;
-    /// The state of one shard.
+    /// Returns the state of one shard.
     11 Anyone GetShardState {
         /// The shard.
         shard: ShardId,
     } -> Option<ShardState>;
-    /// The registered nodes, and which are live.
+    /// Returns the registered nodes, and which are live.
     12 Anyone ListNodes {} -> Vec<NodeView>;
-    /// What this node holds and uses.
+    /// Returns what this node stores and which resources it uses.
     13 Anyone GetNodeStatus {} -> NodeStatusAnswer;
-    /// Makes a lost catalogue again from what the nodes hold; this daemon serves it afterwards (semantics 8).
+    /// Rebuilds a lost catalogue from the contents of the nodes. This daemon serves it afterwards
+    /// (semantics 8).
     14 Anyone RebuildCatalogue {
-        /// Whether to go on when too few nodes are reached, or roots are missing.
+        /// Whether to continue if too few nodes are reached or roots are missing.
         accept_loss: bool,
     } -> RebuildAnswer;
-    /// The policy that the catalogue's host applies, and what of it waits.
+    /// Returns the policy that the catalogue server applies, and the work that is pending.
     15 Anyone GetPolicyStatus {} -> PolicyAnswer;
-    /// Takes a node off the list of members (semantics 10).
+    /// Removes a node from the list of members (semantics 10).
     16 Anyone RemoveNode {
-        /// Its name.
+        /// The node's name.
         name: PeerName,
     } -> ();
-    /// Moves the catalogue from the daemon that serves it to this one (semantics 8).
+    /// Transfers the catalogue from the daemon that serves it to this one (semantics 8).
     17 Anyone MoveCatalogue {} -> MoveCatalogueAnswer;
 
-    /// Stores a block. After a first answer, [`BlockAdmitted`], its bytes follow, then a [`BlockTrailer`] frame.
+    /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
+    /// [`BlockTrailer`] frame follows.
     20 Anyone PutBlock {
         /// The stripe.
         stripe: StripeId,
         /// The block, from 0.
         block: u8,
-        /// Its real bytes.
+        /// Length of the block in bytes, without padding.
         len_bytes: u64,
         /// The save's generation.
         generation: Generation,
-        /// Key of the fingerprints.
+        /// The key of the fingerprints.
         fingerprint_key: [u8; 32],
-        /// Where to forward it while storing.
+        /// The second holder, to which this node forwards the block while storing it.
         forward: Option<NodeAddress>,
     } -> PutBlockAnswer;
     /// Stores a stripe record, or a shard's leaves, of an uncommitted save.
     21 Anyone PutRecord {
         /// The shard.
         shard: ShardId,
-        /// Which.
+        /// The record.
         record: RecordName,
         /// The save's generation.
         generation: Generation,
@@ -171,69 +176,72 @@ calls! {
     22 Anyone GetRecord {
         /// The shard.
         shard: ShardId,
-        /// Which.
+        /// The record.
         record: RecordName,
     } -> Option<Vec<u8>>;
-    /// Names the files of a stripe.
+    /// Lists the files of a stripe.
     23 Anyone ListFiles {
         /// The stripe.
         stripe: StripeId,
     } -> Vec<FileView>;
-    /// Reads a range of a file; its bytes follow the answer.
+    /// Reads a range of a file. The bytes follow the answer.
     24 Anyone ReadFile {
         /// The stripe.
         stripe: StripeId,
-        /// Which file.
+        /// The file.
         file: FileName,
-        /// First byte.
+        /// Offset of the first byte.
         from: u64,
         /// Number of bytes.
         len_bytes: u64,
         /// Whether the grain hashes are wanted.
         hashes: bool,
     } -> ReadFileAnswer;
-    /// Reports that a file's bytes are not what they should be. The node looks at it, notes damage, and mends a replica. Answers whether it
-    /// is damaged or gone.
+    /// Reports that the bytes of a file seem wrong. The node checks the file, notes damage, and
+    /// mends a replica. Returns whether the file does not count: it is damaged, misplaced or
+    /// missing.
     25 Anyone VerifyFile {
         /// The stripe.
         stripe: StripeId,
-        /// Which file.
+        /// The file.
         file: FileName,
     } -> bool;
-    /// Those of some saves (at most 256) that this node has removed, or is to.
+    /// Returns those of the given saves (at most 256) that this node has removed or is to remove.
     26 Anyone FindRemovedSaves {
         /// The saves.
         saves: Vec<SaveId>,
     } -> Vec<SaveId>;
-    /// The nodes of the cluster, as this one last heard of them.
+    /// Returns the nodes of the cluster, as far as this node knows them.
     27 Anyone ListMembers {} -> Vec<Node>;
-    /// Names the files of a stripe that grains can be read from, damaged ones among them.
+    /// Lists the files of a stripe whose grains can be read, damaged files among them.
     28 Anyone ListSources {
         /// The stripe.
         stripe: StripeId,
     } -> Vec<SourceView>;
-    /// As [`ReadFile`], also of a damaged file: what cannot be read comes as zeros.
+    /// Reads a range of a file as [`ReadFile`] does, and also of a damaged file: bytes that cannot
+    /// be read are zeros.
     29 Anyone ReadSource {
         /// The stripe.
         stripe: StripeId,
-        /// Which file.
+        /// The file.
         file: FileName,
-        /// First byte.
+        /// Offset of the first byte.
         from: u64,
-        /// Number of bytes; with `from` at most the longest block.
+        /// Number of bytes. `from` plus this number is at most the longest block.
         len_bytes: u64,
-        /// Whether the grain hashes are wanted; there are none when the file's tail is broken.
+        /// Whether the grain hashes are wanted. There are none if the file's tail is broken.
         hashes: bool,
     } -> ReadFileAnswer;
-    /// Reads all that the node has of a stripe from its disk, checks it and notes what is damaged. Moves and mends nothing.
+    /// Reads all files and records of a stripe from this node's disk, checks them and notes damage.
+    /// Moves and mends nothing.
     30 Anyone ExamineStripe {
         /// The stripe.
         stripe: StripeId,
-        /// Whether the records of its shard are examined, too.
+        /// Whether the records of the stripe's shard are examined too.
         with_shard: bool,
     } -> ExamineAnswer;
 
-    /// Registers a node and keeps its lease.
+    /// Registers a node and renews its lease.
     40 Nodes RegisterNode {
         /// The node.
         node: Node,
@@ -243,50 +251,50 @@ calls! {
         /// The key.
         key: String,
     } -> Option<(Vec<u8>, u64)>;
-    /// Compare-and-set of a key; synced before the answer.
+    /// Sets or removes a key by compare-and-set. The change is durable before the answer.
     42 Nodes CompareAndSetKey {
         /// The key.
         key: String,
-        /// The revision that it must have; `None`: it must not exist.
+        /// The revision that the key must have; `None`: the key must not exist.
         expected: Option<u64>,
         /// The new value; `None` removes the key.
         value: Option<Vec<u8>>,
     } -> CompareAndSetAnswer;
-    /// Keys of a prefix, in order, by pages.
+    /// Lists the keys of a prefix, in order, by pages.
     43 Nodes ListKeys {
         /// The prefix.
         prefix: String,
-        /// Keys after this one.
+        /// The page begins after this key.
         after: Option<String>,
-        /// At most so many.
+        /// Maximum number of keys.
         limit: u32,
     } -> Vec<(String, Vec<u8>, u64)>;
     /// Grants a lease.
     44 Nodes GrantLease {} -> (LeaseId, u64);
-    /// Whether a lease lives; `keep` extends it.
+    /// Returns whether a lease is alive. With `keep` the lease is extended.
     45 Nodes TouchLease {
         /// The lease.
         lease: LeaseId,
         /// Whether to extend it.
         keep: bool,
     } -> bool;
-    /// Gives a lease back.
+    /// Ends a lease.
     46 Nodes RevokeLease {
         /// The lease.
         lease: LeaseId,
     } -> ();
 
-    /// Admits a node's part of a plan: reserves all that it will need.
+    /// Admits a node's part of a plan: reserves all memory and disk space that it will need.
     50 Nodes ReservePart {
         /// The part.
         order: Order,
     } -> ();
-    /// Runs a reserved part; the answer comes when its pieces are durable and read back.
+    /// Runs a reserved part. The answer comes when its pieces are durable and have been read back.
     51 Nodes RunPart {
         /// The run.
         run: [u8; 16],
     } -> RunReport;
-    /// Gives a reservation back.
+    /// Releases a reservation.
     52 Nodes ReleasePart {
         /// The run.
         run: [u8; 16],
@@ -295,7 +303,7 @@ calls! {
     53 Nodes PutMark {
         /// The sealed [`CommitMark`](crate::format::records::CommitMark).
         bytes: Vec<u8>,
-        /// The epoch of the catalogue that the sender obeys; the mark's own may be older.
+        /// The epoch of the catalogue that the sender obeys. The epoch in the mark may be older.
         epoch: Epoch,
     } -> ();
     /// Stores a sealed receipt.
@@ -307,12 +315,13 @@ calls! {
         /// The coordinator's node.
         coordinator: NodeId,
     } -> ();
-    /// Stores a sealed tombstone: the save takes no order any more, and its files wait for [`PurgeSave`].
+    /// Stores a sealed tombstone. The node refuses all further orders for the save, whose files
+    /// stay until [`PurgeSave`].
     55 Nodes PutTombstone {
         /// The sealed [`Tombstone`](crate::format::records::Tombstone).
         bytes: Vec<u8>,
     } -> ();
-    /// Drops the replicas of an archived stripe; the node asks the catalogue itself.
+    /// Drops the replicas of an archived stripe. The node itself reads the catalogue first.
     56 Nodes DropReplicas {
         /// The stripe.
         stripe: StripeId,
@@ -321,77 +330,81 @@ calls! {
         /// The generation that began the attempt.
         generation: Generation,
     } -> DropReplicasAnswer;
-    /// Makes a missing or rotten replica again from another node's.
+    /// Copies a missing or damaged replica from another node.
     57 Nodes CopyReplica {
         /// The stripe.
         stripe: StripeId,
         /// The block.
         block: u8,
-        /// Its real bytes.
+        /// Length of the block in bytes, without padding.
         len_bytes: u64,
-        /// Its BLAKE3.
+        /// BLAKE3 hash of the block.
         root: [u8; 32],
         /// The coordinator's generation.
         generation: Generation,
         /// The coordinator's node.
         coordinator: NodeId,
-        /// Who has it.
+        /// The node that holds the block.
         from: NodeAddress,
     } -> ();
-    /// Removes all files of a save whose tombstone is durable on enough nodes; answers with the bytes removed.
+    /// Removes all files of a save whose tombstone is durable on enough nodes. Returns the number
+    /// of bytes removed.
     59 Nodes PurgeSave {
         /// The save.
         save: SaveId,
     } -> u64;
-    /// Takes this node for the catalogue of an epoch: it obeys no older one from here on.
+    /// Claims this node for the catalogue of an epoch. From then on the node obeys no older
+    /// catalogue.
     60 Nodes ClaimEpoch {
         /// The epoch.
         epoch: Epoch,
-        /// Its catalogue's map.
+        /// The id of the catalogue database of that epoch.
         map: DbId,
-        /// Who serves it.
+        /// The daemon that serves it.
         home: NodeAddress,
     } -> ();
-    /// What this node holds, by shard: the evidence that a catalogue is rebuilt from.
+    /// Lists the holdings of this node, by shard, by pages: the evidence from which a catalogue is
+    /// rebuilt.
     62 Nodes ListInventory {
-        /// Where the page begins: behind this shard, or behind this stripe of it.
+        /// The page begins after this shard, or after this stripe of it.
         after: Option<(ShardId, Option<u32>)>,
-        /// Only this save.
+        /// The save to list; `None` for all saves.
         only: Option<SaveId>,
     } -> InventoryPage;
-    /// Saves that this node has a commit mark of, by pages.
+    /// Lists the saves that this node has a commit mark of, by pages.
     64 Nodes ListMarkedSaves {
-        /// Where the page begins: behind this shard.
+        /// The page begins after this shard.
         after: Option<ShardId>,
     } -> MarkedSavesPage;
-    /// Has the catalogue's home change nothing for ten seconds; what its entries come to.
+    /// Pauses all changes of the catalogue on its server for ten seconds. Returns the checksum of
+    /// its entries.
     65 Nodes PauseWrites {} -> DbChecksum;
-    /// Ends the catalogue of this home for a copy of it, if the copy is whole (semantics 8).
+    /// Ends this server's catalogue in favour of a copy, if the copy is complete (semantics 8).
     66 Nodes TransferCatalogue {
-        /// What the copy comes to.
+        /// The checksum of the copy.
         copied: DbChecksum,
         /// The epoch of the copy.
         epoch: Epoch,
-        /// The copy.
+        /// The id of the copied database.
         map: DbId,
-        /// Who serves it.
+        /// The daemon that serves the copy.
         home: NodeAddress,
     } -> ();
-    /// Whether this node knows of all commits and removals (semantics 2).
+    /// Returns whether this node knows of all commits and removals (semantics 2).
     67 Nodes GetStanding {} -> StandingAnswer;
-    /// Removed saves that this node knows of, in order, by pages.
+    /// Lists the removed saves that this node knows of, in order, by pages.
     68 Nodes ListRemovedSaves {
-        /// Where the page begins: behind this save.
+        /// The page begins after this save.
         after: Option<SaveId>,
     } -> Vec<SaveId>;
-    /// Has this node catch up, now; the answer comes when it has.
+    /// Makes this node catch up now. The answer comes when it has.
     69 Nodes CatchUp {
-        /// A node that is about to leave: it is not asked, and does not count.
+        /// A node that is about to leave. It is not asked and does not count.
         without: Option<PeerName>,
     } -> ();
-    /// Saves of which this node has commit marks that do not parse, and none that does.
+    /// Lists the saves of which this node has commit marks that do not parse, and none that does.
     70 Nodes ListDamagedMarks {} -> Vec<SaveId>;
-    /// Adds a place to a stripe record after a block has moved.
+    /// Stores a stripe record with an added place, after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.
         stripe: StripeId,

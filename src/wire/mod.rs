@@ -1,8 +1,10 @@
-//! Messages: what is said on a stream, as bytes. Sending and receiving is `net`'s.
+//! The messages on a stream, as bytes. Sending and receiving them is the task of `net`.
 //!
-//! A request opens a bidirectional stream with one frame: call number (one byte), then the call in postcard. The answer is one frame
-//! (some calls: several): `0` and the answer, or `1` and a [`RemoteError`]. Bulk bytes follow a frame raw, their
-//! length known from it. A hop's stream is unidirectional: one [`StreamHeader`] frame, then the grains. docs/protocol.md has the bytes.
+//! A request opens a bidirectional stream with one frame: the call number (one byte), then the call
+//! in postcard. The answer is one frame, for some calls several: `0` and the answer, or `1` and a
+//! [`RemoteError`]. Bulk bytes follow a frame raw; their length is known from the frame. The stream
+//! of a hop is unidirectional: one [`StreamHeader`] frame, then the grains. docs/protocol.md
+//! specifies the bytes.
 
 pub mod answers;
 pub mod calls;
@@ -16,12 +18,12 @@ use crate::id::PeerName;
 use crate::kind::ErrorKind;
 use crate::plan::StreamNo;
 
-/// The longest frame; a stripe record of the largest block and n fits.
+/// Maximum length of a frame in bytes. A stripe record with the largest block and n fits.
 pub const MAX_FRAME_BYTES: usize = 4 << 20;
-/// Bulk bytes are written in chunks of at most this.
+/// Maximum number of bulk bytes that are written at once.
 pub const BULK_CHUNK_BYTES: usize = 256 << 10;
 
-/// Who may make a call.
+/// The peers that may make a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AllowedCaller {
     /// Clients and nodes of this cluster.
@@ -30,34 +32,34 @@ pub enum AllowedCaller {
     Nodes,
 }
 
-/// One kind of request.
+/// A kind of request.
 pub trait Call: Serialize + DeserializeOwned + Send + Sync {
-    /// Its number on the wire; never used again for another call.
+    /// The number of the call on the wire. A number is never reused for another call.
     const NUMBER: u8;
-    /// Its name in logs and errors.
+    /// The name of the call in logs and errors.
     const NAME: &'static str;
-    /// Who may make it.
+    /// The peers that may make the call.
     const WHO: AllowedCaller;
-    /// What comes back.
+    /// The type of the answer.
     type Answer: Serialize + DeserializeOwned + Send;
 }
 
-/// A node and where it is reached.
+/// A node and its network address.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct NodeAddress {
-    /// Its name, which its certificate must prove.
+    /// The node's name, which its certificate must prove.
     pub name: PeerName,
-    /// HOST:PORT.
+    /// The address as HOST:PORT.
     pub host_port: String,
 }
 
-/// Why a call failed, as told to the other side.
+/// The failure of a call, as sent to the caller.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct RemoteError {
-    /// The kind, from which retry and exit code follow.
+    /// The error kind, which determines whether a retry makes sense, and the exit code.
     pub kind: ErrorKind,
-    /// What happened, to what, and what to do next.
+    /// The message for people: what happened, to what, and what to do next.
     pub message: String,
 }
 
@@ -67,41 +69,41 @@ struct WireFailure {
     message: String,
 }
 
-/// A message that is not one of ours.
+/// The errors of encoding and parsing messages.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
     /// The frame is empty or its body does not parse.
     #[error("{what} does not parse: the peer speaks another version, or the bytes are damaged")]
     Malformed {
-        /// What it should have been.
+        /// The expected message.
         what: &'static str,
     },
-    /// It does not fit into a frame.
+    /// The message does not fit into a frame.
     #[error(
         "{what} of {bytes} bytes is longer than a frame of {MAX_FRAME_BYTES} bytes: use smaller blocks or fewer shards a save"
     )]
     TooLong {
-        /// What it is.
+        /// The message.
         what: &'static str,
-        /// Its length.
+        /// Length of the message in bytes.
         bytes: usize,
     },
 }
 
 impl WireError {
-    /// What kind of failure this is.
+    /// Returns [`ErrorKind::Invalid`].
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::Invalid
     }
 }
 
-/// The header of a hop's stream.
+/// The first frame of a hop's stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamHeader {
-    /// The plan's run, drawn by its coordinator.
+    /// The id of the plan's execution, drawn by its coordinator.
     pub run: [u8; 16],
-    /// The stream within the plan.
+    /// The number of the stream within the plan.
     pub stream: StreamNo,
 }
 
@@ -121,12 +123,12 @@ fn value<T: DeserializeOwned>(bytes: &[u8], what: &'static str) -> Result<T, Wir
     }
 }
 
-/// The frame of a request.
+/// Returns the frame of a request.
 pub fn request_to_bytes<C: Call>(call: &C) -> Result<Vec<u8>, WireError> {
     body(&[C::NUMBER], call, C::NAME)
 }
 
-/// The call's number and its body.
+/// Splits the frame of a request. Returns the call's number and the body.
 pub fn split_request(frame: &[u8]) -> Result<(u8, &[u8]), WireError> {
     frame
         .split_first()
@@ -139,7 +141,7 @@ pub fn parse_request<C: Call>(body: &[u8]) -> Result<C, WireError> {
     value(body, C::NAME)
 }
 
-/// The frame of an answer.
+/// Returns the frame of an answer or a failure. A failure's message is cut to 4,096 characters.
 pub fn answer_to_bytes<A: Serialize>(
     answer: &Result<A, RemoteError>,
 ) -> Result<Vec<u8>, WireError> {
@@ -152,7 +154,7 @@ pub fn answer_to_bytes<A: Serialize>(
     }
 }
 
-/// Parses an answer frame.
+/// Parses the frame of an answer or a failure.
 pub fn parse_answer<A: DeserializeOwned>(
     frame: &[u8],
 ) -> Result<Result<A, RemoteError>, WireError> {
@@ -169,7 +171,7 @@ pub fn parse_answer<A: DeserializeOwned>(
     }
 }
 
-/// A frame of any other message.
+/// Returns the frame of any other message. `what` names the message in errors.
 pub fn message_to_bytes<T: Serialize>(
     message: &T,
     what: &'static str,
@@ -177,7 +179,7 @@ pub fn message_to_bytes<T: Serialize>(
     body(&[], message, what)
 }
 
-/// Parses a frame of any other message.
+/// Parses the frame of any other message. `what` names the message in errors.
 pub fn parse_message<T: DeserializeOwned>(
     frame: &[u8],
     what: &'static str,

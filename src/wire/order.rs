@@ -1,4 +1,4 @@
-//! Orders: one node's part of a plan, as its coordinator sends it.
+//! Orders: a node's part of a plan, as its coordinator sends it.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,142 +9,146 @@ use crate::gf::Fingerprint;
 use crate::id::{Attempt, Generation, NodeId, StripeId};
 use crate::plan::{Input, Output};
 
-/// What multiplies.
+/// The implementation that multiplies blocks by coefficients.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Codec {
-    /// Our fused kernels.
+    /// This program's fused kernels.
     #[default]
     Kernel,
-    /// The crate `reed-solomon-erasure`; only for a classical coder's hop.
+    /// The crate `reed-solomon-erasure`. It serves only the hop of a classical code's coder.
     ReedSolomonErasure,
 }
 
-/// All hops of one node in one run of a plan.
+/// All hops of one node in one execution of a plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
-    /// Names this run of the plan; streams carry it.
+    /// The id of this execution of the plan. The headers of its streams carry the id.
     pub run: [u8; 16],
     /// The stripe.
     pub stripe: StripeId,
-    /// The attempt of its pieces.
+    /// The attempt that its pieces belong to.
     pub attempt: Attempt,
-    /// The owner's generation; older than the node's fence: refused.
+    /// The generation of the shard's owner. The node refuses one that is below its fence.
     pub generation: Generation,
-    /// The coordinator's node.
+    /// The node of the coordinator.
     pub coordinator: NodeId,
     /// The code of its pieces.
     pub code: CodeId,
-    /// The stripe's cut.
+    /// The cut of the stripe: its range in the shard and its block length.
     pub cut: StripeCut,
-    /// Key of the fingerprints.
+    /// The key of the fingerprints.
     pub fingerprint_key: [u8; 32],
-    /// What multiplies.
+    /// The implementation that multiplies.
     pub codec: Codec,
-    /// The hops.
+    /// The hops of the node.
     pub hops: Vec<HopOrder>,
-    /// Replicas that stay as systematic pieces and are to be read back and proven: (piece, block).
+    /// Replicas that stay in place as systematic pieces and must be read back and proven: (piece,
+    /// block).
     pub kept: Vec<(u8, u8)>,
 }
 
-/// One hop.
+/// A hop of an order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HopOrder {
-    /// First grain and the one past the last.
+    /// The first grain, and the one past the last.
     pub grains: (u64, u64),
-    /// What it reads.
+    /// The inputs, one per column of the matrix.
     pub inputs: Vec<InputOrder>,
-    /// What it makes.
+    /// The outputs, one per row of the matrix.
     pub outputs: Vec<OutputOrder>,
-    /// One row an output, one coefficient an input.
+    /// The coefficients: a row per output, a column per input.
     pub matrix: Vec<Vec<u8>>,
 }
 
-/// One input and what it must be.
+/// An input of a hop, and the fingerprints that it must have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InputOrder {
-    /// What to read.
+    /// The data to read.
     pub input: Input,
-    /// The fingerprint of each grain of the hop's range. Every grain is checked.
+    /// The fingerprint of each grain of the hop's range. The node checks every grain.
     pub expected: Vec<Fingerprint>,
 }
 
-/// One output and where it goes.
+/// An output of a hop, and its destination.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OutputOrder {
-    /// What to make.
+    /// The data to produce.
     pub output: Output,
-    /// The next node, for a stream.
+    /// The node that receives the output, if it is a stream.
     pub to: Option<NodeAddress>,
 }
 
-/// What a node proves about a piece that it holds: read back past the page cache.
+/// A node's proof of a piece that it holds. The node reads the piece back past the page cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PieceProof {
     /// The piece.
     pub piece: u8,
-    /// The replica's block when the piece is a replica left in place.
+    /// The block of the replica, if the piece is a replica left in place.
     pub kept_block: Option<u8>,
-    /// BLAKE3 of its bytes.
+    /// BLAKE3 hash of the piece.
     pub root: [u8; 32],
-    /// Fingerprints of its grains.
+    /// Fingerprints of the piece's grains.
     pub fingerprints: Vec<Fingerprint>,
 }
 
-/// How one hop went.
+/// The report about one hop.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HopReport {
-    /// Place of the hop in the order.
+    /// Index of the hop in the order.
     pub hop: u32,
-    /// What it did.
+    /// The work of the hop.
     pub work: HopWork,
 }
 
-/// What a hop did, and what its time went into.
+/// The work of a hop and the use of its time.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HopWork {
-    /// Payload bytes received over streams.
+    /// Number of payload bytes received over streams.
     pub in_bytes: u64,
-    /// Payload bytes sent over streams.
+    /// Number of payload bytes sent over streams.
     pub out_bytes: u64,
-    /// Microseconds since the node took the order: first grain begun, last grain done.
+    /// When work on the first grain began and on the last grain ended, in microseconds since the
+    /// node began to run the order.
     pub span_us: (u64, u64),
-    /// Where the time between went.
+    /// The use of the time in this span.
     pub times: HopTimes,
-    /// When it worked on which grains, in order: a sample of at most 64.
+    /// A sample of at most 64 jobs of the hop, in order: their grains and times.
     pub chunks: Vec<ChunkTimes>,
 }
 
-/// Microseconds of a hop. Receiving, working and sending go on side by side: these are the worker's.
+/// The time of a hop's worker, by its use, in microseconds. Receiving and sending run beside the
+/// worker and are not counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HopTimes {
-    /// Waiting for input.
+    /// Time waiting for input.
     pub upstream_us: u64,
-    /// Waiting for a thread and a processor.
+    /// Time waiting for a thread and a processor.
     pub queued_us: u64,
-    /// Fingerprints and products.
+    /// Time computing fingerprints and products.
     pub computed_us: u64,
-    /// Reading blocks, hashing and writing pieces, and waiting for what is written to be proven.
+    /// Time reading blocks, hashing and writing pieces, and waiting until the written bytes are
+    /// proven.
     pub disk_us: u64,
-    /// Waiting for room towards the next hop.
+    /// Time waiting for buffer space towards the next hop.
     pub downstream_us: u64,
 }
 
-/// Some neighbouring grains that a hop worked on at once.
+/// Neighbouring grains that a hop processed in one job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkTimes {
-    /// The first, and one past the last.
+    /// The first grain, and the one past the last.
     pub grains: (u64, u64),
-    /// Microseconds since the node took the order: begun, done.
+    /// Start and end of the job, in microseconds since the node began to run the order.
     pub span_us: (u64, u64),
 }
 
-/// How a node's part went.
+/// The report about a node's part of a plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunReport {
-    /// The hops.
+    /// The reports of the hops.
     pub hops: Vec<HopReport>,
-    /// The pieces that the node now holds, proven.
+    /// The proofs of the pieces that the node now holds.
     pub proofs: Vec<PieceProof>,
-    /// Microseconds from the order to the last durable byte and its proof.
+    /// Time from the start of the run until the last byte was durable and proven, in microseconds.
     pub total_us: u64,
 }

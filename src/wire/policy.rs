@@ -1,4 +1,4 @@
-//! What the catalogue's host says about its policy.
+//! The answer of the catalogue server about its policy.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,41 +7,43 @@ use crate::id::{Job, Step};
 /// Answer to [`GetPolicyStatus`](super::calls::GetPolicyStatus).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PolicyAnswer {
-    /// The rules in force; the first is that of all jobs without one of their own.
+    /// The rules in force. The first applies to all jobs that have no rule of their own.
     pub rules: Vec<PolicyRule>,
-    /// Committed steps that are to be archived and are not known to be: more than there really are until the host has looked
-    /// at all of them after its start.
+    /// Number of committed steps that are to be archived and are not known to be archived. After a
+    /// start of the catalogue server the number is too high until the server has inspected all of
+    /// these steps.
     pub to_archive: u64,
-    /// Committed steps that are to be retired.
+    /// Number of committed steps that are to be retired.
     pub to_retire: u64,
-    /// Removed saves that nodes have not all confirmed.
+    /// Number of removed saves whose removal not all nodes have confirmed.
     pub removing: u64,
-    /// What failed and is tried again, by whomever it was asked for; the first 64.
+    /// Work that failed and will be retried, whether the policy or a client requested it; the first
+    /// 64.
     pub waiting: Vec<PolicyWait>,
 }
 
 /// A rule of the policy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PolicyRule {
-    /// Only for this job.
+    /// The job that the rule applies to; `None`: all jobs without a rule of their own.
     pub job: Option<Job>,
-    /// So many of the newest stay replicated; `None`: nothing is archived.
+    /// Number of newest steps that stay replicated; `None`: no step is archived.
     pub archive_all_but: Option<u32>,
-    /// So many of the newest are kept; `None`: all.
+    /// Number of newest steps that are kept; `None`: all.
     pub keep_newest: Option<u32>,
-    /// Steps divisible by this are kept for ever.
+    /// Steps divisible by this number are never retired.
     pub keep_every: Option<u64>,
 }
 
-/// Work on a step that failed and is tried again.
+/// Work on a step that failed and will be retried.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PolicyWait {
     /// The job.
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// Failures in a row.
+    /// Number of consecutive failures.
     pub failures: u32,
-    /// The last one, in words.
+    /// The last failure, as a message for people.
     pub why: String,
 }

@@ -1,10 +1,10 @@
-//! Wrong bytes on the disks of real daemons.
+//! Corruption on the disks of real daemons.
 
 use std::path::{Path, PathBuf};
 
 use crate::machine::Cluster;
 
-/// Files of the cluster's nodes whose path ends so.
+/// Returns the files of the cluster's nodes whose path ends with `end`, sorted.
 fn stored(cluster: &Cluster, end: &str) -> Vec<PathBuf> {
     fn below(folder: &Path, found: &mut Vec<PathBuf>) {
         let Ok(entries) = std::fs::read_dir(folder) else { return };
@@ -29,7 +29,8 @@ fn flip(path: &Path, byte: u64) {
     file.sync_all().unwrap();
 }
 
-/// Two wrong bytes in different grains of a block's two replicas: all bytes are there, are read, and both files are made good again.
+/// Corrupts one byte in each of a block's two replicas, in different grains. All bytes are still
+/// there and are restored, and both files are repaired.
 #[test]
 fn two_wrong_bytes_lose_nothing_and_are_mended() {
     let cluster = Cluster::start(6, &["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"]);
@@ -44,7 +45,8 @@ fn two_wrong_bytes_lose_nothing_and_are_mended() {
     let restored = cluster.run("restore job/1 --out out").ok();
     assert_eq!(cluster.read("out/weights"), bytes);
     assert!(restored.out.contains("is damaged"), "{restored:?}");
-    // The reader met at least one of the two; the other one is met when that is mended from it.
+    // The restore read at least one of the two corrupt grains. The repair of that replica reads the
+    // other one.
     cluster.until("both replicas good again", |_| {
         let read = |path: &PathBuf| std::fs::read(path).unwrap();
         let are_whole = replicas
@@ -57,7 +59,7 @@ fn two_wrong_bytes_lose_nothing_and_are_mended() {
     assert!(stored(&cluster, ".why").is_empty(), "nothing was set aside");
     let verified = cluster.run("verify job/1").ok();
     assert!(verified.out.contains("all is whole; any 1 more node may be lost"), "{verified:?}");
-    // A piece that is damaged is told of by status.
+    // `status` reports a damaged piece.
     cluster.run("archive job/1").ok();
     let pieces = stored(&cluster, ".pc");
     assert!(pieces.len() >= 6, "{pieces:?}");
@@ -69,8 +71,8 @@ fn two_wrong_bytes_lose_nothing_and_are_mended() {
     });
 }
 
-/// Two of six pieces are rotten: verify says so by its exit code, names them, and says that each further loss counts. Of replicas it has
-/// the damaged one mended when it is told to.
+/// Corrupts two of six pieces: `verify` reports this by its exit code, names the pieces, and says
+/// that any further loss may lose data. Of replicas, `verify --mend` repairs the damaged one.
 #[test]
 fn verify_finds_what_no_restore_would_read() {
     let cluster = Cluster::start(6, &["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"]);
@@ -106,7 +108,7 @@ fn verify_finds_what_no_restore_would_read() {
     assert!(cluster.run("status").ok().out.contains("1 piece is damaged and not counted"));
 }
 
-/// The one file whose name begins so.
+/// Returns the path of the only piece file whose name begins with `begin`.
 fn stored_named(cluster: &Cluster, begin: &str) -> PathBuf {
     let all = stored(cluster, ".pc").into_iter();
     let is_it = |path: &PathBuf| {

@@ -1,4 +1,5 @@
-//! A node whose disk is full, with real daemons. It needs a file system of its own, which only root may mount.
+//! A node whose disk is full, with real daemons. The node needs a file system of its own, which
+//! only root may mount.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use crate::machine::{Cluster, Daemon, bytes, tree};
 
-/// The disk of one node.
+/// The disk of a node, as a mounted tmpfs.
 struct Tmpfs(PathBuf);
 
 impl Tmpfs {
-    /// Mounts one, or says why not.
+    /// Mounts a tmpfs. Returns `None` if that is impossible, and prints why.
     fn mount(path: PathBuf, limits: &str) -> Option<Self> {
         std::fs::create_dir_all(&path).unwrap();
         let options = format!("{limits},mode=700");
@@ -47,7 +48,7 @@ fn fill(path: &Path) {
     }
 }
 
-/// Somebody who takes every byte that is free, until this is dropped.
+/// A foreign writer that takes every free byte until it is dropped.
 struct Filler(Arc<AtomicBool>, Option<JoinHandle<()>>);
 
 impl Filler {
@@ -71,7 +72,7 @@ impl Drop for Filler {
     }
 }
 
-/// Files of checkpoints on a node's disk.
+/// Returns the number of replicas and pieces on a node's disk.
 fn stored(disk: &Tmpfs) -> usize {
     let files = tree(&disk.0.join("shards"));
     files.iter().filter(|(name, _)| name.ends_with(".rep") || name.ends_with(".pc")).count()
@@ -84,7 +85,7 @@ fn start_with_disk(at: usize, limits: &str) -> Option<(Cluster, Tmpfs)> {
     Some((cluster.started(6), disk))
 }
 
-/// Saves the same bytes as two steps, and returns them.
+/// Saves the same bytes as two steps. Returns the bytes.
 fn save_twice(cluster: &Cluster, len: usize) -> Vec<u8> {
     let data = bytes(len, 1);
     cluster.write("weights", &data);
@@ -94,7 +95,8 @@ fn save_twice(cluster: &Cluster, len: usize) -> Vec<u8> {
     data
 }
 
-/// Waits until the node has removed files. The home may find out by a call only that its daemon is another one.
+/// Waits until the node has removed files. This may take a while: the catalogue server may learn
+/// only from a call that the node's daemon has restarted.
 fn until_fewer(disk: &Tmpfs, before: usize) {
     let started = Instant::now();
     while stored(disk) >= before {
@@ -110,7 +112,8 @@ fn kill_and_start(cluster: &mut Cluster, at: usize) {
     cluster.daemons.insert(at - 1, started);
 }
 
-/// The home's disk is filled once: it says so, is emptied by `rm`, and starts again after a kill.
+/// Fills the disk of the catalogue server once: the node reports it, starts again after a kill, and
+/// `rm` frees space on it.
 #[test]
 fn a_home_whose_disk_is_full_is_emptied_by_rm() {
     let Some((mut cluster, disk)) = start_with_disk(1, "size=64m") else { return };
@@ -127,7 +130,8 @@ fn a_home_whose_disk_is_full_is_emptied_by_rm() {
     until_fewer(&disk, before);
     cluster.run("restore job/2 --out out").ok();
     assert!(cluster.read("out/weights") == data);
-    // Somebody takes the reserve, too: the daemon starts as often as it is told to, serves no catalogue, and has not lost it.
+    // A foreign writer takes the reserve, too. The daemon still starts each time, serves no
+    // catalogue, and has not lost it.
     let filler = Filler::start(disk.0.join("foreign"));
     std::thread::sleep(Duration::from_secs(2));
     for _ in 0..3 {
@@ -146,8 +150,8 @@ fn a_home_whose_disk_is_full_is_emptied_by_rm() {
     assert!(!left.iter().any(|(name, _)| name.contains("broken")), "a map was set aside");
 }
 
-/// A foreign writer takes every byte of another node's disk and does not stop: archiving ends and names the node, the node starts after a
-/// kill, and `rm` removes what it has.
+/// A foreign writer takes every byte of another node's disk and does not stop. Archiving ends and
+/// names the node, the node starts after a kill, and `rm` removes its files.
 #[test]
 fn a_node_is_emptied_though_somebody_takes_every_byte() {
     let Some((mut cluster, disk)) = start_with_disk(4, "size=64m") else { return };
@@ -167,7 +171,8 @@ fn a_node_is_emptied_though_somebody_takes_every_byte() {
     while stored(&disk) > 0 {
         assert!(started.elapsed() < Duration::from_secs(90), "{} files stay", stored(&disk));
         if cluster.daemons[3].child.try_wait().unwrap().is_some() {
-            // A map of sled has failed; who runs daemons starts them again.
+            // A sled database has failed, and the daemon has stopped. Start it again, as its
+            // supervisor would.
             kill_and_start(&mut cluster, 4);
         }
         std::thread::sleep(Duration::from_millis(200));
@@ -179,7 +184,7 @@ fn a_node_is_emptied_though_somebody_takes_every_byte() {
     cluster.until("nothing is left to say", |nodes| nodes[3]["notes"] == serde_json::json!([]));
 }
 
-/// Somebody's small files take every inode, and there is room for bytes.
+/// Foreign small files take every inode while there is room for bytes.
 #[test]
 fn a_node_without_inodes_is_emptied() {
     let Some((mut cluster, disk)) = start_with_disk(4, "size=256m,nr_inodes=400") else { return };

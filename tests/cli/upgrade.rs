@@ -1,4 +1,5 @@
-//! A rolling upgrade from an older program to this one, and back, with real daemons. `cargo xtask upgrade` builds the older one.
+//! A rolling upgrade from an older program to this one, and back, with real daemons. `cargo xtask
+//! upgrade` builds the older program.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +9,7 @@ use rustix::process::Signal;
 
 use crate::machine::{Cluster, Daemon, Ended, bytes, program, run};
 
-/// The older program.
+/// Environment variable that holds the path of the older program.
 const OLDER: &str = "RAPIDRAID_OLDER_PROGRAM";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +18,7 @@ enum Version {
     This,
 }
 
-/// The command of a version: the same environment, another program.
+/// Returns the command of a version: the same environment with another program.
 fn of_version(cluster: &Cluster, version: Version, older: &Path) -> Command {
     let this = program(cluster.folder.path());
     if version == Version::This {
@@ -37,7 +38,7 @@ fn of_version(cluster: &Cluster, version: Version, older: &Path) -> Command {
 struct Upgrade {
     cluster: Cluster,
     older: std::path::PathBuf,
-    /// The step that is saved next, and those that were saved.
+    /// Number of steps that were saved, which is also the number of the last one.
     steps: u64,
     archived: Vec<u64>,
 }
@@ -55,7 +56,7 @@ impl Upgrade {
         Daemon::told(command, Arc::new(|_| ()))
     }
 
-    /// Stops node `at` in order and starts it as the other program.
+    /// Stops node `at` gracefully and starts it with the program of `version`.
     fn exchange(&mut self, at: usize, version: Version) {
         let daemon = self.cluster.daemons.remove(at - 1);
         daemon.signal(Signal::TERM);
@@ -69,7 +70,8 @@ impl Upgrade {
         bytes(700_000 + 1000 * step as usize, step)
     }
 
-    /// The client of one version saves a step. The other version's archives every second one, and restores it and early ones.
+    /// Saves a step with the client of one version. The client of the other version archives every
+    /// second step, and restores this step and early ones.
     fn work(&mut self, version: Version) {
         let other = match version {
             Version::Older => Version::This,
@@ -94,7 +96,8 @@ impl Upgrade {
     }
 }
 
-/// Nodes are exchanged one after the other while either program saves, archives and restores through the other; then back.
+/// Exchanges the nodes one after the other, while either program saves, archives and restores
+/// through the other. Then exchanges them back.
 #[test]
 fn a_rolling_upgrade_and_back_loses_nothing() {
     let Some(older) = std::env::var_os(OLDER) else {
@@ -115,7 +118,8 @@ fn a_rolling_upgrade_and_back_loses_nothing() {
     for step in upgrade.archived.clone() {
         upgrade.client(Version::This, &format!("verify job/{step}")).ok();
     }
-    // With the home away the marks are read: also those that the older program wrote.
+    // Without the catalogue server the client reads the commit marks, also those that the older
+    // program wrote.
     let home = upgrade.cluster.daemons.remove(0);
     home.signal(Signal::KILL);
     drop(home);

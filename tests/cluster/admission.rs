@@ -1,4 +1,5 @@
-//! Admission: nobody waits for anybody in a circle, and a wait for memory is no failure (docs/semantics.md, 7).
+//! Admission: no circular waits between nodes, and a wait for memory is not a failure
+//! (docs/semantics.md, 7).
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use tokio::time::Instant;
 use crate::world::raw::{block_call, finish_block};
 use crate::world::{World, content, job, options, read_file, restore, save};
 
-/// A save share that holds one block and not two.
+/// A memory size whose share for saves holds one block and not two.
 const TIGHT_BYTES: u64 = 12 << 20;
 
 #[tokio::test(start_paused = true)]
@@ -35,7 +36,8 @@ async fn blocks_that_two_nodes_forward_to_each_other_do_not_wait_in_a_circle() {
     let there = PutBlock { block: 0, forward: Some(two.clone()), ..call.clone() };
     let back = PutBlock { block: 1, forward: Some(one.clone()), ..call.clone() };
     for _ in 0..20 {
-        // Both at the same moment: whoever came first at its own node must not keep the other from it.
+        // Both blocks arrive at the same moment. The block that is admitted first at its own node
+        // must not keep the other block out.
         let (there, back) = tokio::join!(
             voice.put_block(&one, &there, &bytes),
             voice.put_block(&two, &back, &bytes),
@@ -114,7 +116,7 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     let bytes = voice.ask(&to, &get(name)).await.unwrap().unwrap();
     let record = StripeRecord::parse(&bytes).unwrap();
     let mut other = record.clone();
-    // The last byte of the fixed part is one of a fingerprint's.
+    // The last byte of the fixed part belongs to a fingerprint.
     *other.fixed.last_mut().unwrap() ^= 1;
     let refused = voice.ask(&to, &put(name, other.to_bytes().unwrap())).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
@@ -142,7 +144,8 @@ async fn short_requests_do_not_wait_for_long_ones() {
     let connection = voice.connection(&to).await;
     let mut open = Vec::new();
     for _ in 0..8 {
-        // Most of the share for long requests, announced and never sent.
+        // Announce requests that take most of the memory share for long requests, and never send
+        // them.
         let (mut send, recv) = connection.open_bi().await.unwrap();
         send.write(Bytes::copy_from_slice(&(700u32 << 10).to_le_bytes())).await.unwrap();
         open.push((send, recv));
@@ -157,7 +160,8 @@ async fn short_requests_do_not_wait_for_long_ones() {
     world.assert_idle().await;
 }
 
-/// A peer that reads a file of each of these nodes, so slowly that it takes all their memory for reads for `held`.
+/// Opens slow reads on each of these nodes, until they take all of its memory for reads, and keeps
+/// them open for `held`.
 async fn read_slowly(world: &World, step: u64, nodes: RangeInclusive<usize>, held: Duration) {
     let voice = world.voice(Role::Client, &format!("slow{step}-{}", nodes.start()));
     let root = &world.client().show(&job(), Some(Step(step))).await.unwrap().shards[0].0.clone();
@@ -177,7 +181,7 @@ async fn read_slowly(world: &World, step: u64, nodes: RangeInclusive<usize>, hel
     tokio::spawn(async move {
         let until = Instant::now() + held;
         while Instant::now() < until {
-            // Less than what makes a node give up a reader that stands.
+            // Shorter than the time after which a node gives up a stalled reader.
             tokio::time::sleep(Duration::from_secs(10)).await;
             for exchange in &mut open {
                 exchange.recv.read_exact(256 << 10).await.unwrap();

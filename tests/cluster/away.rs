@@ -1,4 +1,5 @@
-//! While no catalogue answers what is committed is still listed, shown and restored, by its commit marks (docs/semantics.md, 6).
+//! Without a reachable catalogue server, committed steps are still listed, shown and restored from
+//! their commit marks (docs/semantics.md, 6).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +39,8 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
     for (step, plan) in [(1, PlanChoice::Chain), (2, PlanChoice::BestStar)] {
         client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap();
     }
-    // Step 4 is replaced, and the node that is away while step 5 is removed has its marks still.
+    // Replace step 4. Remove step 5 while node 6 is down, so that node 6 still has the marks of
+    // step 5.
     let replaced = vec![shard("weights", &content(LEN, 40))];
     client.save(&job(), Step(4), replaced, SaveOptions { replace: true }, quiet()).await.unwrap();
     world.until("the replaced save gone", || world.catalogue_keys("s/").len() == 5 + 4).await;
@@ -74,7 +76,8 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
     assert_eq!(restore_error(&client, 5).await.kind(), ErrorKind::NotFound);
     assert_eq!(client.show(&job(), None).await.unwrap().step.step, Step(4));
 
-    // As many as the code survives may be away: more than half of the nodes know what is committed.
+    // As many nodes as the code survives may be down: more than half of the nodes still know what
+    // is committed.
     for index in [3, 2] {
         world.kill(index).await;
         tokio::time::sleep(Duration::from_secs(6)).await;
@@ -87,7 +90,7 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
     for name in ["node02", "node03", "node04", "3 of 6", "4 are needed"] {
         assert!(refused.to_string().contains(name), "{refused}");
     }
-    // Writing needs the catalogue.
+    // Changes need the catalogue.
     let refused = client.remove(&job(), Step(1)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     for index in [0, 2, 3, 4] {
@@ -105,7 +108,7 @@ async fn a_state_from_before_an_archiving_leads_nobody_astray() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    // One node does not reach the catalogue, and remembers the step as it is now.
+    // Node 1 cannot reach the catalogue server and remembers the present state of the step.
     world.network.partition(&address(0), &address(1));
     let astray = world.client_of(1);
     assert_exact(&astray, 1, 1).await;
@@ -120,7 +123,7 @@ async fn what_was_not_committed_is_not_found_and_one_mark_is_enough() {
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let root = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
-    // A save of step 2 that has come as far as a block.
+    // A save of step 2 that has stored one block.
     let voice = world.voice(Role::Client, "slow");
     let to = world.node_address(1);
     let begun = voice.begin(&to, 2).await.unwrap();
@@ -202,7 +205,7 @@ async fn assert_by_record(client: &Client, record: &SaveRecord, len: usize) -> R
     report
 }
 
-/// The record as it would be with other nodes.
+/// Returns the record with another cluster id and other nodes.
 fn with_head(record: &SaveRecord, cluster: ClusterId, nodes: Vec<NodeRecord>) -> SaveRecord {
     let head = SaveHead { cluster, saved: record.saved().clone(), nodes };
     SaveRecord::new(head, record.roots().to_vec()).unwrap()
@@ -219,11 +222,12 @@ async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
         archived.push(save_with_record(&client, step, LEN, false).await);
         client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap();
     }
-    // The same before anything is away.
+    // First restore by record while all nodes run.
     assert_eq!(assert_by_record(&client, &replicated, small).await.decoded_stripes, 0);
     assert_eq!(assert_by_record(&client, &archived[0], LEN).await.replica_stripes, 0);
 
-    // Two nodes, each with a replica of another block: the other one of each is there.
+    // Stop two nodes that hold replicas of two different blocks. The other replica of each block
+    // remains.
     let places = place(&replicated.roots()[0].ring, 4, 2, 0).unwrap();
     let index_of = |id: NodeId| (1..=6).find(|&index| world.nodes[&index].id() == id).unwrap();
     let gone = [index_of(places[0]), index_of(places[1])];
@@ -231,7 +235,8 @@ async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
         world.kill(index).await;
     }
     let left: Vec<usize> = (1..=6).filter(|index| !gone.contains(index)).collect();
-    // With a third that has nothing to say half of them are left, which is too few.
+    // With a third node behind, the other half of the nodes is too few to find the step by its
+    // marks.
     world.nodes[&left[1]].store().note_behind().unwrap();
     let client = world.client_of(left[0]);
     assert_eq!(restore_error(&client, 1).await.kind(), ErrorKind::Unavailable);
@@ -239,10 +244,10 @@ async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
     for record in &archived {
         assert_by_record(&client, record, LEN).await;
     }
-    // The record names who can be asked: no seed needs to answer.
+    // The record names the nodes to ask, so no seed has to answer.
     assert_by_record(&world.client_of(0), &archived[0], LEN).await;
 
-    // Beyond what the code survives nothing is written, and what is missing is named.
+    // With more nodes down than the code survives, the restore fails as lost.
     for &index in &left[..3] {
         world.kill(index).await;
     }
@@ -259,7 +264,7 @@ async fn a_record_of_a_removed_or_replaced_save_says_so() {
     let client = world.client();
     let removed = save_with_record(&client, 1, LEN, false).await;
     let replaced = save_with_record(&client, 2, LEN, false).await;
-    // A node that is away from the removals knows nothing of them; others do.
+    // Node 6 is down during the removals and knows nothing of them. Other nodes do.
     world.kill(6).await;
     client.remove(&job(), Step(1)).await.unwrap();
     let newer = save_with_record(&client, 2, LEN, true).await;
@@ -279,7 +284,7 @@ async fn nodes_say_where_the_others_of_a_record_are_and_no_catalogue_is_waited_f
     world.until_acquainted().await;
     let record = save_with_record(&world.client(), 1, LEN, false).await;
     world.kill(0).await;
-    // One node is where it was; alone it has no whole stripe.
+    // Only one node still has its recorded address, and alone it holds no whole stripe.
     let mut nodes = record.nodes().to_vec();
     for node in &mut nodes[1..] {
         node.address = format!("old-{}:7440", node.name);
@@ -287,7 +292,7 @@ async fn nodes_say_where_the_others_of_a_record_are_and_no_catalogue_is_waited_f
     let began = tokio::time::Instant::now();
     let nowhere = world.connect(vec!["nowhere:7440".into()]).0;
     assert_by_record(&nowhere, &with_head(&record, CLUSTER, nodes), LEN).await;
-    // A hello that is not answered, and nothing more.
+    // The restore waited for a single unanswered hello and for nothing else.
     assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
 }
 

@@ -1,4 +1,5 @@
-//! Checks that only a liar, a rotten copy or an unlucky moment meets: each is the last one before something is lost.
+//! Checks that only a lying node, a rotten copy or an unlucky moment reaches. Each is the last
+//! check before data would be lost.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -28,7 +29,8 @@ const BLOCK: u64 = 64 << 10;
 /// One stripe of two blocks.
 const LEN: usize = 2 * BLOCK as usize - 1000;
 
-/// Four nodes that hold step 1, and the root of its one shard.
+/// Starts four nodes and saves step 1 on them. Returns the world and the root of the step's only
+/// shard.
 async fn with_step() -> (World, ShardRoot) {
     let world = World::start(4, &[(4, 2)], BLOCK).await;
     let client = world.client();
@@ -46,7 +48,7 @@ fn of_names(world: &World, part: &str) -> Vec<(usize, String)> {
     world.files(|path| path.contains(part))
 }
 
-/// Attempt and generation by which stripe 0 is archived.
+/// Archives step 1. Returns the attempt, the generation and the code id of stripe 0.
 async fn archived(world: &World) -> (Attempt, Generation, u64) {
     let client = world.client();
     let chain = options(PlanChoice::Chain);
@@ -60,7 +62,7 @@ async fn archived(world: &World) -> (Attempt, Generation, u64) {
 
 type Lie = fn(&mut RunReport);
 
-/// Says of its piece what a lie makes of it.
+/// A proxy that falsifies the node's report of a run.
 struct Liar(Lie);
 
 impl Change for Liar {
@@ -99,7 +101,7 @@ async fn a_node_whose_proof_does_not_fit_is_named_and_nothing_is_dropped() {
     }
 }
 
-/// Does as it is told and says that it could not.
+/// A proxy that answers with an error although its node has stored the receipt.
 struct NoReceipts;
 
 impl Change for NoReceipts {
@@ -128,7 +130,7 @@ async fn a_stripe_is_archived_only_when_all_its_nodes_have_the_receipt() {
     assert!(matches!(state, Some(StripeState::Archiving { .. })), "{state:?}");
 }
 
-/// Turns one bit of one hop's stream.
+/// A proxy that flips one bit of one hop's stream.
 #[derive(Default)]
 struct Noise(AtomicBool);
 
@@ -146,7 +148,7 @@ impl Change for Noise {
 #[tokio::test(start_paused = true)]
 async fn a_bit_that_turns_between_two_hops_ends_the_plan_and_names_the_input() {
     let (mut world, _) = with_step().await;
-    // One of two at most is the chain's head, which takes no stream.
+    // At most one of the two nodes is the chain's head, which receives no stream.
     let _noise =
         [world.between(2, Noise::default()).await, world.between(3, Noise::default()).await];
     world.until_live(4).await;
@@ -167,7 +169,7 @@ async fn a_bit_that_turns_between_two_hops_ends_the_plan_and_names_the_input() {
     assert_exact(&world).await;
 }
 
-/// The node takes itself for another catalogue's just before the next change of its disk.
+/// Makes the node claim another catalogue's epoch just before the next change of its disk.
 fn claim_before_the_next_change(world: &World, index: usize) {
     let store = world.nodes[&index].store().clone();
     let home = Home { name: "elsewhere".parse().unwrap(), address: "elsewhere:1".into() };
@@ -207,7 +209,8 @@ async fn what_was_admitted_before_a_claim_and_written_after_it_is_not_answered_f
     refused(boss.ask(&world.node_address(4), &tombstone).await, 4);
 }
 
-/// They answer, and cannot note what they would have to claim: nothing is known of them that a rebuild could rely on.
+/// Four nodes answer but cannot store the epoch that they would have to claim, so a rebuild cannot
+/// rely on them.
 #[tokio::test(start_paused = true)]
 async fn a_rebuild_that_too_few_nodes_have_claimed_ends() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -222,7 +225,7 @@ async fn a_rebuild_that_too_few_nodes_have_claimed_ends() {
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("2 of 6 storage nodes"), "{refused}");
     assert!(world.nodes.values().all(|node| !node.serves_catalogue()));
-    // A map without entries, and without an epoch.
+    // A catalogue database without entries and without an epoch.
     let map = world.machines[1].catalogue.get().unwrap();
     assert!(map.scan(b"", None, 10).unwrap().is_empty());
     for machine in &world.machines[3..=6] {
@@ -304,7 +307,8 @@ async fn records_that_the_commit_did_not_fix_are_passed_over() {
     }
 }
 
-/// Has other bytes than its files, and hashes that fit them.
+/// A proxy that replaces the bytes of its node's files and sends hashes that match the forged
+/// bytes.
 struct Forger;
 
 impl Change for Forger {
@@ -338,7 +342,8 @@ async fn a_node_that_gives_other_bytes_with_hashes_that_fit_them_is_left_out() {
             assert!(report.incidents.iter().all(is_named), "{:?}", report.incidents);
             named += report.incidents.len();
         }
-        // One of two holders of each of two blocks is asked first, and two of four pieces are.
+        // A restore first asks one of the two holders of each of two blocks, or the holders of two
+        // of the four pieces.
         assert_eq!(named, 2, "archived: {is_archived}");
     }
 }
@@ -378,7 +383,8 @@ async fn a_replica_is_made_again_of_the_bytes_that_were_saved_or_not_at_all() {
     assert_eq!(of_names(&world, "/block-00.rep"), holders);
 }
 
-/// Without receipts nothing says what a piece's bytes are; what is decoded from them is still judged.
+/// Without receipts the correct bytes of a piece are unknown. The blocks decoded from the pieces
+/// are still checked.
 #[tokio::test(start_paused = true)]
 async fn decoded_bytes_are_what_was_saved_or_none() {
     for piece in 0..4 {
@@ -414,13 +420,13 @@ async fn a_plan_that_one_node_refuses_holds_nothing_on_the_others() {
     let last = (1..=4).max_by_key(id).unwrap();
     let disk = &world.machines[last].disk;
     let space = disk.space().unwrap();
-    // Room for records, not for a piece and a block.
+    // The disk has room for records, but not for a piece and a block.
     disk.set_capacity(space.total_bytes - space.free_bytes + BLOCK);
     let (client, chain) = (world.client(), options(PlanChoice::Chain));
     let ended = client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await;
     let error = ended.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-    // Not after a while: at once.
+    // The memory is released at once, not after a timeout.
     let held: Vec<_> = world.nodes.values().map(|node| node.memory_in_use()[0]).collect();
     assert_eq!(held, [0; 5]);
     assert_exact(&world).await;

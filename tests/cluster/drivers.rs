@@ -1,4 +1,5 @@
-//! Saves that their caller steers, and reads of ranges into memory: what a staging daemon is built on.
+//! Saves that their caller controls, and reads of ranges into memory: the interface on which the
+//! staging daemon is built.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -18,7 +19,7 @@ use crate::world::{World, content, job, quiet, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 
-/// Saves one shard, and says what it was asked.
+/// A driver that saves one shard and records the calls that it receives.
 struct Driver {
     bytes: Bytes,
     begun: Mutex<Vec<SaveId>>,
@@ -56,7 +57,7 @@ impl SaveDriver for Driver {
     }
 }
 
-/// Memory that a range is read into.
+/// Memory into which a range is read.
 struct Memory {
     start: u64,
     bytes: Mutex<Vec<u8>>,
@@ -83,7 +84,8 @@ async fn a_save_has_the_id_that_its_driver_gave_and_can_be_asked_for_by_it() {
     assert_eq!(code.stripe_bytes(), 2 * BLOCK);
     let fate = client.settle_save(&job(), Step(1), report.save).await.unwrap();
     assert_eq!(fate, SaveFate::Committed);
-    // An id that nobody began with, as after a crash between keeping it and beginning.
+    // A save id that was never begun, as after a crash between recording the id and beginning the
+    // save.
     let fate = client.settle_save(&job(), Step(1), SaveId([99; 12])).await.unwrap();
     assert_eq!(fate, SaveFate::Aborted);
 }
@@ -109,7 +111,7 @@ async fn an_open_save_is_settled_as_aborted_and_never_commits() {
     let to = world.node_address(1);
     let begun = voice.begin(&to, 1).await.unwrap();
     let commit = |shards| CommitSave { job: job(), step: Step(1), save: begun.save, shards };
-    // No shard is sealed, so no number of shards is right, least of all none.
+    // No shard is complete, so every number of shards is wrong, also zero.
     for shards in [0, 1] {
         let refused = voice.ask(&to, &commit(shards)).await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Invalid, "{shards} shards: {refused}");

@@ -1,5 +1,6 @@
-//! Of damaged files exactly the good grains are read: a reference that judges grain by grain says what is recoverable, and exactly that is
-//! restored (docs/semantics.md, 6, *Damage*).
+//! Restores from damaged files use exactly the good grains. A reference implementation that judges
+//! grain by grain says what is recoverable, and exactly that must be restored (docs/semantics.md,
+//! 6, *Damage*).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,14 +19,14 @@ use crate::world::{World, content, job, options, quiet, read_file, restore, shar
 
 const N: usize = 6;
 const K: usize = 4;
-/// Seeds that the suite plays; `RAPIDRAID_GRAIN_SEEDS=2000` plays more.
+/// Number of seeds in the test suite. `RAPIDRAID_GRAIN_SEEDS=2000` runs more.
 const SEEDS: u64 = 120;
-/// Seeds of one cluster.
+/// Number of seeds per cluster.
 const PER_WORLD: u64 = 20;
-/// The most grains of a block.
+/// Maximum number of grains in a block.
 const MAX_GRAINS: u64 = 5;
 
-/// A file of the stripe on a machine.
+/// A file of the stripe, with its machine.
 #[derive(Debug, Clone)]
 struct Held {
     machine: usize,
@@ -34,13 +35,14 @@ struct Held {
     len_bytes: u64,
 }
 
-/// Damages a file in one place; takes the grains that it spoils out of `good`.
+/// Damages a file in one place and removes the damaged grains from `good`. Returns a description of
+/// the damage.
 fn strike(world: &World, draw: &SeededEntropy, file: &Held, good: &mut BTreeSet<u64>) -> String {
     let disk = &world.machines[file.machine].disk;
     let file_bytes = disk.open(&file.path).unwrap().len_bytes().unwrap();
     let flip = |byte: u64| disk.flip_bit(&file.path, 8 * byte + draw.below(8)).unwrap();
     match draw.below(7) {
-        // A sector anywhere, also of table, header and trailer.
+        // A sector anywhere in the file: data, table, header or trailer.
         6 if file_bytes > 0 => {
             let byte = draw.below(file_bytes);
             disk.fail_sector(&file.path, byte).unwrap();
@@ -50,7 +52,7 @@ fn strike(world: &World, draw: &SeededEntropy, file: &Held, good: &mut BTreeSet<
             }
             format!("sector of byte {byte}")
         }
-        // A byte behind the data: table, header or trailer.
+        // A byte after the data: table, header or trailer.
         0 if file_bytes > file.len_bytes => {
             let byte = file.len_bytes + draw.below(file_bytes - file.len_bytes);
             flip(byte);
@@ -72,7 +74,7 @@ fn strike(world: &World, draw: &SeededEntropy, file: &Held, good: &mut BTreeSet<
     }
 }
 
-/// The files of stripe 0 of a step.
+/// Returns the files of stripe 0 of a step.
 async fn files(world: &World, client: &Client, step: u64) -> Vec<Held> {
     let shown = client.show(&job(), Some(Step(step))).await.unwrap();
     let stripe = StripeId { shard: shown.shards[0].0.shard, index: 0 };
@@ -87,7 +89,7 @@ async fn files(world: &World, client: &Client, step: u64) -> Vec<Held> {
     held
 }
 
-/// Whether every grain of every block can be read from the grains that are good.
+/// Returns whether every grain of every block can be computed from the good grains.
 fn is_recoverable(held: &[Held], good: &[BTreeSet<u64>], grains: &[u64; K]) -> bool {
     let code = Code::Chain(table::find(N, K).unwrap().clone());
     (0..*grains.iter().max().unwrap()).all(|grain| {
@@ -109,7 +111,7 @@ fn is_recoverable(held: &[Held], good: &[BTreeSet<u64>], grains: &[u64; K]) -> b
 async fn play(world: &mut World, seed: u64) -> bool {
     let draw = SeededEntropy::new(seed);
     let client = world.client();
-    // One stripe: three full blocks, and a last one that is shorter.
+    // One stripe: three full blocks and a shorter last one.
     let block = GRAIN_BYTES * (1 + draw.below(MAX_GRAINS));
     let len = 3 * block + 1 + draw.below(block);
     let bytes = content(len as usize, seed);
@@ -139,7 +141,7 @@ async fn play(world: &mut World, seed: u64) -> bool {
             ));
         }
         match draw.below(3) {
-            // Its node has found it already.
+            // The node has already found the damage.
             0 => drop(world.nodes[&held[at].machine].store().check_file(held[at].key).unwrap()),
             1 => {
                 world.kill(held[at].machine).await;

@@ -1,4 +1,5 @@
-//! Who belongs to the cluster: nodes that leave it, are replaced, or come back after long (docs/semantics.md, 10).
+//! Membership of the cluster: nodes that leave it, are replaced, or come back after a long time
+//! (docs/semantics.md, 10).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use crate::world::{World, content, job, options, read_file, restore, save};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;
-/// Longer than every lease and every wait between two attempts.
+/// Longer than every lease and every delay between two attempts.
 const LONG: Duration = Duration::from_secs(3600);
 
 #[tokio::test(start_paused = true)]
@@ -28,7 +29,8 @@ async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
     let refused = client.remove_node(&name).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Busy, "{refused}");
 
-    // The home has compared what each node holds, and does so again with one that has come back to the list.
+    // The catalogue server has compared what each node holds, and compares again when a removed
+    // node has registered again.
     tokio::time::sleep(8 * world.lease).await;
     world.kill(6).await;
     tokio::time::sleep(2 * world.lease).await;
@@ -36,7 +38,8 @@ async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
     assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
     assert!(refused.to_string().contains("job/1, job/2"), "{refused}");
 
-    // What is being removed waits for the node; when it leaves, nothing waits any more.
+    // The purge of removed steps waits for the stopped node. When the node leaves the cluster,
+    // nothing waits any more.
     for step in [1, 2] {
         client.remove(&job(), Step(step)).await.unwrap();
     }
@@ -50,7 +53,8 @@ async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
     let (out, _) = restore(&client, 3).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 3));
 
-    // It comes back: a member again, which harms nothing, and what it has of removed saves goes.
+    // The node comes back and is a member again, which harms nothing. Its files of removed saves
+    // are purged.
     let old: Vec<_> = world.files(|path| path.ends_with(".rep")).into_iter().collect();
     assert!(old.iter().any(|(at, _)| *at == 6));
     world.boot(6);
@@ -80,7 +84,7 @@ async fn a_node_whose_disk_is_lost_is_filled_again_before_archiving() {
     let report =
         client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await;
     assert_eq!(report.unwrap().undropped, 0);
-    // All n pieces are there: any two nodes may go.
+    // All n pieces exist, so any two nodes may fail.
     for gone in [[1, 3], [3, 4]] {
         for index in gone {
             world.kill(index).await;
@@ -109,7 +113,8 @@ async fn a_node_that_was_away_for_long_brings_back_what_counts_and_nothing_else(
     tokio::time::sleep(LONG).await;
     world.boot(5);
     world.until_live(6).await;
-    // What was removed meanwhile goes from it as well; what it holds of step 3 counts again.
+    // The steps that were removed meanwhile are purged from node 5 as well. Its replicas of step 3
+    // count again.
     tokio::time::sleep(Duration::from_secs(11 * 60)).await;
     assert_eq!(world.catalogue_keys("s/").len(), 3);
     for step in 2..=4 {

@@ -1,4 +1,5 @@
-//! The catalogue moves to another daemon; an old copy of it, or a wrong word about its epoch, does no harm (docs/semantics.md, 8).
+//! Transfers of the catalogue to another daemon. An old copy of the catalogue or a false claim
+//! about its epoch does no harm (docs/semantics.md, 8).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +48,7 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
         save(&client, step, &[("weights", &content(LEN, step)), ("empty", &content(0, 1))]).await;
     }
     client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
-    // A removal waits for a node.
+    // A removal waits for node 6.
     world.kill(6).await;
     client.remove(&job(), Step(4)).await.unwrap();
     let listed = client.list(None).await.unwrap();
@@ -70,12 +71,13 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
     }
     save(&client, 5, &[("weights", &content(LEN, 5))]).await;
     client.archive(&job(), Some(Step(2)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
-    // What waited for a node goes on from the new home.
+    // The removal that waited for node 6 resumes on the new catalogue server.
     world.boot(6);
     world.until_live(6).await;
     world.until("the removal is done", || world.catalogue_keys("s/").len() == 7).await;
 
-    // The old home comes back as a node, and takes the catalogue again when it is told to.
+    // The old catalogue server comes back as a node, and takes the catalogue again when it is
+    // ordered to.
     world.kill(0).await;
     world.boot(0);
     tokio::time::sleep(2 * world.lease).await;
@@ -90,7 +92,8 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
     world.assert_idle().await;
 }
 
-/// At any moment of a save: it is there afterwards, and nobody had to save it again by hand.
+/// A transfer at any moment of a save: the save succeeds, and its client does not have to repeat
+/// it.
 #[tokio::test(start_paused = true)]
 async fn a_save_that_a_move_meets_is_whole_afterwards() {
     let mut world = World::simulated(6, &[(4, 2)], BLOCK, 1).await;
@@ -111,7 +114,8 @@ async fn a_save_that_a_move_meets_is_whole_afterwards() {
     world.kill(0).await;
 }
 
-/// At any moment of an archiving by another daemon than the old home: nobody has to ask again.
+/// A transfer at any moment of an archiving that another daemon coordinates: the archiving resumes
+/// without a new request.
 #[tokio::test(start_paused = true)]
 async fn an_archiving_that_a_move_meets_goes_on() {
     let mut world = World::simulated(6, &[(4, 2)], BLOCK, 1).await;
@@ -167,12 +171,13 @@ async fn a_home_hands_over_only_for_a_whole_copy() {
     ] {
         assert_eq!(voice.ask(&to, &order(copied, epoch)).await.unwrap_err().kind(), kind);
     }
-    // A client may ask neither.
+    // A client may make neither call.
     let client_voice = world.voice(Role::Client, "somebody");
     assert_eq!(client_voice.ask(&to, &PauseWrites {}).await.unwrap_err().kind(), ErrorKind::Denied);
     let denied = client_voice.ask(&to, &order(held, 2)).await.unwrap_err();
     assert_eq!(denied.kind(), ErrorKind::Denied);
-    // Held still, it changes nothing, and reads; then it goes on, and the copy is an old one.
+    // While its writes are paused, the catalogue server changes nothing and still answers reads.
+    // Later it resumes, and the copy is outdated.
     let refused = try_save(&client, 2).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Busy, "{refused}");
     assert_exact(&client, 1).await;
@@ -180,7 +185,8 @@ async fn a_home_hands_over_only_for_a_whole_copy() {
     try_save(&client, 2).await.unwrap();
     assert_eq!(voice.ask(&to, &order(held, 2)).await.unwrap_err().kind(), ErrorKind::Exists);
     assert!(world.nodes[&0].serves_catalogue());
-    // It hears half of the nodes: there may be a later catalogue, of which its copy must not become the next.
+    // The catalogue server hears only half of the nodes. A later catalogue may exist, and a copy of
+    // this one must not succeed it.
     let held = voice.ask(&to, &PauseWrites {}).await.unwrap();
     for index in [4, 5, 6] {
         world.kill(index).await;
@@ -194,7 +200,8 @@ async fn a_home_hands_over_only_for_a_whole_copy() {
     world.until("it serves again", || world.nodes[&0].serves_catalogue()).await;
 }
 
-/// A rebuild has begun elsewhere while the old home was cut off; who moves it knows the old one only.
+/// A rebuild has begun elsewhere while the old catalogue server was cut off. The transfer is
+/// requested from a node that knows only the old one.
 #[tokio::test(start_paused = true)]
 async fn an_older_catalogue_than_nodes_have_heard_of_is_not_moved() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -209,7 +216,8 @@ async fn an_older_catalogue_than_nodes_have_heard_of_is_not_moved() {
     assert_eq!(world.nodes[&3].store().epoch(), Epoch(1));
 }
 
-/// The new home dies when the old one has just stood down: its copy is no catalogue.
+/// The new catalogue server dies just after the old one has stepped down. The new server's copy is
+/// not a catalogue.
 #[tokio::test(start_paused = true)]
 async fn a_move_that_ends_in_the_middle_leaves_everything_to_a_rebuild() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -257,14 +265,15 @@ async fn a_move_is_refused_where_it_would_help_nobody() {
     assert_exact(&client, 1).await;
 }
 
-/// Somebody puts back what he had copied of the home's disk: it is the map of this epoch, and does not know what has happened since.
+/// An operator restores an old backup of the catalogue server's disk. The database has the right
+/// epoch and lacks the latest changes.
 #[tokio::test(start_paused = true)]
 async fn an_old_copy_of_the_catalogue_is_not_served() {
     for all_restart in [false, true] {
         let mut world = World::start(6, &[(4, 2)], BLOCK).await;
         let client = world.client_of(1);
         save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-        // The copy has step 2 as one that is being saved.
+        // The copy lacks step 2 and has a save of step 3 in progress.
         let (voice, to) = (world.voice(Role::Client, "slow"), world.node_address(1));
         let begun = voice.begin(&to, 3).await.unwrap();
         let bytes = content(60_000, 1);
@@ -298,7 +307,7 @@ async fn an_old_copy_of_the_catalogue_is_not_served() {
     }
 }
 
-/// A bit was flipped in what a node remembers, or a peer says what is not true.
+/// A node's stored epoch is corrupted, or a peer claims a false epoch.
 #[tokio::test(start_paused = true)]
 async fn an_epoch_out_of_all_reach_ends_nothing() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;

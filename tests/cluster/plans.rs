@@ -1,4 +1,4 @@
-//! The path in one process: save, archive by each plan, lose nodes, restore.
+//! The main path in one process: save, archive with each plan, lose nodes, restore.
 
 use crate::world::{World, content, job, options, quiet, read_file, restore, save};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};

@@ -1,4 +1,5 @@
-//! The policy: what is old is archived or removed by itself, the newest never is, and what cannot go on waits.
+//! The policy: old steps are archived or removed automatically, the newest never is, and work that
+//! cannot proceed is retried later.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -28,10 +29,10 @@ fn keep(newest: u32) -> Rule {
     Rule { keep_newest: Some(newest), ..Rule::NOTHING }
 }
 
-/// The daemon with the catalogue starts again, with this policy.
+/// Restarts the catalogue server with this policy.
 async fn restart(world: &mut World, policy: Policy) {
     world.kill(0).await;
-    // Its last tasks let go of the folder a moment later.
+    // The last tasks of the stopped daemon release the folder a moment later.
     world.until("the lock is free", || world.machines[0].disk.lock(LOCK_FILE).is_ok()).await;
     world.policy = policy;
     world.boot(0);
@@ -47,7 +48,7 @@ async fn steps(client: &Client, job: &Job) -> Vec<u64> {
     client.list(Some(job)).await.unwrap().iter().map(|view| view.step.0).collect()
 }
 
-/// Steps whose stripes are all archived and dropped.
+/// Returns the steps whose stripes are all archived, with their replicas dropped.
 async fn archived(client: &Client) -> Vec<u64> {
     let mut archived = Vec::new();
     for step in steps(client, &job()).await {
@@ -61,7 +62,8 @@ async fn archived(client: &Client) -> Vec<u64> {
     archived
 }
 
-/// Waits until just these are archived; every state on the way holds, and no step is lost.
+/// Waits until exactly the steps `wanted` are archived. The invariant must hold in every state on
+/// the way, and no step may disappear.
 async fn until_archived(client: &Client, world: &World, wanted: &[u64]) {
     let all = steps(client, &job()).await;
     for _ in 0..4000 {
@@ -116,7 +118,7 @@ async fn the_newest_stay_replicated_and_older_steps_become_archived() {
     let answer = policy(&client).await;
     assert_eq!((answer.rules.len(), answer.rules[0].archive_all_but), (1, Some(2)));
     assert_eq!(answer.waiting, []);
-    // A step that is saved anew is replicated again, and old.
+    // A step that is saved again is replicated again, and its number is still old.
     let options = SaveOptions { replace: true };
     let again = vec![shard("weights", &content(LEN, 77))];
     client.save(&job(), Step(1), again, options, quiet()).await.unwrap();
@@ -159,14 +161,14 @@ async fn the_newest_is_never_removed() {
         tokio::time::sleep(3 * world.lease).await;
         assert_eq!(steps(&client, &job()).await, [newest]);
     }
-    // A save that is under way, and one that dies, count for nothing.
+    // A save in progress and an abandoned save do not count as steps.
     let voice = world.voice(rapidraid::net::Role::Client, "dying");
     voice.begin(&world.node_address(1), 9).await.unwrap();
     tokio::time::sleep(5 * world.lease).await;
     assert_eq!(steps(&client, &job()).await, [7]);
     let (out, _) = restore(&client, 7).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 7));
-    // A step below the newest is old when it is saved.
+    // A step below the newest is already old when it is saved.
     save_steps(&client, [6]).await;
     until_left(&client, &job(), &[7]).await;
     world.assert_swept(&client).await;
@@ -203,10 +205,11 @@ async fn with_a_node_away_the_policy_waits_longer_and_longer() {
     tokio::time::sleep(Duration::from_secs(40 * 60)).await;
     let answer = policy(&client).await;
     assert_eq!((answer.to_archive, world.catalogue_keys("a/").len()), (7, 7), "{answer:?}");
-    // Those that are being tried just now do not wait.
+    // Steps that are being retried at this moment do not count as waiting.
     assert!((1..=7).contains(&answer.waiting.len()), "{answer:?}");
     for wait in &answer.waiting {
-        // 7 s, 14 s ... 10 min: ten waits take 45 minutes, all daemons together; a try may last as well.
+        // Delays of 7 s, 14 s ... 10 min: ten of them take 45 minutes, over all daemons together. A
+        // try may take time as well.
         assert!((5..=10).contains(&wait.failures), "{wait:?}");
         assert!(wait.why.contains("no spare node"), "{wait:?}");
     }
@@ -279,7 +282,8 @@ async fn a_catalogue_that_restarts_in_the_middle_goes_on() {
         save_steps(&client, 1..=7).await;
         let rule = Rule { keep_newest: Some(4), ..archive_all_but(2) };
         restart(&mut world, for_all(rule)).await;
-        // The first round begins now; it is cut off after so many turns of the scheduler.
+        // The policy's first round begins now. The restart interrupts it after this many turns of
+        // the scheduler.
         tokio::time::sleep(world.lease).await;
         for _ in 0..if point < 12 { point } else { point * 10 } {
             tokio::task::yield_now().await;

@@ -1,4 +1,4 @@
-//! A lost catalogue is made again from the nodes; an old or empty one in its place does no harm (docs/semantics.md, 8).
+//! A lost catalogue is rebuilt from the nodes; an old or empty one does no harm (semantics, 8).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ async fn rebuild_on(
     client.rebuild_catalogue(Some(&on), accept_loss).await
 }
 
-/// The catalogue's machine is gone for good.
+/// Kills the catalogue server and deletes its catalogue database. Returns the database.
 async fn lose_catalogue(world: &mut World) -> Option<Arc<MemoryKv>> {
     world.kill(0).await;
     let map = world.machines[0].catalogue.get();
@@ -51,7 +51,7 @@ async fn serves(world: &World, index: usize) {
     world.until("a catalogue", || world.nodes[&index].serves_catalogue()).await;
 }
 
-/// Everything a catalogue can hold, made, lost and made again.
+/// Creates every kind of state that a catalogue can hold, loses the catalogue and rebuilds it.
 #[tokio::test(start_paused = true)]
 async fn a_lost_catalogue_is_made_again_from_the_nodes() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -61,7 +61,7 @@ async fn a_lost_catalogue_is_made_again_from_the_nodes() {
     }
     archive(&client, 1, PlanChoice::Chain).await;
     archive(&client, 2, PlanChoice::BestStar).await;
-    // Step 4 is replaced, step 5 removed while a node is away.
+    // Step 4 is replaced, and step 5 is removed while a node is down.
     let replaced = vec![shard("weights", &content(LEN, 40))];
     let replace = SaveOptions { replace: true };
     client.save(&job(), Step(4), replaced, replace, quiet()).await.unwrap();
@@ -88,7 +88,7 @@ async fn a_lost_catalogue_is_made_again_from_the_nodes() {
     let (out, _) = restore(&client, 4).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 40));
     assert_eq!(restore_error(&client, 5).await.kind(), ErrorKind::NotFound);
-    // It works on: new saves, archiving of what was saved before, removal.
+    // The rebuilt catalogue allows new saves, archiving of earlier saves, and removals.
     archive(&client, 3, PlanChoice::Chain).await;
     save(&client, 6, &[("weights", &content(LEN, 6))]).await;
     assert_exact(&client, 3).await;
@@ -97,7 +97,7 @@ async fn a_lost_catalogue_is_made_again_from_the_nodes() {
     world.until("orphans gone", || world.catalogue_keys("x/").is_empty()).await;
     world.assert_swept(&client).await;
     world.assert_idle().await;
-    // The new home is found again after its own restart.
+    // The nodes find the new catalogue server again after its restart.
     world.kill(3).await;
     world.boot(3);
     serves(&world, 3).await;
@@ -114,7 +114,7 @@ async fn an_empty_or_old_catalogue_in_its_place_deletes_nothing_and_stands_down(
     save(&client, 2, &[("weights", &content(LEN, 2))]).await;
     lose_catalogue(&mut world).await;
     let files = world.files(|_| true);
-    // Empty: it is not begun anew.
+    // Without its database, the old catalogue server does not begin a new catalogue.
     world.boot(0);
     tokio::time::sleep(5 * world.lease).await;
     assert!(!world.nodes[&0].serves_catalogue());
@@ -123,7 +123,7 @@ async fn an_empty_or_old_catalogue_in_its_place_deletes_nothing_and_stands_down(
 
     world.kill(0).await;
     rebuild_on(&client, 2, false).await.unwrap();
-    // Old: it was away, and finds out that its epoch is over.
+    // With an old database, the old catalogue server finds out that its epoch is over.
     world.machines[0].catalogue.set(Some(old));
     world.boot(0);
     tokio::time::sleep(5 * world.lease).await;
@@ -156,12 +156,12 @@ async fn a_rebuild_without_enough_nodes_is_refused_with_the_list() {
         assert!(error.to_string().contains(name), "{error}");
     }
     assert_eq!(world.nodes[&1].store().epoch(), Epoch(1), "nothing was claimed");
-    // Two may be away.
+    // Two nodes may be missing.
     world.boot(3);
     let report = rebuild_on(&client, 1, false).await.unwrap();
     assert_eq!(report.missing.len(), 2);
     assert_exact(&client, 1).await;
-    // Those that were away hear of it, and serve as before.
+    // The nodes that were down hear of the new epoch and serve as before.
     world.boot(4);
     world.boot(5);
     let late = || [4, 5].iter().all(|index| world.nodes[index].store().epoch() == Epoch(2));
@@ -169,13 +169,15 @@ async fn a_rebuild_without_enough_nodes_is_refused_with_the_list() {
     save(&client, 2, &[("weights", &content(LEN, 2))]).await;
 }
 
-/// A gateway that has lost its map and never noted the other nodes: what it knows is no answer, and nothing to make a catalogue of.
+/// A gateway that has lost its database and its list of nodes: its lack of knowledge must not count
+/// as an answer, and it cannot build a catalogue.
 #[tokio::test(start_paused = true)]
 async fn a_daemon_that_knows_no_storage_node_says_so() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client_of(1);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    // The new home tells the others of itself three times in its lease period: later than all this takes.
+    // The new catalogue server announces itself to the others three times per lease period. With
+    // this lease the first announcement comes after the end of the test.
     world.kill(1).await;
     world.lease = Duration::from_secs(60);
     world.boot(1);
@@ -205,7 +207,7 @@ async fn a_home_on_a_new_disk_stands_down_whether_it_or_the_rebuild_was_first() 
         save(&client, 1, &[("weights", &content(LEN, 1))]).await;
         lose_catalogue(&mut world).await;
         world.replace(0);
-        // Nodes that still had it for the home have asked in vain.
+        // Nodes that still take machine 0 for the catalogue server have asked it in vain.
         tokio::time::sleep(world.lease).await;
         if is_first {
             world.boot(0);
@@ -221,7 +223,8 @@ async fn a_home_on_a_new_disk_stands_down_whether_it_or_the_rebuild_was_first() 
     }
 }
 
-/// Nodes have it for the home still, and its address answers.
+/// The nodes still take the lost catalogue server for the current one, and a server answers at its
+/// address.
 #[tokio::test(start_paused = true)]
 async fn an_empty_catalogue_at_the_address_of_the_lost_one_is_not_taken_for_it() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -274,7 +277,7 @@ async fn what_a_step_was_before_a_rebuild_goes_before_the_step() {
     let report = rebuild_on(&client, 3, false).await.unwrap();
     assert_eq!((report.steps, report.orphans), (1, 1), "{report:?}");
     client.remove(&job(), Step(1)).await.unwrap();
-    // Lost again at once: only what the nodes have speaks for the step.
+    // Lose the catalogue again at once, so that only the nodes' records decide about the step.
     world.kill(3).await;
     world.machines[3].catalogue.set(None);
     world.boot(3);
@@ -294,7 +297,7 @@ async fn what_was_superseded_and_is_not_whole_any_more_holds_up_no_rebuild() {
     let lost = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
     let newer = vec![shard("weights", &content(LEN, 1))];
     client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
-    // The gateway dies before it has buried what was replaced.
+    // The gateway dies before it has recorded the replaced save as removed.
     world.kill(1).await;
     for index in 2..=6 {
         let store = world.nodes[&index].store();
@@ -312,7 +315,8 @@ async fn what_was_superseded_and_is_not_whole_any_more_holds_up_no_rebuild() {
     world.assert_swept(&client).await;
 }
 
-/// The lost catalogue's daemon, on a new disk: it has heard of the later epoch from a node, and died before it heard where its home is.
+/// The lost catalogue's daemon on a new disk: it has heard of the later epoch from a node, and died
+/// before it heard the address of the new catalogue server.
 #[tokio::test(start_paused = true)]
 async fn who_knows_an_epoch_and_no_home_is_found_by_the_home() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -332,7 +336,8 @@ async fn who_knows_an_epoch_and_no_home_is_found_by_the_home() {
     save(&world.client_of(0), 2, &[("weights", &content(LEN, 2))]).await;
 }
 
-/// The home looks at what a node holds that the rebuild was without, while a save is under way on it.
+/// The catalogue server checks the holdings of a node that the rebuild lacked, while a save in
+/// progress writes to that node.
 #[tokio::test(start_paused = true)]
 async fn a_save_under_way_is_no_orphan_of_a_rebuild() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -355,7 +360,8 @@ async fn a_save_under_way_is_no_orphan_of_a_rebuild() {
     assert_eq!(world.files_of(begun.save), files);
 }
 
-/// One mark was enough to bring a step back; then it has as many again as a further rebuild needs.
+/// A single mark is enough to recover a step. Afterwards the step has as many marks again as a
+/// further rebuild needs.
 #[tokio::test(start_paused = true)]
 async fn a_rebuild_marks_again_what_it_brings_back() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -430,7 +436,8 @@ async fn a_rebuild_that_died_is_done_again_elsewhere() {
             Ok(report) => assert!(report.epoch >= Epoch(2), "{turns}"),
             Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{turns}: {error}"),
         }
-        // Node 2 comes back: with a map of an older epoch, with none, or with one that was never finished.
+        // Node 2 comes back with a database of an older epoch, with none, or with an unfinished
+        // one.
         world.boot(2);
         world.until("one home", || world.nodes.values().any(|node| node.serves_catalogue())).await;
         tokio::time::sleep(3 * world.lease).await;
@@ -462,7 +469,7 @@ async fn an_old_home_that_was_cut_off_commits_nothing_and_stands_down() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client_of(1);
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    // The home sees node 6 only, and a client that sees these two.
+    // The old catalogue server reaches only node 6, and one client reaches only these two.
     for index in 1..=5 {
         world.network.partition(&address(0), &address(index));
     }
@@ -489,7 +496,7 @@ async fn an_old_home_that_was_cut_off_commits_nothing_and_stands_down() {
     assert_eq!(client.list(None).await.unwrap().len(), 2);
 }
 
-/// The catalogue is lost at many points of a save, an archiving and a removal.
+/// The catalogue is lost at many points of an archiving, a save and a removal.
 #[tokio::test(start_paused = true)]
 async fn whatever_was_under_way_is_whole_or_was_never_reported() {
     for turns in (0..2400).step_by(80) {
@@ -558,7 +565,7 @@ async fn a_save_whose_one_mark_is_on_a_node_that_is_away_is_kept() {
     tokio::time::sleep(20 * world.lease).await;
     world.boot(*away);
     tokio::time::sleep(20 * world.lease).await;
-    // Another rebuild, with the node, brings it back whole.
+    // Another rebuild that includes the missing node recovers the step whole.
     world.kill(on).await;
     world.machines[on].catalogue.set(None);
     let on = others[1];

@@ -1,4 +1,5 @@
-//! What nodes refuse: calls by the wrong role, writes over what is committed, messages that are none, evidence of others; and orders.
+//! Calls that nodes refuse: calls by the wrong role, writes over committed data, malformed
+//! messages, forged evidence, and invalid orders.
 
 #[path = "refused/orders.rs"]
 mod orders;
@@ -32,7 +33,8 @@ use orders::order;
 use crate::world::raw::{Voice, block_call};
 use crate::world::{CLUSTER, World, content, job, options, read_file, restore, save};
 
-/// Panics in this process since [`count_panics`]; a node's task that panics ends nobody but itself.
+/// Number of panics in this process since [`count_panics`]. A panic in a node's task ends only that
+/// task, so the tests have to count.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
 
 fn count_panics() {
@@ -40,7 +42,7 @@ fn count_panics() {
     ONCE.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            // A test of another module that fails does so on its own thread.
+            // A failing test of another module panics on its own thread.
             let thread = std::thread::current();
             let is_test = |name: &str| name.contains("::") && !name.starts_with("refused::");
             if !thread.name().is_some_and(is_test) {
@@ -60,7 +62,8 @@ fn kind_of<T: std::fmt::Debug>(answer: Result<T, CallError>) -> ErrorKind {
     answer.unwrap_err().kind()
 }
 
-/// A world with step 1 archived and step 2 in replicas, and the root of the latter.
+/// Starts a world with step 1 archived and step 2 in replicas. Returns the world and the root of
+/// step 2's shard.
 async fn world_with_steps() -> (World, ShardRoot) {
     count_panics();
     let world = World::start(4, &[(4, 2)], 64 << 10).await;
@@ -84,7 +87,7 @@ async fn assert_both_steps(world: &World) {
 
 const GENERATION: Generation = Generation { epoch: Epoch(1), counter: 1000 };
 
-/// Valid frames of all calls that would change something.
+/// Returns valid frames of all calls that would change something.
 fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
     let stripe = StripeId { shard: root.shard, index: 0 };
     let tombstone = Tombstone {
@@ -181,7 +184,7 @@ async fn a_clients_stream_into_a_hop_is_stopped() {
     for (voice, bytes, kind) in [
         (&client, &header, ErrorKind::Denied),
         (&client, &garbage, ErrorKind::Denied),
-        // A node's stream that no hop waits for, and one that says nothing.
+        // A node's stream that no hop expects, and a stream with a malformed header.
         (&node, &header, ErrorKind::NotFound),
         (&node, &garbage, ErrorKind::Invalid),
     ] {
@@ -254,7 +257,7 @@ async fn marks_and_receipts_do_not_come_from_clients_of_open_saves_either() {
         assert!(matches!(kind, ErrorKind::Corrupt | ErrorKind::Invalid), "{kind:?}");
     }
     assert_eq!(world.files_of(begun.save), []);
-    // Blocks of no length, of a length beyond any, and with other bytes than were announced.
+    // Blocks of length zero, above the maximum length, and with other bytes than announced.
     let bytes = content(1000, 1);
     let good = block_call(&begun, 1000);
     for len_bytes in [0, (128 << 20) + 1, u64::MAX] {
@@ -278,7 +281,7 @@ async fn a_clients_word_does_not_raise_the_epoch() {
     let node = world.node_address(2);
     let begun = client.begin(&node, 9).await.unwrap();
     let bytes = content(1000, 1);
-    // One that has not begun, and one that no message can have.
+    // An epoch that has not begun, and one that no valid message contains.
     for epoch in [Epoch(2), Epoch(u64::MAX)] {
         let generation = Generation { epoch, counter: 0 };
         let call = PutBlock { generation, ..block_call(&begun, 1000) };
@@ -315,7 +318,7 @@ async fn messages_that_are_none_disturb_nobody() {
             assert_eq!(error.kind(), ErrorKind::Invalid);
             assert!(error.to_string().contains("newer version"), "{error}");
         }
-        // Bodies of bytes: most parse as nothing, and none may be the end of anything.
+        // Random bodies: most do not parse, and none may stop the node.
         for (number, _, _) in ALL {
             for len in [0, 1, 2, 3, 7, 16, 17, 33, 64, 200, 5000] {
                 let mut frame = vec![*number; len + 1];
@@ -356,7 +359,7 @@ async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
             Err(NetError::Stopped { .. })
         ));
     }
-    // A list that would take many times its bytes once it is parsed.
+    // A list that takes many times its encoded size in memory once it is parsed.
     let call = BeginSave {
         job: job(),
         step: Step(9),
@@ -367,7 +370,7 @@ async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
     let refused = client.ask(&to, &call).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
     assert!(refused.to_string().contains("it may have 65536"), "{refused}");
-    // As many as a connection may have, each with the beginning of a request and no more.
+    // Open as many streams as a connection may have, each with the start of a request and no more.
     let mut halves = Vec::new();
     for _ in 0..200 {
         let (mut send, recv) = connection.open_bi().await.unwrap();
@@ -382,12 +385,12 @@ async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
                 Err(error) => break error,
                 Ok(()) => tokio::time::sleep(Duration::from_millis(100)).await,
             }
-            // Nine bytes would be a request: it must end before.
+            // Nine bytes would complete a request. The node must end the stream before that.
             assert!(began.elapsed() < Duration::from_secs(30));
         };
         assert!(matches!(stopped, NetError::Stopped { .. }), "{stopped}");
     }
-    // A block whose bytes do not come gives its memory back.
+    // A block whose bytes never arrive releases its memory.
     let begun = client.begin(&to, 9).await.unwrap();
     let exchange = client.open(&to, &block_call(&begun, 60_000)).await;
     world.until("a block under way", || world.nodes[&2].memory_in_use()[1] != 0).await;
@@ -424,7 +427,7 @@ async fn evidence_of_another_cluster_is_none() {
     let (bytes, coordinator) = (receipt.to_bytes().unwrap(), NodeId(1));
     let call = PutReceipt { bytes, owner, coordinator };
     assert_eq!(kind_of(node.ask(&to, &call).await), ErrorKind::Denied);
-    // Drops without the catalogue's word.
+    // Orders to drop replicas that the catalogue does not confirm.
     let stripe = StripeId { shard: root.shard, index: 0 };
     let call = DropReplicas { stripe, attempt: Attempt([1; 16]), generation: GENERATION };
     assert_eq!(kind_of(node.ask(&to, &call).await), ErrorKind::Fenced);

@@ -1,4 +1,4 @@
-//! Removing steps: invisible at once, swept everywhere, also where a node was away.
+//! Removals of steps: invisible at once, and purged from all nodes, also from nodes that were down.
 
 use bytes::Bytes;
 use rapidraid::client::SaveOptions;
@@ -59,12 +59,13 @@ async fn rm_leaves_nothing_but_graves_and_touches_nothing_else() {
         assert_eq!(read_file(&*out, "weights"), bytes);
         world.assert_invariant(&client, step).await;
     }
-    // The step's number is free again.
+    // The step's number can be used again.
     save(&client, 1, &[("weights", &bytes)]).await;
     world.assert_idle().await;
 }
 
-/// A gateway that was paused, or a request on a long way: the step has been saved anew by then.
+/// A removal request that arrives late, after a gateway's pause or on a slow network: the step has
+/// been saved again by then.
 #[tokio::test(start_paused = true)]
 async fn a_removal_that_comes_late_leaves_the_newer_save() {
     let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
@@ -81,7 +82,7 @@ async fn a_removal_that_comes_late_leaves_the_newer_save() {
     assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     let (out, _) = restore(&client, 1).await.unwrap();
     assert_eq!(read_file(&*out, "weights"), new);
-    // One that comes again while its own removal is under way goes on with it.
+    // A removal request that arrives again during its own removal joins that removal.
     let of = client.list(None).await.unwrap()[0].saved.save;
     world.kill(4).await;
     let now = RemoveStep { job: job(), step: Step(1), save: of };
@@ -97,7 +98,8 @@ async fn a_removal_that_comes_late_leaves_the_newer_save() {
 #[tokio::test(start_paused = true)]
 async fn requests_that_come_again_after_a_removal_leave_nothing() {
     let world = World::simulated(4, &[(4, 2)], 64 << 10, 1).await;
-    // Its gateway is not the catalogue's home: what is sealed goes over the network.
+    // The gateway is not the catalogue server, so that the calls that complete shards go over the
+    // network.
     let client = world.client_of(2);
     save(&client, 1, &[("weights", &content(700_000, 1)), ("empty", &Bytes::new())]).await;
     client.remove(&job(), Step(1)).await.unwrap();
@@ -157,7 +159,8 @@ async fn with_too_many_nodes_away_rm_says_so_and_goes_on_later() {
 async fn a_step_that_cannot_go_on_does_not_stop_the_removal_of_others() {
     let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
     let client = world.client_of(0);
-    // Decided with a ring of nodes that are registered and away: its marks find no node.
+    // The save is decided with a ring of registered nodes that are down, so its marks reach no
+    // node.
     let (voice, nodes) = (world.voice(Role::Client, "odd"), world.voice(Role::Node, "odd-node"));
     let gateway = world.node_address(1);
     let begun = voice.begin(&gateway, 1).await.unwrap();
@@ -210,7 +213,7 @@ async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() 
     let (holder, source) = (world.node_address(2), world.node_address(3));
     let bytes = content(300_000, 1);
     let generation = Generation { epoch: Epoch(1), counter: 1 };
-    // The tombstone comes at each point of the copying.
+    // The tombstone arrives at each point of the copying.
     for turns in 0..60 {
         let save = SaveId([turns; 12]);
         let stripe = StripeId { shard: ShardId::new(save, 0), index: 0 };
@@ -242,11 +245,13 @@ async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() 
     world.assert_idle().await;
 }
 
-/// Each small record, and a replica that is made again, is begun before the tombstone and written after the grave.
+/// Each small record, and each copied replica, is begun before the tombstone and written after the
+/// save is recorded as removed.
 #[tokio::test(start_paused = true)]
 async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
     let mut world = World::start(4, &[(4, 2)], 64 << 10).await;
-    // One thread stands at its disk while another one buries.
+    // With several threads, a write can block at the disk while another thread executes the
+    // removal.
     world.kill(2).await;
     world.node_workers = Workers::new(4);
     world.boot(2);
@@ -260,15 +265,17 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
         let (shard, stripe) = (root.shard, StripeId { shard: root.shard, index: 0 });
         let coordinator = NodeId(1);
         let record = |bytes| PutPlaces { stripe, generation, coordinator, bytes };
-        // The fence comes first, and is written once; a client's record is not taken behind it.
+        // The fence is written first, and only once. Behind a fence the node refuses a client's
+        // record, so kind 0 has none.
         if kind > 0 {
             node.ask(&holder, &record(Vec::new())).await.unwrap_err();
         }
         let (begin, begins) = std::sync::mpsc::channel();
         let (go_on, goes_on) = std::sync::mpsc::channel::<()>();
-        // What the node has heard of the catalogue is noted meanwhile: the next change is the record's.
+        // Meanwhile the node stores what it has heard of the catalogue. The next change on its disk
+        // is then that of the record.
         tokio::time::sleep(world.lease / 2).await;
-        // A replica first sees that the index has none.
+        // A replica's first change concerns the index, which lists no such file.
         world.machines[2].power.cut_after(u64::from(kind == 3), move || {
             begin.send(()).unwrap();
             let _ = goes_on.recv();
@@ -341,7 +348,7 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
     }
 }
 
-/// Tombstone and sweep, as the catalogue's host orders them.
+/// Orders a tombstone and a purge, as the catalogue server does.
 async fn bury(node: &Voice, holder: &NodeAddress, stripe: &StripeId, generation: Generation) {
     let save = stripe.shard.save();
     let tombstone = Tombstone { cluster: CLUSTER, save, generation, reason: RemoveReason::Aborted };
@@ -358,7 +365,7 @@ async fn a_grave_fences_what_comes_late_also_after_a_restart() {
     let begun = voice.begin(&holder, 1).await.unwrap();
     let bytes = content(300_000, 1);
     let call = block_call(&begun, bytes.len());
-    // Admitted before the tombstone, ended after the grave.
+    // The block is admitted before the tombstone, and ends after the save is recorded as removed.
     let mut exchange = voice.open_block(&holder, &call).await.unwrap();
     exchange.write(bytes.slice(..200_000)).await.unwrap();
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
@@ -382,12 +389,12 @@ async fn a_grave_fences_what_comes_late_also_after_a_restart() {
         let error = node.ask(&holder, &fetch).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
         assert_eq!(world.files_of(begun.save), []);
-        // A node that is up again knows it from its disk.
+        // A restarted node knows the removed save from its disk.
         world.kill(2).await;
         world.boot(2);
         world.until_live(4).await;
     }
-    // A repeated removal finds nothing to do and writes no tombstone again.
+    // A repeated removal finds nothing to do and writes no new tombstone.
     bury(&node, &holder, &call.stripe, begun.generation).await;
     assert_eq!(world.files(|path| path.ends_with("/tombstone")), []);
     world.assert_idle().await;
@@ -424,7 +431,7 @@ async fn whatever_fails_in_a_sweep_tombstone_or_grave_is_there() {
         if swept.is_ok() {
             assert!(left.is_recorded_removed(save).unwrap(), "operation {failing}");
         }
-        // The host of the catalogue orders both again.
+        // The catalogue server orders both again.
         node.ask(&holder, &tombstone).await.unwrap();
         node.ask(&holder, &PurgeSave { save }).await.unwrap();
         let left = world.machines[2].after_power_cut();

@@ -1,4 +1,5 @@
-//! What a restore writes: below its folder, not over files that are there, all or nothing.
+//! The files that a restore writes: below its folder, never over existing files without force, and
+//! all or none.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +19,7 @@ use crate::world::{
     World, content, job, options, quiet, read_file, restore, restore_error, save, shard,
 };
 
-/// A disk with one file.
+/// Returns a disk with one file.
 fn holding(path: &str) -> Arc<MemoryDisk> {
     let out = Arc::new(MemoryDisk::new(1 << 20));
     if let Some((folder, _)) = path.split_once('/') {
@@ -106,7 +107,7 @@ async fn what_is_in_the_way_is_refused_before_anything_is_written() {
         assert_eq!(files_below(&*out, ""), ["a", "dir/b", "z"]);
         assert_eq!((read_file(&*out, "z"), read_file(&*out, "dir/b")), (a.to_vec(), b.to_vec()));
     }
-    // A file where a folder has to be, and a folder where a file has to be: force is no help.
+    // A file where a folder is needed, and a folder where a file is needed: force does not help.
     for (there, named) in [("dir", "dir"), ("z/inside", "z")] {
         for force in [false, true] {
             let out = holding(there);
@@ -137,7 +138,7 @@ async fn a_shard_that_is_the_folder_of_another_is_refused_and_restored_alone() {
     }
 }
 
-/// Fourteen stripes, archived: each of the six nodes has a piece of each.
+/// Archives a step of fourteen stripes. Each of the six nodes has a piece of each stripe.
 async fn archived_stripes(world: &World) -> (Client, Bytes) {
     let (client, bytes) = (world.client(), content(14 * (4 << 16) - 5, 3));
     save(&client, 1, &[("a", &bytes)]).await;
@@ -161,7 +162,8 @@ async fn a_node_that_says_nothing_is_not_waited_for_when_others_are_enough() {
 
 #[tokio::test(start_paused = true)]
 async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
-    // On one thread, with a network that takes its time: the node falls silent amid the restore.
+    // On one thread and with a slow network, so that the node falls silent in the middle of the
+    // restore.
     let mut world = World::simulated(6, &[(6, 4)], 64 << 10, 5).await;
     world.set_lag(2);
     let (client, bytes) = archived_stripes(&world).await;
@@ -175,7 +177,7 @@ async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
     first.notified().await;
     let _silent = world.silence(4).await;
     let report = restoring.await.unwrap().unwrap();
-    // Two stripes are read at once.
+    // Two stripes are read at the same time.
     assert!((1..=2).contains(&report.incidents.len()), "{report:?}");
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}: {report:?}", began.elapsed());
     assert_eq!(read_file(&*out, "a"), bytes);

@@ -1,4 +1,5 @@
-//! The room that a disk keeps above its high-water mark: for what was saved, not for what is new (docs/semantics.md, 7).
+//! The space above a disk's high-water mark is reserved for saved data and closed to new saves
+//! (docs/semantics.md, 7).
 
 use std::io;
 use std::sync::Arc;
@@ -22,14 +23,14 @@ fn used_bytes(disk: &dyn Disk) -> u64 {
     space.total_bytes - space.free_bytes
 }
 
-/// Makes the disks so small that what lies there takes just less than the mark.
+/// Shrinks the disks so that their present contents stay just below the mark.
 fn shrink_disks(world: &World) {
     for machine in &world.machines[1..] {
         machine.disk.set_capacity(used_bytes(&*machine.disk) * 100 / (MARK_PERCENT - 1));
     }
 }
 
-/// Somebody else's file takes each disk over the mark.
+/// Fills each disk with an unrelated file until it is over the mark.
 fn fill_disks(world: &World) {
     for machine in &world.machines[1..] {
         let total_bytes = machine.disk.space().unwrap().total_bytes;
@@ -64,7 +65,7 @@ async fn disks_full_of_replicas_up_to_the_mark_are_archived() {
     assert!(refused.to_string().contains("high-water mark"), "{refused}");
     assert!(began.elapsed().as_secs() < 2, "it took {:?} to say so", began.elapsed());
     archive(&world, &client).await;
-    // The pieces take three quarters of what the replicas took.
+    // The pieces take three quarters of the space that the replicas took.
     save_step_2(&client, 1_000_000).await.unwrap();
     let (out, _) = restore(&client, 1).await.unwrap();
     assert!(read_file(&*out, "a") == bytes);
@@ -93,7 +94,7 @@ async fn above_the_mark_a_lost_replica_is_made_again_and_archived() {
     world.assert_idle().await;
 }
 
-/// A foreign file takes the last byte of one node's disk.
+/// An unrelated file takes the last byte of one node's disk.
 #[tokio::test(start_paused = true)]
 async fn an_archiving_that_meets_a_full_disk_ends_at_once_and_names_the_node() {
     let world = World::start(6, &[(6, 4)], 64 << 10).await;
@@ -111,12 +112,13 @@ async fn an_archiving_that_meets_a_full_disk_ends_at_once_and_names_the_node() {
     assert!(began.elapsed().as_secs() < 30, "{:?}: {text}", began.elapsed());
     let (out, _) = restore(&client, 1).await.unwrap();
     assert!(read_file(&*out, "a") == bytes);
-    // Somebody makes room, and a daemon goes on by itself.
+    // Space becomes free, and a daemon resumes the archiving by itself.
     disk.set_capacity(1 << 30);
     world.until("archived", || world.catalogue_keys("a/").is_empty()).await;
 }
 
-/// No disk but that of the catalogue has room for one more byte: a step is removed everywhere all the same, and that lasts over a power cut.
+/// No disk but the catalogue server's has room for one more byte. A step is still removed
+/// everywhere, and the removal survives a power cut.
 #[tokio::test(start_paused = true)]
 async fn full_disks_are_emptied_by_removals() {
     let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
@@ -134,7 +136,7 @@ async fn full_disks_are_emptied_by_removals() {
     for (machine, before) in world.machines[1..].iter().zip(before) {
         assert!(used_bytes(&*machine.disk) < before, "{} has removed nothing", machine.name);
     }
-    // Again, with a node that is away, and another one that loses its power right afterwards.
+    // Remove again, with one node down and another node that loses its power right afterwards.
     for machine in &world.machines[1..] {
         machine.disk.set_capacity(used_bytes(&*machine.disk));
     }
@@ -155,7 +157,8 @@ async fn full_disks_are_emptied_by_removals() {
     world.assert_idle().await;
 }
 
-/// What a node notes of its cluster does not fit on its disk: it stays a node, and learns the list when there is room.
+/// The list of the cluster's nodes does not fit on a node's disk. The node stays registered and
+/// stores the list when there is room.
 #[tokio::test(start_paused = true)]
 async fn a_node_whose_disk_is_full_stays_registered() {
     let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
@@ -176,7 +179,7 @@ async fn a_node_whose_disk_is_full_stays_registered() {
     world.assert_idle().await;
 }
 
-/// Stores one shard, and fills the disks before the save is decided.
+/// A driver that saves one shard and fills the disks before the save is decided.
 struct FillsDisks {
     bytes: Bytes,
     disks: Vec<Arc<MemoryDisk>>,
@@ -198,7 +201,8 @@ impl SaveDriver for FillsDisks {
     }
 }
 
-/// The commit marks fit on one node only: the save says so and waits, and is visible when there is room.
+/// The commit marks fit on one node only. The save reports this and waits, and becomes visible when
+/// there is room.
 #[tokio::test(start_paused = true)]
 async fn a_save_whose_marks_fit_nowhere_waits_and_says_so() {
     let world = World::start(6, &[(6, 4)], 64 << 10).await;

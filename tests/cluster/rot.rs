@@ -1,4 +1,5 @@
-//! Bytes that rot on disks: found, read around grain by grain, reported, mended; and never part of what is restored or archived.
+//! Bytes that rot on disks are found, bypassed grain by grain, reported and mended. They never
+//! become part of restored or archived data.
 
 use bytes::Bytes;
 use rapidraid::client::ArchiveReport;
@@ -14,13 +15,13 @@ const BLOCK: u64 = 128 << 10;
 /// Two stripes of four blocks; the last block is shorter.
 const LEN: usize = 8 * BLOCK as usize - 70_000;
 
-/// What happens to a file.
+/// The damage to a file.
 #[derive(Debug, Clone, Copy)]
 enum Damage {
     /// One bit of the data.
     FirstBit,
     LastDataBit,
-    /// One bit of the hashes behind the data.
+    /// One bit of the hashes after the data.
     Hashes,
     /// One bit of the trailer.
     LastBit,
@@ -59,7 +60,7 @@ impl Damage {
     }
 }
 
-/// The key of the file at `shards/SHARD/INDEX/NAME`.
+/// Returns the key of the file at `shards/SHARD/INDEX/NAME`.
 fn key_of(path: &str) -> FileKey {
     let parts: Vec<&str> = path.split('/').collect();
     let index = u32::from_str_radix(parts[2], 16).unwrap();
@@ -79,7 +80,7 @@ async fn a_damaged_replica_is_found_by_restore_named_and_mended() {
     let bytes = content(LEN, 1);
     for (round, damage) in (0..).zip(DAMAGES) {
         let mut named = 0;
-        // One of the two holders is asked first.
+        // A restore asks one of the two holders first. Damage each in turn.
         for holder in 0..2 {
             let step = 2 * round + holder as u64;
             save(&client, step, &[("weights", &bytes)]).await;
@@ -119,7 +120,7 @@ async fn rotten_replicas_are_made_again_before_they_are_archived() {
     for (step, damage) in (0..).zip(DAMAGES) {
         for (step, plan) in [(2 * step, PlanChoice::Chain), (2 * step + 1, PlanChoice::BestStar)] {
             save(&client, step, &[("weights", &bytes)]).await;
-            // Two blocks of one stripe, another one of the other, on three nodes.
+            // Two blocks of one stripe and one block of the other stripe, on three nodes.
             let victims = [
                 world.files_of_step(step, "00000000/block-00").await.remove(0),
                 world.files_of_step(step, "00000000/block-03").await.remove(1),
@@ -172,7 +173,7 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
             assert!(text.contains("no good replica of block 2"), "{damages:?} {plan:?}: {text}");
             let after: Vec<_> = world.files(|path| others(path) && path.contains("/00000000/"));
             assert_eq!(after, before, "{damages:?}");
-            // The other stripe is archived all the same.
+            // The other stripe is still archived.
             let shown = client.show(&job(), None).await.unwrap();
             let states: Vec<String> =
                 shown.shards[0].1.states().map(|state| format!("{state:?}")).collect();
@@ -200,7 +201,7 @@ async fn a_medium_that_spoils_what_it_syncs_archives_nothing_wrong() {
         }
         let report = archive(&world, step, PlanChoice::Chain).await;
         assert_eq!((report.stripes, report.undropped), (2, 0));
-        // Of data files; a record that is spoilt after this is one of n copies.
+        // The invariant concerns data files. A record that is spoilt later is one of n copies.
         let held = world.assert_invariant(&client, step).await;
         assert_eq!((held.pieces, held.replicas), (12, 0), "step {step}");
         let (out, _) = restore(&client, step).await.unwrap();
@@ -209,7 +210,7 @@ async fn a_medium_that_spoils_what_it_syncs_archives_nothing_wrong() {
     world.assert_idle().await;
 }
 
-/// Puts other bytes in the place of a file.
+/// Replaces the bytes of a file.
 fn overwrite(world: &World, (machine, path): &(usize, String), bytes: &[u8]) {
     let disk = &world.machines[*machine].disk;
     disk.remove(path).unwrap();
@@ -247,7 +248,7 @@ async fn rotten_pieces_are_left_out_and_reported() {
             incidents += report.incidents.len();
             world.assert_invariant(&client, step).await;
         }
-        // Four of six pieces are read: at least one of each damage among them.
+        // Four of the six pieces are read, so at least one piece of each damage is among them.
         assert!(incidents >= 2, "{damage:?}: {incidents}");
     }
     world.assert_idle().await;
@@ -265,7 +266,8 @@ async fn pieces_of_other_stripes_or_attempts_are_not_used() {
         archived(&world, other, &foreign).await;
         let victims = world.files_of_step(step, "00000000/piece-").await[2 * pair..][..2].to_vec();
         for victim in &victims {
-            // The file of the same piece: of the other save on one node, of the other stripe on the next.
+            // Use the file of the same piece: from the other save on the first node, from the other
+            // stripe on the second.
             let (from, stripe) = if victim == &victims[0] { (other, 0) } else { (step, 1) };
             let number = &victim.1.rsplit('/').next().unwrap()[.."piece-00".len()];
             let source =
@@ -278,7 +280,7 @@ async fn pieces_of_other_stripes_or_attempts_are_not_used() {
         assert!(!report.incidents.is_empty() || pair > 0, "the first pieces of a chain are read");
         world.assert_invariant(&client, step).await;
     }
-    // An attempt that the catalogue does not name: its pieces are there, and not looked at.
+    // Pieces of an attempt that the catalogue does not name exist and are not read.
     save(&client, 1, &[("weights", &bytes)]).await;
     let stale = world.files_of_step(20, "00000000/piece-").await;
     let shown = client.show(&job(), Some(Step(1))).await.unwrap();
@@ -340,14 +342,14 @@ async fn of_each_record_one_good_copy_is_enough() {
             assert!(read_file(&*out, "weights") == bytes, "{damage:?}");
         }
     }
-    // Without any receipt the pieces still decode, and the decoded bytes are checked by the record.
+    // Without any receipt the pieces still decode, and the record checks the decoded bytes.
     archived(&world, 90, &bytes).await;
     for receipt in world.files_of_step(90, "00000000/receipt-").await {
         Damage::Emptied.strike(&world, &receipt);
     }
     let (out, _) = restore(&client, 90).await.unwrap();
     assert!(read_file(&*out, "weights") == bytes);
-    // Without any record there is no way to check: refused.
+    // Without any record the bytes cannot be checked, so the restore is refused.
     archived(&world, 91, &bytes).await;
     for record in world.files_of_step(91, "00000001/record").await {
         Damage::LastBit.strike(&world, &record);

@@ -1,4 +1,5 @@
-//! Plans in mid-run: a node in them says nothing more, or their coordinator is lost when they have run (docs/semantics.md, 4 and 7).
+//! Plans in mid-run: one of their nodes falls silent, or their coordinator dies after the run
+//! (docs/semantics.md, 4 and 7).
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -22,18 +23,18 @@ fn one_by_one() -> ArchiveOptions {
     ArchiveOptions { parallel: 1, ..options(PlanChoice::Chain) }
 }
 
-/// Machines that write a piece now.
+/// Returns the machines that are writing a piece now.
 fn writing(world: &World) -> Vec<usize> {
     let has = |index: &usize| !files_below(&*world.machines[*index].disk, "tmp").is_empty();
     (1..world.machines.len()).filter(has).collect()
 }
 
-/// Bytes of memory that the plans of machine `index` hold.
+/// Returns the bytes of memory that plans hold on machine `index`.
 fn plans(world: &World, index: usize) -> u64 {
     world.nodes[&index].memory_in_use()[0]
 }
 
-/// Whether the plan that was reserved lets this node send something to another one.
+/// Returns whether the reserved plan lets this node send a stream to another node.
 fn sends(world: &World, name: &str) -> bool {
     let is_stream = |output: &OutputOrder| matches!(output.output, Output::Stream(_));
     let mut reserved = world.requests.of::<ReservePart>().into_iter();
@@ -74,7 +75,7 @@ async fn a_hop_that_waits_for_a_silent_node_ends_and_names_it() {
         step_by_step(|| writing(&world).len() == 4).await;
         let name = format!("node{silent:02}");
         if !sends(&world, &name) {
-            // For the last of a chain nobody waits but the coordinator.
+            // Only the coordinator waits for the last node of a chain.
             continue;
         }
         seen += 1;
@@ -92,10 +93,12 @@ async fn a_hop_that_waits_for_a_silent_node_ends_and_names_it() {
         let error = ended.unwrap_err();
         let waited = |text: &&String| text.contains("no progress for 30s: waiting for");
         let first = notes.iter().find(waited).unwrap_or_else(|| panic!("{notes:?}, {error}"));
-        // It may have been muted before the stream was opened: then only the order says who that would have been.
+        // The node may have been muted before it opened the stream. Then only the order tells which
+        // node should have sent.
         let named = [format!("waiting for {name} to "), format!("behind {name}:")];
         assert!(named.iter().any(|words| first.contains(words)), "{first}");
-        // By the time of the next try its lease is over: there is no node in its place, and the archiving waits for it by name.
+        // By the next try the node's lease is over. No other node can take its place, and the
+        // archiving names the node that it waits for.
         assert!(error.to_string().contains(&name), "{error}");
         world.kill(silent).await;
         world.boot(silent);
@@ -104,7 +107,8 @@ async fn a_hop_that_waits_for_a_silent_node_ends_and_names_it() {
     assert_eq!(seen, 3);
 }
 
-/// Until the one stripe of step 1 is archived, which is then four pieces and nothing else, and reads as `bytes`.
+/// Waits until the only stripe of step 1 is archived. It must then have four pieces and no
+/// replicas, and read as `bytes`.
 async fn until_archived(world: &World, client: &Client, bytes: &[u8]) {
     let archived = || {
         world.files(|path| path.ends_with(".rep")).is_empty()
@@ -118,8 +122,9 @@ async fn until_archived(world: &World, client: &Client, bytes: &[u8]) {
     world.assert_idle().await;
 }
 
-/// A coordinator dies when the first receipt is durable; then, if it is so, a piece is lost. How often nodes ran a part of the plan in
-/// all, when another daemon has archived the step.
+/// Kills a coordinator when the first receipt is durable, and then, if `loses_a_piece`, removes a
+/// piece. Returns how many parts of plans the nodes ran in total until another daemon has archived
+/// the step.
 async fn runs_with_a_takeover(loses_a_piece: bool) -> usize {
     let mut world = World::simulated(6, &[(4, 2)], BLOCK, 7).await;
     let client = world.client_of(0);

@@ -1,4 +1,4 @@
-//! Saves that meet each other, that die, and whose holders die.
+//! Saves that conflict with each other, saves whose client dies, and saves whose holders die.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex};
@@ -22,7 +22,7 @@ use crate::world::{World, content, job, quiet, read_file, restore, restore_error
 const REPLACE: SaveOptions = SaveOptions { replace: true };
 const KEEP: SaveOptions = SaveOptions { replace: false };
 
-/// A source that stops at byte `stop` until it is let go.
+/// A source whose reads block from byte `stop` on until it is opened.
 struct Gated {
     bytes: Bytes,
     stop: u64,
@@ -65,14 +65,15 @@ impl ShardSource for Gated {
 
 type Saved = tokio::task::JoinHandle<Result<SaveReport, ClientError>>;
 
-/// A save that has come to its last stripe and waits there.
+/// Starts a save that blocks at its last stripe. Returns its source and its task.
 async fn half_saved(
     client: &Client,
     step: u64,
     bytes: &Bytes,
     options: SaveOptions,
 ) -> (Arc<Gated>, Saved) {
-    // Of (4,2) with blocks of 64 KiB. Reads of two stripes would take all threads, also those of restores.
+    // The last stripe of (4,2) with blocks of 64 KiB. Blocked reads of two stripes would take all
+    // threads, also those of restores.
     let last_stripe = (bytes.len() as u64 - 1) / (128 << 10) * (128 << 10);
     let gate = Gated::new(bytes, last_stripe);
     let (client, source) = (client.clone(), gate.clone());
@@ -144,7 +145,7 @@ async fn of_two_saves_of_a_step_one_wins_and_the_other_is_told() {
         assert!(matches!(lost.kind(), ErrorKind::Exists | ErrorKind::Fenced), "{lost}");
         assert_restores(&clients[0], step, &contents[won]).await;
     }
-    // The second comes while the first is at its bytes.
+    // The second save begins while the first one sends its bytes.
     let bytes = content(600_000, 99);
     let (gate, saving) = half_saved(&clients[0], 50, &bytes, KEEP).await;
     let error = save_once(&clients[1], 50, &content(9, 9), REPLACE).await.unwrap_err();
@@ -202,12 +203,12 @@ async fn a_save_that_nobody_follows_is_collected_and_its_late_writes_are_refused
         voice.ask(&gateway, &CompleteShard { root }).await.unwrap_err(),
     ];
     assert_eq!(kinds.map(|error| error.kind()), [ErrorKind::Fenced; 4]);
-    // The step has no entry any more: there is nothing to commit.
+    // The step has no entry any more, so there is nothing to commit.
     let error = voice.ask(&gateway, &commit).await.unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::Fenced | ErrorKind::NotFound), "{error}");
     assert_eq!(world.files_of(begun.save), []);
 
-    // The same when somebody else has saved the step meanwhile.
+    // The same after another client has saved the step meanwhile.
     let saved = save_once(&client, 3, &bytes, KEEP).await.unwrap();
     let error = voice.ask(&gateway, &commit).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
@@ -239,7 +240,7 @@ async fn a_holder_that_dies_in_mid_save_is_replaced_by_a_spare() {
 #[tokio::test(start_paused = true)]
 async fn a_gateway_that_falls_silent_costs_no_lease() {
     let mut world = World::start(6, &[(4, 2)], 64 << 10).await;
-    // Only one of the seeds answers at first: it is the gateway.
+    // Only one of the seeds answers at first, so that it becomes the gateway.
     world.kill(4).await;
     let client = world.client_of_all(&[4, 3]);
     let bytes = content(900_000, 1);
@@ -253,7 +254,7 @@ async fn a_gateway_that_falls_silent_costs_no_lease() {
     assert_restores_without_incident_of_others(&world.client_of(0), &bytes).await;
 }
 
-/// The dead node is an incident of its own.
+/// Restores step 1 and checks that only the dead node causes incidents.
 async fn assert_restores_without_incident_of_others(client: &Client, bytes: &Bytes) {
     let (out, report) = restore(client, 1).await.unwrap();
     assert!(read_file(&*out, "weights") == *bytes);
@@ -278,7 +279,7 @@ async fn without_a_spare_the_save_begins_anew_with_a_smaller_code() {
     world.assert_idle().await;
 }
 
-/// Puts the disk of a machine over the high-water mark of its node; records still have room.
+/// Fills the disk of a machine above its node's high-water mark. Records still have room.
 fn fill_disk(world: &World, index: usize) {
     let disk = &world.machines[index].disk;
     let used = disk.space().unwrap();
@@ -314,7 +315,7 @@ async fn a_full_disk_without_a_spare_does_not_count_for_the_code() {
     assert_eq!((saved.n, saved.k), (4, 2));
     assert_restores(&client, 1, &bytes).await;
     world.assert_swept(&client).await;
-    // When no configured code does without it, it is tried all the same.
+    // When no configured code can do without the full node, the save is tried with it and fails.
     for index in [3, 4] {
         fill_disk(&world, index);
     }
@@ -338,7 +339,8 @@ async fn a_begin_that_comes_twice_opens_one_save() {
     assert_eq!((first.lease, first.generation), (second.lease, second.generation));
     let other = begin(2, SaveId([8; 12]), true).await.unwrap_err();
     assert_eq!(other.kind(), ErrorKind::Exists, "{other}");
-    // One that was under way for long: its save is over, and so is one that somebody has committed.
+    // A begin that arrives late is refused: its save is over. The same holds if the save was
+    // committed.
     world.kill(5).await;
     let abort = AbortSave { job: job(), step: Step(1), save };
     voice.ask(&gateways[0], &abort).await.unwrap();
@@ -407,7 +409,7 @@ async fn a_save_of_several_shards_is_visible_whole_or_not_at_all() {
 
 #[tokio::test(start_paused = true)]
 async fn a_save_needs_marks_on_all_nodes_but_so_few() {
-    // Four of six nodes are more than half of them: only the rule for rings refuses the second step.
+    // Four of six nodes are more than half. Only the rule for rings refuses the second step.
     let mut world = World::start(6, &[(4, 2)], 64 << 10).await;
     let (voice, gateway) = (world.voice(Role::Client, "marks"), world.node_address(1));
     for (step, away) in [(1, vec![6]), (2, vec![5, 6])] {

@@ -1,4 +1,5 @@
-//! Every boundary of the format, one byte less and one more: saved, archived, and read back with n-k nodes out of reach.
+//! Every boundary of the format, and one byte less and more: saved, archived, and read back with
+//! n-k nodes unreachable.
 
 use std::ops::Range;
 
@@ -13,7 +14,7 @@ use rapidraid::wire::calls::PlanChoice;
 
 use crate::world::{World, address, content, job, options, quiet, read_file, restore, save};
 
-/// Each point, its neighbours, and nothing twice.
+/// Returns each point and its neighbours, without duplicates.
 fn around(points: &[u64]) -> Vec<u64> {
     let mut sizes: Vec<u64> =
         points.iter().flat_map(|&point| point.saturating_sub(1)..=point + 1).collect();
@@ -22,7 +23,7 @@ fn around(points: &[u64]) -> Vec<u64> {
     sizes
 }
 
-/// All sets of `lost` of the nodes 1 to `n`.
+/// Returns all sets of `lost` of the nodes 1 to `n`.
 fn losses(n: usize, lost: u32) -> impl Iterator<Item = Vec<usize>> {
     let sets = (0u32..1 << n).filter(move |set| set.count_ones() == lost);
     sets.map(move |set| (1..=n).filter(|node| set >> (node - 1) & 1 == 1).collect())

@@ -1,4 +1,5 @@
-//! Restores from nodes that are slow: the others are read instead, and what is needed all the same is waited for (docs/semantics.md, 6).
+//! Restores from slow nodes: other nodes are read instead, and a slow node is waited for if its
+//! data is needed (docs/semantics.md, 6).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,12 +14,14 @@ use tokio::time::Instant;
 
 use crate::world::{World, content, job, options, quiet, read_file, restore, save};
 
-/// What a trickling node takes for 64 KiB: each grain comes before anybody would call it silent.
+/// Time per 64 KiB at a trickling node. Each grain arrives before a reader would treat the node as
+/// silent.
 const TRICKLE: Duration = Duration::from_millis(900);
-/// The same for a healthy one.
+/// Time per 64 KiB at a healthy node.
 const HEALTHY: Duration = Duration::from_millis(55);
 
-/// A cluster in which all that is sent takes its time, with one step in eight stripes of eight grains.
+/// Starts a cluster with paced sending and one step in eight stripes of eight grains. Returns the
+/// world, a client and the step's length in bytes.
 async fn saved(nodes: usize, code: (u8, u8), archived: bool) -> (World, Client, usize) {
     let world = World::simulated(nodes, &[code], 512 << 10, 3).await;
     let client = world.client();
@@ -35,7 +38,8 @@ async fn saved(nodes: usize, code: (u8, u8), archived: bool) -> (World, Client, 
     (world, client, len)
 }
 
-/// How long a restore takes, whose bytes are right and each of which was written once.
+/// Returns the time that a restore takes. Checks that the bytes are right and each was written
+/// once.
 async fn timed(world: &World, client: &Client, len: usize) -> Duration {
     let (began, writes) = (Instant::now(), Arc::new(AtomicUsize::new(0)));
     let out = Arc::new(MemoryDisk::new(1 << 30));
@@ -47,14 +51,15 @@ async fn timed(world: &World, client: &Client, len: usize) -> Duration {
     let report = client.restore(&job(), Some(Step(1)), request, progress).await.unwrap();
     let lasted = began.elapsed();
     assert!(read_file(&*out, "a") == content(len, 1));
-    // Grain by grain: a source that takes over begins where the other ended, not before.
+    // Writes are counted by grain: a source that takes over begins where the previous one ended,
+    // not earlier.
     assert_eq!(writes.load(Ordering::Relaxed), len.div_ceil(GRAIN_BYTES as usize));
     assert_eq!(report.incidents, Vec::<String>::new(), "slow is no incident");
     world.assert_idle().await;
     lasted
 }
 
-/// The node that is asked for the most files, once all of them were read.
+/// Returns the node that was asked for the most files, after all files were read.
 fn busiest(world: &World) -> usize {
     let asked = world.requests.of::<ReadFile>();
     let files = |index: &usize| {
@@ -80,7 +85,8 @@ async fn one_source_of_eleven_that_trickles_is_passed_over() {
         let slow = format!("node{slow:02}");
         assert!(!in_the_middle.is_empty() && in_the_middle.iter().all(|(_, to, _)| *to != slow));
         for (_, _, ReadFile { stripe, file, from, .. }) in &in_the_middle {
-            // Who takes over is asked from one grain on in a stripe, or in a block, whatever it had given before.
+            // Every replacement source is asked from the same grain on in a stripe or block,
+            // however much it had delivered before.
             let same = |read: &ReadFile| read.stripe == *stripe && (archived || read.file == *file);
             assert!(from % GRAIN_BYTES == 0);
             assert!(in_the_middle.iter().all(|(_, _, read)| !same(read) || read.from == *from));
@@ -90,7 +96,8 @@ async fn one_source_of_eleven_that_trickles_is_passed_over() {
 
 #[tokio::test(start_paused = true)]
 async fn when_all_that_is_left_is_slow_it_is_waited_for() {
-    // Four pieces are left, which are read side by side; or all replicas but those of a node, read one after the other.
+    // With pieces, four are left and are read in parallel. With replicas, one node's are missing
+    // and the rest is read one after the other.
     for (archived, killed, in_a_row) in [(true, 1..=2, 8 * 8), (false, 1..=1, 4 * 8 * 8)] {
         let (mut world, client, len) = saved(6, (6, 4), archived).await;
         for index in killed {
@@ -100,7 +107,7 @@ async fn when_all_that_is_left_is_slow_it_is_waited_for() {
             world.slow(index, TRICKLE);
         }
         let lasted = timed(&world, &client, len).await;
-        // Two stripes are read at once.
+        // Two stripes are read at the same time.
         let needed = TRICKLE * in_a_row / 2;
         assert!(lasted < needed + Duration::from_secs(10), "{lasted:?} of {needed:?}");
     }
@@ -111,11 +118,11 @@ async fn a_slow_holder_is_asked_when_the_quick_one_cannot_give_its_file() {
     let world = World::simulated(4, &[(4, 2)], 128 << 10, 3).await;
     let client = world.client();
     save(&client, 1, &[("a", &content(200_000, 1))]).await;
-    // Removed behind the node's back: it still lists the block.
+    // The file is removed without the node's knowledge, so the node still lists the block.
     let holders = world.files(|path| path.ends_with("block-00.rep"));
     let [(quick, path), (slow, _)] = &holders[..] else { panic!("{holders:?}") };
     world.machines[*quick].disk.remove(path).unwrap();
-    // An answer of some hundred bytes comes when the others have been enough for long.
+    // Even a short answer of this node arrives long after the other nodes have delivered enough.
     world.slow(*slow, Duration::from_secs(200));
     world.requests.listen();
     let listed = format!("node{quick:02}");

@@ -1,4 +1,5 @@
-//! Archivings that meet each other, and whose coordinator or nodes die in the middle.
+//! Archivings that conflict with each other, and archivings whose coordinator or nodes die in the
+//! middle.
 
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ fn one_by_one() -> ArchiveOptions {
     ArchiveOptions { parallel: 1, ..options(PlanChoice::Chain) }
 }
 
-/// Archives step 1 and gives the number of each event as it comes.
+/// Starts to archive step 1. Returns a receiver of its events, and its task.
 fn archiving(
     client: Client,
 ) -> (
@@ -37,7 +38,7 @@ fn archiving(
     (told, task)
 }
 
-/// Step 1 is saved, and its archiving, by node 2, has said `point` things and one.
+/// Saves step 1 and archives it through node 2. Returns the task after `point` + 1 events.
 async fn archiving_at(
     world: &World,
     client: &Client,
@@ -56,7 +57,7 @@ async fn assert_exact(client: &Client, seed: u64) {
     assert!(read_file(&*out, "weights") == content(LEN, seed));
 }
 
-/// Waits until all stripes are archived; every state on the way holds.
+/// Waits until all stripes are archived. The invariant must hold in every state on the way.
 async fn until_archived(world: &World, client: &Client) {
     for _ in 0..600 {
         let held = world.assert_invariant(client, 1).await;
@@ -68,7 +69,7 @@ async fn until_archived(world: &World, client: &Client) {
     panic!("nobody went on");
 }
 
-/// Waits until the replicas are dropped everywhere and the archiving has ended, though nobody asks for it.
+/// Waits until all replicas are dropped and the archiving has ended, without a new request.
 async fn until_dropped(world: &World) {
     let dropped = || {
         world.files(|path| path.ends_with(".rep")).is_empty()
@@ -79,8 +80,9 @@ async fn until_dropped(world: &World) {
 
 #[tokio::test(start_paused = true)]
 async fn another_daemon_goes_on_when_the_coordinator_died() {
-    // After so many events (a beginning, then two a stripe), and so many turns of the scheduler, the coordinator dies. Disks and
-    // arithmetic are on threads of their own: some of the late points may come when all is done.
+    // The coordinator dies after this many events (one at the start, then two per stripe) and this
+    // many turns of the scheduler. Disks and arithmetic run on their own threads, so some of the
+    // late points may come after the end.
     let mut taken_over = 0;
     for point in 0..24u64 {
         let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -107,7 +109,8 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
         let error = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
         assert!(error.to_string().contains("node03"), "{error}");
-        // Nobody asks again: when the lease is over some daemon goes on.
+        // No client repeats the request. After the lease has ended, another daemon resumes the
+        // archiving.
         until_archived(&world, &client).await;
         assert_exact(&client, point).await;
 
@@ -138,7 +141,8 @@ async fn a_node_that_dies_in_mid_archiving_costs_nothing() {
         world.kill(victim).await;
         world.assert_invariant(&client, 1).await;
         assert_exact(&client, point).await;
-        // It ends by itself, whole or with what is left named; what is left is tried again.
+        // The archiving ends by itself, either completely or with a list of the remaining work,
+        // which is retried.
         let _ = task.await.unwrap();
         world.assert_invariant(&client, 1).await;
         until_archived(&world, &client).await;
@@ -172,18 +176,20 @@ async fn a_drop_that_a_node_missed_is_ordered_when_it_is_back_and_pieces_are_see
     let stripe = left.rsplit_once("block-").unwrap().0;
     let (all, replicas) = (of_victim(&world, "", ".rep"), of_victim(&world, stripe, ".rep"));
     assert!(replicas > 0 && all > replicas);
-    // An earlier owner's run left a piece there that the receipt ascribes to another node.
+    // The run of an earlier owner left a piece on this node that the receipt ascribes to another
+    // node.
     let pieces = world.files(|path| path.starts_with(&format!("{stripe}piece-")));
     let disks = [pieces[0].0, victim].map(|index| world.machines[index].disk.clone());
     let bytes = read_file(&*disks[0], &pieces[0].1);
     disks[1].create_new(&pieces[0].1).unwrap().write_at(&bytes, 0).unwrap();
 
-    // One piece of the stripe is left: not enough to do without any replica. Others lie elsewhere, and lose theirs.
+    // Three of the stripe's four pieces are down: the rest is not enough to drop any replica.
+    // Replicas of other stripes are dropped.
     let away: Vec<usize> = pieces.iter().map(|(index, _)| *index).take(3).collect();
     for index in &away {
         world.kill(*index).await;
     }
-    // The one that is left has its receipt, and a replica yet.
+    // The holder of the remaining piece has its receipt, and still a replica.
     let last = pieces[3].0;
     world.kill(last).await;
     let replica = read_file(&*world.machines[victim].disk, &left);
@@ -222,7 +228,8 @@ async fn what_nobody_asks_a_node_to_drop_goes_all_the_same() {
     client.archive(&job(), Some(Step(1)), one_by_one(), &mut |_| ()).await.unwrap();
     assert_eq!(world.files(is_replica), kept);
 
-    // Nodes that were spares of an archiving that stopped, and away since: one has a piece of the stripe, others have nothing of it.
+    // Simulate spares of a stopped archiving that have been down since. One has a piece of the
+    // stripe, the others have nothing of it.
     let folder = left.rsplit_once("block-").unwrap().0;
     for spare in (0..8).filter(|spare| *spare != holder) {
         world.kill(spare).await;
@@ -238,7 +245,8 @@ async fn what_nobody_asks_a_node_to_drop_goes_all_the_same() {
     tokio::time::sleep(10 * world.lease).await;
     assert_eq!(world.files(is_replica), kept, "what is replicated stays");
 
-    // A node without the receipt takes another's only when all pieces are where it says: not while one of their nodes is away.
+    // A node without the receipt accepts another node's receipt only if all pieces are where it
+    // says. While one of their nodes is down, it does not.
     let pieces = world.files(|path| path.starts_with(folder) && path.ends_with(".pc"));
     let away = pieces[0].0;
     let spare = (1..8).find(|spare| pieces.iter().all(|(node, _)| node != spare)).unwrap();
@@ -295,7 +303,7 @@ async fn a_second_archiving_is_told_who_is_at_it() {
     assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     assert!(error.to_string().contains("node02"), "{error}");
     assert_eq!(task.await.unwrap().unwrap(), STRIPES as u64);
-    // Done: a further one finds nothing to do and says so.
+    // A further archiving finds nothing to do and reports that.
     let report = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
     assert_eq!((report.stripes, report.undropped, report.reports.len()), (STRIPES as u64, 0, 0));
     world.assert_invariant(&client, 1).await;
@@ -321,7 +329,7 @@ async fn a_step_that_is_removed_in_mid_archiving_is_gone() {
     }
 }
 
-/// What was asked for was to archive the other one.
+/// The archive request concerned the replaced save, not its successor.
 #[tokio::test(start_paused = true)]
 async fn a_step_that_is_replaced_in_mid_archiving_stays_replicated() {
     let mut ended = 0;
@@ -341,7 +349,7 @@ async fn a_step_that_is_replaced_in_mid_archiving_stays_replicated() {
     assert!(ended > 0, "none was in the middle");
 }
 
-/// An archiving that waits is of the save that it was asked for, not of the step.
+/// A waiting archive request belongs to the save for which it was made, not to the step.
 #[tokio::test(start_paused = true)]
 async fn what_replaces_a_step_whose_archiving_waits_stays_replicated() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -382,16 +390,17 @@ async fn the_watcher_may_go() {
     world.assert_idle().await;
 }
 
-/// When something happens to the cluster in the course of a restore.
+/// The moment of a change to the cluster during a restore.
 #[derive(Clone, Copy, PartialEq)]
 enum Moment {
-    /// Before it asks the nodes what they have.
+    /// Before the restore asks the nodes for their holdings.
     BeforePlan,
-    /// After it was planned, before it reads.
+    /// After the plan is made and before the first read.
     AfterPlan,
 }
 
-/// A destination at which it happens: looked at before the plan, written to after it.
+/// A destination that triggers the change: the restore inspects it before the plan and writes to it
+/// after.
 struct Hooked<F> {
     inner: MemoryDisk,
     moment: Moment,
@@ -449,7 +458,7 @@ impl<F: FnOnce() + Send + 'static> Disk for Hooked<F> {
     }
 }
 
-/// Restores step 1 while `hook` happens at `moment`.
+/// Restores step 1 while `hook` runs at `moment`.
 async fn restore_across<F>(
     client: &Client,
     moment: Moment,
@@ -488,7 +497,7 @@ async fn a_restore_goes_on_when_replicas_are_dropped_under_it() {
     let mut world = World::start(4, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 4))]).await;
-    // The step is archived, and its replicas are still there.
+    // The step is archived, and its replicas still exist.
     let replicas = world.files(|path| path.ends_with(".rep"));
     let bytes: Vec<_> = replicas
         .iter()

@@ -1,4 +1,5 @@
-//! What no record explains is never deleted, and `status` tells of it (docs/semantics.md, 5).
+//! Files that no record explains are never deleted, and `status` reports them (docs/semantics.md,
+//! 5).
 
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use crate::world::{World, content, read_file, save};
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;
 
-/// What `status` says of a node besides numbers.
+/// Returns the notes about a node in the answer of `status`.
 async fn notes(world: &World, client: &Client, index: usize) -> Vec<String> {
     let status = client.status().await.unwrap();
     let name = &world.machines[index].name;
@@ -30,7 +31,7 @@ async fn a_save_with_a_commit_mark_that_no_step_has_is_kept_and_named() {
     let scope = RecordScope::Shard(ShardId::new(unknown, 0));
     world.nodes[&2].store().put_record_file(scope, "commit", b"a mark").unwrap();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    // So long until the home has looked at all six nodes.
+    // Long enough for the catalogue server to inspect all six nodes.
     tokio::time::sleep(10 * world.lease).await;
     let told = notes(&world, &client, 0).await;
     let is_told = |note: &String| {
@@ -50,7 +51,7 @@ async fn in_the_first_epoch_a_save_without_marks_is_kept_and_one_under_way_is_no
     let voice = world.voice(Role::Client, "stray");
     let to = world.node_address(1);
     let bytes = content(60_000, 1);
-    // One that was begun, and one that nobody has begun.
+    // A save that was begun, and one that was never begun.
     let begun = voice.begin(&to, 1).await.unwrap();
     let mut call = block_call(&begun, bytes.len());
     let mut exchange = voice.open_block(&to, &call).await.unwrap();
@@ -73,7 +74,7 @@ async fn in_the_first_epoch_a_save_without_marks_is_kept_and_one_under_way_is_no
     };
     assert!(of_stray("until every storage node has said"), "{told:?}");
     world.boot(6);
-    // Judged again after a wait that has grown meanwhile.
+    // The save is judged again after a delay that has grown meanwhile.
     tokio::time::sleep(Duration::from_secs(11 * 60)).await;
     let told = notes(&world, &client, 0).await;
     assert!(told.len() == 1 && told[0].contains("no node has a commit mark"), "{told:?}");
@@ -92,7 +93,7 @@ async fn a_node_tells_of_strange_names_and_of_what_is_in_quarantine() {
     let (_, rotten) =
         world.files(|path| path.ends_with(".rep")).into_iter().find(|(at, _)| *at == 3).unwrap();
     disk.truncate(&rotten, 10).unwrap();
-    // A whole file under the name of another one is set aside.
+    // A whole file under another file's name goes to quarantine.
     let (folder, name) = rotten.rsplit_once('/').unwrap();
     let other = world.files(|path| path.starts_with(folder) && path.ends_with(".rep"));
     let (at, other) = other.into_iter().find(|(_, path)| !path.ends_with(name)).unwrap();

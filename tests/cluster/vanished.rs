@@ -1,5 +1,6 @@
-//! Whoever coordinates vanishes, with the default lease: another daemon goes on within ten seconds, back before the commit point, forward
-//! after it. Each is tried at several moments between two looks of the others.
+//! A coordinator vanishes, with the default lease. Within ten seconds another daemon takes over:
+//! back before the commit point, forward after it. Each case runs at several moments between two
+//! polls of the other daemons.
 
 use std::time::Duration;
 
@@ -15,12 +16,13 @@ use tokio::time::Instant;
 use crate::world::raw::empty_root;
 use crate::world::{World, content, job, options, read_file, restore, save};
 
-/// What is promised.
+/// The promised time of a takeover.
 const PROMISED: Duration = Duration::from_secs(10);
-/// Moments at which somebody vanishes, this far apart: together more than two looks at what is left.
+/// Number of moments at which a coordinator vanishes, `APART` from each other. Together they cover
+/// more than two polls for unfinished work.
 const MOMENTS: u64 = 8;
 const APART: Duration = Duration::from_millis(470);
-/// Removals more than the collector goes on with at once.
+/// More removals than the collector continues at once.
 const LONG_REMOVALS: u64 = 20;
 /// The daemon that vanishes.
 const VICTIM: usize = 1;
@@ -30,7 +32,7 @@ async fn world() -> World {
 }
 
 fn record<R: Record>(world: &World, key: &str) -> Option<R> {
-    // Before the record stands its revision.
+    // The revision precedes the record.
     let value = world.map().get(format!("k/{key}").as_bytes()).unwrap();
     value.map(|value| R::parse(&value[8..]).unwrap())
 }
@@ -39,7 +41,7 @@ fn checkpoint(world: &World, step: u64) -> Checkpoint {
     record(world, &checkpoint_key(&job(), Step(step))).unwrap_or_default()
 }
 
-/// Goes on without letting time pass until `reached`.
+/// Lets other tasks run until `reached`, without advancing the time.
 async fn at_once(what: &str, reached: impl Fn() -> bool) {
     for _ in 0..1_000_000 {
         if reached() {
@@ -50,7 +52,7 @@ async fn at_once(what: &str, reached: impl Fn() -> bool) {
     panic!("never came: {what}");
 }
 
-/// The victim vanishes; by the time that was promised it is `reached`.
+/// Cuts the victim's power. The state `reached` must come within the promised time.
 async fn vanishes(world: &mut World, what: &str, reached: impl Fn(&World) -> bool) {
     assert_eq!(world.lease, rapidraid::config::DEFAULT_LEASE);
     assert!(!reached(world), "{what} before anybody died");
@@ -63,7 +65,7 @@ async fn vanishes(world: &mut World, what: &str, reached: impl Fn(&World) -> boo
     eprintln!("{what} after {:?}", died.elapsed());
 }
 
-/// The victim comes back, and the next moment is another one.
+/// Restarts the victim and moves to the next moment.
 async fn comes_back(world: &mut World, moment: u64) {
     world.kill(VICTIM).await;
     world.boot(VICTIM);
@@ -84,7 +86,7 @@ async fn an_open_save_goes_back() {
         .await;
         let removing = checkpoint(&world, step).removing;
         assert!(removing.iter().any(|entry| entry.save == begun.save), "{removing:?}");
-        // Forgotten by all soon: nobody else is to be waited for.
+        // All nodes forget the save soon: only the victim had to be waited for.
         let died = Instant::now();
         comes_back(&mut world, step).await;
         world.until("the step is free", || checkpoint(&world, step).removing.is_empty()).await;
@@ -103,7 +105,7 @@ async fn a_decided_save_goes_forward() {
             .ask(&gateway, &CompleteShard { root: empty_root(&begun, step, "weights") })
             .await
             .unwrap();
-        // Too few nodes for the marks: so far and no further.
+        // With too few nodes for the marks, the save is decided and not published.
         for away in [5, 6] {
             world.kill(away).await;
         }
@@ -181,7 +183,7 @@ async fn removals_that_take_long_hold_up_nothing_else() {
     for step in 1..=LONG_REMOVALS {
         save(&world.client_of(0), step, &[("weights", &bytes)]).await;
     }
-    // Whoever removes waits for this one, which takes connections and says nothing.
+    // Every removal waits for this node, which accepts connections and never answers.
     let _silent = world.silence(6).await;
     for step in 1..=LONG_REMOVALS {
         let client = world.client_of(VICTIM);

@@ -1,5 +1,5 @@
-//! `verify`: the nodes check all that they have of a checkpoint, and it is known how many more may be lost
-//! (docs/semantics.md, 6, *Verify*).
+//! `verify`: the nodes check all their data of a checkpoint, and the report says how many more
+//! nodes may be lost (docs/semantics.md, 6, *Verify*).
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -33,7 +33,7 @@ fn flip(world: &World, (machine, path): &(usize, String), byte: u64) {
     world.machines[*machine].disk.flip_bit(path, 8 * byte).unwrap();
 }
 
-/// Every stored file but notes of damage, with its bytes.
+/// Returns every stored file with its bytes, except for damage notes.
 fn stored(world: &World) -> BTreeSet<(usize, String, Vec<u8>)> {
     let files = world.files(|path| path.starts_with("shards/") && !path.contains("/damage-"));
     let read = |(machine, path): (usize, String)| {
@@ -60,7 +60,8 @@ async fn what_is_whole_is_found_whole_in_every_state() {
     save(&client, 1, &[("weights", &bytes), ("empty", &Bytes::new())]).await;
     let report = verify(&client, 1).await;
     assert_eq!((found(&report), report.survives), (vec![], Some(1)));
-    // Eight blocks twice; leaves and marks of two shards on eight nodes, and records of two stripes on six.
+    // Eight blocks with two replicas each; leaves and marks of two shards on eight nodes, and
+    // records of two stripes on six.
     assert_eq!((report.files, report.records), (16, 2 * 2 * 8 + 2 * 6));
     assert_eq!((report.stripes, report.shards, report.nodes.len()), (2, 2, 8));
     assert_eq!(report.file_bytes, 2 * LEN as u64);
@@ -77,7 +78,8 @@ async fn what_is_whole_is_found_whole_in_every_state() {
     world.assert_idle().await;
 }
 
-/// The recipe: a wrong byte in two of six pieces, and each copy of the rest is needed from then on.
+/// The recipe: damage one byte in each of two of the six pieces. From then on every copy of the
+/// rest is needed.
 #[tokio::test(start_paused = true)]
 async fn rotten_pieces_are_named_and_the_margin_is_told() {
     let mut world = World::start(6, &[(6, 4)], BLOCK).await;
@@ -102,14 +104,14 @@ async fn rotten_pieces_are_named_and_the_margin_is_told() {
     assert_eq!((report.fault_count, report.survives), (2, Some(0)));
     tokio::time::sleep(Duration::from_secs(30)).await;
     assert!(stored(&world) == before, "verify changed a file");
-    // The nodes say so from now on.
+    // The nodes report the damage from now on.
     for (at, _) in &pieces[3..5] {
         let status = client.status().await.unwrap();
         let of = status.nodes.iter().find(|node| node.view.node.name == world.machines[*at].name);
         let notes = of.unwrap().held.as_ref().unwrap().notes.join("\n");
         assert!(notes.contains("1 piece is damaged and not counted"), "{notes}");
     }
-    // Any one more, and it is gone; verify says that, too.
+    // One more loss makes the step unreadable, and verify reports that too.
     world.kill(pieces[0].0).await;
     let report = verify(&client, 1).await;
     assert_eq!(report.survives, None);
@@ -159,7 +161,7 @@ async fn damaged_and_missing_records_are_named() {
         status.nodes.iter().flat_map(|node| node.held.clone().unwrap().notes).collect();
     let damaged = notes.iter().filter(|note| note.contains("record is damaged: ")).count();
     assert_eq!(damaged, 4, "{notes:?}");
-    // As few copies of a record as one are the margin, whatever the pieces are.
+    // The number of copies of a record limits the margin, even if all pieces are good.
     let copies = world.files_of_step(1, "00000000/record").await;
     for (machine, path) in &copies[1..] {
         let _ = world.machines[*machine].disk.remove(path);
@@ -191,7 +193,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     let report = client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
     assert_eq!((report.fault_count, report.survives), (0, Some(1)), "{:?}", found(&report));
     assert_eq!(report.mended.len(), 2);
-    // A sector that cannot be read, and bytes of the tail that are good in the page cache only.
+    // An unreadable sector, and a byte of the tail that is good only in the page cache.
     let sectors = world.files_of_step(1, "00000001/block-02").await;
     let disk = |at: usize| &world.machines[sectors[at].0].disk;
     disk(0).fail_sector(&sectors[0].1, 3).unwrap();
@@ -202,7 +204,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     assert_eq!(wrong, ["1 grain damaged", "damaged"].map(str::to_owned).into());
     let report = client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
     assert_eq!((report.fault_count, report.mended.len()), (0, 2), "{:?}", report.faults);
-    // A whole file of other bytes is no replica.
+    // A whole file with other bytes does not count as a replica.
     let other = world.files_of_step(1, "00000000/block-00").await.remove(0);
     let store = world.nodes[&other.0].store();
     world.machines[other.0].disk.remove(&other.1).unwrap();
@@ -216,7 +218,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     let report = verify(&client, 1).await;
     let expected = vec![(name(&world, other.0), Some(0), HeldItem::Replica(0), Problem::Other)];
     assert_eq!((found(&report), report.survives), (expected, Some(0)));
-    // A grain without a good copy is lost, and nothing mends it.
+    // A grain without a good copy is lost and cannot be mended.
     flip(&world, &block[0], 5);
     flip(&world, &block[1], 6);
     let report = client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
@@ -225,7 +227,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     world.assert_idle().await;
 }
 
-/// A file that is away from its node, one of other bytes under its name, and one that is spoiled from end to end.
+/// A missing file, a file of other bytes under its name, and a truncated file.
 #[tokio::test(start_paused = true)]
 async fn missing_and_foreign_files_are_named_and_stay_where_they_are() {
     let world = World::start(6, &[(6, 4)], BLOCK).await;
@@ -261,7 +263,7 @@ async fn missing_and_foreign_files_are_named_and_stay_where_they_are() {
     assert!(stored(&world) == before, "verify moved a file");
 }
 
-/// No receipt is left: that is told, and so are pieces that are not there.
+/// No receipt is left. The report names every damaged receipt; the pieces still count.
 #[tokio::test(start_paused = true)]
 async fn a_stripe_without_receipts_is_not_whole() {
     let world = World::start(6, &[(6, 4)], BLOCK).await;
@@ -278,8 +280,8 @@ async fn a_stripe_without_receipts_is_not_whole() {
     assert_eq!((report.fault_count, report.survives), (6, Some(2)));
 }
 
-/// A drop that a node missed leaves replicas. They are no part of the margin, damage of them is no fault, and nothing makes a node drop them
-/// while too few pieces are seen.
+/// A drop that a node missed leaves replicas. They do not count for the margin, their damage is no
+/// fault, and the node keeps them while too few good pieces exist.
 #[tokio::test(start_paused = true)]
 async fn replicas_that_wait_for_their_drop_stay_while_pieces_are_missing() {
     let mut world = World::start(8, &[(6, 4)], BLOCK).await;
@@ -298,7 +300,7 @@ async fn replicas_that_wait_for_their_drop_stay_while_pieces_are_missing() {
     }
     let report = verify(&client, 1).await;
     assert_eq!((report.fault_count, report.survives), (3, None), "three pieces are left");
-    // A holder of a good piece, with its receipt, has missed the drop as well.
+    // The holder of a good piece and its receipt has missed the drop as well.
     let holder = others[0].0;
     world.kill(holder).await;
     let missed: Vec<_> = replicas.iter().filter(|(machine, _)| *machine == victim).collect();
@@ -323,7 +325,8 @@ async fn replicas_that_wait_for_their_drop_stay_while_pieces_are_missing() {
     }
 }
 
-/// What a node cannot read at all is its fault, and what it does not answer is not.
+/// A node's failure to read its own disk is reported as its failure. An unanswered call is reported
+/// as a missing node.
 #[tokio::test(start_paused = true)]
 async fn nodes_that_come_and_go_are_judged_by_what_they_say_last() {
     let mut world = World::start(7, &[(6, 4)], BLOCK).await;
@@ -344,7 +347,7 @@ async fn nodes_that_come_and_go_are_judged_by_what_they_say_last() {
     assert!(!report.nodes.contains(&world.machines[gone].name));
 }
 
-/// While no more nodes are lost than the margin says a restore succeeds, and with one more it fails.
+/// A restore succeeds while no more nodes are lost than the margin says, and fails with one more.
 #[tokio::test(start_paused = true)]
 async fn the_margin_is_what_restores_survive() {
     let code = table::find(8, 4).unwrap();

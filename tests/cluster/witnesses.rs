@@ -1,5 +1,5 @@
-//! With the catalogue and n-k nodes gone, readers find every committed step, or refuse: never an older or a removed step
-//! (docs/semantics.md, 2, *Who knows of a save*).
+//! With the catalogue and n-k nodes lost, readers find every committed step or refuse; they never
+//! return an older or a removed step (docs/semantics.md, 2, *Who knows of a save*).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,21 +23,22 @@ const BLOCK: u64 = 64 << 10;
 const LEN: usize = 70_000;
 const NODES: usize = 16;
 
-/// The sets of five of sixteen nodes with the first among them. A quick run takes one in `every`.
+/// Returns every `every`-th of the sets of five of the sixteen nodes that contain node 1.
 fn sets(every: usize) -> Vec<Vec<usize>> {
     let sets = (0u32..1 << NODES).filter(|set| set & 1 == 1 && set.count_ones() == 5);
     let members = |set: u32| (1..=NODES).filter(|node| set >> (node - 1) & 1 == 1).collect();
     sets.map(members).step_by(every).collect()
 }
 
-/// All of them with `RAPIDRAID_SETS=1`, one in 13 otherwise.
+/// Returns all sets with `RAPIDRAID_SETS=1`, and one in 13 by default.
 fn drawn() -> Vec<Vec<usize>> {
     let every = std::env::var("RAPIDRAID_SETS").map_or(13, |text| text.parse().unwrap());
     sets(every)
 }
 
 impl World {
-    /// The daemon of a node outside `gone`, started anew, and its client; neither reaches those of `gone`.
+    /// Restarts the daemon of a node outside `gone`, cut off from the nodes in `gone`. Returns the
+    /// node, a client of it that is cut off in the same way, and the client's address.
     async fn reader_without(&mut self, gone: &[usize]) -> (usize, Client, String) {
         let asked = (1..=NODES).rev().find(|node| !gone.contains(node)).unwrap();
         self.kill(asked).await;
@@ -72,7 +73,7 @@ async fn sixteen() -> World {
     World::start(NODES, &[(16, 11), (12, 8), (6, 4)], BLOCK).await
 }
 
-/// Nodes with a good mark of the step's save.
+/// Returns the nodes that have a mark of the shard's save.
 fn marked(world: &World, shard: ShardId) -> Vec<usize> {
     let has = |index: &usize| {
         let store = world.nodes[index].store();
@@ -95,12 +96,12 @@ async fn any_five_of_sixteen_may_be_gone_with_the_catalogue() {
     }
 }
 
-/// The newest step lies on twelve nodes, and its marks on as few as the rule allows.
+/// The newest step is on twelve nodes, and its marks are on as few as the rule allows.
 #[tokio::test(start_paused = true)]
 async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
     let mut world = sixteen().await;
     archived(&world, 1).await;
-    // Four nodes are away while the next step is saved, by a smaller code.
+    // Four nodes are down while the next step is saved with a smaller code.
     for index in 1..=4 {
         world.kill(index).await;
     }
@@ -110,7 +111,8 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
     let root = shown.shards[0].0.clone();
     assert_eq!((root.n, root.k), (12, 8));
     let with_mark = marked_live(&world, root.shard);
-    // As if three of them had not answered: nine are more than half of sixteen.
+    // Remove three marks, as if their nodes had not answered. The remaining nine are more than half
+    // of sixteen.
     for index in with_mark.iter().skip(9) {
         world.nodes[index]
             .store()
@@ -129,7 +131,8 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
         match latest {
             Ok(found) => {
                 assert_eq!(found.step.step, Step(2), "{gone:?}");
-                // Its two replicas of a block may both be gone: that is said, and no older step is given.
+                // Both replicas of a block may be lost. Then the restore reports the loss and does
+                // not return an older step.
                 let out = Arc::new(MemoryDisk::new(DISK_BYTES));
                 let request =
                     RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
@@ -161,14 +164,15 @@ fn marked_live(world: &World, shard: ShardId) -> Vec<usize> {
     has.map(|(index, _)| *index).collect()
 }
 
-/// The removal of the newest step has reached as few nodes as the rule allows, and their files are gone.
+/// The removal of the newest step has reached as few nodes as the rule allows, and its files there
+/// are purged.
 #[tokio::test(start_paused = true)]
 async fn a_removed_step_never_comes_back() {
     let mut world = sixteen().await;
     for step in [1, 2] {
         archived(&world, step).await;
     }
-    // Seven nodes are away: nine are more than half.
+    // Seven nodes are down. The remaining nine are more than half.
     for index in 10..=16 {
         world.kill(index).await;
     }
@@ -195,14 +199,14 @@ async fn six_nodes_with_one_away_save_remove_and_grow_to_sixteen() {
     tokio::time::sleep(2 * world.lease).await;
     save(&client, 3, &[("weights", &content(LEN, 3))]).await;
     client.remove(&job(), Step(1)).await.unwrap();
-    // With half of them nothing is removed, and what is decided becomes visible later.
+    // All six nodes run again and catch up. Then ten nodes join.
     world.boot(6);
     world.until_live(6).await;
     world.until_caught_up().await;
     world.grow(10);
     world.until_live(16).await;
     world.until_caught_up().await;
-    // Two nodes of the first six are gone, and the catalogue with them.
+    // Two of the first six nodes and the catalogue are lost.
     world.kill(0).await;
     for index in [1, 2] {
         world.kill(index).await;
@@ -215,7 +219,7 @@ async fn six_nodes_with_one_away_save_remove_and_grow_to_sixteen() {
         world.kill(index).await;
     }
     tokio::time::sleep(Duration::from_secs(6)).await;
-    // Nobody who held the steps is left: the newcomers know all the same what is committed.
+    // No node that held the steps is left. The new nodes still know what is committed.
     let steps: Vec<Step> =
         client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
     assert_eq!(steps, [Step(2), Step(3)]);
@@ -249,14 +253,15 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
     let text = refused.to_string();
     assert!(text.contains("2 of 5") && text.contains("start node03, node04"), "{text}");
     assert!(text.contains("behind") && text.contains("node05"), "{text}");
-    // With the catalogue it catches up, and counts: of the removed step it knows as well.
+    // With the catalogue the node catches up and counts again. It then also knows of the removed
+    // step.
     world.boot(0);
     for index in [3, 4] {
         world.boot(index);
     }
     world.until_live(5).await;
     world.until_caught_up().await;
-    // A gateway that was paused since before the removal sends its mark.
+    // A gateway that was paused before the removal sends its mark now.
     let node = world.voice(Role::Node, "node00");
     let late = PutMark { bytes: mark, epoch: Epoch(1) };
     let refused = node.ask(&world.node_address(5), &late).await.unwrap_err();
@@ -283,7 +288,7 @@ async fn a_mark_that_does_not_parse_is_missing_for_its_save_and_written_again() 
     for index in 1..=3 {
         spoil(&world, index);
     }
-    // Two nodes have a good one.
+    // Two nodes have a good mark.
     assert_eq!(world.client_of(1).list(None).await.unwrap().len(), 1);
     for index in [4, 5] {
         spoil(&world, index);
@@ -315,7 +320,7 @@ async fn a_node_that_was_taken_off_the_list_catches_up_anew() {
     world.client().remove_node(&name).await.unwrap();
     save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
     tokio::time::sleep(world.lease).await;
-    // Without a catalogue its note counts for nothing.
+    // Without a catalogue the node's catch-up record does not count.
     world.kill(0).await;
     world.boot(5);
     tokio::time::sleep(3 * world.lease).await;
@@ -337,7 +342,7 @@ async fn a_node_that_was_taken_off_the_list_catches_up_anew() {
 
 #[tokio::test(start_paused = true)]
 async fn a_save_that_half_of_the_nodes_know_is_not_published() {
-    // The ring alone could do without five.
+    // The rule for rings alone would allow marks to be missing on five nodes.
     let mut world = World::start(8, &[(8, 6)], BLOCK).await;
     let (voice, gateway) = (world.voice(Role::Client, "marks"), world.node_address(1));
     let begun = voice.begin(&gateway, 1).await.unwrap();
@@ -371,7 +376,8 @@ async fn a_removal_that_half_of_the_nodes_know_is_not_reported() {
     world.until("all of it removed", || world.catalogue_keys("s/").is_empty()).await;
 }
 
-/// Folders from before the catch-up record, and a newest step by another code whose marks few have.
+/// Data folders from before the catch-up record, and a newest step with another code whose marks
+/// few nodes have.
 #[tokio::test(start_paused = true)]
 async fn older_folders_go_by_the_older_bound() {
     let mut world = World::start(7, &[(7, 4), (4, 2)], BLOCK).await;
@@ -383,7 +389,7 @@ async fn older_folders_go_by_the_older_bound() {
     save(&world.client(), 2, &[("weights", &content(LEN, 2))]).await;
     let root = world.client().show(&job(), Some(Step(2))).await.unwrap().shards[0].0.clone();
     assert_eq!((root.n, root.k, root.ring.len()), (4, 2, 4));
-    // As the older rule had it: one of the ring may have missed the mark.
+    // By the older rule, one node of the ring may have missed the mark.
     world.nodes[&4].store().remove_record_file(RecordScope::Shard(root.shard), "commit").unwrap();
     world.kill(0).await;
     for index in 5..=7 {
@@ -411,7 +417,8 @@ async fn older_folders_go_by_the_older_bound() {
     }
 }
 
-/// A removal that reached one node and was never reported; the catalogue is lost, and made again without that node.
+/// A removal that reached one node and was never reported. The catalogue is lost and rebuilt
+/// without that node.
 #[tokio::test(start_paused = true)]
 async fn a_removal_that_a_rebuild_undid_spreads_no_further() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
@@ -430,7 +437,7 @@ async fn a_removal_that_a_rebuild_undid_spreads_no_further() {
     world.client_of(2).rebuild_catalogue(Some(&on), false).await.unwrap();
     world.boot(6);
     world.until_live(6).await;
-    // All of them catch up anew.
+    // All of these nodes catch up again.
     for index in [1, 3, 4, 5] {
         world.kill(index).await;
         world.boot(index);
@@ -454,7 +461,7 @@ async fn a_node_that_was_taken_off_takes_its_note_back_before_anything_else() {
     tokio::time::sleep(8 * world.lease).await;
     let name = world.machines[5].name.clone();
     client.remove_node(&name).await.unwrap();
-    // It registers, and nobody tells it what was removed.
+    // The node registers and cannot learn from the others what was removed.
     for other in 1..=4 {
         world.network.partition(&address(5), &address(other));
     }
@@ -468,7 +475,7 @@ async fn a_node_that_was_taken_off_takes_its_note_back_before_anything_else() {
     world.until_caught_up().await;
 }
 
-/// A rebuild has its nodes claim an epoch before it looks at their lists for the last time.
+/// A rebuild makes its nodes claim an epoch before it reads their lists for the last time.
 #[tokio::test(start_paused = true)]
 async fn the_list_that_counts_is_the_latest_one_also_after_a_claim() {
     let mut world = World::start(7, &[(4, 2)], BLOCK).await;
@@ -477,7 +484,7 @@ async fn the_list_that_counts_is_the_latest_one_also_after_a_claim() {
     tokio::time::sleep(8 * world.lease).await;
     client.remove_node(&world.machines[6].name).await.unwrap();
     tokio::time::sleep(world.lease).await;
-    // Node 7 goes with a list on which node 6 is not.
+    // Node 7 stops with a list that does not contain node 6.
     world.kill(7).await;
     world.boot(6);
     world.until_live(6).await;
@@ -492,7 +499,8 @@ async fn the_list_that_counts_is_the_latest_one_also_after_a_claim() {
     assert_eq!(rebuilt.missing.len(), 3, "{rebuilt:?}");
 }
 
-/// Retention removes what is old while one of six nodes is away, and nothing of it comes back with that node.
+/// Retention removes old steps while one of six nodes is down. They do not come back with that
+/// node.
 #[tokio::test(start_paused = true)]
 async fn retention_goes_on_with_one_of_six_away() {
     let mut world = World::start(6, &[(5, 3), (4, 2)], BLOCK).await;
@@ -509,7 +517,7 @@ async fn retention_goes_on_with_one_of_six_away() {
     tokio::time::sleep(4 * world.lease).await;
     let steps = |listed: Vec<StepView>| listed.iter().map(|view| view.step.0).collect::<Vec<_>>();
     assert_eq!(steps(world.client().list(None).await.unwrap()), [3, 4]);
-    // The node with the marks of step 1 is back, and the catalogue gone.
+    // The node with the marks of step 1 is back, and the catalogue is lost.
     world.kill(0).await;
     world.boot(6);
     for index in [1, 2] {
@@ -518,7 +526,7 @@ async fn retention_goes_on_with_one_of_six_away() {
     assert_eq!(steps(world.client_of(6).list(None).await.unwrap()), [3, 4]);
 }
 
-/// The codes that a reader is configured with say nothing about steps that others saved.
+/// The codes in a reader's configuration say nothing about the steps that others saved.
 #[tokio::test(start_paused = true)]
 async fn a_list_of_codes_that_changes_hides_no_step() {
     let mut world = World::start(8, &[(8, 5)], BLOCK).await;

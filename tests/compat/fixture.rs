@@ -1,20 +1,22 @@
-//! Golden files: lines of `name: hexadecimal`, one for each value, which are compared and never rewritten.
+//! Golden files: lines of `name: hexadecimal`, one for each value. Tests compare them and never
+//! rewrite them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use rapidraid::kind::ErrorKind;
 
-/// Set to 1, it lets new values be written behind the ones that are there.
+/// The environment variable that, set to 1, makes a test append new values to the golden file.
 const WRITE: &str = "RAPIDRAID_NEW_FIXTURES";
 
 const CHANGED: &str = "A change of bytes comes together with its page in docs/ (format.md or protocol.md), its version \
     number, fixtures of the new version (added; these lines stay as they are and are still read) and docs/changelog.md.";
 
-/// Whether bytes parse as the value that they were made of, or why they do not parse.
+/// Returns whether bytes parse as the value from which the case was made, or the kind of the error
+/// if they do not parse.
 pub type Parse = Box<dyn Fn(&[u8]) -> Result<bool, ErrorKind>>;
 
-/// A value: its bytes as they are made today, and how such bytes are read.
+/// A value: its bytes as today's code writes them, and the function that reads such bytes.
 pub struct Case {
     pub name: String,
     pub bytes: Vec<u8>,
@@ -22,7 +24,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// Something that is computed and never parsed.
+    /// Creates a case of a value that is computed and never parsed.
     pub fn computed(name: impl Into<String>, bytes: impl Into<Vec<u8>>) -> Self {
         let bytes = bytes.into();
         let same = bytes.clone();
@@ -42,7 +44,8 @@ fn unhex(text: &str) -> Vec<u8> {
     digits.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
 }
 
-/// Returns what a line is known by. A call is known by its number: the word behind it is the name that the call had when the line was written.
+/// Returns the key of a line. The key of a call is its number, without the name that the call had
+/// when the line was written.
 fn key(name: &str) -> String {
     match name.split(' ').collect::<Vec<_>>()[..] {
         [number, _, ref rest @ ..] if number.parse::<u8>().is_ok() => {
@@ -52,8 +55,8 @@ fn key(name: &str) -> String {
     }
 }
 
-/// Holds `cases` against the golden file `path` (below `tests/fixtures/`): every value writes the golden bytes, and the golden
-/// bytes read as the value; no value is missing on either side.
+/// Compares `cases` with the golden file `path` (below `tests/fixtures/`): every value writes the
+/// golden bytes, the golden bytes read as the value, and neither side lacks a value.
 pub fn hold(path: &str, cases: &[Case]) {
     let path = format!("{}/tests/fixtures/{path}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_default();
@@ -90,8 +93,9 @@ pub fn hold(path: &str, cases: &[Case]) {
     panic!("{path}: new lines were added; read them, then run the test again without {WRITE}");
 }
 
-/// Damages the bytes of `cases` in every place: nothing panics, what is cut or has bytes behind it is refused. `is_sealed`: so is
-/// every change of a byte.
+/// Damages the bytes of `cases` at every place. No damage makes the parser panic, and the parser
+/// refuses bytes that are truncated or followed by others. With `is_sealed` it also refuses every
+/// change of a byte.
 pub fn damage(cases: &[Case], is_sealed: bool) {
     for Case { name, bytes, parse } in cases {
         for len in 0..bytes.len() {

@@ -1,4 +1,4 @@
-//! One value of every request, answer and other message, all variants of its enumerations included.
+//! One value of every request, answer and other message, with all variants of their enumerations.
 
 use rapidraid::format::file::FileName;
 use rapidraid::format::records::Standing;
@@ -30,7 +30,7 @@ fn kind(error: WireError) -> ErrorKind {
     error.kind()
 }
 
-/// A call and its answers. `note` tells several of one kind apart.
+/// The requests and answers of calls. `note` distinguishes several values of the same kind.
 struct Calls(Vec<Case>);
 
 impl Calls {
@@ -483,7 +483,7 @@ fn failure(kind_of_failure: ErrorKind) -> Case {
     Case { name: format!("failure, {kind_of_failure:?}"), bytes, parse: Box::new(parse) }
 }
 
-/// Requests and answers of all calls.
+/// Returns the requests and answers of all calls.
 pub fn calls() -> Vec<Case> {
     let mut calls = Calls(Vec::new());
     for_clients(&mut calls);
@@ -493,7 +493,7 @@ pub fn calls() -> Vec<Case> {
     calls.0
 }
 
-/// Frames that are neither a request nor the answer of one call.
+/// Returns the frames that are neither a request nor an answer of a call.
 pub fn others() -> Vec<Case> {
     let mut cases = vec![
         message("stream header", StreamHeader { run: RUN, stream: 300 }),

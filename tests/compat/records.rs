@@ -1,4 +1,4 @@
-//! One value of every record at rest, all variants of its enumerations included.
+//! One value of every stored record, with all variants of its enumerations.
 
 use std::sync::Arc;
 
@@ -191,7 +191,7 @@ fn file_header(name: &str, content: Content) -> Case {
 
 const SEEN: Epoch = Epoch(300);
 const REVISION: u64 = 70_000;
-/// Where [`SAVE`] is entombed.
+/// The file that records [`SAVE`] as removed.
 const GRAVES: &str = "graves/5a";
 
 fn open(disk: &Arc<MemoryDisk>) -> Result<Store, ErrorKind> {
@@ -201,7 +201,8 @@ fn open(disk: &Arc<MemoryDisk>) -> Result<Store, ErrorKind> {
     store.map(|(store, _)| store).map_err(|error| error.kind())
 }
 
-/// A record at the top of the data folder, whose body is the store's own: written and read by opening a folder.
+/// Returns the case of a record at the top of the data folder, whose body is private to the store.
+/// Opening a folder writes and reads it.
 fn folder_record(name: &str, path: &'static str) -> Case {
     let disk = Arc::new(MemoryDisk::new(1 << 20));
     let home = Home { name: "node-1".parse().unwrap(), address: "node-1.example.org:7440".into() };
@@ -222,10 +223,10 @@ fn folder_record(name: &str, path: &'static str) -> Case {
         match path {
             "epoch" => Ok(store.epoch() == SEEN),
             "catch-up" => {
-                // A new folder begins with a record of its own.
+                // A new folder has a record of its own from the start.
                 disk.remove(path).unwrap();
                 disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
-                // One that does not open says that the node is behind.
+                // A record that does not open means that the node is behind.
                 match store.caught_up_as() {
                     None => Err(ErrorKind::Corrupt),
                     Some(revision) => Ok(revision == REVISION),
@@ -233,7 +234,7 @@ fn folder_record(name: &str, path: &'static str) -> Case {
             }
             "heard" => {
                 store.claim_epoch(SEEN, MAP, home).unwrap();
-                // One that does not open is none.
+                // A record that does not open counts as missing.
                 match store.revision() {
                     0 => Err(ErrorKind::Corrupt),
                     revision => Ok(revision == REVISION),
@@ -297,7 +298,7 @@ fn staged_job() -> JobRecord {
     }
 }
 
-/// All of them.
+/// Returns the cases of all records.
 pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
     let decided = Some(Writing::Decided { saved: saved.clone() });
@@ -345,7 +346,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// What a record does with a body that has a right checksum and a wrong content: anything but a panic.
+/// Uses a record whose checksum is right and whose content is wrong. Nothing may panic.
 pub fn use_hostile(bytes: &[u8]) {
     if let Ok(mut state) = ShardState::parse(bytes) {
         let _ = (state.stripe(u32::MAX), state.set(100, StripeState::Replicated));
@@ -363,7 +364,7 @@ pub fn use_hostile(bytes: &[u8]) {
     }
 }
 
-/// `sealed` with byte `at` of its body set to `byte`, and the checksum made right again.
+/// Returns `sealed` with byte `at` of its body set to `byte` and the checksum recomputed.
 pub fn resealed(sealed: &[u8], at: usize, byte: u8) -> Vec<u8> {
     let mut bytes = sealed[..sealed.len() - 16].to_vec();
     bytes[10 + at] = byte;

@@ -1,13 +1,14 @@
-//! One value of every message between trainers and their staging daemon, and of a segment: daemon and wheel are upgraded apart.
+//! One value of every message between trainers and their staging daemon, and of a segment. Both are
+//! compatible between versions, because the daemon and the Python wheel are upgraded separately.
 
 use rapidraid::format::table::Table;
 use rapidraid::id::{FillId, InstanceId, LaunchId, MemberId, SegmentId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::mapping::{Readable, Writable, reserve};
 use rapidraid::trainer::protocol::{
-    Answer, Failure, Hello, HelloAnswer, JobStatus, Load, LoadSource, Loadable, Notice, Part,
-    Pending, Place, Prepare, Request, Resumed, Sample, Status, StepInfo, StepStatus, parse,
-    to_bytes,
+    Answer, Failure, JobStatus, Load, LoadSource, Loadable, Notice, Part, Pending, Place, Prepare,
+    Request, Resumed, Sample, StagingHello, StagingHelloAnswer, Status, StepInfo, StepStatus,
+    parse, to_bytes,
 };
 use rapidraid::trainer::segment::{HEADER_BYTES, Header, read_staged, stage};
 use serde::Serialize;
@@ -154,11 +155,11 @@ fn answers() -> Vec<(&'static str, Answer)> {
     ]
 }
 
-/// All of them.
+/// Returns the cases of all messages.
 pub fn messages() -> Vec<Case> {
     let (member, token) = (MemberId([0x3e; 16]), b"token".to_vec());
-    let hello = Hello { oldest: 1, newest: 1, member, pid: 4_000_000, token };
-    let greeted = HelloAnswer {
+    let hello = StagingHello { oldest: 1, newest: 1, member, pid: 4_000_000, token };
+    let greeted = StagingHelloAnswer {
         version: 1,
         instance: INSTANCE,
         cluster: CLUSTER,
@@ -166,7 +167,7 @@ pub fn messages() -> Vec<Case> {
         refused: String::new(),
     };
     let refused =
-        HelloAnswer { version: 0, refused: "the token is wrong".into(), ..greeted.clone() };
+        StagingHelloAnswer { version: 0, refused: "the token is wrong".into(), ..greeted.clone() };
     let mut cases = vec![
         case("hello", hello),
         case("hello answer", greeted),
@@ -179,12 +180,12 @@ pub fn messages() -> Vec<Case> {
     cases
 }
 
-/// The names of an enumeration's variants, from the source.
+/// Returns the names of an enumeration's variants, read from the source.
 pub fn variants(name: &str) -> Vec<String> {
     let source = include_str!("../../src/trainer/protocol.rs");
     let (_, rest) = source.split_once(&format!("pub enum {name} {{\n")).unwrap();
     let body = rest.split_once("\n}\n").unwrap().0.lines();
-    // Fields of variants stand further inside.
+    // Fields of variants are indented further.
     let variant = |line: &str| {
         let rest = line.strip_prefix("    ")?;
         let is_it = rest.starts_with(|first: char| first.is_ascii_uppercase());
@@ -206,7 +207,8 @@ fn header(table_offset: u64, table_bytes: u64) -> Header {
     }
 }
 
-/// A staged segment without the zeros that its header ends with: 128 bytes of header, then extents and table.
+/// Returns the case of a staged segment without the zeros at the end of its header: 128 bytes of
+/// header, then extents and table.
 pub fn segment() -> Case {
     let table = tables::one_extent();
     let bytes = table.to_bytes().unwrap();

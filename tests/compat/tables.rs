@@ -1,4 +1,4 @@
-//! Tables of a checkpoint's shards, with all kinds, forms and spaces, and encoded paths.
+//! Tables of a checkpoint's shards with all kinds, forms and spaces, and encoded paths.
 
 use rapidraid::format::table::{
     ElementType, Extent, Form, Key, MergeInput, Name, NameKind, Path, Space, Table, TableBuilder,
@@ -25,7 +25,7 @@ fn area(start: &[u64], size: &[u64]) -> Form {
     Form::Box { start: start.to_vec(), size: size.to_vec() }
 }
 
-/// Adds names, and extents one behind the other.
+/// A writer of tables: adds names, and extents one after the other.
 struct Writer {
     builder: TableBuilder,
     has_hashes: bool,
@@ -47,7 +47,7 @@ impl Writer {
     }
 }
 
-/// A table with all that there is.
+/// Returns a table that contains every kind of entry.
 pub fn varied(has_hashes: bool) -> Table {
     let mut writer = Writer { builder: TableBuilder::new(), has_hashes, end_bytes: 0 };
     let float32 = element("float32", 32);
@@ -89,7 +89,7 @@ pub fn varied(has_hashes: bool) -> Table {
     writer.builder.build().unwrap()
 }
 
-/// A table of 13 bytes, as one rank writes it.
+/// Returns a table of 13 bytes of data, as one rank writes it.
 pub fn one_extent() -> Table {
     let mut writer = Writer { builder: TableBuilder::new(), has_hashes: false, end_bytes: 0 };
     let name = Name { kind: NameKind::Bytes, ..tensor("model/note", element("uint8", 8), &[]) };
@@ -97,7 +97,7 @@ pub fn one_extent() -> Table {
     writer.builder.build().unwrap()
 }
 
-/// The index of two data shards. Each has a part of one tensor.
+/// Returns the index of two data shards, each with a part of one tensor.
 fn merged() -> Table {
     let mut writer = Writer { builder: TableBuilder::new(), has_hashes: false, end_bytes: 0 };
     let split = tensor("model/split.weight", element("float32", 32), &[4, 2]);
@@ -122,7 +122,7 @@ fn table(name: &str, table: Table, block_rows: usize) -> Case {
     Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
 }
 
-/// All of them.
+/// Returns the cases of all tables.
 pub fn cases() -> Vec<Case> {
     vec![
         table("table of a data shard", varied(true), usize::MAX),
@@ -133,7 +133,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Paths with keys of all kinds.
+/// Returns the cases of paths with keys of all kinds.
 pub fn paths() -> Vec<Case> {
     let text = |text: &str| Key::Text(text.into());
     let all = [

@@ -1,4 +1,5 @@
-//! Replica and piece files: as a store finds them on its disk, and tails whose every checksum is right.
+//! Targets for replica and piece files: whole files as a store finds them on its disk, and tails
+//! whose every checksum is right.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use rapidraid::units::GRAIN_BYTES;
 use crate::fixtures;
 use crate::target::{Memory, Seen, Target, round_trip, seen, within};
 
-/// Header and table of a golden file.
+/// Returns the header of a golden file and its tail (table and header as bytes).
 fn tail_of(file: &[u8]) -> (FileHeader, &[u8]) {
     let data_bytes = u64::from_le_bytes(file[file.len() - 20..][..8].try_into().unwrap());
     let tail = &file[data_bytes as usize..];
@@ -27,7 +28,7 @@ fn open(disk: &MemoryDisk, header: &FileHeader) -> Result<(Store, StoredFile), S
     Ok((store, file))
 }
 
-/// Puts `bytes` where the file of `header` belongs.
+/// Returns a disk with `bytes` at the path of the file that `header` describes.
 fn disk_with(header: &FileHeader, bytes: &[u8]) -> MemoryDisk {
     let disk = MemoryDisk::new(1 << 20);
     let path = format!("shards/{}", header.key());
@@ -35,15 +36,16 @@ fn disk_with(header: &FileHeader, bytes: &[u8]) -> MemoryDisk {
         disk.create_dir(&path[..at]).unwrap();
     }
     disk.create_new(&path).unwrap().write_at(bytes, 0).unwrap();
-    // Whose folder it is: without, nothing in it is touched.
+    // The folder needs a node identity: a store changes nothing in a folder without one.
     let records = fixtures::lines("format/v1/records.txt");
     let identity = records.iter().find(|(name, _)| name == "node identity").unwrap();
     disk.create_new("node.id").unwrap().write_at(&identity.1, 0).unwrap();
     disk
 }
 
-/// The first byte says under which golden file's name the others lie. What opens has the golden tail, and the grains that are not
-/// the golden ones are named.
+/// Fuzzes whole files. The first byte selects the golden file under whose name the other bytes are
+/// stored. A file that opens has the golden tail, and the scrub names exactly the grains that
+/// differ from the golden ones.
 pub fn files() -> Target {
     let golden = fixtures::files();
     let corpus = (0u8..).zip(&golden).map(|(at, file)| [&[at][..], file].concat()).collect();
@@ -81,7 +83,8 @@ fn put_checksum(bytes: &mut [u8], len: usize) {
     sum.copy_from_slice(&blake3::hash(sealed).as_bytes()[..len]);
 }
 
-/// Data length (8 bytes), table length (2 bytes), table, body of the header. Trailer and checksums are made right.
+/// Fuzzes tails: data length (8 bytes), table length (2 bytes), table, body of the header. The
+/// target adds a correct trailer and correct checksums.
 pub fn tails() -> Target {
     let golden = fixtures::files();
     let entry = |file: &Vec<u8>| {

@@ -4,7 +4,7 @@ fn read(path: &str) -> Vec<u8> {
     std::fs::read(format!("{}/tests/fixtures/{path}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
-/// The values of a golden file: name and bytes.
+/// Returns the values of a golden file: name and bytes.
 pub fn lines(path: &str) -> Vec<(String, Vec<u8>)> {
     let text = String::from_utf8(read(path)).unwrap();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
@@ -17,7 +17,7 @@ pub fn lines(path: &str) -> Vec<(String, Vec<u8>)> {
         .collect()
 }
 
-/// The golden data files.
+/// Returns the golden data files.
 pub fn files() -> Vec<Vec<u8>> {
     let piece = format!("piece-07-{}.pc", "a7".repeat(16));
     let names = ["block-01.rep", "block-03.rep", &piece];

@@ -1,5 +1,6 @@
-//! A stream of frames and bulk bytes, cut at will and read at will, with reads that are given up half way: what comes out is what a
-//! slow reader over the whole bytes gets.
+//! Target for a stream of frames and bulk bytes that is cut and read at random places, with reads
+//! that are cancelled half way. The result equals that of a slow reference reader over the whole
+//! bytes.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -14,11 +15,11 @@ use rapidraid::net::{NetError, RecvStream};
 use crate::mutate::Draw;
 use crate::target::{Memory, Seen, Target, Verdict, within};
 
-/// What steers the reads stands in front of the stream's bytes.
+/// Length in bytes of the script that controls the reads; it precedes the bytes of the stream.
 const SCRIPT_BYTES: usize = 8;
 const MAX_READS: usize = 64;
 
-/// Gives its parts in order; an empty part is a read that has to wait once.
+/// A stream that returns its parts in order; an empty part makes one read wait once.
 struct Parts(VecDeque<Bytes>);
 
 #[async_trait]
@@ -39,7 +40,7 @@ impl RecvStream for Parts {
     fn stop(&mut self, _: u32) {}
 }
 
-/// Polls reads until one is done: each that has to wait is dropped, and asked for again.
+/// Polls reads until one completes: drops each read that has to wait, and starts it again.
 macro_rules! insist {
     ($read:expr) => {
         loop {
@@ -51,7 +52,7 @@ macro_rules! insist {
     };
 }
 
-/// The slow reader: what is left of the stream.
+/// The slow reference reader: the unread rest of the stream.
 struct Slow<'a>(&'a [u8]);
 
 impl<'a> Slow<'a> {
@@ -61,7 +62,8 @@ impl<'a> Slow<'a> {
         Some(taken)
     }
 
-    /// The next frame; `Ok(None)` at the end, `Err` where the real one has to fail.
+    /// Returns the next frame; `Ok(None)` at the end; `Err` where the reader under test has to
+    /// fail.
     fn frame(&mut self, limit_bytes: usize) -> Result<Option<&'a [u8]>, ()> {
         if self.0.is_empty() {
             return Ok(None);
@@ -145,7 +147,7 @@ fn read_all(
                 match expected {
                     Ok(None) => return Ok(true),
                     Ok(Some(_)) => {}
-                    // What follows a refused frame is nobody's business.
+                    // Bytes after a refused frame are not checked.
                     Err(()) => return Ok(false),
                 }
             }
@@ -161,7 +163,8 @@ fn check(input: &[u8]) -> Verdict {
     let mut draw = Draw::of(script);
     let limit_bytes = 1 << draw.below(17);
     let parts = cut(&mut draw, stream);
-    // The frame that is put together, which is no longer than the limit, however long it says that it is.
+    // The limit covers the frame that is assembled, which never exceeds `limit_bytes`, whatever
+    // length it claims.
     let memory = Memory { base_bytes: (16 << 10) + 2 * limit_bytes, per_byte: 2 };
     let (read, peak_bytes) =
         within(memory, input.len(), || read_all(&mut draw, stream, parts, limit_bytes))?;
@@ -171,7 +174,8 @@ fn check(input: &[u8]) -> Verdict {
 pub fn frames() -> Target {
     let frame = |body: &[u8]| [&(body.len() as u32).to_le_bytes()[..], body].concat();
     let bodies = [frame(b""), frame(b"x"), frame(&[7; 300]), frame(&[8; 20_000])];
-    // Scripts that read frames alone and have room for them: the first eight numbers that do.
+    // The corpus takes the first eight scripts that read only frames and whose limit admits all of
+    // them.
     let stream = bodies.concat();
     let with = |script: u64| [&script.to_be_bytes()[..], &stream].concat();
     let reads = |input: &Vec<u8>| check(input).is_ok_and(|seen| seen.accepted);

@@ -1,4 +1,4 @@
-//! Certificates: whoever changes one is not its holder.
+//! Target for certificates: a changed certificate is not accepted as its holder's.
 
 use std::fmt::Write as _;
 
@@ -7,7 +7,8 @@ use rapidraid::net::identity::{Identity, IdentityError};
 use crate::fixtures;
 use crate::target::{Memory, Seen, Target, within};
 
-/// Judged after the certificates: who gets as far as this has passed.
+/// A key that is never valid. It is checked after the certificates, so an error about the key means
+/// that the certificates were accepted.
 const KEY: &str = "no key";
 
 fn pem(der: &[u8]) -> String {
@@ -28,7 +29,8 @@ fn pem(der: &[u8]) -> String {
     text
 }
 
-/// `0`, the length of the authority's certificate, it, and the member's, as DER; or `1` and both as PEM, with a NUL between.
+/// Fuzzes identities. The input is `0`, the length of the authority's certificate, that certificate
+/// and the member's as DER; or `1` and both as PEM, separated by a NUL.
 pub fn identities() -> Target {
     let golden = fixtures::lines("identity/v1/certificates.txt");
     let of = |name: &str| golden.iter().find(|(of, _)| of == name).unwrap().1.clone();

@@ -1,5 +1,5 @@
-//! How much memory one piece of work took at most: an allocator that counts, for each thread alone, so that tests beside each
-//! other do not disturb the count.
+//! Measures the peak memory of one computation: an allocator that counts for each thread
+//! separately, so that concurrent tests do not disturb the count.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -9,22 +9,24 @@ thread_local! {
     static PEAK_BYTES: Cell<isize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, counted.
+/// The system's allocator with counters.
 pub struct Counting;
 
 fn count(bytes: isize) {
-    // A thread that ends still gives memory back when its counters are gone: nobody asks for them any more.
+    // A thread that ends still frees memory after its counters are destroyed; nothing reads them
+    // then.
     let _ = LIVE_BYTES.try_with(|live| {
         live.set(live.get() + bytes);
         let _ = PEAK_BYTES.try_with(|peak| peak.set(peak.get().max(live.get())));
     });
 }
 
-// SAFETY: every call goes to the system's allocator as it came, and its answer back; the counters allocate nothing.
+// SAFETY: every call passes unchanged to the system's allocator, and its result is returned
+// unchanged; the counters allocate nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);
-        // SAFETY: the caller's promises are those that `System` asks for.
+        // SAFETY: the caller upholds the contract that `System` requires.
         unsafe { System.alloc(layout) }
     }
 
@@ -41,7 +43,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, new_bytes: usize) -> *mut u8 {
-        // Old and new may exist at once.
+        // The old and the new block may exist at the same time.
         count(new_bytes as isize);
         count(-(layout.size() as isize));
         // SAFETY: as above; `at` came from `System`.
@@ -49,7 +51,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Does `work`, and gives the most bytes that this thread held meanwhile beyond what it held before.
+/// Runs `work`. Returns its result and the maximum number of bytes that this thread held during it
+/// beyond those that it held before.
 pub fn peak_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = LIVE_BYTES.get();
     PEAK_BYTES.set(before);

@@ -1,11 +1,12 @@
-//! One hostile input from a seed: a valid one, damaged in one to eight ways that parsers trip over.
+//! Generates a hostile input from a seed: takes a valid input and damages it in one to eight ways
+//! that break parsers.
 //!
 //! The input of a case follows from seed, target, case and corpus alone.
 
-/// No input grows beyond this.
+/// Maximum length of an input, in bytes.
 pub const MAX_INPUT_BYTES: usize = 160 << 10;
 
-/// Numbers at which lengths and counters go wrong.
+/// Numbers at which arithmetic on lengths and counters fails.
 const EXTREMES: [u64; 18] = [
     0,
     1,
@@ -27,11 +28,11 @@ const EXTREMES: [u64; 18] = [
     u64::MAX,
 ];
 
-/// A small generator (splitmix64): one seed, one stream.
+/// A small random number generator (splitmix64): one seed, one stream.
 pub struct Draw(u64);
 
 impl Draw {
-    /// The stream of one case.
+    /// Creates the stream of one case.
     pub fn new(seed: u64, target: &str, case: u64) -> Self {
         let mut draw = Self(seed);
         for byte in target.bytes() {
@@ -41,12 +42,12 @@ impl Draw {
         draw
     }
 
-    /// The stream that `bytes` stand for: for targets that take decisions from their input.
+    /// Creates a stream seeded with `bytes`, for targets that draw decisions from their input.
     pub fn of(bytes: &[u8]) -> Self {
         Self(bytes.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte)))
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -55,7 +56,7 @@ impl Draw {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `bound`; 0 when there is none.
+    /// Returns a number below `bound`; 0 if `bound` is 0.
     pub fn below(&mut self, bound: usize) -> usize {
         self.next().checked_rem(bound as u64).unwrap_or(0) as usize
     }
@@ -64,7 +65,8 @@ impl Draw {
         of.get(self.below(of.len())).copied()
     }
 
-    /// A place in something of `len`: anywhere, or near one of its ends, where the lengths are.
+    /// Draws a place in a sequence of `len` bytes: anywhere, or near one of its ends, where the
+    /// lengths are.
     fn place(&mut self, len: usize) -> usize {
         match self.below(4) {
             0 => self.below(len.min(64)),
@@ -73,7 +75,7 @@ impl Draw {
         }
     }
 
-    /// A range of `len`, mostly a short one.
+    /// Draws a range within `len` bytes, usually a short one.
     fn range(&mut self, len: usize) -> (usize, usize) {
         let from = self.place(len);
         let most = if self.below(4) == 0 { len - from } else { (len - from).min(16) };
@@ -81,7 +83,7 @@ impl Draw {
     }
 }
 
-/// `number` in postcard's varint, with `padding` superfluous bytes behind it.
+/// Returns `number` as a postcard varint, followed by `padding` superfluous bytes.
 fn varint(mut number: u64, padding: usize) -> Vec<u8> {
     let mut out = Vec::new();
     while number >= 0x80 {
@@ -98,7 +100,8 @@ fn varint(mut number: u64, padding: usize) -> Vec<u8> {
     out
 }
 
-/// The input of a case: one of `corpus`, damaged. `words` are what its language knows.
+/// Returns the input of a case: a damaged entry of `corpus`. `words` are the words of the target's
+/// language.
 pub fn input(draw: &mut Draw, corpus: &[Vec<u8>], words: &[&[u8]]) -> Vec<u8> {
     let entries: Vec<&[u8]> = corpus.iter().map(Vec::as_slice).collect();
     let mut bytes = draw.pick(&entries).unwrap_or_default().to_vec();
@@ -139,7 +142,7 @@ fn damage(draw: &mut Draw, bytes: &mut Vec<u8>, corpus: &[&[u8]], words: &[&[u8]
             bytes.drain(from..to);
         }
         6 => {
-            // Once behind itself, or very often.
+            // Repeat the range once, or very often.
             let (from, to) = draw.range(bytes.len());
             let times = if draw.below(8) == 0 { draw.below(2000) } else { 1 };
             let times = times.min(MAX_INPUT_BYTES / (to - from).max(1));
@@ -152,7 +155,7 @@ fn damage(draw: &mut Draw, bytes: &mut Vec<u8>, corpus: &[&[u8]], words: &[&[u8]
             overwrite(bytes, at, &copy);
         }
         8 => {
-            // In the place of a varint that may be there.
+            // Overwrite the varint that may start here.
             let behind = bytes[at..].iter().take(10).take_while(|byte| **byte >= 0x80).count();
             let end = (at + behind + 1).min(bytes.len());
             let padding = if draw.below(8) == 0 { draw.below(10) } else { 0 };
@@ -165,7 +168,7 @@ fn damage(draw: &mut Draw, bytes: &mut Vec<u8>, corpus: &[&[u8]], words: &[&[u8]
         }
         10 => bytes.truncate(at),
         11 => {
-            // The head of one and the tail of another, or a part of the other inside.
+            // Join the head of this entry to the tail of another, or insert a part of the other.
             let (from, to) = draw.range(other.len());
             if draw.below(2) == 0 {
                 bytes.truncate(at);

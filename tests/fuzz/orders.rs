@@ -1,5 +1,5 @@
-//! Orders of a coordinator: whatever parses is admitted or refused, run to an end, and leaves nothing behind but pieces that are
-//! proven, within the memory that was taken for it.
+//! Target for a coordinator's orders: an order that parses is admitted or refused, runs to an end,
+//! leaves only proven pieces behind, and stays within the memory that was reserved for it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,14 +32,14 @@ use crate::target::{Memory, Seen, Target, Verdict, within};
 use crate::wire::MESSAGE;
 
 const K: u8 = 4;
-/// Two grains, the second a short one.
+/// Length of a block in bytes: two grains, the second a short one.
 const BLOCK_BYTES: u64 = GRAIN_BYTES + 4480;
 const CUT: StripeCut =
     StripeCut { offset_bytes: 0, len_bytes: 4 * BLOCK_BYTES - 100, block_bytes: BLOCK_BYTES, k: K };
 const STRIPE: StripeId = StripeId { shard: ShardId([0x5a; 16]), index: 3 };
 const KEY: [u8; 32] = [0x0f; 32];
 const BUDGET_BYTES: u64 = 32 << 20;
-/// What the disk may hold; it is memory too.
+/// Capacity of the disk in bytes. The disk is in memory, so it counts as memory too.
 const DISK_BYTES: u64 = 2 << 20;
 
 fn block(block: u8) -> Vec<u8> {
@@ -53,7 +53,7 @@ fn store_of(disk: &MemoryDisk) -> Store {
     Store::open(disk, lock, kv, ClusterId([0xc1; 16]), &name).unwrap().0
 }
 
-/// A node's disk with all blocks of the stripe.
+/// Returns a node's disk with all blocks of the stripe.
 fn disk() -> MemoryDisk {
     let disk = MemoryDisk::new(DISK_BYTES);
     let store = store_of(&disk);
@@ -102,7 +102,8 @@ fn order(hops: Vec<HopOrder>) -> Order {
     }
 }
 
-/// Orders that run: over ranges, with the classical codec, of an empty stripe; and one that waits for a stream and sends one.
+/// Returns orders that run: one over ranges, one with the classical codec, one of an empty stripe,
+/// and one that waits for a stream and sends one.
 fn corpus() -> Vec<Vec<u8>> {
     let local = |grains, pieces: &[u8]| HopOrder {
         grains,
@@ -135,7 +136,8 @@ fn corpus() -> Vec<Vec<u8>> {
     orders.map(|order| request_to_bytes(&ReservePart { order }).unwrap()).to_vec()
 }
 
-/// One order on a node of its own. The error names the law that it breaks.
+/// Runs an order on a fresh node. Returns whether the order was admitted; an error names the law
+/// that was broken.
 async fn run(disk: &MemoryDisk, order: Order) -> Result<bool, String> {
     let clock = SystemClock::new();
     let peer = Peer { role: Role::Node, name: "node-1".parse().unwrap() };
@@ -161,7 +163,7 @@ async fn run(disk: &MemoryDisk, order: Order) -> Result<bool, String> {
         Ok(report) => {
             for proof in report.proofs {
                 let key = match proof.kept_block {
-                    // It is past the stripe's end and has no file.
+                    // A block past the stripe's end has no file.
                     Some(block) if cut.block_len(block) == 0 => continue,
                     Some(block) => FileKey::replica(stripe, block),
                     None => FileKey::piece(stripe, proof.piece, attempt),
@@ -183,7 +185,8 @@ fn check(disk: &MemoryDisk, runtime: &tokio::runtime::Runtime, frame: &[u8]) -> 
     let parse = |frame: &[u8]| split_request(frame).and_then(|(_, body)| parse_request(body));
     let (parsed, peak_bytes) = within(MESSAGE, frame.len(), || parse(frame))?;
     let Ok(ReservePart { order }) = parsed else { return Ok(Seen::default()) };
-    // Beside what the order takes: the copy of the disk, what the order itself is, and a node without work.
+    // Memory beyond the order's reservation: the copy of the disk, the order itself, and an idle
+    // node.
     let base_bytes = order_bytes(&order).min(BUDGET_BYTES) as usize + 2 * DISK_BYTES as usize;
     let memory = Memory { base_bytes: base_bytes + (1 << 20), ..MESSAGE };
     let (done, run_bytes) = within(memory, frame.len(), || {

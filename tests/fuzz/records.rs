@@ -1,4 +1,5 @@
-//! Records at rest: as they are, where every change must be noticed, and with hostile bodies under a right checksum.
+//! Targets for stored records: whole records, in which every change must be noticed, and hostile
+//! bodies under a right checksum.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -28,7 +29,7 @@ fn golden() -> Vec<Vec<u8>> {
     fixtures::lines("format/v1/records.txt").into_iter().map(|(_, bytes)| bytes).collect()
 }
 
-/// `body` in an envelope of its own, checksum and all.
+/// Returns `body` in an envelope of its own, with its checksum.
 pub fn sealed(kind: u8, body: &[u8]) -> Vec<u8> {
     let mut bytes = [b"rRd1", &[kind, 1][..], &(body.len() as u32).to_le_bytes(), body].concat();
     let sum = blake3::hash(&bytes);
@@ -36,12 +37,12 @@ pub fn sealed(kind: u8, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// What a record's envelope is around.
+/// Returns the body inside a record's envelope.
 pub fn body_of(sealed: &[u8]) -> &[u8] {
     &sealed[HEAD_BYTES..sealed.len() - CHECKSUM_BYTES]
 }
 
-/// Kind and body of each golden record.
+/// Returns the kind and body of each golden record.
 fn bodies() -> Vec<Vec<u8>> {
     let of = |bytes: Vec<u8>| [&bytes[4..5], body_of(&bytes)].concat();
     golden().into_iter().map(of).collect()
@@ -61,7 +62,7 @@ fn law(holds: bool, what: &str) -> Result<(), String> {
     if holds { Ok(()) } else { Err(what.to_owned()) }
 }
 
-/// The law of a record's kind, and what is then done with the value.
+/// Parses a record by the law of its kind, and uses the value.
 fn parsed(bytes: &[u8]) -> Verdict {
     let plain = |_: &dyn Debug| Ok(());
     match bytes.get(4) {
@@ -116,7 +117,8 @@ fn use_state(state: ShardState) -> Result<(), String> {
     law(set.stripe(100) == expected && set.stripe(99) == state.stripe(99), "set sets another")
 }
 
-/// Opens the fixed part as if the commit had fixed it: its own content has to be checked too.
+/// Opens the fixed part as if the commit had recorded its hash, so that the checks of its content
+/// run too.
 fn use_stripe(record: StripeRecord) -> Result<(), String> {
     let parse = |(_, bytes): (String, Vec<u8>)| ShardRoot::parse(&bytes).ok();
     let root = fixtures::lines("format/v1/records.txt").into_iter().find_map(parse);
@@ -127,9 +129,10 @@ fn use_stripe(record: StripeRecord) -> Result<(), String> {
     law(record.places.len() == usize::from(root.n), "a stripe in another number of places")
 }
 
-/// As they are: nothing but a golden record is believed, whatever was changed.
+/// Fuzzes whole records: only a golden record is accepted, whatever was changed.
 pub fn records() -> Target {
-    // Those of the data folder, of kinds that have no type of their own, are opened with the folder.
+    // The records of the data folder have kinds without a type of their own; the target `folders`
+    // opens them with their folder.
     let corpus: Vec<Vec<u8>> =
         golden().into_iter().filter(|bytes| ![9, 12, 17, 18, 24].contains(&bytes[4])).collect();
     let whole: BTreeSet<Vec<u8>> = corpus.iter().cloned().collect();
@@ -142,11 +145,13 @@ pub fn records() -> Target {
     Target { name: "records", cases: 150_000, corpus, words: Vec::new(), check: Box::new(check) }
 }
 
-/// Kind and body, which is sealed as if its writer had meant it.
+/// Fuzzes record bodies: the input is a kind and a body, and the target seals the body with a right
+/// checksum.
 pub fn record_bodies() -> Target {
     let mut corpus: Vec<Vec<u8>> =
         bodies().into_iter().filter(|bytes| ![9, 12, 17, 18, 24].contains(&bytes[0])).collect();
-    // One place more or less is more than one change of a byte.
+    // A record with one place more or less differs by more than one byte, so mutation does not find
+    // it.
     let record = golden().iter().find_map(|bytes| StripeRecord::parse(bytes).ok()).unwrap();
     for places in 3..7 {
         let places = record.places.iter().copied().cycle().take(places).collect();
@@ -166,10 +171,11 @@ pub fn record_bodies() -> Target {
     }
 }
 
-/// What the first byte of an input puts into the data folder before it is opened.
+/// The places in the data folder that an input can fill before the folder is opened. The first byte
+/// of the input selects one.
 const PLACES: [&str; 8] =
     ["node.id", "epoch", "members", "graves/5a", "heard", "catch-up", "slots", "index"];
-/// In the first byte: the body is sealed as kind [`KINDS`] first.
+/// The flag in the first byte that makes the target seal the body as kind [`KINDS`] first.
 const SEAL: u8 = 0x80;
 const KINDS: [u8; 8] = [9, 12, 16, 17, 18, 24, 7, 0];
 
@@ -195,7 +201,7 @@ fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Records and the index of a data folder, by opening it.
+/// Fuzzes the records and the index of a data folder by opening the folder.
 pub fn folders() -> Target {
     let place = |kind: u8| KINDS.iter().position(|of| *of == kind);
     let mut corpus: Vec<Vec<u8>> = Vec::new();
@@ -211,7 +217,8 @@ pub fn folders() -> Target {
     let entry =
         [&[7u8][..], &[0x5a; 16], &[0, 0, 0, 1], b"block-03.rep", &[1, 0, 3, 9, 99], &[7; 32]];
     corpus.push(entry.concat());
-    // The store's own folder, the map, and what is read of each record, several times; 64 KiB of slots, in memory and in both images.
+    // Memory of the store's folder, its index, and several copies of each record; 64 KiB of slots,
+    // in memory and in both images.
     let memory = Memory { base_bytes: 320 << 10, per_byte: 100 };
     let check = move |input: &[u8]| {
         let Some((first, bytes)) = input.split_first() else { return Ok(Seen::default()) };

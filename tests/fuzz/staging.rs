@@ -1,4 +1,5 @@
-//! What trainers and their staging daemon tell each other: messages, the stream of frames with descriptors, and segments in shared memory.
+//! Targets for the exchange between trainers and their staging daemon: messages, the stream of
+//! frames with descriptors, and segments in shared memory.
 
 use std::fs::File;
 use std::io::Write;
@@ -10,7 +11,8 @@ use rapidraid::id::SegmentId;
 use rapidraid::trainer::frames::{Incoming, Outgoing};
 use rapidraid::trainer::mapping::Readable;
 use rapidraid::trainer::protocol::{
-    Answer, Hello, HelloAnswer, MAX_DESCRIPTORS, MAX_MESSAGE_BYTES, Request, parse, to_bytes,
+    Answer, MAX_DESCRIPTORS, MAX_MESSAGE_BYTES, Request, StagingHello, StagingHelloAnswer, parse,
+    to_bytes,
 };
 use rapidraid::trainer::segment::{
     HEADER_BYTES, filling_of, read_header, read_staged, still_holds,
@@ -23,15 +25,16 @@ use crate::mutate::Draw;
 use crate::target::{Memory, Seen, Target, Verdict, round_trip, seen, within};
 use crate::wire::MESSAGE;
 
-/// What steers the sending stands in front of the stream's bytes.
+/// Length in bytes of the script that controls the sending; it precedes the bytes of the stream.
 const SCRIPT_BYTES: usize = 8;
-/// A frame and one read, and the room that both grow into.
+/// Memory of a stream: a frame and one read, and the capacity to which both grow.
 const STREAM: Memory = Memory { base_bytes: 1 << 20, per_byte: 4 };
-/// Header and table are copied once; a table takes what `tables` allows it.
+/// Memory of a segment: header and table are copied once; a table takes what the target `tables`
+/// allows.
 const SEGMENT: Memory = Memory { base_bytes: 64 << 10, per_byte: 70 };
-/// The part of the header that is not zero.
+/// Length in bytes of the part of the header that is not zero.
 const HEAD_BYTES: usize = 128;
-/// Where state, hashed part and hash stand in it.
+/// Position of the state within the header. The range of the hashed part follows.
 const STATE_AT: usize = 12;
 const HASHED: std::ops::Range<usize> = 16..96;
 
@@ -39,20 +42,20 @@ fn message<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes:
     round_trip(MESSAGE, bytes, parse::<T>, to_bytes).map(seen)
 }
 
-/// The first byte says which message.
+/// Fuzzes messages. The first byte selects the kind of the message.
 pub fn staging_messages() -> Target {
     let kinds = ["hello", "hello answer", "request", "answer"];
     let of = |(name, bytes): (String, Vec<u8>)| {
         let name = name.split(',').next().unwrap();
         let is_it = |kind: &str| name == kind || name.starts_with(&format!("{kind} "));
-        // The longest that fits: an answer to a hello is no hello.
+        // Take the longest kind that matches: "hello" is a prefix of "hello answer".
         let (kind, _) = kinds.iter().enumerate().rev().find(|(_, kind)| is_it(kind)).unwrap();
         [vec![kind as u8], bytes].concat()
     };
     let corpus = fixtures::lines("wire/v1/staging.txt").into_iter().map(of).collect();
     let check = |bytes: &[u8]| match bytes.split_first() {
-        Some((0, message_bytes)) => message::<Hello>(message_bytes),
-        Some((1, message_bytes)) => message::<HelloAnswer>(message_bytes),
+        Some((0, message_bytes)) => message::<StagingHello>(message_bytes),
+        Some((1, message_bytes)) => message::<StagingHelloAnswer>(message_bytes),
         Some((2, message_bytes)) => message::<Request>(message_bytes),
         Some((3, message_bytes)) => message::<Answer>(message_bytes),
         _ => Ok(Seen::default()),
@@ -66,7 +69,7 @@ pub fn staging_messages() -> Target {
     }
 }
 
-/// The slow reader: bytes and descriptors that have come, and nothing else.
+/// The slow reference reader: only the bytes and descriptors that have arrived.
 #[derive(Default)]
 struct Slow {
     bytes: Vec<u8>,
@@ -74,7 +77,8 @@ struct Slow {
 }
 
 impl Slow {
-    /// The next frame and how many descriptors it has; `Err` where the real one has to fail.
+    /// Returns the next frame and the number of its descriptors; `Err` where the reader under test
+    /// has to fail.
     fn frame(&mut self) -> Result<Option<(Vec<u8>, usize)>, ()> {
         let [a, b, c, d, descriptors, rest @ ..] = &self.bytes[..] else { return Ok(None) };
         let (len, count) =
@@ -99,7 +103,8 @@ fn null(count: usize) -> Vec<OwnedFd> {
     (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
 }
 
-/// Sends the stream piece by piece, some of them with descriptors, and reads each at once.
+/// Sends the stream in pieces, some of them with descriptors, and reads after each piece. Returns
+/// whether every byte was read as part of a frame.
 fn play_stream(draw: &mut Draw, mut stream: &[u8]) -> Result<bool, String> {
     let (out, inside) = UnixStream::pair().unwrap();
     let max = [2, 2 * MAX_DESCRIPTORS][draw.below(2)];
@@ -136,9 +141,10 @@ fn play_stream(draw: &mut Draw, mut stream: &[u8]) -> Result<bool, String> {
     Ok(slow.bytes.is_empty())
 }
 
-/// Sends a piece as it is: the frames of the stream are hostile ones.
+/// Sends a piece unframed, because the stream itself contains the hostile frames.
 fn send(out: &UnixStream, piece: &[u8], count: usize) {
-    // A frame's head is what [`Outgoing`] puts in front; here the descriptors go with the first byte of the piece alone.
+    // [`Outgoing`] writes a frame's head before its message. Here only the first byte of the piece
+    // carries the descriptors.
     let Some((first, rest)) = piece.split_first() else { return };
     if count == 0 {
         return (&*out).write_all(piece).unwrap();
@@ -162,7 +168,7 @@ fn stream(input: &[u8]) -> Verdict {
     Ok(Seen { accepted: read?, peak_bytes })
 }
 
-/// Frames and descriptors on a real socket, cut at will.
+/// Fuzzes frames and descriptors on a real socket, cut at random places.
 pub fn staging_frames() -> Target {
     let frame = |message: &[u8]| {
         let (out, mut inside) = UnixStream::pair().unwrap();
@@ -173,7 +179,7 @@ pub fn staging_frames() -> Target {
         bytes
     };
     let bodies = [frame(b""), frame(b"x"), frame(&[7; 300]), frame(&[8; 20_000])];
-    // Scripts that read all of it: the first eight numbers that do.
+    // The corpus takes the first eight scripts that read the whole stream.
     let all = bodies.concat();
     let with = |script: u64| [&script.to_be_bytes()[..], &all].concat();
     let reads = |input: &Vec<u8>| stream(input).is_ok_and(|seen| seen.accepted);
@@ -195,7 +201,7 @@ fn id() -> SegmentId {
     SegmentId([0x5e; 16])
 }
 
-/// Everything that reads a segment, on a mapped file with this content.
+/// Runs all code that reads a segment on a mapped file with this content.
 fn read_segment(input: &[u8]) -> Verdict {
     let head = input.len().min(HEAD_BYTES);
     let file =
@@ -229,13 +235,14 @@ fn read_segment(input: &[u8]) -> Verdict {
     Ok(Seen { accepted: true, peak_bytes })
 }
 
-/// As they are: nothing but the golden header and table are believed.
+/// Fuzzes whole segments: only the golden header and table are accepted.
 pub fn segments() -> Target {
     let whole = golden();
     let corpus = vec![whole.clone()];
     let check = move |bytes: &[u8]| {
         let seen = read_segment(bytes)?;
-        // Extents have hashes of their own, which the daemon takes.
+        // The header's hash does not cover extents: they have their own hashes, which the daemon
+        // computes.
         let same = |range: std::ops::Range<usize>| bytes.get(range.clone()) == whole.get(range);
         let is_golden = same(0..HEAD_BYTES) && same(HEAD_BYTES + 64..whole.len());
         if seen.accepted && !is_golden {
@@ -246,7 +253,7 @@ pub fn segments() -> Target {
     Target { name: "segments", cases: 30_000, corpus, words: Vec::new(), check: Box::new(check) }
 }
 
-/// The header's hash is made right, as if its owner had meant it.
+/// Returns `input` with a correct hash in its header, as its owner would have written it.
 fn resealed(input: &[u8]) -> Vec<u8> {
     let mut bytes = input.to_vec();
     if bytes.len() < HEAD_BYTES {
@@ -256,7 +263,7 @@ fn resealed(input: &[u8]) -> Vec<u8> {
         let bytes: [u8; 8] = bytes[at..at + 8].try_into().unwrap();
         usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX)
     };
-    // Where the table is in the file, as far as it is there.
+    // Position of the table in the file, as far as the file contains it.
     let from = number(80).saturating_sub(HEADER_BYTES as usize - HEAD_BYTES);
     let table = bytes.get(from..from.saturating_add(number(88))).unwrap_or_default();
     let mut hasher = blake3::Hasher::new_derive_key("rapidraid segment header v1");
@@ -268,7 +275,7 @@ fn resealed(input: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Headers that lie under a right hash, with tables that do.
+/// Fuzzes false headers and tables under right hashes.
 pub fn segment_headers() -> Target {
     let corpus = vec![golden()];
     assert_eq!(resealed(&corpus[0]), corpus[0], "the header is hashed otherwise");

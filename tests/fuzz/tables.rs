@@ -1,5 +1,5 @@
-//! Tables of a checkpoint: as they are, where every change must be noticed, and with hostile
-//! columns under right checksums.
+//! Targets for a checkpoint's tables: whole tables, in which every change must be noticed, and
+//! hostile columns under right checksums.
 
 use std::collections::BTreeSet;
 
@@ -8,11 +8,11 @@ use rapidraid::format::table::{FOOTER_BYTES, Form, Table, TableReader, search};
 use crate::fixtures;
 use crate::target::{Memory, Seen, Target, Verdict, round_trip, within};
 
-/// A row of names takes six bytes at least, and 80 with an empty shape and a shared type; a path
-/// expands to 33 times its bytes at most.
+/// Memory of a parsed table. A row of names has at least 6 bytes and takes 80 in memory with an
+/// empty shape and a shared type; a path expands to 33 times its bytes at most.
 const MEMORY: Memory = Memory { base_bytes: 16 << 10, per_byte: 64 };
 
-/// Columns of a block of names, regions, extents.
+/// Number of columns in a block of names, of regions, of extents.
 const COLUMNS: [usize; 3] = [5, 4, 5];
 
 fn golden() -> Vec<Vec<u8>> {
@@ -20,7 +20,7 @@ fn golden() -> Vec<Vec<u8>> {
     lines.filter(|(name, _)| !name.starts_with("path ")).map(|(_, bytes)| bytes).collect()
 }
 
-/// Reads a number as far as it goes; 0 where there is none.
+/// Reads a varint as far as it goes. Returns 0 if there is none.
 fn number(bytes: &mut &[u8]) -> u64 {
     let mut number = 0u64;
     for shift in (0..64).step_by(7) {
@@ -48,8 +48,8 @@ fn take<'a>(bytes: &mut &'a [u8], len: usize) -> &'a [u8] {
     taken
 }
 
-/// The directory's sections, each with the first bytes of its blocks' entries: rows, length, what
-/// the block begins with.
+/// Returns the section, the number of rows and the length in bytes of each block that the directory
+/// lists.
 fn entries(table: &[u8]) -> Vec<(usize, usize, usize)> {
     let footer = &table[table.len() - FOOTER_BYTES..];
     let directory = u32::from_le_bytes(footer[12..16].try_into().unwrap()) as usize;
@@ -75,7 +75,7 @@ fn entries(table: &[u8]) -> Vec<(usize, usize, usize)> {
     out
 }
 
-/// The input of `table_columns` that a golden table stands for.
+/// Returns the input of `table_columns` that produces a golden table.
 fn columns_of(table: &[u8]) -> Vec<u8> {
     let flags = table[table.len() - FOOTER_BYTES + 8];
     let (mut out, mut blocks) = (vec![flags], table);
@@ -94,16 +94,16 @@ fn columns_of(table: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A block, with its rows and its first key as the directory has them.
+/// A block, with its number of rows and its first key as the directory lists them.
 struct Entry {
     rows: u64,
     first: Vec<u8>,
     block: Vec<u8>,
 }
 
-/// A table made of an input: flags, then blocks of section (1 byte), rows (2) and columns, each of
-/// length (2) and bytes. Blocks of one section come together; the directory says of each block what
-/// it begins with; all checksums are right.
+/// Builds a table from an input: flags, then blocks of section (1 byte), rows (2) and columns, each
+/// of length (2) and bytes. Blocks of one section become neighbours, the directory lists the first
+/// key of each block, and all checksums are right.
 fn table_of(mut input: &[u8]) -> Vec<u8> {
     let flags = take(&mut input, 1).first().map_or(0, |flags| flags & 1);
     let mut sections: [Vec<Entry>; 3] = Default::default();
@@ -169,7 +169,8 @@ fn table_of(mut input: &[u8]) -> Vec<u8> {
     table
 }
 
-/// The reader finds in a good table what is there, and in a bad one nothing else.
+/// Checks the block reader: it finds in a good table what the table contains, and in a bad one
+/// nothing else. Returns the peak memory in bytes.
 fn read_by_blocks(bytes: &[u8], table: Option<&Table>) -> Result<usize, String> {
     let ((), peak_bytes) = within(MEMORY, bytes.len(), || {
         let Ok(reader) = TableReader::open(bytes, bytes.len() as u64) else { return };
@@ -204,7 +205,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
     Ok(Seen { accepted: table.is_some(), peak_bytes: peak_bytes.max(by_blocks) })
 }
 
-/// As they are: nothing but a golden table is believed, whatever was changed.
+/// Fuzzes whole tables: only a golden table is accepted, whatever was changed.
 pub fn tables() -> Target {
     let corpus = golden();
     let whole: BTreeSet<Vec<u8>> = corpus.iter().cloned().collect();
@@ -217,7 +218,7 @@ pub fn tables() -> Target {
     Target { name: "tables", cases: 50_000, corpus, words: Vec::new(), check: Box::new(check) }
 }
 
-/// Columns, which are put into a table as if their writer had meant them.
+/// Fuzzes columns: the target builds a table from them as if their writer had meant them.
 pub fn table_columns() -> Target {
     let corpus: Vec<Vec<u8>> = golden().iter().map(|table| columns_of(table)).collect();
     for (golden, input) in golden().iter().zip(&corpus) {

@@ -1,4 +1,5 @@
-//! What is fuzzed: a parser, inputs that it takes, and the laws that hold for whatever it is given. And the machine that feeds it.
+//! Fuzz targets (a parser, inputs that it accepts, and the laws that hold for any input) and the
+//! engine that runs them.
 
 use std::fmt::Debug;
 use std::io::{IsTerminal, Write};
@@ -9,39 +10,41 @@ use std::time::{Duration, Instant};
 use crate::memory::peak_of;
 use crate::mutate::{self, Draw};
 
-/// What a parser may take: `base_bytes`, and so many bytes for each byte of its input.
+/// Memory limit of a parser: `base_bytes`, and `per_byte` more for each byte of its input.
 #[derive(Clone, Copy)]
 pub struct Memory {
     pub base_bytes: usize,
     pub per_byte: usize,
 }
 
-/// What came of one input.
+/// The result of one input.
 #[derive(Default)]
 pub struct Seen {
     pub accepted: bool,
     pub peak_bytes: usize,
 }
 
-/// `Err` says which law is broken.
+/// The outcome of a check; `Err` names the law that was broken.
 pub type Verdict = Result<Seen, String>;
 
-/// Feeds an input to the parser and holds the laws against what comes of it.
+/// A function that gives an input to the parser and checks the laws on the result.
 pub type Check = Box<dyn Fn(&[u8]) -> Verdict>;
 
 /// A parser under test.
 pub struct Target {
     pub name: &'static str,
-    /// Cases in the suite.
+    /// Number of cases that the test suite runs.
     pub cases: u64,
-    /// Inputs to damage; all of them must be accepted, so that the fuzzer knows what it starts from.
+    /// Inputs to damage. The parser must accept all of them, so that the fuzzer starts from known
+    /// inputs.
     pub corpus: Vec<Vec<u8>>,
-    /// What its language knows, if it is one of words.
+    /// Words of the parser's language, if it has words.
     pub words: Vec<&'static [u8]>,
     pub check: Check,
 }
 
-/// Does `work` on an input of `len_bytes` within its memory.
+/// Runs `work` on an input of `len_bytes`. Returns its result and the peak memory in bytes, or an
+/// error if the peak exceeds `memory`.
 pub fn within<T>(
     memory: Memory,
     len_bytes: usize,
@@ -57,8 +60,11 @@ pub fn within<T>(
     Ok((done, peak_bytes))
 }
 
-/// The laws of bytes that stand for a value. Parsing keeps within `memory`. What parses is written, in no more bytes than were read,
-/// and these parse as the same value; with a byte behind it, it is refused. `None`: it was refused as it is.
+/// Checks the laws of bytes that represent a value. Parsing stays within `memory`. A parsed value
+/// is written in no more bytes than were read, and these bytes parse as the same value; the input
+/// with one more byte is refused.
+///
+/// Returns the value, or `None` if the input was refused, and the peak memory in bytes.
 pub fn round_trip<T: PartialEq + Debug, E, F: Debug>(
     memory: Memory,
     bytes: &[u8],
@@ -82,23 +88,24 @@ pub fn round_trip<T: PartialEq + Debug, E, F: Debug>(
     Ok((Some(value), peak_bytes))
 }
 
-/// As much as [`round_trip`] says to whoever looks at the value no further.
+/// Converts the result of [`round_trip`] for callers that do not inspect the value.
 pub fn seen<T>((value, peak_bytes): (Option<T>, usize)) -> Seen {
     Seen { accepted: value.is_some(), peak_bytes }
 }
 
-/// What was asked for by the environment.
+/// The run that the environment requests.
 struct Wish {
     seed: u64,
-    /// All of one target's cases end then; `None` is the suite's short run.
+    /// How long one target runs; `None` is the suite's short run.
     length: Option<Duration>,
     case: Option<u64>,
     input: Option<PathBuf>,
-    /// Writes each input before it is used: for what ends the process.
+    /// Whether each input is written to a file before it is used, which keeps an input that ends
+    /// the process.
     trace: bool,
 }
 
-/// The seed of the suite.
+/// The seed of the test suite.
 const SEED: u64 = 1;
 
 impl Wish {
@@ -108,7 +115,7 @@ impl Wish {
             Some(text.parse::<u64>().unwrap_or_else(|_| panic!("{name}={text} is no number")))
         };
         let seconds = number("RAPIDRAID_FUZZ_SECONDS");
-        // One that runs alone has all the time.
+        // A target that runs alone gets all the time.
         let is_alone = std::env::var_os("RAPIDRAID_FUZZ_TARGET").is_some();
         let targets = if is_alone { 1 } else { targets.max(1) as u32 };
         Self {
@@ -121,7 +128,8 @@ impl Wish {
     }
 }
 
-/// Runs a target as the environment asks, one of `targets` that share the time; panics with the first find.
+/// Runs a target as the environment requests; `targets` of them share the time. Panics at the first
+/// broken law.
 pub fn play(target: &Target, targets: usize) {
     let wish = Wish::of_environment(targets);
     for entry in &target.corpus {
@@ -181,7 +189,7 @@ pub fn play(target: &Target, targets: usize) {
     );
 }
 
-/// The verdict, a panic included.
+/// Returns the verdict on an input; a panic of the check is an `Err`.
 fn judge(target: &Target, input: &[u8]) -> Verdict {
     catch_unwind(AssertUnwindSafe(|| (target.check)(input))).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);

@@ -1,4 +1,5 @@
-//! What people and certificates write: names and ids, words of the command line, code reports, configurations.
+//! Targets for text that people and certificates write: names and ids, words of the command line,
+//! code reports, configurations.
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Display};
@@ -20,10 +21,10 @@ use rapidraid::units::{ByteCount, GRAIN_BYTES, MAX_BLOCK_BYTES, MIB};
 
 use crate::target::{Memory, Seen, Target, Verdict, round_trip, seen, within};
 
-/// Names are bounded; an error quotes 128 characters at most.
+/// Memory of a name: names are bounded, and an error quotes 128 characters at most.
 const NAME: Memory = Memory { base_bytes: 8 << 10, per_byte: 8 };
 
-/// One name for one thing: it is printed as it was typed.
+/// Checks a name with a single spelling: it prints as it was typed.
 fn name<T: FromStr + Display + PartialEq + Debug>(text: &[u8]) -> Verdict {
     let found = number::<T>(text)?;
     let text = std::str::from_utf8(text).unwrap_or_default();
@@ -33,7 +34,7 @@ fn name<T: FromStr + Display + PartialEq + Debug>(text: &[u8]) -> Verdict {
     }
 }
 
-/// What may be typed with zeros in front.
+/// Checks a name that may be typed with leading zeros.
 fn number<T: FromStr + Display + PartialEq + Debug>(text: &[u8]) -> Verdict {
     let parse = |bytes: &[u8]| match std::str::from_utf8(bytes) {
         Ok(text) => text.parse::<T>().map_err(|_| ()),
@@ -43,7 +44,7 @@ fn number<T: FromStr + Display + PartialEq + Debug>(text: &[u8]) -> Verdict {
     round_trip(NAME, text, parse, write).map(seen)
 }
 
-/// What is printed otherwise than it may be typed.
+/// Checks a word that may print in another way than it was typed.
 fn word<T: FromStr>(text: &[u8]) -> Verdict {
     let Ok(text) = std::str::from_utf8(text) else { return Ok(Seen::default()) };
     let (value, peak_bytes) = within(NAME, text.len(), || text.parse::<T>())?;
@@ -74,7 +75,7 @@ fn keys(text: &[u8]) -> Verdict {
 
 type Law = (fn(&[u8]) -> Verdict, &'static [&'static str]);
 
-/// Each kind of name, and some of its kind.
+/// Each kind of name, with examples.
 const NAMES: &[Law] = &[
     (name::<Job>, &["gpt-2_small.v1", "a"]),
     (name::<PeerName>, &["node-1", "n.example_org"]),
@@ -108,7 +109,7 @@ const NAMES: &[Law] = &[
     (keys, &["c/gpt/00000000000000001000", "a/gpt/00000000000000001000"]),
 ];
 
-/// The first byte says what kind of name follows.
+/// Fuzzes names. The first byte selects the kind of the name that follows.
 pub fn names() -> Target {
     let of = |(kind, (_, texts)): (u8, &Law)| {
         texts.iter().map(move |text| [&[kind], text.as_bytes()].concat()).collect::<Vec<_>>()
@@ -145,14 +146,14 @@ pub fn names() -> Target {
     Target { name: "names", cases: 300_000, corpus, words: words.to_vec(), check: Box::new(check) }
 }
 
-/// Reports on codes: whatever is read as a code is one that can be reported on.
+/// Fuzzes code reports: every code that is read from a report can be reported again.
 pub fn code_reports() -> Target {
     let report = |n, k| {
         let code = table::all().iter().find(|code| (code.n(), code.k()) == (n, k)).unwrap();
         let report = show::CodeReport::of(&Code::Chain(code.clone())).unwrap();
         serde_json::to_value(&report).unwrap()
     };
-    // What makes the code, without what a report claims of it.
+    // A report with only the fields that define the code, without the properties that it claims.
     let mut short = report(6, 4);
     let needed = ["schema", "n", "k", "field", "polynomial", "order", "psi", "xi"];
     short.as_object_mut().unwrap().retain(|name, _| needed.contains(&name.as_str()));
@@ -234,7 +235,8 @@ fn node_is_in_range(node: &NodeConfig) -> bool {
         && node.membership.seeds.len() <= 64
 }
 
-/// A file, and behind a NUL one option and one variable, as `NAME=VALUE`.
+/// Fuzzes configurations. The input is a file, then, each after a NUL, one option and one
+/// environment variable, as `NAME=VALUE`.
 pub fn configurations() -> Target {
     let node = |over: &str| format!("{MEMBER}{NODE}\0{over}").into_bytes();
     let corpus = vec![
@@ -264,7 +266,7 @@ pub fn configurations() -> Target {
         b"18446744073709551616",
         b"\\u0000",
     ];
-    // A document as the parser keeps it, and a value's text in an error.
+    // Memory of a document as the parser keeps it, and of a value's text in an error.
     let memory = Memory { base_bytes: 256 << 10, per_byte: 400 };
     let check = move |bytes: &[u8]| {
         let Ok(text) = std::str::from_utf8(bytes) else { return Ok(Seen::default()) };

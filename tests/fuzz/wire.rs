@@ -1,4 +1,5 @@
-//! Messages: requests and answers of every call, what else comes in frames, and what a rebuild makes of what nodes say they hold.
+//! Targets for messages: requests and answers of every call, other frames, and the verdicts of a
+//! catalogue rebuild about the inventories that nodes report.
 
 use rapidraid::catalogue::evidence::SaveEvidence;
 use rapidraid::id::{ClusterId, Epoch, Generation, NodeId};
@@ -14,11 +15,12 @@ use crate::fixtures;
 use crate::records::{body_of, sealed};
 use crate::target::{Memory, Seen, Target, Verdict, round_trip, seen, within};
 
-/// A list that claims a length is given room for it at once, though for no more elements than bytes follow, and up to 1 MiB: the
-/// largest element has some 500 bytes. A list that grows is there twice for a moment.
+/// Memory of a parsed message. A list is allocated at the length that it claims, but for no more
+/// elements than bytes follow, and up to 1 MiB; the largest element has about 500 bytes. A list
+/// that grows exists twice for a moment.
 pub const MESSAGE: Memory = Memory { base_bytes: 16 << 10, per_byte: 600 };
 
-/// The longest text of a failure that is written; a longer one that comes is read whole.
+/// Maximum length in characters of a failure's text when it is written; a longer one is read whole.
 const MAX_FAILURE_CHARS: usize = 4096;
 
 fn request<C: Call + PartialEq + std::fmt::Debug>(frame: &[u8]) -> Verdict {
@@ -113,7 +115,8 @@ fn laws_of(number: u8) -> Option<&'static Laws> {
     CALLS.iter().find(|(of, ..)| *of == number)
 }
 
-/// The golden requests, or the golden answers with their call's number in front.
+/// Returns the golden requests or answers of calls; each answer is preceded by the number of its
+/// call.
 fn golden(side: &str) -> Vec<Vec<u8>> {
     let of = |(name, bytes): (String, Vec<u8>)| {
         let number: u8 = name[..2].parse().unwrap();
@@ -152,7 +155,7 @@ pub fn answers() -> Target {
     Target { name: "answers", cases: 200_000, corpus, words: Vec::new(), check: Box::new(check) }
 }
 
-/// The first byte says which message.
+/// Fuzzes messages. The first byte selects the kind of the message.
 pub fn messages() -> Target {
     let kinds = ["stream header", "block admitted", "block trailer"];
     let of = |(name, bytes): (String, Vec<u8>)| {
@@ -178,8 +181,9 @@ fn judge(page: InventoryPage) {
     evidence.judge(save, Generation { epoch: Epoch(4), counter: 1 });
 }
 
-/// What a rebuild judges by. The first byte says what follows: `0` a page of what a node holds; or the body of a record, by its
-/// kind, that such a page has.
+/// Fuzzes the evidence for a catalogue rebuild. The first byte selects the rest of the input: `0`
+/// is a page of a node's inventory; any other value is the kind of a record in such a page, and its
+/// body follows.
 pub fn evidence() -> Target {
     let golden =
         golden("answer").into_iter().find(|bytes| bytes[0] == ListInventory::NUMBER).unwrap();
@@ -199,7 +203,7 @@ pub fn evidence() -> Target {
     for page in [golden.clone(), full] {
         corpus.push([vec![0], answer_to_bytes(&Ok(page)).unwrap()].concat());
     }
-    // A verdict names each damaged stripe of a shard, of which there are 100,000 at most.
+    // A verdict names each damaged stripe of a shard; a shard has at most 100,000.
     let memory = Memory { base_bytes: 2 << 20, ..MESSAGE };
     let check = move |bytes: &[u8]| {
         let Some((kind, body)) = bytes.split_first() else { return Ok(Seen::default()) };

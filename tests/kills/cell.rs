@@ -1,4 +1,5 @@
-//! The matrix: an operation, the stage at which somebody dies, who dies. One cell is played on a fleet that is bare before and after.
+//! The kill matrix. A cell names an operation, the stage at which a process is killed, and the
+//! process. A cell is played on a fleet that is bare before and after.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,16 +12,17 @@ use crate::fleet::{Fleet, LEASE, LOOK, SETTLE_LIMIT, kind_of, message_of};
 use crate::machine::{Ended, bytes, tree};
 use crate::watch::Victim;
 
-/// Nodes of the fleet that cells are played on: three are in no stripe 0, the catalogue's home among them.
+/// Number of nodes of a fleet for cells. Three of them are in no stripe 0, and the catalogue server
+/// is one of these three.
 pub const NODES: usize = 9;
-/// The code.
+/// The code, as `n,k`.
 pub const CODE: &str = "6,4";
-/// Small blocks: two stripes are 400 KB.
+/// The block size: small, so that two stripes are 400 KB.
 pub const BLOCK: &str = "code.block=64KiB";
-/// A stage that is taken behind a command's back comes within this.
+/// How long a stage may take after the command has ended, if daemons pass it in the background.
 const LATER: Duration = Duration::from_secs(20);
 
-/// What happens.
+/// The operation of a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deed {
     Save,
@@ -28,13 +30,13 @@ pub enum Deed {
     Archive,
     Rm,
     Restore,
-    /// An archiving that has to make a replica again first.
+    /// An archiving that must first copy a missing replica from another node.
     Mend,
-    /// The catalogue is lost, with the daemon that had it, and made again on another one.
+    /// A rebuild of the catalogue on another daemon, after the catalogue and its server are lost.
     Rebuild,
 }
 
-/// Who dies.
+/// The process that is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     Gateway,
@@ -43,7 +45,7 @@ pub enum Role {
     Tail,
     Home,
     Client,
-    /// Whoever says the stage.
+    /// The process that logs the stage.
     Sayer,
 }
 
@@ -65,19 +67,19 @@ const ROLES: [(Role, &str); 7] = [
     (Role::Client, "client"),
     (Role::Sayer, "sayer"),
 ];
-/// The member that loses a replica: a holder of block 0.
+/// Index of the member that loses a replica: a holder of block 0.
 const LOSER: usize = 2;
-/// The member that makes the catalogue again.
+/// Index of the member on which the catalogue is rebuilt.
 const REBUILDER: usize = 0;
 
-/// The stages of a deed that always come.
+/// Returns the stages that every run of the operation passes.
 fn stages(deed: Deed) -> &'static [TracePoint] {
     use TracePoint::*;
     match deed {
         Deed::Save => &[Begin, Send, Block, Record, Leaves, Seal, Decide, Mark, Publish],
         Deed::Replace => &[Begin, Block, Decide, Mark, Publish, Fence, Tombstone, Sweep, Forget],
         Deed::Archive => &[
-            Wish, Take, Replicas, Reserve, Run, Piece, Proof, Receipt, Archived, Drop, Dropped,
+            Request, Take, Replicas, Reserve, Run, Piece, Proof, Receipt, Archived, Drop, Dropped,
             Done,
         ],
         Deed::Rm => &[Removing, Fence, Tombstone, Sweep, Grave, Forget],
@@ -87,7 +89,7 @@ fn stages(deed: Deed) -> &'static [TracePoint] {
     }
 }
 
-/// One cell.
+/// A cell of the matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cell {
     role: Role,
@@ -100,7 +102,8 @@ fn word<T: PartialEq>(words: &[(T, &'static str)], of: &T) -> &'static str {
 }
 
 impl Cell {
-    /// Whether another daemon serves the catalogue afterwards: the fleet is no more as cells want it.
+    /// Returns whether another daemon serves the catalogue after the cell. Such a fleet no longer
+    /// suits further cells.
     pub fn moves_the_home(&self) -> bool {
         self.deed == Deed::Rebuild
     }
@@ -122,12 +125,12 @@ impl FromStr for Cell {
     }
 }
 
-/// All cells that there are.
+/// Returns all cells of the matrix.
 pub fn all() -> Vec<Cell> {
     let mut cells = Vec::new();
     for (deed, _) in DEEDS {
         for &stage in stages(deed) {
-            // What a save leaves to the daemons has no client any more.
+            // Daemons pass these stages after the save has ended, so there is no client to kill.
             let later = deed == Deed::Replace
                 && matches!(
                     stage,
@@ -138,12 +141,13 @@ pub fn all() -> Vec<Cell> {
                 );
             let roles = ROLES.iter().map(|(role, _)| *role);
             let roles = roles.filter(|role| match role {
-                // The daemon that rebuilds, and one that has claimed; the home is gone already.
+                // The head is the daemon that rebuilds, and the middle is a node that records the
+                // claim. The catalogue server is down already.
                 Role::Head | Role::Middle if deed == Deed::Rebuild => true,
                 Role::Sayer => deed == Deed::Mend || stage == TracePoint::Claim,
                 _ if deed == Deed::Rebuild => false,
                 Role::Client => !later,
-                // A restore goes to the nodes themselves.
+                // A restore reads from the nodes directly, without a gateway.
                 Role::Gateway => deed != Deed::Restore,
                 _ => true,
             });
@@ -153,16 +157,17 @@ pub fn all() -> Vec<Cell> {
     cells
 }
 
-/// What a cell is played with.
+/// The state of a cell in play.
 struct Play<'a> {
     fleet: &'a Fleet,
-    /// The step that it is about.
+    /// The step that the cell works on.
     step: u64,
     outs: u64,
 }
 
 impl Fleet {
-    /// Plays a cell with a step of its own; with `seed` it follows what the cell leaves open. Panics with what went wrong.
+    /// Plays a cell with a step of its own. `seed` chooses among the variants that the cell leaves
+    /// open. Panics with a description of the failure.
     pub fn play(&self, cell: Cell, seed: u64, step: u64) {
         let place = all().iter().position(|other| *other == cell).unwrap() as u64;
         let mut play = Play { fleet: self, step, outs: 0 };
@@ -175,7 +180,7 @@ impl Fleet {
         }
     }
 
-    /// The member, or the process, that a role is.
+    /// Returns the process that has a role.
     fn victim(&self, role: Role) -> Victim {
         let at = match role {
             Role::Gateway => return Victim::Gateway,
@@ -192,7 +197,7 @@ impl Fleet {
 
 impl Play<'_> {
     fn write(&self, folder: &str, seed: u64) {
-        // Two stripes, and one block of one byte beside them.
+        // `a.bin` has two stripes; `b.bin` is a block of one byte beside them.
         self.fleet.write(&format!("{folder}/a.bin"), &bytes(400_000, seed));
         self.fleet.write(&format!("{folder}/b.bin"), &bytes(1, seed + 1));
     }
@@ -230,13 +235,15 @@ impl Play<'_> {
             Rebuild => fleet.lose_catalogue(),
             _ => {}
         }
-        // At once, or when leases are over and others have gone on.
+        // The killed daemon restarts at once, or after leases have ended and other nodes have
+        // resumed the work.
         let away = if (variant / 2).is_multiple_of(2) { Duration::ZERO } else { LEASE * 3 / 2 };
         let ended = self.killed_at(cell, away);
         let killed = ended.code == -1 && cell.role == Role::Client;
         assert!(ended.code == 0 || killed || is_legal(&ended), "{cell} ended so: {ended:?}");
         let done = ended.code == 0;
-        // The first answer counts: what was reported is so, and what was not is so whole or not at all.
+        // The first answer counts: an operation that was reported as done took effect, and one that
+        // was not took effect entirely or not at all.
         match cell.deed {
             Deed::Save if !done => self.assert_is(&["new"], true),
             Replace if !done => self.assert_is(&["old", "new"], false),
@@ -258,7 +265,8 @@ impl Play<'_> {
         fleet.until_tidy();
     }
 
-    /// Runs the deed, kills at the stage, and brings back who was killed.
+    /// Runs the operation, kills the process at the stage, and restarts a killed daemon. Returns
+    /// the outcome of the command.
     fn killed_at(&self, cell: Cell, away: Duration) -> Ended {
         let (fleet, watch) = (self.fleet, &self.fleet.watch);
         watch.set_trap(cell.stage, fleet.victim(cell.role));
@@ -290,7 +298,7 @@ impl Play<'_> {
         running.ended(LATER)
     }
 
-    /// The same command once more, until it has an end: what is reported then is final.
+    /// Repeats the command until its outcome is final.
     fn again(&self, deed: Deed, was_done: bool) {
         let line = self.line(deed);
         let started = Instant::now();
@@ -318,13 +326,14 @@ impl Play<'_> {
         }
     }
 
-    /// Archives to the end: no replica is left.
+    /// Archives the step until no replica is left.
     fn archive(&self) {
         let line = format!("archive j/{} --json", self.step);
         self.fleet.until("all is archived and dropped", || self.fleet.ask(&line)["undropped"] == 0);
     }
 
-    /// A restore gives one of these folders, byte for byte; `or_none`: or there is no such step.
+    /// Asserts that a restore yields one of these folders byte for byte. With `or_none` the step
+    /// may also be missing.
     fn assert_is(&mut self, any_of: &[&str], or_none: bool) {
         self.outs += 1;
         let out = format!("out-{}-{}", self.step, self.outs);
@@ -352,7 +361,8 @@ impl Play<'_> {
     }
 }
 
-/// What a command may say when somebody it needs dies: that it is not done, never that anything is wrong with the data or the code.
+/// Returns whether a command may end like this when a process that it needs dies. It may report
+/// that it is not done, but never that the data or the code is wrong.
 pub fn is_legal(ended: &Ended) -> bool {
     let kind = kind_of(ended);
     matches!(&*kind, "unavailable" | "timeout" | "busy" | "fenced" | "exists")

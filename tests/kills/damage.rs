@@ -1,4 +1,5 @@
-//! What goes missing behind the daemons' backs, and a look at the catalogue that no command gives: with a node's own key, as the nodes see it.
+//! Deletes data behind the daemons' backs, and lists the catalogue's keys. No command shows those
+//! keys, so the call uses a node's own certificate.
 
 use rapidraid::clock::SystemClock;
 use rapidraid::net::call::Caller;
@@ -12,18 +13,20 @@ use std::sync::Arc;
 use crate::fleet::{Fleet, LEASE};
 use crate::machine::files_below;
 
-/// Keys that are asked for at once: more than a fleet at rest has nodes, and enough to say what is left.
+/// Maximum number of keys that a call lists: more than a fleet at rest has nodes, and enough to
+/// show which keys are left.
 const SHOWN: u32 = 100;
 
 impl Fleet {
-    /// The home's disk fails: the daemon is gone, and its map with it.
+    /// Simulates a disk failure of the catalogue server: kills the daemon and deletes its catalogue
+    /// database.
     pub fn lose_catalogue(&self) {
         self.kill(self.home);
         self.bury(self.home);
         std::fs::remove_dir_all(self.data_folder(self.home).join("catalogue")).unwrap();
     }
 
-    /// A node loses a replica, and starts again without it.
+    /// Kills a node's daemon, deletes one of its replicas, and starts the daemon again.
     pub fn lose_replica(&self, at: usize) {
         self.kill(at);
         self.bury(at);
@@ -33,7 +36,8 @@ impl Fleet {
         self.restart(at);
     }
 
-    /// Keys of the catalogue that the daemon `home` serves.
+    /// Returns keys of the catalogue that the node `home` serves, or the error message if the call
+    /// fails.
     pub fn catalogue_keys(&self, home: &str) -> Result<Vec<String>, String> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {

@@ -1,4 +1,5 @@
-//! Daemons that die and come back, the commands of clients, and what all of them say.
+//! A cluster of real daemons that tests kill and restart, the client commands that run against it,
+//! and the log lines of all these processes.
 
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -12,44 +13,46 @@ use tempfile::TempDir;
 use crate::machine::{Daemon, Ended, Running, free_ports, program, run};
 use crate::watch::Watch;
 
-/// How long leases live: short, so that what waits for their end does not take long.
+/// Duration of a lease: short, so that tests that wait for the end of a lease stay fast.
 pub const LEASE: Duration = Duration::from_secs(2);
-/// What is right in the end is so within this, on a busy machine too.
+/// How long an eventual condition may take to hold, on a busy machine too.
 pub const SETTLE_LIMIT: Duration = Duration::from_secs(120);
-/// Between two looks.
+/// Interval between two polls.
 pub const LOOK: Duration = Duration::from_millis(50);
-/// No command takes longer: nodes that are busy are asked for ten minutes, nothing else is.
+/// Time limit of a command. Busy nodes alone are retried for longer (ten minutes).
 pub const COMMAND_LIMIT: Duration = Duration::from_secs(240);
-/// What daemons and commands log.
+/// The log filter of daemons and commands.
 const LOG: &str = "warn,rapidraid=info,rapidraid::stage=debug";
 
-/// How a fleet is made.
+/// The parameters of a fleet.
 pub struct Plan<'a> {
     pub nodes: usize,
-    /// The codes, as `n,k`.
+    /// The codes, each as `n,k`, separated by blanks.
     pub code: &'a str,
-    /// Further settings.
+    /// Further settings, each as `name=value`.
     pub set: &'a [&'a str],
 }
 
-/// One daemon's place.
+/// A member of the fleet: a name, an address, and the daemon while it runs.
 pub struct Member {
     pub name: String,
     pub address: String,
     daemon: Mutex<Option<Daemon>>,
 }
 
-/// A cluster of real daemons. Members are in the order of the ring: stripe 0 of the first shard is on the first n of them.
+/// A cluster of real daemons. Members are in the order of the ring: stripe 0 of the first shard is
+/// on the first n of them.
 pub struct Fleet {
     pub folder: TempDir,
     pub members: Vec<Member>,
     pub watch: Watch,
-    /// The member that serves the catalogue.
+    /// Index of the member that serves the catalogue.
     pub home: usize,
 }
 
 impl Fleet {
-    /// Starts all daemons and waits until they are live. The last but one of the ring serves the catalogue.
+    /// Starts all daemons and waits until they are live. The last but one member of the ring serves
+    /// the catalogue. Returns the fleet.
     pub fn start(plan: &Plan<'_>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut names: Vec<String> = (1..=plan.nodes).map(|at| format!("n{at}")).collect();
@@ -93,12 +96,12 @@ impl Fleet {
         self.members[at].daemon.lock().unwrap()
     }
 
-    /// The place of a member by its name.
+    /// Returns the index of the member with this name.
     pub fn place(&self, name: &str) -> usize {
         self.members.iter().position(|member| member.name == name).unwrap()
     }
 
-    /// Starts a daemon that does not run.
+    /// Starts a daemon that is not running. Does not wait until it is ready.
     pub fn launch(&self, at: usize) {
         let name = &self.members[at].name;
         let mut command = program(self.folder.path());
@@ -115,33 +118,34 @@ impl Fleet {
         *slot = Some(daemon.ready());
     }
 
-    /// Kills a daemon; `false` when it does not run.
+    /// Kills a daemon. Returns `false` if it is not running.
     pub fn kill(&self, at: usize) -> bool {
         self.watch.kill(&self.members[at].name)
     }
 
-    /// Waits for a daemon that was killed, so that nothing of it is left.
+    /// Reaps a daemon that was killed, so that no process of it is left.
     pub fn bury(&self, at: usize) {
         let daemon = self.slot(at).take();
         self.watch.is_not(&self.members[at].name);
         drop(daemon);
     }
 
-    /// Starts a daemon that was killed.
+    /// Starts a daemon that was killed, and waits until it is ready.
     pub fn restart(&self, at: usize) {
         self.bury(at);
         self.launch(at);
         self.until_ready(at);
     }
 
-    /// A command of a client; arguments are separated by blanks.
+    /// Returns a client command with the arguments in `line`, which are separated by blanks.
     pub fn command(&self, line: &str) -> std::process::Command {
         let mut command = program(self.folder.path());
         command.args(line.split(' ')).env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml");
         command
     }
 
-    /// Starts a command of the client `name`, whose stages are heard, and which can be killed by that name.
+    /// Starts a command of the client `name`. The watch reads its stages and can kill it by that
+    /// name. Returns the running command.
     pub fn spawn(&self, name: &str, line: &str) -> Running {
         let mut command = self.command(&format!("{line} --json"));
         command.env("RUST_LOG", LOG);
@@ -150,7 +154,7 @@ impl Fleet {
         running
     }
 
-    /// Runs such a command to its end.
+    /// Runs a command of the client `name` to its end. Returns its outcome.
     pub fn run_as(&self, name: &str, line: &str) -> Ended {
         let running = self.spawn(name, line);
         self.wait_for(&running);
@@ -158,7 +162,7 @@ impl Fleet {
         running.ended(COMMAND_LIMIT)
     }
 
-    /// Waits until the command has ended, and its number may be another's.
+    /// Waits until the command has exited. Its process id stays reserved until [`Running::ended`].
     pub fn wait_for(&self, running: &Running) {
         let started = Instant::now();
         while !running.has_exited() {
@@ -167,12 +171,13 @@ impl Fleet {
         }
     }
 
-    /// Runs a quiet command to its end.
+    /// Runs a command that the watch does not observe to its end. Returns its outcome.
     pub fn run(&self, line: &str) -> Ended {
         Running::start(self.command(line), std::sync::Arc::new(|_| ())).ended(COMMAND_LIMIT)
     }
 
-    /// The answer of a command that must succeed in the end: what nodes that are away make impossible is tried again.
+    /// Runs a command that must succeed eventually, and retries it when it fails, for example
+    /// because nodes are down. Returns its JSON output.
     pub fn ask(&self, line: &str) -> Value {
         let started = Instant::now();
         loop {
@@ -191,7 +196,7 @@ impl Fleet {
         status["nodes"].as_array().unwrap().iter().filter(|node| node["live"] == true).count()
     }
 
-    /// Waits until something holds.
+    /// Waits until a condition holds. Panics after [`SETTLE_LIMIT`].
     pub fn until(&self, what: &str, mut holds: impl FnMut() -> bool) {
         let started = Instant::now();
         while !holds() {
@@ -207,13 +212,14 @@ impl Fleet {
     }
 }
 
-/// The kind of a failure, as a command's JSON has it; empty for one that was killed.
+/// Returns the error kind from a failed command's JSON, or an empty string for a command that was
+/// killed.
 pub fn kind_of(ended: &Ended) -> String {
     let document: Result<Value, _> = serde_json::from_str(&ended.out);
     document.ok().and_then(|d| d["error"]["kind"].as_str().map(str::to_owned)).unwrap_or_default()
 }
 
-/// The message of a failure.
+/// Returns the error message from a failed command's JSON, or its stderr if there is none.
 pub fn message_of(ended: &Ended) -> String {
     let document: Result<Value, _> = serde_json::from_str(&ended.out);
     let text = document.ok().and_then(|d| d["error"]["message"].as_str().map(str::to_owned));

@@ -1,24 +1,26 @@
-//! What each step may be, by what the commands about it reported: the reference that restores are compared with. One client works
-//! on a step, one command after the other; anybody restores it.
+//! The reference model of a storm: the versions that each step may have, derived from the outcomes
+//! that commands reported. Restores are compared with it. A single client works on a step, one
+//! command after the other; any client restores it.
 //!
-//! A save that failed may be decided yet, until another save of the step succeeds. A removal that failed may happen at any later time.
+//! A failed save may still be decided until another save of the step succeeds. A failed removal may
+//! take effect at any later time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The version that a step has, or none.
+/// The version of a step, or none if the step does not exist.
 pub type Is = Option<u64>;
-/// A job and a step's number.
+/// A job's name and a step's number.
 pub type Name = (String, u64);
 
 #[derive(Debug, Default, Clone)]
 struct Entry {
-    /// One of these, as far as commands have ended.
+    /// Versions of which the step has exactly one, as far as the commands that ended determine it.
     settled: BTreeSet<Is>,
-    /// Saves under way, and those that failed.
+    /// Versions of saves that are under way or have failed.
     pending: BTreeSet<u64>,
-    /// A removal is under way or has failed.
+    /// Whether a removal is under way or has failed.
     may_go: bool,
-    /// It was removed, or was not there to be: its client leaves it alone from then on.
+    /// Whether the step was removed or found missing. Its client no longer works on it.
     is_over: bool,
     /// The version whose archiving was reported to have left no replica.
     archived: Option<u64>,
@@ -31,7 +33,7 @@ impl Entry {
     }
 }
 
-/// All steps that were ever saved. Versions are numbers that grow.
+/// All steps that were ever saved. Version numbers increase across all steps.
 #[derive(Debug, Default)]
 pub struct Ledger {
     steps: BTreeMap<Name, Entry>,
@@ -47,13 +49,14 @@ impl Ledger {
         self.steps.get(name).map_or_else(|| BTreeSet::from([None]), Entry::possible)
     }
 
-    /// The steps of a job that its client still works on.
+    /// Returns the steps of a job that its client still works on.
     pub fn alive(&self, job: &str) -> Vec<Name> {
         let alive = self.steps.iter().filter(|(name, entry)| name.0 == job && !entry.is_over);
         alive.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Nothing that failed can change it any more.
+    /// Returns whether exactly one outcome is possible, so that no failed command can change the
+    /// step any more.
     pub fn is_certain(&self, name: &Name) -> bool {
         self.possible(name).len() == 1
     }
@@ -62,7 +65,7 @@ impl Ledger {
         self.steps.get(name).is_some_and(|entry| entry.archived == Some(version))
     }
 
-    /// A save begins. Gives its version.
+    /// Records that a save begins. Returns the version of the save.
     pub fn save(&mut self, name: &Name) -> u64 {
         self.versions += 1;
         let new = || Entry { settled: BTreeSet::from([None]), ..Entry::default() };
@@ -70,7 +73,8 @@ impl Ledger {
         self.versions
     }
 
-    /// A save was reported to be committed.
+    /// Records that a save was reported as committed. Panics if the save replaced a committed step
+    /// without `--replace`.
     pub fn saved(&mut self, name: &Name, version: u64, replace: bool) {
         let entry = self.steps.get_mut(name).unwrap();
         entry.pending.remove(&version);
@@ -80,22 +84,23 @@ impl Ledger {
         entry.pending.clear();
     }
 
-    /// An archiving was reported to have left no replica of what the step is.
+    /// Records that an archiving reported that it left no replica of the step. Marks the step's
+    /// version as archived if it is the only possible one.
     pub fn archived(&mut self, name: &Name) {
         let possible = self.possible(name);
         let only = possible.iter().next().copied().flatten().filter(|_| possible.len() == 1);
         self.steps.get_mut(name).unwrap().archived = only;
     }
 
-    /// A removal begins.
+    /// Records that a removal begins.
     pub fn remove(&mut self, name: &Name) {
         self.steps.get_mut(name).unwrap().may_go = true;
     }
 
-    /// A removal was reported to be done, or found nothing.
+    /// Records that a removal succeeded or found no step.
     pub fn removed(&mut self, name: &Name) {
         let entry = self.steps.get_mut(name).unwrap();
-        // What was decided and not yet visible is not removed with it.
+        // `pending` stays: the removal does not affect a save that is decided and not yet visible.
         (entry.settled, entry.may_go, entry.is_over) = (BTreeSet::from([None]), false, true);
     }
 }

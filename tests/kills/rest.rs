@@ -1,4 +1,5 @@
-//! A fleet at rest: nothing is open, nothing is left to remove, no memory is held, and no file and no key is there that nobody needs.
+//! Checks that a fleet is at rest: no operation is open, no removal is outstanding, no memory is
+//! held, and no unreferenced file or stray key is left.
 
 use std::thread::sleep;
 use std::time::Instant;
@@ -8,20 +9,23 @@ use serde_json::Value;
 use crate::fleet::{Fleet, LOOK, SETTLE_LIMIT};
 use crate::machine::files_below;
 
-/// What a data folder may have when no checkpoint is committed.
+/// Files that a data folder may contain when no checkpoint is committed.
 const KEPT: [&str; 8] =
     ["lock", "node.id", "epoch", "heard", "members", "catch-up", "slots", "reserve"];
 const KEPT_BELOW: [&str; 3] = ["index/", "catalogue/", "graves/"];
-/// A map that an interrupted rebuild began is set aside by the next one.
+/// Prefix of a catalogue database that was set aside. A rebuild sets aside the database that an
+/// interrupted rebuild began.
 const KEPT_ASIDE: &str = "catalogue.broken-";
 
 impl Fleet {
-    /// Waits until nothing is committed and all that was is gone, everywhere.
+    /// Waits until no step is committed, and no node or catalogue has any file or key of a removed
+    /// step.
     pub fn until_bare(&self) {
         self.until_none("nothing is left of what was removed", |fleet| fleet.not_bare());
     }
 
-    /// Waits until all nodes are live, none has anything to say, and none holds memory.
+    /// Waits until all nodes are live, no node has a note or holds memory, and no work of the
+    /// policy waits.
     pub fn until_idle(&self) {
         self.until_none("all nodes are idle", |fleet| not_idle(&fleet.ask("status --json")));
     }
@@ -53,7 +57,7 @@ impl Fleet {
         why
     }
 
-    /// The files of a node that belong to nothing when nothing is committed.
+    /// Returns the files of a node that nothing refers to when no checkpoint is committed.
     fn needless(&self, at: usize) -> Vec<String> {
         let is_kept = |file: &String| {
             KEPT.contains(&file.as_str())
@@ -65,7 +69,8 @@ impl Fleet {
         files
     }
 
-    /// Waits until no node has a temporary file or one that was set aside. A small record that is written right now has one.
+    /// Waits until no node has a temporary or quarantined file. A node that writes a small record
+    /// has a temporary file for a moment.
     pub fn until_tidy(&self) {
         self.until_none("nothing is left over", |fleet| fleet.leftovers());
     }
@@ -81,7 +86,7 @@ impl Fleet {
         found
     }
 
-    /// Waits until nothing is said against it.
+    /// Waits until `look` returns no objection. Panics after [`SETTLE_LIMIT`].
     fn until_none(&self, what: &str, look: impl Fn(&Self) -> Vec<String>) {
         let started = Instant::now();
         loop {
@@ -96,7 +101,7 @@ impl Fleet {
     }
 }
 
-/// Why the nodes are not idle.
+/// Returns the reasons why the nodes are not idle.
 fn not_idle(status: &Value) -> Vec<String> {
     let mut why = Vec::new();
     for node in status["nodes"].as_array().unwrap() {
@@ -105,7 +110,8 @@ fn not_idle(status: &Value) -> Vec<String> {
             why.push(format!("{name} is away"));
             continue;
         }
-        // A map that was rebuilt elsewhere may lie where it is.
+        // A note about an old catalogue database is no objection: after a rebuild on another node,
+        // the old database may stay in its folder.
         let is_news = |note: &Value| !note.as_str().unwrap().contains("the folder can be removed");
         if node["notes"].as_array().unwrap().iter().any(is_news) || node["quarantined"] != 0 {
             why.push(format!("{name}: {} ({} set aside)", node["notes"], node["quarantined"]));

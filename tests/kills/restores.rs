@@ -1,4 +1,4 @@
-//! Restores while nodes are gone, go, or stand still.
+//! Restores while nodes are down, go down, or are suspended with SIGSTOP.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +10,12 @@ use crate::fleet::{Fleet, Plan};
 use crate::machine::bytes;
 use crate::watch::Victim;
 
-/// Daemons, and the code that needs all of them.
+/// Number of daemons. The code needs all of them.
 pub const NODES: usize = 16;
 const CODE: &str = "16,11";
 const MIB: usize = 1 << 20;
 
-/// How a source stands still.
+/// When a source is suspended: not at all, before the restore, or during it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Still {
     Nobody,
@@ -23,7 +23,8 @@ enum Still {
     Amid,
 }
 
-/// A checkpoint of one shard of so many MiB, archived.
+/// Starts a fleet, and saves and archives a checkpoint with one shard of slightly more than `mib`
+/// MiB. Returns the fleet and the bytes of the shard.
 fn archived(mib: usize, set: &[&str]) -> (Fleet, Vec<u8>) {
     let fleet = Fleet::start(&Plan { nodes: NODES, code: CODE, set });
     let data = bytes(mib * MIB + 12_345, mib as u64);
@@ -34,7 +35,8 @@ fn archived(mib: usize, set: &[&str]) -> (Fleet, Vec<u8>) {
 }
 
 impl Fleet {
-    /// Restores step 1; it must be whole.
+    /// Restores step 1 and asserts that every byte is right. Returns the command's report and its
+    /// duration.
     fn restored(&self, who: &str, data: &[u8]) -> (Value, Duration) {
         let began = Instant::now();
         let ended = self.run_as(who, &format!("restore j/1 --force --out out-{who}"));
@@ -51,8 +53,9 @@ impl Fleet {
     }
 }
 
-/// Three nodes die before a restore and two in it, the catalogue's home among these: n-k, and it is whole. Then the catalogue is made
-/// again elsewhere, and knows all.
+/// Kills three nodes before a restore and two during it, the catalogue server among the latter.
+/// These are n-k losses, so the restore must be complete. Then rebuilds the catalogue on another
+/// node, and asserts that it lists the same steps.
 pub fn five_die_around_a_restore(mib: usize) {
     let (fleet, data) = archived(mib, &["code.block=512KiB"]);
     let before = fleet.ask("ls --json")["steps"].clone();
@@ -88,14 +91,15 @@ pub fn five_die_around_a_restore(mib: usize) {
     fleet.until_bare();
 }
 
-/// One source stands still, before the restore and in it, against restores with all nodes in between: the medians, in seconds.
+/// Measures restores with all nodes running, with one source suspended before the restore, and with
+/// one suspended during it. Returns the three medians in this order, in seconds.
 pub fn one_stands_still(mib: usize, rounds: usize) -> [f64; 3] {
     let (fleet, data) = archived(mib, &["code.block=4MiB"]);
     let ways = [Still::Nobody, Still::Before, Still::Amid];
     let mut took: [Vec<f64>; 3] = Default::default();
     for round in 0..rounds {
         for (way, took) in ways.into_iter().zip(&mut took) {
-            // The chain's first k pieces are read: one of them.
+            // A restore reads the chain's first k pieces; this node has one of them.
             let at = 2 + round;
             fleet.until_idle();
             if way == Still::Before {
@@ -127,7 +131,8 @@ pub fn one_stands_still(mib: usize, rounds: usize) -> [f64; 3] {
 }
 
 impl Fleet {
-    /// Whether so many bytes are in the folder that is restored to: the space that they take, for files are not written in order.
+    /// Returns whether the output folder holds at least this many bytes. The function counts
+    /// allocated disk space, because files are not written in order.
     fn has_restored(&self, bytes: usize) -> bool {
         use std::os::unix::fs::MetadataExt;
         let Ok(entries) = std::fs::read_dir(self.path("out-client")) else { return false };
@@ -136,7 +141,8 @@ impl Fleet {
     }
 }
 
-/// One of sixteen is away for a whole run: saves take the next code, and everything else goes on.
+/// Keeps one of sixteen nodes down for a whole run. Saves take the next code, and all other
+/// operations succeed as before.
 pub fn one_is_away_all_along(steps: u64) {
     let set = ["code.block=256KiB"];
     let fleet = Fleet::start(&Plan { nodes: NODES, code: "16,11 14,10", set: &set });
@@ -150,7 +156,7 @@ pub fn one_is_away_all_along(steps: u64) {
         fleet.run(&format!("restore j/{step} --force --out out")).ok();
         assert!(std::fs::read(fleet.path("out/a.bin")).unwrap() == data(step), "step {step}");
     };
-    // One step is of before: it has a piece, or a block, on the node that goes.
+    // Step 0 is from before the loss: it has a piece or a block on the node that goes down.
     save(0);
     fleet.run("archive j/0").ok();
     assert!(fleet.kill(4));

@@ -1,5 +1,5 @@
-//! Many plans at once in all directions over the same nodes, with the least memory, while saves and restores run: nothing may wait in a
-//! circle.
+//! Runs many plans at once, in all directions over the same nodes and with the least memory, while
+//! saves and restores run. No operations may wait for each other in a cycle.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -10,14 +10,15 @@ use crate::fleet::{Fleet, Plan};
 use crate::machine::bytes;
 use crate::restores::NODES;
 
-/// Shards of each of the two checkpoints, one stripe each: their rings begin on every node.
+/// Number of shards in each of the two checkpoints, with one stripe each. Their rings begin on
+/// every node.
 const SHARDS: u64 = 32;
-/// A stripe of (16,11) with blocks of 1 MiB.
+/// Size of a stripe of (16,11) with blocks of 1 MiB, in bytes.
 const STRIPE_BYTES: usize = 11 << 20;
-/// The least that a daemon runs with.
+/// The least memory with which a daemon runs, in bytes.
 const MEMORY_BYTES: u64 = 64 << 20;
 
-/// Archives 64 stripes at once. Panics when something stands, or memory is not kept.
+/// Archives 64 stripes at once. Panics when a plan stalls or a node exceeds its memory budget.
 pub fn all_at_once() {
     let set = ["memory=64MiB", "code.block=1MiB"];
     let fleet = Fleet::start(&Plan { nodes: NODES, code: "16,11", set: &set });

@@ -1,5 +1,5 @@
-//! Clients save, replace, archive, restore and remove while any process dies at any moment; never more daemons are away at once than
-//! the code can do without, and each comes back.
+//! Clients save, replace, archive, restore and remove steps while any process may be killed at any
+//! moment. At most n-k daemons are down at the same time, and each one is restarted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::IsTerminal;
@@ -16,18 +16,18 @@ use crate::ledger::{Is, Ledger, Name};
 use crate::machine::{Ended, bytes, tree};
 use crate::watch::Victim;
 
-/// Clients at once.
+/// Number of concurrent clients.
 const CLIENTS: u64 = 2;
-/// Daemons away at once, at most: n-k.
+/// Maximum number of daemons that are down at the same time: n-k.
 const AWAY: usize = 2;
-/// Steps that a client keeps.
+/// Number of steps that a client keeps. With more, it removes one.
 const STEPS: usize = 4;
 /// How long a trap waits for its stage.
 const TRAP_LIMIT: Duration = Duration::from_secs(1);
-/// Between two lines of progress where nobody watches.
+/// Number of kills between two progress lines when stderr is no terminal.
 const TOLD_EVERY: u64 = 50;
 
-/// Numbers of what happened, for the end.
+/// Counters of outcomes, by name.
 #[derive(Default)]
 struct Counts(Mutex<BTreeMap<String, u64>>);
 
@@ -37,11 +37,11 @@ impl Counts {
     }
 }
 
-/// A storm on its fleet.
+/// A storm that runs on a fleet.
 struct Storm<'a> {
     fleet: &'a Fleet,
     ledger: Mutex<Ledger>,
-    /// When each daemon was killed last, and since when it is back.
+    /// For each daemon: when it was last killed, and when it was restarted since.
     away: Mutex<Vec<(Option<Instant>, Option<Instant>)>>,
     kills: AtomicU64,
     wanted: u64,
@@ -49,7 +49,7 @@ struct Storm<'a> {
     counts: Counts,
 }
 
-/// Ends the storm also when somebody in it panics.
+/// Ends the storm when dropped, also when a thread panics.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -59,7 +59,8 @@ impl Drop for Ends<'_> {
 }
 
 impl Fleet {
-    /// `kills` kills, drawn from `seed`; then rest, and everything is checked.
+    /// Runs a storm with `kills` kills drawn from `seed`. Then waits until the fleet is at rest and
+    /// checks every step.
     pub fn storm(&self, kills: u64, seed: u64) {
         let away = Mutex::new(vec![(None, None); self.members.len()]);
         let storm = Storm {
@@ -85,7 +86,7 @@ impl Fleet {
     }
 }
 
-/// The files of a version.
+/// Returns the files of a version.
 fn content(version: u64) -> Vec<(String, Vec<u8>)> {
     let random = SeededEntropy::new(version);
     let lengths = [0, 1, 65_536, 262_145, 400_000, 1_000_003];
@@ -151,7 +152,8 @@ impl Storm<'_> {
         });
     }
 
-    /// A command of a client, if one runs.
+    /// Kills the command of a random client. Returns `Some(None)` if it killed one, since no daemon
+    /// is down then, and `None` if the client runs no command.
     fn kill_command(&self, random: &SeededEntropy) -> Option<Option<usize>> {
         let name = format!("client{}", random.below(CLIENTS));
         self.fleet.watch.kill(&name).then(|| {
@@ -181,7 +183,9 @@ impl Storm<'_> {
         Some(Some(at))
     }
 
-    /// A daemon at a stage: the one that says it, or any.
+    /// Kills a process at a random stage: the process that logs the stage, or a random daemon.
+    /// Returns the index of the killed daemon, `Some(None)` if the process was a command, and
+    /// `None` if the trap killed no process.
     fn spring(&self, random: &SeededEntropy, back: &[(usize, Instant)]) -> Option<Option<usize>> {
         let watch = &self.fleet.watch;
         let stage = TracePoint::ALL[random.below(TracePoint::ALL.len() as u64) as usize];
@@ -211,7 +215,8 @@ impl Storm<'_> {
                 (0..CLIENTS).flat_map(|of| self.ledger().alive(&format!("job{of}"))).collect();
             let mine = self.ledger().alive(&job);
             let draw = |of: &[Name]| of.get(random.below(of.len().max(1) as u64) as usize).cloned();
-            // What a removal that failed may still remove is not saved again: nothing could be said of it.
+            // Steps that a failed removal may still remove are not saved again, because no outcome
+            // could be asserted for them.
             let certain: Vec<Name> =
                 mine.iter().filter(|name| self.ledger().is_certain(name)).cloned().collect();
             match random.below(20) {
@@ -229,7 +234,8 @@ impl Storm<'_> {
         }
     }
 
-    /// Runs a command; what no kill explains is a failure of the storm.
+    /// Runs a command and counts its outcome. Panics if no kill explains its failure. Returns the
+    /// outcome.
     fn run(&self, who: &str, what: &str, line: &str, also: &[&str]) -> Ended {
         let ended = self.fleet.run_as(who, line);
         let kind = kind_of(&ended);
@@ -296,7 +302,8 @@ impl Storm<'_> {
         }
     }
 
-    /// Anybody's step; its client may be at it meanwhile.
+    /// Restores a step of any client, and asserts that it has a possible version. The step's own
+    /// client may work on it at the same time.
     fn restore(&self, who: &str, name: &Name) {
         let before = self.ledger().possible(name);
         let began = Instant::now();
@@ -307,7 +314,7 @@ impl Storm<'_> {
         let newest = before.iter().chain(&after).copied().flatten().max().unwrap_or(0);
         let oldest = before.iter().copied().flatten().min().unwrap_or(newest);
         let is_possible = |is: Is| match is {
-            // Two commands of the step's own client may have ended meanwhile.
+            // Two commands of the step's own client may have ended since the restore began.
             Some(version) => (oldest..=newest).contains(&version),
             None => before != after || before.contains(&None),
         };
@@ -327,7 +334,8 @@ impl Storm<'_> {
         let _ = std::fs::remove_dir_all(self.fleet.path(&out));
     }
 
-    /// Two daemons away are two holders of one block; what is archived does without them.
+    /// Asserts that enough daemons were down to explain that a step was lost. Two daemons that are
+    /// down may be both holders of a block; an archived step survives their loss.
     fn may_be_lost(
         &self,
         name: &Name,
@@ -337,7 +345,7 @@ impl Storm<'_> {
         ended: &Ended,
     ) {
         let away = self.away.lock().unwrap();
-        // A daemon that has just come back is not heard at once.
+        // Clients do not see a restarted daemon at once.
         let was_away = |(killed, back): &&(Option<Instant>, Option<Instant>)| {
             killed.is_some() && back.is_none_or(|back| back + 2 * LEASE > began)
         };
@@ -354,13 +362,15 @@ impl Storm<'_> {
         );
     }
 
-    /// All daemons are there: each step is what it may be, can be archived and removed, and nothing is left.
+    /// Waits until the fleet is idle with all daemons up. Then asserts that each step has a
+    /// possible version and can be archived and removed, and that nothing is left.
     fn calm(&self) {
         let fleet = self.fleet;
         fleet.until_idle();
         let mut names = self.ledger().names();
         let mut checked = 0;
-        // A save that was decided becomes visible late; the first look finds what was reported.
+        // A decided save may become visible late, so the loop lists the steps until none is left.
+        // The first list must contain every step that was reported.
         loop {
             let listed = self.listed();
             for name in &names {
@@ -408,7 +418,8 @@ impl Storm<'_> {
         listed["steps"].as_array().unwrap().iter().map(name).collect()
     }
 
-    /// Which of these versions the step is, byte for byte.
+    /// Restores a step. Returns the version among `possible` whose bytes it has. Panics if it has
+    /// none of them.
     fn read(&self, name: &Name, possible: &BTreeSet<Is>) -> u64 {
         self.fleet.ask(&format!("restore {}/{} --force --out last --json", name.0, name.1));
         let found = tree(&self.fleet.path("last"));

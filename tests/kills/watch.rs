@@ -1,4 +1,5 @@
-//! What all processes of a fleet say, and the trap: the process that is killed as soon as somebody says a wanted stage.
+//! Records the log lines of all processes of a fleet, and holds the trap: it kills a process as
+//! soon as a given stage is logged.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,29 +10,30 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::machine::Listener;
 
-/// Lines of each process that are kept for a failure.
+/// Number of the last lines that are kept of each process for failure messages.
 const KEPT: usize = 60;
-/// What a daemon says when a client's work goes through it.
+/// Stages that a daemon logs when it is the gateway of a client's operation.
 const GATEWAY_STAGES: [TracePoint; 5] = [
     TracePoint::Begin,
     TracePoint::Seal,
     TracePoint::Decide,
-    TracePoint::Wish,
+    TracePoint::Request,
     TracePoint::Removing,
 ];
 
-/// Who is to die.
+/// The process that a trap kills.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Victim {
-    /// The daemon that the client's work goes through, as far as it is known; else whoever says the stage.
+    /// The gateway of the client's operation, if it is known; otherwise the process that logs the
+    /// stage.
     Gateway,
     /// The process of this name.
     Named(String),
-    /// Whoever says the stage.
+    /// The process that logs the stage.
     Sayer,
 }
 
-/// A kill that has happened.
+/// A kill by the trap.
 #[derive(Debug, Clone)]
 pub struct Killed {
     pub name: String,
@@ -49,13 +51,16 @@ struct State {
 }
 
 impl State {
-    /// Under the lock: nobody waits for a process, and so frees its number, before it is taken out of here.
+    /// Sends a signal to a process. Returns whether it was sent.
+    ///
+    /// The caller holds the lock. A process is removed from `pids` before it is reaped, so its
+    /// process id cannot belong to another process here.
     fn signal(&self, name: &str, signal: Signal) -> bool {
         self.pids.get(name).is_some_and(|pid| kill_process(*pid, signal).is_ok())
     }
 }
 
-/// Shared by the threads that read what processes say.
+/// The watch of a fleet, shared by the threads that read the lines of processes.
 #[derive(Clone, Default)]
 pub struct Watch(Arc<Mutex<State>>);
 
@@ -64,7 +69,7 @@ impl Watch {
         self.0.lock().unwrap()
     }
 
-    /// The listener of the process `name`.
+    /// Returns the listener for the process `name`.
     pub fn listener(&self, name: &str) -> Listener {
         let (watch, name) = (self.clone(), name.to_owned());
         Arc::new(move |line| watch.heard(&name, line))
@@ -99,55 +104,55 @@ impl Watch {
         }
     }
 
-    /// Kills a process at once; `false` when it is none.
+    /// Kills a process. Returns `false` if no process with this name runs.
     pub fn kill(&self, name: &str) -> bool {
         self.signal(name, Signal::KILL)
     }
 
-    /// Sends a signal to a process; `false` when it is none.
+    /// Sends a signal to a process. Returns `false` if no process with this name runs.
     pub fn signal(&self, name: &str, signal: Signal) -> bool {
         self.state().signal(name, signal)
     }
 
-    /// From now on the name is that of this process.
+    /// Registers a process under a name.
     pub fn is(&self, name: &str, child: &std::process::Child) {
         self.state().pids.insert(name.to_owned(), Pid::from_child(child));
     }
 
-    /// The process may be waited for.
+    /// Unregisters a process, so that it may be reaped.
     pub fn is_not(&self, name: &str) {
         self.state().pids.remove(name);
     }
 
-    /// Sets the trap for one operation.
+    /// Sets the trap for one operation. Forgets the last kill and the last gateway.
     pub fn set_trap(&self, stage: TracePoint, victim: Victim) {
         let mut state = self.state();
         (state.trap, state.killed, state.gateway) = (Some((stage, victim)), None, None);
     }
 
-    /// Takes the trap away; whom it has killed.
+    /// Removes the trap. Returns the kill, if the trap has killed a process.
     pub fn take_trap(&self) -> Option<Killed> {
         let mut state = self.state();
         state.trap = None;
         state.killed.take()
     }
 
-    /// Whether the trap still waits.
+    /// Returns whether the trap still waits for its stage.
     pub fn is_set(&self) -> bool {
         self.state().trap.is_some()
     }
 
-    /// Whom the trap has killed by now.
+    /// Returns the kill, if the trap has killed a process by now.
     pub fn killed(&self) -> Option<Killed> {
         self.state().killed.clone()
     }
 
-    /// What panicked anywhere.
+    /// Returns the panic messages of all processes.
     pub fn panics(&self) -> Vec<String> {
         self.state().panics.clone()
     }
 
-    /// The last lines of all processes.
+    /// Returns the last lines of all processes.
     pub fn tails(&self) -> String {
         let mut out = String::new();
         for (name, tail) in &self.state().tails {
@@ -158,7 +163,7 @@ impl Watch {
     }
 }
 
-/// The stage that a log line says.
+/// Returns the stage that a log line names, if any.
 fn stage_of(line: &str) -> Option<&str> {
     let (_, said) = line.split_once(TARGET)?;
     said.strip_prefix(": ")?.split(' ').next()

@@ -1,5 +1,5 @@
-//! Real daemons and real commands for tests: every process is bounded in time and killed by its own handle, also when a
-//! test fails.
+//! Real daemons and real commands for tests. Every process has a time limit and is killed through
+//! its own handle, also when a test fails.
 #![allow(clippy::disallowed_methods)] // polls processes of the machine
 #![allow(dead_code)] // no test uses all of it
 
@@ -15,10 +15,11 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Long enough for a busy machine of two processors; no test waits so long when all is well.
+/// Time limit of a process: long enough for a busy machine with two processors. No test waits so
+/// long when all is well.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// How a command ended.
+/// The outcome of a command.
 #[derive(Debug)]
 pub struct Ended {
     pub code: i32,
@@ -27,13 +28,14 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// It must have succeeded.
+    /// Asserts that the command succeeded. Returns the outcome.
     pub fn ok(self) -> Self {
         assert_eq!(self.code, 0, "{self:?}");
         self
     }
 
-    /// It must have failed with this code and say all of this on stderr, with a hint.
+    /// Asserts that the command failed with this exit code, and that its stderr has an error
+    /// message with all `parts`.
     pub fn fails(&self, code: i32, parts: &[&str]) {
         assert_eq!(self.code, code, "{self:?}");
         assert!(self.err.contains("error: ") && !self.err.contains("panicked"), "{self:?}");
@@ -42,7 +44,7 @@ impl Ended {
         }
     }
 
-    /// Stdout as the one document that it must be.
+    /// Returns stdout, which must be one JSON document.
     pub fn json(&self) -> Value {
         let document: Value =
             serde_json::from_str(&self.out).unwrap_or_else(|_| panic!("{self:?}"));
@@ -51,7 +53,7 @@ impl Ended {
     }
 }
 
-/// The program with an environment of its own.
+/// Returns a command that runs the program with an environment of its own.
 pub fn program(folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rapidraid"));
     let ours = |name: &String| name.starts_with("RAPIDRAID_") || name.starts_with("RUST_");
@@ -62,10 +64,10 @@ pub fn program(folder: &Path) -> Command {
     command
 }
 
-/// Told each line that a process says on stderr, as it comes.
+/// A callback that receives each line that a process writes to stderr, as it comes.
 pub type Listener = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// A command that runs.
+/// A running command.
 pub struct Running {
     pub child: Child,
     what: String,
@@ -96,14 +98,16 @@ impl Running {
         Self { child, what: format!("{command:?}"), out, err }
     }
 
-    /// Whether it has exited. Its number stays its own until [`Running::ended`].
+    /// Returns whether the command has exited. Its process id stays reserved until
+    /// [`Running::ended`].
     pub fn has_exited(&self) -> bool {
         use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         waitid(WaitId::Pid(Pid::from_child(&self.child)), options).unwrap().is_some()
     }
 
-    /// Waits for its end, at most `limit`.
+    /// Waits for the command's end, at most `limit`. Returns its outcome. Panics if it does not end
+    /// in time.
     pub fn ended(mut self, limit: Duration) -> Ended {
         let code = exit_code(&mut self.child, limit);
         let (out, err) = (self.out.join().unwrap(), self.err.join().unwrap());
@@ -112,12 +116,13 @@ impl Running {
     }
 }
 
-/// Runs a command to its end.
+/// Runs a command to its end. Returns its outcome.
 pub fn run(command: Command) -> Ended {
     Running::start(command, Arc::new(|_| ())).ended(LIMIT)
 }
 
-/// The exit code; None, and a dead child, when it does not end in time. A signal counts as -1.
+/// Returns the child's exit code, or -1 if a signal ended it. Kills the child and returns `None` if
+/// it does not end within `limit`.
 pub fn exit_code(child: &mut Child, limit: Duration) -> Option<i32> {
     let start = Instant::now();
     while start.elapsed() < limit {
@@ -131,7 +136,7 @@ pub fn exit_code(child: &mut Child, limit: Duration) -> Option<i32> {
     None
 }
 
-/// A daemon and what it says.
+/// A daemon and the lines of its stderr.
 pub struct Daemon {
     pub child: Child,
     lines: Mutex<mpsc::Receiver<String>>,
@@ -144,7 +149,7 @@ impl Daemon {
         Self::told(command, Arc::new(|_| ()))
     }
 
-    /// The daemon of a `node` command, whose lines go to `listener` too.
+    /// Starts the daemon of a `node` command. Its lines go to `listener` too. Returns the daemon.
     pub fn told(mut command: Command, listener: Listener) -> Self {
         command.arg("--stop-at-eof");
         let mut child = command
@@ -156,7 +161,7 @@ impl Daemon {
         let (told, lines) = mpsc::channel();
         let stderr = BufReader::new(child.stderr.take().unwrap());
         std::thread::spawn(move || {
-            // Read to the end, so that the daemon never waits for us.
+            // Read to the end, so that the daemon never blocks on a full pipe.
             for line in stderr.lines().map_while(Result::ok) {
                 listener(&line);
                 drop(told.send(line));
@@ -165,7 +170,7 @@ impl Daemon {
         Self { child, lines: Mutex::new(lines) }
     }
 
-    /// Waits for the line that says that it is ready.
+    /// Waits for the line that says that the daemon is ready. Returns the daemon.
     pub fn ready(self) -> Self {
         let mut said = Vec::new();
         loop {
@@ -178,14 +183,14 @@ impl Daemon {
         }
     }
 
-    /// Waits for its end.
+    /// Waits for the daemon's end. Returns its outcome.
     pub fn ended(mut self) -> Ended {
         let code = exit_code(&mut self.child, LIMIT).expect("the daemon does not end");
         let err = self.lines.lock().unwrap().iter().collect::<Vec<_>>().join("\n");
         Ended { code, out: String::new(), err }
     }
 
-    /// Sends a signal.
+    /// Sends a signal to the daemon.
     pub fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).unwrap();
@@ -194,17 +199,18 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // It may have ended already; its number is ours until we have waited.
+        // The daemon may have ended already. Its process id stays reserved until it is reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Free UDP ports, below those that the system gives to clients: none is taken while its daemon is away.
+/// Returns free UDP ports. They are below the range that the system gives to clients, so that none
+/// is taken while its daemon is down.
 pub fn free_ports(count: usize) -> Vec<u16> {
     const PORTS: std::ops::Range<u16> = 16_384..32_000;
     static TAKEN: AtomicU16 = AtomicU16::new(0);
-    // Tests run in processes of their own, side by side.
+    // Tests run in separate processes, side by side.
     let first = std::process::id().wrapping_mul(61) as u16;
     let mut ports = Vec::new();
     while ports.len() < count {
@@ -224,7 +230,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// The files of a cluster, of small blocks unless `set` says otherwise, without daemons.
+    /// Creates the files of a cluster without daemons. Blocks are small unless `set` says
+    /// otherwise. Returns the cluster.
     pub fn files(nodes: usize, set: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut command = program(folder.path());
@@ -240,12 +247,12 @@ impl Cluster {
         Self { daemons: Vec::new(), folder }
     }
 
-    /// A cluster whose nodes are all live.
+    /// Starts a cluster. Returns it when all its nodes are live.
     pub fn start(nodes: usize, set: &[&str]) -> Self {
         Self::files(nodes, set).started(nodes)
     }
 
-    /// The same with its daemons, when all are live.
+    /// Starts the daemons of the cluster. Returns it when all of them are live.
     pub fn started(mut self, nodes: usize) -> Self {
         let cluster = &mut self;
         let start = |at: usize| Daemon::start(cluster.folder.path(), &cluster.config(at), &[]);
@@ -256,7 +263,7 @@ impl Cluster {
         self
     }
 
-    /// Waits until `status` shows such nodes.
+    /// Waits until the nodes that `status` shows satisfy `reached`.
     pub fn until(&self, what: &str, reached: impl Fn(&[Value]) -> bool) {
         let started = Instant::now();
         loop {
@@ -269,12 +276,12 @@ impl Cluster {
         }
     }
 
-    /// The configuration of node `at`, from 1.
+    /// Returns the path of the configuration of node `at`, counted from 1.
     pub fn config(&self, at: usize) -> PathBuf {
         self.folder.path().join(format!("cluster/nodes/n{at}/rapidraid.toml"))
     }
 
-    /// Where node `at`, from 1, is reached.
+    /// Returns the address of node `at`, counted from 1.
     pub fn address(&self, at: usize) -> String {
         let config = std::fs::read_to_string(self.config(at)).unwrap();
         let advertise = config.lines().find(|line| line.starts_with("advertise")).unwrap();
@@ -285,14 +292,15 @@ impl Cluster {
         self.folder.path().join(name)
     }
 
-    /// Runs a command of the client, in the cluster's folder; arguments are separated by blanks.
+    /// Runs a client command in the cluster's folder; arguments are separated by blanks. Returns
+    /// its outcome.
     pub fn run(&self, line: &str) -> Ended {
         let mut command = program(self.folder.path());
         command.args(line.split(' ')).env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml");
         run(command)
     }
 
-    /// Writes a file below the folder.
+    /// Writes a file below the cluster's folder.
     pub fn write(&self, name: &str, bytes: &[u8]) {
         let path = self.path(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -305,7 +313,7 @@ impl Cluster {
     }
 }
 
-/// All files below a folder with their bytes, by relative path.
+/// Returns all files below a folder with their bytes, by relative path.
 pub fn tree(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let read = |name: String| {
         let bytes = std::fs::read(folder.join(&name)).unwrap();
@@ -314,7 +322,8 @@ pub fn tree(folder: &Path) -> Vec<(String, Vec<u8>)> {
     files_below(folder).into_iter().map(read).collect()
 }
 
-/// All files below a folder, by relative path, sorted. What vanishes meanwhile is none.
+/// Returns the relative paths of all files below a folder, sorted. Skips folders that vanish
+/// meanwhile.
 pub fn files_below(folder: &Path) -> Vec<String> {
     let (mut found, mut folders) = (Vec::new(), vec![folder.to_owned()]);
     while let Some(next) = folders.pop() {
@@ -331,7 +340,7 @@ pub fn files_below(folder: &Path) -> Vec<String> {
     found
 }
 
-/// `len` bytes that follow from `seed`.
+/// Returns `len` bytes that follow from `seed`.
 pub fn bytes(len: usize, seed: u64) -> Vec<u8> {
     use rapidraid::entropy::{Entropy, SeededEntropy};
     let mut out = vec![0; len];

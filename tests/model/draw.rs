@@ -1,4 +1,5 @@
-//! Deeds drawn from a seed, over few saves, shards, stripes, generations and epochs: they meet each other often.
+//! Random operations from a seed. They cover few saves, shards, stripes, generations and epochs, so
+//! that they often conflict.
 
 use std::collections::BTreeMap;
 
@@ -25,18 +26,20 @@ use crate::world::raw::{KEY, trailer};
 use crate::world::{CLUSTER, content, job};
 
 pub const BLOCK: u64 = 64 << 10;
-/// Real bytes of a piece here: what is compared is whose it is, not how long.
+/// Length of a piece in these tests. They compare the identity of pieces, not their length.
 pub const PIECE_BYTES: u64 = 700;
 const SAVES: u64 = 3;
 
 pub struct Draw {
     entropy: SeededEntropy,
     saves: Vec<SaveId>,
-    /// Epochs are passed in every second run only: they end most of what a node takes.
+    /// Whether the epoch rises in this run. It does so only in every second run, because a node
+    /// refuses most operations of an older epoch.
     has_epochs: bool,
 }
 
-/// The bytes of every piece of this number and attempt: a run makes the same ones each time.
+/// Returns the bytes of every piece with this number and attempt: each run of a plan computes the
+/// same bytes.
 fn piece_bytes(piece: u8, attempt: Attempt) -> Bytes {
     content(PIECE_BYTES as usize, u64::from(piece) << 8 | u64::from(attempt.0[0]))
 }
@@ -78,7 +81,8 @@ impl Draw {
         Attempt([1 + self.below(2) as u8; 16])
     }
 
-    /// What the catalogue has as archived: the first stripe of each shard, by one of the attempts.
+    /// Returns the stripes that the catalogue has as archived: the first stripe of each shard, each
+    /// by a drawn attempt.
     pub fn archived(&self) -> BTreeMap<StripeId, (Attempt, Generation)> {
         let shards = self.saves.iter().flat_map(|&save| [0, 1].map(|at| ShardId::new(save, at)));
         let generation = Generation { epoch: Epoch(1), counter: 1 };
@@ -94,7 +98,7 @@ impl Draw {
     }
 
     fn generation(&self, now: Epoch) -> Generation {
-        // Mostly low ones: a fence stays where it is.
+        // Mostly low counters: a fence stays in force for some time.
         Generation { epoch: self.epoch(now), counter: 1 + self.below(12) / 5 }
     }
 
@@ -137,7 +141,7 @@ impl Draw {
         StripeRecord::new(&fixed, places).unwrap().to_bytes().unwrap()
     }
 
-    /// The next deed.
+    /// Draws the next operation.
     pub fn deed(&self, model: &State) -> Deed {
         let (stripe, generation) = (self.stripe(), self.generation(model.epoch));
         let (shard, save) = (stripe.shard, stripe.shard.save());
@@ -223,7 +227,7 @@ impl Draw {
             }
             24 => Deed::Sweep(PurgeSave { save }),
             25..29 => {
-                // Mostly the stripe that is archived.
+                // Mostly the archived stripe.
                 let stripe = StripeId { index: stripe.index * self.below(2) as u32, ..stripe };
                 let known = model.archived.get(&stripe).copied();
                 let (attempt, generation) =

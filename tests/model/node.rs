@@ -1,4 +1,4 @@
-//! The real node: makes the calls, says what it holds, and is compared with the model.
+//! The real node: it executes the operations, reports its holdings, and is compared with the model.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ use crate::world::World;
 use crate::world::power::Leaves;
 use crate::world::raw::{Voice, finish_block};
 
-/// The machine of the node; machine 0 has the catalogue.
+/// The machine of the node. Machine 0 is the catalogue server.
 const NODE: usize = 1;
 
 /// The node and its model.
@@ -76,7 +76,8 @@ impl Subject {
                     layout: LAYOUT_STANDARD,
                     len_bytes: PIECE_BYTES,
                 };
-                // Nobody asks for it; whether the power went is seen from what is there afterwards.
+                // This write is no request, so it gives no answer. The test infers from the
+                // holdings afterwards whether the power failed.
                 let written = self.store().write_piece(spec).and_then(|mut writer| {
                     writer.write_grain(0, bytes)?;
                     writer.finish(&mut |_, _| ())
@@ -97,7 +98,7 @@ impl Subject {
         }
     }
 
-    /// The deed has the same answer here and there.
+    /// Executes an operation on the node and on the model, and checks that the answers are equal.
     pub async fn answers_alike(&mut self, deed: &Deed) {
         let (answer, expected) = (self.make(deed).await, self.model.take(deed));
         let is_alike = match (&answer, expected) {
@@ -113,8 +114,9 @@ impl Subject {
         self.world.boot(NODE);
     }
 
-    /// The power goes at one of the deed's changes, or after it. Each thing is as it was before or as it is after; all of it is as after when
-    /// that was answered.
+    /// Cuts the power at one of the operation's changes, or after it. Each file is then in its
+    /// state before or after the operation; if the operation was confirmed, all files are in their
+    /// state after it.
     pub async fn cut_power_amid(&mut self, draw: &Draw, deed: &Deed) {
         let machine = self.world.machines[NODE].clone();
         let (power, network) = (machine.power.clone(), self.world.network.clone());
@@ -153,7 +155,7 @@ impl Subject {
         (self.model.held, self.model.epoch, self.model.map) = (held, epoch, map);
     }
 
-    /// All that lies in the data folder.
+    /// Returns the complete contents of the data folder.
     fn held(&self) -> Held {
         let (store, mut held) = (self.store(), Held::new());
         let small = |scope, path: &dyn Fn(&str) -> String, held: &mut Held| {
@@ -191,7 +193,7 @@ impl Subject {
         self.model.archived.keys().map(|stripe| stripe.shard.save()).collect()
     }
 
-    /// The node holds what the model holds, and both are sound.
+    /// Checks that the node holds what the model holds, and that the model is sound.
     pub fn holds_alike(&self, when: impl Fn() -> String) {
         assert_eq!(self.held(), self.model.held, "{}", when());
         let store = self.store();
@@ -204,7 +206,7 @@ impl Subject {
         self.model.assert_sound();
     }
 
-    /// What it says of itself is what it holds.
+    /// Checks that the node's answers about its holdings match the model.
     pub async fn tells_alike(&self, draw: &Draw) {
         let (peer, to, held) = (&self.peer, &self.to, &self.model.held);
         let (stripe, attempt) = (draw.stripe(), draw.attempt());

@@ -1,4 +1,5 @@
-//! What one node holds and what each call makes of it: the rules of docs/semantics.md as a pure state machine.
+//! The state of one node and the effect of each call on it: the rules of docs/semantics.md as a
+//! pure state machine.
 
 use std::collections::BTreeMap;
 
@@ -18,10 +19,10 @@ use rapidraid::wire::calls::{
 use crate::world::CLUSTER;
 use crate::world::raw::trailer;
 
-/// One call, or what a run of a plan leaves.
+/// One operation on a node: a call, or the piece that a run of a plan leaves.
 #[derive(Debug, Clone)]
 pub enum Deed {
-    /// The last: whether the sender's word on it is another.
+    /// The last field: whether the sender's trailer contradicts the bytes.
     Block(PutBlock, Bytes, bool),
     Piece(StripeId, u8, Attempt, Bytes),
     Record(PutRecord),
@@ -34,24 +35,24 @@ pub enum Deed {
     Claim(ClaimEpoch),
 }
 
-/// Done, or refused; of some refusals the kind does not follow from the rules.
+/// Success, or a refusal with its kind. The kind is `None` where the rules do not determine it.
 pub type Answer = Result<(), Option<ErrorKind>>;
 
 fn refused(kind: ErrorKind) -> Answer {
     Err(Some(kind))
 }
 
-/// What lies in the data folder, by path: records with their bytes, files with their root.
+/// The contents of the data folder, by path: the bytes of records, the roots of files.
 pub type Held = BTreeMap<String, Vec<u8>>;
 
-/// One node.
+/// The model of one node.
 #[derive(Debug, Clone)]
 pub struct State {
     pub me: NodeId,
     pub held: Held,
     pub epoch: Epoch,
     pub map: Option<DbId>,
-    /// The catalogue of epoch 1: the stripes that it has as archived, and by what.
+    /// The catalogue of epoch 1: the archived stripes, each with its attempt and generation.
     pub archived: BTreeMap<StripeId, (Attempt, Generation)>,
 }
 
@@ -79,7 +80,7 @@ pub fn receipt(stripe: StripeId, attempt: Attempt) -> String {
     of_stripe(stripe, &format!("receipt-{attempt}"))
 }
 
-/// Where a record lies.
+/// Returns the path of a record.
 pub fn record(shard: ShardId, record: RecordName) -> String {
     match record {
         RecordName::Leaves => of_shard(shard, "leaves"),
@@ -89,7 +90,7 @@ pub fn record(shard: ShardId, record: RecordName) -> String {
     }
 }
 
-/// The stripe that a stripe's record is of.
+/// Returns the stripe that a stripe record belongs to.
 fn stripe_of(bytes: &[u8]) -> StripeId {
     let record = StripeRecord::parse(bytes).unwrap();
     postcard::from_bytes::<StripeFixed>(&record.fixed).unwrap().stripe
@@ -109,7 +110,7 @@ impl State {
         self.held.keys().any(|path| path.starts_with(&start) && path.ends_with("/commit"))
     }
 
-    /// Files, not records, of a stripe.
+    /// Returns the paths of a stripe's files, without its records.
     pub fn files(&self, stripe: StripeId) -> Vec<String> {
         let is_file = |path: &&String| path.ends_with(".rep") || path.ends_with(".pc");
         let start = of_stripe(stripe, "");
@@ -155,7 +156,8 @@ impl State {
 
     fn admit_write(&mut self, shard: ShardId, generation: Generation) -> Answer {
         if generation.epoch > self.epoch {
-            // A client raises no epoch; whether somebody could say that it has not begun is another matter.
+            // A client cannot raise the epoch. The kind of the refusal depends on whether another
+            // node can confirm that the epoch has not begun.
             return Err(None);
         }
         self.admit(shard.save(), generation.epoch)?;
@@ -176,7 +178,8 @@ impl State {
         Ok(())
     }
 
-    /// What the node answers; what it holds then is what is here.
+    /// Applies an operation. Returns the node's answer; the state afterwards is the state that the
+    /// node must have.
     pub fn take(&mut self, deed: &Deed) -> Answer {
         match deed {
             Deed::Block(call, bytes, lies) => {
@@ -280,14 +283,16 @@ impl State {
         Ok(())
     }
 
-    /// By the catalogue's word, and beside the proven piece and its receipt.
+    /// Drops the replicas of a stripe. The catalogue must have the stripe as archived, and the node
+    /// must have its proven piece and the receipt.
     fn drop_replicas(&mut self, call: &DropReplicas) -> Answer {
         let files = self.files(call.stripe);
         if files.is_empty() {
             return Ok(());
         }
         if self.epoch > Epoch(1) {
-            // The catalogue is one of an epoch that is over, or nobody's.
+            // The catalogue belongs to an epoch that is over, or no catalogue server has this
+            // epoch.
             return Err(None);
         }
         if self.archived.get(&call.stripe) != Some(&(call.attempt, call.generation)) {
@@ -307,7 +312,7 @@ impl State {
         Ok(())
     }
 
-    /// What holds whatever happened, also half way through a deed.
+    /// Checks the conditions that always hold, even in the middle of an operation.
     pub fn assert_sound(&self) {
         for (path, bytes) in self.held.iter().filter(|(path, _)| path.contains("/receipt-")) {
             let receipt = Receipt::parse(bytes).unwrap();

@@ -1,5 +1,5 @@
-//! What only QUIC has: certificates, sockets, datagrams. Strangers are played by a bare quinn endpoint,
-//! which does whatever the test wants.
+//! Tests of features that only QUIC has: certificates, sockets, datagrams. A bare quinn endpoint
+//! plays hostile peers, because it sends whatever the test wants.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -36,7 +36,7 @@ fn anchor(authority: &Authority) -> RootCertStore {
     roots
 }
 
-/// A client that trusts `authority` and shows `certificate`, if any.
+/// Creates a client that trusts `authority` and shows `certificate`, if any.
 fn stranger(
     authority: &Authority,
     certificate: Option<&IssuedPem>,
@@ -58,8 +58,9 @@ fn stranger(
     endpoint
 }
 
-/// Why `stranger` gets nowhere. TLS 1.3 clients are done before the server has judged them, so the refusal
-/// may come after the handshake.
+/// Connects as `stranger` and returns the error with which the node refuses it. A TLS 1.3 client
+/// finishes its handshake before the server has checked its certificate, so the refusal may come
+/// after the handshake.
 async fn refusal(stranger: &quinn::Endpoint, addr: SocketAddr) -> quinn::ConnectionError {
     match stranger.connect(addr, "rapidraid.node").unwrap().await {
         Ok(connection) => connection.closed().await,
@@ -74,7 +75,7 @@ fn alert(error: &quinn::ConnectionError) -> String {
     }
 }
 
-/// The node still serves after whatever happened.
+/// Asserts that the node still serves an honest client.
 async fn assert_serves(node: &QuicTransport, authority: &Authority) {
     let client = client(authority, "good").await;
     let address = Address {
@@ -134,8 +135,8 @@ async fn a_client_of_another_cluster_learns_that_it_is_refused() {
 async fn a_late_refusal_comes_with_the_first_use() {
     in_time(async {
         let ours = authority(1);
-        // Trusts the node and is trusted by TLS, and yet is no member: the authority's key signed it for
-        // another cluster.
+        // TLS accepts this peer in both directions, but it is not a member: the authority's key
+        // signed its certificate for another cluster.
         let kept = ours.to_pem();
         let odd = odd_certificate(&kept);
         let node = node(&ours, "a").await;
@@ -147,7 +148,8 @@ async fn a_late_refusal_comes_with_the_first_use() {
     .await;
 }
 
-/// A certificate that our authority's key signed and that names a member of another cluster.
+/// Creates a certificate that our authority's key signed and that names a member of another
+/// cluster.
 fn odd_certificate(authority: &IssuedPem) -> IssuedPem {
     let cluster = "01".repeat(16);
     let key = rcgen::KeyPair::from_pem(&authority.key_pem).unwrap();
@@ -163,7 +165,7 @@ fn odd_certificate(authority: &IssuedPem) -> IssuedPem {
     IssuedPem { cert_pem: cert.pem(), key_pem: own.serialize_pem() }
 }
 
-/// A server that shows `certificate` and asks for none.
+/// Starts a server that shows `certificate` and requests none from clients.
 fn impostor(certificate: &IssuedPem) -> quinn::Endpoint {
     let (chain, key) = pem(certificate);
     let mut config = rustls::ServerConfig::builder_with_provider(provider())
@@ -263,7 +265,7 @@ async fn garbage_on_the_port_hurts_nobody() {
         let mut datagram = [0; 2048];
         for len in (0..2048).step_by(7) {
             noise.fill(&mut datagram);
-            // Half of them look like the first packet of a handshake.
+            // Half of the datagrams look like the first packet of a handshake.
             if len % 2 == 0 {
                 datagram[..5].copy_from_slice(&[0xc3, 0, 0, 0, 1]);
             }
@@ -289,7 +291,7 @@ async fn a_port_in_use_is_named_and_free_again_after_closing() {
         first.close().await;
         drop(first);
         loop {
-            // The socket goes with quinn's own task.
+            // The socket is closed when quinn's own task ends.
             tokio::task::yield_now().await;
             match again().await {
                 Err(NetError::AddrInUse { .. }) => {}
@@ -319,7 +321,7 @@ async fn addresses_that_lead_nowhere_are_explained() {
     .await;
 }
 
-/// A clock that runs fifty times as fast.
+/// A clock that runs 50 times as fast as the system clock.
 struct Hurried(Arc<SystemClock>);
 
 #[async_trait]
@@ -340,7 +342,7 @@ impl Clock for Hurried {
 #[tokio::test]
 async fn a_silent_address_is_given_up() {
     in_time(async {
-        // UDP says nothing when nobody listens, so only time tells.
+        // UDP reports no error for a silent address, so only a timeout detects it.
         let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
         let host_port = silent.local_addr().unwrap().to_string();
         let identity = identity(&authority(1), Role::Client, "c");
@@ -363,7 +365,7 @@ async fn a_peer_that_vanishes_is_noticed() {
             keep_alive: Duration::from_millis(100),
             ..TransportLimits::default()
         };
-        // A runtime of its own, so that the node can end without a word.
+        // The node has its own runtime, so that it can end without closing its connections.
         let elsewhere = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -416,7 +418,8 @@ async fn a_transfer_with_large_datagrams_does_not_stand_still() {
     .await;
 }
 
-/// A node whose process dies and starts again at once: its peer sees that long before the connection would be idle.
+/// The process of a node dies and restarts at once. The peer must notice long before the idle
+/// timeout of the connection.
 #[tokio::test]
 async fn a_node_that_starts_anew_is_noticed_at_once() {
     in_time(async {
@@ -442,12 +445,12 @@ async fn a_node_that_starts_anew_is_noticed_at_once() {
         let address = Address { host_port: addr.to_string(), node: Some("a".parse().unwrap()) };
         let connection = client.connect(&address).await.unwrap();
         process.shutdown_background();
-        // Its socket is closed when the last task of the process is gone.
+        // The socket is closed when the last task of the process has ended.
         while UdpSocket::bind(addr).is_err() {
             tokio::task::yield_now().await;
         }
         let _again = listen(addr).await;
-        // What comes for the connection of the process before is answered by its end.
+        // The new process answers packets of the old connection by ending that connection.
         if let Ok(mut send) = connection.open_uni().await {
             let _ = send.write(Bytes::from_static(b"anybody there?")).await;
         }

@@ -1,4 +1,4 @@
-//! A node `a`, a client `c`, and one connection between them, on either transport.
+//! A test world: a node `a`, a client `c`, and one connection between them, on either transport.
 
 use std::sync::Arc;
 
@@ -13,9 +13,9 @@ pub struct World {
     pub address: Address,
     pub client_transport: Arc<dyn Transport>,
     pub node_transport: Arc<dyn Transport>,
-    /// The client's end.
+    /// The client's end of the connection.
     pub client: Arc<dyn Connection>,
-    /// The node's end.
+    /// The node's end of the connection.
     pub node: Arc<dyn Connection>,
 }
 
@@ -32,7 +32,7 @@ impl World {
         World { address, client_transport, node_transport, client, node }
     }
 
-    /// The next connection at the node that its client did not turn away.
+    /// Returns the next connection that the node accepts and whose client has not rejected it.
     pub async fn accept_live(&self) -> Arc<dyn Connection> {
         loop {
             let node = self.node_transport.accept().await.unwrap();

@@ -1,11 +1,11 @@
-//! The cluster stands still: what is staged stays, what is asked is answered in time, and all goes on when it is back. Cells that need a
-//! step that is hashed and not saved yet are here too.
+//! Tests with a suspended cluster: staged steps stay, every call is answered in time, and all work
+//! resumes with the cluster. Cells that need a step that is hashed and not yet saved are here too.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use rapidraid::trainer::daemon::trace::TracePoint;
+use rapidraid::trainer::daemon::trace::StagingPoint;
 
 use rustix::process::Signal;
 use serde_json::json;
@@ -23,7 +23,7 @@ pub const CELLS: &[Cell] = cells![
     a_dropped_step_with_its_record_does_not_come_back,
 ];
 
-/// All nodes stand still as long as this lives.
+/// A guard that keeps all nodes suspended while it exists.
 struct Away<'a>(&'a Cluster);
 
 impl<'a> Away<'a> {
@@ -39,7 +39,7 @@ impl Drop for Away<'_> {
     }
 }
 
-/// Every call is answered within its limit and this.
+/// How far a call may exceed its own time limit.
 const GRACE: Duration = Duration::from_secs(4);
 
 fn a_staged_step_waits_for_the_cluster(cluster: &Cluster, job: &str) {
@@ -49,7 +49,8 @@ fn a_staged_step_waits_for_the_cluster(cluster: &Cluster, job: &str) {
     launch.wait(10);
     let away = Away::new(cluster);
     let fill = launch.save(20);
-    // A daemon that starts meanwhile finds it, and asks nobody for that.
+    // A daemon that starts while the cluster is suspended finds the step without asking the
+    // cluster.
     launch.kill();
     stage.kill();
     stage.restart();
@@ -61,7 +62,7 @@ fn a_staged_step_waits_for_the_cluster(cluster: &Cluster, job: &str) {
     let told = next.ranks[0].ask(&order(1000, false)).unwrap_err();
     told.says("Timeout", &["the step to load"]);
     assert!(began.elapsed() < Duration::from_secs(1) + GRACE, "{:?}", began.elapsed());
-    // What this host's memory has, on demand.
+    // On demand, a load takes the step from this host's memory.
     let found = next.ranks[0].ask(&order(60_000, true)).unwrap();
     assert_eq!((&found["step"], &found["fill"]), (&json!(20), &json!(fill)), "{found}");
     next.prepare();
@@ -77,7 +78,8 @@ fn a_staged_step_waits_for_the_cluster(cluster: &Cluster, job: &str) {
     stage.assert_sound();
 }
 
-/// Saves step 10, and step 20 while the cluster stands still, up to its hashes. Returns the segment of its first rank.
+/// Saves step 10, suspends the cluster, and stages step 20 until it is hashed. Returns the guard
+/// and the segment of the first rank.
 fn hashed<'a>(stage: &Stage<'a>, launch: &mut Launch) -> (Away<'a>, String) {
     launch.save(10);
     launch.wait(10);
@@ -86,7 +88,7 @@ fn hashed<'a>(stage: &Stage<'a>, launch: &mut Launch) -> (Away<'a>, String) {
     for rank in &mut launch.ranks[1..] {
         rank.step("save", 20).unwrap();
     }
-    stage.until("it is hashed", || stage.watch.has_said(TracePoint::Hashed, 20));
+    stage.until("it is hashed", || stage.watch.has_said(StagingPoint::Hashed, 20));
     (away, saved["segment"].as_str().unwrap().to_owned())
 }
 
@@ -116,7 +118,8 @@ fn a_segment_that_is_cut_off_ends_the_daemon_and_no_other_step(cluster: &Cluster
     let (away, segment) = hashed(&stage, &mut launch);
     stage.signal(Signal::STOP);
     cut_off(&stage, &segment);
-    // The other job stages a step, perhaps without an answer; its header says so.
+    // The other job stages a step, perhaps without getting an answer; its header says that the step
+    // is staged.
     other.ranks[0].send(&json!({ "do": "save", "step": 20 }));
     stage.signal(Signal::CONT);
     drop(away);
@@ -135,7 +138,8 @@ fn a_segment_that_is_cut_off_ends_the_daemon_and_no_other_step(cluster: &Cluster
     stage.assert_sound();
 }
 
-/// Killed between the two: the filling is kept as dropped, and record and headers are as they were.
+/// The daemon is killed after it has marked the filling as dropped and before it has removed the
+/// step's record and changed its headers.
 fn a_dropped_step_with_its_record_does_not_come_back(cluster: &Cluster, job: &str) {
     let mut stage = Stage::start(cluster, "64MiB", &[]);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
@@ -152,7 +156,7 @@ fn a_dropped_step_with_its_record_does_not_come_back(cluster: &Cluster, job: &st
     launch.ranks[0].step("wait", 20).unwrap_err().says("Corrupt", &["was changed"]);
     stage.kill();
     std::fs::write(&path, kept).unwrap();
-    // The same file, so that its owner still has it.
+    // Write to the same file, so that its owner still maps it.
     File::options().write(true).open(&segment).unwrap().write_all_at(&whole, 0).unwrap();
     stage.restart();
     assert_eq!(stage.state(job, 20), None);

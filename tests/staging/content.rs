@@ -1,5 +1,5 @@
-//! What trainers save: every byte follows from the filling and the rank, so that whoever loads a step sees whether it is whole, and of one
-//! filling.
+//! The content that trainers save: every byte follows from the filling and the rank, so that a load
+//! can check that a step is whole and comes from one filling.
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::table::{
@@ -13,19 +13,19 @@ use rapidraid::trainer::protocol::Load;
 use rapidraid::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, Header, stage};
 use rapidraid::trainer::session::{Segment, Session, Wait};
 
-/// A row of the shared tensor in bytes: 16 elements of 4.
+/// Length of a row of the shared tensor in bytes: 16 elements of 4.
 const ROW_BYTES: u64 = 64;
-/// Room for the table behind the extents.
+/// Space in bytes for the table behind the extents.
 const TABLE_ROOM_BYTES: u64 = 64 << 10;
-/// Parts of one rank; the first is its box of the shared tensor.
+/// The parts of one rank; the first is its box of the shared tensor.
 const PARTS: [&str; 4] = ["weights", "rng", "fill", "nothing"];
 
-/// How much a rank saves.
+/// The amount of data that a rank saves.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     pub rank: u32,
     pub world: u32,
-    /// Rows of the shared tensor that the rank owns.
+    /// Number of rows of the shared tensor that the rank owns.
     pub rows: u64,
 }
 
@@ -39,7 +39,7 @@ impl Shape {
         }
     }
 
-    /// Length of a segment that has room for it.
+    /// Returns the length in bytes of a segment for this content.
     pub fn segment_bytes(&self) -> u64 {
         let parts = PARTS.map(|part| self.len_bytes(part).next_multiple_of(EXTENT_ALIGN_BYTES));
         HEADER_BYTES + parts.iter().sum::<u64>() + TABLE_ROOM_BYTES
@@ -78,7 +78,7 @@ impl Shape {
     }
 }
 
-/// The bytes of a part.
+/// Returns the bytes of a part.
 fn bytes_of(part: &str, fill: FillId, rank: u32, len_bytes: u64) -> Vec<u8> {
     if part == "fill" {
         return fill.0.to_vec();
@@ -99,7 +99,7 @@ pub fn write_extents(map: &Writable, shape: &Shape, fill: FillId) {
     }
 }
 
-/// Writes table and header: from here on the segment says that it is staged.
+/// Writes table and header. From then on the segment is marked as staged.
 pub fn write_header(
     segment: &Segment,
     shape: &Shape,
@@ -122,7 +122,7 @@ pub fn write_header(
     stage(&segment.map, header, &table).unwrap();
 }
 
-/// A step that was loaded and found right.
+/// A step that was loaded and verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
     pub step: u64,
@@ -132,7 +132,8 @@ pub struct Loaded {
     pub newest_committed: Option<u64>,
 }
 
-/// Copies every extent, verified, and compares it with what it has to be. Panics when a byte is wrong.
+/// Copies every extent, verified, and compares it with the expected bytes. Panics if a byte is
+/// wrong.
 pub fn check(
     session: &mut Session,
     loaded: &mut LoadedStep,
@@ -189,7 +190,7 @@ pub fn check(
     })
 }
 
-/// Loads a step and checks all of it; `None` when there is nothing to load.
+/// Loads a step and checks every byte of it. Returns `None` if there is nothing to load.
 pub fn load(
     session: &mut Session,
     load: &Load,

@@ -1,6 +1,7 @@
-//! The daemon is killed at each point of a step's way, and what it left is as it may be found (docs/staging.md, 8).
+//! Tests that kill the daemon at each trace point of a step and check the state that it leaves
+//! (docs/staging.md, 8).
 
-use rapidraid::trainer::daemon::trace::TracePoint;
+use rapidraid::trainer::daemon::trace::StagingPoint;
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -35,12 +36,13 @@ fn stage<'a>(cluster: &'a Cluster) -> Stage<'a> {
     Stage::start(cluster, "64MiB", &[])
 }
 
-/// The daemon is killed when the launch has saved step 10 and a point is said, and started again.
-fn killed_at(stage: &mut Stage<'_>, launch: &mut Launch, point: TracePoint) -> Option<String> {
+/// Saves step 10 and kills the daemon when it logs `point`, then restarts it. Returns the filling
+/// if the last rank got an answer.
+fn killed_at(stage: &mut Stage<'_>, launch: &mut Launch, point: StagingPoint) -> Option<String> {
     stage.watch.set_trap(point, &[stage.pid()], Signal::KILL);
     let mut fill = None;
     for rank in &mut launch.ranks {
-        // It may be killed before it has answered.
+        // The daemon may be killed before it has answered.
         fill = rank.step("save", 10).ok().map(|saved| saved["fill"].as_str().unwrap().to_owned());
     }
     stage.until("it is killed", || stage.watch.has_sprung());
@@ -49,7 +51,8 @@ fn killed_at(stage: &mut Stage<'_>, launch: &mut Launch, point: TracePoint) -> O
     fill
 }
 
-/// Step 10 is committed without any trainer, in memory, and the same in the cluster.
+/// Asserts that step 10 is committed without any trainer, and that memory and cluster have the same
+/// content.
 fn goes_on(stage: &Stage<'_>, job: &str, fill: Option<&str>) {
     stage.until_state(job, 10, "committed");
     assert_eq!(stage.committed(job), [10]);
@@ -65,22 +68,22 @@ fn goes_on(stage: &Stage<'_>, job: &str, fill: Option<&str>) {
 fn killed_when_a_header_says_filling(cluster: &Cluster, job: &str) {
     let mut stage = stage(cluster);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
-    stage.watch.set_trap(TracePoint::Filling, &[stage.pid()], Signal::KILL);
-    // One rank alone: however late the daemon dies, the step is not whole.
+    stage.watch.set_trap(StagingPoint::Filling, &[stage.pid()], Signal::KILL);
+    // A single rank saves: however late the daemon dies, the step is not whole.
     let _ = launch.ranks[0].step("save", 10);
     stage.until("it is killed", || stage.watch.has_sprung());
     stage.restart();
     stage.watch.take_trap();
     assert_eq!(stage.load(job, None).unwrap(), None);
     assert_eq!(stage.state(job, 10), None);
-    // The segments are theirs still.
+    // The ranks still own their segments.
     launch.reconnect();
     launch.save(20);
     launch.wait(20);
     stage.assert_sound();
 }
 
-fn after_a_kill_at(cluster: &Cluster, job: &str, point: TracePoint) {
+fn after_a_kill_at(cluster: &Cluster, job: &str, point: StagingPoint) {
     let mut stage = stage(cluster);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
     let fill = killed_at(&mut stage, &mut launch, point);
@@ -89,27 +92,27 @@ fn after_a_kill_at(cluster: &Cluster, job: &str, point: TracePoint) {
 }
 
 fn killed_when_all_have_staged(cluster: &Cluster, job: &str) {
-    after_a_kill_at(cluster, job, TracePoint::Staged);
+    after_a_kill_at(cluster, job, StagingPoint::Staged);
 }
 
 fn killed_while_it_hashes(cluster: &Cluster, job: &str) {
-    after_a_kill_at(cluster, job, TracePoint::Hashing);
+    after_a_kill_at(cluster, job, StagingPoint::Hashing);
 }
 
 fn killed_when_the_hashes_are_kept(cluster: &Cluster, job: &str) {
-    after_a_kill_at(cluster, job, TracePoint::Hashed);
+    after_a_kill_at(cluster, job, StagingPoint::Hashed);
 }
 
 fn killed_before_the_commit_is_sent(cluster: &Cluster, job: &str) {
-    after_a_kill_at(cluster, job, TracePoint::Confirmed);
+    after_a_kill_at(cluster, job, StagingPoint::Confirmed);
 }
 
 fn killed_after_the_commit(cluster: &Cluster, job: &str) {
-    after_a_kill_at(cluster, job, TracePoint::Decided);
+    after_a_kill_at(cluster, job, StagingPoint::Decided);
 }
 
 fn killed_when_the_record_says_committed(cluster: &Cluster, job: &str) {
-    after_a_kill_at(cluster, job, TracePoint::Committed);
+    after_a_kill_at(cluster, job, StagingPoint::Committed);
 }
 
 fn killed_while_a_record_goes(cluster: &Cluster, job: &str) {
@@ -119,7 +122,7 @@ fn killed_while_a_record_goes(cluster: &Cluster, job: &str) {
     launch.wait(10);
     launch.save(20);
     launch.wait(20);
-    stage.watch.set_trap(TracePoint::Forgetting, &[stage.pid()], Signal::KILL);
+    stage.watch.set_trap(StagingPoint::Forgetting, &[stage.pid()], Signal::KILL);
     let _ = launch.ranks[0].step("save", 30);
     stage.until("it is killed", || stage.watch.has_sprung());
     stage.restart();
@@ -139,13 +142,13 @@ fn killed_while_a_step_is_loaded(cluster: &Cluster, job: &str) {
     let fill = launch.save(10);
     launch.wait(10);
     let mut next = Launch::start(&stage, &Plan::new(job, 2).after(10));
-    stage.watch.set_trap(TracePoint::Loading, &[stage.pid()], Signal::KILL);
+    stage.watch.set_trap(StagingPoint::Loading, &[stage.pid()], Signal::KILL);
     let load = json!({ "do": "load", "job": job, "launch": next.id.to_string(), "number": 1 });
-    // Either the call fails, or what it was given is right.
+    // Either the call fails, or the bytes that it got are right.
     let first = next.ranks[0].ask(&load);
     stage.until("it is killed", || stage.watch.has_sprung());
     stage.restart();
-    // The next step does not change what the launch was given.
+    // The next step must not change the bytes that the launch got.
     launch.reconnect();
     launch.save(20);
     launch.wait(20);
@@ -161,7 +164,7 @@ fn killed_while_a_step_is_read_from_the_cluster(cluster: &Cluster, job: &str) {
     launch.wait(10);
     launch.kill();
     stage.forget(job);
-    stage.watch.set_trap(TracePoint::Fetching, &[stage.pid()], Signal::KILL);
+    stage.watch.set_trap(StagingPoint::Fetching, &[stage.pid()], Signal::KILL);
     let mut reader = Trainer::start(&stage.dir(), None);
     let load = json!({ "do": "load", "job": job });
     let told = reader.ask(&load);
@@ -184,30 +187,30 @@ fn killed_while_it_abandons(cluster: &Cluster, job: &str) {
     old.kill();
     let plan = Plan { newest_seen: Some(30), abandon_later: true, ..Plan::new(job, 1).after(10) };
     let mut new = Launch::ready(&stage, &plan);
-    stage.watch.set_trap(TracePoint::Abandoning, &[stage.pid()], Signal::KILL);
+    stage.watch.set_trap(StagingPoint::Abandoning, &[stage.pid()], Signal::KILL);
     let _ = new.ranks[0].step("fill", 20);
     stage.until("it is killed", || stage.watch.has_sprung());
     new.kill();
     stage.restart();
-    // From the first moment on.
+    // This holds from the first moment on.
     assert_eq!(stage.load(job, None).unwrap().unwrap().step, 10);
     stage.until("they are removed", || stage.committed(job) == [10]);
     stage.assert_sound();
 }
 
-/// One step whose daemon is killed again and again, a little further each time.
+/// Saves one step and kills the daemon again and again, a little further each time.
 fn killed_at_every_point_of_one_step(cluster: &Cluster, job: &str) {
-    use TracePoint::{Confirmed, Decided, Hashed, Hashing, Saving, Staged};
+    use StagingPoint::{Confirmed, Decided, Hashed, Hashing, Saving, Staged};
     let mut stage = stage(cluster);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
     let fill = killed_at(&mut stage, &mut launch, Staged);
     launch.kill();
     for point in [Hashing, Hashed, Saving, Saving, Confirmed, Decided] {
         stage.watch.set_trap(point, &[stage.pid()], Signal::KILL);
-        // It may be past the point already; then the next one is as good.
+        // The daemon may have passed the point already; then the next point serves as well.
         let mut is_over = false;
         stage.until("it is killed, or done", || {
-            is_over = stage.watch.has_said(TracePoint::Committed, 10);
+            is_over = stage.watch.has_said(StagingPoint::Committed, 10);
             stage.watch.has_sprung() || is_over
         });
         if stage.watch.take_trap() {
@@ -237,7 +240,8 @@ fn headers_say_staged_and_no_record_does(cluster: &Cluster, job: &str) {
     goes_on(&stage, job, Some(&fill));
 }
 
-/// Rank 1 does not notice that the daemon was killed and started again, and writes on. Nobody says a word to the new daemon.
+/// The ranks do not notice that the daemon was killed and restarted, and continue to write. No rank
+/// contacts the new daemon.
 fn ranks_that_go_on_after_a_kill_bring_nothing_back(cluster: &Cluster, job: &str) {
     for staged in [1, 0] {
         let job = format!("{job}-{staged}");
@@ -286,7 +290,7 @@ fn a_rank_that_was_told_brings_nothing_back(cluster: &Cluster, job: &str) {
     assert!(stage.committed(job).is_empty());
 }
 
-/// Somebody removed the step; the daemon heard of it and was killed.
+/// An operator removes the step; the daemon learns of it and is killed.
 fn a_removed_step_does_not_come_back(cluster: &Cluster, job: &str) {
     let mut stage = stage(cluster);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
@@ -339,7 +343,7 @@ fn a_job_that_is_called_new_is_found(cluster: &Cluster, job: &str) {
     let mut stage = stage(cluster);
     let job = format!("{job}.new");
     let mut launch = Launch::ready(&stage, &Plan::new(&job, 1));
-    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], Signal::KILL);
+    stage.watch.set_trap(StagingPoint::Saving, &[stage.pid()], Signal::KILL);
     let fill = launch.save(10);
     stage.until("the daemon is at the save", || stage.watch.has_sprung());
     launch.kill();
@@ -347,7 +351,8 @@ fn a_job_that_is_called_new_is_found(cluster: &Cluster, job: &str) {
     goes_on(&stage, &job, Some(&fill));
 }
 
-/// The daemon that knew of the reader is gone, and the next one gives the segments to their owner again.
+/// The daemon that knew of the reader is killed, and the next daemon returns the segments to their
+/// owner.
 fn a_reader_that_the_daemon_forgot_takes_no_other_bytes(cluster: &Cluster, job: &str) {
     let mut stage = stage(cluster);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));

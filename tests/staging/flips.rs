@@ -1,12 +1,13 @@
-//! Single bits that turn, drawn by a seed: in segments after they were hashed, in what was read from the cluster, and in stored files. No
-//! wrong byte is committed or loaded, and a step of which a good copy is left can be loaded.
+//! Tests that flip single bits, drawn from a seed: in segments after they were hashed, in data that
+//! was read from the cluster, and in stored files. No wrong byte is committed or loaded, and a step
+//! with a good copy left can be loaded.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::trainer::daemon::trace::TracePoint;
+use rapidraid::trainer::daemon::trace::StagingPoint;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -14,10 +15,10 @@ use crate::launch::{Launch, Plan, ROWS, Trainer};
 use crate::machine::{Cluster, files_below};
 use crate::stage::Stage;
 
-/// How often each outcome was seen, by the place of the bits.
+/// The number of times that each outcome was seen, by the place of the bits.
 pub type Seen = BTreeMap<&'static str, BTreeMap<&'static str, u64>>;
 
-/// Where an extent of the first rank lies in its segment, and how long it is.
+/// Offset and length in bytes of an extent of the first rank in its segment.
 const WEIGHTS: (u64, u64) = (4096, ROWS * 64);
 
 struct Flips<'a> {
@@ -27,7 +28,7 @@ struct Flips<'a> {
     seen: Seen,
 }
 
-/// Turns so many bits in each place.
+/// Flips `count` bits in each place. Returns the outcomes.
 pub fn play(cluster: &Cluster, count: u64, seed: u64) -> Seen {
     let stage = Stage::start(cluster, "64MiB", &[]);
     let mut flips = Flips { cluster, stage, random: SeededEntropy::new(seed), seen: Seen::new() };
@@ -63,13 +64,14 @@ impl Flips<'_> {
         self.stage.segment(saved["segment"].as_str().unwrap())
     }
 
-    /// After the hashes were kept and before the commit: the step is given up, and the one before it stays.
+    /// Flips a bit after the hashes were recorded and before the commit: the step is dropped, and
+    /// the one before it stays.
     fn hashed(&mut self, step: u64) {
         let job = format!("hashed-{step}");
         let mut launch = Launch::ready(&self.stage, &Plan::new(&job, 1));
         launch.save(1);
         launch.wait(1);
-        self.stage.watch.set_trap(TracePoint::Saving, &[self.stage.pid()], Signal::STOP);
+        self.stage.watch.set_trap(StagingPoint::Saving, &[self.stage.pid()], Signal::STOP);
         let saved = launch.ranks[0].step("save", 2).unwrap();
         self.stage.until("the save begins", || self.stage.watch.has_sprung());
         self.flip(&self.segment(&saved), WEIGHTS);
@@ -82,7 +84,7 @@ impl Flips<'_> {
         self.stage.free(&job);
     }
 
-    /// In a segment of a committed step: it is loaded from the cluster.
+    /// Flips a bit in a segment of a committed step: the step is loaded from the cluster.
     fn committed(&mut self, step: u64) {
         let job = format!("committed-{step}");
         let mut launch = Launch::ready(&self.stage, &Plan::new(&job, 1));
@@ -99,7 +101,7 @@ impl Flips<'_> {
         self.stage.free(&job);
     }
 
-    /// In the memory that a step was read into, and in a file on a disk.
+    /// Flips a bit in the memory into which a step was read, and one in a file on a node's disk.
     fn fetched_and_stored(&mut self, step: u64) {
         let job = format!("stored-{step}");
         let before = stored(self.cluster);
@@ -134,7 +136,7 @@ impl Flips<'_> {
     }
 }
 
-/// Files of blocks on all nodes.
+/// Returns the files of blocks on all nodes.
 fn stored(cluster: &Cluster) -> Vec<PathBuf> {
     let nodes = cluster.path("cluster/nodes");
     let files = files_below(&nodes).into_iter().filter(|file| file.contains("/shards/"));

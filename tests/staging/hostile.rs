@@ -1,4 +1,5 @@
-//! Trainers that break the rules, and memory that does: nobody else is hurt, and no wrong byte is committed or loaded.
+//! Tests with trainers that break the rules and with memory that changes: no other trainer is
+//! harmed, and no wrong byte is committed or loaded.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -8,10 +9,10 @@ use std::time::Duration;
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{FillId, LaunchId, MemberId, SegmentId, Step};
-use rapidraid::trainer::daemon::trace::TracePoint;
+use rapidraid::trainer::daemon::trace::StagingPoint;
 use rapidraid::trainer::frames::Outgoing;
 use rapidraid::trainer::protocol::{
-    Answer, Hello, Load, Place, Prepare, Request, Resumed, VERSION, to_bytes,
+    Answer, Load, Place, Prepare, Request, Resumed, StagingHello, VERSION, to_bytes,
 };
 use rustix::process::{PidfdFlags, Signal, getpid, pidfd_open};
 use serde_json::json;
@@ -35,7 +36,8 @@ pub const CELLS: &[Cell] = cells![
     hashes_that_are_gone,
 ];
 
-/// Extents begin here; what is turned lies in the first rank's part of the shared tensor.
+/// Offset in a segment of the byte that tests change: 100 bytes into the extents, in the first
+/// rank's part of the shared tensor.
 pub const IN_EXTENT: u64 = 4096 + 100;
 
 fn raw(stage: &Stage<'_>) -> UnixStream {
@@ -44,9 +46,9 @@ fn raw(stage: &Stage<'_>) -> UnixStream {
     socket
 }
 
-fn hello() -> Hello {
+fn hello() -> StagingHello {
     let (oldest, newest, pid) = (1, VERSION, std::process::id());
-    Hello { oldest, newest, member: MemberId([7; 16]), pid, token: Vec::new() }
+    StagingHello { oldest, newest, member: MemberId([7; 16]), pid, token: Vec::new() }
 }
 
 fn send(socket: &UnixStream, message: &[u8], descriptors: Vec<OwnedFd>) {
@@ -54,7 +56,7 @@ fn send(socket: &UnixStream, message: &[u8], descriptors: Vec<OwnedFd>) {
     while !out.send(socket.as_fd()).unwrap() {}
 }
 
-/// A connection that has said who it is.
+/// Returns a connection that has sent a valid hello.
 fn greeted(stage: &Stage<'_>) -> UnixStream {
     let socket = raw(stage);
     let own = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
@@ -66,7 +68,7 @@ fn greeted(stage: &Stage<'_>) -> UnixStream {
     socket
 }
 
-/// The daemon ends the connection.
+/// Asserts that the daemon closes the connection.
 fn is_ended(mut socket: &UnixStream, what: &str) {
     let mut rest = Vec::new();
     let ended = socket.read_to_end(&mut rest);
@@ -74,7 +76,7 @@ fn is_ended(mut socket: &UnixStream, what: &str) {
     assert!(ended.as_ref().is_ok() || ended.as_ref().is_err_and(is_reset), "{what}: {ended:?}");
 }
 
-/// A trainer that does nothing wrong.
+/// Starts a launch of one trainer that follows the rules.
 fn bystander(stage: &Stage<'_>, job: &str) -> Launch {
     let mut launch = Launch::ready(stage, &Plan::new(&format!("{job}-2"), 1));
     launch.save(10);
@@ -111,23 +113,28 @@ fn bytes_that_are_no_messages(cluster: &Cluster, job: &str) {
         ("half a greeting", frame(good.len() as u32 / 2, 0, &good[..good.len() / 2])),
     ] {
         let mut socket = raw(&stage);
-        // The daemon may end it before all is sent.
+        // The daemon may close the connection before all bytes are sent.
         let _ = socket.write_all(&bytes);
         is_ended(&socket, what);
-        // After a greeting.
+        // The same bytes after a valid hello.
         let mut socket = greeted(&stage);
         let _ = socket.write_all(&bytes);
         if what != "descriptors that do not come" {
             is_ended(&socket, what);
         }
     }
-    // Cut off in the middle of everything.
+    // Hellos that are cut off at every byte.
     for len in 0..good.len() + 5 {
         drop(raw(&stage).write_all(&frame(good.len() as u32, 0, &good)[..len]));
     }
-    // A version that nobody speaks, no process, and a request in the place of a greeting.
+    // Hellos with a version that the daemon does not speak, and without a descriptor of the
+    // process.
     let socket = raw(&stage);
-    send(&socket, &to_bytes(&Hello { oldest: 900, newest: 901, ..hello() }).unwrap(), Vec::new());
+    send(
+        &socket,
+        &to_bytes(&StagingHello { oldest: 900, newest: 901, ..hello() }).unwrap(),
+        Vec::new(),
+    );
     is_ended(&socket, "a version of its own");
     let socket = raw(&stage);
     send(&socket, &good, Vec::new());
@@ -150,13 +157,14 @@ fn descriptors_that_nobody_asked_for(cluster: &Cluster, job: &str) {
     let sockets: Vec<UnixStream> = (0..40)
         .map(|at| {
             let socket = if at % 2 == 0 { greeted(&stage) } else { raw(&stage) };
-            // A frame that is not whole, so that they wait in the queue.
+            // The frame is incomplete, so that its descriptors wait in the queue.
             let mut out = Outgoing::new(&[0; 64], many(60)).unwrap();
             out.send(socket.as_fd()).unwrap();
             socket
         })
         .collect();
-    // Those that came with more than a greeting are closed, with all of it.
+    // The daemon closes the connections that received too many descriptors, and with them the
+    // descriptors.
     sockets.iter().for_each(|socket| is_ended(socket, "60 descriptors"));
     stage.until("their descriptors are closed", || open_descriptors(&stage) < before + 20);
     is_unhurt(&mut stage, launch);
@@ -166,11 +174,12 @@ fn connections_that_say_nothing(cluster: &Cluster, job: &str) {
     let mut stage = Stage::start(cluster, "64MiB", &[]);
     let mut launch = bystander(&stage, job);
     let silent: Vec<UnixStream> = (0..300).map(|_| raw(&stage)).collect();
-    // Who is connected is served; who comes meanwhile waits for nobody.
+    // The daemon serves connected trainers; a new one is refused and does not wait for the silent
+    // ones.
     launch.wait(10);
     let mut late = Trainer::start(&stage.dir(), None);
     assert!(late.tell("connect").is_err());
-    // Silence ends after 10 s by itself; here they go.
+    // The daemon closes silent connections after 10 s. The test closes them at once.
     drop(silent);
     stage.until("there is room again", || late.tell("connect").is_ok());
     is_unhurt(&mut stage, launch);
@@ -211,7 +220,7 @@ fn requests_that_make_no_sense(cluster: &Cluster, job: &str) {
     refused(Request::GiveUp { step, fill, why: "w".repeat(200_000) }, "Invalid");
     refused(Request::Wait { step, limit_ms: u32::MAX }, "NotFound");
     refused(Request::Attach(place.clone()), "Fenced");
-    // It was born long before the launch that writes.
+    // This launch is far older than the launch that writes.
     refused(prepare(place.clone(), 1 << 20, 1 << 20), "Fenced");
     let other = Place { job: "other".parse().unwrap(), ..place.clone() };
     refused(prepare(other.clone(), 0, 0), "Invalid");
@@ -236,7 +245,7 @@ fn requests_that_make_no_sense(cluster: &Cluster, job: &str) {
         samples,
     };
     refused(stale, "Unavailable");
-    // Loads that nobody releases.
+    // Loads whose process never releases them.
     let load = Load {
         job: job.parse().unwrap(),
         launch: None,
@@ -252,7 +261,7 @@ fn requests_that_make_no_sense(cluster: &Cluster, job: &str) {
     }
     let busy = with_wait(|wait| session.ask("a load", &Request::Load(load), wait)).unwrap_err();
     assert!(busy.to_string().contains("16 loads open"), "{busy}");
-    // A rank beyond the last part, and rows beyond the last extent.
+    // Read a rank beyond the last part, and rows beyond the last extent.
     let tell = |session: &mut rapidraid::trainer::session::Session, request: Request| {
         with_wait(|wait| session.ask("a load", &request, wait)).unwrap().0
     };
@@ -275,7 +284,7 @@ fn a_segment_that_is_cut_off_when_its_step_is_committed(cluster: &Cluster, job: 
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
     let saved = launch.ranks[0].step("save", 10).unwrap();
     launch.wait(10);
-    // The upload has let the memory go.
+    // The upload has unmapped the memory.
     stage.until("nobody maps it", || {
         let maps = format!("/proc/{}/maps", stage.pid().as_raw_nonzero());
         !std::fs::read_to_string(maps).unwrap().contains(saved["segment"].as_str().unwrap())
@@ -293,7 +302,7 @@ fn bits_that_turn_in_a_table(cluster: &Cluster, job: &str) {
     let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
     for (step, at) in [(10, 0), (20, 100)] {
         let saved = launch.ranks[0].step("save", step).unwrap();
-        // Magic bytes, or the hash over header and table.
+        // Change the magic bytes, or the hash over header and table.
         stage.flip(&stage.segment(saved["segment"].as_str().unwrap()), at);
         launch.ranks[1].step("save", step).unwrap();
         let told = launch.ranks[0].step("wait", step).unwrap_err();
@@ -311,14 +320,14 @@ fn bits_that_turn_while_no_daemon_runs(cluster: &Cluster, job: &str) {
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
     launch.save(10);
     launch.wait(10);
-    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], Signal::KILL);
+    stage.watch.set_trap(StagingPoint::Saving, &[stage.pid()], Signal::KILL);
     let saved = launch.ranks[0].step("save", 20).unwrap();
     stage.until("the daemon is at the save", || stage.watch.has_sprung());
     stage.bury();
     stage.flip(&stage.segment(saved["segment"].as_str().unwrap()), IN_EXTENT);
     launch.kill();
     stage.restart();
-    // Its hashes are those from before.
+    // The hashes of step 20 were computed before the change.
     stage.until("step 20 is dropped", || stage.state(job, 20).is_none());
     assert_eq!(stage.committed(job), [10]);
     assert_eq!(stage.load(job, None).unwrap().unwrap().step, 10);
@@ -366,7 +375,7 @@ fn bits_that_turn_in_what_was_read_from_the_cluster(cluster: &Cluster, job: &str
 fn a_rank_that_calls_good_bytes_bad(cluster: &Cluster, job: &str) {
     let stage = Stage::start(cluster, "64MiB", &[]);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
-    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], Signal::STOP);
+    stage.watch.set_trap(StagingPoint::Saving, &[stage.pid()], Signal::STOP);
     let fill = launch.save(10);
     stage.until("the daemon is at the save", || stage.watch.has_sprung());
     let mut reader = Trainer::start(&stage.dir(), None);
@@ -392,7 +401,7 @@ fn hashes_that_are_gone(cluster: &Cluster, job: &str) {
     std::fs::remove_file(stage.dir().join("steps").join(&tables[0])).unwrap();
     stage.flip(&stage.segment(saved["segment"].as_str().unwrap()), IN_EXTENT);
     stage.restart();
-    // Hashed now, the bytes would be taken for right.
+    // If the daemon hashed the bytes now, it would take them for right.
     let found = stage.load(job, None).unwrap().unwrap();
     assert_eq!((found.step, found.is_from_memory), (10, false));
     stage.assert_sound();

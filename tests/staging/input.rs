@@ -1,10 +1,11 @@
-//! What is refused, by whom, with what words; and what people ask of the daemon.
+//! Tests of input: which component refuses it and with which message, and the operator's commands
+//! to the daemon.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rapidraid::trainer::daemon::trace::TracePoint;
+use rapidraid::trainer::daemon::trace::StagingPoint;
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -59,7 +60,8 @@ fn a_daemon_that_stands_still_is_one_in_time(cluster: &Cluster, job: &str) {
     stage.signal(Signal::CONT);
     launch.save(10);
     launch.wait(10);
-    // The answer that nobody waited for belongs to the old connection, and its filling to the step.
+    // The answer to the call that timed out belongs to the old connection; the filling that it gave
+    // belongs to the step.
     assert_eq!(stage.committed(job), [10]);
 }
 
@@ -124,7 +126,7 @@ fn containers_share_a_daemon(cluster: &Cluster, job: &str) {
     launch.save(10);
     launch.wait(10);
     assert_eq!(stage.committed(job), [10]);
-    // The end of a process in a container is seen like that of any other.
+    // The daemon notices the end of a process in a container like that of any other process.
     launch.fill(0, 20);
     launch.ranks[1].kill();
     stage.until("rank 1 is seen to have ended", || stage.state(job, 20).is_none());
@@ -140,7 +142,7 @@ fn one_daemon_for_a_folder(cluster: &Cluster, _: &str) {
 }
 
 fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) {
-    // Room for three segments of one rank.
+    // Memory for three segments of one rank.
     let segment = crate::content::Shape { rank: 0, world: 1, rows: 20_000 }.segment_bytes();
     let memory = format!("{}", 3 * segment + segment / 2);
     let stage = Stage::start(cluster, &memory, &[]);
@@ -161,7 +163,7 @@ fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) 
     let found = stage.load(job, Some(10)).unwrap().unwrap();
     assert!(found.is_from_memory || stage.committed(job) == [10, 20], "{found:?}");
     next.wait(20);
-    // A third launch has room again: nobody resumes from step 10 any more.
+    // A third launch finds memory again, because no launch resumes from step 10 any more.
     next.kill();
     let mut last = Launch::ready(&stage, &plan.after(20));
     last.save(30);
@@ -169,11 +171,11 @@ fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) 
     stage.assert_sound();
 }
 
-/// A control group with a limit, gone when it is dropped.
+/// A control group with a memory limit; it is removed on drop.
 struct Group(PathBuf);
 
 impl Group {
-    /// `None` where this process may make none.
+    /// Creates the group. Returns `None` if this process may not create one.
     fn make(name: &str, limit_bytes: u64) -> Option<Self> {
         let first = Path::new("/sys/fs/cgroup/memory");
         let (root, limit) = match first.is_dir() {
@@ -247,7 +249,7 @@ fn status_and_free_are_told_as_json(cluster: &Cluster, job: &str) {
     assert_eq!(states, [(10, "committed"), (20, "filling")], "{status}");
     let text = stage.run(&["--status"]).ok().out;
     assert!(text.contains(job) && text.contains("filling") && text.contains("0 of 2"), "{text}");
-    // Nothing is given back that a process has.
+    // Memory that a process uses is not freed.
     assert_eq!(stage.free(job)["freed_bytes"], 0);
     launch.kill();
     stage.until("step 20 is dropped", || stage.state(job, 20).is_none());
@@ -261,11 +263,11 @@ fn status_and_free_are_told_as_json(cluster: &Cluster, job: &str) {
 fn unsaved_steps_are_freed_by_force_alone(cluster: &Cluster, job: &str) {
     let stage = Stage::start(cluster, "64MiB", &[]);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
-    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], Signal::STOP);
+    stage.watch.set_trap(StagingPoint::Saving, &[stage.pid()], Signal::STOP);
     launch.save(10);
     stage.until("the daemon is at the save", || stage.watch.has_sprung());
     launch.kill();
-    // The requests are in the queue when the daemon goes on.
+    // The requests are in the queue when the daemon resumes.
     std::thread::scope(|scope| {
         let free = scope.spawn(|| stage.free(job));
         std::thread::sleep(Duration::from_millis(300));
@@ -275,7 +277,7 @@ fn unsaved_steps_are_freed_by_force_alone(cluster: &Cluster, job: &str) {
     let forced = stage.run(&["--free", job, "--force"]).ok();
     assert!(forced.out.contains("given back"), "{forced:?}");
     stage.until("all is given back", || stage.status().used_bytes == 0);
-    // Either the save was quicker, or the step is gone for good.
+    // Either the save was faster, or the step is lost for good.
     stage.until("its save is settled", || {
         let kept = stage.committed(job);
         kept == [10] || kept.is_empty() && stage.load(job, None).unwrap().is_none()
@@ -296,14 +298,14 @@ fn what_was_read_from_the_cluster_is_freed(cluster: &Cluster, job: &str) {
     assert_eq!(reader.ask(&open).unwrap(), 10);
     let used = stage.status().used_bytes;
     assert!(used > 0 && stage.files("fetched").len() == 1, "{:?}", stage.files("fetched"));
-    // Nothing that somebody reads.
+    // Memory that a process reads is not freed.
     assert_eq!(stage.free(job)["freed_bytes"], 0);
     assert_eq!(reader.tell("check").unwrap()["memory"], false);
     reader.tell("release").unwrap();
     assert_eq!(stage.status().used_bytes, used, "for ranks that begin later");
     assert_eq!(stage.free(job)["freed_bytes"], used);
     assert_eq!((stage.status().used_bytes, stage.files("fetched").len()), (0, 0));
-    // A reader that dies holds nothing either.
+    // A reader that dies does not hold memory either.
     assert_eq!(reader.ask(&open).unwrap(), 10);
     reader.kill();
     stage.until("the reader is gone", || {
@@ -318,7 +320,7 @@ fn it_ends_when_what_is_staged_is_saved(cluster: &Cluster, job: &str) {
     let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
     launch.save(10);
     stage.signal(Signal::TERM);
-    // Trainers that are told to end at the same time save once more.
+    // Trainers that are ordered to end together with the daemon save once more.
     launch.save(20);
     stage.signal(Signal::TERM);
     assert_eq!(stage.ended(), 0);
@@ -328,7 +330,7 @@ fn it_ends_when_what_is_staged_is_saved(cluster: &Cluster, job: &str) {
 fn a_folder_that_is_taken_away_ends_it(cluster: &Cluster, job: &str) {
     let mut stage = Stage::start(cluster, "64MiB", &[]);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
-    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], Signal::STOP);
+    stage.watch.set_trap(StagingPoint::Saving, &[stage.pid()], Signal::STOP);
     launch.save(10);
     stage.until("the daemon is at the save", || stage.watch.has_sprung());
     std::fs::remove_dir_all(stage.dir()).unwrap();

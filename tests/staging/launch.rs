@@ -1,4 +1,4 @@
-//! Trainers as processes, and the launches that they make.
+//! Trainers as processes, and launches made of them.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -16,10 +16,10 @@ use serde_json::{Value, json};
 use crate::role::{FOLDER, MARK, TOKEN};
 use crate::stage::{LIMIT, Stage};
 
-/// Rows of the shared tensor that a rank owns: two stripes.
+/// Number of rows of the shared tensor that a rank owns: two stripes.
 pub const ROWS: u64 = 5_000;
 
-/// Why an order failed.
+/// The reason why an order failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
     pub kind: String,
@@ -28,7 +28,8 @@ pub struct Refused {
 }
 
 impl Refused {
-    /// It must be of this kind and say all of this.
+    /// Asserts that the failure is of kind `kind` and that its message or hint contains each of
+    /// `parts`.
     pub fn says(&self, kind: &str, parts: &[&str]) {
         assert_eq!(self.kind, kind, "{self:?}");
         for part in parts {
@@ -40,16 +41,16 @@ impl Refused {
     }
 }
 
-/// What an order came to.
+/// The result of an order.
 pub type Told = Result<Value, Refused>;
 
-/// One trainer.
+/// A trainer process.
 pub struct Trainer {
     child: Child,
     lines: mpsc::Receiver<Value>,
 }
 
-/// The command that makes this test binary a trainer.
+/// Returns the command that runs this test binary as a trainer.
 pub fn trainer_command(folder: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "a_trainer_of_the_other_tests", "--nocapture", "--test-threads=1"]);
@@ -57,7 +58,8 @@ pub fn trainer_command(folder: &Path) -> Command {
     command
 }
 
-/// The same command with process ids of its own, as in a container: processes outside have the id 0 for it.
+/// Returns the same command with its own process ids, as in a container: to it, processes outside
+/// have the id 0.
 pub fn in_container(command: &Command) -> Command {
     let mut inside = Command::new("unshare");
     inside.args(["--pid", "--fork", "--kill-child=KILL", "--mount-proc"]);
@@ -69,13 +71,13 @@ pub fn in_container(command: &Command) -> Command {
     inside
 }
 
-/// Returns whether this machine lets us make containers: only root may.
+/// Returns whether this machine allows containers: only root may create them.
 pub fn has_containers() -> bool {
     let mut command = in_container(&Command::new("true"));
     command.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
-/// Sends the lines that a trainer marks, from a thread of its own.
+/// Passes the marked lines of a trainer to `told`, from a thread of its own.
 pub fn listen(child: &mut Child, told: impl Fn(Value) + Send + 'static) {
     let stdout = BufReader::new(child.stdout.take().unwrap());
     std::thread::spawn(move || {
@@ -88,14 +90,14 @@ pub fn listen(child: &mut Child, told: impl Fn(Value) + Send + 'static) {
 }
 
 impl Trainer {
-    /// Starts one.
+    /// Starts a trainer.
     pub fn start(folder: &Path, token: Option<&Path>) -> Self {
         let mut command = trainer_command(folder);
         token.into_iter().for_each(|token| drop(command.env(TOKEN, token).get_envs()));
         Self::spawn(command)
     }
 
-    /// Starts one that no other container sees.
+    /// Starts a trainer that other containers cannot see.
     pub fn in_container(folder: &Path) -> Self {
         Self::spawn(in_container(&trainer_command(folder)))
     }
@@ -107,18 +109,18 @@ impl Trainer {
         Self { child, lines }
     }
 
-    /// Gives an order and does not wait for its answer.
+    /// Sends an order and does not wait for its answer.
     pub fn send(&mut self, order: &Value) {
         let stdin = self.child.stdin.as_mut().unwrap();
         writeln!(stdin, "{order}").unwrap();
     }
 
-    /// The answer to the order before.
+    /// Returns the answer to the previous order.
     pub fn answer(&self) -> Told {
         self.answer_within(LIMIT).expect("the trainer does not answer")
     }
 
-    /// The answer, if it comes in time; `None` also when the trainer is dead.
+    /// Returns the answer if it arrives in time; `None` also if the trainer is dead.
     pub fn answer_within(&self, limit: Duration) -> Option<Told> {
         let answer = self.lines.recv_timeout(limit).ok()?;
         let text = |field: &str| answer["error"][field].as_str().unwrap_or_default().to_owned();
@@ -130,18 +132,18 @@ impl Trainer {
         })
     }
 
-    /// Gives an order and waits.
+    /// Sends an order and waits. Returns its answer.
     pub fn ask(&mut self, order: &Value) -> Told {
         self.send(order);
         self.answer()
     }
 
-    /// An order without arguments.
+    /// Sends an order without arguments. Returns its answer.
     pub fn tell(&mut self, what: &str) -> Told {
         self.ask(&json!({ "do": what }))
     }
 
-    /// An order about a step.
+    /// Sends an order about a step. Returns its answer.
     pub fn step(&mut self, what: &str, step: u64) -> Told {
         self.ask(&json!({ "do": what, "step": step }))
     }
@@ -167,7 +169,7 @@ impl Drop for Trainer {
     }
 }
 
-/// What a launch is made with.
+/// The parameters of a launch.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub job: String,
@@ -180,14 +182,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A job of so many ranks that begins anew.
+    /// Creates the parameters of a job of `world` ranks that resumes from nothing.
     pub fn new(job: &str, world: u32) -> Self {
         let (job, rows, keep) = (job.to_owned(), ROWS, 0);
         let (loaded, newest_seen, abandon_later) = (None, None, false);
         Self { job, world, rows, loaded, newest_seen, abandon_later, keep }
     }
 
-    /// The same after a load of this step, the newest one.
+    /// Returns the same parameters after a load of this step, which was the newest.
     pub fn after(self, step: u64) -> Self {
         Self { loaded: Some(step), newest_seen: Some(step), ..self }
     }
@@ -202,11 +204,12 @@ pub struct Launch {
     loads: u64,
 }
 
-/// Launches of one process are made one after the other.
+/// The birth time of the newest launch, in ns. Launches of this process never have decreasing birth
+/// times.
 static BORN: AtomicU64 = AtomicU64::new(0);
 
 impl Launch {
-    /// Starts the processes; nothing is prepared yet.
+    /// Starts the processes without preparing them.
     pub fn start(stage: &Stage<'_>, plan: &Plan) -> Self {
         Self::with_token(stage, plan, None)
     }
@@ -218,7 +221,7 @@ impl Launch {
         Self { plan: plan.clone(), id: LaunchId(SystemEntropy.id()), born_ns, ranks, loads: 0 }
     }
 
-    /// The order by which a rank prepares.
+    /// Returns the order that makes a rank prepare.
     pub fn prepare_order(&self, rank: usize) -> Value {
         let Plan { job, world, rows, loaded, newest_seen, abandon_later, keep } = &self.plan;
         json!({
@@ -227,7 +230,7 @@ impl Launch {
         })
     }
 
-    /// All ranks prepare.
+    /// Makes all ranks prepare.
     pub fn prepare(&mut self) {
         for rank in 0..self.ranks.len() {
             let order = self.prepare_order(rank);
@@ -235,14 +238,14 @@ impl Launch {
         }
     }
 
-    /// Starts a launch that is prepared.
+    /// Starts a launch and prepares it.
     pub fn ready(stage: &Stage<'_>, plan: &Plan) -> Self {
         let mut launch = Self::start(stage, plan);
         launch.prepare();
         launch
     }
 
-    /// All ranks save a step. Returns the filling.
+    /// Makes all ranks save a step. Returns the filling.
     pub fn save(&mut self, step: u64) -> String {
         let mut fill = Value::Null;
         for rank in &mut self.ranks {
@@ -251,14 +254,14 @@ impl Launch {
         fill.as_str().unwrap().to_owned()
     }
 
-    /// All ranks have a step committed.
+    /// Makes all ranks wait until a step is committed.
     pub fn wait(&mut self, step: u64) {
         for rank in &mut self.ranks {
             rank.step("wait", step).unwrap();
         }
     }
 
-    /// All ranks meet the daemon that was started since; the first call after that fails.
+    /// Makes all ranks connect to the restarted daemon; their first call after a restart fails.
     pub fn reconnect(&mut self) {
         for rank in &mut self.ranks {
             if let Err(refused) = rank.tell("notices") {
@@ -268,14 +271,14 @@ impl Launch {
         }
     }
 
-    /// A rank begins to fill a step and writes its extents. Returns the filling.
+    /// Makes a rank start to fill a step and write its extents. Returns the filling.
     pub fn fill(&mut self, rank: usize, step: u64) -> String {
         let filled = self.ranks[rank].step("fill", step).unwrap();
         self.ranks[rank].tell("write").unwrap();
         filled["fill"].as_str().unwrap().to_owned()
     }
 
-    /// All ranks load: the next load of the launch.
+    /// Makes all ranks load, as the next load of the launch. Returns their answers.
     pub fn load(&mut self, step: Option<u64>) -> Vec<Value> {
         self.loads += 1;
         let order = json!({

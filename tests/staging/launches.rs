@@ -1,4 +1,5 @@
-//! Launches of one job: who may write, what is abandoned, and what all ranks are told alike (docs/staging.md, 5 to 7).
+//! Tests of several launches of one job: which one may write, which steps are abandoned, and which
+//! answers must be the same for all ranks (docs/staging.md, 5 to 7).
 
 use serde_json::json;
 
@@ -57,7 +58,7 @@ fn an_older_launch_never_takes_over(cluster: &Cluster, job: &str) {
     let mut old = Launch::start(&stage, &Plan::new(job, 1));
     let mut new = Launch::start(&stage, &Plan::new(job, 1));
     new.born_ns = old.born_ns + 1;
-    // Loading takes over nothing.
+    // A load does not take the job over.
     assert!(new.load(None)[0].is_null());
     let order = old.prepare_order(0);
     old.ranks[0].ask(&order).unwrap();
@@ -118,7 +119,7 @@ fn later_steps_in_memory_are_abandoned_too(cluster: &Cluster, job: &str) {
     old.wait(10);
     old.save(20);
     old.kill();
-    // Whether step 20 is committed by now or not.
+    // The rest holds whether step 20 is committed by now or not.
     let plan = Plan { abandon_later: true, ..Plan::new(job, 2).after(10) };
     let mut new = Launch::start(&stage, &plan);
     assert_eq!(new.load(Some(10))[0]["step"], 10);
@@ -130,7 +131,8 @@ fn later_steps_in_memory_are_abandoned_too(cluster: &Cluster, job: &str) {
     stage.load(job, Some(20)).unwrap_err();
 }
 
-/// The older launch commits two steps after the newer one has loaded, and only the last of them is in memory still.
+/// The older launch commits two steps after the newer one has loaded, and only the last of them is
+/// still in memory.
 fn steps_that_were_committed_since_the_load_are_later_too(cluster: &Cluster, job: &str) {
     let stage = stage(cluster);
     let mut old = Launch::ready(&stage, &Plan::new(job, 1));
@@ -182,7 +184,7 @@ fn a_step_is_saved_once(cluster: &Cluster, job: &str) {
     next.ranks[0].step("fill", 10).unwrap_err().says("Exists", &["step 10", "saved already"]);
 }
 
-/// The daemon has forgotten by then what the launch has saved.
+/// By then the daemon has forgotten the steps that the launch has saved.
 fn a_step_is_saved_once_also_after_a_restart(cluster: &Cluster, job: &str) {
     let mut stage = stage(cluster);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
@@ -297,7 +299,7 @@ fn ranks_get_one_answer_to_a_load(cluster: &Cluster, job: &str) {
     let after = after.or_else(|_| new.ranks[0].ask(&second)).unwrap();
     assert_eq!(after["step"], 20, "also after a restart");
     drop((old, new));
-    // When there was nothing for the first rank there is nothing for the others.
+    // If there was nothing to load for the first rank, there is nothing for the others.
     let lonely = format!("{job}-2");
     let mut old = Launch::ready(&stage, &Plan::new(&lonely, 1));
     let mut new = Launch::start(&stage, &Plan::new(&lonely, 2));
@@ -315,7 +317,7 @@ fn a_rank_that_asks_again_fills_the_same_segment(cluster: &Cluster, job: &str) {
     assert_eq!(launch.ranks[0].step("fill", 10).unwrap(), first);
     launch.ranks[0].tell("write").unwrap();
     launch.ranks[0].tell("header").unwrap();
-    // Its header counts, whether the answer to *staged* came or not.
+    // The header counts, whether the answer to *staged* arrived or not.
     let twice = launch.ranks[0].step("fill", 10).unwrap_err();
     twice.says("Exists", &["step 10", "saved already"]);
     launch.ranks[0].step("save", 20).unwrap();
@@ -342,7 +344,7 @@ fn a_rank_that_prepares_again_saves_on(cluster: &Cluster, job: &str) {
     for step in [10, 50] {
         assert_eq!(stage.load(job, Some(step)).unwrap().unwrap().step, step);
     }
-    // What the first layout had is given back.
+    // The memory of the first layout is freed.
     launch.save(60);
     launch.wait(60);
     launch.save(70);

@@ -1,7 +1,10 @@
-//! What each filling may be, by what its ranks said: the reference that loads and the list of committed steps are compared with.
+//! The allowed states of each filling, derived from the messages of its ranks: the reference with
+//! which loads and the list of committed steps are compared.
 //!
-//! A filling must be committed when all ranks were told *staged*, or had written so before another daemon was started. One that a rank was
-//! told is dropped, or that a later launch has abandoned, must not come back. Everything else may go either way, whole or not at all.
+//! A filling must be committed if all ranks got the answer *staged*, or had written so before
+//! another daemon was started. It must not come back if a rank was told that it is dropped, or if a
+//! later launch has abandoned it. Any other filling may be committed or lost, but whole or not at
+//! all.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,29 +14,30 @@ use serde_json::Value;
 #[derive(Debug, Default, Clone)]
 struct Filling {
     step: u64,
-    /// The launch, in the order in which they were made.
+    /// The number of the launch; launches are numbered in the order of their creation.
     launch: u64,
     world: usize,
-    /// The daemon that gave it out.
+    /// The process id of the daemon that created the filling.
     daemon: u64,
-    /// Ranks that were about to write their headers, had written them, and were told *staged*.
+    /// The ranks that were about to write their headers (`begun`), that had written them
+    /// (`written`), and that got the answer *staged* (`staged`).
     begun: BTreeSet<u64>,
     written: BTreeSet<u64>,
     staged: BTreeSet<u64>,
     must_stay: bool,
     must_go: bool,
-    /// A later launch may abandon it.
+    /// Whether a later launch may abandon the filling.
     may_go: bool,
     was_removed: bool,
     dropped: Vec<String>,
 }
 
-/// What a launch loaded.
+/// A launch: the step that it asked for and the one that it loaded.
 #[derive(Debug, Default, Clone)]
 struct Launch {
-    /// The step that it asked for; later ones are abandoned.
+    /// The step that the launch asked for; later ones are abandoned.
     asked: Option<u64>,
-    /// The least step that its load may give.
+    /// The lowest step that its load may return.
     floor: Option<u64>,
     loaded: Option<Option<(u64, String)>>,
     has_filled: bool,
@@ -44,50 +48,52 @@ struct Launch {
 pub struct Ledger {
     fillings: BTreeMap<String, Filling>,
     launches: BTreeMap<u64, Launch>,
-    /// The process of the daemon that runs, or ran last; none while another one is being started.
+    /// The process id of the daemon that runs, or ran last; `None` while another one is being
+    /// started.
     daemon: Option<u64>,
-    /// What was read beside everything else.
+    /// Steps that the concurrent reader has read.
     reads: BTreeSet<(u64, String)>,
-    /// What was found wrong.
+    /// The violations that were found.
     pub wrong: Vec<String>,
 }
 
 impl Ledger {
-    /// Another daemon is about to be started.
+    /// Records that another daemon is about to be started.
     pub fn starting(&mut self) {
         self.daemon = None;
     }
 
-    /// It was started.
+    /// Records that the daemon was started.
     pub fn started(&mut self, pid: u64) {
         self.daemon = Some(pid);
     }
 
-    /// A launch begins; `asked`: it goes back to that step, and abandons what is later.
+    /// Records that a launch begins. With `asked` it goes back to that step and abandons the later
+    /// ones.
     pub fn launch(&mut self, launch: u64, asked: Option<u64>) {
         self.launches.insert(launch, Launch { asked, ..Launch::default() });
     }
 
-    /// The newest step that must be there.
+    /// Returns the newest step that must be there.
     pub fn newest(&self) -> Option<u64> {
         let there =
             self.fillings.values().filter(|filling| filling.must_stay && !filling.was_removed);
         there.map(|filling| filling.step).max()
     }
 
-    /// Steps that must be there.
+    /// Returns the steps that must be there.
     pub fn steps(&self) -> Vec<u64> {
         let there =
             self.fillings.values().filter(|filling| filling.must_stay && !filling.was_removed);
         there.map(|filling| filling.step).collect()
     }
 
-    /// What a rank said.
+    /// Records a message of a rank.
     pub fn heard(&mut self, launch: u64, rank: u64, world: usize, said: &Value) {
         if let Some(asked) = said.get("loading") {
             let floor = if asked.is_null() { self.newest() } else { asked.as_u64() };
             let known = self.launches.get_mut(&launch).unwrap();
-            // Ranks that ask later get the same answer.
+            // Ranks that ask later get the same answer, so the limit stays.
             known.floor = if known.loaded.is_none() { floor } else { known.floor };
         } else if let Some(loaded) = said.get("loaded") {
             self.loaded(launch, loaded);
@@ -147,7 +153,8 @@ impl Ledger {
         assert_eq!((known.step, known.launch), (step, launch), "a filling belongs to one step");
     }
 
-    /// What a launch that goes back abandons: from its first filling on it is gone, and before that it may be.
+    /// Marks the fillings that a launch abandons when it goes back to an earlier step: from the
+    /// launch's first filling on they must be gone, and before that they may be.
     fn abandon(&mut self, launch: u64, has_filled: bool) {
         let known = self.launches.get_mut(&launch).unwrap();
         let (Some(asked), Some(_)) = (known.asked, &known.loaded) else { return };
@@ -183,14 +190,16 @@ impl Ledger {
         self.abandon(launch, false);
     }
 
-    /// Fillings that nothing may give any more.
+    /// Returns the fillings that no load may return any more.
     pub fn gone(&self) -> BTreeSet<String> {
         let gone =
             self.fillings.iter().filter(|(_, filling)| filling.must_go || filling.was_removed);
         gone.map(|(fill, _)| fill.clone()).collect()
     }
 
-    /// A step was read beside everything else. `gone`: what was gone before. Whether it was whole is looked at when all has been said.
+    /// Records a step that the concurrent reader has read. `gone` are the fillings that were gone
+    /// before the read. `at_rest` checks later whether the step was whole, when all messages have
+    /// arrived.
     pub fn read_beside(&mut self, step: u64, fill: &str, gone: &BTreeSet<String>) {
         if gone.contains(fill) {
             self.wrong.push(format!("step {step} was read, and is {fill}, which was gone before"));
@@ -198,7 +207,7 @@ impl Ledger {
         self.reads.insert((step, fill.to_owned()));
     }
 
-    /// A step was read, and is this filling.
+    /// Records that a step was read and is this filling.
     pub fn read(&mut self, step: u64, fill: &str) {
         let Some(filling) = self.fillings.get(fill) else {
             return self
@@ -211,7 +220,8 @@ impl Ledger {
         }
     }
 
-    /// At rest these steps are committed, each with what it was read as. All that must be is among them.
+    /// Checks the state at rest: `committed` lists the committed steps, each with the filling that
+    /// a load returned, and contains every filling that must be there.
     pub fn at_rest(&mut self, committed: &[(u64, String)]) {
         let there: BTreeSet<&String> = committed.iter().map(|(_, fill)| fill).collect();
         for (fill, filling) in &self.fillings {
@@ -230,7 +240,7 @@ impl Ledger {
                     .push(format!("step {step} was read, and is {fill}, which was never whole"));
             }
         }
-        // From now on they are known to be there.
+        // From now on these fillings must stay.
         for (_, fill) in committed {
             if let Some(filling) = self.fillings.get_mut(fill) {
                 filling.must_stay = true;
@@ -239,7 +249,7 @@ impl Ledger {
         }
     }
 
-    /// Somebody has removed a step.
+    /// Records that the test has removed a step.
     pub fn removed(&mut self, fill: &str) {
         if let Some(filling) = self.fillings.get_mut(fill) {
             (filling.was_removed, filling.must_stay) = (true, false);
@@ -257,7 +267,7 @@ mod tests {
         json!({ "step": 7, "fill": fill, "daemon": 100 })
     }
 
-    /// A launch of two ranks that has begun a filling.
+    /// Returns the ledger of a launch of two ranks that has begun a filling.
     fn begun() -> Ledger {
         let mut ledger = Ledger::default();
         ledger.started(100);
@@ -278,7 +288,7 @@ mod tests {
         assert_eq!(ledger.newest(), Some(7));
         ledger.at_rest(&[]);
         assert_eq!(ledger.wrong.len(), 1, "{:?}", ledger.wrong);
-        // Under another daemon it may have been dropped meanwhile.
+        // Under another daemon the filling may have been dropped in between.
         let mut ledger = begun();
         ledger.heard(1, 0, 2, &json!({ "wrote": about("a") }));
         ledger.starting();

@@ -1,4 +1,5 @@
-//! Loads by ranges: of a step in the cluster only what is wanted is read, and a step that does not fit into memory can be loaded.
+//! Tests of loads by ranges: of a step in the cluster only the wanted extents are read, and a step
+//! that does not fit into memory can be loaded.
 
 use std::time::Duration;
 
@@ -21,10 +22,10 @@ pub const CELLS: &[Cell] = cells![
     a_window_that_nobody_takes_is_read_again,
 ];
 
-/// Rows of the shared tensor of which a rank's part takes more than half of a window.
+/// Number of rows of the shared tensor with which a rank's part takes more than half of a window.
 const MANY_ROWS: u64 = 320_000;
 
-/// A job whose step 10 is in the cluster alone.
+/// Creates a job whose step 10 is only in the cluster.
 fn archived(stage: &Stage<'_>, plan: &Plan) {
     let mut launch = Launch::ready(stage, plan);
     launch.save(10);
@@ -53,7 +54,7 @@ fn extents_are_read_as_they_are_asked_for(cluster: &Cluster, job: &str) {
     let mut step = open(&mut session, &load_of(job, true));
     assert_eq!(step.about.source, LoadSource::Ranges);
     assert_eq!((step.about.why_by_ranges.as_str(), stage.status().used_bytes), ("", 0));
-    // An extent outside of the window cannot be read.
+    // An extent outside of the window is not readable.
     let extents = step.table.extents().iter();
     let last = extents.filter(|extent| extent.len_bytes > 0).count() as u32 - 1;
     assert!(step.bytes(last).is_err());
@@ -64,7 +65,7 @@ fn extents_are_read_as_they_are_asked_for(cluster: &Cluster, job: &str) {
     assert_eq!((found.step, found.world, found.is_from_memory), (10, 2, false));
     release(&mut session, step);
     assert_eq!((stage.status().used_bytes, stage.files("fetched").len()), (0, 0));
-    // The whole step is read for a process that wants it, and then for everybody.
+    // The daemon reads the whole step for a process that wants it, and from then on for all.
     for (table_first, source) in [(false, LoadSource::Cluster), (true, LoadSource::Cluster)] {
         let step = open(&mut session, &load_of(job, table_first));
         assert_eq!(step.about.source, source);
@@ -79,7 +80,7 @@ fn a_step_that_does_not_fit_is_loaded_all_the_same(cluster: &Cluster, job: &str)
     stage.kill();
     stage.set("staging.memory=2MiB");
     stage.restart();
-    // All ranks of a launch too.
+    // All ranks of a launch get it too.
     let plan = Plan::new(job, 2);
     let mut launch = Launch::start(&stage, &plan);
     for found in launch.load(None) {
@@ -123,7 +124,7 @@ fn a_window_that_nobody_takes_is_read_again(cluster: &Cluster, job: &str) {
     archived(&stage, &Plan::new(job, 1));
     let mut session = stage.session().unwrap();
     let mut step = open(&mut session, &load_of(job, true));
-    // The daemon reads the window and gives it up when its process has not taken it for ten seconds.
+    // The daemon reads the window and frees it after 10 s if its process has not taken it.
     let request = Request::ReadExtents { ticket: step.about.ticket, extents: vec![0], limit_ms: 0 };
     with_wait(|wait| session.ask("a part", &request, wait)).unwrap();
     std::thread::sleep(Duration::from_secs(12));
@@ -154,7 +155,7 @@ fn requests_for_extents_that_make_no_sense(cluster: &Cluster, job: &str) {
     refused(&mut session, ticket, vec![0], "not by ranges");
     release(&mut session, whole);
     stage.free(job);
-    // A process that asks and goes away.
+    // A process asks for a part and ends.
     let step = open(&mut session, &load_of(job, true));
     let request = Request::ReadExtents { ticket: step.about.ticket, extents: vec![0], limit_ms: 0 };
     with_wait(|wait| session.ask("a part", &request, wait)).unwrap();

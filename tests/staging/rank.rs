@@ -1,4 +1,5 @@
-//! A rank of a storm: loads, then saves one step after the other until it is killed, and says what it does.
+//! A rank of a storm: loads, then saves one step after the other until it is killed, and reports
+//! each of its actions.
 
 use std::io::Read;
 use std::path::Path;
@@ -17,12 +18,12 @@ use serde_json::{Value, json};
 use crate::content::{self, Shape};
 use crate::role::{failure, say, told};
 
-/// What a rank is told, as JSON.
+/// The environment variable with a rank's settings, as JSON.
 pub const SETTINGS: &str = "RAPIDRAID_TEST_RANK";
 
-/// How long one call may take.
+/// Time limit of one call.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a call is tried again while no daemon runs.
+/// How long a call is retried while no daemon runs.
 const PATIENCE: Duration = Duration::from_secs(40);
 
 struct Rank {
@@ -38,14 +39,14 @@ fn with_limit<T>(call: impl FnOnce(&mut Wait<'_>) -> T) -> T {
     call(&mut Wait::new(LIMIT, &mut proceed))
 }
 
-/// Whether a failure may pass: the daemon is away, or has just been started.
+/// Returns whether a failure may be temporary: the daemon is down, or has just been started.
 fn may_pass(error: &StagingError) -> bool {
     !matches!(error, StagingError::Failed(_))
         && matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout)
         || error.kind() == ErrorKind::Busy
 }
 
-/// Tries again what may pass.
+/// Retries a call while its failure may be temporary.
 fn insist<T>(
     mut call: impl FnMut(&mut Wait<'_>) -> Result<T, StagingError>,
 ) -> Result<T, StagingError> {
@@ -60,7 +61,7 @@ fn insist<T>(
     }
 }
 
-/// Ends the process when whoever started it is gone.
+/// Ends the process when the process that started it has ended.
 fn end_with_the_starter() {
     std::thread::spawn(|| {
         let mut byte = [0];
@@ -69,7 +70,7 @@ fn end_with_the_starter() {
     });
 }
 
-/// Plays a rank until it is killed, or may not write any more.
+/// Runs a rank until it is killed or may not write any more.
 pub fn play(folder: &Path) {
     end_with_the_starter();
     let settings: Value = serde_json::from_str(&std::env::var(SETTINGS).unwrap()).unwrap();
@@ -132,7 +133,7 @@ impl Rank {
         let filled = insist(|wait| self.session.fill(step, false, &mut self.segments, wait));
         let (at, fill) = match filled {
             Ok(filled) => filled.expect("it may not be skipped"),
-            // It is whole already: the answer to *staged* was lost, and the header counted.
+            // The step is staged already: the answer to *staged* was lost, and the header counted.
             Err(error) if error.to_string().contains("is saved already") => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -178,7 +179,7 @@ impl Rank {
             Ok((Answer::Committed { .. }, _)) => say(&json!({ "committed": about })),
             Ok((other, _)) => panic!("{other:?}"),
             Err(error) if may_pass(&error) => {}
-            // A daemon that was started since knows nothing of steps that are over.
+            // A daemon that was restarted since then knows nothing of steps that are over.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => say(&json!({ "dropped": about, "why": failure(&error) })),
         }

@@ -1,4 +1,5 @@
-//! A trainer as a process of its own: the test binary, started once more, does what it is told on stdin and answers on stdout.
+//! A trainer as a process of its own: the test binary, started again, executes orders from stdin
+//! and answers on stdout.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -14,47 +15,47 @@ use serde_json::{Value, json};
 
 use crate::content::{self, Shape};
 
-/// Names the staging folder; who has it is a trainer.
+/// The environment variable with the staging folder; a process that has it is a trainer.
 pub const FOLDER: &str = "RAPIDRAID_TEST_TRAINER";
-/// Names the token file, if there is one.
+/// The environment variable with the path of the token file, if there is one.
 pub const TOKEN: &str = "RAPIDRAID_TEST_TOKEN";
-/// Begins every line that is an answer; the test binary says other things too.
+/// The first character of every line that is an answer; the test binary prints other lines too.
 pub const MARK: char = '@';
 
-/// How long a call may take when nothing else is said.
+/// Time limit of a call if the order has none.
 pub const CALL_LIMIT: Duration = Duration::from_secs(20);
 
-/// What one rank of a launch knows of itself.
+/// The place and shape of a rank in its launch.
 struct Rank {
     place: Place,
     shape: Shape,
 }
 
-/// A trainer's state.
+/// The state of a trainer.
 struct Trainer {
     folder: PathBuf,
     token: Option<PathBuf>,
     session: Option<Session>,
     rank: Option<Rank>,
     segments: Vec<Arc<Segment>>,
-    /// The segment that is being filled, the filling and the step.
+    /// The index of the segment that is being filled, the filling and the step.
     filling: Option<(usize, FillId, Step)>,
     loaded: Option<LoadedStep>,
 }
 
-/// Says a line to whoever started the process.
+/// Prints an answer for the process that started this one.
 pub fn say(line: &Value) {
     let mut out = std::io::stdout().lock();
-    // The process that listens may have gone.
+    // The process that reads may have ended.
     let _ = writeln!(out, "\n{MARK}{line}").and_then(|()| out.flush());
 }
 
-/// A failure as JSON.
+/// Returns a failure as JSON.
 pub fn failure(error: &StagingError) -> Value {
     json!({ "kind": format!("{:?}", error.kind()), "message": error.to_string(), "hint": error.hint() })
 }
 
-/// Plays the part, when this process is a trainer. Never returns then.
+/// Runs a trainer if this process is one, and never returns then.
 pub fn play_if_started() {
     let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else { return };
     let token = std::env::var_os(TOKEN).map(PathBuf::from);
@@ -253,7 +254,7 @@ fn load_of(order: &Value) -> Load {
     }
 }
 
-/// A load as JSON.
+/// Returns a load as JSON.
 pub fn told(found: &content::Loaded) -> Value {
     json!({
         "step": found.step, "fill": found.fill.to_string(), "world": found.world,

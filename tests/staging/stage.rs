@@ -17,14 +17,14 @@ use crate::launch::in_container;
 use crate::machine::{Cluster, Daemon, Ended, exit_code, files_below, program, run};
 use crate::watch::Watch;
 
-/// What comes in the end comes within this, on a busy machine too.
+/// Time limit for an event that has to happen, on a busy machine too.
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Between two looks.
+/// Interval between two checks.
 pub const LOOK: Duration = Duration::from_millis(10);
-/// What the daemon logs.
+/// The log filter of the daemon.
 const LOG: &str = "warn,rapidraid=info,rapidraid::staging=debug";
 
-/// Waits until something holds. `tail` says more when it never does.
+/// Waits until `holds` returns true. Panics after a time limit, with `what` and the text of `tail`.
 pub fn until(what: &str, tail: impl Fn() -> String, mut holds: impl FnMut() -> bool) {
     let started = Instant::now();
     while !holds() {
@@ -33,7 +33,7 @@ pub fn until(what: &str, tail: impl Fn() -> String, mut holds: impl FnMut() -> b
     }
 }
 
-/// A staging daemon, or its folder while none runs.
+/// A staging daemon, or its folder while no daemon runs.
 pub struct Stage<'a> {
     pub cluster: &'a Cluster,
     home: TempDir,
@@ -50,7 +50,7 @@ impl<'a> Stage<'a> {
         stage
     }
 
-    /// A folder without a daemon.
+    /// Creates a staging folder without a daemon.
     pub fn folder(cluster: &'a Cluster, memory: &str, settings: &[&str]) -> Self {
         let home = tempfile::tempdir_in("/dev/shm").unwrap();
         let mut all = vec![
@@ -66,17 +66,17 @@ impl<'a> Stage<'a> {
         self.settings.push(setting.to_owned());
     }
 
-    /// The staging folder.
+    /// Returns the staging folder.
     pub fn dir(&self) -> PathBuf {
         self.home.path().join("staging")
     }
 
-    /// A place beside the staging folder.
+    /// Returns a path beside the staging folder.
     pub fn beside(&self, name: &str) -> PathBuf {
         self.home.path().join(name)
     }
 
-    /// The command with these arguments.
+    /// Returns the command `rapidraid stage` with these arguments.
     pub fn command(&self, arguments: &[&str]) -> std::process::Command {
         let mut command = program(self.cluster.folder.path());
         command.arg("stage").args(arguments);
@@ -85,14 +85,15 @@ impl<'a> Stage<'a> {
         command
     }
 
-    /// Starts the daemon that does not run.
+    /// Starts the daemon and waits until it is ready.
     pub fn restart(&mut self) {
         self.launch();
         let daemon = self.daemon.take().unwrap();
         self.daemon = Some(daemon.ready());
     }
 
-    /// Starts the daemon in a container: it has no process outside for its parent, and its session is led by none inside.
+    /// Starts the daemon in a container: its parent process is outside and has the id 0 for it, and
+    /// its session has no leader inside.
     pub fn restart_in_container(&mut self) {
         self.bury();
         let command = in_container(&self.command(&[]));
@@ -109,7 +110,7 @@ impl<'a> Stage<'a> {
         self.daemon.as_ref().expect("the daemon does not run")
     }
 
-    /// The daemon's process.
+    /// Returns the daemon's process id.
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.daemon().child)
     }
@@ -125,7 +126,7 @@ impl<'a> Stage<'a> {
         self.bury();
     }
 
-    /// Waits for a daemon that was killed.
+    /// Waits for the end of a daemon that was killed.
     pub fn bury(&mut self) {
         self.daemon = None;
     }
@@ -147,12 +148,12 @@ impl<'a> Stage<'a> {
         run(self.command(arguments))
     }
 
-    /// A process that reads, in this one.
+    /// Connects this process to the daemon as a reader.
     pub fn session(&self) -> Result<Session, StagingError> {
         with_wait(|wait| Session::connect(&self.dir(), None, wait))
     }
 
-    /// What the daemon holds.
+    /// Returns the daemon's status.
     pub fn status(&self) -> Status {
         let mut session = self.session().unwrap();
         let asked = with_wait(|wait| session.ask("status", &Request::Status, wait));
@@ -160,7 +161,8 @@ impl<'a> Stage<'a> {
         status
     }
 
-    /// The state of a job's step in one word.
+    /// Returns the state of a job's step in one word, or `None` if the daemon does not have the
+    /// step.
     pub fn state(&self, job: &str, step: u64) -> Option<String> {
         let status = self.status();
         let job = status.jobs.into_iter().find(|found| found.job.as_str() == job)?;
@@ -168,19 +170,20 @@ impl<'a> Stage<'a> {
         Some(found.state)
     }
 
-    /// Waits until a step is in a state.
+    /// Waits until a step is in `state`.
     pub fn until_state(&self, job: &str, step: u64, state: &str) {
         self.until(&format!("{job}/{step} is {state}"), || {
             self.state(job, step).as_deref() == Some(state)
         });
     }
 
-    /// Waits until something holds.
+    /// Waits until `holds` returns true. Panics after a time limit, with the daemon's last log
+    /// lines and status.
     pub fn until(&self, what: &str, holds: impl FnMut() -> bool) {
         until(what, || format!("{}{:#?}", self.watch.tail(), self.status()), holds);
     }
 
-    /// Gives back a job's memory until there is none.
+    /// Frees a job's memory until it has none.
     pub fn forget(&self, job: &str) {
         self.until("all is given back", || {
             self.free(job);
@@ -193,7 +196,8 @@ impl<'a> Stage<'a> {
         self.load_with(job, step, false)
     }
 
-    /// The same; `offline`: also when the cluster does not say what is committed.
+    /// Loads like [`Self::load`]. With `offline` it also loads if the cluster does not say what is
+    /// committed.
     pub fn load_with(
         &self,
         job: &str,
@@ -207,24 +211,24 @@ impl<'a> Stage<'a> {
         with_wait(|wait| content::load(&mut session, &load, wait))
     }
 
-    /// The committed steps of a job, as the cluster says.
+    /// Returns the committed steps of a job as the cluster lists them.
     pub fn committed(&self, job: &str) -> Vec<u64> {
         let listed = self.cluster.run(&format!("ls {job} --json")).ok().json();
         let steps = listed["steps"].as_array().unwrap();
         steps.iter().map(|step| step["step"].as_u64().unwrap()).collect()
     }
 
-    /// Gives back a job's memory.
+    /// Frees a job's memory. Returns the command's JSON output.
     pub fn free(&self, job: &str) -> Value {
         self.run(&["--free", job, "--json"]).ok().json()
     }
 
-    /// The file of a segment.
+    /// Returns the path of a segment's file.
     pub fn segment(&self, id: &str) -> PathBuf {
         self.dir().join("segments").join(format!("{id}.seg"))
     }
 
-    /// Turns a bit of a file.
+    /// Flips a bit of the byte at offset `at` of a file.
     pub fn flip(&self, path: &Path, at: u64) {
         use std::os::unix::fs::FileExt;
         let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
@@ -233,18 +237,18 @@ impl<'a> Stage<'a> {
         file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
     }
 
-    /// Nothing in the daemon has panicked.
+    /// Asserts that no thread of the daemon has panicked.
     pub fn assert_sound(&self) {
         assert_eq!(self.watch.panics(), Vec::<String>::new());
     }
 
-    /// Files of the staging folder below `folder`, by name.
+    /// Returns the files of the staging folder below `folder`, by name.
     pub fn files(&self, folder: &str) -> Vec<String> {
         files_below(&self.dir().join(folder))
     }
 }
 
-/// Calls with the usual deadline.
+/// Runs a call with the usual time limit.
 pub fn with_wait<T>(call: impl FnOnce(&mut Wait<'_>) -> T) -> T {
     let mut proceed = || true;
     call(&mut Wait::new(crate::role::CALL_LIMIT, &mut proceed))

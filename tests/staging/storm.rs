@@ -1,5 +1,5 @@
-//! One job saves and loads while its trainers and the staging daemon are killed: at random moments, and at each phase of a step as soon as
-//! the daemon says it.
+//! A storm: one job saves and loads while its trainers and the staging daemon are killed, at random
+//! moments and at each phase of a step as soon as the daemon logs it.
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rapidraid::entropy::{Entropy, SeededEntropy, SystemEntropy};
 use rapidraid::id::LaunchId;
 use rapidraid::kind::ErrorKind;
-use rapidraid::trainer::daemon::trace::TracePoint;
+use rapidraid::trainer::daemon::trace::StagingPoint;
 use rapidraid::trainer::protocol::Load;
 use rapidraid::trainer::session::{Session, boot_time};
 use rustix::process::{Pid, Signal, kill_process};
@@ -27,20 +27,20 @@ use crate::rank::SETTINGS;
 use crate::stage::{Stage, with_wait};
 
 const JOB: &str = "storm";
-/// The phases in which somebody is killed.
-const PHASES: [TracePoint; 6] = [
-    TracePoint::Filling,
-    TracePoint::Staged,
-    TracePoint::Hashing,
-    TracePoint::Saving,
-    TracePoint::Decided,
-    TracePoint::Loading,
+/// The phases in which processes are killed.
+const PHASES: [StagingPoint; 6] = [
+    StagingPoint::Filling,
+    StagingPoint::Staged,
+    StagingPoint::Hashing,
+    StagingPoint::Saving,
+    StagingPoint::Decided,
+    StagingPoint::Loading,
 ];
 /// How long a trap waits for its phase.
 const TRAP_LIMIT: Duration = Duration::from_secs(5);
-/// Kills between two rests, at which everything is compared.
+/// Number of kills between two rests; at a rest everything is compared.
 const REST_EVERY: u64 = 50;
-/// Committed steps that a rest leaves.
+/// Number of committed steps that a rest keeps.
 const KEPT: usize = 3;
 
 /// The ranks of one launch.
@@ -53,7 +53,7 @@ impl Ranks {
         self.children.iter().map(Pid::from_child).collect()
     }
 
-    /// Whether one has ended.
+    /// Returns whether a rank has ended.
     fn is_over(&mut self) -> bool {
         self.children.iter_mut().any(|child| child.try_wait().unwrap().is_some())
     }
@@ -68,7 +68,7 @@ impl Drop for Ranks {
     }
 }
 
-/// Who is killed.
+/// The processes to kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Daemon,
@@ -88,10 +88,10 @@ impl Victim {
     }
 }
 
-/// Loads beside everything else, in a thread of its own.
+/// A reader that loads concurrently with all other work, in a thread of its own.
 struct Reader {
     is_over: Arc<AtomicBool>,
-    /// It waits: the next load that the daemon speaks of is a launch's.
+    /// Whether the reader pauses, so that the next load that the daemon logs is a launch's.
     is_paused: Arc<AtomicBool>,
     thread: Option<JoinHandle<u64>>,
 }
@@ -130,7 +130,7 @@ impl Reader {
                     Err(error) if error.kind() == ErrorKind::Corrupt => {
                         ledger.lock().unwrap().wrong.push(format!("a load says: {error}"));
                     }
-                    // The daemon is away, or the step went away meanwhile.
+                    // The daemon is down, or the step was removed in the meantime.
                     Err(_) => {}
                 }
             }
@@ -158,16 +158,17 @@ struct Storm<'a> {
     random: SeededEntropy,
     ranks: Option<Ranks>,
     launches: u64,
-    /// Kills by phase and by victim.
+    /// Number of kills by phase and by victim.
     counts: BTreeMap<&'static str, BTreeMap<&'static str, u64>>,
     checked: u64,
 }
 
-/// Plays a storm of so many kills. Returns what was done and seen.
+/// Runs a storm of `kills` kills. Returns a report of what was done and seen.
 pub fn play(cluster: &Cluster, kills: u64, seed: u64) -> Value {
     let started = Instant::now();
     let mut storm = Storm {
-        // A rank may be killed before the others of its launch have said who they are: then only the time ends its step.
+        // A rank may be killed before the other ranks of its launch have connected; then only this
+        // time limit ends its step.
         stage: Stage::folder(cluster, "48MiB", &["staging.fill_s=20"]),
         ledger: Arc::default(),
         random: SeededEntropy::new(seed),
@@ -226,7 +227,8 @@ impl Storm<'_> {
         self.random.below(bound)
     }
 
-    /// Starts the next launch: one to three ranks, and now and then one that goes back to an earlier step.
+    /// Starts the next launch: one to three ranks, and occasionally one that goes back to an
+    /// earlier step.
     fn start_launch(&mut self) {
         self.ranks = None;
         self.launches += 1;
@@ -280,17 +282,18 @@ impl Storm<'_> {
         }
     }
 
-    /// Kills somebody, and brings everything back. Returns what was done; `None` when the moment did not come.
+    /// Kills a victim and restarts what was killed. Returns the phase and the victim; `None` if the
+    /// phase was not reached.
     fn kill(&mut self, reader_is_paused: &AtomicBool) -> Option<(&'static str, Victim)> {
         if self.ranks.as_mut().is_none_or(Ranks::is_over) {
             self.start_launch();
         }
-        // Now and then some steps come to their end before.
+        // Sometimes let a few steps complete first.
         sleep(Duration::from_millis(self.below(3) * self.below(200)));
         let (at, victim) = (self.below(PHASES.len() as u64 + 1) as usize, self.draw_victim());
         let phase = PHASES.get(at).copied();
-        if phase == Some(TracePoint::Loading) {
-            // Loads come when a launch begins.
+        if phase == Some(StagingPoint::Loading) {
+            // Loads happen when a launch begins.
             reader_is_paused.store(true, Ordering::Relaxed);
             self.start_launch();
         }
@@ -324,14 +327,15 @@ impl Storm<'_> {
             self.start_daemon();
         }
         if victim != Victim::Daemon {
-            // Whoever supervises the job ends the other ranks too.
+            // The job's supervisor ends the other ranks too.
             sleep(Duration::from_millis(self.below(3) * self.below(100)));
             self.start_launch();
         }
-        Some((phase.map_or("any moment", TracePoint::name), victim))
+        Some((phase.map_or("any moment", StagingPoint::name), victim))
     }
 
-    /// Nobody is killed for a while: all is as the ledger says, in memory and in the cluster, and most of it is removed.
+    /// Pauses the kills: compares memory and cluster with the ledger, then removes most committed
+    /// steps.
     fn rest(&mut self) {
         self.ranks = None;
         let stage = &self.stage;
@@ -346,7 +350,8 @@ impl Storm<'_> {
             (found.step, found.fill.to_string())
         };
         let mut listed = stage.committed(JOB);
-        // What is in memory comes from there, and then all of it from the cluster.
+        // The first loads take steps from memory if they are there; after the memory is freed, all
+        // come from the cluster.
         let memory: Vec<(u64, String)> = listed.iter().map(|step| read(*step)).collect();
         stage.free(JOB);
         let cluster: Vec<(u64, String)> = listed.iter().map(|step| read(*step)).collect();
@@ -361,7 +366,7 @@ impl Storm<'_> {
         }
     }
 
-    /// All memory is given back.
+    /// Frees all memory, and checks that no file is left and that the daemon ends without an error.
     fn end(&mut self) {
         let stage = &self.stage;
         stage.until("all memory is given back", || {
@@ -377,7 +382,8 @@ impl Storm<'_> {
     }
 }
 
-/// Why a rank may end by itself: its launch is over, or went on from an earlier step than what is there by now.
+/// Checks why a rank ended by itself: its launch is superseded, or resumed from an earlier step
+/// than one that exists by now.
 fn heard_end(ledger: &Mutex<Ledger>, ended: &Value) {
     let (kind, message) = (&ended["kind"], ended["message"].as_str().unwrap_or_default());
     let is_legal =

@@ -1,8 +1,9 @@
-//! The table "What survives" of docs/staging.md, 8: who is killed, and how far the step had come.
+//! Tests of the table "What survives" of docs/staging.md, 8: which process is killed, and how far
+//! the step had come.
 
 use std::time::{Duration, Instant};
 
-use rapidraid::trainer::daemon::trace::TracePoint;
+use rapidraid::trainer::daemon::trace::StagingPoint;
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -11,7 +12,7 @@ use crate::machine::Cluster;
 use crate::stage::Stage;
 use crate::{Cell, cells};
 
-/// A step that cannot be completed is told to the other ranks within this.
+/// Time within which the other ranks learn that a step cannot be completed.
 const TOLD: Duration = Duration::from_secs(1);
 
 pub const CELLS: &[Cell] = cells![
@@ -35,7 +36,7 @@ fn stage<'a>(cluster: &'a Cluster) -> Stage<'a> {
     Stage::start(cluster, "64MiB", &[])
 }
 
-/// Rank 0 of two has staged the step, rank 1 fills it.
+/// Starts a launch in which rank 0 of two has staged the step and rank 1 fills it.
 fn half(stage: &Stage<'_>, job: &str) -> Launch {
     let mut launch = Launch::ready(stage, &Plan::new(job, 2));
     launch.ranks[0].step("save", 10).unwrap();
@@ -43,17 +44,18 @@ fn half(stage: &Stage<'_>, job: &str) -> Launch {
     launch
 }
 
-/// All ranks have staged step 10, and the daemon gets a signal before its save begins.
+/// Starts a launch in which all ranks have staged step 10, and sends the daemon a signal before its
+/// save begins.
 fn staged(stage: &Stage<'_>, job: &str, signal: Signal) -> (Launch, String) {
     let mut launch = Launch::ready(stage, &Plan::new(job, 2));
-    stage.watch.set_trap(TracePoint::Saving, &[stage.pid()], signal);
+    stage.watch.set_trap(StagingPoint::Saving, &[stage.pid()], signal);
     let fill = launch.save(10);
     stage.until("the daemon is at the save", || stage.watch.has_sprung());
     stage.watch.take_trap();
     (launch, fill)
 }
 
-/// Step 10 is committed.
+/// Starts a launch of two ranks that has committed step 10. Returns it and the filling.
 fn committed(stage: &Stage<'_>, job: &str) -> (Launch, String) {
     let mut launch = Launch::ready(stage, &Plan::new(job, 2));
     let fill = launch.save(10);
@@ -61,7 +63,7 @@ fn committed(stage: &Stage<'_>, job: &str) -> (Launch, String) {
     (launch, fill)
 }
 
-/// Nothing is left of the step: a new launch begins anew, and saves it again.
+/// Asserts that nothing is left of the step: a new launch resumes from nothing and saves it again.
 fn is_dropped(stage: &Stage<'_>, job: &str) {
     assert_eq!(stage.load(job, None).unwrap(), None);
     assert_eq!(stage.state(job, 10), None);
@@ -74,7 +76,8 @@ fn is_dropped(stage: &Stage<'_>, job: &str) {
     stage.assert_sound();
 }
 
-/// A new launch of `world` ranks resumes from step 10, and what it saves next is committed.
+/// Asserts that a new launch of `world` ranks resumes from step 10, and that the step that it saves
+/// next is committed.
 fn is_resumed(stage: &Stage<'_>, job: &str, fill: &str, from_memory: bool, world: u32) {
     let mut launch = Launch::start(stage, &Plan::new(job, world).after(10));
     for loaded in launch.load(None) {
@@ -85,7 +88,7 @@ fn is_resumed(stage: &Stage<'_>, job: &str, fill: &str, from_memory: bool, world
     launch.prepare();
     launch.save(20);
     launch.wait(20);
-    // Also the bytes in the cluster.
+    // Check the bytes in the cluster too.
     drop(launch);
     stage.forget(job);
     let again = stage.load(job, Some(10)).unwrap().unwrap();
@@ -114,7 +117,7 @@ fn a_trainer_when_all_have_staged(cluster: &Cluster, job: &str) {
     launch.ranks[1].kill();
     assert!(stage.committed(job).is_empty());
     stage.signal(Signal::CONT);
-    // The other rank goes on and hears of the commit.
+    // The other rank continues and learns of the commit.
     launch.ranks[0].step("wait", 10).unwrap();
     drop(launch);
     is_resumed(&stage, job, &fill, true, 2);
@@ -132,7 +135,8 @@ fn the_daemon_while_ranks_fill(cluster: &Cluster, job: &str) {
     let mut stage = stage(cluster);
     let mut launch = half(&stage, job);
     stage.kill();
-    // A call meets nobody; the next one meets the new daemon, which says what became of the step.
+    // The first call finds no daemon; the next one reaches the new daemon, which tells the rank the
+    // fate of the step.
     launch.ranks[0].step("wait", 10).unwrap_err().says("Unavailable", &[]);
     stage.restart();
     launch.ranks[0].step("wait", 10).unwrap_err().says("NotFound", &["step 10 is not being saved"]);
@@ -145,7 +149,7 @@ fn the_daemon_while_ranks_fill(cluster: &Cluster, job: &str) {
     };
     told.says("Unavailable", &["step 10 was dropped while rank 1 filled it", "started anew"]);
     assert_eq!(stage.load(job, None).unwrap(), None);
-    // Their segments are theirs: the next step needs nothing else.
+    // The ranks still own their segments, so the next step needs nothing else.
     launch.save(20);
     launch.wait(20);
     assert_eq!(stage.committed(job), [20]);
@@ -202,7 +206,7 @@ fn both_when_it_is_committed(cluster: &Cluster, job: &str) {
     is_resumed(&stage, job, &fill, true, 4);
 }
 
-/// Everything on the host dies, and its memory is empty.
+/// Simulates a reboot: every process on the host dies, and its memory is lost.
 fn reboot(stage: &mut Stage<'_>, mut launch: Launch) {
     launch.kill();
     stage.kill();
@@ -231,7 +235,7 @@ fn the_host_when_it_is_committed(cluster: &Cluster, job: &str) {
     is_resumed(&stage, job, &fill, false, 2);
 }
 
-/// Preemption.
+/// Preemption: all trainers are killed at once.
 fn all_trainers_right_after_the_last_answer(cluster: &Cluster, job: &str) {
     let stage = stage(cluster);
     let mut launch = Launch::ready(&stage, &Plan::new(job, 3));
@@ -241,7 +245,7 @@ fn all_trainers_right_after_the_last_answer(cluster: &Cluster, job: &str) {
     is_resumed(&stage, job, &fill, true, 3);
 }
 
-/// What is in a header counts, whether its owner could say it or not.
+/// The header counts, even if its owner died before it could report it.
 fn a_trainer_right_after_its_header(cluster: &Cluster, job: &str) {
     let stage = stage(cluster);
     let mut launch = half(&stage, job);

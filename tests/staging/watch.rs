@@ -1,18 +1,19 @@
-//! What a staging daemon says of its steps, and the trap: processes that are killed as soon as it says a wanted point.
+//! A watch on the trace points that a staging daemon logs, and the trap: kills processes as soon as
+//! the daemon logs a given point.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use rapidraid::trainer::daemon::trace::{TARGET, TracePoint};
+use rapidraid::trainer::daemon::trace::{StagingPoint, TARGET};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::machine::Listener;
 
-/// Lines that are kept for a failure.
+/// Maximum number of log lines that are kept for the report of a failure.
 const KEPT: usize = 1000;
 
-/// A point that was said, and of what step.
+/// A trace point that was logged, and its step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
     pub point: String,
@@ -23,12 +24,12 @@ pub struct Said {
 struct State {
     lines: VecDeque<String>,
     said: Vec<Said>,
-    trap: Option<(TracePoint, Vec<Pid>, Signal)>,
+    trap: Option<(StagingPoint, Vec<Pid>, Signal)>,
     sprung: Option<Instant>,
     panics: Vec<String>,
 }
 
-/// Shared with the thread that reads what the daemon says.
+/// The log of a daemon and the trap, shared with the thread that reads the log.
 #[derive(Clone, Default)]
 pub struct Watch(Arc<Mutex<State>>);
 
@@ -37,7 +38,7 @@ impl Watch {
         self.0.lock().unwrap()
     }
 
-    /// Hears a daemon's lines.
+    /// Returns the listener for a daemon's log lines.
     pub fn listener(&self) -> Listener {
         let watch = self.clone();
         Arc::new(move |line| watch.heard(line))
@@ -49,8 +50,8 @@ impl Watch {
             state.panics.push(line.to_owned());
         }
         let said = said(line);
-        // Readers load again and again.
-        let is_load = said.as_ref().is_some_and(|said| said.point == TracePoint::Loading.name());
+        // Readers load repeatedly, so equal lines about loads are kept once.
+        let is_load = said.as_ref().is_some_and(|said| said.point == StagingPoint::Loading.name());
         if !(is_load && state.said.last() == said.as_ref()) {
             state.lines.push_back(line.to_owned());
         }
@@ -61,7 +62,8 @@ impl Watch {
         if let Some((point, victims, signal)) = &state.trap
             && point.name() == said.point
         {
-            // Under the lock: nobody waits for a victim, and so frees its number, before the trap is taken away.
+            // Kill under the lock: until the trap is removed, no thread reaps a victim, which would
+            // free its process id for reuse.
             for victim in victims {
                 let _ = kill_process(*victim, *signal);
             }
@@ -71,13 +73,13 @@ impl Watch {
         state.said.push(said);
     }
 
-    /// From now on the victims get a signal as soon as the point is said.
-    pub fn set_trap(&self, point: TracePoint, victims: &[Pid], signal: Signal) {
+    /// Sets the trap: the victims get `signal` as soon as the daemon logs `point`.
+    pub fn set_trap(&self, point: StagingPoint, victims: &[Pid], signal: Signal) {
         let mut state = self.state();
         (state.trap, state.sprung) = (Some((point, victims.to_vec(), signal)), None);
     }
 
-    /// Takes the trap away. Returns whether it has sprung.
+    /// Removes the trap. Returns whether it has sprung.
     pub fn take_trap(&self) -> bool {
         let mut state = self.state();
         state.trap = None;
@@ -89,26 +91,26 @@ impl Watch {
         self.state().sprung.is_some()
     }
 
-    /// Returns whether a point was said of a step.
-    pub fn has_said(&self, point: TracePoint, step: u64) -> bool {
+    /// Returns whether a point of a step was logged.
+    pub fn has_said(&self, point: StagingPoint, step: u64) -> bool {
         self.state()
             .said
             .iter()
             .any(|said| (said.point.as_str(), said.step) == (point.name(), step))
     }
 
-    /// Returns what panicked.
+    /// Returns the log lines about panics.
     pub fn panics(&self) -> Vec<String> {
         self.state().panics.clone()
     }
 
-    /// Returns the last lines.
+    /// Returns the last log lines.
     pub fn tail(&self) -> String {
         self.state().lines.iter().fold(String::new(), |text, line| text + line + "\n")
     }
 }
 
-/// The point that a log line says.
+/// Returns the trace point that a log line names.
 fn said(line: &str) -> Option<Said> {
     let (_, rest) = line.split_once(TARGET)?;
     let mut words = rest.strip_prefix(": ")?.split(' ');

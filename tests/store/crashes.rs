@@ -1,4 +1,5 @@
-//! A crash, a failure and a missing sync at every operation of every call: all of it, or nothing.
+//! Tests that each call of the store is atomic: a crash, a failure or a missing sync at any
+//! operation leaves the whole effect or none of it.
 
 use std::sync::Arc;
 
@@ -11,12 +12,12 @@ use super::{
     piece_key, write_block, write_piece,
 };
 
-/// One call whose effect must be there whole, or not at all.
+/// A store call whose effect must be complete or absent.
 struct Call {
     what: &'static str,
     before: fn(&Store),
     run: fn(&Store) -> Result<(), StoreError>,
-    /// Whether the effect is there; panics when half of it is.
+    /// Returns whether the effect is present; panics if only a part of it is.
     done: fn(&Store) -> bool,
 }
 
@@ -92,7 +93,8 @@ const CALLS: [Call; 7] = [
     },
 ];
 
-/// What a restart finds: with the index as it was, and without any.
+/// Crashes the disk and reopens the store. Returns two stores: one with the index as it was, one
+/// with an empty index.
 fn restarts(disk: &MemoryDisk, kv: &Arc<MemoryKv>) -> [Store; 2] {
     let copy = disk.crash();
     [open_with(disk, Arc::new(disk.clone()), kv.clone()).0, open(&copy).0]
@@ -148,8 +150,9 @@ fn a_failing_operation_fails_the_call_and_the_next_one_succeeds() {
     }
 }
 
-/// Takes each sync out in turn: the call must fail, or a crash must take back what it acknowledged. A sync
-/// for which neither holds is not needed; a needed one that is missing fails the crash test above.
+/// Skips each sync in turn and checks that it matters: either the call fails, or a crash loses the
+/// effect that the call acknowledged. A sync for which neither holds is unnecessary. A missing sync
+/// that is necessary fails the crash test above.
 #[test]
 fn every_sync_is_needed() {
     for Call { what, before, run, done } in &CALLS {
@@ -163,7 +166,7 @@ fn every_sync_is_needed() {
                 assert!(sync > 0, "{what} syncs nothing");
                 break;
             }
-            // Half an effect, or a folder that does not open, is a loss as well.
+            // A partial effect and a folder that does not open also count as lost.
             let after = std::panic::AssertUnwindSafe(|| done(&open(&disk.crash()).0));
             let kept = || std::panic::catch_unwind(after).unwrap_or(false);
             assert!(result.is_err() || !kept(), "{what} does without sync {sync}");
@@ -174,7 +177,8 @@ fn every_sync_is_needed() {
 #[test]
 fn a_kill_leaves_names_that_the_next_start_makes_durable() {
     let (disk, store) = new_store();
-    // Stops between the rename and the sync of the folder, and loses nothing that the kernel knows.
+    // The skipped sync is the one of the folder after the rename. The process dies there, and the
+    // kernel loses nothing.
     disk.skip_sync_after(1);
     write_block(&store, &content(G)).unwrap();
     drop(store);

@@ -1,4 +1,5 @@
-//! Damage: bits that flip, files that are cut or under another name, a medium that changes what was written.
+//! Tests of damage: flipped bits, truncated and misnamed files, and a medium that changes what was
+//! written.
 
 use std::sync::Arc;
 
@@ -87,12 +88,13 @@ fn a_damaged_file_is_noted_stays_a_source_and_gives_way_to_a_good_one() {
     assert!(bytes[..G] == data[..G] && bytes[2 * G..] == data[2 * G..]);
     assert!(bytes[G..2 * G].iter().all(|byte| *byte == 0), "a damaged grain comes as zeros");
 
-    // The note outlives a power cut, and the index.
+    // The damage note survives a power failure and the loss of the index.
     let (again, _) = open(&disk.crash());
     assert!(again.is_damaged(REPLICA) && again.unchecked_files().is_empty());
     assert_eq!(again.find(STRIPE).unwrap(), []);
 
-    // Other content does not take the name; the same does, and the note goes.
+    // A write of other content under this name is refused. A write of the same content succeeds and
+    // removes the damage note.
     let other = write_block(&store, &content(3 * G + 499)).unwrap_err();
     assert!(matches!(other, StoreError::Conflict { .. }), "{other}");
     write_block(&store, &data).unwrap();
@@ -101,7 +103,8 @@ fn a_damaged_file_is_noted_stays_a_source_and_gives_way_to_a_good_one() {
     assert!(!again.is_damaged(REPLICA) && again.find(STRIPE).unwrap().len() == 1);
 }
 
-/// A good file took the name, and the power went before the note was removed: the node looks at it.
+/// Power fails after a good file took the name and before the damage note is removed: the node
+/// checks the file before it counts as a copy.
 #[test]
 fn a_note_about_another_file_says_nothing_until_somebody_has_looked() {
     let data = content(2 * G);
@@ -128,7 +131,7 @@ fn a_note_about_another_file_says_nothing_until_somebody_has_looked() {
     assert_eq!(store.check_file(REPLICA).unwrap(), FileCheck::Whole);
     assert_eq!(store.find(STRIPE).unwrap().len(), 1);
     assert!(store.remove(REPLICA).unwrap());
-    // A note without a file goes at the start.
+    // A damage note without its file is removed when the store opens.
     disk.create_dir(folder.rsplit_once('/').unwrap().0).unwrap();
     disk.create_dir(folder).unwrap();
     disk.create_new(&at).unwrap().write_at(&bytes, 0).unwrap();
@@ -182,13 +185,15 @@ fn what_the_medium_changes_before_the_read_back_is_noticed() {
         }
         writer.set_extent_bytes(1);
         let extent = writer.extent().unwrap().unwrap();
-        // Make it durable without the writer's knowledge, then let the medium rot under the page cache.
+        // Make the data durable without the writer's knowledge, then corrupt the medium below the
+        // page cache.
         disk.sync_all().unwrap();
         let path = format!("tmp/{}", disk.list("tmp").unwrap()[0].name);
         disk.flip_bit_on_medium(&path, grain * GRAIN_BYTES * 8 + 1).unwrap();
         let proven = extent
             .prove(&mut Extent::buffer(4 * GRAIN_BYTES), &mut |seen, _| assert!(seen < grain));
-        // The last grain is proven at the end. Who goes on regardless gets nothing for it.
+        // `finish` proves the last grain. A writer that continues after a failed proof still gets
+        // an error from `finish`.
         let finished = writer.finish(&mut |_, _| {});
         let finished = finished.unwrap_err();
         let error = if grain < 3 { proven.unwrap_err() } else { finished };
@@ -208,7 +213,7 @@ fn what_any_sync_of_a_piece_spoils_is_noticed() {
             let result = write_piece(&store, &content(len));
             let (_, after) = disk.operations();
             if result.is_ok() {
-                // The last three are those of folders, which this fault leaves alone.
+                // The last three syncs are those of folders, which this fault does not affect.
                 assert!(sync > 0 && sync + 3 == after - before, "{len}, sync {sync}");
                 break;
             }

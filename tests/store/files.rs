@@ -1,4 +1,5 @@
-//! What is written: every awkward size, what was not announced, the same again, a full disk, and the numbers that follow.
+//! Tests of writes: every awkward size, data of an unannounced length, the same data again, a full
+//! disk, and the totals that follow.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -127,7 +128,7 @@ fn the_same_again_is_fine_another_one_is_not_and_a_broken_one_makes_room() {
     assert!(named[0].contains(".rep (") && named[0].ends_with(')'), "{named:?}");
 }
 
-/// On a real disk, where what is proven and what is written are under way together.
+/// Runs on a real disk, where proving an extent and writing the next one overlap.
 #[test]
 fn extents_are_proven_while_the_next_ones_are_written() {
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();

@@ -1,4 +1,4 @@
-//! The folder itself: whose it is, who has it open, and an index that is lost.
+//! Tests of the data folder: its owner, its lock, and the loss of its index.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -64,7 +64,7 @@ fn a_crash_while_a_folder_becomes_a_nodes_leaves_it_open_to_that_node() {
             break;
         }
     }
-    // A folder that somebody has cleaned too well.
+    // The store recreates folders that an operator has removed by mistake.
     let (disk, store) = new_store();
     drop(store);
     for dir in ["shards", "tmp", "quarantine"] {
@@ -106,7 +106,8 @@ fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
     assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found.clone()));
     drop(store);
 
-    // Damage in the middle makes sled give back the part before it, and say nothing.
+    // If its log is damaged in the middle, sled returns the part before the damage and reports no
+    // error.
     let log = folder.path().join("index/db");
     let mut bytes = std::fs::read(&log).unwrap();
     bytes.iter_mut().take(4096).for_each(|byte| *byte ^= 0x5a);
@@ -116,7 +117,8 @@ fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
     assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found));
     drop(store);
 
-    // A file that goes while nobody looks leaves an entry that goes too.
+    // A file that is removed while the store is closed leaves an index entry, which the next open
+    // drops.
     RealDisk::open(folder.path()).unwrap().remove(&format!("shards/{REPLICA}")).unwrap();
     let (store, report, _) = open_folder(folder.path()).unwrap();
     assert_eq!(report, Reconciled { dropped: 1, ..Default::default() });

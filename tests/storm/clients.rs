@@ -1,4 +1,5 @@
-//! The clients of a storm: they do what the schedule says, tell the ledger how it ended, and know what must not fail.
+//! The clients of a storm. They run the operations of the schedule, record the outcomes in the
+//! ledger, and assert that operations do not fail when they must not.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -14,15 +15,16 @@ use super::weather::Report;
 use crate::world::ledger::{Ledger, Possible, Shards};
 use crate::world::{content, job, options, quiet, shard};
 
-/// No deed takes longer, whatever is wrong; in virtual time.
+/// Time limit of an operation under any faults, in virtual time.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
-/// Nodes that an archived step may lose, by any of the codes.
+/// Number of lost nodes that an archived step survives, with any of the codes.
 const N_MINUS_K: usize = 2;
 
 pub type Shared = Arc<Mutex<Ledger>>;
 
-/// Small shards, now and then one of two stripes, now and then an empty one. Their names tell versions without bytes apart.
+/// Returns small shards. Now and then one has two stripes, and now and then one is empty. The names
+/// distinguish versions that have no bytes.
 fn shards(shape: u64) -> Shards {
     let draw = SeededEntropy::new(shape);
     let len = || match draw.below(8) {
@@ -56,7 +58,7 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
             let (version, free) = {
                 let mut ledger = ledger.lock().unwrap();
                 let free = replace || ledger.possible(step) == Possible::from([None]);
-                // One that was given up holds the step until its lease is over.
+                // An abandoned save holds the step until its lease ends.
                 let free = free && ledger.is_quiet(step);
                 (ledger.save(step, shards.clone()), free)
             };
@@ -74,7 +76,7 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
             let ended = client.remove(&job, Step(step)).await;
             ledger.lock().unwrap().removed(step, &begun, &ended);
             let there = !begun.before.contains(&None);
-            // Somebody else saves or removes it at the same time.
+            // Another save or removal of the step runs at the same time.
             let is_raced = ended.as_ref().is_err_and(|error| {
                 let is_other = error.kind() == ErrorKind::Fenced && begun.before.len() > 1;
                 is_other || error.kind() == ErrorKind::NotFound
@@ -93,7 +95,7 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
                 Err(error) if error.kind() != ErrorKind::Exists => {
                     assert!(!calm(), "an archiving of step {step}: {error}");
                 }
-                // What it leaves is looked at when the storm is over.
+                // The checks after the storm cover the rest of an incomplete archiving.
                 _ => {}
             }
         }
@@ -101,7 +103,8 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
     }
 }
 
-/// What comes within `patience_ms`, if that is not 0; what does not is dropped where it stands.
+/// Runs `work` for at most `patience_ms`, or to its end if that is 0. Returns its result, or `None`
+/// if the time ran out and the work was dropped where it stood.
 async fn within<T>(patience_ms: u64, work: impl Future<Output = T>) -> Option<T> {
     if patience_ms == 0 {
         return Some(work.await);
@@ -109,8 +112,9 @@ async fn within<T>(patience_ms: u64, work: impl Future<Output = T>) -> Option<T>
     tokio::time::timeout(Duration::from_millis(patience_ms), work).await.ok()
 }
 
-/// A restore gives what the step was at some time since it began. It fails only when more is wrong than was promised to be survived,
-/// or the step is not there.
+/// Restores a step, and asserts that it has a version that the step had at some time since the
+/// restore began. The restore may fail only if the step is missing, or if more faults are active
+/// than the step is promised to survive.
 async fn restore(client: &Client, step: u64, ledger: &Shared, weather: &Report) {
     let look = || {
         let mut ledger = ledger.lock().unwrap();

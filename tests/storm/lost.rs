@@ -1,5 +1,6 @@
-//! Weather with a lost catalogue: its home goes, with or without its map, somebody calls for a rebuild, and what comes back later has
-//! an older map, the old one, or none.
+//! Faults that lose the catalogue: its server goes down with or without the catalogue database, a
+//! client requests a rebuild, and the server comes back with its old database, with an older copy,
+//! or with none.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,28 +18,31 @@ use super::weather::{Director, Report};
 use crate::world::address;
 use crate::world::power::Leaves;
 
-/// The longest that a home, or a node during a rebuild, is away.
+/// Maximum time for which a catalogue server, or a node during a rebuild, is down, in virtual
+/// milliseconds.
 const MAX_AWAY_MS: u64 = 60_000;
-/// Rebuilds that are called for when the storm is over, until one ends well.
+/// Maximum number of rebuilds after the storm until one succeeds.
 const LAST_TRIES: usize = 20;
 
-/// What a home that was lost has for a map when it comes back.
+/// The catalogue database that a lost server has when it comes back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kept {
     Map,
     Nothing,
-    /// A copy that was taken long before.
+    /// A copy that was taken long before the loss.
     Older,
-    /// Neither a map nor anything else, if it is the machine that begins a catalogue: it begins another one.
+    /// No data at all, if the server is the machine that creates a catalogue; it then creates
+    /// another one.
     NewDisk,
 }
 
-/// Seeds that end in 1, 2 or 3 have such weather.
+/// Returns whether the schedule of a seed may lose the catalogue. Seeds that end in 1, 2 or 3 do.
 pub fn is_lost(seed: u64) -> bool {
     (1..=3).contains(&(seed % 10))
 }
 
-/// What goes wrong besides, if the seed is one of those.
+/// Returns the additional faults of a seed whose schedule may lose the catalogue, and none for
+/// other seeds.
 pub fn draw(seed: u64, nodes: u64) -> Vec<Wrong> {
     if !is_lost(seed) {
         return Vec::new();
@@ -60,7 +64,7 @@ pub fn draw(seed: u64, nodes: u64) -> Vec<Wrong> {
         for _ in 0..below(4) {
             at_ms += below(20_000);
             let machine = || 1 + below(nodes) as usize;
-            // As many as a rebuild may be without, and now and then one too many.
+            // Stop as many machines as a rebuild tolerates, and now and then one too many.
             for _ in 0..below(5) / 2 {
                 let fault = Fault::Stop { machine: machine(), leaves: leaves() };
                 let (from_ms, to_ms) = (at_ms.saturating_sub(below(5000)), at_ms + below(30_000));
@@ -81,20 +85,21 @@ pub fn draw(seed: u64, nodes: u64) -> Vec<Wrong> {
     wrongs
 }
 
-/// What a director knows of catalogues.
+/// The director's knowledge of catalogues.
 #[derive(Default)]
 pub struct Lost {
-    /// Who served last.
+    /// The machine that served the catalogue last.
     home: usize,
-    /// By the number of the loss: whose map it was, and the map.
+    /// By the number of the loss: the lost server, and its catalogue database.
     taken: BTreeMap<u64, (usize, Option<Arc<MemoryKv>>)>,
-    /// An early copy of a machine's map, and its epoch.
+    /// By machine: an early copy of its catalogue database, and the epoch of the copy.
     copies: BTreeMap<usize, (Epoch, Arc<MemoryKv>)>,
     rebuilds: Vec<JoinHandle<()>>,
 }
 
 impl Director {
-    /// Looks who serves, and tells the clients when nobody does.
+    /// Finds the daemon that serves the catalogue. Keeps an early copy of its database, and reports
+    /// to the clients when the catalogue is lost or found.
     pub fn look_for_home(&mut self) {
         let serving = self.homes();
         if let [home] = serving[..] {
@@ -113,8 +118,9 @@ impl Director {
         }
     }
 
-    /// The daemons that serve a catalogue which another node has noted as the cluster's. That others are on its list says nothing: a
-    /// request to register that comes again puts them there.
+    /// Returns the daemons that serve a catalogue which another node has recorded as the cluster's.
+    /// The nodes on a catalogue's own list prove nothing: a repeated request to register puts them
+    /// there.
     fn homes(&self) -> Vec<usize> {
         let mut serving = self.world.serving();
         serving.retain(|home| {
@@ -125,7 +131,8 @@ impl Director {
         serving
     }
 
-    /// The home is gone, and its map for the time being.
+    /// Takes the catalogue server down. Also removes its catalogue database for now, unless `map`
+    /// keeps it.
     pub async fn lose(&mut self, number: u64, map: Kept) {
         self.look_for_home();
         let home = self.lost.home;
@@ -138,11 +145,11 @@ impl Director {
         self.look_for_home();
     }
 
-    /// The machine that was lost is back, with what `map` says.
+    /// Boots the lost server again, with the data that `map` describes.
     pub async fn find(&mut self, number: u64, map: Kept) {
         let Some((home, kept)) = self.lost.taken.remove(&number) else { return };
         let slot = self.world.machines[home].catalogue.clone();
-        // It may have made a map of its own meanwhile, by a rebuild.
+        // A rebuild may have created a database on this machine in the meantime; that one stays.
         if map == Kept::Older && slot.get().is_none() {
             self.take_down(home, Leaves::All).await;
             slot.set(self.over(home).or(kept));
@@ -153,8 +160,9 @@ impl Director {
         self.bring_back(home).await;
     }
 
-    /// The early copy of a map whose epoch is over for more than half of the storage nodes: in the place of one whose epoch is not,
-    /// nobody could tell it from the one that was lost.
+    /// Returns the early copy of a machine's database if more than half of the storage nodes have a
+    /// later epoch. With a current epoch, no node could distinguish the copy from the database that
+    /// was lost.
     fn over(&self, home: usize) -> Option<Arc<MemoryKv>> {
         let (epoch, copy) = self.lost.copies.get(&home)?;
         let storage = self.world.machines.len() - 1;
@@ -163,7 +171,8 @@ impl Director {
         (later * 2 > storage).then(|| copy.clone())
     }
 
-    /// Somebody calls for a rebuild, and waits for it; on the next storage node that runs.
+    /// Requests a rebuild on storage node `on`, or on the next one that runs, and waits for it in a
+    /// task of its own.
     pub fn call_rebuild(&mut self, on: usize) {
         let storage = self.world.machines.len() - 1;
         let mut others = (0..storage).map(|other| 1 + (on - 1 + other) % storage);
@@ -175,7 +184,7 @@ impl Director {
         }));
     }
 
-    /// When everything is right again but the catalogue: rebuilds it where the old one does not come back.
+    /// Rebuilds the catalogue if no daemon serves it. All other faults have ended.
     pub async fn restore_catalogue(&mut self) {
         for rebuild in std::mem::take(&mut self.lost.rebuilds) {
             rebuild.await.unwrap();
@@ -193,7 +202,7 @@ impl Director {
         panic!("no rebuild brings the catalogue back; these serve: {:?}", self.homes());
     }
 
-    /// Exactly one daemon serves, and goes on serving.
+    /// Asserts that exactly one daemon serves the catalogue, and continues to.
     pub async fn assert_one_home(&self) {
         for _ in 0..10 {
             assert_eq!(self.world.serving().len(), 1, "homes: {:?}", self.world.serving());
@@ -202,7 +211,8 @@ impl Director {
     }
 }
 
-/// One that ends says what it could not bring back: nothing, where not more is missing than may be.
+/// Runs a rebuild and checks its outcome. A rebuild that succeeds reports no incomplete step, and
+/// no damaged one unless more than one node is missing or a disk has rotted.
 async fn rebuild(client: &rapidraid::client::Client, on: usize, report: &Report) {
     let at = Address { host_port: address(on), node: None };
     let limit = Duration::from_secs(3600);

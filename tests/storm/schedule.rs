@@ -1,4 +1,5 @@
-//! What happens in one storm, all of it drawn from the seed before it begins: what the clients do, and what goes wrong when.
+//! The schedule of a storm: the clients' operations, and the faults with their times. All of it is
+//! drawn from the seed before the storm begins.
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::wire::calls::PlanChoice;
@@ -6,23 +7,24 @@ use rapidraid::wire::calls::PlanChoice;
 use super::lost::{self, Kept};
 use crate::world::power::Leaves;
 
-/// Codes of a storm, by preference; the larger one needs six storage nodes.
+/// Codes of a storm, in order of preference. The larger one needs six storage nodes.
 pub const CODES: [(u8, u8); 2] = [(6, 4), (4, 2)];
 pub const BLOCK: u64 = 64 << 10;
-/// Steps that the clients work on.
+/// Number of steps that the clients work on.
 const STEPS: u64 = 4;
-/// How long things go wrong, in virtual time.
+/// Time within which faults begin, in virtual milliseconds.
 const STORM_MS: u64 = 90_000;
-/// The longest that one thing stays wrong.
+/// Maximum duration of a fault, in virtual milliseconds.
 const MAX_WRONG_MS: u64 = 45_000;
-/// In seconds, by which dates jump.
+/// Units of date jumps, in seconds.
 const HOUR: i64 = 3600;
 const YEAR: i64 = 365 * 24 * HOUR;
 
-/// What a client does.
+/// An operation of a client.
 #[derive(Debug, Clone, Copy)]
 pub enum Deed {
-    /// Given up after `patience_ms`, if that is not 0, as by a client that dies.
+    /// A save. If `patience_ms` is not 0, the client abandons it after that time, as if the client
+    /// died.
     Save {
         step: u64,
         replace: bool,
@@ -41,34 +43,37 @@ pub enum Deed {
     },
 }
 
-/// What goes wrong, until it is put right.
+/// A fault, which lasts until the director ends it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// A machine loses power, or its process is killed.
     Stop { machine: usize, leaves: Leaves },
-    /// The same for all machines.
+    /// All machines lose power, or their processes are killed.
     Blackout { leaves: Leaves },
-    /// A machine stops in the middle of its work: before the change after so many.
+    /// A machine stops in the middle of its work: after `changes` changes, before the next one.
     StopAfter { machine: usize, changes: u64, leaves: Leaves },
-    /// Two nodes do not hear each other.
+    /// Two nodes cannot reach each other.
     Cut { machines: (usize, usize) },
-    /// What one node sends does not reach the other, though it hears it.
+    /// On existing connections nothing that `from` sends reaches `to`, while the other direction
+    /// works.
     CutOneWay { from: usize, to: usize },
-    /// A client and a node do not hear each other.
+    /// A client and a node cannot reach each other.
     CutOff { client: usize, machine: usize },
-    /// A disk has no room.
+    /// A disk has no free space.
     Full { machine: usize },
-    /// A machine's date jumps, and later half of the way back.
+    /// A machine's date jumps. At the end of the fault it jumps half of the way back.
     Jump { machine: usize, by_seconds: i64 },
-    /// A bit of a block or piece turns; nothing puts it right.
+    /// Data of the rotten machine is corrupted: a block, a piece or a commit mark. The director
+    /// never repairs it.
     Rot { pick: u64 },
-    /// The catalogue's home goes; whether its map is still there is told when it comes back.
+    /// The catalogue server goes down. `map` says which catalogue database it has when it comes
+    /// back.
     Lose { number: u64, map: Kept },
-    /// Somebody calls for a rebuild.
+    /// A client requests a rebuild of the catalogue.
     Rebuild { on: usize },
 }
 
-/// A fault, from when to when.
+/// A fault with its beginning and its end, in virtual milliseconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Wrong {
     pub from_ms: u64,
@@ -78,16 +83,17 @@ pub struct Wrong {
 
 pub struct Schedule {
     pub nodes: usize,
-    /// The machine whose disk rots, if any does: with one, no block and no stripe is ever lost.
+    /// The machine whose disk rots, if any does. With a single one, no block and no stripe is ever
+    /// lost.
     pub rotten: usize,
-    /// The longest that a message is on its way.
+    /// Maximum latency of a message, in virtual milliseconds.
     pub lag_ms: u64,
-    /// The longest pause between two requests that come again; 0: none does.
+    /// Maximum pause between two repeated requests, in virtual milliseconds; 0 if none is repeated.
     pub echo_ms: u64,
-    /// Of each client: how long it waits, and what it does then.
+    /// By client: the pause before each operation in virtual milliseconds, and the operation.
     pub clients: Vec<Vec<(u64, Deed)>>,
     pub wrongs: Vec<Wrong>,
-    /// Whether the catalogue is lost now and then.
+    /// Whether the schedule may lose the catalogue.
     pub is_lost: bool,
 }
 
@@ -127,7 +133,8 @@ impl Draw {
     }
 
     fn deed(&self, client: u64, clients: u64) -> Deed {
-        // Saves and removals of a step are of one client: they come one after the other.
+        // All saves and removals of a step are from the same client, so they come one after the
+        // other.
         let own = (0..STEPS).filter(|step| step % clients == client).collect::<Vec<_>>();
         let (step, any) = (self.of(&own) + 1, self.below(STEPS) + 1);
         match self.below(10) {
@@ -185,7 +192,8 @@ impl Schedule {
             Wrong { from_ms, to_ms, fault: draw.fault(nodes, clients) }
         });
         let mut wrongs: Vec<Wrong> = wrongs.collect();
-        // What a dead process left in the page cache is seen by the next one; soon after, the power goes as well.
+        // The next process sees the data that a dead one left in the page cache. Soon after, cut
+        // the power as well, so that unsynced data is lost.
         for at in 0..wrongs.len() {
             if let Fault::StopAfter { machine, leaves: Leaves::Cache, .. } = wrongs[at].fault {
                 let from_ms = wrongs[at].to_ms + draw.below(9000);

@@ -1,4 +1,5 @@
-//! What is wrong with the cluster now: faults come and go as the schedule says, and the clients are told how much they may ask for.
+//! The current faults of the cluster. Faults begin and end as the schedule says, and the clients
+//! learn how much they may expect.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -14,29 +15,31 @@ use super::schedule::{Fault, Schedule, Wrong};
 use crate::world::power::Leaves;
 use crate::world::{DISK_BYTES, World, address};
 
-/// After so long without a change all leases and time-outs of before are over.
+/// Time without a change after which all earlier leases and timeouts are over.
 const CALM: Duration = Duration::from_secs(60);
-/// A connection that is cut in one direction is given up after this, as by QUIC.
+/// Time after which a connection that is cut in one direction is given up, as by QUIC.
 const IDLE: Duration = Duration::from_secs(4);
-/// So often it is looked who serves the catalogue, where it may be lost.
+/// Interval at which the director checks which daemon serves the catalogue, if the schedule may
+/// lose it.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// What clients may know of the weather.
+/// The faults that clients may know of.
 #[derive(Clone, Default)]
 pub struct Weather {
-    /// Machines that are not there, and the one whose disk rots once it has begun to.
+    /// Machines that are down, and the machine whose disk rots once it has begun to.
     pub away: BTreeSet<usize>,
     pub rotted: bool,
-    /// Nobody serves the catalogue. It may be on any machine.
+    /// Whether no daemon serves the catalogue. The catalogue may then be on any machine.
     pub is_lost: bool,
-    /// Who served it last.
+    /// The machine that served the catalogue last.
     pub home: usize,
     moves: bool,
-    /// Requests come again: one that begins a save may open a step on which nobody works, for a lease.
+    /// Whether requests are repeated. A repeated request that begins a save may open a step on
+    /// which no client works, for the time of a lease.
     pub echoes: bool,
-    /// Cuts and full disks.
+    /// Number of cuts and full disks at present.
     wrong: usize,
-    /// Counts all that has happened.
+    /// Number of changes so far.
     pub changes: u64,
     last: Option<Instant>,
 }
@@ -47,8 +50,10 @@ impl Weather {
         self.last = Some(Instant::now());
     }
 
-    /// The catalogue's host is there, all links and disks work, and at most `away` machines are missing. Without a catalogue, or when
-    /// its home is among them, one storage node may be: that is what both codes of a storm tolerate.
+    /// Returns whether the catalogue server is up, all links and disks work, and at most `away`
+    /// storage nodes are missing. While no catalogue is served or its server is missing, at most
+    /// one storage node may be missing: both codes of a storm tolerate that. If the schedule may
+    /// lose the catalogue, its server need not be up.
     pub fn is_fair(&self, away: usize) -> bool {
         let is_lost = self.is_lost || self.away.contains(&self.home);
         let away = if is_lost { away.min(1) } else { away };
@@ -57,7 +62,7 @@ impl Weather {
         self.wrong == 0 && has_host && storage <= away
     }
 
-    /// Nothing is wrong and nothing has been for long.
+    /// Returns whether no fault is active and there was no change for longer than `CALM`.
     pub fn is_calm(&self) -> bool {
         self.is_fair(0) && !self.is_lost && self.last.is_none_or(|last| last.elapsed() > CALM)
     }
@@ -65,21 +70,21 @@ impl Weather {
 
 pub type Report = Arc<Mutex<Weather>>;
 
-/// A fault or its end.
+/// The beginning or the end of a fault.
 #[derive(Debug, Clone, Copy)]
 enum Turn {
     Begin(Fault),
     End(Fault),
 }
 
-/// Puts the cluster through the faults of a schedule, and everything right at the end.
+/// Applies the faults of a schedule to the cluster, and ends them all at the end of the storm.
 pub struct Director {
     pub world: World,
     pub report: Report,
     pub lost: Lost,
     ledger: Shared,
     rotten: usize,
-    /// Whose process is gone, and what becomes of its disk when it comes back.
+    /// By machine: while it is down, the rule for the data that its disk keeps when it comes back.
     down: Vec<Option<Leaves>>,
 }
 
@@ -92,7 +97,7 @@ impl Director {
         Self { world, report, lost: Lost::default(), ledger, rotten: schedule.rotten, down }
     }
 
-    /// All faults in their time.
+    /// Begins and ends all faults at their times.
     pub async fn storm(&mut self, wrongs: &[Wrong]) {
         let mut turns: Vec<(u64, Turn)> = Vec::new();
         for wrong in wrongs {
@@ -107,7 +112,8 @@ impl Director {
                 Turn::Begin(fault) => self.begin(fault).await,
                 Turn::End(fault) => self.end(fault).await,
             }
-            // Before anybody has put anything right. A catalogue that moves is looked at when the storm is over.
+            // Check before any daemon has repaired anything. A catalogue that may move is checked
+            // after the storm.
             if !self.report.lock().unwrap().moves {
                 self.world.assert_reported(&mut self.ledger.lock().unwrap());
             }
@@ -204,7 +210,7 @@ impl Director {
             }
             Fault::Full { machine } => {
                 self.world.machines[machine].disk.set_capacity(DISK_BYTES);
-                // A daemon whose map has failed has stopped.
+                // A daemon stops when its database fails.
                 if !self.world.machines[machine].power.is_on() && self.down[machine].is_none() {
                     self.take_down(machine, Leaves::Cache).await;
                     self.bring_back(machine).await;
@@ -222,13 +228,14 @@ impl Director {
     pub async fn take_down(&mut self, machine: usize, leaves: Leaves) {
         self.tell(|weather| weather.away.extend([machine]));
         self.world.cut_power(machine);
-        // Power that goes after the process takes with it what the process had not synced.
+        // A power cut after the end of the process also loses the data that the process had not
+        // synced.
         let before = self.down[machine].unwrap_or(Leaves::Cache);
         self.down[machine] = Some(if leaves == Leaves::Cache { before } else { leaves });
         self.world.kill(machine).await;
     }
 
-    /// Boots a machine unless it is up. Another fault that holds it down ends early with this one.
+    /// Boots a machine unless it is up. This also ends any other fault that keeps the machine down.
     pub async fn bring_back(&mut self, machine: usize) {
         let Some(leaves) = self.down[machine].take() else { return };
         self.world.lose_unsynced(machine, leaves).await;
@@ -246,7 +253,8 @@ impl Director {
         });
     }
 
-    /// Turns bits of a block, a piece or a commit mark; of a block or piece sectors may become unreadable, too, and its end may be lost.
+    /// Flips bits of a block, a piece or a commit mark on the rotten machine. Sectors of a block or
+    /// a piece may also become unreadable, and its end may be lost.
     fn rot(&mut self, pick: u64) {
         let machine = self.rotten;
         let rots = [".rep", ".pc", "/commit"];
@@ -274,7 +282,7 @@ impl Director {
         });
     }
 
-    /// Everything is put right, but what rotted.
+    /// Ends everything that is still wrong, except rot.
     pub async fn clear(&mut self) {
         for machine in 0..self.down.len() {
             self.world.machines[machine].power.calm();
@@ -287,6 +295,6 @@ impl Director {
 }
 
 pub fn client_address(client: usize) -> String {
-    // The world's first client looked whether the nodes are up.
+    // The world's first client is the one that checked whether the nodes are up.
     format!("client{}:0", client + 1)
 }

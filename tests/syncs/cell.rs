@@ -1,4 +1,5 @@
-//! One cell of the matrix: the fault comes before one change of one machine and goes again, and the cluster comes to rest.
+//! A cell of the matrix: the fault begins before one change of one machine and ends later, and then
+//! the cluster comes to rest.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,35 +12,36 @@ use super::scenario::{BLOCK, Scenario, Shared};
 use crate::world::power::Leaves;
 use crate::world::{DISK_BYTES, World, address, restore};
 
-/// Storage nodes: one more than the larger code needs.
+/// Number of storage nodes: one more than the larger code needs.
 pub const NODES: usize = 7;
 const CODES: [(u8, u8); 2] = [(6, 4), (4, 2)];
-/// What was reported can be read so soon after a fault that it must survive, and after it has gone.
+/// Time within which reported data must be readable: after the beginning of a fault that must be
+/// survived, and after the end of any fault.
 const SOON: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The power goes.
+    /// The power is cut.
     Dark(Leaves),
-    /// The disk has no room for another byte but where something goes.
+    /// The disk has no room for another byte until a file is removed.
     Full,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct Cell {
-    /// Its place in the matrix: `RAPIDRAID_MATRIX_CELL` plays it alone.
+    /// The cell's index in the matrix. `RAPIDRAID_MATRIX_CELL` plays this cell alone.
     pub number: usize,
     pub scenario: Scenario,
     pub machine: usize,
-    /// Changes of that machine before the fault, from the beginning of the scenario.
+    /// Number of changes of the machine before the fault, from the beginning of the scenario.
     pub after: u64,
     pub fault: Fault,
-    /// All machines have it in that moment.
+    /// Whether all machines have the fault at that moment.
     pub everywhere: bool,
 }
 
 impl Cell {
-    /// Over before anybody's lease is, or long after.
+    /// Returns how long the fault lasts: it ends before any lease does, or long after.
     fn lasts(&self) -> Duration {
         Duration::from_secs(if self.after.is_multiple_of(2) { 3 } else { 40 })
     }
@@ -48,18 +50,21 @@ impl Cell {
         if self.everywhere { world.nodes.keys().copied().collect() } else { vec![self.machine] }
     }
 
-    /// Everything can be read meanwhile: one machine at most is missing anything.
+    /// Returns whether everything must be readable during the fault, because at most one machine
+    /// lacks anything.
     fn is_survived(&self) -> bool {
         !self.everywhere && self.scenario != Scenario::Mend
     }
 
-    /// Everything can be saved and removed meanwhile: one machine has no room, and it is neither the catalogue's home nor the one
-    /// that the client asks, whose daemon may stop.
+    /// Returns whether every save and removal must succeed during the fault. This holds if a single
+    /// machine has no room, and it is neither the catalogue server nor the node that the client
+    /// asks, whose daemon may stop.
     fn is_fair(&self) -> bool {
         self.is_survived() && self.fault == Fault::Full && !matches!(self.machine, 0 | 2)
     }
 
-    /// The fault, in the midst of a change of its machine; `begun` is told.
+    /// Arranges for the fault to begin in the midst of a change of the cell's machine. The fault
+    /// notifies `begun`.
     fn plan(self, world: &World, begun: Arc<Notify>) {
         let network = world.network.clone();
         let victims = self.victims(world).into_iter();
@@ -82,7 +87,7 @@ impl Cell {
         });
     }
 
-    /// The fault goes.
+    /// Ends the fault.
     async fn end(self, world: &mut World) {
         for victim in self.victims(world) {
             match self.fault {
@@ -92,7 +97,7 @@ impl Cell {
                 }
                 Fault::Full => {
                     world.machines[victim].disk.set_capacity(DISK_BYTES);
-                    // A daemon whose map has failed has stopped.
+                    // A daemon stops when its database fails.
                     if !world.machines[victim].power.is_on() {
                         world.kill(victim).await;
                         world.boot(victim);
@@ -103,7 +108,8 @@ impl Cell {
     }
 }
 
-/// Plays the scenario, with the fault as `cell` says. Gives the changes of each machine during the scenario.
+/// Plays the scenario, with the fault of `cell` if there is one. Returns the number of changes of
+/// each machine during the scenario.
 pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
     let mut world = World::with_wrong_clocks(NODES, &CODES, BLOCK, 0).await;
     let changes =
@@ -127,7 +133,7 @@ pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
         }
         tokio::time::sleep(cell.lasts()).await;
         cell.end(&mut world).await;
-        // Before any daemon has put anything right.
+        // Check before any daemon has repaired anything.
         assert_whole(&world, &ledger);
         assert_readable(&reader, &ledger).await;
     }
@@ -142,14 +148,16 @@ pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
     before.iter().zip(&after).map(|(before, after)| after - before).collect()
 }
 
-/// The invariant, in this moment. Without a catalogue it is looked at when there is one.
+/// Asserts the invariant at this moment. Without a catalogue nothing is asserted; later calls do
+/// that when there is one.
 fn assert_whole(world: &World, ledger: &Shared) {
     if world.machines[0].catalogue.get().is_some() || world.serving().len() == 1 {
         world.assert_reported(&mut ledger.lock().unwrap());
     }
 }
 
-/// Each step that can be one thing only is read, or becomes something else meanwhile.
+/// Asserts that each step with a single possible outcome is readable within [`SOON`], unless
+/// another outcome becomes possible meanwhile.
 async fn assert_readable(reader: &Client, ledger: &Shared) {
     let steps = ledger.lock().unwrap().steps();
     for step in steps {

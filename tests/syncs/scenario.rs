@@ -1,4 +1,5 @@
-//! What the cluster is asked to do while the fault comes: one operation after the other, whatever became of the one before.
+//! The operations that run while the fault comes. They run one after the other, whatever the
+//! outcome of the previous one.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -13,15 +14,15 @@ use crate::world::ledger::{Ledger, Shards};
 use crate::world::{World, address, content, job, options, quiet, shard};
 
 pub const BLOCK: u64 = 64 << 10;
-/// Of the code (6,4): one full stripe, and a short one.
+/// Size of a shard that has a full and a short stripe with the code (6,4), in bytes.
 const TWO_STRIPES: usize = 4 * BLOCK as usize + 9000;
-/// No operation takes longer, even with nodes gone; in virtual time.
+/// Time limit of an operation, even with nodes down, in virtual time.
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// Whose disk is new before [`Scenario::Mend`] begins.
+/// The machine that has a new disk before [`Scenario::Mend`] begins.
 const REPLACED: usize = 3;
-/// Where [`Scenario::Rebuild`] makes the catalogue anew, at first.
+/// The node on which [`Scenario::Rebuild`] rebuilds the catalogue at first.
 const REBUILT: usize = 3;
-/// Rebuilds until one ends well.
+/// Maximum number of rebuilds until one succeeds.
 const REBUILDS: usize = 20;
 
 /// The ledger, which outlives the scenario.
@@ -31,9 +32,11 @@ pub type Shared = Arc<Mutex<Ledger>>;
 pub enum Scenario {
     /// Save, archive and drop, replace, delete.
     Life,
-    /// Archive where replicas have to be made again: one machine has a new disk, and another block is rotten.
+    /// Archive when replicas must be made again: one machine has a new disk, and another block is
+    /// corrupt.
     Mend,
-    /// The catalogue's home is gone with its map: rebuild it elsewhere, and archive.
+    /// The catalogue server is down and its catalogue database lost: rebuild the catalogue on
+    /// another node, then archive.
     Rebuild,
 }
 
@@ -47,7 +50,9 @@ async fn patient<T>(what: &str, work: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, work).await.unwrap_or_else(|_| panic!("{what} stands still"))
 }
 
-/// Whatever goes wrong with machines is no defect, no loss and no fault of who asked; and no damage, where nothing is rotten.
+/// Asserts that an error, if any, is one that faults of machines explain. Such an error never
+/// reports a defect, a loss, or a fault of the client; it reports corruption only if data is
+/// `rotten`.
 fn assert_told<T>(what: &str, ended: &Result<T, ClientError>, rotten: bool) {
     use ErrorKind::{Corrupt, Denied, Internal, Invalid, Lost};
     if let Err(error) = ended {
@@ -87,7 +92,7 @@ async fn remove(client: &Client, ledger: &Shared, step: u64) -> Result<(), Clien
 async fn archive(client: &Client, step: u64, rotten: bool) {
     let (job, mut quiet) = (job(), |_: &_| ());
     let archiving = client.archive(&job, Some(Step(step)), options(PlanChoice::Chain), &mut quiet);
-    // What it leaves is finished by others, and looked at when the cluster has come to rest.
+    // Daemons finish an incomplete archiving later, and the checks at rest cover it.
     assert_told("an archiving", &patient("an archiving", archiving).await, rotten);
 }
 
@@ -102,7 +107,7 @@ async fn rebuild(client: &Client, on: usize) {
 }
 
 impl Scenario {
-    /// Nodes that its client asks.
+    /// Returns the addresses of the nodes that the scenario's client asks.
     pub fn seeds(self) -> Vec<String> {
         let seeds = match self {
             Scenario::Life | Scenario::Mend => [2, 3, 0],
@@ -111,7 +116,7 @@ impl Scenario {
         seeds.map(address).to_vec()
     }
 
-    /// What is there when it begins; nothing goes wrong yet.
+    /// Creates the state in which the scenario begins. No fault is active yet.
     pub async fn prepare(self, world: &mut World, client: &Client, ledger: &Shared) {
         match self {
             Scenario::Life => {}
@@ -141,7 +146,7 @@ impl Scenario {
         }
     }
 
-    /// Where the weather is `fair` no save and no removal may fail.
+    /// Plays the scenario. If `fair`, no save and no removal may fail.
     pub async fn play(self, client: Client, ledger: Shared, fair: bool) {
         let ledger = &ledger;
         let save = async |client, ledger, step, replace, shards| {
@@ -168,7 +173,8 @@ impl Scenario {
         }
     }
 
-    /// Everything is right again: what somebody has to do by hand is done.
+    /// Does the repairs that an operator must do by hand after the fault has ended: rebuilds the
+    /// catalogue and starts its former server.
     pub async fn mend(self, world: &mut World, client: &Client) {
         if self != Scenario::Rebuild {
             return;

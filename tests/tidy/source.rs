@@ -1,6 +1,8 @@
-//! Reads Rust source as far as the house rules need it: code without comments and literals, tokens, paths.
+//! Reads Rust source as far as the architecture rules need it: code without comments and literals,
+//! tokens, paths.
 
-/// The code of a source text: comments, strings and character literals are blanked, line breaks stay.
+/// Returns the code of a source text with comments, strings and character literals blanked; line
+/// breaks stay.
 pub fn code_of(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len());
@@ -19,7 +21,7 @@ pub fn code_of(text: &str) -> String {
     out
 }
 
-/// Where the comment or literal that begins at `at` ends; `at` itself when none begins there.
+/// Returns the end of the comment or literal that begins at `at`, or `at` if none begins there.
 fn skip_literal(chars: &[char], at: usize) -> usize {
     let is = |offset: usize, c: char| chars.get(at + offset) == Some(&c);
     if is(0, '/') && is(1, '/') {
@@ -32,7 +34,7 @@ fn skip_literal(chars: &[char], at: usize) -> usize {
         return skip_quoted(chars, at, '"');
     }
     if is(0, '\'') {
-        // A lifetime is no literal: 'a not followed by a quote.
+        // A lifetime is not a literal: 'a without a closing quote.
         let literal = is(1, '\\') || is(2, '\'');
         return if literal { skip_quoted(chars, at, '\'') } else { at };
     }
@@ -86,14 +88,15 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// A word or one punctuation character of the code (`::` is one token), with its line from 1.
+/// A word or one punctuation character of the code (`::` is one token), with its line number from
+/// 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Token {
     pub text: String,
     pub line: usize,
 }
 
-/// The tokens of `code` (as [`code_of`] returns it).
+/// Returns the tokens of `code`, which is a result of [`code_of`].
 pub fn tokens(code: &str) -> Vec<Token> {
     let mut out: Vec<Token> = Vec::new();
     for (number, line) in code.lines().enumerate() {
@@ -114,8 +117,9 @@ pub fn tokens(code: &str) -> Vec<Token> {
     out
 }
 
-/// The top modules that a file names, with lines: `crate::a::b` names `a`; `use crate::{a, b::{c, d}}` names `a` and
-/// `b`; `super::` counts as far as it climbs to the root. `depth` is how many modules the file lies below the root.
+/// Returns the top modules that a file names, with line numbers: `crate::a::b` names `a`; `use
+/// crate::{a, b::{c, d}}` names `a` and `b`; `super::` counts if it reaches the root. `depth` is
+/// the number of levels by which the file's module is below the root.
 pub fn modules_named(tokens: &[Token], depth: usize) -> Vec<(String, usize)> {
     let text = |at: usize| tokens.get(at).map_or("", |t| t.text.as_str());
     let (mut out, mut braces, mut at) = (Vec::new(), Vec::new(), 0);
@@ -141,7 +145,7 @@ pub fn modules_named(tokens: &[Token], depth: usize) -> Vec<(String, usize)> {
     out
 }
 
-/// The name at `at`, or the first names of the group that opens there.
+/// Returns the name at `at`, or the first names of the group that opens there.
 fn names_at(tokens: &[Token], at: usize) -> Vec<(String, usize)> {
     let named = |token: &Token| (token.text.clone(), token.line);
     if tokens.get(at).is_none_or(|token| token.text != "{") {

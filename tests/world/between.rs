@@ -1,4 +1,5 @@
-//! Somebody between a node and all others: has the node's address and passes everything on, but what it was told to change.
+//! A proxy between one node and all others. It answers at the node's address and forwards all
+//! traffic, except for the changes that a [`Change`] makes to it.
 
 use std::sync::Arc;
 
@@ -12,27 +13,28 @@ use tokio::task::JoinHandle;
 
 use super::{World, address};
 
-/// What becomes of what passes.
+/// The changes that a proxy makes to the traffic that it forwards. By default it changes nothing.
 pub trait Change: Send + Sync + 'static {
-    /// The first frame of the answer to call `number`.
+    /// Returns the first frame of the answer to call `number`, as the caller is to receive it.
     fn answer(&self, number: u8, frame: Bytes) -> Bytes {
         let _ = number;
         frame
     }
 
-    /// Bytes behind that frame.
+    /// Returns the bytes after that frame, as the caller is to receive them.
     fn bulk(&self, number: u8, bytes: Bytes) -> Bytes {
         let _ = number;
         bytes
     }
 
-    /// Bytes of a hop's stream towards the node, behind its header.
+    /// Returns the bytes of a hop's stream to the node, after the stream's header, as the node is
+    /// to receive them.
     fn stream(&self, bytes: Bytes) -> Bytes {
         bytes
     }
 }
 
-/// Passes on until it is dropped.
+/// A running proxy. Dropping it ends the forwarding.
 pub struct Between(JoinHandle<()>);
 
 impl Drop for Between {
@@ -42,7 +44,8 @@ impl Drop for Between {
 }
 
 impl World {
-    /// Starts the daemon of machine `index` anew, with somebody before its door.
+    /// Restarts the daemon of machine `index` behind a proxy that takes the daemon's address.
+    /// Returns the proxy.
     pub async fn between(&mut self, index: usize, change: impl Change) -> Between {
         self.kill(index).await;
         let door = format!("behind{index:02}:7440");
@@ -116,7 +119,7 @@ async fn hop_stream(
     raw(recv, send, |bytes| change.stream(bytes)).await
 }
 
-/// Passes on what is left of a stream, and how it ends.
+/// Forwards the rest of a stream, and the way it ends.
 async fn raw(
     mut recv: FramedRecv,
     mut send: Box<dyn SendStream>,

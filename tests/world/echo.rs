@@ -1,4 +1,5 @@
-//! Requests between nodes that come again, twice or after newer ones: what a daemon does that was paused with an order in its hand.
+//! Duplicated requests between nodes. A request arrives again, immediately or after newer ones, as
+//! when a paused daemon resumes and sends an outdated order.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -8,24 +9,25 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::net::memory::{MemoryNetwork, Message};
 use tokio::task::JoinSet;
 
-/// Requests of one kind that are kept, the first of all and the last.
+/// Maximum number of kept requests per kind: the first ones and the latest ones.
 const KEPT: usize = 32;
-/// A request is given up that has no answer after this.
+/// Time after which a repeated request without an answer is given up.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Requests that were sent, by the number of their call.
+/// The recorded requests, by call number.
 #[derive(Clone, Default)]
 pub struct Echo {
     kept: Arc<Mutex<BTreeMap<u8, VecDeque<Message>>>>,
 }
 
 impl Echo {
-    /// Keeps what nodes send each other, on connections that are made from now on.
+    /// Starts to record the requests that nodes send each other on connections opened from now on.
+    /// Returns the recorder.
     pub fn of(network: &MemoryNetwork) -> Self {
         let echo = Self::default();
         let kept = echo.kept.clone();
         network.set_tap(move |message| {
-            // A frame: four bytes of length, then the number of the call.
+            // A frame starts with four bytes of length, followed by the call number.
             let Some(call) = message.chunks.iter().flatten().nth(4) else { return };
             let mut kept = kept.lock().unwrap();
             let kept = kept.entry(*call).or_default();
@@ -37,14 +39,15 @@ impl Echo {
         echo
     }
 
-    /// One of each kind is as likely as one of any other.
+    /// Draws a recorded request. All kinds of requests are equally likely.
     fn pick(&self, coin: &SeededEntropy) -> Option<Message> {
         let kept = self.kept.lock().unwrap();
         let kinds = kept.values().nth(coin.below(kept.len().max(1) as u64) as usize)?;
         kinds.get(coin.below(kinds.len() as u64) as usize).cloned()
     }
 
-    /// Sends one again after each pause of up to `max_pause_ms`, until it is dropped, and what is under way then with it.
+    /// Sends a drawn request again after each pause of up to `max_pause_ms` milliseconds, until
+    /// this future is dropped. Dropping it also cancels the requests in flight.
     pub async fn run(self, network: Arc<MemoryNetwork>, coin: SeededEntropy, max_pause_ms: u64) {
         let mut under_way = JoinSet::new();
         loop {
@@ -56,7 +59,7 @@ impl Echo {
         }
     }
 
-    /// Sends all again that are kept, in an order that `coin` draws.
+    /// Sends all recorded requests again, in an order drawn from `coin`.
     pub async fn all(&self, network: &Arc<MemoryNetwork>, coin: &SeededEntropy) {
         let mut all: Vec<_> = self.kept.lock().unwrap().values().flatten().cloned().collect();
         while !all.is_empty() {
@@ -66,7 +69,7 @@ impl Echo {
     }
 }
 
-/// Whatever becomes of it is judged by what is there afterwards.
+/// Sends a request again and ignores the result: tests check the state that it leaves.
 async fn again(network: Arc<MemoryNetwork>, message: Message) {
     let _ = tokio::time::timeout(PATIENCE, network.deliver_again(&message)).await;
 }

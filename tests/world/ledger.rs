@@ -1,7 +1,9 @@
-//! What each step of a job may hold now, by what its saves and removals answered: the reference that a cluster is compared with.
+//! The reference model of a job's steps: the contents that each step may have, derived from the
+//! results of its saves and removals. Tests compare the cluster with it.
 //!
-//! An operation that failed may have happened, not have happened, or happen later: the ledger keeps all that is possible. Saves and
-//! removals of one step come one after the other; restores come at any time.
+//! A failed operation may have happened, may not have happened, or may still happen, so the ledger
+//! keeps all possible contents. Saves and removals of one step run one after the other; restores
+//! run at any time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,19 +14,19 @@ use rapidraid::store::{Disk, MemoryDisk};
 
 use super::read_file;
 
-/// Name and bytes of each shard.
+/// The name and the bytes of each shard.
 pub type Shards = Vec<(String, Bytes)>;
 
-/// What a step may be: a version that was saved, or nothing.
+/// The possible contents of a step: the number of a saved version, or nothing.
 pub type Possible = BTreeSet<Option<usize>>;
 
-/// A removal under way.
+/// A removal in progress.
 pub struct Removal {
-    /// What the step could be before.
+    /// The possible contents of the step before the removal.
     pub before: Possible,
-    /// How many versions there were.
+    /// Number of versions of the step when the removal began.
     versions: usize,
-    /// Which one of the step's removals it is.
+    /// Number of the removal among the step's removals.
     removals: usize,
 }
 
@@ -35,15 +37,16 @@ pub struct Ledger {
 
 struct Entry {
     versions: Vec<Shards>,
-    /// One of these, as far as ended operations say.
+    /// The possible contents according to the operations that ended.
     settled: Possible,
-    /// Saves under way, and saves that failed: they may be decided yet.
+    /// Saves in progress and failed saves: they may still be decided.
     pending: BTreeSet<usize>,
-    /// Versions that removals which failed may have named: they may happen yet, also when the request comes again much later.
+    /// Versions that failed removals may have named. Such a removal may still happen, even much
+    /// later, when its request arrives again.
     may_go: BTreeSet<usize>,
-    /// Removals that were begun.
+    /// Number of removals begun.
     removals: usize,
-    /// Versions that were reported to be archived.
+    /// Versions that were reported as archived.
     archived: BTreeSet<usize>,
 }
 
@@ -74,7 +77,7 @@ impl Ledger {
         self.steps.entry(step).or_default()
     }
 
-    /// The steps that were ever saved.
+    /// Returns the steps that have an entry, in ascending order.
     pub fn steps(&self) -> Vec<u64> {
         self.steps.keys().copied().collect()
     }
@@ -83,24 +86,24 @@ impl Ledger {
         self.entry(step).possible()
     }
 
-    /// The one version that the step can be.
+    /// Returns the version of the step if the step can have only one, and cannot be absent.
     pub fn certain(&mut self, step: u64) -> Option<usize> {
         let possible = self.possible(step);
         let mut possible = possible.into_iter();
         possible.next().flatten().filter(|_| possible.next().is_none())
     }
 
-    /// What a version is.
+    /// Returns the shards of a version.
     pub fn shards(&self, step: u64, version: usize) -> &Shards {
         &self.steps[&step].versions[version]
     }
 
-    /// No save is under way, or may be.
+    /// Returns whether no save of the step is in progress and no failed save may still be decided.
     pub fn is_quiet(&mut self, step: u64) -> bool {
         self.entry(step).pending.is_empty()
     }
 
-    /// All stripes of a version are archived, and their replicas dropped.
+    /// Records that all stripes of a version are archived and their replicas dropped.
     pub fn archived(&mut self, step: u64, version: usize) {
         self.entry(step).archived.insert(version);
     }
@@ -109,12 +112,12 @@ impl Ledger {
         self.entry(step).archived.contains(&version)
     }
 
-    /// How many versions of a step there are.
+    /// Returns the number of versions of a step.
     pub fn versions(&mut self, step: u64) -> usize {
         self.entry(step).versions.len()
     }
 
-    /// A save begins. Gives its version.
+    /// Records the start of a save. Returns the number of its version.
     pub fn save(&mut self, step: u64, shards: Shards) -> usize {
         let entry = self.entry(step);
         let version = entry.versions.len();
@@ -123,7 +126,7 @@ impl Ledger {
         version
     }
 
-    /// A save has ended.
+    /// Records the result of a save.
     pub fn saved<T>(
         &mut self,
         step: u64,
@@ -143,7 +146,7 @@ impl Ledger {
         entry.may_go.retain(|named| *named == version);
     }
 
-    /// A removal begins.
+    /// Records the start of a removal. Returns the removal in progress.
     pub fn remove(&mut self, step: u64) -> Removal {
         let entry = self.entry(step);
         let before = entry.possible();
@@ -152,7 +155,7 @@ impl Ledger {
         Removal { before, versions: entry.versions.len(), removals: entry.removals }
     }
 
-    /// A removal has ended.
+    /// Records the result of a removal.
     pub fn removed<T>(&mut self, step: u64, begun: &Removal, ended: &Result<T, ClientError>) {
         let entry = self.entry(step);
         match ended {
@@ -179,7 +182,7 @@ impl Ledger {
         }
     }
 
-    /// Which version a restore gave, if it was one.
+    /// Returns the version that a restore wrote to `out`, if it is a version of the step.
     pub fn version_of(&mut self, step: u64, out: &MemoryDisk) -> Option<usize> {
         let is = |shards: &Shards| {
             shards.len() == files(out) && shards.iter().all(|(name, bytes)| has(out, name, bytes))
@@ -187,7 +190,8 @@ impl Ledger {
         self.entry(step).versions.iter().position(is)
     }
 
-    /// The cluster has come to rest: the step is `found` for good.
+    /// Records that the cluster is idle and that the content of the step is `found` for good.
+    /// Panics if that content is impossible.
     pub fn settle(&mut self, step: u64, found: Option<usize>) {
         let possible = self.possible(step);
         assert!(possible.contains(&found), "step {step} is {found:?}, can only be {possible:?}");

@@ -1,4 +1,5 @@
-//! Looking at a cluster from outside: what lies on its disks, what its catalogue has, and the invariant that every state must hold.
+//! Checks of a cluster from outside: the files on its disks, the contents of its catalogue, and the
+//! invariant that holds in every state.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,21 +19,22 @@ use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryKv, RecordScope, Store};
 use super::ledger::{Ledger, Shards};
 use super::{CLUSTER, Machine, World, job};
 
-/// Rounds of waiting for what goes on in the background, 100 ms each.
+/// Maximum number of polls, 100 ms apart, for work in the background.
 const ROUNDS: usize = 1200;
 
-/// What a step has on the disks, by what a power cut would leave.
+/// Counts of a step's stripes and files, as a power cut would leave them on the disks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Held {
     pub stripes: usize,
-    /// Of these, stripes that the catalogue has as archived.
+    /// Number of stripes that the catalogue has as archived.
     pub archived: usize,
-    /// Whole good replicas, and whole good pieces of the attempts that count.
+    /// Number of whole good replicas. `pieces` counts the whole good pieces of the attempts in the
+    /// catalogue.
     pub replicas: usize,
     pub pieces: usize,
 }
 
-/// All files below a folder, by their paths.
+/// Returns the paths of all files below a folder.
 pub fn files_below(disk: &dyn Disk, folder: &str) -> Vec<String> {
     let mut files = Vec::new();
     for entry in disk.list(folder).unwrap_or_default() {
@@ -47,7 +49,7 @@ pub fn files_below(disk: &dyn Disk, folder: &str) -> Vec<String> {
 }
 
 impl Machine {
-    /// The data folder as a power cut would leave it now.
+    /// Returns the data folder as a power cut would leave it now.
     pub fn after_power_cut(&self) -> Store {
         let disk: Arc<dyn Disk> = Arc::new(self.disk.crash());
         let lock = disk.lock(LOCK_FILE).unwrap();
@@ -58,7 +60,7 @@ impl Machine {
 }
 
 impl World {
-    /// Machine and path of all files in data folders whose path `wanted` likes.
+    /// Returns the machine and the path of every file under `shards/` whose path `wanted` accepts.
     pub fn files(&self, wanted: impl Fn(&str) -> bool) -> Vec<(usize, String)> {
         let of = |(index, machine): (usize, &Machine)| {
             files_below(&*machine.disk, "shards").into_iter().map(move |path| (index, path))
@@ -67,13 +69,13 @@ impl World {
         all.filter(|(_, path)| wanted(path)).collect()
     }
 
-    /// Files of a save but its tombstones.
+    /// Returns the machine and the path of every file of a save, except for its tombstones.
     pub fn files_of(&self, save: SaveId) -> Vec<(usize, String)> {
         let folder = format!("shards/{save}");
         self.files(|path| path.starts_with(&folder) && !path.ends_with("/tombstone"))
     }
 
-    /// Machines on which a file of this name is in quarantine.
+    /// Returns the machines that have a file of this name in quarantine.
     pub fn quarantined(&self, name: &str) -> Vec<usize> {
         let has = |machine: &Machine| {
             files_below(&*machine.disk, "quarantine").iter().any(|path| path.ends_with(name))
@@ -81,13 +83,14 @@ impl World {
         (0..self.machines.len()).filter(|&index| has(&self.machines[index])).collect()
     }
 
-    /// The daemons that serve a catalogue.
+    /// Returns the machines whose daemons serve a catalogue.
     pub fn serving(&self) -> Vec<usize> {
         let serving = self.nodes.iter().filter(|(_, node)| node.serves_catalogue());
         serving.map(|(index, _)| *index).collect()
     }
 
-    /// All nodes have noted each other: one that met only those before it would not know whom to ask.
+    /// Waits until every node has recorded all nodes. Before that, a node that knows only some of
+    /// them would not know which others to ask.
     pub async fn until_acquainted(&self) {
         let all = self.machines.len();
         let knows = |store: &Store| store.members().is_ok_and(|members| members.nodes.len() == all);
@@ -95,7 +98,8 @@ impl World {
         self.until("all nodes know each other", acquainted).await;
     }
 
-    /// The map of the home: of the one running daemon that serves a catalogue, or of the first machine.
+    /// Returns the catalogue database of the running daemon that serves a catalogue, or of machine
+    /// 0 if no daemon serves one.
     pub fn map(&self) -> Arc<MemoryKv> {
         let serves =
             |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves_catalogue());
@@ -103,21 +107,23 @@ impl World {
         self.machines[home].catalogue.get().unwrap()
     }
 
-    /// Keys of the catalogue that begin with `prefix`.
+    /// Returns the catalogue's keys that begin with `prefix`.
     pub fn catalogue_keys(&self, prefix: &str) -> Vec<String> {
         let kv = self.map();
         let pairs = kv.scan(format!("k/{prefix}").as_bytes(), None, 1000).unwrap();
         pairs.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()[2..].to_owned()).collect()
     }
 
-    /// Files of the first shard of a step whose path in the shard's folder begins so, in order of machines.
+    /// Returns the files of a step's first shard whose path within the shard's folder begins with
+    /// `begins`, in order of machines.
     pub async fn files_of_step(&self, step: u64, begins: &str) -> Vec<(usize, String)> {
         let shown = self.client().show(&job(), Some(Step(step))).await.unwrap();
         let start = format!("shards/{}/{begins}", shown.shards[0].0.shard);
         self.files(|path| path.starts_with(&start))
     }
 
-    /// Everything that lasts: all files with their bytes, and the catalogue's keys with their values.
+    /// Returns everything durable: all files with their bytes, and the catalogue's keys with their
+    /// values.
     pub fn snapshot(&self) -> BTreeMap<String, Vec<u8>> {
         let mut all = BTreeMap::new();
         for (index, path) in self.files(|_| true) {
@@ -131,12 +137,12 @@ impl World {
         all
     }
 
-    /// Waits for what goes on in the background.
+    /// Waits until work in the background has `reached` a state.
     pub async fn until(&self, what: &str, reached: impl Fn() -> bool) {
         self.until_or(what, reached, String::new).await;
     }
 
-    /// The same; `why` says what is missing.
+    /// Waits like [`Self::until`]. On failure, `why` describes what is missing.
     pub async fn until_or(&self, what: &str, reached: impl Fn() -> bool, why: impl Fn() -> String) {
         for _ in 0..ROUNDS {
             if reached() {
@@ -147,13 +153,14 @@ impl World {
         panic!("never came: {what} {}", why());
     }
 
-    /// All memory is given back.
+    /// Waits until all nodes have released all memory.
     pub async fn assert_idle(&self) {
         let idle = || self.nodes.values().all(|node| node.memory_in_use() == [0; 5]);
         self.until("all memory given back", idle).await;
     }
 
-    /// Every save but the committed ones is gone: its files from all disks, its keys from the catalogue.
+    /// Waits until every save that is not committed is purged: its files from all disks, its keys
+    /// from the catalogue.
     pub async fn assert_swept(&self, client: &Client) {
         let listed = client.list(None).await.unwrap();
         let kept: Vec<String> = listed.iter().map(|step| step.saved.save.to_string()).collect();
@@ -173,7 +180,7 @@ impl World {
         panic!("never went: {:?}", left());
     }
 
-    /// What the catalogue has of a step that is committed: each shard's root and state.
+    /// Returns the root and the state of each shard in the catalogue, if the step is committed.
     pub fn committed(&self, step: u64) -> Option<Vec<(ShardRoot, ShardState)>> {
         let kv = self.map();
         let value = kv.get(format!("k/{}", checkpoint_key(&job(), Step(step))).as_bytes());
@@ -189,8 +196,9 @@ impl World {
         Some((0..saved.shards).map(shard).collect())
     }
 
-    /// The invariant in this moment, whatever is under way or away, of each step that can be one thing only: it is committed as what was
-    /// reported, and each of its stripes is whole on what a power cut would leave of all machines.
+    /// Checks the invariant at this moment, with operations in progress and nodes down. It covers
+    /// each step whose content is certain: the step is committed as reported, and the state that a
+    /// power cut would leave on all machines has every stripe whole.
     pub fn assert_reported(&self, ledger: &mut Ledger) {
         let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
         for step in ledger.steps() {
@@ -218,8 +226,10 @@ impl World {
         }
     }
 
-    /// Of each stripe of a committed step: n proven pieces once the catalogue says archived, of which k that span are enough; before
-    /// that a whole good replica of each block. Looks at what a power cut would leave of all machines, running or not.
+    /// Checks the invariant for each stripe of a committed step. A stripe that the catalogue has as
+    /// archived has n proven pieces, of which any k that span the blocks are enough; any other
+    /// stripe has a whole good replica of each block. The check reads the state that a power cut
+    /// would leave on all machines, running or not. Returns the counts.
     pub async fn assert_invariant(&self, client: &Client, step: u64) -> Held {
         let before = client.show(&job(), Some(Step(step))).await.unwrap();
         let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
@@ -259,7 +269,7 @@ fn record<T>(
     images.iter().find_map(|store| parse(&store.get_record_file(scope, name).ok()??))
 }
 
-/// The record of a stripe, checked against the catalogue's root.
+/// Returns the fixed part of a stripe's record, checked against the catalogue's root.
 pub fn fixed_part(images: &[Store], root: &ShardRoot, index: u32) -> StripeFixed {
     let stripe = StripeId { shard: root.shard, index };
     let leaves = record(images, RecordScope::Shard(root.shard), "leaves", |bytes| {

@@ -1,6 +1,8 @@
-//! A cluster in one process: the node and client code over disks, maps and a network in memory.
+//! A cluster in one process: the code of nodes and clients over disks, databases and a network in
+//! memory.
 //!
-//! Under `start_paused` time passes only when nothing else can: leases end at once, and no load makes them end early.
+//! Under `start_paused` time advances only when no task can run. Waiting for a lease to end takes
+//! no real time, and no load makes a lease end early.
 #![allow(dead_code)] // each test binary uses its part
 
 pub mod between;
@@ -40,7 +42,7 @@ use time::MachineTime;
 pub const CLUSTER: ClusterId = ClusterId([7; 16]);
 pub const DISK_BYTES: u64 = 4 << 30;
 
-/// One node's machine: what survives when its process is killed.
+/// One node's machine: the state that survives when its process is killed.
 #[derive(Clone)]
 pub struct Machine {
     pub name: PeerName,
@@ -64,7 +66,7 @@ impl Machine {
     }
 }
 
-/// Where a machine keeps its catalogue's map.
+/// The place where a machine keeps its catalogue database.
 #[derive(Default)]
 pub struct MapSlot(Mutex<Option<Arc<MemoryKv>>>);
 
@@ -73,13 +75,13 @@ impl MapSlot {
         self.0.lock().unwrap().clone()
     }
 
-    /// Puts another map there, or none, behind the daemon's back.
+    /// Replaces the catalogue database, or removes it, without the daemon's knowledge.
     pub fn set(&self, map: Option<Arc<MemoryKv>>) {
         *self.0.lock().unwrap() = map;
     }
 }
 
-/// Gives the daemon of a machine its map.
+/// The catalogue database of a machine, as its daemon opens it.
 struct SlotMaps {
     slot: Arc<MapSlot>,
     host: Host,
@@ -116,19 +118,20 @@ pub struct World {
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
     pub policy: Policy,
-    /// The clients' workers.
+    /// The workers of the clients.
     pub workers: Workers,
-    /// The daemons'. Inline: with a paused clock, time would jump while a job's result is on its way between threads.
+    /// The workers of the daemons. They run inline: with a paused clock, time would jump while a
+    /// job's result travels between threads.
     pub node_workers: Workers,
-    /// Where daemons listen that have somebody at the address that they tell.
+    /// The listening addresses of daemons whose advertised address belongs to a proxy.
     pub doors: BTreeMap<usize, String>,
-    /// Of all that is random.
+    /// The seed of all random numbers.
     pub seed: u64,
-    /// What clients and nodes ask.
+    /// The requests of clients and nodes.
     pub requests: Requests,
-    /// Each machine has a date and a clock of its own, and neither is right.
+    /// Whether each machine has its own date and its own clock, both of them wrong.
     wrong_clocks: bool,
-    /// What nodes of a simulated world sent each other.
+    /// The requests that the nodes of a simulated world sent each other.
     pub echo: Echo,
     lag_ms: Arc<AtomicU64>,
     boots: u64,
@@ -140,12 +143,13 @@ pub fn address(index: usize) -> String {
 }
 
 impl World {
-    /// `count` storage nodes, numbered from 1; node 0 hosts the catalogue and stores nothing.
+    /// Starts `count` storage nodes, numbered from 1. Node 0 is the catalogue server and stores no
+    /// data.
     pub async fn start(count: usize, codes: &[(u8, u8)], block_bytes: u64) -> Self {
         Self::with_memory(count, codes, block_bytes, 256 << 20).await
     }
 
-    /// The same with daemons of `memory_bytes`.
+    /// Starts a world like [`Self::start`], with `memory_bytes` of memory for each daemon.
     pub async fn with_memory(
         count: usize,
         codes: &[(u8, u8)],
@@ -157,14 +161,15 @@ impl World {
         world
     }
 
-    /// One that a single-threaded runtime with paused time plays the same way each time.
+    /// Starts a world that a single-threaded runtime with paused time runs the same way each time.
     pub async fn simulated(count: usize, codes: &[(u8, u8)], block_bytes: u64, seed: u64) -> Self {
         let mut world = Self::simulation(count, codes, block_bytes, seed);
         world.power_on().await;
         world
     }
 
-    /// The same, and no machine's and no client's date and clock is right.
+    /// Starts a simulated world in which the date and the clock of every machine and client are
+    /// wrong.
     pub async fn with_wrong_clocks(
         count: usize,
         codes: &[(u8, u8)],
@@ -190,7 +195,8 @@ impl World {
         world
     }
 
-    /// From now on what is sent takes up to `max_ms`, other than before for each chunk; also on connections that are there.
+    /// Sets the network delay, also for open connections: from now on each sent chunk takes up to
+    /// `max_ms`, drawn anew for each chunk.
     pub fn set_lag(&self, max_ms: u64) {
         self.lag_ms.store(max_ms, Ordering::Relaxed);
     }
@@ -227,12 +233,13 @@ impl World {
         self.until_caught_up().await;
     }
 
-    /// Starts the daemon of machine `index` on what its disk holds.
+    /// Starts the daemon of machine `index` on the present contents of its disk.
     pub fn boot(&mut self, index: usize) {
         self.try_boot(index).unwrap();
     }
 
-    /// The same where it may fail: the power may go while it boots.
+    /// Starts the daemon like [`Self::boot`], but returns errors: the power may fail during the
+    /// boot.
     pub fn try_boot(&mut self, index: usize) -> Result<(), Box<dyn std::error::Error>> {
         let machine = self.machines[index].clone();
         let power = machine.power.clone();
@@ -271,7 +278,7 @@ impl World {
             maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), host }),
             transport: self.spied(peer, &self.door(index)),
             clock: machine.time.clock(),
-            // No boot repeats the numbers of another.
+            // No two boots draw the same random numbers.
             entropy: Arc::new(SeededEntropy::new(self.seed << 32 | self.boots)),
             workers: self.node_workers.clone(),
             segmentation_offload: false,
@@ -284,7 +291,7 @@ impl World {
         self.doors.get(&index).cloned().unwrap_or_else(|| address(index))
     }
 
-    /// Kills the process of machine `index`: connections break, nothing is said.
+    /// Kills the process of machine `index`. Its connections break without a message.
     pub async fn kill(&mut self, index: usize) {
         self.network.kill(&self.door(index));
         if let Some(node) = self.nodes.remove(&index) {
@@ -292,20 +299,21 @@ impl World {
         }
     }
 
-    /// Kills the process of machine `index` and leaves its address to one that takes connections and never answers, until
-    /// what is given is dropped.
+    /// Kills the process of machine `index` and gives its address to a peer that accepts
+    /// connections and never answers. Returns that peer; dropping it frees the address.
     pub async fn silence(&mut self, index: usize) -> MemoryTransport {
         self.kill(index).await;
         let name = self.machines[index].name.clone();
         self.network.join(Peer { role: Role::Node, name }, &address(index))
     }
 
-    /// From now on, until it boots again, what machine `index` sends takes so long for each 64 KiB.
+    /// Slows down machine `index` until its next boot: sending each 64 KiB takes `each`.
     pub fn slow(&self, index: usize, each: Duration) {
         self.network.set_pace(&address(index), self.machines[index].time.clock(), each);
     }
 
-    /// From now on machine `index` hears everything and says nothing more, on connections that live, until it boots again.
+    /// Mutes machine `index` until its next boot: its connections stay open and it receives
+    /// everything, but it sends nothing more.
     pub fn mute(&self, index: usize) {
         self.network.mute(&address(index));
     }
@@ -316,7 +324,7 @@ impl World {
         Arc::new(Spied { inner, name, requests: self.requests.clone() })
     }
 
-    /// Puts an empty machine in the place of `index`, which does not run.
+    /// Replaces machine `index`, which does not run, by an empty machine.
     pub fn replace(&mut self, index: usize) {
         let machine = &mut self.machines[index];
         machine.disk = Arc::new(MemoryDisk::new(DISK_BYTES));
@@ -324,7 +332,7 @@ impl World {
         machine.catalogue.set(None);
     }
 
-    /// Adds `count` empty machines, and boots them.
+    /// Adds `count` empty machines and boots them.
     pub fn grow(&mut self, count: usize) {
         for index in self.machines.len()..self.machines.len() + count {
             self.machines.push(Machine::new(index));
@@ -332,13 +340,13 @@ impl World {
         }
     }
 
-    /// Cuts the power of machine `index`: its process is gone in the same moment.
+    /// Cuts the power of machine `index`. Its process ends at the same moment.
     pub fn cut_power(&self, index: usize) {
         self.machines[index].power.turn(false);
         self.network.kill(&address(index));
     }
 
-    /// Gives machine `index` the disk that a power cut left.
+    /// Gives machine `index` the disk that a power cut leaves.
     pub async fn lose_unsynced(&mut self, index: usize, leaves: Leaves) {
         self.kill(index).await;
         let machine = &mut self.machines[index];
@@ -361,7 +369,7 @@ impl World {
         panic!("the nodes did not become live");
     }
 
-    /// All storage nodes that run know what is committed and what was removed.
+    /// Waits until all running storage nodes know what is committed and what was removed.
     pub async fn until_caught_up(&self) {
         let all = || {
             let stores = self.nodes.iter().filter(|(index, _)| **index != 0);
@@ -374,22 +382,22 @@ impl World {
         self.numbered_client().0
     }
 
-    /// A client whose only seed is node `index`.
+    /// Returns a client whose only seed is node `index`.
     pub fn client_of(&self, index: usize) -> Client {
         self.connect(vec![address(index)]).0
     }
 
-    /// A client, and the number in its address `clientN:0`.
+    /// Returns a client, and the number N in its address `clientN:0`.
     pub fn numbered_client(&self) -> (Client, u32) {
         self.connect((0..3).map(address).collect())
     }
 
-    /// A client with these nodes as its seeds.
+    /// Returns a client with these nodes as its seeds.
     pub fn client_of_all(&self, seeds: &[usize]) -> Client {
         self.connect(seeds.iter().map(|&index| address(index)).collect()).0
     }
 
-    /// A client, and the number in its address, that asks these nodes.
+    /// Returns a client with these addresses as its seeds, and the number in its address.
     pub fn connect(&self, seeds: Vec<String>) -> (Client, u32) {
         let number = self.clients.get();
         self.clients.set(number + 1);
@@ -422,7 +430,7 @@ pub fn quiet() -> ProgressFn {
     Arc::new(|_| ())
 }
 
-/// Deterministic bytes that differ from every shift of themselves.
+/// Returns deterministic bytes that differ from every shift of themselves.
 pub fn content(len: usize, seed: u64) -> Bytes {
     let mut bytes = vec![0; len];
     SeededEntropy::new(seed).fill(&mut bytes);
@@ -433,7 +441,8 @@ pub fn shard(name: &str, bytes: &Bytes) -> NewShard {
     NewShard { name: name.parse().unwrap(), source: Arc::new(bytes.clone()) }
 }
 
-/// Step 1 is saved, and replaced through node 1, which dies before it has buried what the step was.
+/// Saves step 1 and replaces it through node 1, which dies before it has recorded the replaced save
+/// as removed.
 pub async fn replace_and_die(world: &mut World, len: usize) {
     let client = world.client_of(1);
     save(&client, 1, &[("weights", &content(len, 1))]).await;
@@ -451,7 +460,7 @@ pub fn options(plan: PlanChoice) -> ArchiveOptions {
     ArchiveOptions { plan, codec: Codec::Kernel, parallel: 0 }
 }
 
-/// Restores all shards into a fresh folder and gives it.
+/// Restores all shards into a fresh folder. Returns the folder and the report.
 pub async fn restore(
     client: &Client,
     step: u64,
@@ -462,7 +471,7 @@ pub async fn restore(
     Ok((out, report))
 }
 
-/// Why a restore is refused.
+/// Returns the error with which a restore fails. Panics if it succeeds.
 pub async fn restore_error(client: &Client, step: u64) -> rapidraid::client::ClientError {
     match restore(client, step).await {
         Ok((_, report)) => panic!("restored: {report:?}"),
@@ -470,7 +479,7 @@ pub async fn restore_error(client: &Client, step: u64) -> rapidraid::client::Cli
     }
 }
 
-/// The bytes of a file; sectors that cannot be read count as zeros.
+/// Returns the bytes of a file. Unreadable sectors read as zeros.
 pub fn read_sectors(disk: &dyn Disk, path: &str) -> Vec<u8> {
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];

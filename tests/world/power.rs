@@ -1,22 +1,23 @@
-//! The power of a machine: it counts everything that changes what lasts, and goes off at a chosen change.
+//! The power of a machine. It counts all changes of durable state, and can fail at a chosen change.
 //!
-//! While it is off nothing of the machine works: its disk and its maps refuse, also those of a process that has not noticed yet.
+//! While the power is off, the machine's disk and databases refuse every call, also from a process
+//! that has not noticed the power cut yet.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rapidraid::store::kv::{Batch, Pair};
 use rapidraid::store::{Disk, Kv, KvError, MemoryDisk, MemoryKv};
 
-/// What becomes of the disk of a machine that stopped.
+/// The state in which a stopped machine leaves its disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leaves {
-    /// Nothing that was not synced.
+    /// Only synced data remains.
     Synced,
-    /// Of the rest, each name and each sector as the seed has it.
+    /// All synced data remains; of the rest, the seed decides on each name and each sector.
     Torn(u64),
-    /// Everything: the medium had caught up.
+    /// Everything remains: the medium had written it all.
     All,
-    /// Everything, and still not synced: it was the process that died.
+    /// Everything remains, and unsynced data is still unsynced: only the process died.
     Cache,
 }
 
@@ -50,18 +51,20 @@ impl Power {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many changes there were: writes, syncs, renames, new and removed files and folders, batches of the maps.
+    /// Returns the number of changes so far: writes, syncs, renames, created and removed files and
+    /// folders, and database batches.
     pub fn changes(&self) -> u64 {
         self.state().changes
     }
 
-    /// Before the change after the next `changes`, `cut` is called. It may turn this power off, and others.
+    /// Calls `cut` just before the change that follows the next `changes` changes. `cut` may turn
+    /// off this power and that of other machines.
     pub fn cut_after(&self, changes: u64, cut: impl FnOnce() + Send + 'static) {
         let mut state = self.state();
         state.cut = Some((state.changes + changes, Box::new(cut)));
     }
 
-    /// Forgets a cut that has not come.
+    /// Cancels a cut that has not happened.
     pub fn calm(&self) {
         self.state().cut = None;
     }
@@ -74,7 +77,8 @@ impl Power {
         !self.state().off
     }
 
-    /// Whether a call happens; `change`: it changes something.
+    /// Returns whether a call succeeds, and calls a due cut first. `change` says whether the call
+    /// changes durable state.
     pub fn passes(&self, change: bool) -> bool {
         let due = {
             let mut state = self.state();
@@ -90,17 +94,18 @@ impl Power {
     }
 }
 
-/// The machine under a map.
+/// The machine that holds a database.
 #[derive(Clone)]
 pub struct Host {
     pub power: Arc<Power>,
     pub disk: Arc<MemoryDisk>,
-    /// Ends the connections of its process.
+    /// Closes the connections of the machine's process.
     pub end: Arc<dyn Fn() + Send + Sync>,
 }
 
-/// A map on a machine's disk: a batch lasts whole, or was never made. On a full disk it fails, and a daemon whose map has failed
-/// stops: in the same moment nothing of its process works any more.
+/// A database on a machine's disk. A batch is durable as a whole, or was never written. On a full
+/// disk a batch fails, and a daemon whose database has failed stops: nothing of its process works
+/// from that moment on.
 pub struct PoweredKv {
     pub map: Arc<MemoryKv>,
     pub host: Host,

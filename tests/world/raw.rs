@@ -1,4 +1,4 @@
-//! Speaking to nodes without the client: single calls as any peer, and frames that are no calls.
+//! Raw access to nodes without the client: single calls from any peer, and malformed frames.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -56,7 +56,7 @@ impl Voice {
         self.caller.connection(to).await.unwrap()
     }
 
-    /// Sends one frame as it is and gives the answer, which must be empty.
+    /// Sends one frame as it is. Returns the node's answer, which must be empty or an error.
     pub async fn send(&self, to: &NodeAddress, frame: &[u8]) -> Result<(), CallError> {
         let net = |source| CallError::Net { call: "raw", to: to.name.to_string(), source };
         let connection = self.connection(to).await;
@@ -92,7 +92,7 @@ impl Voice {
         self.caller.open(&address(to), call).await.unwrap()
     }
 
-    /// Opens a block; returns when its bytes may come.
+    /// Opens a block. Returns the exchange once the node is ready for the block's bytes.
     pub async fn open_block(
         &self,
         to: &NodeAddress,
@@ -113,7 +113,7 @@ impl Voice {
         Ok((exchange, admitted))
     }
 
-    /// Sends a block, all of it.
+    /// Sends a whole block. Returns the node's answer.
     pub async fn put_block(
         &self,
         to: &NodeAddress,
@@ -125,13 +125,13 @@ impl Voice {
     }
 }
 
-/// Sends the `rest` of a block and what follows it.
+/// Sends the `rest` of a block and its trailer. Returns the node's answer.
 pub async fn finish_block(
     exchange: &mut Exchange,
     whole: &Bytes,
     rest: &[u8],
 ) -> Result<PutBlockAnswer, CallError> {
-    // A node that refuses stops the stream; its answer says why.
+    // A node that refuses the block stops the stream. Its answer gives the reason.
     let _ = exchange.write(Bytes::copy_from_slice(rest)).await;
     let frame = message_to_bytes(&trailer(whole), "a trailer").unwrap();
     let _ = exchange.write_frame(frame).await;
@@ -160,7 +160,7 @@ pub fn block_call(begun: &BeginSaveAnswer, len_bytes: usize) -> PutBlock {
     }
 }
 
-/// The root of an empty shard.
+/// Returns the root of an empty shard.
 pub fn empty_root(begun: &BeginSaveAnswer, step: u64, name: &str) -> ShardRoot {
     ShardRoot {
         job: job(),

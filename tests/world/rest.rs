@@ -1,4 +1,5 @@
-//! A cluster that has come to rest: what is left half done goes on until nothing is left, and then everything is as the ledger has it.
+//! A cluster at rest: unfinished operations continue until none is left, and then the state of the
+//! cluster matches the ledger.
 
 use std::collections::BTreeMap;
 
@@ -18,8 +19,8 @@ use super::look::files_below;
 use super::{Machine, World, job, options, restore};
 
 impl World {
-    /// What the catalogue has that somebody still has to finish. Where a file has `rotted` an archiving may wait for a piece, which
-    /// nothing makes again.
+    /// Returns the unfinished operations in the catalogue. Where a file has `rotted`, an archiving
+    /// may wait for a lost piece, which is never recreated; such an archiving does not count.
     pub fn unfinished(&self, rotted: bool) -> Vec<String> {
         let kv = self.map();
         let mut left = self.catalogue_keys("x/");
@@ -40,10 +41,10 @@ impl World {
         left
     }
 
-    /// Waits until nothing is unfinished, and checks all that must hold then: each step is what the ledger allows, every committed
-    /// byte is there, and nothing else.
+    /// Waits until nothing is unfinished and checks the state at rest: each step has a content that
+    /// the ledger allows, every committed byte is present, and nothing else is.
     pub async fn assert_rest(&self, client: &Client, ledger: &mut Ledger, rotted: bool) {
-        // The catalogue's host changes nothing until it has heard the others again.
+        // The catalogue server changes nothing until it has heard from the other nodes again.
         tokio::time::sleep(self.lease).await;
         let at_rest = || self.unfinished(rotted).is_empty();
         self.until_or("rest", at_rest, || format!("{:?}", self.unfinished(rotted))).await;
@@ -65,7 +66,7 @@ impl World {
             ledger.settle(step, found);
         }
         self.assert_swept(client).await;
-        // An order that came again may have begun a piece, and stands still for a while.
+        // A duplicated order may have begun a piece, which then stays in `tmp` for a while.
         let temporary = || {
             let of = |machine: &Machine| files_below(&*machine.disk, "tmp");
             self.machines.iter().map(of).collect::<Vec<_>>()
@@ -75,7 +76,8 @@ impl World {
         self.assert_idle().await;
     }
 
-    /// The files of a step's archived stripes that no receipt of the attempt that counts ascribes to their node, there.
+    /// Returns the files of a step's archived stripes that no receipt on their own node ascribes to
+    /// it. Only receipts of the attempt in the catalogue count.
     fn unexplained(&self, step: u64) -> Vec<String> {
         let images = self.machines[1..].iter().map(Machine::after_power_cut);
         let found = self.committed(step).unwrap();
@@ -118,7 +120,8 @@ impl World {
             .collect()
     }
 
-    /// Archives a step; a successor may be at it still, and has its lease's time to end.
+    /// Archives a step. Another coordinator may still be archiving it after a takeover, so the call
+    /// is repeated for some lease periods.
     async fn archived_by_then(&self, client: &Client, step: Step) -> ArchiveReport {
         let end = tokio::time::Instant::now() + 8 * self.lease;
         loop {
@@ -134,8 +137,9 @@ impl World {
         }
     }
 
-    /// Archives what is committed, now that everybody is there, and checks that nothing but the pieces stays. Where a file has
-    /// `rotted` a piece may be gone, and replicas stay for it: nothing makes pieces again.
+    /// Archives all committed steps, now that all nodes run, and checks that only the pieces
+    /// remain. Where a file has `rotted`, a piece may be lost and its replicas stay: pieces are
+    /// never recreated.
     pub async fn assert_archivable(&self, client: &Client, ledger: &mut Ledger, rotted: bool) {
         let listed = client.list(None).await.unwrap();
         for view in &listed {
@@ -143,7 +147,8 @@ impl World {
             assert!(archived.undropped == 0 || rotted, "step {}: {archived:?}", view.step);
             let held = self.assert_invariant(client, view.step.0).await;
             assert_eq!(held.archived, held.stripes, "step {}", view.step);
-            // A node that was away when its replica was ordered to be dropped, and that no record names, finds it itself.
+            // A node that was down when its replica was ordered to be dropped, and that no record
+            // names, finds the replica itself.
             let left = || self.unexplained(view.step.0);
             let dropped = || rotted || left().is_empty();
             self.until_or("the replicas are dropped", dropped, || format!("{:?}", left())).await;
@@ -152,7 +157,7 @@ impl World {
         assert_eq!(client.list(None).await.unwrap().len(), listed.len());
     }
 
-    /// A step of one shard, saved with everybody there.
+    /// Saves a step of one shard while all nodes run.
     pub async fn assert_saves(&self, client: &Client, ledger: &mut Ledger, step: u64) {
         let shards = vec![("last".to_owned(), super::content(1000, step))];
         self.until_live(self.machines.len() - 1).await;

@@ -1,15 +1,16 @@
-//! Many runs of simulated clusters: each on one thread with a runtime of its own and paused time; a panic anywhere in it is its failure.
+//! Many runs of simulated clusters. Each run has its own thread, runtime and paused time. A panic
+//! in any of its tasks fails the run.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, Once};
 
-/// Failures that are kept; more say nothing new.
+/// Maximum number of recorded failures. More would add no information.
 const MAX_FAILURES: usize = 20;
 
 thread_local! {
-    /// What panicked on this thread during the run; also in tasks whose end nobody looks at.
+    /// The panics on this thread during the run, including those of detached tasks.
     static PANICS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -32,7 +33,7 @@ fn note_panics() {
     });
 }
 
-/// Plays one run; an error is what panicked in it.
+/// Runs `run` to its end. Returns its result, or the text of all panics in it.
 pub fn play<T>(run: impl Future<Output = T>) -> Result<T, String> {
     note_panics();
     PANICS.take();
@@ -48,13 +49,15 @@ pub fn play<T>(run: impl Future<Output = T>) -> Result<T, String> {
     }
 }
 
-/// What `name` in the environment says, if it is a number.
+/// Returns the number in the environment variable `name`, if it is set. Panics if it is not a
+/// number.
 pub fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// Plays `run` for each of `all` on `RAPIDRAID_SOAK_JOBS` threads (1), and fails with the first failures, in order.
+/// Runs `run` for each case of `all` on `RAPIDRAID_SOAK_JOBS` threads (default 1). Panics with the
+/// first failures, in order of the cases.
 pub fn play_all<C: Copy + Send + Sync + std::fmt::Debug>(
     all: &[C],
     run: impl Fn(C) -> Result<(), String> + Sync,

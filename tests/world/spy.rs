@@ -1,4 +1,4 @@
-//! What is asked for in a cluster: every request, by who made it and to whom. Nothing is changed on the way.
+//! A recorder of all requests in a cluster, with their senders and receivers. It changes nothing.
 
 use std::sync::{Arc, Mutex};
 
@@ -8,10 +8,10 @@ use rapidraid::net::memory::MemoryTransport;
 use rapidraid::net::{Address, Connection, NetError, Peer, RecvStream, SendStream, Transport};
 use rapidraid::wire::{Call, parse_request, split_request};
 
-/// A request: who made it, to whom, and its frame.
+/// A request: the sender's name, the receiver's name, and the frame.
 type Asked = (String, String, Bytes);
 
-/// All requests since somebody began to listen.
+/// All requests since the recording began.
 #[derive(Clone, Default)]
 pub struct Requests(Arc<Mutex<Option<Vec<Asked>>>>);
 
@@ -26,11 +26,12 @@ impl Requests {
         }
     }
 
-    /// Those of one kind, in order: the names of who asked and who was asked, and the call.
+    /// Returns the requests of one kind, in order: the sender's name, the receiver's name, and the
+    /// call.
     pub fn of<C: Call>(&self) -> Vec<(String, String, C)> {
         let all = self.0.lock().unwrap();
         let parsed = all.iter().flatten().filter_map(|(from, to, frame)| {
-            // Behind the frame's length.
+            // Skips the frame's length.
             let (number, body) = split_request(frame.get(4..)?).ok()?;
             let call = (number == C::NUMBER).then(|| parse_request(body).unwrap())?;
             Some((from.clone(), to.clone(), call))
@@ -39,7 +40,7 @@ impl Requests {
     }
 }
 
-/// A member's access to the network, overheard.
+/// A peer's access to the network, with its requests recorded.
 pub struct Spied {
     pub inner: MemoryTransport,
     pub name: String,
@@ -52,7 +53,7 @@ struct SpiedConnection {
     requests: Requests,
 }
 
-/// A stream whose first chunk is a request: a frame, written at once while it is short.
+/// A stream whose first chunk is a request: a short frame is written as a single chunk.
 struct SpiedSend {
     inner: Box<dyn SendStream>,
     first: Option<(String, String, Requests)>,

@@ -1,6 +1,8 @@
-//! The time of a machine: a date of its own that may jump, and a clock of its own that runs a little fast or slow.
+//! The time of a machine: its own date, which may jump, and its own clock, which runs a little fast
+//! or slow.
 //!
-//! All of it follows tokio's paused time. Where nothing is drawn every machine has the same date and the right clock.
+//! Both follow tokio's paused time. By default every machine has the same date and a clock of the
+//! right speed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,18 +11,18 @@ use std::time::Duration;
 use rapidraid::clock::Clock;
 use rapidraid::entropy::{Entropy, SeededEntropy};
 
-/// The date of machines that have no other.
+/// The default date, in seconds since 1970.
 const DATE: u64 = 1_800_000_000;
-/// No date is off by more: thirty years.
+/// Maximum error of a date: thirty years.
 const MAX_OFF_SECONDS: u64 = 30 * 365 * 86_400;
-/// Seconds of a clock in a thousand right ones: 10 % slow to 10 % fast.
+/// Seconds on the clock per thousand real seconds: from 10 % slow to 10 % fast.
 const SLOWEST: u64 = 900;
 const FASTEST: u64 = 1100;
 const RIGHT: u64 = 1000;
-/// A process may find its monotonic clock anywhere up to here.
+/// Maximum start value of a process's monotonic clock.
 const MAX_BEGIN_MS: u64 = 1 << 40;
 
-/// What a machine has for a date and a clock, whatever becomes of its processes.
+/// The date and the clock of a machine, which outlive its processes.
 pub struct MachineTime {
     wall_seconds: AtomicU64,
     permille: u64,
@@ -34,7 +36,7 @@ impl Default for MachineTime {
 }
 
 impl MachineTime {
-    /// A date that is off and a clock that runs wrong, as `seed` has it.
+    /// Returns a wrong date and a clock of the wrong speed, drawn from `seed`.
     pub fn drawn(seed: u64) -> Self {
         let coin = SeededEntropy::new(seed);
         let wall_seconds = DATE - MAX_OFF_SECONDS + coin.below(2 * MAX_OFF_SECONDS);
@@ -42,13 +44,13 @@ impl MachineTime {
         Self { wall_seconds: AtomicU64::new(wall_seconds), permille, coin: Some(coin) }
     }
 
-    /// The date jumps, back if it is less than 0; not to before 1970.
+    /// Moves the date by `by_seconds`, backwards if negative, but not to before 1970.
     pub fn jump(&self, by_seconds: i64) {
         let before = self.wall_seconds.load(Ordering::Relaxed);
         self.wall_seconds.store(before.saturating_add_signed(by_seconds), Ordering::Relaxed);
     }
 
-    /// The clock of a process that starts now.
+    /// Returns the clock of a process that starts now.
     pub fn clock(self: &Arc<Self>) -> Arc<dyn Clock> {
         let begin = self.coin.as_ref().map_or(0, |coin| coin.below(MAX_BEGIN_MS));
         let begin = Duration::from_millis(begin);
@@ -62,7 +64,8 @@ struct MachineClock {
     time: Arc<MachineTime>,
 }
 
-/// `duration` times `of` through `to`, rounded up: who has slept sees that the time has passed.
+/// Returns `duration` times `of` divided by `to`. The result is rounded up, so that a task that has
+/// slept sees the full time as passed.
 fn scaled(duration: Duration, of: u64, to: u64) -> Duration {
     let nanos = (duration.as_nanos() * u128::from(of)).div_ceil(u128::from(to));
     Duration::from_nanos(nanos.try_into().unwrap_or(u64::MAX))

@@ -1,5 +1,6 @@
-//! `cargo xtask bench`: the kernel benchmarks, and the picture of their record. The package that measures is no
-//! default member of the workspace; it is compiled here, for release, and knows what to write.
+//! `cargo xtask bench`: runs the kernel benchmarks and draws their record. The package that
+//! measures is not a default member of the workspace. It is compiled here, in release mode, and
+//! receives the paths of the files to write.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -9,11 +10,12 @@ use crate::cargo::cargo;
 const RECORD: &str = "benches/record/kernels.json";
 const PAGE: &str = "docs/benchmarks/kernels.md";
 const PICTURE: &str = "docs/benchmarks/kernels.svg";
-/// A short run is no record: it leaves what it measured where builds do.
+/// A short run is no record: its files stay in the build folder.
 const SHORT_RECORD: &str = "target/bench/kernels.json";
 const SHORT_PICTURE: &str = "target/bench/kernels.svg";
 
-/// What the arguments ask for, as arguments of the program that measures; an error says what is wrong with them.
+/// Converts the arguments to those of the program that measures. Returns a description of the
+/// mistake if they are wrong.
 pub fn parse(arguments: &[&str]) -> Result<Vec<String>, String> {
     let owned = |arguments: &[&str]| arguments.iter().map(|text| (*text).to_owned()).collect();
     match arguments {
@@ -57,7 +59,7 @@ pub fn parse(arguments: &[&str]) -> Result<Vec<String>, String> {
     }
 }
 
-/// Compiles what measures and runs it at the root of the repository.
+/// Compiles the program that measures and runs it in the root of the repository.
 pub fn bench(arguments: &[String]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
     let mut command = cargo();

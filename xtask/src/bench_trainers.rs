@@ -1,4 +1,5 @@
-//! `cargo xtask bench trainers`: what a trainer sees, measured by `python/benchmarks/trainers` with the wheel that users install.
+//! `cargo xtask bench trainers`: measures the times that a trainer sees, by
+//! `python/benchmarks/trainers` with the wheel that users install.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -9,12 +10,14 @@ use crate::python::{run, with_wheel};
 
 /// The record, and the folder of its pictures.
 const OUT: [&str; 2] = ["benches/record/trainers.json", "docs/benchmarks"];
-/// A short run is no record.
+/// The same for a short run, which is no record.
 const SHORT_OUT: [&str; 2] = ["target/bench/trainers.json", "target/bench"];
-/// What the tests do not need: the reference of a hash, and a library for pictures.
+/// The packages that the tests do not need: a reference implementation of a hash, and a library for
+/// pictures.
 const PACKAGES: [&str; 2] = ["blake3", "matplotlib"];
 
-/// Builds the wheel for release, installs it, and measures; the arguments are those of the program that measures.
+/// Builds the wheel in release mode, installs it, and measures. The arguments are passed to the
+/// program that measures.
 pub fn bench(arguments: &[&str]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
     match measure(root, arguments) {
@@ -32,7 +35,7 @@ fn measure(root: &Path, arguments: &[&str]) -> Result<()> {
     let mut program = environment.command("python");
     program.args(["-P", "-m", "trainers", "--record"]).arg(root.join(record));
     program.arg("--pictures").arg(root.join(pictures)).args(arguments);
-    // Beside the measures stands no folder of the package: what is measured is the installed one.
+    // This path contains no folder of the package, so the installed package is measured.
     program.env("PYTHONPATH", root.join("python/benchmarks"));
-    run(&mut program).context("the measures")
+    run(&mut program).context("the program that measures failed")
 }

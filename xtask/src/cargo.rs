@@ -1,13 +1,14 @@
-//! The cargo that runs us, and one test binary of the library run by it.
+//! Access to cargo: the cargo that runs this program, and a run of one test binary of the library.
 
 use std::process::{Command, ExitCode};
 
-/// The cargo that runs us, or the one on the path.
+/// Returns a command for the cargo that runs this program, or for the one on the PATH.
 pub fn cargo() -> Command {
     Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }
 
-/// Runs one test binary with `arguments` and `settings` in its environment; what its tests say is shown while they run.
+/// Runs one test binary with `arguments`, and with `settings` in its environment. The output of its
+/// tests is shown while they run.
 pub fn test<'a>(
     binary: &str,
     arguments: &[&str],

@@ -1,27 +1,29 @@
-//! `cargo xtask fuzz`: the targets of `tests/fuzz.rs`, for as long as one likes and from another seed each time.
+//! `cargo xtask fuzz`: runs the targets of `tests/fuzz.rs` for any length of time, from another
+//! seed each time.
 //!
-//! Tests are built optimised and with their assertions: an overflow that a release would wrap is a find here.
+//! Tests are built optimised but with their assertions, so that an overflow which a release build
+//! would wrap is detected.
 
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::cargo;
 
-/// Where the targets are listed, as `module::name,`.
+/// The file that lists the targets as `module::name,`.
 const TARGETS: &str = include_str!("../../tests/fuzz.rs");
-/// How long without `--seconds`.
+/// Default duration in seconds.
 const SECONDS: u64 = 60;
 
-/// What to run.
+/// The arguments of a run.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Fuzz {
-    /// Of all targets together.
+    /// Duration of all targets together.
     seconds: u64,
     target: Option<String>,
     seed: Option<u64>,
 }
 
-/// What the arguments ask for; an error says what is wrong with them.
+/// Parses the arguments. Returns a description of the mistake if they are wrong.
 pub fn parse(arguments: &[&str]) -> Result<Fuzz, String> {
     let mut fuzz = Fuzz { seconds: SECONDS, target: None, seed: None };
     let mut rest = arguments.iter();
@@ -53,7 +55,7 @@ fn targets() -> impl Iterator<Item = &'static str> {
     list.lines().filter_map(|line| Some(line.trim().strip_suffix(',')?.split_once("::")?.1))
 }
 
-/// Runs it, and shows what each target says: how many cases a second, or what it found.
+/// Runs the targets and shows their output: the cases per second, or the failures that they found.
 pub fn fuzz(fuzz: &Fuzz) -> ExitCode {
     let seed = fuzz.seed.unwrap_or_else(|| {
         SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs())

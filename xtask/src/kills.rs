@@ -1,5 +1,5 @@
-//! `cargo xtask kills`: real daemons that are killed, by the tests `kills`, `sixteen` and `staging`, and by `python/tests/test_kills.py`.
-//! The environment says how much of it.
+//! `cargo xtask kills`: kills real daemons, by the tests `kills`, `sixteen` and `staging`, and by
+//! `python/tests/test_kills.py`. Environment variables tell the tests how much to do.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -9,11 +9,11 @@ use anyhow::Result;
 use crate::cargo;
 use crate::python::{run, with_wheel};
 
-/// What to play.
+/// The arguments of a run.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Kills {
     test: &'static str,
-    /// Which of its tests: all but those that are skipped.
+    /// A part of the names of the tests to run. Tests that match `skip` are left out.
     only: &'static str,
     skip: &'static [&'static str],
     settings: Vec<(&'static str, String)>,
@@ -22,12 +22,12 @@ pub struct Kills {
 const CELLS: &str = "at_a_stage";
 const RANDOM: &str = "at_any_moment";
 const STANDSTILL: &str = "do_not_stand_still";
-/// Not a test of cargo: a file of pytest.
+/// A file of pytest instead of a test of cargo.
 const TORCH: &str = "torch";
 const FLIPS: &str = "a_bit_that_turns";
 const STAGING: &str = "no_whole_step_is_lost";
 
-/// What the arguments ask for; an error says what is wrong with them.
+/// Parses the arguments. Returns a description of the mistake if they are wrong.
 pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
     let mut what = Vec::new();
     let mut settings = Vec::new();
@@ -68,7 +68,7 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
                 ("RAPIDRAID_KILLS_TORCH", true)
             }
             "--result" => {
-                // The test runs in a folder of its own.
+                // The test runs in its own folder, so the path must be absolute.
                 let path = rest.next().and_then(|path| std::path::absolute(path).ok());
                 let path = path.ok_or("--result needs a file")?;
                 settings.push(("RAPIDRAID_KILLS_RESULT", path.display().to_string()));
@@ -93,7 +93,7 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
     }
 }
 
-/// Plays it, and shows what the tests say while they run.
+/// Runs the tests and shows their output meanwhile.
 pub fn kills(kills: &Kills) -> ExitCode {
     if kills.test == TORCH {
         return match kills_with_torch(&kills.settings) {
@@ -104,7 +104,7 @@ pub fn kills(kills: &Kills) -> ExitCode {
             }
         };
     }
-    // One after the other: what is measured has the machine for itself.
+    // The tests run one after the other, so that each measurement has the machine for itself.
     let mut arguments = vec!["--test-threads", "1", kills.only];
     arguments.extend(kills.skip.iter().flat_map(|skip| ["--skip", skip]));
     cargo::test(kills.test, &arguments, kills.settings.iter().cloned())
@@ -114,7 +114,7 @@ fn kills_with_torch(settings: &[(&str, String)]) -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
     let environment = with_wheel(root, "dev", &[])?;
     let mut tests = environment.pytest("tests/test_kills.py");
-    // What each launch did is printed while it happens.
+    // Each launch reports its result at once.
     tests.arg("-s");
     run(tests.envs(settings.iter().cloned()))
 }

@@ -1,7 +1,8 @@
-//! The project's recipes. `cargo xtask test` runs what CI runs, in the same order, and stops at the first failure.
+//! The recipes of the project. `cargo xtask test` runs what CI runs, in the same order, and stops
+//! at the first failure.
 //!
-//! What cannot run on this machine (a tool that is not installed, a folder that is not there) is skipped aloud,
-//! never in silence. The last line is always `N passed, N failed`.
+//! A step that cannot run on this machine (a tool is not installed, a folder is missing) is skipped
+//! with a message. The last line is always `N passed, N failed`.
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
 mod bench;
@@ -20,22 +21,22 @@ use std::process::ExitCode;
 
 const HELP: &str = "\
 cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, the Python package, short experiments, doc tests, benches once, advisories
-cargo xtask wheel   builds the Python package with the program in it, for release, below target/python/wheels
-cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must turn red
-cargo xtask upgrade [COMMIT]  a rolling upgrade from an older program, which it builds from the history, and back
+cargo xtask wheel   builds the Python package with the program in it, in release mode, into target/python/wheels
+cargo xtask mutants [PART]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must fail
+cargo xtask upgrade [COMMIT]  a rolling upgrade from an older program, which is built from the history, and back
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
 cargo xtask fuzz [--seconds N] [--target T] [--seed S]    the fuzz targets for N seconds in all (60)
-cargo xtask kills --cells [--seed S] [--jobs J]     real daemons: who is killed x at which stage, all of it
-cargo xtask kills --cell ROLE:DEED.STAGE [--seed S] one cell of it, as head:archive.piece
+cargo xtask kills --cells [--seed S] [--jobs J]     real daemons, killed in each role at each stage: all cells
+cargo xtask kills --cell ROLE:OPERATION.STAGE [--seed S]    one of these cells, such as head:archive.piece
 cargo xtask kills --random N [--seed S]             N kills at any moment, two clients at work
-cargo xtask kills --restores [--mib M]              sixteen daemons: restores with nodes gone or standing still
-cargo xtask kills --standstill                      64 stripes at once over them, with the least memory
+cargo xtask kills --restores [--mib M]              sixteen daemons: restores while nodes are dead or stopped
+cargo xtask kills --standstill                      archives 64 stripes at once on sixteen daemons with the minimum of memory
 cargo xtask kills --staging N [--seed S] [--result FILE]    N kills of trainers and their staging daemon, in each phase of a step
-cargo xtask kills --flips N [--seed S] [--result FILE]      N bits that turn in each place: segments, files, memory of loads
+cargo xtask kills --flips N [--seed S] [--result FILE]      N flipped bits in each place: segments, files, memory of loads
 cargo xtask kills --torch N [--seed S] [--result FILE]      N kills of PyTorch trainers and their staging daemon
-cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels beside others; docs/benchmarks/kernels.md
-cargo xtask bench kernels --as NAME [--json]    the same on another processor: kernels-NAME beside the record; its page must exist
+cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels compared with others; docs/benchmarks/kernels.md
+cargo xtask bench kernels --as NAME [--json]    the same on another processor: writes kernels-NAME beside the record; its page must exist
 cargo xtask bench plot    draws docs/benchmarks/kernels.svg from benches/record/kernels.json
 cargo xtask bench trainers [--short] [--only NAME]...    stalls, uploads, loads and resumes of PyTorch jobs; needs torch, and root for links
 cargo xtask help    this text

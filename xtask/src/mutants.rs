@@ -1,5 +1,6 @@
-//! `cargo xtask mutants`: takes out each sync, mark, check and fence that `tests/mutants.txt` names, one at a time, and
-//! expects its tests to turn red. What survives is a check that no test needs.
+//! `cargo xtask mutants`: removes each sync, mark, check and fence that `tests/mutants.txt` names,
+//! one at a time, and expects its tests to fail. A mutant that survives shows a check that no test
+//! needs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,22 +10,23 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 
 const LIST: &str = "tests/mutants.txt";
-/// Where the tree is copied to, with a target folder of its own: it is built over and over.
+/// The folder with a copy of the tree and a target folder of its own, which is built again for each
+/// mutant.
 const FOLDER: &str = "target/mutants";
 
-/// One change, and the tests that must notice it.
+/// A change of the source, and the tests that must detect it.
 #[derive(Debug, PartialEq, Eq)]
 struct Mutant {
     name: String,
     file: String,
-    /// Arguments of `cargo test`: the test binary, and a part of the tests' names.
+    /// The arguments of `cargo test`: the test binary, and a part of the tests' names.
     tests: Vec<String>,
     before: String,
     after: String,
 }
 
 impl Mutant {
-    /// What it takes out must be there, once.
+    /// Returns an error unless the lines to remove are in the file exactly once.
     fn fits(&self, root: &Path) -> Result<()> {
         let source = fs::read_to_string(root.join(&self.file));
         let source = source.with_context(|| self.file.clone())?;
@@ -87,12 +89,13 @@ fn try_run(only: Option<&str>) -> Result<bool> {
     Ok(survived.is_empty())
 }
 
-/// The files that git knows, where they can be broken; times of unchanged files stay, so that only what changes is built.
+/// Copies the files that git knows to a tree where they can be changed. Unchanged files keep their
+/// times, so that only changes are built. Returns the path of the copy.
 fn copy_tree() -> Result<PathBuf> {
     let tree = Path::new(FOLDER).join("tree");
     let listed = Command::new("git").args(["ls-files", "-z"]).output().context("git ls-files")?;
     ensure!(listed.status.success(), "git ls-files failed");
-    // A module that was moved since the last run would be there twice.
+    // A module that was moved since the last run would be in the copy twice.
     if tree.join("src").exists() {
         fs::remove_dir_all(tree.join("src"))?;
     }
@@ -116,7 +119,7 @@ fn test(tree: &Path, mutant: &Mutant) -> Result<Ended> {
     let cargo = |arguments: &[&str]| {
         let mut command = Command::new("cargo");
         command.current_dir(tree).env("CARGO_TARGET_DIR", &target).arg("test");
-        // Each mutant is built once and run once: building is most of it.
+        // Each mutant is built once and run once, and the build takes most of the time.
         command.args(["--config", "profile.dev.package.rapidraid.opt-level=0"]).args(arguments);
         command.stdout(Stdio::null()).stderr(Stdio::null());
         command.status().context("running cargo")
@@ -134,7 +137,8 @@ fn test(tree: &Path, mutant: &Mutant) -> Result<Ended> {
     Ok(if red { Ended::Caught } else { Ended::Survived })
 }
 
-/// Blocks of `name:`, `file:`, `tests:`, then the lines before (`-`) and after (`+`); `#` is a remark.
+/// Parses blocks of `name:`, `file:` and `tests:`, followed by the lines before (`-`) and after
+/// (`+`) the change; `#` begins a comment.
 fn parse(text: &str) -> Result<Vec<Mutant>> {
     let mut mutants = Vec::new();
     for block in text.split("\n\n").map(str::trim).filter(|block| !block.is_empty()) {
@@ -170,7 +174,7 @@ fn parse(text: &str) -> Result<Vec<Mutant>> {
 mod tests {
     use super::*;
 
-    /// Whoever changes a line that a mutant takes out changes the mutant with it.
+    /// A change of a line that a mutant removes must change the mutant, too.
     #[test]
     fn every_mutant_fits_the_source() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();

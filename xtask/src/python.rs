@@ -18,11 +18,11 @@ pub struct Environment {
     pub has_torch: bool,
 }
 
-/// Why the package cannot be tested here.
+/// The reason why the package cannot be tested here.
 pub enum Unable {
-    /// Something that it needs is not there.
+    /// A tool or package that it needs is missing.
     Missing(String),
-    /// Something that should have worked did not.
+    /// A step that should work failed.
     Failed(anyhow::Error),
 }
 
@@ -37,7 +37,8 @@ fn quiet(command: &mut Command) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Makes the environment with torch and the wheel of this profile in it, for a command that can do nothing without.
+/// Creates the environment with torch and the wheel of this profile, for a command that needs both.
+/// Returns an error if torch cannot be installed.
 pub fn with_wheel(root: &Path, profile: &str, packages: &[&str]) -> Result<Environment> {
     let environment = match Environment::make(root) {
         Ok(environment) if environment.has_torch => environment,
@@ -55,7 +56,7 @@ pub fn with_wheel(root: &Path, profile: &str, packages: &[&str]) -> Result<Envir
 }
 
 impl Environment {
-    /// Makes the environment, or finds it as it was made before.
+    /// Creates the environment, or reuses the one of an earlier call.
     pub fn make(root: &Path) -> Result<Self, Unable> {
         let missing = |what: &str| Err(Unable::Missing(what.to_owned()));
         let check = format!("import sys, venv, ensurepip; sys.exit(sys.version_info < {OLDEST:?})");
@@ -82,7 +83,7 @@ impl Environment {
         Ok(Self { root: root.to_owned(), venv, has_torch })
     }
 
-    /// A program of the environment, run in the package's folder.
+    /// Returns a command for a program of the environment, run in the package's folder.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new(self.venv.join("bin").join(program));
         command.current_dir(self.root.join("python"));
@@ -90,7 +91,7 @@ impl Environment {
         command
     }
 
-    /// Builds the wheel of a profile, with the program in it, and returns its path.
+    /// Builds the wheel of a profile with the program in it. Returns the path of the wheel.
     pub fn wheel(&self, profile: &str) -> Result<PathBuf> {
         let mut build = cargo();
         build.args(["build", "--locked", "--package", "rapidraid", "--bin", "rapidraid"]);
@@ -99,12 +100,12 @@ impl Environment {
         self.wheel_with(&self.root.join("target").join(folder).join("rapidraid"), profile)
     }
 
-    /// The same with a program that is built already.
+    /// Builds the wheel with a program that is built already. Returns the path of the wheel.
     pub fn wheel_with(&self, program: &Path, profile: &str) -> Result<PathBuf> {
         let inside = self.root.join("python/rapidraid/_bin");
         std::fs::create_dir_all(&inside).with_context(|| inside.display().to_string())?;
         let to = inside.join("rapidraid");
-        // Removed first: a daemon of an earlier run may still be running from it.
+        // The file is removed first, because a daemon of an earlier run may still execute it.
         let _ = std::fs::remove_file(&to);
         std::fs::copy(program, &to).with_context(|| program.display().to_string())?;
         run(Command::new("strip").arg(&to))?;
@@ -118,8 +119,9 @@ impl Environment {
         wheels.next().context("maturin made no wheel")
     }
 
-    /// A run of tests, files or folders below `python/`. The package that is tested is the installed one, not the folder beside the tests;
-    /// also in programs that the tests start.
+    /// Returns a command that runs the tests of a file or folder below `python/`. The tests, and
+    /// the programs that they start, use the installed package instead of the folder beside the
+    /// tests.
     pub fn pytest(&self, tests: &str) -> Command {
         let mut command = self.command("python");
         command.env("PYTHONSAFEPATH", "1");
@@ -127,7 +129,7 @@ impl Environment {
         command
     }
 
-    /// Installs a wheel over the one before it.
+    /// Installs a wheel in place of an earlier one.
     pub fn install(&self, wheel: &Path) -> Result<()> {
         let mut pip = self.command("python");
         pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
@@ -135,7 +137,7 @@ impl Environment {
     }
 }
 
-/// Runs a command that must succeed.
+/// Runs a command. Returns an error unless it succeeds.
 pub fn run(command: &mut Command) -> Result<()> {
     let line = format!("{command:?}");
     let status = command.status().with_context(|| format!("cannot start {line}"))?;

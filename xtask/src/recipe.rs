@@ -12,7 +12,7 @@ use crate::cargo::cargo;
 use crate::python::{self, Environment, Unable};
 use crate::tally::{self, Runner, Tally};
 
-/// A run of the recipe: what it counted and what it left out.
+/// A run of the recipe: its counts and the steps that it skipped.
 struct Run {
     root: PathBuf,
     tally: Tally,
@@ -20,7 +20,7 @@ struct Run {
     start: Instant,
 }
 
-/// Runs every step; the last line says how many tests passed and failed.
+/// Runs every step. The last line of output says how many tests passed and failed.
 pub fn test() -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
     let mut run = Run {
@@ -38,7 +38,8 @@ pub fn test() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             println!("FAILED: {error:#}");
-            // A step that fails without a failed test (format, lint, build) is a failure too.
+            // A step that fails without a failed test (format, lint, build) counts as a failure
+            // too.
             run.tally.failed = run.tally.failed.max(1);
             ExitCode::FAILURE
         }
@@ -59,7 +60,8 @@ impl Run {
             let lint =
                 ["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"];
             self.cargo("clippy", &lint, &[])?;
-            // Minutes long, so that cargo does not count it among all targets; it must build all the same.
+            // This test takes minutes, so it is not among all targets; it must compile all the
+            // same.
             let long =
                 ["clippy", "--locked", "--workspace", "--test", "sixteen", "--", "-D", "warnings"];
             self.cargo("clippy of what the suite leaves out", &long, &[])?;
@@ -86,7 +88,8 @@ impl Run {
         Ok(())
     }
 
-    /// What makes machines on EC2: as `terraform fmt` writes it, and valid where its provider has been fetched. Nothing is fetched for it here.
+    /// Checks the Terraform files for EC2: their format, and their validity if the provider has
+    /// been fetched. This step fetches nothing.
     fn terraform(&mut self) -> Result<()> {
         let folder = self.root.join("cluster/ec2");
         let terraform = |arguments: &[&str]| {
@@ -100,7 +103,7 @@ impl Run {
         }
         let mut checks = vec![&["fmt", "-check", "-diff"][..], &["validate"]];
         if !folder.join(".terraform").exists() {
-            self.skip("terraform validate: its provider is not here (`terraform init` in cluster/ec2 fetches it)");
+            self.skip("terraform validate: its provider was not fetched (`terraform init` in cluster/ec2 fetches it)");
             checks.truncate(1);
         }
         for check in checks {
@@ -115,7 +118,8 @@ impl Run {
         Ok(())
     }
 
-    /// The compiler must be at least what Cargo.toml asks for; an older one fails later with a stranger message.
+    /// Checks that the compiler is at least the version in Cargo.toml. An older compiler would fail
+    /// later with a less clear message.
     fn toolchain(&mut self) -> Result<()> {
         println!("== toolchain");
         let manifest = self.root.join("Cargo.toml");
@@ -145,12 +149,13 @@ impl Run {
         } else {
             self.skip("nextest: it is not installed, so `cargo test` ran the tests");
             let run = ["test", "--locked", "--workspace", "--no-fail-fast"];
-            // Doc tests are a step of their own.
+            // Doc tests are a separate step.
             self.cargo("tests", &[&run[..], &["--lib", "--bins", "--tests"]].concat(), &[])
         }
     }
 
-    /// The Python package: that the extension builds without the cluster's half of the library, lints, types, and tests against the wheel.
+    /// Checks the Python package: the build of the extension without the part of the library for
+    /// clusters, lints, types, and tests with the wheel.
     fn python(&mut self) -> Result<()> {
         println!("\n== the Python package's environment");
         let environment = match Environment::make(&self.root) {
@@ -162,7 +167,8 @@ impl Run {
             Err(Unable::Failed(error)) => return Err(error),
         };
         println!("\n== the Python package's wheel");
-        // The tests have built the program; another selection of packages would build all that it needs once more.
+        // The tests have built the program. Another selection of packages would build all its
+        // dependencies once more.
         let wheel = environment.wheel_with(&self.root.join("target/debug/rapidraid"), "dev")?;
         environment.install(&wheel)?;
         let checks: [(&str, &[&str]); 3] = [
@@ -183,9 +189,11 @@ impl Run {
         self.counted("Python tests", Runner::Pytest, &mut environment.pytest("tests"))
     }
 
-    /// The experiments of `cluster/` as their `[short]` says: whether they work, on loopback and, where this is root, on namespaces.
+    /// Runs the experiments of `cluster/` with their `[short]` settings, to see whether they work:
+    /// on loopback, and as root also on namespaces.
     fn experiments(&mut self) -> Result<()> {
-        // Of the whole workspace, as the tests were: one selection of packages, one build.
+        // The selection is the whole workspace, as for the tests, so that all steps share one
+        // build.
         let build = [
             "build",
             "--locked",
@@ -230,7 +238,8 @@ impl Run {
         entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|e| e == "rs"))
     }
 
-    /// Checks licences, bans and sources without a network, and advisories where their database can be fetched.
+    /// Checks licences, bans and sources without a network, and advisories if their database can be
+    /// fetched.
     fn deny(&mut self) -> Result<()> {
         if !self.has(&["deny", "--version"]) {
             self.skip("licences, bans, sources and advisories: cargo-deny is not installed");
@@ -262,7 +271,7 @@ impl Run {
         command
     }
 
-    /// One step of cargo's.
+    /// Runs one step with cargo.
     fn cargo(&mut self, name: &str, arguments: &[&str], env: &[(&str, &str)]) -> Result<()> {
         let runner = match arguments.first() {
             Some(&"nextest") => Runner::Nextest,
@@ -273,7 +282,7 @@ impl Run {
         self.counted(name, runner, command.envs(env.iter().copied()))
     }
 
-    /// One step: its output is passed on as it comes and read for test counts.
+    /// Runs one step. Its output is passed on as it arrives and searched for test counts.
     fn counted(&mut self, name: &str, runner: Runner, command: &mut Command) -> Result<()> {
         let words = std::iter::once(command.get_program()).chain(command.get_args());
         let words: Vec<_> = words.map(|word| word.to_string_lossy().into_owned()).collect();
@@ -303,7 +312,7 @@ impl Run {
     }
 }
 
-/// Builds the wheel for release.
+/// Builds the wheel in release mode.
 pub fn wheel() -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
     let built = match Environment::make(root) {
@@ -323,7 +332,7 @@ pub fn wheel() -> ExitCode {
     }
 }
 
-/// Whether network namespaces can be made here, and why not.
+/// Returns Ok if network namespaces can be created here, and the reason otherwise.
 fn namespaces() -> Result<(), &'static str> {
     let name = format!("rapidraid-probe-{}", std::process::id());
     let ip = |verb: &str| {
@@ -336,26 +345,27 @@ fn namespaces() -> Result<(), &'static str> {
         (Err(_), _) | (_, Err(_)) => Err("ip or tc is not installed (package iproute2)"),
         (Ok(false), _) => Err("this is not root, or may not make namespaces"),
         (Ok(true), Ok(_)) => {
-            // What stays is an empty namespace.
+            // If this fails, only an empty namespace remains.
             let _ = ip("del");
             Ok(())
         }
     }
 }
 
-/// Copies a child's output line by line and counts the tests in it.
+/// Copies the output of a child line by line. Returns the counts of the tests in it.
 fn pass_on(runner: Runner, from: Option<impl Read>, mut to: impl Write) -> Tally {
     let mut counted = Tally::default();
     let Some(from) = from else { return counted };
     for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
         counted += tally::of_line(runner, &String::from_utf8_lossy(&line));
-        // Our own reader may have gone; the child must not block on a full pipe because of that.
+        // The reader of this program's output may be gone; the child must not block on a full pipe
+        // because of that.
         let _ = to.write_all(&line).and_then(|()| to.write_all(b"\n"));
     }
     counted
 }
 
-/// `1.95.0-nightly` as comparable numbers: [1, 95, 0].
+/// Parses `1.95.0-nightly` to numbers that can be compared: [1, 95, 0].
 fn numbers(version: &str) -> Vec<u64> {
     let plain = version.split('-').next().unwrap_or_default();
     plain.split('.').map_while(|part| part.parse().ok()).collect()

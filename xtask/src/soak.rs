@@ -1,19 +1,20 @@
-//! `cargo xtask soak`: what the suite samples, played whole. The tests are those of the suite; the environment says how much of it.
+//! `cargo xtask soak`: runs the whole of the matrices and storms that the suite samples. The tests
+//! are those of the suite; environment variables tell them how much to do.
 //!
-//! Tests are built optimised and with their assertions, so nothing is gained by another profile.
+//! Tests are built optimised but with their assertions, so another profile would gain nothing.
 
 use std::process::ExitCode;
 
 use crate::cargo;
 
-/// What to play.
+/// The arguments of a run.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Soak {
     test: &'static str,
     settings: Vec<(&'static str, u64)>,
 }
 
-/// What the arguments ask for; an error says what is wrong with them.
+/// Parses the arguments. Returns a description of the mistake if they are wrong.
 pub fn parse(arguments: &[&str]) -> Result<Soak, String> {
     let mut matrix = false;
     let mut settings = Vec::new();
@@ -44,7 +45,7 @@ pub fn parse(arguments: &[&str]) -> Result<Soak, String> {
     }
 }
 
-/// Plays it, and shows what the test says: how many runs a second, and the first that failed.
+/// Runs the test and shows its output: the runs per second, and the first that failed.
 pub fn soak(soak: &Soak) -> ExitCode {
     let settings = soak.settings.iter().map(|(name, value)| (*name, value.to_string()));
     cargo::test(soak.test, &[], settings)

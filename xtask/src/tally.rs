@@ -1,13 +1,13 @@
-//! Counts tests by reading what `cargo test` and `cargo nextest` print.
+//! Counts tests by reading the output of `cargo test`, `cargo nextest`, pytest and benches.
 
 use std::ops::AddAssign;
 
-/// Tests that passed and tests that failed.
+/// The number of tests that passed and that failed.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Tally {
     /// Tests that passed.
     pub passed: u64,
-    /// Tests that failed or ran out of time.
+    /// Tests that failed or timed out.
     pub failed: u64,
 }
 
@@ -18,7 +18,8 @@ impl AddAssign for Tally {
     }
 }
 
-/// Who prints the counts. Only its own summaries count: a failed test's output may quote those of another.
+/// The program that prints the counts. Only its own summaries count, because the output of a failed
+/// test may quote another program's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Runner {
     /// `test result: ok. 3 passed; 0 failed; ...`, once for each test binary.
@@ -31,7 +32,7 @@ pub enum Runner {
     Bench,
 }
 
-/// What one line of `runner`'s output adds.
+/// Returns the counts in one line of `runner`'s output.
 pub fn of_line(runner: Runner, line: &str) -> Tally {
     let plain = without_colour(line);
     let text = plain.trim();
@@ -56,13 +57,13 @@ pub fn of_line(runner: Runner, line: &str) -> Tally {
     })
 }
 
-/// The number in front of `word`, or 0.
+/// Returns the number before `word`, or 0.
 fn count_before(text: &str, word: &str) -> u64 {
     let number = text.find(word).and_then(|at| text.get(..at)?.split_whitespace().last());
     number.and_then(|digits| digits.parse().ok()).unwrap_or(0)
 }
 
-/// The line without its colours: `ESC [ ... letter` sequences are dropped.
+/// Returns the line without colours: `ESC [ ... letter` sequences are removed.
 fn without_colour(line: &str) -> String {
     let mut out = String::with_capacity(line.len());
     let mut chars = line.chars();

@@ -1,16 +1,17 @@
-//! `cargo xtask upgrade`: builds an older program from the repository's history and plays a rolling upgrade from it and back.
+//! `cargo xtask upgrade`: builds an older program from the repository's history and tests a rolling
+//! upgrade from it and back.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 
-/// The commit of the older program that is used when none is given.
+/// The default commit of the older program.
 const FROM: &str = "ac02641";
-/// Where its source and its build are.
+/// The folder of the older source and its build.
 const FOLDER: &str = "target/upgrade";
 
-/// Plays the upgrade from `commit`, or from [`FROM`].
+/// Tests the upgrade from `commit`, or from [`FROM`].
 pub fn run(commit: Option<&str>) -> ExitCode {
     match try_run(commit.unwrap_or(FROM)) {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,6 +1,6 @@
-//! The bars that the kernels must pass: each a ratio of contestants of one group, and so measured in the same
-//! rounds. A bar whose contestant is not there (an instruction set, a library, a mode to come) is not measured, which
-//! is neither met nor missed.
+//! The bars that the kernels must pass. Each bar is a ratio of contestants of one group, so that
+//! both were measured in the same rounds. A bar whose contestant is missing (an instruction set, a
+//! library, a future mode) is not measured, and then neither met nor missed.
 
 use anyhow::Result;
 use rapidraid::gf::Kernel;
@@ -10,24 +10,25 @@ use crate::groups::{self, *};
 use crate::harness::{Measured, Outcome, quartiles};
 use crate::lanes::Place;
 
-/// What a measure must come to.
+/// The bound of a measure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Bound {
     AtLeast(f64),
     AtMost(f64),
 }
 
-/// How a measure comes out of samples.
+/// How a measure follows from samples.
 enum Formula {
-    /// How many times as fast the first is as the second.
+    /// How many times as fast the first contestant is as the second.
     Speed(String, String),
-    /// How many times the time of all others together the first takes.
+    /// The ratio of the first contestant's time to the sum of the others' times.
     Time(String, Vec<String>),
     /// Nanoseconds for each byte of work.
     PerByte(String),
-    /// Contestants stand in pairs; the pair whose first is slowest against its second.
+    /// Contestants form pairs. The measure is the speed of the first of a pair relative to the
+    /// second, in the pair where it is lowest.
     WorstPair,
-    /// No measurement, a count.
+    /// A count, without a measurement.
     Count(f64),
 }
 
@@ -39,18 +40,18 @@ struct Bar {
     formula: Formula,
 }
 
-/// What became of a bar.
+/// The result of a bar.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     pub measure: String,
-    /// The bar, as `>= 0.95x`.
+    /// The bar as text, such as `>= 0.95x`.
     pub bar: String,
-    /// Lower quartile, median, upper quartile over rounds; none when a contestant is not there.
+    /// Lower quartile, median and upper quartile over rounds. None if a contestant is missing.
     pub measured: Option<[f64; 3]>,
     pub met: Option<bool>,
 }
 
-/// All bars against what was measured.
+/// Compares the outcomes with all bars. Returns a verdict for each.
 pub fn judge(cast: &Cast, outcomes: &[Outcome]) -> Result<Vec<Verdict>> {
     Ok(bars(cast)?.iter().map(|bar| bar.judge(outcomes)).collect())
 }
@@ -104,13 +105,13 @@ impl Formula {
     }
 }
 
-/// Each bar names what it compares, so that a reader needs no other table.
+/// Returns all bars. Each names what it compares, so that a reader needs no other table.
 fn bars(cast: &Cast) -> Result<Vec<Bar>> {
     use Bound::{AtLeast, AtMost};
     use Place::{Cache, Memory};
     let own = groups::ours(cast.kernel);
     let past = groups::ours_past_caches(cast.kernel);
-    // The last library is the one to compare with (`Isal::find`).
+    // Comparisons use the last library (`Isal::find`).
     let isal = cast.isal.last().map_or("ISA-L".to_owned(), |isal| isal.name());
     let isal_tiled = cast.isal.last().map_or("ISA-L".to_owned(), groups::tiled);
     let mut bars = Vec::new();
@@ -170,7 +171,8 @@ fn bars(cast: &Cast) -> Result<Vec<Bar>> {
     let measure = "the same, multiplications counted: how many times fewer than the dense matrix has coefficients";
     let count = Formula::Count(fewer_multiplications()?);
     add(measure, (RECONSTRUCT, Cache), AtLeast(4.0), count);
-    // Where the program is the dense matrix the true ratio is 1; the least of so many medians lies below it.
+    // Where the program is the dense matrix the true ratio is 1, and the smallest of so many
+    // medians lies below 1.
     let measure = "any five pieces missing: the worst draw against dense (1 but for noise)";
     add(measure, (ANY_FIVE, Cache), AtLeast(0.97), Formula::WorstPair);
 

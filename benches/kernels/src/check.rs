@@ -1,4 +1,5 @@
-//! Before anything is timed its bytes are compared with the portable kernel's.
+//! Checks of contestants: before a contestant is timed, its output is compared with that of the
+//! portable kernel.
 
 use std::ops::Range;
 
@@ -8,26 +9,26 @@ use rapidraid::gf::{Kernel, Matrix, Mode};
 use crate::harness::Run;
 use crate::lanes::Lanes;
 
-/// What is compared of long buffers: this much of both ends and of the middle.
+/// Bytes that are compared at both ends and in the middle of long buffers.
 const WINDOW_BYTES: usize = 64 << 10;
-/// What outputs hold before the work is done.
+/// The content of outputs before the work is done.
 const UNTOUCHED: u8 = 0x5a;
 
-/// Looks at the buffers by itself, and says what is wrong.
+/// A check that inspects the buffers itself and returns an error if they are wrong.
 pub type OwnCheck<'a> = Box<dyn Fn(&mut Lanes<'_>) -> Result<()> + 'a>;
 
-/// What a contestant must leave behind.
+/// The result that a contestant must produce.
 pub enum Check<'a> {
     /// The first outputs are this matrix applied to the first inputs.
     Outputs(Matrix),
-    /// The same, but the first input and the first output are the stream.
+    /// As `Outputs`, but the stream is both the first input and the first output.
     InPlace(Matrix),
-    /// Something of its own.
+    /// A check of the contestant's own.
     Own(OwnCheck<'a>),
 }
 
 impl Check<'_> {
-    /// Does the work once and looks at what it left.
+    /// Does the work once and checks its result.
     pub fn run(&self, run: &mut Run<'_>, lanes: &mut Lanes<'_>) -> Result<()> {
         let matrix = match self {
             Check::Own(check) => return check(lanes),

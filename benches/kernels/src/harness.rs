@@ -1,8 +1,8 @@
-//! Times contestants against each other: in every round each of them once, in an order that rotates, so that
-//! whatever else the machine does meets all alike. Time is the thread's own CPU time.
+//! Measures contestants against each other. Each round runs every contestant once, in an order that
+//! rotates, so that other load on the machine affects all alike. Time is the thread's own CPU time.
 //!
-//! It promises that contestants of one group saw the same buffers in the same rounds; a ratio is to be taken round by
-//! round ([`Measured::ratios`]), and its median believed, not any absolute figure.
+//! All contestants of a group work on the same buffers in the same rounds. Compare them by ratios
+//! round by round ([`Measured::ratios`]) and take their median; absolute figures are less reliable.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -14,38 +14,38 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::check::Check;
 use crate::lanes::{Lanes, Place};
 
-/// What a sample takes at least: thousands of times what reading the clock does.
+/// Minimum duration of a sample: thousands of times the cost of reading the clock.
 const SAMPLE: Duration = Duration::from_millis(2);
 
-/// Who a contestant is.
+/// The role of a contestant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// This library.
     Ours,
-    /// What moves the bytes and does nothing with them.
+    /// A loop that only moves the bytes.
     Floor,
-    /// Somebody else's code for the same work.
+    /// Code of another project for the same work.
     Peer,
 }
 
-/// Does its work so many times.
+/// A function that does the contestant's work a given number of times.
 pub type Run<'a> = Box<dyn FnMut(&mut Lanes<'_>, u64) -> Result<()> + 'a>;
 
-/// One way to do a group's work.
+/// A contestant: one way to do a group's work.
 pub struct Contestant<'a> {
-    /// Unique within its group.
+    /// The name, unique within its group.
     pub name: String,
     pub role: Role,
     pub check: Check<'a>,
     pub run: Run<'a>,
 }
 
-/// One question at one place: contestants that do the same work on the same buffers.
+/// A question at one place, with the contestants that do the same work on the same buffers.
 pub struct Group<'a> {
     pub question: &'static str,
     pub place: Place,
-    /// Buffers whose bytes count as work done: one for a hop, the sources for a codec.
+    /// Number of buffers whose bytes count as work: one for a hop, the sources for a codec.
     pub counted_buffers: usize,
     pub contestants: Vec<Contestant<'a>>,
 }
@@ -55,14 +55,14 @@ pub struct Group<'a> {
 pub struct Measured {
     pub name: String,
     pub role: Role,
-    /// How often the work was done for one sample.
+    /// Repetitions of the work in one sample.
     pub repetitions: u64,
-    /// For each round, seconds of CPU time for the work done once.
+    /// Seconds of CPU time for the work done once, for each round.
     pub seconds: Vec<f64>,
 }
 
 impl Measured {
-    /// For each round, how many times as fast as `other` it was.
+    /// Returns, for each round, how many times as fast as `other` this contestant was.
     pub fn ratios(&self, other: &Measured) -> Vec<f64> {
         self.seconds.iter().zip(&other.seconds).map(|(own, other)| other / own).collect()
     }
@@ -74,12 +74,13 @@ pub struct Outcome {
     pub question: &'static str,
     pub place: Place,
     pub buffer_bytes: usize,
-    /// Bytes of work done once.
+    /// Bytes that count as work when the work is done once.
     pub work_bytes: usize,
     pub contestants: Vec<Measured>,
 }
 
-/// Checks what each contestant writes, then times them all.
+/// Checks the output of each contestant, then measures them all in `rounds` rounds. Returns the
+/// error of a check that fails.
 pub fn measure(mut group: Group<'_>, lanes: &mut Lanes<'_>, rounds: usize) -> Result<Outcome> {
     let mut contestants = Vec::new();
     for contestant in &mut group.contestants {
@@ -99,7 +100,7 @@ pub fn measure(mut group: Group<'_>, lanes: &mut Lanes<'_>, rounds: usize) -> Re
             let at = (round + turn) % count;
             let (run, measured) = (&mut group.contestants[at].run, &mut contestants[at]);
             if group.place == Place::Cache {
-                // The one before may have left other streams in the nearest cache.
+                // The previous contestant may have left other streams in the nearest cache.
                 run(lanes, 1)?;
             }
             let seconds = timed(run, lanes, measured.repetitions)?.as_secs_f64();
@@ -117,7 +118,7 @@ pub fn measure(mut group: Group<'_>, lanes: &mut Lanes<'_>, rounds: usize) -> Re
     })
 }
 
-/// How often a contestant must do its work for a sample of [`SAMPLE`].
+/// Returns how often a contestant must repeat its work for a sample of [`SAMPLE`].
 fn repetitions(run: &mut Run<'_>, lanes: &mut Lanes<'_>) -> Result<u64> {
     let mut count = 1;
     loop {
@@ -141,7 +142,8 @@ fn cpu_time() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// Keeps this thread on one processor, the last it may use: the first has the interrupts.
+/// Pins this thread to the last processor that it may use; the first one often handles the
+/// interrupts. Returns the number of that processor.
 pub fn pin() -> Result<usize> {
     let allowed = sched_getaffinity(None).context("cannot read the processors allowed")?;
     let last = (0..CpuSet::MAX_CPU).rfind(|&cpu| allowed.is_set(cpu));
@@ -152,7 +154,8 @@ pub fn pin() -> Result<usize> {
     Ok(last)
 }
 
-/// The lower quartile, the median and the upper quartile; zeros of nothing.
+/// Returns the lower quartile, the median and the upper quartile of `samples`, or zeros if there
+/// are none.
 pub fn quartiles(samples: &[f64]) -> [f64; 3] {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,19 +1,19 @@
-//! The buffers of a group, and where they lie when the work begins: in the caches, as the tiles that a node just
-//! received, or in memory.
+//! The buffers of a group, and where they are when the work begins: in the caches, like the tiles
+//! that a node just received, or in memory.
 
 use anyhow::Result;
 
 use crate::raw::memory::Arena;
 
-/// Where the buffers of a group lie.
+/// The place of a group's buffers.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
-    /// All of them together in a second-level cache.
+    /// All buffers together fit into a second-level cache.
     Cache,
-    /// Each of them many times as large as that.
+    /// Each buffer is many times as large as that cache.
     Memory,
 }
 
@@ -26,21 +26,21 @@ impl Place {
     }
 }
 
-/// The buffers of one group, all of one length.
+/// The buffers of one group, all of the same length.
 pub struct Lanes<'m> {
     pub inputs: Vec<&'m [u8]>,
     pub outputs: Vec<&'m mut [u8]>,
-    /// A stream that work done in place begins with and leaves changed.
+    /// A stream for work that is done in place, which changes it.
     pub stream: &'m mut [u8],
 }
 
 impl<'m> Lanes<'m> {
-    /// How many buffers so many inputs and outputs take.
+    /// Returns the number of buffers for this number of inputs and outputs.
     pub fn count(inputs: usize, outputs: usize) -> usize {
         inputs + outputs + 1
     }
 
-    /// Cuts the arena, which must have been made for [`Lanes::count`] buffers.
+    /// Cuts the arena into buffers. The arena must have room for [`Lanes::count`] buffers.
     pub fn new(arena: &'m mut Arena, inputs: usize, outputs: usize, bytes: usize) -> Result<Self> {
         let mut buffers = arena.buffers(Self::count(inputs, outputs), bytes)?.into_iter();
         let stream = buffers.next().unwrap_or_default();

@@ -1,5 +1,6 @@
-//! How fast are the kernels? Each group asks one question of the library, of what others offer for the same work, and
-//! of loops that only move the bytes. `docs/benchmarks/kernels.md` says how to read what it prints.
+//! Measures the speed of the kernels. Each group asks one question of this library, of other
+//! libraries for the same work, and of loops that only move the bytes. `docs/benchmarks/kernels.md`
+//! explains the output.
 #![allow(clippy::disallowed_methods)] // measures this machine and writes records: nothing here replays from a seed
 
 mod bars;
@@ -28,16 +29,16 @@ const HELP: &str = "\
 cargo xtask bench kernels [--short] [--only WORDS] [--json]
 cargo xtask bench plot
 
---short       few rounds over shorter buffers, 20 s at most: to try, not to believe
---only WORDS  the questions that contain these words; writes nothing
---json        one JSON document instead of tables";
+--short       few rounds over shorter buffers, 20 s at most: a trial, not a measurement
+--only WORDS  measure only the questions that contain these words; writes nothing
+--json        print one JSON document instead of tables";
 
-/// How much is measured.
+/// The amount of measuring.
 #[derive(Debug, PartialEq)]
 struct Effort {
     cache_rounds: usize,
     memory_rounds: usize,
-    /// Of each buffer of a hop, and of each of the many of a codec.
+    /// Bytes of each buffer of a hop, and of each of the many buffers of a codec.
     memory_bytes: [usize; 2],
     draws: usize,
 }
@@ -47,7 +48,7 @@ const FULL: Effort =
 const SHORT: Effort =
     Effort { cache_rounds: 5, memory_rounds: 3, memory_bytes: [16 << 20, 4 << 20], draws: 4 };
 
-/// What the command line asks for.
+/// The arguments of the command line.
 #[derive(Debug, Default, PartialEq)]
 struct Asked {
     short: bool,
@@ -154,7 +155,7 @@ fn measure(asked: &Asked) -> Result<Record> {
 }
 
 impl Effort {
-    /// The length of each buffer, and the rounds.
+    /// Returns the length of each buffer in bytes, and the number of rounds.
     fn of(&self, planned: &Planned) -> (usize, usize) {
         let [few, many] = self.memory_bytes;
         match planned.place {
@@ -165,7 +166,8 @@ impl Effort {
     }
 }
 
-/// Whether this processor runs what the C code of `reed-solomon-erasure` is compiled for: it does not ask itself.
+/// Returns whether this processor has the instructions for which the C code of
+/// `reed-solomon-erasure` is compiled. That code does not check itself.
 fn has_simd_accel() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx2");
@@ -184,7 +186,7 @@ fn peers(cast: &Cast) -> Vec<String> {
     peers
 }
 
-/// The command as a person types it, without the paths of one machine.
+/// Returns the command as a person types it, without the paths of one machine.
 fn command(asked: &Asked) -> String {
     let mut command = String::new();
     if std::env::var_os(raw::isal::PATH_VARIABLE).is_some() {
@@ -218,7 +220,8 @@ mod tests {
         }
     }
 
-    /// What a bar compares is called as some group calls it, but for what is not on every machine or not there yet.
+    /// Every contestant that a bar names must exist in some group, except for contestants that only
+    /// some machines have.
     #[test]
     fn bars_name_rows() {
         let cast = Cast { isal: Isal::find().0, kernel: Kernel::active(), draws: 2 };
@@ -243,7 +246,7 @@ mod tests {
         harness::Measured { name, role, repetitions: 1, seconds: vec![1.0] }
     }
 
-    /// All that is compared makes the portable kernel's bytes.
+    /// Every contestant must produce the bytes of the portable kernel.
     #[test]
     fn every_contestant_is_right() {
         let cast = Cast { isal: Isal::find().0, kernel: Kernel::active(), draws: 3 };

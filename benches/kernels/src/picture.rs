@@ -1,5 +1,6 @@
-//! The record as a picture: a panel for each question, a row for each contestant, one column of bars in cache and one
-//! from memory. Written by hand: no font, script or link, readable on light and dark pages.
+//! Draws a record as a picture: a panel for each question, a row for each contestant, one column of
+//! bars in cache and one from memory. The SVG has no font, script or link, and is readable on light
+//! and dark pages.
 
 use std::fmt::Write;
 
@@ -19,20 +20,20 @@ const STYLE: &str = "<style>\
 const MARGIN: usize = 24;
 const LABELS: usize = 400;
 const BARS: usize = 250;
-/// Behind the longest bar, for its figure.
+/// Room after the longest bar, for its figure.
 const FIGURE: usize = 70;
 const WIDTH: usize = MARGIN + LABELS + 2 * (BARS + FIGURE) + MARGIN;
 const ROW: usize = 21;
 const PLACES: [Place; 2] = [Place::Cache, Place::Memory];
 
-/// One question with its groups.
+/// A question with its groups.
 struct Panel<'r> {
     question: &'r str,
     groups: Vec<&'r GroupRecord>,
 }
 
 impl<'r> Panel<'r> {
-    /// Every contestant once, in the order of the group that has most.
+    /// Returns the names of all contestants, in the order of the group that has most.
     fn names(&self) -> Vec<&'r str> {
         let mut names: Vec<&str> = Vec::new();
         let mut groups = self.groups.clone();
@@ -50,7 +51,7 @@ impl<'r> Panel<'r> {
     }
 }
 
-/// The picture of a record.
+/// Returns the picture of a record as SVG.
 pub fn draw(record: &Record) -> String {
     let mut panels: Vec<Panel<'_>> = Vec::new();
     for group in record.groups.iter().filter(|group| group.question != ANY_FIVE) {
@@ -84,7 +85,7 @@ pub fn draw(record: &Record) -> String {
     out + &body + "</svg>\n"
 }
 
-/// Draws a panel below `y`; answers with where it ends.
+/// Draws a panel below `y`. Returns the position of its end.
 fn draw_panel(out: &mut String, panel: &Panel<'_>, y: usize) -> usize {
     let counted = panel.groups.first().map_or(1, |group| group.work_bytes / group.buffer_bytes);
     let what = match counted {

@@ -1,4 +1,5 @@
-//! What a run leaves: every median with its quartiles, beside the machine, the compiler and the command.
+//! The record of a run: all medians with their quartiles, and the machine, the compiler and the
+//! command.
 
 use std::fs;
 use std::path::Path;
@@ -10,21 +11,21 @@ use crate::bars::Verdict;
 use crate::harness::{Outcome, Role, quartiles};
 use crate::lanes::Place;
 
-/// One run.
+/// The record of one run.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Record {
     pub date: String,
     pub command: String,
     pub compiler: String,
     pub machine: Machine,
-    /// What was compared with, and which instructions it chose.
+    /// The libraries that were compared with, and the instructions that they chose.
     pub peers: Vec<String>,
     pub skipped: Vec<String>,
     pub groups: Vec<GroupRecord>,
     pub bars: Vec<Verdict>,
 }
 
-/// Where it ran.
+/// The machine of a run.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Machine {
     pub processor: String,
@@ -33,31 +34,32 @@ pub struct Machine {
     pub caches: Vec<String>,
     pub memory_mib: u64,
     pub kernel: String,
-    /// The processor that the run was kept on, and how much of its memory lay on huge pages.
+    /// The processor to which the run was pinned, if any.
     pub pinned_to: Option<usize>,
     pub huge_pages_mib: u64,
 }
 
-/// One group.
+/// The results of one group.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GroupRecord {
     pub question: String,
     pub place: Place,
     pub buffer_bytes: usize,
-    /// Bytes that count as work done once.
+    /// Bytes that count as work when the work is done once.
     pub work_bytes: usize,
     pub contestants: Vec<Row>,
 }
 
-/// One contestant.
+/// The results of one contestant.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
     pub name: String,
     pub role: Role,
     pub rounds: usize,
-    /// How often the work was done for one sample.
+    /// Repetitions of the work in one sample.
     pub repetitions: u64,
-    /// 10^9 bytes of work in each second of CPU time: lower quartile, median, upper quartile.
+    /// Throughput in 10^9 bytes of work per second of CPU time: lower quartile, median, upper
+    /// quartile.
     pub gigabytes_per_second: [f64; 3],
 }
 
@@ -95,13 +97,15 @@ impl Record {
     }
 }
 
-/// To four digits: more would be noise in every difference between two records.
+/// Returns the value rounded to four digits. More digits would be noise in every difference between
+/// two records.
 pub fn rounded(value: f64) -> f64 {
     format!("{value:.3e}").parse().unwrap_or(value)
 }
 
 impl Machine {
-    /// What the system says of itself; what it does not say stays empty.
+    /// Returns the description that the system gives of itself. A fact that the system does not
+    /// give is empty.
     pub fn this(pinned_to: Option<usize>, huge_pages_mib: u64) -> Self {
         let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let of = |key: &str| field(&cpu, key).unwrap_or_default();
@@ -118,7 +122,7 @@ impl Machine {
                 .filter(|name| is_there(name))
                 .map(|&name| name.to_owned())
                 .collect(),
-            // Not those that this thread may use: it is pinned to one of them.
+            // All processors count, not only those of this thread, which is pinned to one.
             cores: cpu.lines().filter(|line| line.starts_with("processor")).count(),
             caches: caches(),
             memory_mib: kib(&memory, "MemTotal") / 1024,
@@ -129,12 +133,12 @@ impl Machine {
     }
 }
 
-/// Memory of this process that lies on huge pages now.
+/// Returns the memory of this process that is on huge pages now, in MiB.
 pub fn huge_pages_mib() -> u64 {
     kib(&fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default(), "AnonHugePages") / 1024
 }
 
-/// The value behind `key` and a colon.
+/// Returns the value after `key` and a colon.
 fn field(text: &str, key: &str) -> Option<String> {
     let value =
         text.lines().find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':'));
@@ -146,7 +150,7 @@ fn kib(text: &str, key: &str) -> u64 {
     value.split(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0)
 }
 
-/// The caches of the first processor, as `L2 Unified 2048K`.
+/// Returns the caches of the first processor, such as `L2 Unified 2048K`.
 fn caches() -> Vec<String> {
     let read = |index: usize, name: &str| {
         let path = format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{name}");
@@ -163,14 +167,15 @@ fn caches() -> Vec<String> {
     (0..8).map_while(cache).collect()
 }
 
-/// Today in UTC, as `2026-11-22`.
+/// Returns today's date in UTC, such as `2026-11-22`.
 pub fn today() -> String {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let days = since.map_or(0, |since| since.as_secs() / 86_400);
     date(days)
 }
 
-/// The day so many days after 1 January 1970. Years begin in March here, so that a leap day is their last.
+/// Returns the date that is `days` days after 1 January 1970. Years begin in March here, so that a
+/// leap day is the last day of a year.
 fn date(days: u64) -> String {
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);

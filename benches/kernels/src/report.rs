@@ -1,4 +1,5 @@
-//! What people read: tables on the terminal, and the table of bars between two marks of a page.
+//! The output for people: tables on the terminal, and the table of bars between two marks of a
+//! page.
 
 use std::fmt::Write;
 
@@ -8,10 +9,10 @@ use crate::bars::Verdict;
 use crate::harness::Role;
 use crate::record::Record;
 
-/// Where the table of a page begins and ends.
+/// The marks before and after the table of a page.
 pub const MARKS: [&str; 2] = ["<!-- measured: begin -->", "<!-- measured: end -->"];
 
-/// Everything, for the terminal.
+/// Returns all results as text for the terminal.
 pub fn terminal(record: &Record) -> Result<String> {
     let mut out = String::new();
     for group in &record.groups {
@@ -42,7 +43,8 @@ pub fn terminal(record: &Record) -> Result<String> {
     Ok(out)
 }
 
-/// The page with what stands between its marks replaced by this record's bars.
+/// Returns the page with the text between its marks replaced by the bars of this record. Returns an
+/// error if a mark is missing.
 pub fn rewritten(page: &str, record: &Record) -> Result<String> {
     let [begin, end] = MARKS;
     let missing = || format!("the page has no `{begin}` with an `{end}` behind it");
@@ -95,7 +97,7 @@ fn outcome(verdict: &Verdict) -> &'static str {
     }
 }
 
-/// Two decimals below ten, one above.
+/// Returns the value with two decimals below ten, and with one above.
 fn figure(value: f64) -> String {
     if value < 10.0 { format!("{value:.2}") } else { format!("{value:.1}") }
 }

@@ -1,4 +1,5 @@
-//! All hosts are this machine, each daemon on a port of its own: no root, no shaping. For a first look and for CI.
+//! All hosts are this machine, with each daemon on its own port: no root, no shaping. It serves
+//! first trials and CI.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use super::{HostNo, Hosts, RateMbit, own_program};
 use crate::work::WorkFolder;
 
-/// Daemons of this machine.
+/// The daemons of this machine.
 pub struct Loopback {
     ports: Vec<u16>,
     program: String,
@@ -18,9 +19,10 @@ pub struct Loopback {
 }
 
 impl Loopback {
-    /// `nodes` daemons to be, on free ports. Others may take those first; then the daemons say so.
+    /// Finds free ports for `nodes` daemons. Another process may take the ports before; then the
+    /// daemons report it.
     pub fn up(nodes: usize, program: String, work: WorkFolder) -> Result<Self> {
-        // All are held until all are known, so that none comes twice.
+        // All sockets stay open until all ports are known, so that no port occurs twice.
         let sockets: std::io::Result<Vec<UdpSocket>> =
             (0..nodes).map(|_| UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))).collect();
         let sockets = sockets.context("cannot find free UDP ports")?;

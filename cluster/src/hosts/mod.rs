@@ -1,7 +1,9 @@
-//! Where daemons and clients run: one trait, which says how a command gets to a host and what its link carries.
+//! The hosts on which daemons and clients run: one trait, which says how a command reaches a host
+//! and what its link carries.
 //!
-//! Everything else (starting a daemon, reading its processor time, killing it) is a command on a host, so that the same
-//! experiment runs on namespaces of this machine, on machines behind ssh, and unshaped on loopback.
+//! Everything else (starting a daemon, reading its processor time, killing it) is a command on a
+//! host, so that the same experiment runs on namespaces of this machine, on machines behind ssh,
+//! and unshaped on loopback.
 
 pub mod loopback;
 pub mod netns;
@@ -14,63 +16,65 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-/// A host, by number: nodes from 0, the client after the last node.
+/// The number of a host: nodes from 0, the client after the last node.
 pub type HostNo = usize;
 
-/// The UDP port of a daemon on a host of its own.
+/// The UDP port of a daemon that has a host for itself.
 pub const PORT: u16 = 7440;
 
-/// What the link of a host carries, in both directions; `None`: not shaped.
+/// The rate of a host's link in both directions, in Mbit/s. `None`: not shaped.
 pub type RateMbit = Option<u32>;
 
-/// This program, where hosts are this machine.
+/// Returns the path of this program, for hosts that are this machine.
 fn own_program() -> Result<String> {
     let own = std::env::current_exe().context("cannot find this program")?;
     Ok(own.to_string_lossy().into_owned())
 }
 
-/// The hosts of one cluster. Dropping it takes down what it has put up.
+/// The hosts of one cluster. Dropping the value removes what it created.
 pub trait Hosts: Sync {
-    /// How many nodes there are; the client is the host of that number.
+    /// Returns the number of nodes. The client is the host with that number.
     fn nodes(&self) -> usize;
 
-    /// Whether all hosts are this machine, whose processors they then share.
+    /// Returns whether all hosts are this machine and so share its processors.
     fn is_here(&self) -> bool {
         true
     }
 
-    /// Where node `node` is reached, and listens.
+    /// Returns the address on which node `node` listens and is reached.
     fn address(&self, node: HostNo) -> SocketAddr;
 
-    /// `program` with `arguments` on a host. The command's streams are those of the program there.
+    /// Returns a command that runs `program` with `arguments` on a host. Its streams are those of
+    /// the remote program.
     fn command(&self, host: HostNo, program: &str, arguments: &[&str]) -> Command;
 
-    /// The `rapidraid` program on the hosts.
+    /// Returns the `rapidraid` program on the hosts.
     fn program(&self) -> &str;
 
-    /// This program on the hosts: beside the other one.
+    /// Returns this program on the hosts, which is beside the other one.
     fn own_program(&self) -> Result<String> {
         let beside = Path::new(self.program()).with_file_name("rapidraid-cluster");
         Ok(beside.to_string_lossy().into_owned())
     }
 
-    /// A folder of this run on every host.
+    /// Returns the folder of this run, which is the same on every host.
     fn folder(&self) -> &Path;
 
-    /// Puts a local folder, with all that is in it, at the same place under [`Hosts::folder`] of a host.
-    /// Hosts that share this machine's disk have it there already.
+    /// Copies a local folder with its content to the same place under [`Hosts::folder`] of a host.
+    /// Hosts that share this machine's disk have it there already. Returns the path on the host.
     fn deliver(&self, _host: HostNo, local: &Path, place: &Path) -> Result<PathBuf> {
         let there = self.folder().join(place);
         ensure!(there == local, "{} was not made at {}", local.display(), there.display());
         Ok(there)
     }
 
-    /// The network device whose counters are the host's link; `None`: hosts share one.
+    /// Returns the network device whose counters are those of the host's link. `None`: hosts share
+    /// one device.
     fn device(&self, host: HostNo) -> Option<&str>;
 
-    /// Shapes a host's link, also while daemons run.
+    /// Shapes a host's link. This works while daemons run.
     fn shape(&self, host: HostNo, rate: RateMbit) -> Result<()>;
 
-    /// How links are made, for the results.
+    /// Returns how links are made, for the results.
     fn describe(&self) -> Value;
 }

@@ -1,8 +1,11 @@
-//! Hosts as network namespaces of this machine: veth pairs into one bridge, both directions of every port shaped by `tbf`.
+//! Hosts as network namespaces of this machine: veth pairs into one bridge, with both directions of
+//! every port shaped by `tbf`.
 //!
-//! Shaping the bridge's end of a port limits what reaches the host, so that many senders to one coder share its link as they
-//! would at a switch. Nothing is routed outside. Names have the number of the process that made them: what a killed run left
-//! behind is found and removed by the next. Links that deliver late or lose packets are those of a relay ([`crate::relay`]).
+//! Shaping the bridge's end of a port limits what reaches the host, so that many senders to one
+//! coder share its link as they would at a switch. There is no route to the outside. The names
+//! contain the id of the process that created them, so that the next run finds and removes the
+//! namespaces of a killed run. Links that delay or lose packets are those of a relay
+//! ([`crate::relay`]).
 
 use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -22,16 +25,18 @@ const PREFIX: &str = "rapidraid-";
 /// The device of every host.
 const DEVICE: &str = "eth0";
 const MTU: u32 = 9000;
-/// A segment that the kernel has not cut yet (up to 64 KiB) and a datagram's room. An idle port lets this
-/// much pass unshaped once: 2 % of a block of 4 MiB, so that shorter blocks are not to be quoted.
+/// Room for a segment that the kernel has not cut yet (up to 64 KiB) and a datagram. An idle port
+/// lets this much pass unshaped once: 2 % of a block of 4 MiB, so results for shorter blocks should
+/// not be quoted.
 const BURST_BYTES: u32 = 80 << 10;
 const _: () = assert!(BURST_BYTES >= (64 << 10) + MTU, "a segment must fit into a full bucket");
-/// How long a packet may wait at a port before it is dropped. Deeper queues only show as round-trip time.
+/// Maximum time that a packet waits at a port before it is dropped. Deeper queues only add
+/// round-trip time.
 const QUEUE_MS: u32 = 50;
 /// Hosts of one /24, without the bridge.
 const MAX_HOSTS: usize = 250;
 
-/// Namespaces `rapidraid-PID-0` to `-N` and their hub.
+/// The namespaces `rapidraid-PID-0` to `-N` and their hub.
 pub struct Namespaces {
     nodes: usize,
     relayed: Option<Relayed>,
@@ -58,7 +63,7 @@ fn ip_of(host: HostNo) -> Ipv4Addr {
 }
 
 impl Namespaces {
-    /// Puts up namespaces for `nodes` nodes and a client; some links may go through a relay.
+    /// Creates namespaces for `nodes` nodes and a client. Some links may be relayed.
     pub fn up(
         nodes: usize,
         relayed: Option<Relayed>,
@@ -68,7 +73,7 @@ impl Namespaces {
         ensure!(nodes < MAX_HOSTS, "{nodes} nodes: one bridge here takes {MAX_HOSTS}");
         check()?;
         remove_leftovers()?;
-        // From here on dropping it takes away whatever part of it is there.
+        // From here on, dropping the value removes the parts that exist.
         let mut hosts = Self { nodes, relayed, relay: None, program, work };
         let mut made = String::new();
         for name in (0..=nodes).map(namespace).chain([hub()]) {
@@ -108,7 +113,7 @@ impl Namespaces {
         self.relayed.map_or(0, |relayed| relayed.nodes as usize)
     }
 
-    /// Makes both ends of the links that are relayed, in the hub.
+    /// Creates both ends of the relayed links in the hub.
     fn start_relay(&mut self) -> Result<()> {
         let Some(relayed) = self.relayed else { return Ok(()) };
         let own = own_program()?;
@@ -131,7 +136,7 @@ impl Namespaces {
     }
 }
 
-/// What this needs, told before anything is done.
+/// Checks the requirements before anything is created.
 pub fn check() -> Result<()> {
     ensure!(
         rustix::process::geteuid().is_root(),
@@ -144,7 +149,8 @@ pub fn check() -> Result<()> {
     Ok(())
 }
 
-/// Removes namespaces of runs that are no more, with the processes in them.
+/// Removes the namespaces of runs that have ended, and kills the processes in them. Returns the
+/// number of removed namespaces.
 pub fn remove_leftovers() -> Result<usize> {
     let listed = match std::fs::read_dir("/run/netns") {
         Ok(entries) => entries.flatten().map(|entry| entry.file_name()).collect(),
@@ -164,18 +170,18 @@ pub fn remove_leftovers() -> Result<usize> {
     Ok(removed)
 }
 
-/// Ends what runs in a namespace and removes it; its devices go with it.
+/// Kills the processes in a namespace and removes it with its devices.
 fn remove(name: &str) -> Result<()> {
     let inside = Command::new("ip").args(["netns", "pids", name]).output();
     let inside = inside.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
     for pid in inside.unwrap_or_default().split_whitespace() {
-        // It may have ended meanwhile.
+        // The process may have ended meanwhile.
         let _ = Command::new("kill").args(["-9", pid]).stderr(Stdio::null()).status();
     }
     ip(&["netns", "del", name], "")
 }
 
-/// Runs `ip` with `input`; what it complains of is the error.
+/// Runs `ip` with `input`. The error contains its stderr.
 fn ip(arguments: &[&str], input: &str) -> Result<()> {
     run("ip", arguments, input)
 }
@@ -190,7 +196,7 @@ fn run(program: &str, arguments: &[&str], input: &str) -> Result<()> {
         .spawn()
         .with_context(|| format!("cannot start `{}`", line()))?;
     if let Some(mut stdin) = child.stdin.take() {
-        // It may end before it has read all; then its status says why.
+        // The program may end before it has read all; then its status is the error.
         let _ = stdin.write_all(input.as_bytes());
     }
     let output = child.wait_with_output().with_context(line)?;
@@ -244,7 +250,7 @@ impl Hosts for Namespaces {
                     ];
                     run("tc", &arguments, "")?;
                 }
-                // There may be none.
+                // There may be no rate to remove.
                 None => {
                     let arguments = ["-n", &namespace, "qdisc", "del", "dev", device, "root"];
                     let _ = run("tc", &arguments, "");

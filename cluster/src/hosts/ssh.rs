@@ -1,7 +1,7 @@
-//! Hosts behind ssh: machines of an inventory, such as the one that `cluster/ec2` writes.
+//! Hosts behind ssh: the machines of an inventory, such as the one that `cluster/ec2` writes.
 //!
-//! One connection a host is kept open and shared, so that a command costs a round trip. Links are what they are: a file that
-//! asks for shaping is refused.
+//! A connection to each host is kept open and shared, so that a command costs one round trip.
+//! Links cannot be shaped: an experiment that asks for shaping is refused.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -16,14 +16,16 @@ use crate::text::read_text;
 use crate::work::WorkFolder;
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// How long a host may take to answer the first time.
+/// Maximum time of a host's first answer, in seconds.
 const CONNECT_S: u32 = 10;
-/// The exit code of ssh itself; all others are those of the command there.
+/// The exit code of ssh itself. All other codes are those of the remote command.
 const SSH_FAILED: i32 = 255;
-/// Makes a run's folder, `$2`. Hosts of an inventory may be one machine: then it is there already, and ours.
+/// Creates the folder of a run, `$2`. Several hosts of an inventory may be the same machine: then
+/// the folder exists already and belongs to this user.
 const MAKE_FOLDER: &str = r#"mkdir -p "$1" && { mkdir -m 700 "$2" || test -O "$2"; }"#;
-/// Removes folders of runs in `$1` that no process names in its command line, as `pgrep` has found (1: none); says how many stay. The
-/// name is spelt so that this script is none that has it.
+/// Removes those folders of runs in `$1` that no process names in its command line (exit code 1 of
+/// `pgrep`). Prints the number of folders that stay. The pattern is spelt so that it does not match
+/// the command line of this script.
 const REMOVE_LEFTOVERS: &str = r#"stay=0; for run in "$1"/[r]apidraid-cluster-*-*; do
     test -d "$run" || continue
     name=${run##*/r}; pgrep -f "/[r]$name/" >/dev/null
@@ -34,22 +36,23 @@ done; echo $stay"#;
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Inventory {
-    /// Who logs in.
+    /// The user who logs in.
     pub user: String,
-    /// The private key's file; absent: as ssh is configured.
+    /// The file of the private key. Absent: as ssh is configured.
     pub key: Option<PathBuf>,
     /// The `rapidraid` program on the hosts.
     #[serde(default = "default_program")]
     pub program: String,
-    /// Where the daemons keep their data; a new folder is made in it, so `user` must be able to write there.
+    /// The folder for the daemons' data. A new folder is created in it, so `user` must be able to
+    /// write there.
     pub folder: PathBuf,
-    /// The device whose counters are the link.
+    /// The device whose counters are the link's.
     #[serde(default)]
     pub device: Option<String>,
-    /// What the machines' links carry, for the results.
+    /// The capacity of the machines' links, for the results.
     #[serde(default)]
     pub link: Option<String>,
-    /// Nodes, the client last.
+    /// The nodes, followed by the client.
     #[serde(rename = "host")]
     pub hosts: Vec<SshHost>,
 }
@@ -58,11 +61,12 @@ pub struct Inventory {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SshHost {
-    /// Where ssh reaches it.
+    /// The address that ssh uses.
     pub ssh: String,
-    /// Where other hosts reach it: an address of the machine's own, on which alone its daemon listens.
+    /// The address that other hosts use. It must belong to the machine, because the daemon listens
+    /// on it alone.
     pub address: IpAddr,
-    /// Its ssh port.
+    /// The port of its ssh server.
     #[serde(default = "default_port")]
     pub port: u16,
 }
@@ -81,9 +85,9 @@ pub struct Machines {
     nodes: usize,
     folder: PathBuf,
     sockets: PathBuf,
-    /// The first so many have a folder of this run.
+    /// Number of machines, from the first, that have a folder of this run.
     reached: usize,
-    /// Configurations are made here.
+    /// The folder in which configurations are created.
     _work: WorkFolder,
 }
 
@@ -104,7 +108,7 @@ impl Inventory {
         Ok(inventory)
     }
 
-    /// An error when there are too few hosts.
+    /// Returns an error if the inventory has too few hosts for `nodes` nodes and a client.
     pub fn has_room(&self, nodes: usize) -> Result<()> {
         let have = self.hosts.len();
         ensure!(
@@ -116,12 +120,13 @@ impl Inventory {
     }
 }
 
-/// Removes, on the hosts of an inventory, folders of runs of which no process is left; what stays where, and which hosts do not answer.
+/// Removes, on the hosts of an inventory, the folders of runs that have no process left. Returns a
+/// line for each host on which folders stay, and for each host that does not answer.
 pub fn remove_leftovers(inventory: Inventory, work: WorkFolder) -> Result<Vec<String>> {
     let sockets = work.path().join("ssh");
     std::fs::create_dir_all(&sockets).context("cannot make a folder for ssh's sockets")?;
     let (nodes, folder) = (inventory.hosts.len(), inventory.folder.clone());
-    // None of them has a folder of this run.
+    // No machine has a folder of this run.
     let machines = Machines { inventory, nodes, folder, sockets, reached: 0, _work: work };
     let mut stay = Vec::new();
     for (host, of) in machines.inventory.hosts.iter().enumerate() {
@@ -139,19 +144,20 @@ pub fn remove_leftovers(inventory: Inventory, work: WorkFolder) -> Result<Vec<St
 }
 
 impl Machines {
-    /// Reaches the first `nodes` machines and the last, which is the client's.
+    /// Connects to the first `nodes` machines and to the last one, which is the client's.
     pub fn up(nodes: usize, mut inventory: Inventory, work: WorkFolder) -> Result<Self> {
         inventory.has_room(nodes)?;
         let last = inventory.hosts.len() - 1;
         inventory.hosts.drain(nodes..last);
-        // Its random number tells this run from those of other machines that control the same hosts.
+        // The random number in the name distinguishes this run from runs that other machines
+        // control on the same hosts.
         let run = work.path().file_name().context("a folder without a name")?;
         let folder = inventory.folder.join(run);
         let sockets = work.path().join("ssh");
         std::fs::create_dir_all(&sockets).context("cannot make a folder for ssh's sockets")?;
         let mut machines = Self { inventory, nodes, folder, sockets, reached: 0, _work: work };
         for host in 0..=nodes {
-            // What fails half way may have left something there.
+            // A failed attempt may leave files behind, so this host is cleaned up as well.
             machines.reached = host + 1;
             machines.reach(host)?;
         }
@@ -195,7 +201,7 @@ impl Machines {
         let mut ssh = Command::new("ssh");
         ssh.args(["-o", "BatchMode=yes", "-o", "ControlMaster=auto", "-o", "ControlPersist=30"]);
         ssh.args(["-o", &format!("ConnectTimeout={CONNECT_S}")]);
-        // A machine that vanishes must not hold a run for ever.
+        // A machine that vanishes must not block a run for ever.
         ssh.args(["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"]);
         ssh.arg("-o").arg(format!("ControlPath={}/%C", self.sockets.display()));
         if let Some(key) = &self.inventory.key {
@@ -206,8 +212,9 @@ impl Machines {
     }
 }
 
-/// What the command lines of a run's daemons have in them, as `pkill -f` reads it. `[r]` keeps it from matching the
-/// command line that has it, and the `/` at its end from matching a longer name.
+/// Returns a pattern for `pkill -f` that matches the command lines of a run's daemons. `[r]` keeps
+/// it from matching the command line that contains it, and the `/` at its end from matching a
+/// longer name.
 fn pattern(folder: &str) -> String {
     let (parent, run) = folder.rsplit_once('/').unwrap_or(("", folder));
     let mut pattern = String::new();
@@ -220,7 +227,7 @@ fn pattern(folder: &str) -> String {
     format!("{pattern}/{}/", run.replacen('r', "[r]", 1))
 }
 
-/// A word as the shell at the other end reads it.
+/// Returns a word quoted for the shell at the other end.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
@@ -301,7 +308,7 @@ impl Drop for Machines {
         let folder = self.folder_text();
         let run = pattern(&folder);
         for host in 0..self.reached {
-            // None may be left: they end with the pipes that they watch.
+            // The daemons end with the pipes that they watch; this kills any that remain.
             let _ = self.command(host, "pkill", &["-9", "-f", &run]).stdin(Stdio::null()).output();
             let ended = self.command(host, "rm", &["-rf", &folder]).stdin(Stdio::null()).output();
             let is_clean = ended.is_ok_and(|output| output.status.success());
@@ -311,7 +318,7 @@ impl Drop for Machines {
                     self.inventory.hosts[host].ssh
                 );
             }
-            // The shared connection; it would end by itself half a minute later.
+            // This closes the shared connection, which would end by itself half a minute later.
             let mut last = self.ssh(host);
             last.args(["-O", "exit"]).stdout(Stdio::null()).stderr(Stdio::null());
             let _ = last.status();
@@ -362,7 +369,7 @@ mod tests {
         let mode = std::fs::metadata(at("a/b/run")).unwrap();
         let mode = std::os::unix::fs::PermissionsExt::mode(&mode.permissions());
         assert_eq!(mode & 0o777, 0o700);
-        // As for a second host on the same machine.
+        // The folder exists already, as for a second host on the same machine.
         assert!(make(&at("a/b"), &at("a/b/run")));
         assert!(!make(&at("a"), "/proc/run"));
     }

@@ -1,4 +1,4 @@
-//! One archiving: save, archive by a plan, remove. What is compared is the archiving.
+//! Runs an archiving: save, archive by a plan, remove. The time of the archiving is compared.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use crate::record::{RunRecord, TRACE};
 /// The phases of a stripe, as the program reports them.
 const PHASES: [&str; 4] = ["reserve_us", "run_us", "commit_us", "drop_us"];
 
-/// Plays one.
+/// Runs one archiving.
 pub fn run(
     stage: &mut Stage<'_>,
     arm: Arm,
@@ -31,7 +31,7 @@ pub fn run(
     }
     let begun = Instant::now();
     let done = stage.daemons.client(&archive, MOVE_LIMIT)?;
-    // A peer's command is timed from outside; then ours is too.
+    // A peer's command is timed from outside; beside a peer, ours is too.
     let command_s = match stage.is_whole {
         true => begun.elapsed().as_secs_f64(),
         false => number(&done, "seconds")?,
@@ -50,7 +50,8 @@ pub fn run(
         let us: Result<f64> = stripes.iter().map(|stripe| number(stripe, phase)).sum();
         phases_s.push(us? / 1e6);
     }
-    // One stripe is timed to its last proven piece; of several only the whole has one beginning and one end.
+    // A single stripe is timed to its last proven piece. For several stripes, only the whole
+    // command has one beginning and one end.
     let is_one = stripes.len() == 1 && !stage.is_whole;
     let seconds = if is_one { phases_s[1] } else { command_s };
     let mut run = meter.stop(&stage.daemons, (round, arm), (seconds, command_s))?;
@@ -64,7 +65,7 @@ pub fn run(
         run.notes.insert(TRACE.to_owned(), hops);
     }
     if round == 0 {
-        // Once an arm: every byte of every piece is read and checked.
+        // Once for each arm, every byte of every piece is read and checked.
         stage.daemons.client(&["verify", &step], MOVE_LIMIT)?;
         run.notes.insert("verified".to_owned(), json!(true));
     }
@@ -72,8 +73,9 @@ pub fn run(
     Ok(run)
 }
 
-/// What hops did and waited for, in seconds, summed over all of them; of a single stripe also how long it ran after its last hop had
-/// ended: the end of the proof, and the answers.
+/// Returns how the hops spent their time, in seconds, summed over all hops. For a single stripe the
+/// result also has the time from the end of its last hop to the end of the run: the end of the
+/// proof, and the answers.
 fn waits(stripes: &[Value]) -> BTreeMap<String, Value> {
     let names = [
         ("waited_upstream_us", "hops_waited_upstream_s"),

@@ -1,4 +1,4 @@
-//! One experiment from its first cluster to its last run.
+//! Runs an experiment from its first cluster to its last run.
 
 mod archive;
 mod restore;
@@ -23,27 +23,27 @@ use crate::model;
 use crate::record::{PointRecord, RunRecord};
 use crate::stop::Stop;
 
-/// A command that moves a checkpoint.
+/// Maximum time of a command that moves a checkpoint.
 pub(crate) const MOVE_LIMIT: Duration = Duration::from_secs(3600);
 /// The job of all checkpoints.
 const JOB: &str = "experiment";
 
-/// What plays one point.
+/// The state in which the runs of one point take place.
 pub struct Stage<'a> {
     /// The cluster.
     pub daemons: Daemons<'a>,
     /// The conditions.
     pub at: Conditions,
-    /// What is saved: a folder on the client's host, one file a shard.
+    /// The data that is saved: a folder on the client's host, with one file for each shard.
     pub data: String,
-    /// Whether whole commands are compared: beside peers, which say no more.
+    /// Whether whole commands are compared. That is so beside peers, which report nothing else.
     pub is_whole: bool,
     next_step: u64,
     round: u32,
 }
 
-/// Starts a cluster, shapes its links and plays the rounds that `played`, whole rounds, has not; `told` has the point so far after
-/// every run.
+/// Starts a cluster, shapes its links and runs the rounds that are missing in `played`, which holds
+/// complete rounds only. `told` receives the point's record after every run.
 pub fn point(
     hosts: &dyn Hosts,
     local: &Path,
@@ -62,7 +62,7 @@ pub fn point(
     if has(|kind| !matches!(kind, Kind::Transfer(_))) {
         stage.make_data()?;
     }
-    // Before the first run, so that all runs have the same beside them.
+    // This is done before the first run, so that all runs have the same conditions.
     let mut kept = match has(|kind| matches!(kind, Kind::Restore(_))) {
         true => Some(restore::Kept::save(&mut stage, &experiment.arms)?),
         false => None,
@@ -109,8 +109,10 @@ pub fn point(
     Ok(())
 }
 
-/// The order of `count` arms in a round, drawn by the round's number: the same in every run of a file. No arm always follows the
-/// same one, so that what an arm leaves behind (caches, memory) meets the others; in 15 rounds of four it meets each of them.
+/// Returns the order of `count` arms in a round. It is drawn from the round's number and so is the
+/// same in every run of a file. No arm always follows the same other arm, so that the state that an
+/// arm leaves behind (caches, memory) affects all others; in 15 rounds of four arms, each follows
+/// each of the others.
 fn order(count: usize, round: u32) -> Vec<usize> {
     let random = SeededEntropy::new(round.into());
     let mut order: Vec<usize> = (0..count).collect();
@@ -121,7 +123,7 @@ fn order(count: usize, round: u32) -> Vec<usize> {
 }
 
 impl Stage<'_> {
-    /// Random files, each one stripe.
+    /// Creates random files, each of one stripe.
     fn make_data(&self) -> Result<()> {
         let bytes = (u64::from(self.at.k) * self.at.block_bytes).to_string();
         let script = r#"mkdir -p "$1" && i=0 && while [ $i -lt "$2" ]; do
@@ -143,7 +145,8 @@ impl Stage<'_> {
         Ok(())
     }
 
-    /// Saves the data under a new step, over links as they are; its name. What is compared comes afterwards, over shaped ones.
+    /// Saves the data under a new step. Returns the step's name. The save uses unshaped links; the
+    /// commands that are compared follow over shaped ones.
     fn save(&mut self) -> Result<String> {
         let name = self.next_name();
         if self.at.is_shaped() {
@@ -180,7 +183,7 @@ impl Stage<'_> {
     }
 }
 
-/// What the hosts did between two looks.
+/// Measures the work of the hosts between two readings.
 struct Meter {
     before: Vec<Reading>,
     busy: Option<(f64, f64)>,
@@ -192,7 +195,8 @@ impl Meter {
         Ok(Self { before: daemons.read()?, busy: busy_of_hosts(daemons) })
     }
 
-    /// The run's record; `seconds` is what is compared, `command_s` the whole command.
+    /// Returns the record of the run. `seconds` is the measure that is compared, `command_s` the
+    /// duration of the whole command.
     fn stop(
         self,
         daemons: &Daemons<'_>,
@@ -225,7 +229,8 @@ impl Meter {
     }
 }
 
-/// Busy and all ticks of this machine's processors since it started; `None` where hosts are other machines.
+/// Returns the busy ticks and all ticks of this machine's processors since its start, or `None` if
+/// hosts are other machines.
 fn busy_of_hosts(daemons: &Daemons<'_>) -> Option<(f64, f64)> {
     if !daemons.hosts().is_here() {
         return None;
@@ -233,13 +238,13 @@ fn busy_of_hosts(daemons: &Daemons<'_>) -> Option<(f64, f64)> {
     let text = std::fs::read_to_string("/proc/stat").ok()?;
     let ticks: Vec<f64> =
         text.lines().next()?.split_whitespace().skip(1).filter_map(|t| t.parse().ok()).collect();
-    // user nice system idle iowait irq softirq steal; what a guest takes is in user already.
+    // user nice system idle iowait irq softirq steal; the time of guests is part of user already.
     let all: f64 = ticks.iter().take(8).sum();
     let idle = ticks.get(3)? + ticks.get(4)?;
     Some((all - idle, all))
 }
 
-/// A number of the program's JSON.
+/// Returns a number of the program's JSON.
 fn number(value: &Value, name: &str) -> Result<f64> {
     value[name].as_f64().with_context(|| format!("its JSON has no number {name:?}"))
 }
@@ -259,7 +264,7 @@ mod tests {
             assert_eq!(drawn, order(4, round));
             played.extend(drawn);
         }
-        // The first arm of a round follows the last one of the round before.
+        // The first arm of a round follows the last one of the previous round.
         let neighbours = played.windows(2).map(|pair| (pair[0], pair[1]));
         let pairs: BTreeSet<_> = neighbours.filter(|(before, after)| before != after).collect();
         assert_eq!(pairs.len(), 4 * 3, "{pairs:?}");

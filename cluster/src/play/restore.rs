@@ -1,4 +1,5 @@
-//! Restores: from replicas, from pieces, with nodes gone, and with a node that stops in the middle of it.
+//! Restores: from replicas, from pieces, with dead nodes, and with a node that is stopped during
+//! the restore.
 
 use std::time::Instant;
 
@@ -11,7 +12,7 @@ use crate::daemons::{Daemons, node_name};
 use crate::hosts::HostNo;
 use crate::record::{RunRecord, STOPPED};
 
-/// Once a node has sent so much, or worked so long, a restore is under way.
+/// A restore is in progress once a node has sent this many bytes, or used this much processor time.
 const UNDER_WAY_BYTES: u64 = 1 << 20;
 const UNDER_WAY_CPU_S: f64 = 0.05;
 
@@ -19,12 +20,13 @@ const UNDER_WAY_CPU_S: f64 = 0.05;
 pub struct Kept {
     replicas: Option<String>,
     pieces: Option<String>,
-    /// Which nodes are killed next: all take their turn, but for the first, which serves the catalogue.
+    /// The position of the nodes that are killed next. All nodes take turns, except the first one,
+    /// which serves the catalogue.
     turn: usize,
 }
 
 impl Kept {
-    /// Saves what the arms need.
+    /// Saves the checkpoints that the arms need.
     pub fn save(stage: &mut Stage<'_>, arms: &[Arm]) -> Result<Self> {
         let from_replicas = arms.contains(&Arm::RestoreReplicas);
         let replicas = if from_replicas { Some(stage.save()?) } else { None };
@@ -47,7 +49,8 @@ impl Kept {
     }
 }
 
-/// Plays one. The time is the whole command's; what comes out is compared with what was saved.
+/// Runs one restore. The time is that of the whole command; the restored files are compared with
+/// the saved ones.
 pub fn run(stage: &mut Stage<'_>, kept: &mut Kept, arm: Arm, round: u32) -> Result<RunRecord> {
     let step = match arm {
         Arm::RestoreReplicas => &kept.replicas,
@@ -89,7 +92,7 @@ pub fn run(stage: &mut Stage<'_>, kept: &mut Kept, arm: Arm, round: u32) -> Resu
     let names: Vec<String> = victims.iter().map(|node| node_name(*node)).collect();
     run.notes.insert("killed".to_owned(), json!(names));
     run.notes.insert("incidents".to_owned(), done["incidents"].clone());
-    // Bit for bit; a difference is an error, and its text names the file.
+    // The comparison is bit for bit; the error of a difference names the file.
     let client = nodes;
     daemons.on(client, "diff", &["-rq", &stage.data, &out])?;
     daemons.on(client, "rm", &["-rf", &out])?;
@@ -97,8 +100,9 @@ pub fn run(stage: &mut Stage<'_>, kept: &mut Kept, arm: Arm, round: u32) -> Resu
     Ok(run)
 }
 
-/// The node that has sent most since the restore began, once it is under way; where links cannot be read, the one that has
-/// worked most. Never the first, which serves the catalogue.
+/// Returns the node that has sent most since the restore began, once the restore is in progress. If
+/// links cannot be read, returns the node that has used most processor time. The first node is
+/// excluded, because it serves the catalogue.
 fn source(daemons: &Daemons<'_>, meter: &Meter, nodes: usize) -> Result<Option<HostNo>> {
     let mut best = None;
     for node in 1..nodes {

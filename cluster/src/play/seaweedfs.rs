@@ -1,7 +1,8 @@
 //! SeaweedFS on the same hosts and links: the same bytes, replicated twice, then `ec.encode`.
 //!
-//! Its code is RS(10,4), its blocks are 1 MiB wide, and one server codes a volume and hands the pieces out. Nothing is read back before
-//! the replicas go. Whole commands are timed, from outside, as they are for the plans beside it.
+//! Its code is RS(10,4), its blocks are 1 MiB wide, and one server codes a volume and distributes
+//! the pieces. It reads nothing back before it drops the replicas. Whole commands are timed from
+//! outside, as for the plans beside it.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
@@ -19,18 +20,18 @@ use crate::stop::own_group;
 
 const MASTER_PORT: u16 = 9333;
 const VOLUME_PORT: u16 = 8080;
-/// How long its servers may take to find each other.
+/// Maximum time for its servers to find each other.
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const ASK_LIMIT: Duration = Duration::from_secs(60);
-/// Its servers tell the master of themselves every five seconds.
+/// Time in which the master learns of changes: servers report to it every five seconds.
 const TOLD: Duration = Duration::from_secs(6);
-/// One volume takes a whole shard, and each collection grows one.
+/// Each collection grows one volume, and a volume holds a whole shard.
 const MASTER_TOML: &str = "[master.volume_growth]\ncopy_1 = 1\ncopy_2 = 1\n";
 
-/// What makes the kernel kill a server when this program ends, however that ends.
+/// The command that makes the kernel kill a server when this program ends for any reason.
 const DIE_WITH_US: [&str; 3] = ["setpriv", "--pdeathsig", "KILL"];
 
-/// A SeaweedFS that runs: a master on the first host, a volume server on each.
+/// A running SeaweedFS: a master on the first host, and a volume server on each host.
 pub struct SeaweedFs {
     program: String,
     servers: Vec<(HostNo, Child)>,
@@ -41,7 +42,7 @@ pub struct SeaweedFs {
 }
 
 impl SeaweedFs {
-    /// Starts it, and waits until the master knows all servers.
+    /// Starts the servers, and waits until the master knows all of them.
     pub fn start(stage: &Stage<'_>) -> Result<Self> {
         let hosts = stage.daemons.hosts();
         let program = std::env::var("SEAWEEDFS").unwrap_or_else(|_| "weed".to_owned());
@@ -95,7 +96,8 @@ impl SeaweedFs {
         line: &[String],
         folder: PathBuf,
     ) -> Result<()> {
-        // Each of these becomes the next one, so that the child's number is that of the server.
+        // Each of these programs replaces itself by the next, so that the child's process id is
+        // that of the server.
         let before = if self.can_die_with_us { &DIE_WITH_US[..] } else { &[] };
         let mut words = [before, &[self.program.as_str()]].concat();
         words.extend(line.iter().map(String::as_str));
@@ -118,7 +120,7 @@ impl SeaweedFs {
         Ok(output)
     }
 
-    /// What its shell says to `script`.
+    /// Returns the output of its shell for `script`.
     fn shell(&self, stage: &Stage<'_>, script: &str, limit: Duration) -> Result<String> {
         let master = format!("-master={}:{MASTER_PORT}", ip(stage, 0));
         let client = stage.at.nodes as usize;
@@ -135,7 +137,8 @@ impl SeaweedFs {
         self.servers.iter().try_for_each(|(host, child)| daemons.forget_peak(*host, child.id()))
     }
 
-    /// Processor time of its servers so far, and the most memory of one.
+    /// Returns the processor time of its servers so far, in seconds, and the maximum memory of one
+    /// of them, in bytes.
     fn cost(&self, daemons: &Daemons<'_>) -> Result<(f64, u64)> {
         let (mut cpu_s, mut peak_bytes) = (0.0, 0);
         for (host, child) in &self.servers {
@@ -158,7 +161,8 @@ impl Drop for SeaweedFs {
     }
 }
 
-/// What a client writes, its logs above all, goes with the run.
+/// Directs the files that a client writes, in particular its logs, into the folder of the run, so
+/// that they are removed with it.
 fn in_run(command: &mut Command, stage: &Stage<'_>) {
     let folder = stage.daemons.hosts().folder();
     command.current_dir(folder).env("TMPDIR", folder);
@@ -168,7 +172,7 @@ fn ip(stage: &Stage<'_>, host: HostNo) -> String {
     stage.daemons.hosts().address(host).ip().to_string()
 }
 
-/// Plays one: upload, encode, and in the first round read it back.
+/// Runs one archiving: upload, encode, and in the first round read the data back.
 pub fn run(stage: &mut Stage<'_>, peer: &mut SeaweedFs, arm: Arm, round: u32) -> Result<RunRecord> {
     let collection = format!("c{}", peer.next);
     peer.next += 1;

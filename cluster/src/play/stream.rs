@@ -1,5 +1,6 @@
-//! A stream of checkpoints: one is saved every few seconds, and archived while the next ones are saved. What is compared is the time at
-//! risk: from the end of a checkpoint's save until its archiving has ended, replicas dropped.
+//! A stream of checkpoints: one is saved every few seconds, and archived while the next ones are
+//! saved. The time at risk is compared: from the end of a checkpoint's save until its archiving has
+//! ended and its replicas are dropped.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use crate::conditions::Stream;
 use crate::numbers::spread;
 use crate::record::RunRecord;
 
-/// Plays one stream to the end of its last archiving. The time is the median of its checkpoints'.
+/// Runs one stream to the end of its last archiving. The time is the median over its checkpoints.
 pub fn run(
     stage: &mut Stage<'_>,
     arm: Arm,
@@ -51,7 +52,7 @@ pub fn run(
     let median = spread(at_risk.iter().copied()).context("no checkpoint was saved")?.median;
     let mut run = meter.stop(&stage.daemons, (round, arm), (median, command_s))?;
     run.notes.insert("at_risk_s".to_owned(), json!(at_risk));
-    // Saves that begin late: the cluster does not keep up.
+    // Saves that begin late show that the cluster does not keep up.
     run.notes.insert("latest_save_s".to_owned(), json!(late_s));
     for name in &names {
         stage.remove(name)?;

@@ -1,4 +1,5 @@
-//! Transfers without daemons: one stream over one link, or the streams of a chain whose nodes code nothing.
+//! Transfers without daemons: one stream over one link, or the streams of a chain whose nodes do
+//! not code.
 
 use std::net::SocketAddr;
 
@@ -10,10 +11,11 @@ use crate::daemons::node_name;
 use crate::pump::Took;
 use crate::record::RunRecord;
 
-/// Beside the daemon's.
+/// The port beside the daemon's.
 const PORT: u16 = 7441;
 
-/// Plays one. The time is that of the slowest receiver; processor time is that of the processes that send and receive.
+/// Runs one transfer. The time is that of the slowest receiver; processor time is that of the
+/// processes that send and receive.
 pub fn run(stage: &mut Stage<'_>, arm: Arm, transfer: Transfer, round: u32) -> Result<RunRecord> {
     let hosts = stage.daemons.hosts();
     let at = |node: usize| SocketAddr::new(hosts.address(node).ip(), PORT).to_string();

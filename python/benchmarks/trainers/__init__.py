@@ -2,5 +2,5 @@
 
 usage: python -m trainers [--short] [--only NAME]... --record FILE --pictures FOLDER
 
-``cargo xtask bench trainers`` makes the environment and runs it. The measures on links need root, for network namespaces.
+``cargo xtask bench trainers`` makes the environment and runs the measures. The measures on links need root, for network namespaces.
 """

@@ -1,4 +1,4 @@
-"""Runs measures and writes what they gave."""
+"""Runs measures and writes their results."""
 
 from __future__ import annotations
 

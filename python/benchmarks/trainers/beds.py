@@ -1,4 +1,4 @@
-"""Where is measured: everything on this machine, or storage nodes and a training host on links of their own."""
+"""The places of a measurement: everything on this machine, or nodes and a training host on links of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from types import TracebackType
 import rapidraid
 
 MTU = 9000
-#: What an idle port lets pass unshaped at once: a segment that the kernel has not cut yet, and a datagram.
+#: Bytes that an idle port passes unshaped at once: a segment that the kernel has not cut yet, and a
+#: datagram.
 BURST_BYTES = 80 << 10
 QUEUE_MS = 50
 NODE_MBIT, CLIENT_MBIT = 200, 1000
@@ -30,17 +31,17 @@ class Host(rapidraid.cluster.LocalCluster):
 
     @property
     def staging_pid(self) -> int:
-        """The staging daemon's process."""
+        """The process id of the staging daemon."""
         return self._children["staging"].pid
 
     def pin(self, cpus: set[int]) -> None:
-        """Moves all daemons to these processors."""
+        """Pins all daemons to these processors."""
         for child in self._children.values():
             for task in os.listdir(f"/proc/{child.pid}/task"):
                 os.sched_setaffinity(int(task), cpus)
 
     def stop(self) -> None:
-        """Ends everything and removes what was made."""
+        """Ends all daemons and removes everything that was made."""
         super().stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -100,12 +101,15 @@ class Links(Host):
         self._made.clear()
 
     def stop(self) -> None:
-        """Ends everything and removes what was made."""
+        """Ends all daemons and removes everything that was made."""
         super().stop()
         self._take_down()
 
     def timed(self, *arguments: str, before: Callable[[], None] | None = None) -> float:
-        """Runs a command of the program on the training host as the staging daemon is run, and returns its seconds."""
+        """Runs a command of the program on the training host, as the staging daemon runs.
+
+        Returns its duration in seconds.
+        """
         import time
 
         command = [*self._within("staging"), rapidraid._program.program(), *arguments, "--config", str(self.config)]
@@ -121,7 +125,7 @@ class Links(Host):
 
 
 def _like_the_daemon() -> None:
-    """Gives a session the weight of the staging daemon's, and its process the nice value of the daemon's heavy threads."""
+    """Gives this session the weight of the staging daemon's, and this process the nice value of its heavy threads."""
     autogroup = Path("/proc/self/autogroup")
     if autogroup.exists():
         autogroup.write_text("10")

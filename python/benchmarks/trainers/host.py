@@ -22,19 +22,19 @@ from .record import Measure, say
 from .trainer import Ranks
 from .training import Training
 
-#: Where references keep their files: the memory that segments are in.
+#: The folder for the files of references: the memory that also contains the segments.
 TMPFS = Path("/dev/shm")
 
 
 def seconds(work: Callable[..., object], *arguments: object) -> float:
-    """Returns how long a call takes."""
+    """Returns the duration of a call in seconds."""
     begun = time.perf_counter()
     work(*arguments)
     return time.perf_counter() - begun
 
 
 class Copies:
-    """The references of a stall: the same bytes into memory that is there already."""
+    """The references of a stall: copies of the same bytes into memory that is already allocated."""
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self.sources = list(state.values())
@@ -43,13 +43,13 @@ class Copies:
         self.into = torch.empty_like(self.flat).fill_(1)
 
     def add_to(self, measure: Measure) -> None:
-        """Times both."""
+        """Measures both references once."""
         measure.add("foreach", seconds(torch._foreach_copy_, self.buffers, self.sources))
         measure.add("memcpy", seconds(self.into.copy_, self.flat))
 
 
 def stall(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """How long a save keeps the trainer, later and the first time."""
+    """Measures how long a save blocks the trainer, the first time and later."""
     state = states.make(large_bytes=large_bytes)
     copies = Copies(state)
     later = Measure("stall", "stall of a save", "save", ["foreach", "memcpy"], 1.1)
@@ -75,7 +75,7 @@ def stall(repeats: int, large_bytes: int) -> Iterator[Measure]:
                     later.add("save", took)
                     splits.append(vars(checkpointer.last_stall).copy())
                 checkpointer.wait()
-                # The kernel still frees what was removed, on both processors.
+                # The kernel still frees the removed memory, on both processors.
                 time.sleep(2)
                 say(f"stall: step {step} took {took:.3f} s")
     parts = ("traversal", "waiting", "copy", "socket")
@@ -94,7 +94,7 @@ def _is_committed(checkpointer: rapidraid.Checkpointer, step: int) -> bool:
 
 
 def _steps_during_upload(bed: Host, measure: Measure, steps: int, large_bytes: int, job: str) -> None:
-    """Alternates steps without a save and steps while one is uploaded, until there are enough of both."""
+    """Alternates steps without a save and steps during an upload, until there are enough of both."""
     state = states.make(large_bytes=large_bytes)
     training = Training()
     for _ in range(50):
@@ -124,12 +124,12 @@ def _add_tail(measure: Measure) -> None:
         measure.facts[f"p99_{arm}_s"] = times[int(len(times) * 0.99)]
     measure.facts["p99_ratio"] = measure.facts["p99_during_s"] / measure.facts[f"p99_{measure.references[0]}_s"]
     measure.facts["steps"] = len(measure.arms["during"])
-    # A hundred points of the distribution say as much as thousands of steps.
+    # A hundred points of the distribution are as informative as thousands of steps.
     measure.arms = {arm: [times[len(times) * at // 100] for at in range(100)] for arm, times in measure.arms.items()}
 
 
 def upload(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """Steps while a save is uploaded: the trainer has a processor, everything else the other one."""
+    """Measures steps during an upload: the trainer has one processor, everything else the other one."""
     steps = 1000 if repeats >= 7 else 100
     threads, cpus = torch.get_num_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(1)
@@ -165,7 +165,7 @@ def upload(repeats: int, large_bytes: int) -> Iterator[Measure]:
 
 
 def memory(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """Loads from the host's memory, each of a step that was not read before; and what processes hold."""
+    """Measures loads from the host's memory, each of a step that was not read before, and the memory of processes."""
     import blake3
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file, save_file
@@ -220,7 +220,7 @@ def _into(state: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Non
 
 
 def resume(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """All trainers are killed; new ones load from the host's memory."""
+    """Measures a resume: all trainers are killed, and new ones load from the host's memory."""
     measure = Measure("resume", "all trainers killed: from the new `Checkpointer` to the loaded state", "resume", ["load"], 1.5, 1.0)
     with Host(block="4MiB") as bed:
         for at in range(repeats):

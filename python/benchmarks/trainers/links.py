@@ -44,7 +44,7 @@ def _save_files(bed: Links, step: int, files: list[Path]) -> float:
 
 
 def commit(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """From staged to committed."""
+    """Measures the time from staged to committed."""
     measure = Measure("commit", "staged until committed", "staged", ["one file", "eight files"], 1.1)
     with Links() as bed, Files(large_bytes) as files, Ranks(1, bed.config, large_bytes=large_bytes) as ranks:
         ranks.ask("open", "commit")
@@ -60,7 +60,7 @@ def commit(repeats: int, large_bytes: int) -> Iterator[Measure]:
 
 
 def load(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """Loads from the cluster into a host that has nothing in memory."""
+    """Measures loads from the cluster into a host with nothing in memory."""
     measures = {
         world: Measure(f"cluster-{world}", f"load from the cluster, {world} rank{'s' * (world > 1)}", "load", ["restore"], 1.15)
         for world in (1, 4)
@@ -84,7 +84,7 @@ def load(repeats: int, large_bytes: int) -> Iterator[Measure]:
 
 
 def share(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """How much of two busy processors training keeps while a save is uploaded."""
+    """Measures the share of two busy processors that training keeps during an upload."""
     measure = Measure("share", "training that keeps both processors busy, during an upload over links", "during", ["alone"])
     for nice, arm in ((10, "during"), (0, "during, staging.nice = 0")):
         with (
@@ -110,7 +110,7 @@ def _is_committed(bed: Links, job: str, step: int) -> bool:
 
 
 def preempt(repeats: int, large_bytes: int) -> Iterator[Measure]:
-    """All trainers are killed as soon as they have staged a step; it is committed all the same."""
+    """Measures commits of steps whose trainers are all killed as soon as they have staged them."""
     measure = Measure("preempt", "all trainers killed right after *staged*: until committed", "committed", ["files"], 1.1, 2.0)
     times = 50 if repeats >= 7 else 2
     with Links() as bed, Files(large_bytes) as files:

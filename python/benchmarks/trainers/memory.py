@@ -20,7 +20,7 @@ def _rollup(pid: int, name: str) -> int:
 
 
 class Peak:
-    """Samples what a process holds beside shared memory until it is left."""
+    """Samples the private memory of a process, without shared memory, until the context ends."""
 
     def __init__(self, pid: int, period_s: float = 0.05) -> None:
         self.pid, self.period_s = pid, period_s
@@ -42,9 +42,9 @@ class Peak:
 
 
 class GroupPeak:
-    """Puts a process into a control group of its own and takes the peak of its memory; ``None`` where no group can be made.
+    """Puts a process into a control group of its own and records the peak of its memory, if that is possible.
 
-    A group counts also page cache, sockets, and shared memory that the process touches first.
+    A group also counts page cache, sockets, and shared memory that the process touches first.
     """
 
     def __init__(self, pid: int) -> None:
@@ -54,7 +54,7 @@ class GroupPeak:
         self._parent = first if first.is_dir() else second
         self._group = self._parent / f"rapidraid-bench-{pid}"
         self._peak = self._group / ("memory.max_usage_in_bytes" if first.is_dir() else "memory.peak")
-        # Memory that the process has already stays charged to its old group.
+        # Memory that the process already has stays charged to its old group.
         self._before = _rollup(pid, "Pss_Anon")
         self._is_made = False
         self._home: Path | None = None
@@ -78,7 +78,7 @@ class GroupPeak:
             self._group.rmdir()
 
     def _group_of_process(self) -> Path:
-        """Returns where the process was before."""
+        """Returns the folder of the group that the process is in before the measurement."""
         for line in Path(f"/proc/{self.pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if ("memory" in controllers.split(",")) if self._parent.name == "memory" else not controllers:

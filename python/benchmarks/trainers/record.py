@@ -1,4 +1,4 @@
-"""What was measured, as data."""
+"""The results of measurements, as data."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 
 @dataclass
 class Measure:
-    """Times of a subject and its references, taken in turn."""
+    """Times of a subject and its references, measured in turn."""
 
     name: str
-    #: What is measured, for the page.
+    #: The title of the measure on the page.
     title: str
-    #: The arm that is judged.
+    #: The arm that is compared with the references.
     subject: str
-    #: The arms that it is compared with; the faster one counts.
+    #: The reference arms; the fastest one counts.
     references: list[str]
-    #: What the ratio may be at most, and the seconds that are allowed beyond that.
+    #: The maximum ratio, and the seconds that are allowed beyond it.
     limit: float | None = None
     allowance_s: float = 0.0
-    #: Seconds, in the order in which they were taken.
+    #: The times of each arm in seconds, in the order of measurement.
     arms: dict[str, list[float]] = field(default_factory=dict)
-    #: More of it: splits, other numbers.
+    #: Additional numbers, such as splits.
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, arm: str, seconds: float) -> None:
@@ -42,17 +42,17 @@ class Measure:
 
     @property
     def best(self) -> str | None:
-        """The reference that is faster."""
+        """The fastest reference."""
         return min((arm for arm in self.references if self.arms.get(arm)), key=self.median, default=None)
 
     @property
     def ratio(self) -> float | None:
-        """The subject's median over the better reference's."""
+        """The subject's median divided by that of the fastest reference."""
         return self.median(self.subject) / self.median(self.best) if self.best else None
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """The smallest and the largest ratio among times that were taken one after the other."""
+        """The smallest and the largest ratio of times that were measured one after the other."""
         if self.best is None:
             return None
         reference, subject = self.arms[self.best], self.arms[self.subject]
@@ -64,19 +64,19 @@ class Measure:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the bar is met; ``None`` where there is none."""
+        """Whether the limit is met; ``None`` if there is none."""
         if self.limit is None or self.best is None:
             return None
         return self.median(self.subject) <= self.limit * self.median(self.best) + self.allowance_s
 
 
 def say(text: str) -> None:
-    """Tells progress, on stderr."""
+    """Prints progress to stderr."""
     print(f"{datetime.datetime.now():%H:%M:%S} {text}", file=__import__("sys").stderr, flush=True)
 
 
 def keep(measures: list[Measure], file: Path, command: str, settings: dict[str, Any]) -> None:
-    """Writes measures into a record, over those of the same names that it has already."""
+    """Writes measures into a record, replacing those of the same names."""
     known = json.loads(file.read_text()) if file.is_file() else {}
     merged = {measure["name"]: measure for measure in known.get("measures", [])}
     about = _about(command)

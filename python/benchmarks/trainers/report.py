@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-#: The table of the page stands between these.
+#: The markers around the table in the page.
 BEGIN, END = "<!-- table -->", "<!-- end -->"
 
 
@@ -37,7 +37,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def report(file: Path, folder: Path) -> None:
-    """Prints the table, writes it into the page, and draws the pictures beside that."""
+    """Prints the table, writes it into the page, and draws the pictures beside the page."""
     record = json.loads(file.read_text())
     print(table(record))
     page = folder / "trainers.md"

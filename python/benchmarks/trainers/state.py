@@ -9,7 +9,7 @@ SMALL, SMALL_BYTES = 2000, 4 << 10
 
 
 def make(part: int = 0, parts: int = 1, *, large_bytes: int = LARGE_BYTES) -> dict[str, torch.Tensor]:
-    """Makes a rank's part of the state, float32, filled with numbers of its own."""
+    """Returns a rank's part of the state, float32, filled with numbers of its own."""
     generator = torch.Generator().manual_seed(part)
     state: dict[str, torch.Tensor] = {}
     if large_bytes == 0:

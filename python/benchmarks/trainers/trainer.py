@@ -1,4 +1,4 @@
-"""A rank that does what it is told, line by line, and answers in JSON: so that it can be timed, and killed."""
+"""A rank that executes commands line by line and answers in JSON, so that it can be timed and killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 600
 
 
 class Ranks:
-    """Ranks of one launch, as processes of their own."""
+    """The ranks of one launch, as processes of their own."""
 
     def __init__(self, world: int, config: Path, *, large_bytes: int, port: int = 0) -> None:
         env = {
@@ -31,7 +31,7 @@ class Ranks:
         self._answers()
 
     def ask(self, *words: str | int) -> list[dict[str, Any]]:
-        """Tells all ranks the same, and returns what each answers."""
+        """Sends the same command to all ranks. Returns their answers."""
         line = json.dumps(words) + "\n"
         for child in self.children:
             assert child.stdin is not None
@@ -50,7 +50,7 @@ class Ranks:
         return found
 
     def kill(self) -> None:
-        """Kills all of them."""
+        """Kills all ranks."""
         for child in self.children:
             child.kill()
         for child in self.children:
@@ -64,7 +64,7 @@ class Ranks:
 
 
 def main() -> None:
-    """Answers until it is killed or told nothing more."""
+    """Executes commands until it is killed or the input ends."""
     import torch
     import torch.distributed as dist
 

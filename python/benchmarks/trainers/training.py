@@ -1,4 +1,4 @@
-"""What trains while something is saved."""
+"""The training that runs while a save is uploaded."""
 
 from __future__ import annotations
 

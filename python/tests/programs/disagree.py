@@ -1,4 +1,4 @@
-"""Two ranks that do not belong together, or do not do the same.
+"""Two ranks that disagree: they are on two hosts, or save different steps.
 
 usage: disagree.py CONFIG OTHER_CONFIG JOB hosts|steps
 """
@@ -19,7 +19,7 @@ rank = dist.get_rank()
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    """Returns whether a call is refused, and says so."""
+    """Returns whether a call is refused. Prints the error if so."""
     try:
         call()
     except rapidraid.RapidraidError as error:
@@ -29,7 +29,7 @@ def is_refused(call: Callable[[], object]) -> bool:
 
 
 def save() -> None:
-    """Saves step 1 on both ranks, then step 2 on rank 0 and step 3 on rank 1, at any pace."""
+    """Saves step 1 on both ranks, then step 2 on rank 0 and step 3 on rank 1, without synchronisation."""
     checkpointer = rapidraid.Checkpointer(job, config=other if part == "hosts" and rank == 1 else config, timeout=30)
     state = {"a": torch.full((4,), float(rank))}
     checkpointer.save(1, state)

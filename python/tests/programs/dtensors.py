@@ -1,4 +1,4 @@
-"""Four ranks save tensors of many placements and load them again, then one rank alone loads them whole.
+"""Four ranks save tensors of many placements and load them again. Then a single rank loads them whole.
 
 usage: dtensors.py CONFIG JOB save|whole|partial|shapes|differ|redistribute
 """
@@ -31,14 +31,14 @@ SHAPES = {
 
 
 def whole(name: str) -> torch.Tensor:
-    """Returns a tensor as it is without ranks."""
+    """Returns the whole tensor, as it is without ranks."""
     shape = SHAPES[name]
     start = 1000.0 * list(SHAPES).index(name)
     return (start + torch.arange(float(torch.Size(shape).numel()))).reshape(shape)
 
 
 def state_of(fill: Any) -> dict[str, DTensor]:
-    """Returns the tensors, each laid out in its way."""
+    """Returns the tensors, each with its placement."""
     line = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     some = DeviceMesh("cpu", [0, 1, 2])
@@ -54,7 +54,7 @@ def state_of(fill: Any) -> dict[str, DTensor]:
         "scalar": (line, [Replicate()]),
     }
     made = {name: distribute_tensor(fill(name), mesh, placements) for name, (mesh, placements) in layouts.items()}
-    # FSDP over tensor parallelism lays a tensor out like this: the inner mesh dimension cuts first.
+    # FSDP over tensor parallelism uses this layout: the inner mesh dimension cuts first.
     full, rank = fill("strided"), dist.get_rank()
     inner = full.chunk(2)[rank % 2]
     local = inner.chunk(2)[rank // 2].contiguous()
@@ -65,7 +65,7 @@ def state_of(fill: Any) -> dict[str, DTensor]:
 
 
 def main() -> None:
-    """Runs one part."""
+    """Runs the part of the program that the arguments name."""
     config, job, part = sys.argv[1:4]
     if part == "whole":
         state = {name: torch.zeros(shape) for name, shape in SHAPES.items()}

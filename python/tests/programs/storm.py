@@ -1,4 +1,4 @@
-"""Trains with DDP and saves every step, until somebody kills it; says what it staged.
+"""Trains with DDP and saves every step until it is killed. Prints which steps it staged.
 
 usage: storm.py CONFIG JOB STEPS
 """
@@ -15,7 +15,7 @@ import rapidraid
 
 
 def say(text: str) -> None:
-    """Prints a line in one piece: the ranks share the output."""
+    """Prints a line in a single write, because the ranks share the output."""
     print(f"{text}\n", end="", flush=True)
 
 
@@ -24,7 +24,7 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(1)
 rank = dist.get_rank()
-# One bucket whose order never changes: sums of gradients are bit for bit the same after a restart.
+# With one bucket whose order never changes, sums of gradients are bit-identical after a restart.
 net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
 model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=100, find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -32,7 +32,7 @@ torch.manual_seed(100 + rank)
 
 
 def state() -> dict[str, object]:
-    """What the job needs to go on."""
+    """Returns the state from which the job can resume."""
     return {"model": model, "optimizer": optimizer, "rng": rapidraid.per_rank(torch.get_rng_state())}
 
 

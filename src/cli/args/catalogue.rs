@@ -1,4 +1,4 @@
-//! Options of `catalogue`, and the help that teaches them.
+//! Options of `catalogue`, and their help.
 
 use clap::Subcommand;
 
@@ -6,8 +6,8 @@ use super::Connect;
 
 /// The commands for the catalogue.
 #[derive(Debug, Subcommand)]
-pub enum Catalogue {
-    /// Make a lost catalogue again from what the nodes hold
+pub enum CatalogueCommand {
+    /// Rebuild a lost catalogue from the records on the nodes
     Rebuild(Rebuild),
     /// Move the catalogue to another daemon
     Move(Move),
@@ -17,18 +17,18 @@ const MOVE: &str = "\
 Example:
   rapidraid catalogue move --on 10.0.0.3:7440
 
-The daemon that serves the catalogue now must run: its entries are copied, compared, and it stands down only for a whole copy.
-While they are copied (some seconds for each 100,000 entries) nothing is saved, archived or removed; checkpoints are read as ever.
-When the daemon that serves it is gone, `rapidraid catalogue rebuild` is the way.";
+The current catalogue server must run: its entries are copied and compared, and it steps down only for a complete copy. During
+the copy (some seconds for each 100,000 entries) nothing is saved, archived or removed; reads of checkpoints continue.
+If the current server is lost, use `rapidraid catalogue rebuild` instead.";
 
 /// Options of `catalogue move`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = MOVE)]
 pub struct Move {
-    /// The daemon that serves the catalogue from now on
+    /// The daemon that becomes the catalogue server
     #[arg(long, value_name = "HOST:PORT")]
     pub on: String,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }
@@ -37,21 +37,22 @@ const REBUILD: &str = "\
 Example:
   rapidraid catalogue rebuild --on 10.0.0.3:7440
 
-Do this when the daemon that served the catalogue is gone for good, or its folder is: `rapidraid status` says so. All storage
-nodes should run; a few may be missing. The daemon at --on serves the catalogue from then on, and the old one stands down
-should it come back. Nothing is deleted on the way. docs/operations.md walks through it.";
+Use this when the catalogue server or its catalogue folder is lost permanently; `rapidraid status` says so. All storage nodes
+should run; a few may be missing. The daemon at --on becomes the catalogue server, and the old one steps down if it comes
+back. Nothing is deleted. docs/operations.md explains each step.";
 
 /// Options of `catalogue rebuild`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = REBUILD)]
 pub struct Rebuild {
-    /// The daemon that serves the catalogue from now on [default: the first of `seeds` that answers]
+    /// The daemon that becomes the catalogue server [default: the first of `seeds` that answers]
     #[arg(long, value_name = "HOST:PORT")]
     pub on: Option<String>,
-    /// Go on when too few nodes are reached, or when checkpoints cannot be brought back; what is missing is listed
+    /// Proceed when too few nodes are reached, or when checkpoints cannot be rebuilt; the answer
+    /// lists what is missing
     #[arg(long)]
     pub accept_loss: bool,
-    /// Where the cluster is.
+    /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
 }

@@ -1,8 +1,8 @@
-//! The demo's nodes: real daemons, each a process of its own.
+//! The demo's nodes: real daemons, each in its own process.
 //!
-//! It promises that no daemon outlives the demo: they are killed when [`Daemons`] goes out of scope, whatever the
-//! reason, and end by themselves when the demo is killed, since they watch a pipe that ends with it. Only
-//! [`Daemons::leave`] lets them go on.
+//! No daemon outlives the demo: dropping [`Daemons`] kills them, and they end by themselves if the
+//! demo is killed, because they watch a pipe that ends with it. Only [`Daemons::leave`] lets them
+//! continue.
 
 use std::io;
 use std::net::UdpSocket;
@@ -13,18 +13,18 @@ use std::time::Duration;
 
 use crate::cli::files::{self, PUBLIC};
 use crate::cli::init::NewCluster;
-use crate::cli::printer::Failure;
+use crate::cli::printer::CommandFailure;
 use crate::clock::{Clock, SystemClock};
 use crate::id::PeerName;
 use crate::kind::ErrorKind;
 
-/// How long all daemons together may take to be ready.
+/// Maximum time for all daemons together to become ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(20);
-/// A log that says `ready` does so in its first lines.
+/// Maximum size of a log that is searched for `ready`, which is in its first lines.
 const MAX_LOG_BYTES: usize = 16 << 20;
 
-/// Holds the number of the process, as long as the demo has not killed it.
+/// The file with the process id, which exists until the demo kills the process.
 const PID_FILE: &str = "pid";
 
 struct NodeProcess {
@@ -39,27 +39,35 @@ impl NodeProcess {
     }
 }
 
-/// Running daemons.
+/// The running daemons.
 pub struct Daemons {
     nodes: Vec<NodeProcess>,
 }
 
-/// Free UDP ports of this machine. Others may take them before the daemons do; then those say so.
-pub fn free_ports(count: usize) -> Result<Vec<u16>, Failure> {
+/// Returns free UDP ports of this machine. Another process may take them before the daemons do;
+/// then the daemons report an error.
+pub fn free_ports(count: usize) -> Result<Vec<u16>, CommandFailure> {
     let port = |socket: &UdpSocket| socket.local_addr().map(|address| address.port());
-    // All are held until all are known, so that none comes twice.
+    // All sockets stay open until all ports are known, so that no port occurs twice.
     let sockets: io::Result<Vec<UdpSocket>> =
         (0..count).map(|_| UdpSocket::bind(("127.0.0.1", 0))).collect();
     sockets.and_then(|sockets| sockets.iter().map(port).collect()).map_err(|error| {
-        Failure::new(ErrorKind::Io, format!("cannot find free UDP ports: {error}"))
+        CommandFailure::new(ErrorKind::Io, format!("cannot find free UDP ports: {error}"))
     })
 }
 
 impl Daemons {
-    /// Starts a daemon for each node. With `stay` they do not end with this process.
-    pub fn start(cluster: &NewCluster, stay: bool, variables: &[&String]) -> Result<Self, Failure> {
+    /// Starts a daemon for each node. With `stay` the daemons do not end with this process.
+    pub fn start(
+        cluster: &NewCluster,
+        stay: bool,
+        variables: &[&String],
+    ) -> Result<Self, CommandFailure> {
         let program = std::env::current_exe().map_err(|error| {
-            Failure::new(ErrorKind::Io, format!("cannot find the program that is running: {error}"))
+            CommandFailure::new(
+                ErrorKind::Io,
+                format!("cannot find the program that is running: {error}"),
+            )
         })?;
         let mut daemons = Self { nodes: Vec::new() };
         for node in &cluster.nodes {
@@ -69,15 +77,19 @@ impl Daemons {
             let mut command = Command::new(&program);
             command.arg("node").arg("--config").arg(&config);
             command.args((!stay).then_some("--stop-at-eof"));
-            // Settings for some other cluster are not for this one.
+            // The variables of this process are for other clusters.
             for name in variables {
                 command.env_remove(name);
             }
             let stdin = if stay { Stdio::null() } else { Stdio::piped() };
             command.stdin(stdin).stdout(Stdio::null()).stderr(log);
-            // A group of its own: Ctrl-C is for the demo, which then ends its nodes.
+            // Each daemon gets its own process group: Ctrl-C is for the demo, which then ends its
+            // nodes.
             let child = command.process_group(0).spawn().map_err(|error| {
-                Failure::new(ErrorKind::Io, format!("cannot start {}: {error}", program.display()))
+                CommandFailure::new(
+                    ErrorKind::Io,
+                    format!("cannot start {}: {error}", program.display()),
+                )
             })?;
             let node = NodeProcess { name: node.name.clone(), folder, child };
             let pid = format!("{}\n", node.child.id());
@@ -88,8 +100,8 @@ impl Daemons {
         Ok(daemons)
     }
 
-    /// Returns when every daemon has said that it is ready.
-    pub async fn ready(&mut self) -> Result<(), Failure> {
+    /// Returns when every daemon has reported that it is ready.
+    pub async fn ready(&mut self) -> Result<(), CommandFailure> {
         let clock = SystemClock::new();
         for node in &mut self.nodes {
             loop {
@@ -103,7 +115,7 @@ impl Daemons {
                         .map_or("is not ready after 30 s".to_owned(), |s| format!("ended ({s})"));
                     let last = files::last_lines(&node.log(), 5);
                     let message = format!("{} {how}; the end of its log:\n{last}", node.name);
-                    return Err(Failure::new(ErrorKind::Unavailable, message)
+                    return Err(CommandFailure::new(ErrorKind::Unavailable, message)
                         .with_hint("run the demo again"));
                 }
                 clock.sleep(POLL).await;
@@ -112,7 +124,7 @@ impl Daemons {
         Ok(())
     }
 
-    /// Kills these nodes as a power cut would, as far as the process goes.
+    /// Kills these nodes, which for the processes is like a power cut.
     pub fn kill(&mut self, names: &[PeerName]) {
         for node in self.nodes.iter_mut().filter(|node| names.contains(&node.name)) {
             end(&mut node.child);
@@ -120,9 +132,9 @@ impl Daemons {
         }
     }
 
-    /// Lets the daemons go on after this process.
+    /// Lets the daemons continue after this process.
     pub fn leave(mut self) {
-        // Dropping a child neither kills nor waits.
+        // Dropping a child neither kills it nor waits for it.
         self.nodes.clear();
     }
 }
@@ -135,8 +147,8 @@ impl Drop for Daemons {
     }
 }
 
-/// Kills a child and takes its exit status, so that its number is not used again before. One that has ended is
-/// left alone.
+/// Kills a child and collects its exit status, so that its process id is not reused before. A child
+/// that has already ended is left alone.
 fn end(child: &mut Child) {
     let _ = child.kill();
     let _ = child.wait();

@@ -1,13 +1,14 @@
-//! What the demo concludes from the nodes' reports: does the chain move what the model says, and how to draw it.
+//! Conclusions of the demo from the nodes' reports: whether the chain moves what the model says,
+//! and how to draw it.
 
 use crate::cli::picture::{HopSpan, Stop};
-use crate::cli::printer::Failure;
+use crate::cli::printer::CommandFailure;
 use crate::code::{Code, table};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 use crate::wire::calls::StripeReport;
 
-/// What one hop position received and sent, over all stripes.
+/// The bytes that the hops at one position of the chain received and sent, summed over all stripes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HopSum {
     /// The node of this hop in the first stripe.
@@ -18,15 +19,16 @@ pub struct HopSum {
     pub out_bytes: u64,
 }
 
-/// Holds each stripe against the model of the paper (section IV): a chain of n nodes moves n-1 blocks, and each node
-/// receives at most one and sends at most one. Then adds the hops up over the stripes.
-pub fn check_model(reports: &[StripeReport], n: usize) -> Result<Vec<HopSum>, Failure> {
+/// Compares each stripe with the model of the paper (section IV): a chain of n nodes moves n-1
+/// blocks, and each node receives at most one block and sends at most one. Returns the sums of the
+/// hops over all stripes, or `Internal` if a stripe differs from the model.
+pub fn check_model(reports: &[StripeReport], n: usize) -> Result<Vec<HopSum>, CommandFailure> {
     let mut sums: Vec<HopSum> = Vec::new();
     for report in reports {
         let block = report.block_bytes;
         let wrong = |what: String| {
             let message = format!("stripe {} is not what the model says: {what}", report.stripe);
-            Failure::new(ErrorKind::Internal, message)
+            CommandFailure::new(ErrorKind::Internal, message)
         };
         if report.hops.len() != n {
             return Err(wrong(format!("{} hops instead of {n}", report.hops.len())));
@@ -55,7 +57,7 @@ pub fn check_model(reports: &[StripeReport], n: usize) -> Result<Vec<HopSum>, Fa
     Ok(sums)
 }
 
-/// The chain of a stripe as boxes.
+/// Returns the hops of a stripe's chain for a picture.
 pub fn stops(report: &StripeReport) -> Vec<Stop> {
     let code = table::by_id(report.code);
     let blocks = |hop: usize| match &code {
@@ -72,7 +74,7 @@ pub fn stops(report: &StripeReport) -> Vec<Stop> {
     report.hops.iter().enumerate().map(stop).collect()
 }
 
-/// The hops of a stripe over time.
+/// Returns the work of a stripe's hops over time.
 pub fn spans(report: &StripeReport) -> Vec<HopSpan> {
     let span = |hop: &crate::wire::calls::HopView| HopSpan {
         node: hop.node.to_string(),
@@ -84,7 +86,7 @@ pub fn spans(report: &StripeReport) -> Vec<HopSpan> {
     report.hops.iter().map(span).collect()
 }
 
-/// `372.4 MiB (1.45x)`.
+/// Returns a size and its ratio to the input, such as `372.4 MiB (1.45x)`.
 pub fn times(stored_bytes: u64, input_bytes: u64) -> String {
     format!("{} ({:.2}x)", ByteCount(stored_bytes), stored_bytes as f64 / input_bytes.max(1) as f64)
 }

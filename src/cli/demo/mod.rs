@@ -1,8 +1,9 @@
-//! `demo`: everything that rapidraid does, once, on this machine, with real daemons and real bytes.
+//! `demo`: shows every feature once on this machine, with real daemons and real bytes.
 //!
-//! It promises that what it tells is measured or checked: sizes come from the nodes' own status, the traffic of every
-//! hop is held against the model, and a restored file has the BLAKE3 of the one that was saved. At the end, however
-//! it comes, no process and no folder is left (unless `--stay` asks for it).
+//! All that it reports is measured or checked: sizes are from the nodes' own status, the traffic of
+//! every hop is compared with the model, and the restored file has the BLAKE3 hash of the saved
+//! one. However the demo ends, it leaves no process and no folder behind, unless `--stay` asks for
+//! that.
 
 mod daemons;
 mod facts;
@@ -12,11 +13,11 @@ mod story;
 
 use super::args::Demo;
 use super::node::Signals;
-use super::printer::Failure;
+use super::printer::CommandFailure;
 use super::{Front, Outcome};
 use crate::kind::ErrorKind;
 
-/// The command.
+/// Runs the command `demo`.
 pub async fn run(front: &mut Front, options: Demo) -> Outcome {
     let mut signals = Signals::new()?;
     tokio::select! {
@@ -24,7 +25,7 @@ pub async fn run(front: &mut Front, options: Demo) -> Outcome {
         outcome = story::tell(front, &options) => Ok(Box::new(outcome?)),
         which = signals.next() => {
             let message = format!("ended by {which}: all nodes are stopped and their folder is removed");
-            Err(Failure::new(ErrorKind::Unavailable, message).with_hint("run the demo again when you like"))
+            Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint("run the demo again when you like"))
         }
     }
 }

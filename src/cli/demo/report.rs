@@ -1,4 +1,4 @@
-//! The demo's outcome: a summary for people, a document for programs.
+//! The result of the demo: a summary for people, a document for programs.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,47 +6,47 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::facts::{HopSum, times};
-use crate::cli::printer::Answer;
+use crate::cli::printer::CommandOutput;
 use crate::cli::table::{Paint, Table, Tint};
 use crate::cli::transfer::counted;
 use crate::id::PeerName;
 use crate::units::ByteCount;
 
-/// Where a cluster that stays is.
+/// The cluster that stays, and how to use it.
 pub struct Left {
-    /// Its folder.
+    /// The cluster's folder.
     pub dir: PathBuf,
     /// The client's configuration.
     pub client_config: PathBuf,
-    /// The program.
+    /// The path of the program.
     pub program: String,
 }
 
-/// All that the demo found out.
+/// The results of the demo.
 pub struct DemoReport {
-    /// Pieces and blocks of the code.
+    /// Number of pieces and of blocks of the code.
     pub shape: (u8, u8),
-    /// The length of what was saved.
+    /// Length of the saved file.
     pub input_bytes: u64,
-    /// The block length of the first stripe.
+    /// Block length of the first stripe.
     pub block_bytes: u64,
-    /// How many stripes it took.
+    /// Number of stripes.
     pub stripes: u64,
     /// Bytes on all nodes after the save.
     pub replicated_bytes: u64,
     /// Bytes on all nodes after archiving.
     pub archived_bytes: u64,
-    /// How long saving, archiving and restoring took.
+    /// Durations of saving, archiving and restoring.
     pub took: [Duration; 3],
     /// The nodes that were killed.
     pub killed: Vec<PeerName>,
-    /// What the hops moved.
+    /// The bytes that the hops moved.
     pub hops: Vec<HopSum>,
     /// The cluster, if it stays.
     pub left: Option<Left>,
 }
 
-impl Answer for DemoReport {
+impl CommandOutput for DemoReport {
     fn json(&self) -> Map<String, Value> {
         let [save, archive, restore] = self.took.map(|took| took.as_secs_f64());
         let hop = |hop: &HopSum| json!({ "node": hop.node, "in_bytes": hop.in_bytes, "out_bytes": hop.out_bytes });

@@ -1,4 +1,4 @@
-//! What the demo plays on: folder, input, cluster, client.
+//! The setting of the demo: folder, input, cluster and client.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use tempfile::TempDir;
 use super::daemons::free_ports;
 use crate::cli::args::{Connect, Demo};
 use crate::cli::init::{self, NewCluster};
-use crate::cli::printer::Failure;
+use crate::cli::printer::CommandFailure;
 use crate::cli::sample::write_sample;
 use crate::cli::status::stored_bytes;
 use crate::cli::words::{NewNode, Setting, WordError};
@@ -18,19 +18,20 @@ use crate::clock::{Clock, SystemClock};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 
-/// The nodes: as many as the headline code (16,11) has pieces.
+/// Number of nodes: the number of pieces of the default code (16,11).
 pub const NODES: usize = 16;
-/// Memory of one daemon; sixteen of them fit into a laptop.
+/// Memory of one daemon. Sixteen of them fit into a laptop.
 const MEMORY: &str = "memory=64MiB";
-/// What the disk has to hold of each byte: input, two replicas, pieces before the replicas go, the restored file, and some room.
+/// Disk space needed for each byte of input: the input, two replicas, pieces before the replicas
+/// are dropped, the restored file, and some room.
 const SPACE_FACTOR: u64 = 6;
-/// How long the nodes may take to find each other.
+/// Maximum time for the nodes to find each other.
 const LIVE_LIMIT: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(50);
 const BUSY: &str = "is the machine very busy? run the demo again";
 
-/// A new folder, removed with the value, on a disk with enough room.
-pub fn folder(options: &Demo) -> Result<TempDir, Failure> {
+/// Creates a new folder on a disk with enough room. Dropping the returned value removes the folder.
+pub fn folder(options: &Demo) -> Result<TempDir, CommandFailure> {
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     files::make_folder(&parent)?;
     let made = tempfile::Builder::new().prefix("rapidraid-demo-").tempdir_in(&parent);
@@ -44,26 +45,27 @@ pub fn folder(options: &Demo) -> Result<TempDir, Failure> {
     if needed > free {
         let (place, needed, free) = (parent.display(), ByteCount(needed), ByteCount(free));
         let message = format!("the demo needs {needed} in {place}, where {free} are free");
-        return Err(Failure::new(ErrorKind::Busy, message)
+        return Err(CommandFailure::new(ErrorKind::Busy, message)
             .with_hint("name another disk with --dir, or a smaller --size"));
     }
     Ok(folder)
 }
 
-/// The length of the file that was named; one without anything in it has nothing to archive.
-fn given_bytes(path: &Path) -> Result<u64, Failure> {
+/// Returns the length of the given file. Returns `Invalid` for an empty file, which has nothing to
+/// archive.
+fn given_bytes(path: &Path) -> Result<u64, CommandFailure> {
     match files::length(path)? {
         bytes if bytes > 0 && files::kind_of(path)?.is_file() => Ok(bytes),
         _ => {
             let message = format!("{} is not a file with something in it", path.display());
-            Err(Failure::new(ErrorKind::Invalid, message)
+            Err(CommandFailure::new(ErrorKind::Invalid, message)
                 .with_hint("name a file of some megabytes"))
         }
     }
 }
 
-/// The file to save, and what to say about it.
-pub async fn input(options: &Demo, folder: &Path) -> Result<(PathBuf, String), Failure> {
+/// Returns the file to save and a description of it.
+pub async fn input(options: &Demo, folder: &Path) -> Result<(PathBuf, String), CommandFailure> {
     if let Some(path) = &options.input {
         let about = format!("{} as checkpoint demo/1, straight to the nodes", path.display());
         return Ok((path.clone(), about));
@@ -74,16 +76,16 @@ pub async fn input(options: &Demo, folder: &Path) -> Result<(PathBuf, String), F
     let written = blocking(move || write_sample(&mut file, target_bytes, seed)).await?;
     let info = written.map_err(|error| files::io_failure("write", &path, &error))?;
     let about = format!(
-        "a made-up model of {:.1} million parameters with its Adam state, as checkpoint demo/1",
+        "a generated model of {:.1} million parameters with its Adam state, as checkpoint demo/1",
         info.parameters as f64 / 1e6
     );
     Ok((path, about))
 }
 
-/// The files of a cluster on free ports.
-pub fn cluster(folder: &Path) -> Result<NewCluster, Failure> {
-    let wrong = |error: WordError| Failure::of(ErrorKind::Internal, &error);
-    let node = |(at, port): (usize, &u16)| -> Result<NewNode, Failure> {
+/// Creates the files of a cluster on free ports.
+pub fn cluster(folder: &Path) -> Result<NewCluster, CommandFailure> {
+    let wrong = |error: WordError| CommandFailure::of(ErrorKind::Internal, &error);
+    let node = |(at, port): (usize, &u16)| -> Result<NewNode, CommandFailure> {
         format!("node-{:02}=127.0.0.1:{port}", at + 1).parse().map_err(wrong)
     };
     let nodes: Vec<NewNode> =
@@ -92,15 +94,15 @@ pub fn cluster(folder: &Path) -> Result<NewCluster, Failure> {
     init::create(&folder.join("cluster"), &nodes, &[memory])
 }
 
-/// A client as any other: from its configuration.
-pub async fn client(cluster: &NewCluster) -> Result<Client, Failure> {
+/// Connects a client from its configuration, like any other client.
+pub async fn client(cluster: &NewCluster) -> Result<Client, CommandFailure> {
     let connect = Connect { config: Some(cluster.client_config()), set: Vec::new() };
     // The variables of this process are for other clusters.
     connect::client(&connect, &std::collections::BTreeMap::new()).await
 }
 
 /// Returns when all nodes are live.
-pub async fn all_live(client: &Client) -> Result<(), Failure> {
+pub async fn all_live(client: &Client) -> Result<(), CommandFailure> {
     let clock = SystemClock::new();
     loop {
         let status = connect::ask(client.status()).await?;
@@ -111,15 +113,15 @@ pub async fn all_live(client: &Client) -> Result<(), Failure> {
         if clock.now() > LIVE_LIMIT {
             let limit = LIVE_LIMIT.as_secs();
             let message = format!("only {live} of {NODES} nodes are live after {limit} s");
-            return Err(Failure::new(ErrorKind::Timeout, message).with_hint(BUSY));
+            return Err(CommandFailure::new(ErrorKind::Timeout, message).with_hint(BUSY));
         }
         clock.sleep(POLL).await;
     }
 }
 
-/// Bytes of blocks and pieces on all nodes, as they say themselves; a node that does not answer is asked again, since
-/// a sum without it would not be true.
-pub async fn stored(client: &Client) -> Result<u64, Failure> {
+/// Returns the bytes of blocks and pieces on all nodes, as the nodes report them. A node that does
+/// not answer is asked again, because a sum without it would be wrong.
+pub async fn stored(client: &Client) -> Result<u64, CommandFailure> {
     let clock = SystemClock::new();
     loop {
         let status = connect::ask(client.status()).await?;
@@ -128,24 +130,24 @@ pub async fn stored(client: &Client) -> Result<u64, Failure> {
             None => return Ok(stored_bytes(&status)),
             Some(node) if clock.now() > LIVE_LIMIT => {
                 let message = format!("{} does not say what it holds", node.view.node.name);
-                return Err(Failure::new(ErrorKind::Timeout, message).with_hint(BUSY));
+                return Err(CommandFailure::new(ErrorKind::Timeout, message).with_hint(BUSY));
             }
             Some(_) => clock.sleep(POLL).await,
         }
     }
 }
 
-/// BLAKE3 of a file.
-pub async fn hash(path: PathBuf) -> Result<blake3::Hash, Failure> {
+/// Returns the BLAKE3 hash of a file.
+pub async fn hash(path: PathBuf) -> Result<blake3::Hash, CommandFailure> {
     blocking(move || files::hash(&path)).await?
 }
 
-/// Runs what blocks beside the runtime, so that Ctrl-C is heard meanwhile.
+/// Runs blocking work outside the runtime, so that Ctrl-C is handled meanwhile.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, Failure> {
+) -> Result<T, CommandFailure> {
     let done = tokio::task::spawn_blocking(work).await;
     done.map_err(|error| {
-        Failure::new(ErrorKind::Internal, format!("a task of the demo died: {error}"))
+        CommandFailure::new(ErrorKind::Internal, format!("a task of the demo died: {error}"))
     })
 }

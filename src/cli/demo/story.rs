@@ -14,7 +14,7 @@ use crate::cli::args::Demo;
 use crate::cli::holdings::holdings;
 use crate::cli::init::NewCluster;
 use crate::cli::picture::{self, Holding, Style};
-use crate::cli::printer::Failure;
+use crate::cli::printer::CommandFailure;
 use crate::cli::table::{Tint, shown};
 use crate::cli::{Front, connect, files, transfer};
 use crate::client::FileSource;
@@ -28,12 +28,12 @@ use crate::units::ByteCount;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, StripeReport};
 use crate::wire::order::Codec;
 
-/// The nodes that are killed: as many as the headline code can lose.
+/// Number of nodes that are killed: as many as the default code can lose.
 const LOSSES: usize = 5;
 const STEP: Step = Step(1);
 
-/// Tells the story and returns what it found out.
-pub async fn tell(front: &mut Front, options: &Demo) -> Result<DemoReport, Failure> {
+/// Tells the story. Returns its results.
+pub async fn tell(front: &mut Front, options: &Demo) -> Result<DemoReport, CommandFailure> {
     let folder = stage::folder(options)?;
     let job: Job = "demo".parse().map_err(|_| defect("the demo's job"))?;
     let style = Style::of_env(&front.env, front.printer.paint());
@@ -63,7 +63,7 @@ pub async fn tell(front: &mut Front, options: &Demo) -> Result<DemoReport, Failu
     })
 }
 
-/// What saving found out.
+/// The results of the chapter `Save`.
 struct Save {
     n: u8,
     k: u8,
@@ -72,7 +72,7 @@ struct Save {
     took: Duration,
 }
 
-/// What archiving found out.
+/// The results of the chapter `Archive`.
 struct Archive {
     stripes: u64,
     block_bytes: u64,
@@ -81,7 +81,7 @@ struct Archive {
     took: Duration,
 }
 
-/// Who tells, and how.
+/// The narrator of the demo.
 struct Story<'a> {
     front: &'a mut Front,
     style: Style,
@@ -107,7 +107,7 @@ impl Story<'_> {
         &mut self,
         folder: &Path,
         stay: bool,
-    ) -> Result<(NewCluster, Daemons, Client), Failure> {
+    ) -> Result<(NewCluster, Daemons, Client), CommandFailure> {
         let about = format!(
             "{NODES} storage nodes on this machine, each a process with its own certificate and folder"
         );
@@ -131,7 +131,7 @@ impl Story<'_> {
         path: &Path,
         name: ShardName,
         about: &str,
-    ) -> Result<Save, Failure> {
+    ) -> Result<Save, CommandFailure> {
         self.chapter(2, "Save", about);
         let source =
             FileSource::open(path).map_err(|error| files::io_failure("read", path, &error))?;
@@ -155,7 +155,7 @@ impl Story<'_> {
         Ok(Save { n: saved.n, k: saved.k, input_bytes, stored_bytes, took })
     }
 
-    async fn archive(&mut self, client: &Client, save: &Save) -> Result<Archive, Failure> {
+    async fn archive(&mut self, client: &Client, save: &Save) -> Result<Archive, CommandFailure> {
         let about = "a chain through all nodes: each adds its blocks to the stream, keeps a piece, sends the stream on";
         self.chapter(3, "Archive", about);
         let bar = transfer::watch(self.front, "archive".to_owned());
@@ -176,7 +176,7 @@ impl Story<'_> {
                 archived.undropped,
                 archived.notes.join("; ")
             );
-            return Err(Failure::new(ErrorKind::Unavailable, message));
+            return Err(CommandFailure::new(ErrorKind::Unavailable, message));
         }
         let mut reports = archived.reports;
         reports.sort_by_key(|report| report.stripe);
@@ -193,7 +193,7 @@ impl Story<'_> {
         self.line(&format!("checked: {transfers} transfers of one block{each}, at most one in and one out a node, as the model says"));
         let seconds = took.as_secs_f64();
         self.line(&format!(
-            "{seconds:.2} s; replicas went only after all {n} pieces had been read back and proven"
+            "{seconds:.2} s; the replicas were dropped only after all {n} pieces had been read back and proven"
         ));
         let (pieces, replicas) =
             (times(stored_bytes, save.input_bytes), times(save.stored_bytes, save.input_bytes));
@@ -218,7 +218,7 @@ impl Story<'_> {
         client: &Client,
         daemons: &mut Daemons,
         killed: &[PeerName],
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CommandFailure> {
         let names: Vec<&str> = killed.iter().map(PeerName::as_str).collect();
         let show = connect::ask(client.show(&self.job, Some(STEP))).await?;
         connect::close(client).await;
@@ -239,7 +239,7 @@ impl Story<'_> {
         path: &Path,
         name: &ShardName,
         k: u8,
-    ) -> Result<Duration, Failure> {
+    ) -> Result<Duration, CommandFailure> {
         let nodes_left = NODES - LOSSES;
         self.chapter(
             5,
@@ -247,7 +247,8 @@ impl Story<'_> {
             &format!("a new client asks the {nodes_left} nodes that are left"),
         );
         let out = folder.join("restored");
-        let disk = RealDisk::open(&out).map_err(|error| Failure::of(error.kind(), &error))?;
+        let disk =
+            RealDisk::open(&out).map_err(|error| CommandFailure::of(error.kind(), &error))?;
         let request =
             RestoreRequest { out: Arc::new(disk), force: false, shard: None, range: None };
         let progress = transfer::watch(self.front, "restore".to_owned());
@@ -261,7 +262,7 @@ impl Story<'_> {
             (stage::hash(path.to_owned()).await?, stage::hash(out.join(name.as_str())).await?);
         if before != after {
             let message = format!("the restored file has BLAKE3 {after}, the saved one {before}");
-            return Err(Failure::new(ErrorKind::Internal, message));
+            return Err(CommandFailure::new(ErrorKind::Internal, message));
         }
         let pace = transfer::pace(restored.len_bytes, took);
         self.line(&format!("{} in {pace}, decoded from {k} pieces", ByteCount(restored.len_bytes)));
@@ -272,13 +273,14 @@ impl Story<'_> {
     }
 }
 
-/// What the nodes hold of the first stripe.
+/// Returns the files that the nodes hold of the first stripe.
 fn first_stripe(show: &ShowReport) -> Vec<Holding> {
     let first = show.shards.first();
     first.map(|(root, state)| holdings(root, state, 0, &show.nodes)).unwrap_or_default()
 }
 
-/// Which nodes die: any but the catalogue's, which this version cannot rebuild.
+/// Chooses the nodes that are killed. The catalogue server is never chosen, because the demo does
+/// not rebuild a catalogue.
 fn victims(cluster: &NewCluster, seed: u64) -> Vec<PeerName> {
     let entropy = SeededEntropy::new(seed);
     let mut candidates: Vec<&PeerName> =
@@ -292,9 +294,9 @@ fn victims(cluster: &NewCluster, seed: u64) -> Vec<PeerName> {
     chosen
 }
 
-fn shard_name(path: &Path) -> Result<ShardName, Failure> {
+fn shard_name(path: &Path) -> Result<ShardName, CommandFailure> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    name.parse().map_err(|error: crate::id::IdError| Failure::of(ErrorKind::Invalid, &error))
+    name.parse().map_err(|error: crate::id::IdError| CommandFailure::of(ErrorKind::Invalid, &error))
 }
 
 fn leave(daemons: Daemons, folder: TempDir, cluster: &NewCluster) -> Left {
@@ -307,8 +309,8 @@ fn leave(daemons: Daemons, folder: TempDir, cluster: &NewCluster) -> Left {
     }
 }
 
-fn defect(what: &str) -> Failure {
-    Failure::new(ErrorKind::Internal, format!("{what} is missing"))
+fn defect(what: &str) -> CommandFailure {
+    CommandFailure::new(ErrorKind::Internal, format!("{what} is missing"))
 }
 
 #[cfg(test)]

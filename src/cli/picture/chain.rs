@@ -1,12 +1,13 @@
-//! The chain: boxes in visiting order, wrapped to the width.
+//! The chain as boxes in visiting order, wrapped to the width.
 
 use super::{Stop, Style, fit};
 use crate::cli::table::Tint;
 
-/// Between two boxes of a row, and at both ends of a row.
+/// The columns between two boxes of a row, and at both ends of a row.
 const GAP: usize = 2;
 
-/// Draws the chain: each node with the blocks that it adds to the stream and the piece that it keeps.
+/// Draws the chain: each node with the blocks that it adds to the stream and the piece that it
+/// keeps.
 pub fn chain(stops: &[Stop], style: Style) -> String {
     let longest = |of: &dyn Fn(&Stop) -> String| {
         stops.iter().map(|stop| of(stop).chars().count()).max().unwrap_or(0)
@@ -14,7 +15,7 @@ pub fn chain(stops: &[Stop], style: Style) -> String {
     let needed = longest(&|s| s.node.clone()).max(longest(&blocks_of)).max(longest(&piece_of));
     let inner = needed.clamp(4, style.width() - 2 * GAP - 4);
     let fitting = (style.width() - GAP) / (inner + 4 + GAP);
-    // As many rows as needed, equally full.
+    // There are as many rows as needed, all equally full.
     let rows = stops.len().div_ceil(fitting.max(1)).max(1);
     let per_row = stops.len().div_ceil(rows).max(1);
     let mut out = String::new();

@@ -1,13 +1,14 @@
-//! What each node holds: a column a node, rows for replicas, piece and state.
+//! The files that each node holds: a column for each node, with rows for replicas, piece and state.
 
 use super::{Holding, Style, fit};
 use crate::cli::table::Tint;
 
-/// Replicas that are listed; of more, only how many.
+/// Maximum number of replicas that are listed for a node.
 const LISTED: usize = 4;
 const LABEL: usize = 10;
 
-/// Draws the map. What a dead node held is crossed out, and its state says so in words.
+/// Draws the map. The files of a dead node are crossed out, and its state is written as a word,
+/// too.
 pub fn map(nodes: &[Holding], style: Style) -> String {
     let prefix = common_prefix(nodes);
     let replicas: Vec<Vec<String>> = nodes.iter().map(listed).collect();
@@ -82,7 +83,8 @@ fn listed(node: &Holding) -> Vec<String> {
     out
 }
 
-/// What all names begin with, up to their first digit: said once in front instead of in every column.
+/// Returns the common prefix of all names up to their first digit. It is printed once in front
+/// instead of in every column.
 fn common_prefix(nodes: &[Holding]) -> &str {
     let Some(first) = nodes.first().map(|node| node.node.as_str()) else { return "" };
     let prefix = first.split(|c: char| c.is_ascii_digit()).next().unwrap_or_default();

@@ -1,7 +1,8 @@
-//! Pictures of an archiving: the chain, the times of its hops, what each node holds.
+//! Pictures of an archiving: the chain, the times of its hops, and the files that each node holds.
 //!
-//! Plain functions from facts to text, for a terminal (bounded by its width, with an ASCII twin of every character)
-//! and as SVG. They know nothing of codes or clusters: labels come from the caller.
+//! These are plain functions from facts to text, for a terminal (bounded by its width, with an
+//! ASCII alternative for every character) and as SVG. They know nothing of codes or clusters: the
+//! caller passes the labels.
 
 mod chain;
 mod map;
@@ -16,24 +17,24 @@ pub use timeline::timeline;
 
 use super::table::Paint;
 
-/// How to draw.
+/// The style of a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Style {
-    /// Characters in a line; fewer than 60 or more than 200 are taken as that.
+    /// Characters in a line, limited to the range from 60 to 200.
     pub columns: usize,
-    /// Lines and blocks of Unicode, or ASCII only.
+    /// Whether lines and blocks use Unicode instead of ASCII.
     pub unicode: bool,
-    /// Colours.
+    /// The colours.
     pub paint: Paint,
 }
 
 impl Style {
-    /// The style for a terminal with this environment: 100 columns unless COLUMNS says otherwise, Unicode where the
-    /// locale has it.
+    /// Returns the style for a terminal with this environment: 100 columns unless COLUMNS says
+    /// otherwise, and Unicode if the locale has it.
     pub fn of_env(env: &BTreeMap<String, String>, paint: Paint) -> Self {
         let get = |name: &str| env.get(name).filter(|value| !value.is_empty());
         let columns = get("COLUMNS").and_then(|text| text.parse().ok()).unwrap_or(100);
-        // The order in which the C library looks.
+        // The C library reads these variables in the same order.
         let locale = get("LC_ALL").or_else(|| get("LC_CTYPE")).or_else(|| get("LANG"));
         let locale = locale.map(|name| name.to_ascii_lowercase()).unwrap_or_default();
         let unicode = locale.contains("utf-8") || locale.contains("utf8");
@@ -49,46 +50,46 @@ impl Style {
     }
 }
 
-/// A node in the order in which the chain visits it.
+/// A node of a chain, in visiting order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stop {
-    /// Its name.
+    /// The name of the node.
     pub node: String,
-    /// The blocks that it holds and adds, such as `o2`.
+    /// The blocks that the node holds and adds, such as `o2`.
     pub blocks: Vec<String>,
-    /// The piece that it keeps, such as `c1`.
+    /// The piece that the node keeps, such as `c1`.
     pub piece: String,
 }
 
-/// When a hop worked, and what it moved.
+/// The time span of a hop's work, and the bytes that it moved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HopSpan {
     /// The node.
     pub node: String,
-    /// When its first byte moved, in milliseconds since the archiving began.
+    /// When the first byte moved, in milliseconds since the archiving began.
     pub start_ms: u64,
-    /// When it was done, its piece proven.
+    /// When the piece was proven, in milliseconds since the archiving began.
     pub end_ms: u64,
-    /// Bytes that came in.
+    /// Bytes received.
     pub in_bytes: u64,
-    /// Bytes that went out.
+    /// Bytes sent.
     pub out_bytes: u64,
 }
 
-/// What a node holds.
+/// The files that a node holds of a stripe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holding {
     /// The node.
     pub node: String,
-    /// Its replicas, such as `o1`.
+    /// The replicas, such as `o1`.
     pub replicas: Vec<String>,
-    /// Its piece, such as `c2`.
+    /// The piece, such as `c2`.
     pub piece: Option<String>,
-    /// Whether it is lost, with all that it holds.
+    /// Whether the node is lost, with all that it holds.
     pub dead: bool,
 }
 
-/// `text` in exactly `width` characters: padded, or cut with a mark.
+/// Returns `text` in exactly `width` characters: padded, or cut with a mark.
 fn fit(text: &str, width: usize) -> String {
     let text = super::table::shown(text);
     let length = text.chars().count();
@@ -98,7 +99,7 @@ fn fit(text: &str, width: usize) -> String {
     text.chars().take(width.saturating_sub(1)).chain(['~']).take(width).collect()
 }
 
-/// A time as people read it.
+/// Returns a time in a form for people.
 fn milliseconds(ms: u64) -> String {
     if ms < 10_000 { format!("{ms} ms") } else { format!("{:.1} s", ms as f64 / 1000.0) }
 }

@@ -1,4 +1,5 @@
-//! The same pictures as SVG, for pages. Written by hand: no font, script or link, readable on light and dark pages.
+//! The same pictures as SVG, for pages. The SVG has no font, script or link, and is readable on
+//! light and dark pages.
 
 use std::fmt::Write;
 
@@ -22,7 +23,7 @@ const GAP: usize = 26;
 const ROW_GAP: usize = 44;
 const PER_ROW: usize = 8;
 
-/// The chain, eight nodes a row.
+/// Draws the chain with eight nodes in a row.
 pub fn chain(stops: &[Stop]) -> String {
     let rows = stops.len().div_ceil(PER_ROW).max(1);
     let width = GAP + PER_ROW * (BOX.0 + GAP);
@@ -111,7 +112,7 @@ pub fn chain(stops: &[Stop]) -> String {
     out
 }
 
-/// The hops over time, a row each.
+/// Draws the hops over time, with a row for each hop.
 pub fn timeline(hops: &[HopSpan]) -> String {
     const LEFT: usize = 110;
     const BARS: usize = 700;
@@ -195,7 +196,7 @@ fn chip(out: &mut String, class: &str, x: usize, y: usize, label: &str) {
     );
 }
 
-/// Adds a line. Writing to a string does not fail.
+/// Adds a line. Writing to a string cannot fail.
 fn put(out: &mut String, line: std::fmt::Arguments<'_>) {
     let _ = writeln!(out, "{line}");
 }

@@ -1,11 +1,11 @@
-//! The pictures as they are, to the character.
+//! Tests that compare the pictures with expected ones, character by character.
 
 use super::*;
 
 const PLAIN: Style = Style { columns: 100, unicode: true, paint: Paint::PLAIN };
 const ASCII: Style = Style { unicode: false, ..PLAIN };
 
-/// The (16,11) chain: node j holds block j up to 11, and block j-5 from 6 on.
+/// Returns the (16,11) chain: node j holds block j if j <= 11, and block j-5 if j >= 6.
 fn stops() -> Vec<Stop> {
     let order = [2, 1, 4, 5, 12, 3, 16, 6, 10, 8, 9, 11, 13, 15, 14, 7];
     order.iter().enumerate().map(|(hop, j)| stop(*j, hop + 1)).collect()
@@ -33,7 +33,7 @@ fn hops() -> Vec<HopSpan> {
     stops().iter().enumerate().map(|(at, stop)| span(at as u64, &stop.node)).collect()
 }
 
-/// A slow node, a short one, one that is late.
+/// Returns the hops of a short node, a slow one, and one that begins late.
 fn uneven() -> Vec<HopSpan> {
     let span = |node: &str, start_ms, end_ms| HopSpan {
         node: node.to_owned(),
@@ -55,7 +55,7 @@ fn nodes(pieces: bool, dead: &[usize]) -> Vec<Holding> {
     (1..=16).map(node).collect()
 }
 
-/// Line by line, so that a difference is seen.
+/// Compares line by line, so that the message shows the first difference.
 fn assert_drawn(drawn: &str, golden: &str) {
     for (line, (drawn, golden)) in drawn.lines().zip(golden.lines()).enumerate() {
         assert_eq!(drawn, golden, "line {}", line + 1);
@@ -148,13 +148,14 @@ fn the_locale_chooses_the_characters() {
     );
 }
 
-/// `docs/chain.svg` is what the code draws; when it changes on purpose, copy the file that the message names.
+/// Compares `docs/chain.svg` with the picture that the code draws. After an intended change, copy
+/// the file that the message names.
 #[test]
 fn the_page_has_the_picture_that_the_code_draws() {
     let drawn = svg::chain(&stops());
     if drawn != include_str!("../../../docs/chain.svg") {
         let path = std::env::temp_dir().join("rapidraid-chain.svg");
-        #[allow(clippy::disallowed_methods)] // a test's own file, for a person
+        #[allow(clippy::disallowed_methods)] // the test writes a file for a person to inspect
         std::fs::write(&path, &drawn).unwrap();
         panic!("docs/chain.svg differs from {}", path.display());
     }

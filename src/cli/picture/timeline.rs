@@ -1,13 +1,13 @@
-//! The hops over time: one row a hop, a bar from its first byte to its proven piece.
+//! The hops over time: a row for each hop, with a bar from its first byte to its proven piece.
 
 use super::{HopSpan, Style, fit, milliseconds};
 use crate::cli::table::Tint;
 use crate::units::ByteCount;
 
-/// Columns for bytes in and out, with the blanks before them.
+/// Columns for the bytes in or out, including the blanks before them.
 const BYTES: usize = 12;
 
-/// Marks on an axis of so many characters.
+/// Returns the number of marks on an axis of `width` characters.
 fn ticks(width: usize) -> usize {
     if width < 40 { 2 } else { 4 }
 }
@@ -40,7 +40,7 @@ pub fn timeline(hops: &[HopSpan], style: Style) -> String {
     out
 }
 
-/// Labels at the marks of the axis.
+/// Returns the labels at the marks of the axis.
 fn axis(end_ms: u64, width: usize) -> String {
     let (mut out, ticks) = (String::new(), ticks(width));
     for tick in 0..ticks {
@@ -53,7 +53,8 @@ fn axis(end_ms: u64, width: usize) -> String {
     out
 }
 
-/// The bar; every hop is seen, however short. Dots run down from the marks.
+/// Returns the bar of a hop. Every hop is visible, however short. Dots continue the marks of the
+/// axis.
 fn bar(hop: &HopSpan, end_ms: u64, width: usize, style: Style) -> String {
     let column = |ms: u64| {
         let at = u128::from(ms.min(end_ms)) * width as u128 / u128::from(end_ms);

@@ -1,4 +1,5 @@
-//! Starting a staging daemon that outlives whoever needed it. Several may do so at once: one daemon stays.
+//! Starts a staging daemon that outlives the process that needed it. Several processes may do so at
+//! the same time: one daemon remains.
 #![allow(clippy::disallowed_methods)] // starts and watches a process of the machine
 
 use std::fs::OpenOptions;
@@ -12,7 +13,7 @@ use rustix::thread::CpuSet;
 
 use super::Ended;
 use crate::cli::args::Connect;
-use crate::cli::printer::Failure;
+use crate::cli::printer::CommandFailure;
 use crate::cli::{Outcome, files};
 use crate::clock::{Clock, SystemClock};
 use crate::config::ClientConfig;
@@ -21,13 +22,13 @@ use crate::trainer::StagingError;
 use crate::trainer::session::{Session, Wait};
 
 const NOFOLLOW: i32 = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
-/// How long a daemon may take to be ready.
+/// Maximum time for a daemon to become ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(20);
-/// How long one look for a daemon may take.
+/// Maximum time for one attempt to reach a daemon.
 const LOOK_LIMIT: Duration = Duration::from_secs(5);
 
-/// Returns when a daemon answers: one that runs, or one that is started.
+/// Returns when a daemon answers: one that runs already, or one that is started here.
 pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
     let clock = SystemClock::new();
     let log = dir.with_extension("log");
@@ -44,13 +45,13 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
         };
         let ended = running.try_wait().ok().flatten();
         let last = || files::last_lines(&log, 5);
-        // Another one that was started at the same moment has won; it answers soon.
+        // A daemon that another process started at the same moment has won, and answers soon.
         if let Some(status) = ended
             && !last().contains("another staging daemon runs")
         {
             let message =
                 format!("the staging daemon ended ({status}); the end of its log:\n{}", last());
-            return Err(Failure::new(ErrorKind::Unavailable, message)
+            return Err(CommandFailure::new(ErrorKind::Unavailable, message)
                 .with_hint("`rapidraid stage` in a terminal shows why"));
         }
         if clock.now() > READY_LIMIT {
@@ -59,7 +60,7 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
                 READY_LIMIT.as_secs(),
                 last()
             );
-            return Err(Failure::new(ErrorKind::Timeout, message)
+            return Err(CommandFailure::new(ErrorKind::Timeout, message)
                 .with_hint("`rapidraid stage` in a terminal shows why"));
         }
         clock.sleep(POLL).await;
@@ -75,13 +76,14 @@ async fn answers(dir: &Path, config: &ClientConfig) -> Result<(), StagingError> 
     asked.await.unwrap_or(Err(StagingError::Unexpected { what: "the staging daemon" }))
 }
 
-fn start(log: &Path, from: &Connect) -> Result<std::process::Child, Failure> {
-    let failed =
-        |what: &str, error: std::io::Error| Failure::new(ErrorKind::Io, format!("{what}: {error}"));
+fn start(log: &Path, from: &Connect) -> Result<std::process::Child, CommandFailure> {
+    let failed = |what: &str, error: std::io::Error| {
+        CommandFailure::new(ErrorKind::Io, format!("{what}: {error}"))
+    };
     let program = std::env::current_exe()
         .map_err(|e| failed("cannot find the program that is running", e))?;
     let mut options = OpenOptions::new();
-    // Anybody may make links where the folder is by default.
+    // By default any user may create links in this folder, so links are not followed.
     options.append(true).create(true).mode(0o600).custom_flags(NOFOLLOW);
     let log =
         options.open(log).map_err(|e| failed(&format!("cannot open {}", log.display()), e))?;
@@ -98,19 +100,20 @@ fn start(log: &Path, from: &Connect) -> Result<std::process::Child, Failure> {
     command.spawn().map_err(|e| failed("cannot start the staging daemon", e))
 }
 
-/// Lets go of what the daemon has from the trainer that it was started by: session, terminal, working folder, processors, limits and mask.
-/// Descriptors are not inherited, because whoever starts it closes them.
-pub fn leave_the_starter() -> Result<(), Failure> {
+/// Detaches the daemon from the trainer that started it: session, terminal, working folder,
+/// processors, limits and mask. Descriptors are not inherited, because the starter closes them.
+pub fn leave_the_starter() -> Result<(), CommandFailure> {
     let failed = |what: &str, error: rustix::io::Errno| {
-        Failure::new(ErrorKind::Io, format!("{what}: {error}"))
+        CommandFailure::new(ErrorKind::Io, format!("{what}: {error}"))
     };
-    // A process that leads a group already cannot begin a session; then nobody else is in it either.
+    // A process that already leads a group cannot begin a session. Then it is alone in that group.
     let _ = rustix::process::setsid();
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     rustix::process::chdir("/").map_err(|error| failed("leaving the working folder", error))?;
     let mut all = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
-    // The kernel takes those that there are; in a container, those that it may have.
+    // The kernel uses the processors that exist or, in a container, those that the container may
+    // use.
     for thread in threads() {
         if let Err(error) = rustix::thread::sched_setaffinity(thread, &all) {
             tracing::warn!(%error, "the daemon stays on the processors of the trainer that started it");
@@ -126,7 +129,7 @@ pub fn leave_the_starter() -> Result<(), Failure> {
     Ok(())
 }
 
-/// The threads of this process: those of its runtime exist already.
+/// Returns the threads of this process. The threads of its runtime exist already.
 fn threads() -> Vec<Option<Pid>> {
     let id = |entry: std::io::Result<std::fs::DirEntry>| {
         Pid::from_raw(entry.ok()?.file_name().to_str()?.parse().ok()?)

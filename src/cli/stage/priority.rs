@@ -1,5 +1,6 @@
-//! The daemon yields to training. Its heavy work has threads of low priority, and its session has little weight where the kernel shares
-//! processors between sessions (sched(7), "The autogroup feature": there a thread's nice value only counts within its session).
+//! The staging daemon yields to training: its heavy work runs on threads of low priority, and its
+//! session has little weight where the kernel shares processors between sessions (sched(7), "The
+//! autogroup feature": there a thread's nice value only counts within its session).
 #![allow(clippy::disallowed_methods)] // a setting of the kernel, not a file
 
 use std::io;
@@ -10,23 +11,24 @@ use tokio::runtime::{Builder, Handle, Runtime};
 
 const AUTOGROUP: &str = "/proc/self/autogroup";
 const STAT: &str = "/proc/self/stat";
-/// Threads that carry packets of saves, at most.
+/// Maximum number of threads that carry the packets of saves.
 const MAX_THREADS: usize = 8;
 
-/// A runtime whose threads have a low priority. It ends in the background when it is dropped, so that this is allowed anywhere.
+/// A runtime whose threads have a low priority. Dropping it shuts it down in the background, so
+/// that it may be dropped anywhere.
 pub struct Background {
     handle: Handle,
     runtime: Option<Runtime>,
 }
 
 impl Background {
-    /// Starts it with threads of at least the nice value `nice`.
+    /// Starts the runtime with threads of at least the nice value `nice`.
     pub fn start(nice: i32) -> io::Result<Self> {
         let cores = std::thread::available_parallelism().map_or(2, NonZero::get);
         let threads = (cores / 2).clamp(1, MAX_THREADS);
         let yielding = move || {
             if let Err(error) = lower_thread(nice) {
-                tracing::warn!(%error, "a thread of the staging daemon does not yield to training");
+                tracing::warn!(%error, "a thread of the staging daemon cannot lower its priority");
             }
         };
         let runtime = Builder::new_multi_thread()
@@ -38,7 +40,7 @@ impl Background {
         Ok(Self { handle: runtime.handle().clone(), runtime: Some(runtime) })
     }
 
-    /// Spawns tasks on it.
+    /// Returns a handle that spawns tasks on the runtime.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
@@ -52,7 +54,8 @@ impl Drop for Background {
     }
 }
 
-/// Gives the calling thread at least this nice value. On Linux the value belongs to the thread, not to the process.
+/// Raises the nice value of the calling thread to at least `nice`. On Linux the value belongs to
+/// the thread, not to the process.
 fn lower_thread(nice: i32) -> io::Result<()> {
     if getpriority_process(None)? < nice {
         setpriority_process(None, nice)?;
@@ -60,7 +63,8 @@ fn lower_thread(nice: i32) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives the daemon's session at least this nice value, where there are autogroups and the session is the daemon's own.
+/// Raises the nice value of the daemon's session to at least `nice`, if the kernel has autogroups
+/// and the daemon leads its session.
 pub fn lower_session(nice: i32) {
     if !std::fs::read_to_string(STAT).is_ok_and(|text| leads_its_session(&text)) {
         return;
@@ -70,19 +74,20 @@ pub fn lower_session(nice: i32) {
     if now.is_some_and(|now| now < nice)
         && let Err(error) = std::fs::write(AUTOGROUP, nice.to_string())
     {
-        tracing::warn!(%error, "the daemon's session has the weight of any other: {AUTOGROUP}");
+        tracing::warn!(%error, "the daemon's session keeps its normal weight: cannot write {AUTOGROUP}");
     }
 }
 
-/// Reads a line of proc_pid_stat(5): process id, name in brackets, state, parent, group, session. The session is 0 where its leader
-/// belongs to no process of this container. `getsid` of rustix takes no such id.
+/// Returns whether the process leads its session. `text` is a line of proc_pid_stat(5): process id,
+/// name in brackets, state, parent, group, session. The session is 0 if its leader belongs to no
+/// process of this container; `getsid` of rustix does not accept that id.
 fn leads_its_session(text: &str) -> bool {
     let Some((start, fields)) = text.rsplit_once(')') else { return false };
     let process = start.split_whitespace().next();
     process.is_some() && process == fields.split_whitespace().nth(3)
 }
 
-/// Reads `/autogroup-501 nice 0`.
+/// Parses a line such as `/autogroup-501 nice 0`. Returns the nice value.
 fn nice_of_autogroup(text: &str) -> Option<i32> {
     text.split_whitespace().skip_while(|word| *word != "nice").nth(1)?.parse().ok()
 }

@@ -1,5 +1,6 @@
-//! Restoring a save by its record: no catalogue and no majority is asked, because the record says what was committed
-//! (docs/semantics.md, 6). Every byte is verified as ever; a node that knows that the save was removed ends it.
+//! Restoring a save by its record. Neither a catalogue nor a majority of nodes is asked, because
+//! the record says what was committed (docs/semantics.md, 6). Every byte is verified as in any
+//! restore. The restore ends if a node knows that the save was removed.
 
 use std::time::Duration;
 
@@ -16,21 +17,22 @@ use crate::topology::Directory;
 use crate::wire::NodeAddress;
 use crate::wire::calls::{FindRemovedSaves, Hello, ListMembers, NodeView};
 
-/// A node that does not say within this who it is counts as away.
+/// Time limit for a node to answer `Hello`. A node that takes longer counts as unreachable.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
-/// Whoever answers says within this where the others are now.
+/// Time limit for a node that answers to report the current addresses of the others.
 const NEWS_LIMIT: Duration = Duration::from_secs(3);
-/// Addresses that are tried for nodes that are not where they were.
+/// Maximum number of addresses that are tried for nodes that have moved.
 const MAX_RELOCATED: usize = 1024;
-/// Nodes asked at once.
+/// Number of nodes asked at once.
 const AT_ONCE: usize = 32;
 
-/// The first incident of a restore by a record.
+/// The first incident in the report of a restore by a record.
 const BY_RECORD: &str = "restored by its record: no catalogue was asked";
 
 impl Client {
-    /// Restores the save of `record` into a folder. Nothing is written unless everything can be read. The step may have been replaced
-    /// meanwhile: what is restored is that save, or nothing.
+    /// Restores the save of `record` into a folder. Writes nothing unless everything can be read.
+    /// If the step was replaced meanwhile, this still restores the save of the record, or nothing.
+    /// Returns [`ClientError::Removed`] if a node knows that the save was removed.
     pub async fn restore_record(
         &self,
         record: &SaveRecord,
@@ -46,14 +48,16 @@ impl Client {
             .await
     }
 
-    /// The record's nodes, where they are now, and which of them answer.
+    /// Returns a directory of the record's nodes with their current addresses, and of which of them
+    /// answer.
     async fn build_directory(&self, record: &SaveRecord) -> Result<Directory, ClientError> {
         let mut views = self.hello_all(record.cluster(), record.nodes().to_vec()).await?;
         if let Some(view) = views.iter().find(|view| view.live) {
             self.set_gateway(Some(node_address(&view.node)));
         }
         for found in self.hello_all(record.cluster(), self.relocated_nodes(&views).await).await? {
-            // Where it is said to be now it is looked for again, when it is needed.
+            // A node that answers at neither address keeps the new one, and is tried there again
+            // when it is needed.
             let is_found = |view: &NodeView| view.live && view.node.name == found.node.name;
             if found.live || !views.iter().any(is_found) {
                 views.retain(|view| view.node.name != found.node.name);
@@ -72,7 +76,8 @@ impl Client {
         Ok(directory)
     }
 
-    /// Nodes that do not answer, at other addresses that those that do, or a gateway, have heard of. No catalogue is asked: there may be
+    /// Returns the nodes that do not answer and for which other nodes know another address. The
+    /// nodes that answer are asked, or a gateway if none does. No catalogue is asked: there may be
     /// none, and that takes long to find out.
     async fn relocated_nodes(&self, views: &[NodeView]) -> Vec<Node> {
         let (live, away): (Vec<_>, Vec<_>) = views.iter().partition(|view| view.live);
@@ -106,7 +111,8 @@ impl Client {
         moved
     }
 
-    /// `nodes`, and which of them say in time who they are.
+    /// Asks `nodes` for their `Hello` answer. Returns the nodes, and which of them answered in
+    /// time. Returns [`ClientError::OtherCluster`] if a node belongs to another cluster.
     async fn hello_all(
         &self,
         cluster: ClusterId,
@@ -127,7 +133,7 @@ impl Client {
         answers.into_iter().collect()
     }
 
-    /// Whether a node that answers has removed the save, or is to.
+    /// Returns whether a node that answers has removed the save, or is to remove it.
     pub(in crate::client) async fn is_removed_anywhere(
         &self,
         directory: &Directory,

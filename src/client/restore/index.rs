@@ -1,27 +1,30 @@
-//! The index of a checkpoint that trainers saved: its names, regions and extents, in a shard of its own.
+//! The index of a checkpoint that trainers saved: its names, regions and extents, in a shard of its
+//! own.
 
 use std::sync::Arc;
 
 use crate::client::{Client, ClientError, MemorySink, ProgressFn, ReadRange};
-use crate::format::table::{FOOTER_BYTES, INDEX_SHARD, Part, Table, TableError, table_range};
+use crate::format::table::{FOOTER_BYTES, INDEX_SHARD, Table, TableError, TablePart, table_range};
 use crate::id::{Job, Step};
 use crate::wire::calls::StepView;
 
-/// The longest index that is read at once.
+/// Maximum length of an index in bytes. It is read as a whole.
 const MAX_INDEX_BYTES: u64 = 1 << 30;
 
-/// The names in a checkpoint, and where their bytes are.
+/// The names in a checkpoint, and the locations of their bytes.
 #[derive(Debug, Clone)]
 pub struct Index {
     /// The step.
     pub step: StepView,
-    /// Its tables, merged. An extent's shard counts the shards whose names begin with `data/`.
+    /// The merged tables. The shard number of an extent counts only the shards whose names begin
+    /// with `data/`.
     pub table: Table,
 }
 
 impl Client {
-    /// Reads and verifies the index of a committed step (`None`: the latest). Fails with [`ClientError::NoIndex`] when the step was not
-    /// saved by a trainer.
+    /// Reads and verifies the index of a committed step (`None`: the latest). Returns
+    /// [`ClientError::NoIndex`] if no trainer saved the step, and [`ClientError::Index`] if the
+    /// index does not parse or is too long.
     pub async fn read_index(
         &self,
         job: &Job,
@@ -38,7 +41,7 @@ impl Client {
             |source| ClientError::Index { job: job.clone(), step, source: Box::new(source) };
         if len_bytes > MAX_INDEX_BYTES {
             return Err(failed(TableError::TooLong {
-                part: Part::Table,
+                part: TablePart::Table,
                 bytes: len_bytes,
                 limit_bytes: MAX_INDEX_BYTES,
             }));
@@ -47,7 +50,8 @@ impl Client {
         let range = ReadRange { shard: root.name.clone(), range: 0..len_bytes, to: memory.clone() };
         let read = self.read_ranges(&job, Some(step), &[range], progress).await;
         match read {
-            // Another save of the step has an index of another name.
+            // A shard that is missing now means that another save replaced the step: its index has
+            // another name.
             Err(ClientError::NoShard { .. }) => return Err(ClientError::Removed { job, step }),
             read => read?,
         };

@@ -1,4 +1,5 @@
-//! Where a restore writes: below one folder, under temporary names until all of it is there.
+//! The output of a restore: files below one folder, under temporary names until all of them are
+//! complete.
 
 use std::collections::{BTreeSet, HashSet};
 use std::io;
@@ -11,30 +12,30 @@ use crate::id::ShardName;
 use crate::pipeline::read::Sink;
 use crate::store::{Disk, DiskError, DiskFile};
 
-/// What to restore, and where to.
+/// A request to restore into files.
 pub struct RestoreRequest {
-    /// The folder that is written to.
+    /// The output folder.
     pub out: Arc<dyn Disk>,
-    /// Overwrite files that exist.
+    /// Whether to overwrite files that exist.
     pub force: bool,
-    /// Only this shard.
+    /// The shard to restore; `None`: all shards.
     pub shard: Option<ShardName>,
-    /// Only these bytes of it; they are written as a file of their own length.
+    /// The bytes of the shard to restore; `None`: all. They become a file of this length.
     pub range: Option<Range<u64>>,
 }
 
-/// Where the verified bytes of a read go.
+/// The destination of the verified bytes of a read.
 pub(in crate::client) enum Output<'a> {
-    /// Into files.
+    /// Files.
     Files(&'a RestoreRequest),
-    /// Into what the caller brought, one for each part of the request.
+    /// The caller's sinks, one for each part of the request.
     Sinks(&'a [Arc<dyn Sink>]),
-    /// Nowhere: they are only verified.
+    /// No destination: the bytes are only verified.
     Nowhere,
 }
 
 impl<'a> Output<'a> {
-    /// The files to write, if it is files.
+    /// Returns the request for files, if files are the destination.
     pub(in crate::client) fn files(&self) -> Option<&'a RestoreRequest> {
         match self {
             Output::Files(request) => Some(request),
@@ -43,7 +44,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Counts what passes on its way to the caller's own sink.
+/// A sink that counts the bytes on their way to the caller's sink.
 pub(in crate::client) struct CountedSink {
     pub to: Arc<dyn Sink>,
     pub done: Arc<dyn Fn(u64) + Send + Sync>,
@@ -57,7 +58,7 @@ impl Sink for CountedSink {
     }
 }
 
-/// Writes the range of a shard that begins at `start` to a file of its own.
+/// A sink that writes the range of a shard that begins at `start` to a file of its own.
 pub(in crate::client) struct FileSink {
     pub file: Box<dyn DiskFile>,
     pub start: u64,
@@ -72,7 +73,7 @@ impl Sink for FileSink {
     }
 }
 
-/// Counts what was verified, keeps nothing.
+/// A sink that counts the bytes and keeps none of them.
 pub(in crate::client) struct NoSink {
     pub done: Arc<dyn Fn(u64) + Send + Sync>,
 }
@@ -84,13 +85,14 @@ impl Sink for NoSink {
     }
 }
 
-/// Before anything is written: no file is in the way, and no shard's file is another's folder.
+/// Checks the output before anything is written. Returns an error if a file or folder is in the
+/// way, or if the file of one shard would be a folder of another.
 pub(in crate::client) fn check_output(
     output: &RestoreRequest,
     parts: &[ShardSelection],
 ) -> Result<(), ClientError> {
     let files: HashSet<&str> = parts.iter().map(|part| part.path.as_str()).collect();
-    // What cannot be opened may be somebody's all the same.
+    // A file that cannot be opened counts as existing, because it may belong to another user.
     let exists = |path: &str| !matches!(output.out.open(path), Err(DiskError::NotFound { .. }));
     let is_folder = |path: &str| output.out.list(path).is_ok();
     for part in parts {
@@ -115,7 +117,8 @@ pub(in crate::client) fn check_output(
     Ok(())
 }
 
-/// Syncs and renames what is whole, all or as much as the file system lets; no temporary file stays.
+/// Ends the output. If the read is complete (`whole`), syncs the files and renames them to their
+/// final names, or as many as the file system allows. Removes the temporary files that are left.
 pub(in crate::client) fn finish_output(
     output: &RestoreRequest,
     parts: &[ShardSelection],
@@ -126,7 +129,7 @@ pub(in crate::client) fn finish_output(
     let finished = if whole { publish(&*output.out, &parts) } else { Ok(()) };
     if !whole || finished.is_err() {
         for part in parts {
-            // What has its final name is not there any more.
+            // A file that has its final name is not there any more, so the removal fails for it.
             let _ = output.out.remove(&part.temporary);
         }
     }
@@ -137,7 +140,7 @@ fn publish(out: &dyn Disk, parts: &[&ShardSelection]) -> Result<(), ClientError>
     let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
     let failed =
         |part: &ShardSelection, source| ClientError::Output { path: part.path.clone(), source };
-    // What can fail for want of space, before the first file takes the place of an older one.
+    // Do everything that can fail for want of space before the first file replaces an older one.
     for part in parts {
         let mut above = String::new();
         for folder in part.path.split('/').rev().skip(1).collect::<Vec<_>>().into_iter().rev() {

@@ -1,4 +1,5 @@
-//! Restoring a checkpoint: plan every stripe, refuse if one cannot be read, then stream (docs/semantics.md, 6).
+//! Restoring a checkpoint: plans every stripe, refuses if one cannot be read, then streams
+//! (docs/semantics.md, 6).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -21,50 +22,52 @@ use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::GetShardState;
 
-/// Stripes planned at once.
+/// Number of stripes planned at once.
 const PLANS_AT_ONCE: usize = 8;
-/// Stripes read at once: each holds up to k streams.
+/// Number of stripes read at once. Each holds up to k streams.
 const STRIPES_AT_ONCE: usize = 2;
-/// How often another way to read a stripe is looked for when the sources of the first have given out, and another save of a step that
-/// was replaced meanwhile.
+/// Maximum number of retries: of planning a stripe again after its sources failed, and of looking
+/// up a step again after its save was replaced.
 const MAX_LOOKS: u32 = 3;
-/// How long after a step was found removed it is looked for again: whoever replaces it is at it.
+/// Wait before a step that was found removed is looked up again. A client may be about to commit
+/// its replacement.
 const REPLACED_WAIT: Duration = Duration::from_millis(500);
-/// How often a stripe's state is followed: it moves forward twice, but seen by marks it may look otherwise from time to time.
+/// Maximum number of changes of a stripe's state that a reader follows. The state moves forward
+/// twice, but a state that is derived from the nodes may vary from time to time.
 pub(in crate::client) const MAX_MOVES: u32 = 8;
 
-/// The first incident of a restore without a catalogue.
+/// The first incident in the report of a restore without a catalogue.
 pub(in crate::client) const BY_MARKS: &str =
     "no catalogue answers: the checkpoint was found by its commit marks";
 
-/// What was restored.
+/// The report about a restore.
 #[derive(Debug, Clone)]
 pub struct RestoreReport {
     /// The job.
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// How many shards.
+    /// Number of shards.
     pub shards: u32,
-    /// Bytes written, or verified.
+    /// Number of bytes written, or verified.
     pub len_bytes: u64,
-    /// Stripes read from replicas.
+    /// Number of stripes read from replicas.
     pub replica_stripes: u64,
-    /// Stripes decoded from pieces.
+    /// Number of stripes decoded from pieces.
     pub decoded_stripes: u64,
-    /// What went wrong and was survived.
+    /// Failures that the restore survived.
     pub incidents: Vec<String>,
 }
 
-/// What a read is after.
+/// The scope of a read.
 enum ReadScope<'a> {
-    /// All of the step, or what the request for files says.
+    /// The whole step, or the part that the request for files names.
     All(Output<'a>),
-    /// These ranges.
+    /// Ranges of shards.
     Ranges(&'a [ReadRange]),
 }
 
-/// A slice, the state of its stripe that its reader was planned for, and the reader.
+/// A slice, the state of its stripe for which the reader was planned, and the reader.
 struct PlannedStripe {
     slice: StripeSlice,
     state: StripeState,
@@ -72,7 +75,8 @@ struct PlannedStripe {
 }
 
 impl Client {
-    /// Restores a committed step (`None`: the latest) into a folder. Nothing is written unless everything can be read.
+    /// Restores a committed step (`None`: the latest) into a folder. Writes nothing unless
+    /// everything can be read.
     pub async fn restore(
         &self,
         job: &Job,
@@ -83,8 +87,8 @@ impl Client {
         self.read(job, step, ReadScope::All(Output::Files(&request)), progress).await
     }
 
-    /// Reads one copy of all of a committed step (`None`: the latest) and proves every byte, as a restore does, without writing anything.
-    /// [`Client::verify`] has all copies checked.
+    /// Reads one copy of a whole committed step (`None`: the latest) and verifies every byte as a
+    /// restore does, without writing anything. [`Client::verify`] checks all copies instead.
     pub async fn read_through(
         &self,
         job: &Job,
@@ -94,9 +98,10 @@ impl Client {
         self.read(job, step, ReadScope::All(Output::Nowhere), progress).await
     }
 
-    /// Reads ranges of the shards of a committed step (`None`: the latest) to where each says, verified like a restore. Nothing is
-    /// delivered unless everything can be read; when the call fails later, what was delivered is incomplete. A step that is replaced
-    /// meanwhile is read anew as it is then, so bytes may come twice.
+    /// Reads ranges of the shards of a committed step (`None`: the latest) into their sinks,
+    /// verified as in a restore. Delivers nothing unless everything can be read. If the call fails
+    /// later, the delivered bytes are incomplete. A step that is replaced meanwhile is read again
+    /// from the new save, so bytes may be delivered twice.
     pub async fn read_ranges(
         &self,
         job: &Job,
@@ -107,7 +112,7 @@ impl Client {
         self.read(job, step, ReadScope::Ranges(ranges), progress).await
     }
 
-    /// Reads what is wanted. A step that is replaced meanwhile is read as it is then.
+    /// Reads the scope. A step that is replaced meanwhile is read from the new save.
     async fn read(
         &self,
         job: &Job,
@@ -118,7 +123,7 @@ impl Client {
         self.retry_on_replaced(|| self.read_found(job, step, &wanted, progress.clone())).await
     }
 
-    /// Does `work` on a step again when the step was replaced meanwhile.
+    /// Does `work` on a step, and again if the step was replaced meanwhile.
     pub(in crate::client) async fn retry_on_replaced<T, F>(
         &self,
         work: impl Fn() -> F,
@@ -132,7 +137,7 @@ impl Client {
                 Err(error @ ClientError::Removed { .. }) if looks < MAX_LOOKS => {
                     removed = Some(error);
                 }
-                // What was there when it was begun was removed since.
+                // The save that was committed at first has been removed since.
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     return Err(removed.unwrap_or(error));
                 }
@@ -186,7 +191,8 @@ impl Client {
         }
     }
 
-    /// Reads `parts` from the nodes of `directory`, which is asked for when the output is found to be free.
+    /// Reads `parts` from the nodes of `directory`, which is awaited only after the output has been
+    /// checked.
     pub(in crate::client) async fn read_parts(
         &self,
         (job, step): (&Job, Step),
@@ -209,7 +215,7 @@ impl Client {
         let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         let done = AtomicU64::new(0);
         let count: Arc<dyn Fn(u64) + Send + Sync> = Arc::new(move |bytes| {
-            // A stripe whose reading began anew counts twice.
+            // A stripe whose reading started again counts twice.
             let done_bytes = (done.fetch_add(bytes, Ordering::Relaxed) + bytes).min(total_bytes);
             progress(Progress { done_bytes, total_bytes });
         });
@@ -245,7 +251,8 @@ impl Client {
         })
     }
 
-    /// A reader for each slice of each part; all stripes that cannot be read are reported together.
+    /// Plans a reader for each slice of each part. Reports all stripes that cannot be read in one
+    /// [`ClientError::Lost`].
     async fn plan(
         &self,
         reading: &Arc<ReadSession>,
@@ -288,7 +295,7 @@ impl Client {
         if lost.is_empty() { Ok(planned) } else { Err(ClientError::Lost { lost, total }) }
     }
 
-    /// A reader for a stripe in `state`, or in the state that it has come to meanwhile.
+    /// Plans a reader for a stripe in `state`, or in the state that it has reached meanwhile.
     async fn plan_slice(
         &self,
         reading: &Arc<ReadSession>,
@@ -310,7 +317,8 @@ impl Client {
                 return Err(error.into());
             }
             if is_busy && is_by_nodes {
-                // The catalogue does not know this state yet: it says nothing new.
+                // The catalogue does not know this state yet, so asking it again yields nothing
+                // new.
                 if !patience.wait().await {
                     return Err(error.into());
                 }
@@ -323,7 +331,8 @@ impl Client {
                     state = next;
                 }
                 None if is_busy && patience.wait().await => {}
-                // Pieces that were proven before the commit point are as good.
+                // The nodes may have pieces that were proven before the commit point. These serve
+                // as well, so derive the state from the nodes, once.
                 None if !is_busy && !has_asked_nodes => {
                     has_asked_nodes = true;
                     let found = find_stripe_state(reading, &part.root, slice.stripe, true).await;
@@ -337,7 +346,8 @@ impl Client {
         }
     }
 
-    /// The state that a stripe has come to since it was `known`; `None` when it is the same.
+    /// Returns the state that a stripe has reached since it was `known`, or `None` if it is
+    /// unchanged or unknown.
     pub(in crate::client) async fn await_next_state(
         &self,
         reading: &Arc<ReadSession>,
@@ -353,7 +363,8 @@ impl Client {
         Ok(state.filter(|state| *state != known))
     }
 
-    /// The leaves of a shard; that nobody has them, because the step was removed, is an error of its own.
+    /// Fetches the leaves of a shard. Returns [`ClientError::Removed`] if no node has them because
+    /// the step was removed.
     pub(in crate::client) async fn fetch_leaves(
         &self,
         reading: &ReadSession,
@@ -374,7 +385,8 @@ impl Client {
         }
     }
 
-    /// The state of a shard, `None` when nobody says; it is an error that the shard is gone.
+    /// Fetches the state of a shard. Returns `None` if the catalogue does not answer, or if there
+    /// is none. Returns [`ClientError::Removed`] if the shard is gone.
     async fn fetch_state(
         &self,
         reading: &ReadSession,
@@ -428,7 +440,8 @@ impl Client {
         };
         let receipt = match state {
             StripeState::Archived { attempt, .. } => {
-                // Without a receipt the pieces are still there; the decoded bytes are checked all the same.
+                // Without the receipt the pieces can still be read. The decoded bytes are verified
+                // in any case.
                 let at = (slice.stripe, info.places.as_slice());
                 shard_records::fetch_receipt(caller, directory, &part.root, at, attempt).await.ok()
             }
@@ -441,8 +454,8 @@ impl Client {
         Ok(plan.await?)
     }
 
-    /// Reads a slice. When its sources give out, another way is looked for: the stripe may have been archived meanwhile, and the
-    /// first way may not have needed all that there is.
+    /// Reads a slice. If its sources fail, plans the stripe again: it may have been archived
+    /// meanwhile, and the first plan may not have needed all sources that exist.
     async fn read_slice(
         &self,
         reading: &Arc<ReadSession>,

@@ -1,4 +1,5 @@
-//! Which bytes of which shards a read wants, and which blocks and grains of a stripe those are.
+//! The selection of a read: the bytes of each shard that are wanted, and the blocks and grains of
+//! each stripe that hold them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,30 +15,30 @@ use crate::id::{Job, ShardName, Step};
 use crate::pipeline::read::Sink;
 use crate::units::{GRAIN_BYTES, grains};
 
-/// Bytes of a shard that are wanted in memory.
+/// A range of a shard to read into a sink.
 pub struct ReadRange {
     /// The shard.
     pub shard: ShardName,
-    /// The bytes.
+    /// The range of bytes.
     pub range: Range<u64>,
-    /// Where they go; told their offset in the shard.
+    /// The sink that receives the bytes, with their offsets in the shard.
     pub to: Arc<dyn Sink>,
 }
 
-/// Memory that a range of a shard is read into.
+/// A sink that keeps a range of a shard in memory.
 pub struct MemorySink {
     from: u64,
     bytes: Mutex<Vec<u8>>,
 }
 
 impl MemorySink {
-    /// Memory for this range of a shard.
+    /// Returns a sink for this range of a shard.
     pub fn new(range: Range<u64>) -> Self {
         let len_bytes = range.end.saturating_sub(range.start) as usize;
         Self { from: range.start, bytes: Mutex::new(vec![0; len_bytes]) }
     }
 
-    /// Takes what was read.
+    /// Takes the bytes that were read.
     pub fn take(&self) -> Vec<u8> {
         std::mem::take(&mut *self.bytes.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -53,19 +54,20 @@ impl Sink for MemorySink {
     }
 }
 
-/// One shard's part of the request.
+/// The part of a request that concerns one shard.
 pub(in crate::client) struct ShardSelection {
     pub(in crate::client) root: Arc<ShardRoot>,
-    /// The states of its stripes; `None`: the nodes are asked, there is no catalogue.
+    /// The states of the shard's stripes; `None` if there is no catalogue, and the nodes have to be
+    /// asked.
     pub(in crate::client) state: Option<ShardState>,
     pub(in crate::client) key: Arc<FingerprintKey>,
     pub(in crate::client) range: Range<u64>,
-    /// Below the output folder: the temporary name and the final one.
+    /// The temporary and the final name of the output file, relative to the output folder.
     pub(in crate::client) temporary: String,
     pub(in crate::client) path: String,
 }
 
-/// Blocks and grains of one stripe that a range touches.
+/// The blocks and grains of one stripe that a range touches.
 #[derive(Clone)]
 pub(in crate::client) struct StripeSlice {
     pub(in crate::client) stripe: u32,
@@ -73,7 +75,8 @@ pub(in crate::client) struct StripeSlice {
     pub(in crate::client) grains: Range<u64>,
 }
 
-/// The blocks and grains of `cut` that hold bytes of `range` (of the shard).
+/// Returns the blocks and grains of `cut` that hold bytes of `range`, a range of the shard. Returns
+/// `None` if there are none.
 pub(in crate::client) fn cut_slice(
     stripe: u32,
     cut: &StripeCut,
@@ -96,7 +99,7 @@ pub(in crate::client) fn cut_slice(
 }
 
 impl Client {
-    /// What `output` asks for of `shards`: all of them, if nothing.
+    /// Returns the parts of `shards` that `output` requests: all shards if it names none.
     pub(in crate::client) fn select_all(
         &self,
         job: &Job,
@@ -125,7 +128,8 @@ impl Client {
         }
     }
 
-    /// The part of a shard that `range` is.
+    /// Returns the part of a shard that `range` selects, or [`ClientError::Range`] if the range is
+    /// not within the shard.
     fn select_shard(
         &self,
         root: Arc<ShardRoot>,
@@ -138,7 +142,7 @@ impl Client {
         }
         Ok(ShardSelection {
             key: Arc::new(FingerprintKey::derive(&root.fingerprint_key)),
-            // Two restores into one folder never meet in one temporary file.
+            // The random number keeps two restores into one folder from sharing a temporary file.
             temporary: format!(".rapidraid-{}-{:016x}", root.shard, self.entropy().below(u64::MAX)),
             path: root.name.to_string(),
             root,
@@ -147,7 +151,7 @@ impl Client {
         })
     }
 
-    /// A part for each of `ranges`, in their order.
+    /// Returns a part for each of `ranges`, in their order.
     pub(in crate::client) fn select_ranges(
         &self,
         job: &Job,

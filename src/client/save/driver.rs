@@ -1,4 +1,5 @@
-//! Who decides during a save: its id, its shards once the code is known, and whether it is committed.
+//! The driver of a save. It decides on the save's id, on its shards once the code is known, and on
+//! whether it is committed.
 
 use std::io;
 use std::sync::Arc;
@@ -10,57 +11,60 @@ use crate::entropy::Entropy;
 use crate::id::{SaveId, ShardName};
 use crate::pipeline::upload::ShardSource;
 
-/// One shard to save.
+/// A shard to save.
 #[derive(Clone)]
 pub struct NewShard {
-    /// Its name.
+    /// The shard's name.
     pub name: ShardName,
-    /// Its bytes.
+    /// The shard's bytes.
     pub source: Arc<dyn ShardSource>,
 }
 
-/// Steers a save: [`crate::client::Client::save_with`] asks it at each decision. A save that begins anew, because nodes failed under it, asks again.
+/// A driver of a save. [`crate::client::Client::save_with`] asks it at each decision, and again if
+/// the save starts again because nodes failed.
 #[async_trait]
 pub trait SaveDriver: Send + Sync {
-    /// Returns the id under which attempt `attempt` (from 0) begins. Whoever wants to know after a crash what became of the save keeps it
-    /// before this returns, and asks [`crate::client::Client::settle_save`] later. Every attempt needs an id of its own.
+    /// Returns the id of attempt `attempt` (from 0). Every attempt needs an id of its own. To learn
+    /// after a crash whether the save was committed, store the id durably before this returns, and
+    /// call [`crate::client::Client::settle_save`] later.
     fn begin(&self, attempt: u32) -> io::Result<SaveId>;
 
-    /// Returns the shards, which may be cut to fit the code that the cluster has chosen.
+    /// Returns the shards. The driver may cut them to fit the code that the cluster has chosen.
     fn shards(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError>;
 
-    /// Decides whether to commit, when every byte is stored. An error aborts the save with its words.
+    /// Decides whether to commit. Called when every byte is stored. An error aborts the save; its
+    /// text becomes the reason.
     async fn confirm(&self) -> Result<(), String>;
 }
 
-/// The code that a save will be archived by.
+/// The code by which a save will be archived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SaveCode {
-    /// Pieces of a stripe.
+    /// Number of pieces of a stripe.
     pub n: u8,
-    /// Blocks of a stripe.
+    /// Number of blocks of a stripe.
     pub k: u8,
-    /// Length of a full block.
+    /// Length of a full block in bytes.
     pub block_bytes: u64,
 }
 
 impl SaveCode {
-    /// Bytes of a full stripe.
+    /// Returns the length of a full stripe in bytes.
     pub fn stripe_bytes(&self) -> u64 {
         self.block_bytes.saturating_mul(self.k.into())
     }
 }
 
-/// What became of a save whose client does not know.
+/// The fate of a save whose client does not know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveFate {
-    /// It is committed.
+    /// The save is committed, or was committed and has been removed or replaced since.
     Committed,
-    /// It is not, and never will be.
+    /// The save is not committed and never will be.
     Aborted,
 }
 
-/// A save of shards that are known beforehand, committed without a question.
+/// The driver of a save whose shards are known beforehand. It commits without further conditions.
 pub(in crate::client) struct PlainSave {
     pub(in crate::client) shards: Vec<NewShard>,
     pub(in crate::client) entropy: Arc<dyn Entropy>,

@@ -1,4 +1,5 @@
-//! Saving a checkpoint: begin, all stripes of all shards, leaves, seal, commit (docs/semantics.md, 3).
+//! Saving a checkpoint: begin, upload of all stripes of all shards, leaves, completion of the
+//! shards, commit (docs/semantics.md, 3).
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,33 +37,38 @@ use crate::wire::calls::{
     RecordName, RenewLease,
 };
 
-/// Shards under way at once.
+/// Number of shards that are saved at once.
 const SHARDS_AT_ONCE: usize = 4;
-/// Stripes of one shard under way at once: while the slowest blocks of one are on their way, and its records, the links of the other nodes
-/// are not idle. A single large shard, as a trainer saves it, has all that a save may have.
+/// Number of stripes of one shard that are saved at once. While the slowest blocks of one stripe,
+/// and its records, are being sent, the other stripes keep the links of the other nodes busy. A
+/// single large shard, as a trainer saves it, may use all stripes of the save.
 const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
-/// Stripes of a save under way at once. A stripe has at most 6 blocks under way; each has two chunks of 256 KiB in memory, unless the
-/// source hands out its own memory, and what the transport has not been acknowledged.
+/// Number of stripes of a save that are saved at once. A stripe sends at most 6 blocks at once.
+/// Each block keeps in memory two chunks of 256 KiB, unless the source hands out its own memory,
+/// and the bytes that the receiver has not acknowledged.
 const STRIPES_AT_ONCE: usize = 4;
-/// A node that does not say its epoch within this has no say in whether a save's epoch is over.
+/// Time limit for a node to report its epoch. A later answer does not count when a save checks
+/// whether its epoch is over.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
-/// How long a save waits for the end of a move that it has met, and then for the new home.
+/// How long a save waits for the end of a catalogue transfer that it has met, and then for the new
+/// catalogue server.
 const MOVE_LIMIT: Duration = Duration::from_secs(10);
-/// Between two looks.
+/// Interval between two checks.
 const MOVE_LOOK: Duration = Duration::from_millis(250);
-/// Nodes that are asked for it at once.
+/// Number of nodes that are asked for their epoch at once.
 const HELLOS_AT_ONCE: usize = 32;
-/// How often a save begins anew when its nodes fail under it.
+/// Maximum number of times that a save starts again after its nodes failed.
 const RESTARTS: u32 = 2;
 
-/// How to save.
+/// The options of a save.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SaveOptions {
-    /// Replace the step if it is committed. The old one stays until the new one is.
+    /// Whether to replace the step if it is committed. The old save stays committed until the new
+    /// one is.
     pub replace: bool,
 }
 
-/// What was saved.
+/// The report about a save.
 #[derive(Debug, Clone)]
 pub struct SaveReport {
     /// The job.
@@ -71,21 +77,22 @@ pub struct SaveReport {
     pub step: Step,
     /// The save.
     pub save: SaveId,
-    /// How many shards.
+    /// Number of shards.
     pub shards: u32,
-    /// Their bytes.
+    /// Number of bytes of all shards.
     pub len_bytes: u64,
-    /// Pieces of the code that it will be archived by.
+    /// Number of pieces of the code by which the save will be archived.
     pub n: u8,
-    /// Blocks of that code.
+    /// Number of blocks of that code.
     pub k: u8,
-    /// Its generation.
+    /// The save's generation.
     pub generation: Generation,
-    /// What reads the save back when no catalogue answers: [`Client::restore_record`].
+    /// The record by which [`Client::restore_record`] reads the save when no catalogue answers.
     pub record: SaveRecord,
 }
 
-/// Keeps a save's lease until it is dropped, also with the save's own future: a save that nobody waits for ends.
+/// A task that renews a save's lease until this is dropped. It is dropped with the save's future,
+/// so that the lease of an abandoned save ends.
 struct RunningLeaseKeeper(tokio::task::JoinHandle<()>);
 
 impl Drop for RunningLeaseKeeper {
@@ -94,28 +101,29 @@ impl Drop for RunningLeaseKeeper {
     }
 }
 
-/// What became of a save whose epoch is over.
+/// The outcome of a save whose epoch is over.
 enum SaveOutcome {
     Committed(Saved),
-    /// It is not open any more, and was not decided.
+    /// The save is not open any more, and was not decided.
     Gone,
-    /// Nobody said.
+    /// No catalogue answered.
     Unknown,
 }
 
-/// Whether an error may come from an epoch that is over: nodes refuse what is older, and gateways lose the catalogue.
+/// Returns whether an error may be due to the end of the save's epoch. Nodes then refuse the older
+/// epoch, and gateways lose the catalogue.
 fn may_be_epoch(kind: ErrorKind) -> bool {
     kind == ErrorKind::Fenced || kind.is_transient()
 }
 
-/// One save between begin and commit.
+/// A save between begin and commit.
 struct SaveSession {
     client: Client,
     job: Job,
     step: Step,
     cluster: ClusterId,
     begun: BeginSaveAnswer,
-    /// Of the shards that are sealed, or may be.
+    /// The roots of the shards that are completed, or may be.
     roots: Mutex<BTreeMap<u32, ShardRoot>>,
     directory: Directory,
     failures: Arc<FailedNodes>,
@@ -124,7 +132,7 @@ struct SaveSession {
 }
 
 impl Client {
-    /// Saves a checkpoint. Returns when it is committed and visible.
+    /// Saves a checkpoint. Returns its report when the save is committed and visible.
     pub async fn save(
         &self,
         job: &Job,
@@ -139,7 +147,8 @@ impl Client {
         self.save_with(job, step, options, driver, progress).await
     }
 
-    /// Saves a checkpoint that `driver` steers. Returns when it is committed and visible.
+    /// Saves a checkpoint as `driver` decides. Returns its report when the save is committed and
+    /// visible.
     pub async fn save_with(
         &self,
         job: &Job,
@@ -153,7 +162,8 @@ impl Client {
             let kept = driver.begin(restarts);
             let save = kept.map_err(|source| ClientError::SaveId { source })?;
             let mut saving = self.begin_save(job, step, options, &avoid, save).await?;
-            // The cluster has no code that does without the nodes that refused. They would refuse again.
+            // No code of the cluster fits without the nodes that refused, and these would refuse
+            // again.
             let needs = |node: &Node| avoid.contains(&NodeId::of(&node.name));
             if let Some(error) = refused.take().filter(|_| saving.begun.nodes.iter().any(needs)) {
                 saving.abort_save().await;
@@ -182,13 +192,15 @@ impl Client {
                     _ => return Err(error),
                 }
             } else {
-                // What cannot be aborted now is collected when its lease is over.
+                // If the abort fails, the catalogue server aborts the save when its lease is over.
                 if error.kind() != ErrorKind::Fenced {
                     let _ = saving.abort_save().await;
                 }
                 match &error {
-                    // Nodes failed and there was no spare: the next begin counts who is live, and may take a smaller code. One whose
-                    // disk is full is not counted. A node that is gone counts as live for one lease more.
+                    // Nodes failed and no spare was left. The next begin counts the live nodes and
+                    // may choose a smaller code. A node that refused, for example because its disk
+                    // is full, is not counted. A node that is down counts as live until its lease
+                    // is over, so wait for that long.
                     ClientError::Save(SaveError::NoHolders { .. }) if restarts <= RESTARTS => {
                         avoid.extend(saving.failures.refused());
                         if saving.failures.are_refusals() {
@@ -201,12 +213,12 @@ impl Client {
                     _ => return Err(error),
                 }
             }
-            tracing::warn!(%error, restarts, "the save begins anew");
+            tracing::warn!(%error, restarts, "the save starts again");
         }
     }
 
-    /// Finds out what became of a save of which its client does not know: one that is still open is aborted, one that is decided is
-    /// made visible. An id that no gateway ever saw counts as aborted.
+    /// Determines the fate of a save whose client does not know it. Aborts a save that is still
+    /// open, and publishes one that is decided. An id that no gateway ever saw counts as aborted.
     pub async fn settle_save(
         &self,
         job: &Job,
@@ -217,11 +229,12 @@ impl Client {
         match aborted {
             Ok(()) => Ok(SaveFate::Aborted),
             Err(error) if error.kind() == ErrorKind::Exists => {
-                // What is decided is not checked against the number of its shards any more.
+                // A decided save is not checked against the number of its shards any more, so 0
+                // will do.
                 let commit = CommitSave { job: job.clone(), step, save, shards: 0 };
                 match self.ask_within(&commit, LONG_LIMIT).await {
                     Ok(_) => Ok(SaveFate::Committed),
-                    // It was committed, and has been removed or replaced since.
+                    // The save was committed, and has been removed or replaced since.
                     Err(error)
                         if matches!(error.kind(), ErrorKind::Fenced | ErrorKind::NotFound) =>
                     {
@@ -271,7 +284,7 @@ impl Client {
         RunningLeaseKeeper(runtime.spawn(async move {
             loop {
                 client.caller().clock().sleep(period).await;
-                // A gateway that does not answer must leave time to ask another one.
+                // The limit leaves time to ask another gateway if this one does not answer.
                 if let Err(error) = client.ask_within(&RenewLease { lease }, period).await
                     && error.kind() == ErrorKind::Fenced
                 {
@@ -291,7 +304,7 @@ fn check_names(shards: &[NewShard]) -> Result<(), ClientError> {
 }
 
 impl SaveSession {
-    /// The driver's shards; progress counts from here over all of them.
+    /// Returns the driver's shards. From here on the progress counts the bytes of all of them.
     fn shards_of(
         &mut self,
         driver: &dyn SaveDriver,
@@ -325,8 +338,9 @@ impl SaveSession {
         self.commit_save(shards.len()).await
     }
 
-    /// Whether some node has heard of a later epoch: then it refuses what was begun in this one. While a catalogue moves nobody has yet,
-    /// and who wants a change is told to wait: `failed` is `Busy`.
+    /// Returns whether some node knows a later epoch, and so refuses what was begun in this one.
+    /// During a transfer no node knows one yet, and callers that want to change a key receive
+    /// `Busy`. If `failed` is `Busy`, this therefore waits up to [`MOVE_LIMIT`] for a later epoch.
     async fn has_ended(&self, failed: ErrorKind) -> bool {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;
@@ -356,7 +370,8 @@ impl SaveSession {
         false
     }
 
-    /// Asks the catalogue of the later epoch until it says what the save is. Had all been sealed, it is committed as before the move.
+    /// Asks the catalogue of the later epoch for the outcome of the save until it answers. If all
+    /// shards were completed, the save is committed as it would have been before the transfer.
     async fn resolve_outcome(&self, shards: usize) -> SaveOutcome {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;
@@ -364,7 +379,7 @@ impl SaveSession {
             if let Ok(saved) = self.commit_save(shards).await {
                 return SaveOutcome::Committed(saved);
             }
-            // Refused when it is decided: then it will be committed.
+            // The abort is refused if the save is decided. The save will be committed then.
             if self.abort_save().await {
                 return SaveOutcome::Gone;
             }
@@ -375,7 +390,7 @@ impl SaveSession {
         }
     }
 
-    /// Whether the save is not open, and not decided.
+    /// Aborts the save. Returns whether it is now known to be neither open nor decided.
     async fn abort_save(&self) -> bool {
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
         self.client.ask(&AbortSave { job, step, save }).await.is_ok()
@@ -483,7 +498,7 @@ impl SaveSession {
         geometry: &Geometry,
         stripe: StripeId,
     ) -> Result<[u8; 32], ClientError> {
-        // Never closed while the save runs.
+        // The semaphore is never closed while the save runs.
         let _slot = self.stripes.acquire().await;
         let (n, k) = (geometry.n.into(), geometry.k.into());
         let mut places = place(ring, n, k, stripe.index)?;
@@ -498,7 +513,8 @@ impl SaveSession {
         Ok(record.leaf())
     }
 
-    /// The leaves go to the whole ring; all but k-1 nodes at most must have them.
+    /// Puts the leaves on the nodes of the ring. Returns an error if more than k-1 nodes failed to
+    /// store them.
     async fn put_leaves(&self, root: &ShardRoot, hashes: Vec<[u8; 32]>) -> Result<(), ClientError> {
         let leaves = Leaves { root: root.clone(), hashes };
         let call = PutRecord {

@@ -1,5 +1,5 @@
-//! Verifying a checkpoint where it lies: the nodes read all that they have of it and say what is wrong; no data crosses the network
-//! (docs/semantics.md, 6, *Verify*).
+//! Verifying a checkpoint in place. The nodes read all data that they hold of it and report
+//! defects; no data crosses the network (docs/semantics.md, 6, *Verify*).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,118 +9,47 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::judge::{ExaminedStripe, HeldItem, JudgedFault, KnownMargins, Problem, StripeJudgement};
+use super::judge::{ExaminedStripe, HeldItem, JudgedFault, KnownMargins, StripeJudgement};
+use super::report::{AbsentNode, Fault, VerifyReport};
 use crate::client::restore::read::{BY_MARKS, MAX_MOVES};
 use crate::client::restore::selection::ShardSelection;
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::digest;
-use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};
-use crate::id::{Attempt, Job, NodeId, PeerName, ShardName, Step, StripeId};
+use crate::id::{Attempt, Job, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::pipeline::read::{ReadSession, find_stripe_state};
 use crate::pipeline::shard_records::{self, RecordsError};
-use crate::wire::NodeAddress;
-use crate::wire::calls::{
-    ExamineAnswer, ExamineStripe, GetRecord, ListSources, RecordName, VerifyFile,
-};
+use crate::wire::calls::{ExamineAnswer, ExamineStripe, GetRecord, RecordName};
 
-/// Stripes that are examined at once. A node reads one file after the other, so that with several it always has a next one.
+/// Number of stripes that are examined at once. A node reads one file after another, so with
+/// several stripes it always has a next file.
 const STRIPES_AT_ONCE: usize = 4;
-/// A node that did not answer is not asked again before this has passed.
+/// Minimum wait before a node that did not answer is asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(10);
-/// Nodes that are asked at once for a stripe.
+/// Number of nodes that are asked about a stripe at once.
 const NODES_AT_ONCE: usize = 32;
-/// The time-out of one [`ExamineStripe`], with the time in the node's queue.
-const EXAMINE_LIMIT: Duration = Duration::from_secs(1200);
-/// How long the client waits for replicas to be mended, and 1 s for each [`MEND_PACE_BYTES`] of them. Others stay in the report.
-const MEND_LIMIT: Duration = Duration::from_secs(30);
-const MEND_PACE_BYTES: u64 = 4 << 20;
-/// Between two looks whether a replica is mended.
-const MEND_LOOK: Duration = Duration::from_millis(500);
-/// Faults that a report names; all are counted.
+/// Time limit of one [`ExamineStripe`], including the time in the node's queue.
+pub(super) const EXAMINE_LIMIT: Duration = Duration::from_secs(1200);
+/// Maximum number of faults that a report names. All faults are counted.
 const MAX_FAULTS: usize = 10_000;
 
-/// A part of a checkpoint that is not as it should be, on a node that answers.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
-    /// The node.
-    pub node: String,
-    /// The shard.
-    pub shard: ShardName,
-    /// The stripe; `None` for a record of the shard.
-    pub stripe: Option<u32>,
-    /// The part.
-    pub held: HeldItem,
-    /// The defect.
-    pub wrong: Problem,
-}
-
-/// A node that may have a part of the checkpoint and was not examined.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AbsentNode {
-    /// The node.
-    pub node: String,
-    /// Why it was not.
-    pub reason: String,
-}
-
-/// How a checkpoint is.
-#[derive(Debug, Clone)]
-pub struct VerifyReport {
-    /// The job.
-    pub job: Job,
-    /// The step.
-    pub step: Step,
-    /// How many shards.
-    pub shards: u32,
-    /// How many stripes.
-    pub stripes: u64,
-    /// Files that were read.
-    pub files: u64,
-    /// Their bytes, as far as their tails tell.
-    pub file_bytes: u64,
-    /// Records that were read.
-    pub records: u64,
-    /// Nodes that answered.
-    pub nodes: Vec<PeerName>,
-    /// Nodes of the rings that did not answer, are not registered, or do not support the call.
-    pub away: Vec<AbsentNode>,
-    /// Nodes that answer and could not examine a stripe, by their disks' errors, say.
-    pub failures: Vec<AbsentNode>,
-    /// Records that nodes lack, of which as many are there as the commit promised; at most 10,000.
-    pub lacking: Vec<Fault>,
-    /// The defects that were found, at most 10,000.
-    pub faults: Vec<Fault>,
-    /// The number of defects.
-    pub fault_count: u64,
-    /// The defects that were mended, at most 10,000.
-    pub mended: Vec<Fault>,
-    /// The largest number such that any so many of the nodes that answered may be lost and every stripe can still be read from the others.
-    /// `None` if the parts found good do not prove that every stripe can be read.
-    pub survives: Option<usize>,
-    /// The first stripe that survives no more losses than that.
-    pub weakest: Option<(ShardName, u32)>,
-    /// Errors that did not end the verify.
-    pub incidents: Vec<String>,
-}
-
-/// What becomes of a replica that is found damaged.
+/// The treatment of a replica that is found damaged.
 #[derive(Debug, Clone, Copy)]
 enum Finding {
-    /// Its node notes it.
+    /// The node notes the damage.
     Note,
-    /// Its node mends it.
+    /// The node notes the damage and mends the replica.
     Mend,
 }
 
-/// What all stripes share.
-struct Verification<'a> {
+/// The state that the examinations of all stripes share.
+pub(super) struct Verification<'a> {
     client: &'a Client,
-    reading: Arc<ReadSession>,
-    /// Nodes that did not answer, each of which may take seconds to be silent.
+    pub(super) reading: Arc<ReadSession>,
+    /// Nodes that did not answer. It may take seconds to find out that such a node is silent.
     away: Mutex<BTreeMap<NodeId, SilentNode>>,
-    /// Stripes that nodes which answer could not examine, and why.
+    /// The reasons why nodes that answer could not examine a stripe.
     failures: Mutex<BTreeMap<(NodeId, StripeId), String>>,
     answered: Mutex<BTreeMap<NodeId, PeerName>>,
     known: Mutex<KnownMargins>,
@@ -132,7 +61,7 @@ struct Verification<'a> {
 /// A node that did not answer.
 struct SilentNode {
     reason: String,
-    /// When it is asked again, at the earliest.
+    /// The earliest time at which the node is asked again.
     ask_again: Duration,
 }
 
@@ -141,11 +70,12 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Client {
-    /// Has every replica, piece and record of a committed step (`None`: the latest) checked by the nodes that have them. The nodes note what
-    /// is damaged.
+    /// Makes the nodes check every replica, piece and record that they hold of a committed step
+    /// (`None`: the latest). The nodes note damage. Returns the report.
     ///
     /// # Errors
-    /// When the step is not there or nobody can be asked. That something is damaged or lost is no error: the report says so.
+    /// If the step is not committed, or no node can be asked. Damaged and lost data is no error;
+    /// the report names it.
     pub async fn verify(
         &self,
         job: &Job,
@@ -156,10 +86,11 @@ impl Client {
             .await
     }
 
-    /// As [`verify`](Self::verify), and has damaged replicas mended. The report is of afterwards.
+    /// Verifies a step as [`verify`](Self::verify) does, and makes the nodes mend damaged replicas.
+    /// Returns a report on the state afterwards.
     ///
     /// # Errors
-    /// As with `verify`. That something cannot be mended is none.
+    /// As for `verify`. A replica that cannot be mended is no error.
     pub async fn verify_and_mend(
         &self,
         job: &Job,
@@ -219,7 +150,7 @@ impl Client {
     }
 }
 
-/// What the nodes have of a shard, if nothing is missing.
+/// Returns the number of bytes that the nodes hold of a shard if nothing is missing.
 fn expected_bytes(part: &ShardSelection) -> Result<u64, ClientError> {
     let geometry = part.root.geometry()?;
     let stripes = (0..geometry.stripes()).filter_map(|index| {
@@ -234,11 +165,11 @@ fn expected_bytes(part: &ShardSelection) -> Result<u64, ClientError> {
     Ok(stripes.sum())
 }
 
-/// A stripe and how it is.
-struct StripeExam<'a> {
-    part: &'a ShardSelection,
-    index: u32,
-    of: StripeJudgement,
+/// A stripe and its judgement.
+pub(super) struct StripeExam<'a> {
+    pub(super) part: &'a ShardSelection,
+    pub(super) index: u32,
+    pub(super) of: StripeJudgement,
 }
 
 impl Verification<'_> {
@@ -249,7 +180,7 @@ impl Verification<'_> {
         let stripes = part.root.geometry()?.stripes();
         let leaves = self.leaves(part).await?;
         let leaves = leaves.as_ref();
-        // A shard without a stripe has its records all the same.
+        // A shard without stripes has records too.
         let mut exams = stream::iter(0..stripes.max(1))
             .map(|index| async move {
                 let of = self.examine(part, leaves, index).await?;
@@ -263,8 +194,11 @@ impl Verification<'_> {
         Ok(examined)
     }
 
-    /// The leaves of a shard; `None` when no node that answers has them.
-    async fn leaves(&self, part: &ShardSelection) -> Result<Option<Leaves>, ClientError> {
+    /// Fetches the leaves of a shard. Returns `None` if no node that answers has them.
+    pub(super) async fn leaves(
+        &self,
+        part: &ShardSelection,
+    ) -> Result<Option<Leaves>, ClientError> {
         match self.client.fetch_leaves(&self.reading, part).await {
             Ok(leaves) => Ok(Some(leaves)),
             Err(ClientError::Records(error @ RecordsError::Lost { .. })) => {
@@ -275,7 +209,8 @@ impl Verification<'_> {
         }
     }
 
-    /// Examines once more the stripes that were judged with nodes that have gone away since, or without nodes that are back.
+    /// Examines again the stripes whose judgement counts a node that has become unreachable since,
+    /// or misses a node that is reachable again.
     async fn examine_again(&self, exams: &mut [StripeExam<'_>]) -> Result<(), ClientError> {
         for of_shard in exams.chunk_by_mut(|a, b| a.part.root.shard == b.part.root.shard) {
             let Some(part) = of_shard.first().map(|exam| exam.part) else { continue };
@@ -294,7 +229,7 @@ impl Verification<'_> {
                 exam.of = self.examine(part, leaves, exam.index).await?;
                 Ok::<_, ClientError>(())
             });
-            // Collected, so that the future of a verify can be sent to another thread.
+            // Collected, so that the future of a verification can be sent to another thread.
             let work: Vec<_> = work.collect();
             let mut work = stream::iter(work).buffer_unordered(STRIPES_AT_ONCE);
             while let Some(done) = work.next().await {
@@ -304,8 +239,9 @@ impl Verification<'_> {
         Ok(())
     }
 
-    /// Examines a stripe. If it has faults or cannot be read, and its state has changed, examines it again.
-    async fn examine(
+    /// Examines a stripe, and examines it again if it has faults or cannot be read and its state
+    /// has changed.
+    pub(super) async fn examine(
         &self,
         part: &ShardSelection,
         leaves: Option<&Leaves>,
@@ -366,7 +302,8 @@ impl Verification<'_> {
         Ok(examined.judge(&mut lock(&self.known)))
     }
 
-    /// The receipt of an attempt that most nodes have. An earlier one may lie on a node that was replaced.
+    /// Returns the receipt of an attempt that the most nodes have. A node that was replaced may
+    /// have an earlier one.
     async fn receipt(
         &self,
         part: &ShardSelection,
@@ -393,13 +330,13 @@ impl Verification<'_> {
             }
         }
         self.record_incident(format!(
-            "the receipt of stripe {index} of {} was not given",
+            "no node returned the receipt of stripe {index} of {}",
             part.root.name
         ));
         None
     }
 
-    /// What the nodes of the ring that answer have of a stripe.
+    /// Asks the nodes of the ring about a stripe. Returns the answers of those that answer.
     async fn ask_ring(&self, part: &ShardSelection, index: u32) -> BTreeMap<NodeId, ExamineAnswer> {
         let stripe = StripeId { shard: part.root.shard, index };
         let call = ExamineStripe { stripe, with_shard: index == 0 };
@@ -441,7 +378,8 @@ impl Verification<'_> {
                 true => "no answer".to_owned(),
                 false => error.to_string(),
             };
-            // One that takes long to be silent is asked as rarely.
+            // Wait as long as the node took to be found silent, so that slow nodes are asked less
+            // often.
             let pause = ASK_AGAIN.max(now().saturating_sub(began));
             lock(&self.away).insert(node, SilentNode { reason, ask_again: now() + pause });
         } else {
@@ -457,83 +395,14 @@ impl Verification<'_> {
         (self.progress)(Progress { done_bytes: done_bytes.min(total_bytes), total_bytes });
     }
 
-    fn record_incident(&self, text: String) {
+    pub(super) fn record_incident(&self, text: String) {
         let mut incidents = lock(&self.reading.incidents);
         if incidents.len() < MAX_FAULTS {
             incidents.push(text);
         }
     }
 
-    /// Has damaged replicas mended and examines their stripes again. Returns what was mended.
-    async fn mend(&self, exams: &mut [StripeExam<'_>]) -> Result<Vec<Fault>, ClientError> {
-        let clock = self.reading.caller.clock();
-        let mut reported = Vec::new();
-        for (at, exam) in exams.iter().enumerate() {
-            // Nodes mend only replicas of stripes that are not archived, and only with a catalogue.
-            let Some(state) = &exam.part.state else { continue };
-            if matches!(state.stripe(exam.index), Some(StripeState::Archived { .. })) {
-                continue;
-            }
-            let stripe = StripeId { shard: exam.part.root.shard, index: exam.index };
-            for fault in &exam.of.faults {
-                let (HeldItem::Replica(block), Problem::Grains(_) | Problem::Damaged) =
-                    (fault.held, fault.wrong)
-                else {
-                    continue;
-                };
-                let Some(address) = self.reading.directory.address(fault.node) else { continue };
-                let file = FileName::Replica { block };
-                let call = VerifyFile { stripe, file };
-                match self.reading.caller.call_held(&address, &call, EXAMINE_LIMIT).await {
-                    Ok(_) => reported.push((at, fault.clone(), address, stripe, file)),
-                    Err(error) => self.record_incident(error.to_string()),
-                }
-            }
-        }
-        let bytes: u64 = reported.iter().map(|(at, ..)| exams[*at].part.root.block_bytes).sum();
-        let end = clock.now() + MEND_LIMIT + Duration::from_secs(bytes / MEND_PACE_BYTES);
-        for (_, _, address, stripe, file) in &reported {
-            self.wait_until_good(address, *stripe, *file, end).await;
-        }
-        let mut mended = Vec::new();
-        for of_stripe in reported.chunk_by(|a, b| a.0 == b.0) {
-            let Some(exam) = of_stripe.first().and_then(|(at, ..)| exams.get_mut(*at)) else {
-                continue;
-            };
-            let leaves = self.leaves(exam.part).await?;
-            exam.of = self.examine(exam.part, leaves.as_ref(), exam.index).await?;
-            for (_, fault, _, _, file) in of_stripe {
-                if exam.of.good.contains(&(fault.node, *file)) {
-                    mended.push(self.fault(exam, fault));
-                }
-            }
-        }
-        Ok(mended)
-    }
-
-    /// Waits until a replica counts on its node.
-    async fn wait_until_good(
-        &self,
-        node: &NodeAddress,
-        stripe: StripeId,
-        file: FileName,
-        end: Duration,
-    ) {
-        let clock = self.reading.caller.clock();
-        while clock.now() < end {
-            let sources = self.reading.caller.call(node, &ListSources { stripe }).await;
-            // A node that does not say is asked again, as long as there is time.
-            let is_good = sources.is_ok_and(|sources| {
-                sources.iter().any(|source| source.file == file && source.damaged.is_none())
-            });
-            if is_good {
-                return;
-            }
-            clock.sleep(MEND_LOOK).await;
-        }
-    }
-
-    fn fault(&self, exam: &StripeExam<'_>, fault: &JudgedFault) -> Fault {
+    pub(super) fn fault(&self, exam: &StripeExam<'_>, fault: &JudgedFault) -> Fault {
         let is_of_shard = matches!(fault.held, HeldItem::Leaves | HeldItem::Mark);
         Fault {
             node: self.reading.directory.name(fault.node),
@@ -544,7 +413,7 @@ impl Verification<'_> {
         }
     }
 
-    /// The nodes that were not examined, by name.
+    /// Returns the nodes that were not examined, by name.
     fn absent_nodes(&self) -> Vec<AbsentNode> {
         let away = lock(&self.away);
         let name = |node: &NodeId| self.reading.directory.name(*node);

@@ -1,4 +1,5 @@
-//! The judgement of a stripe by what its nodes found when they examined it. Pure: nothing is asked here.
+//! The judgement of a stripe by the results of its nodes' examinations. The functions here are pure
+//! and ask no node.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -46,11 +47,11 @@ impl fmt::Display for HeldItem {
 /// A defect of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Problem {
-    /// So many of its grains are damaged; the others are good.
+    /// This number of grains is damaged. The others are good.
     Grains(u64),
     /// The record does not parse, or the tail of the file is broken.
     Damaged,
-    /// The part is whole, and its contents are not those that were committed.
+    /// The part is intact, but its contents are not those that were committed.
     Other,
     /// The node does not have it.
     Missing,
@@ -68,7 +69,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A part that is not as it should be, on a node that answers.
+/// A defective or missing part on a node that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::client) struct JudgedFault {
     pub node: NodeId,
@@ -76,45 +77,49 @@ pub(in crate::client) struct JudgedFault {
     pub wrong: Problem,
 }
 
-/// The result of the examination of a stripe.
+/// The judgement of a stripe.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::client) struct StripeJudgement {
     pub faults: Vec<JudgedFault>,
-    /// Records that nodes lack, of which as many are there as the commit promised.
+    /// Records that nodes lack although no copy is required there, because as many copies exist as
+    /// the commit promised.
     pub lacking: Vec<JudgedFault>,
-    /// Files that are whole.
+    /// Files that are intact.
     pub good: BTreeSet<(NodeId, FileName)>,
     /// The nodes that answered.
     pub answered: BTreeSet<NodeId>,
-    /// How many more nodes may be lost, whichever they are; `None` when it cannot be read from the nodes that answered.
+    /// Number of further nodes that may be lost, whichever they are; `None` if the stripe cannot be
+    /// read from the nodes that answered.
     pub survives: Option<usize>,
     pub files: u64,
     pub file_bytes: u64,
     pub records: u64,
 }
 
-/// Numbers of [`survivable_losses`] that were computed: stripes differ in their nodes, hardly in what these have.
+/// Cached results of [`survivable_losses`]. Stripes differ in their nodes, but rarely in the parts
+/// that these hold.
 pub(in crate::client) type KnownMargins =
     HashMap<(Vec<NodeShare>, Vec<u8>, Option<CodeId>), Option<usize>>;
 
 /// The records of a stripe, and the answers of its nodes.
 pub(in crate::client) struct ExaminedStripe<'a> {
     pub root: &'a ShardRoot,
-    /// The record, and its hash that the commit fixed; `None` when no node has it, and for a shard without a stripe.
+    /// The stripe record and its hash that the commit fixed; `None` if no node has it, and for a
+    /// shard without stripes.
     pub info: Option<(&'a StripeInfo, [u8; 32])>,
     pub state: StripeState,
     pub receipt: Option<&'a Receipt>,
     pub answers: &'a BTreeMap<NodeId, ExamineAnswer>,
-    /// Whether the records of the shard were examined, too.
+    /// Whether the records of the shard were examined too.
     pub with_shard: bool,
 }
 
-/// A file that at least a part can be read from.
+/// A file from which at least a part can be read.
 #[derive(Clone, Copy)]
 struct ReadableFile<'a> {
     node: NodeId,
     held: HeldItem,
-    /// Whether it is to be dropped, or is left over.
+    /// Whether the file is to be dropped, or is left over.
     is_extra: bool,
     /// The damaged grains.
     damaged: Option<&'a GrainSet>,
@@ -126,7 +131,8 @@ impl ExaminedStripe<'_> {
         let mut exam = StripeJudgement { answered, ..StripeJudgement::default() };
         let readable = self.judge_files(&mut exam);
         let least_copies = self.judge_records(&mut exam);
-        // Replicas of an archived stripe go at any time, and are read only where the pieces do not suffice.
+        // Replicas of an archived stripe may be dropped at any time. They are read only if the
+        // pieces do not suffice.
         let lasting: Vec<ReadableFile<'_>> =
             readable.iter().filter(|file| !file.is_extra).copied().collect();
         let of_data =
@@ -140,7 +146,8 @@ impl ExaminedStripe<'_> {
         self.root.len_bytes > 0
     }
 
-    /// The attempt whose pieces count, and its code, if we have it.
+    /// Returns the attempt whose pieces count and its code, if this program has the code and it
+    /// fits the shard.
     fn coded(&self) -> Option<(Attempt, Code)> {
         let StripeState::Archived { attempt, code, .. } = self.state else { return None };
         let code = table::by_id(code)?;
@@ -148,7 +155,7 @@ impl ExaminedStripe<'_> {
         fits.then_some((attempt, code))
     }
 
-    /// The files that the nodes should have, with their roots.
+    /// Returns the files that the nodes should have, with the hashes of their contents.
     fn expected(&self) -> BTreeMap<(NodeId, FileName), [u8; 32]> {
         let mut expected = BTreeMap::new();
         match (self.state, self.receipt) {
@@ -179,7 +186,7 @@ impl ExaminedStripe<'_> {
         expected
     }
 
-    /// Number and root of a block that has a file.
+    /// Returns the number and root of a block, if the block has a file.
     fn block(&self, block: usize) -> Option<(u8, [u8; 32])> {
         let info = self.info?.0.fixed.blocks.get(block).filter(|info| info.len_bytes > 0)?;
         Some((u8::try_from(block).ok()?, info.root))
@@ -251,8 +258,8 @@ impl ExaminedStripe<'_> {
         Some(piece.root)
     }
 
-    /// Judges the records. Returns the number of good copies of the stripe's record, or of the leaves if these were examined, too, and have
-    /// fewer.
+    /// Judges the records. Returns the number of good copies of the stripe record, or of the leaves
+    /// if these were examined too and have fewer good copies.
     fn judge_records(&self, exam: &mut StripeJudgement) -> usize {
         let mut expected: Vec<(NodeId, HeldItem, Option<[u8; 32]>)> = Vec::new();
         let on_ring = self.root.ring.iter().map(|member| member.node);
@@ -270,7 +277,7 @@ impl ExaminedStripe<'_> {
             named.extend(receipt.pieces.iter().map(|piece| piece.node));
             expected.extend(named.iter().map(|&node| (node, HeldItem::Receipt, digest)));
         } else if let (StripeState::Archived { .. }, Some((info, _))) = (self.state, self.info) {
-            // None is left to say who should have it.
+            // No receipt is left that names its nodes, so every node of the stripe should have one.
             named.extend(&info.places);
             expected.extend(named.iter().map(|&node| (node, HeldItem::Receipt, None)));
         }
@@ -282,7 +289,7 @@ impl ExaminedStripe<'_> {
             for view in &answer.records {
                 exam.records += 1;
                 let Some(held) = self.held_record(view.record) else { continue };
-                // An earlier receipt of the attempt, on a node that was replaced.
+                // This is an earlier receipt of the attempt, on a node that was replaced.
                 if held == HeldItem::Receipt && !named.contains(&node) {
                     continue;
                 }
@@ -302,7 +309,7 @@ impl ExaminedStripe<'_> {
         for &(node, held, _) in &expected {
             if self.answers.contains_key(&node) && !there.contains(&(node, held)) {
                 let fault = JudgedFault { node, held, wrong: Problem::Missing };
-                // A node that was away, or took a place late, never gets some of them.
+                // A node that was down, or took its place late, never receives some of the records.
                 let has_enough = copies(held) >= self.promised(held);
                 if has_enough { &mut exam.lacking } else { &mut exam.faults }.push(fault);
             }
@@ -311,7 +318,8 @@ impl ExaminedStripe<'_> {
         if self.with_shard { of_record.min(copies(HeldItem::Leaves)) } else { of_record }
     }
 
-    /// How many nodes have a record at least when what it belongs to is committed (docs/semantics.md, 2).
+    /// Returns the minimum number of nodes that have a record when the object it belongs to is
+    /// committed (docs/semantics.md, 2).
     fn promised(&self, held: HeldItem) -> usize {
         let (n, k) = (usize::from(self.root.n), usize::from(self.root.k));
         match held {
@@ -321,7 +329,7 @@ impl ExaminedStripe<'_> {
         }
     }
 
-    /// The kind of a record, if it counts.
+    /// Returns the kind of a record, if the record counts.
     fn held_record(&self, record: RecordName) -> Option<HeldItem> {
         match record {
             RecordName::Leaves => Some(HeldItem::Leaves),
@@ -334,8 +342,10 @@ impl ExaminedStripe<'_> {
         }
     }
 
-    /// How many more nodes may be lost, by the files alone. Grains of the same number are read together, whatever is damaged in others: so
-    /// for each number in which a file is damaged, the files that are good there are judged, and the worst counts.
+    /// Returns the number of further nodes that may be lost, judged by the files alone, or `None`
+    /// if the stripe cannot be read. Grains of one number are read together, and damage in other
+    /// grains does not matter. For each grain number at which some file is damaged, this therefore
+    /// judges the files that are good at that grain; the worst result counts.
     fn survivable(&self, readable: &[ReadableFile<'_>], known: &mut KnownMargins) -> Option<usize> {
         if !self.has_stripe() {
             return Some(usize::MAX);
@@ -355,7 +365,8 @@ impl ExaminedStripe<'_> {
             };
             (wanted_at(grain), readable.iter().filter(is_good).collect())
         };
-        // In the classical code a replica is the systematic piece of the same number, and blocks past the shard's end are known.
+        // In the classical code a replica is the systematic piece of the same number, and blocks
+        // past the shard's end are known without a file.
         let is_classical = matches!(code, Some(Code::Rs(_)));
         let past_end: Vec<u8> =
             (0..self.root.k).filter(|&block| info.fixed.cut.block_len(block) == 0).collect();
@@ -396,7 +407,8 @@ fn judge_file(view: &SourceView, root: Option<[u8; 32]>) -> Option<Problem> {
         (None, _) => Some(Problem::Damaged),
         (Some((_, found)), _) if root.is_some_and(|root| root != *found) => Some(Problem::Other),
         (Some(_), None) => None,
-        // It does not count, and no grain is known to be damaged: it cannot be opened, or not now.
+        // The file does not count, and no grain is known to be damaged: it cannot be opened,
+        // perhaps only for now.
         (Some(_), Some(grains)) if grains.is_empty() => Some(Problem::Damaged),
         (Some(_), Some(grains)) => Some(Problem::Grains(grains.len() as u64)),
     }

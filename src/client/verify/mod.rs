@@ -1,7 +1,9 @@
-//! Verifying a checkpoint where it lies.
+//! Verifying a checkpoint in place.
 
 mod examine;
 mod judge;
+mod mend;
+mod report;
 
-pub use examine::{AbsentNode, Fault, VerifyReport};
 pub use judge::{HeldItem, Problem};
+pub use report::{AbsentNode, Fault, VerifyReport};

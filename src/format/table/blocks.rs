@@ -23,11 +23,12 @@ use super::limits::{
 use super::path::Path;
 use super::{ElementType, Extent, Form, Name, NameKind, Region, Space};
 
-/// The fewest bytes of a row of names: space, the two lengths of a path, type, shape, flags.
+/// The smallest size of a row of names in bytes: space, the two lengths of a path, type, shape,
+/// flags.
 pub(super) const LEAST_NAME_BYTES: usize = 6;
-/// The fewest bytes of a row of regions: name, form, extent.
+/// The smallest size of a row of regions in bytes: name, form, extent.
 pub(super) const LEAST_REGION_BYTES: usize = 3;
-/// The fewest bytes of a row of extents: source, shard, gap, length.
+/// The smallest size of a row of extents in bytes: source, shard, gap, length.
 pub(super) const LEAST_EXTENT_BYTES: usize = 4;
 
 const WHOLE: u8 = 0;
@@ -35,12 +36,12 @@ const BOX: u8 = 1;
 const BIG_ENDIAN: u8 = 1;
 const HASH_BYTES: usize = 32;
 
-/// Returns whether the columns are so long that their block ends.
+/// Returns whether the columns have reached the length at which their block ends.
 fn is_full<const N: usize>(columns: &[Vec<u8>; N]) -> bool {
     columns.iter().map(Vec::len).sum::<usize>() >= FULL_BLOCK_BYTES
 }
 
-/// Returns the number of a space: 0 for the shared one, then the ranks.
+/// Returns the number of a space: 0 for the shared space, then the ranks.
 pub(super) fn space_number(space: Space) -> u64 {
     match space {
         Space::Shared => 0,
@@ -48,7 +49,7 @@ pub(super) fn space_number(space: Space) -> u64 {
     }
 }
 
-/// Returns the space of a number.
+/// Returns the space with this number.
 pub(super) fn space_of(number: u64) -> Decoded<Space> {
     match number.checked_sub(1) {
         None => Ok(Space::Shared),
@@ -280,12 +281,12 @@ pub(super) fn encode_extents(extents: &[Extent], block_rows: usize) -> (usize, V
     (rows, join_columns(columns))
 }
 
-/// The end of the extent before, from which the next one is counted.
+/// The end of the preceding extent, relative to which the next one is encoded.
 #[derive(Default)]
 struct Cursor {
     source: u32,
     shard: u32,
-    /// Where the extent before ends, in units of 64 bytes.
+    /// The end of the preceding extent, in units of 64 bytes.
     end_units: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Makes a table of rows in any order.
+//! Builds a table from rows in any order.
 
 use super::error::{Section, TableError};
 use super::rules::check_counts;
@@ -35,8 +35,8 @@ pub struct TableBuilder {
     extents: Vec<Extent>,
 }
 
-/// Sorts `rows` and returns them with the new row of each old one. Rows that `is_same` as the one
-/// before are left out.
+/// Sorts `rows` and returns them with the new row of each old one. A row that `is_same` as the one
+/// before is dropped.
 fn sorted<T>(
     rows: Vec<T>,
     compare: impl Fn(&T, &T) -> std::cmp::Ordering,
@@ -57,8 +57,8 @@ fn sorted<T>(
     (out, new_rows)
 }
 
-/// Sorts extents and leaves out those that equal the one before. Returns the new row of each old
-/// one.
+/// Sorts extents and drops those that equal the one before. Returns them with the new row of each
+/// old one.
 pub(super) fn sorted_extents(extents: Vec<Extent>) -> (Vec<Extent>, Vec<u32>) {
     sorted(extents, |a, b| (a.place(), a.hash).cmp(&(b.place(), b.hash)), |a, b| a == b)
 }
@@ -87,8 +87,8 @@ impl TableBuilder {
         self.regions.push(Region { name, form, extent });
     }
 
-    /// Returns the table, or the first rule that the rows break. A single table need not cover its
-    /// tensors: [`Table::check_coverage`] compares the merged one.
+    /// Returns the table, or an error for the first rule that the rows break. A single table need
+    /// not cover its tensors: [`Table::check_coverage`] checks the merged one.
     pub fn build(self) -> Result<Table, TableError> {
         let Self { names, mut regions, extents } = self;
         check_counts(names.len(), regions.len(), extents.len())?;

@@ -1,11 +1,11 @@
-//! Columns of numbers and bytes: how they are written, and read without believing a length.
+//! Columns of numbers and bytes: writing them, and reading them without trusting any length.
 //!
-//! A number is a varint: 7 bits a byte, lowest first, the top bit set in all bytes but the last.
-//! Only the shortest form is read, so that one value has one encoding.
+//! A number is a varint: 7 bits per byte, lowest first, the top bit set in all bytes but the last.
+//! Only the shortest form is accepted, so that one value has one encoding.
 
 use super::limits::{MAX_PATH_BYTES, MAX_TABLE_BLOCK_BYTES};
 
-/// The rule of the encoding that some bytes break.
+/// The rule of the encoding that the bytes break.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Malformed(pub &'static str);
 
@@ -35,7 +35,7 @@ pub(super) fn unzigzag(number: u64) -> i64 {
     (number >> 1) as i64 ^ -((number & 1) as i64)
 }
 
-/// Bytes that are read from the front.
+/// A sequence of bytes that is read from the front.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Column<'a>(pub &'a [u8]);
 
@@ -54,7 +54,7 @@ impl<'a> Column<'a> {
         Ok(bytes)
     }
 
-    /// Reads bytes of a known number.
+    /// Reads a fixed number of bytes.
     pub fn array<const N: usize>(&mut self) -> Decoded<[u8; N]> {
         let (bytes, rest) = self.0.split_first_chunk().ok_or(Malformed("a column ends early"))?;
         self.0 = rest;
@@ -93,13 +93,13 @@ impl<'a> Column<'a> {
         u32::try_from(self.number()?).map_err(|_| Malformed("a number is longer than 32 bits"))
     }
 
-    /// Returns an error when bytes are left.
+    /// Returns an error when bytes remain.
     pub fn end(self) -> Decoded<()> {
         require(self.0.is_empty(), "bytes are left over")
     }
 }
 
-/// Puts columns into one block: the length of each as 4 bytes little-endian, then the columns.
+/// Joins columns into one block: the length of each as 4 bytes little-endian, then the columns.
 pub(super) fn join_columns<const N: usize>(columns: [Vec<u8>; N]) -> Vec<u8> {
     let all: usize = columns.iter().map(Vec::len).sum();
     let mut block = Vec::with_capacity(4 * N + all);
@@ -112,7 +112,7 @@ pub(super) fn join_columns<const N: usize>(columns: [Vec<u8>; N]) -> Vec<u8> {
     block
 }
 
-/// Splits a block into its columns, which must fill it.
+/// Splits a block into its columns, which must fill it exactly.
 pub(super) fn split_columns<const N: usize>(block: &[u8]) -> Decoded<[Column<'_>; N]> {
     require(block.len() <= MAX_TABLE_BLOCK_BYTES, "a block is over its limit")?;
     let mut lengths = Column(block.get(..4 * N).ok_or(Malformed("a block ends early"))?);
@@ -126,16 +126,18 @@ pub(super) fn split_columns<const N: usize>(block: &[u8]) -> Decoded<[Column<'_>
     Ok(columns)
 }
 
-/// Returns how many bytes a path of `len` bytes may share with the path before it.
+/// Returns the maximum number of bytes that a path of `len` bytes may share with the path before
+/// it.
 ///
-/// A suffix of s bytes then stands for at most 64 + 33 s bytes: a hostile column of paths grows by
-/// a known factor when it is expanded. Paths of up to 64 bytes share as much as they have in
-/// common.
+/// With this limit, a suffix of s bytes stands for at most 64 + 33 s bytes, so a hostile column of
+/// paths expands at most by a known factor. Paths of up to 64 bytes share everything that they have
+/// in common.
 pub(super) fn most_shared(len: usize) -> usize {
     (64 + 32 * len) / 33
 }
 
-/// Appends a path as what it shares with the path before it, the length of the rest, and the rest.
+/// Appends a path as the length that it shares with the path before it, the length of the rest, and
+/// the rest.
 pub(super) fn put_path(out: &mut Vec<u8>, before: &[u8], path: &[u8]) {
     let common = before.iter().zip(path).take_while(|(a, b)| a == b).count();
     let shared = common.min(most_shared(path.len()));
@@ -145,7 +147,7 @@ pub(super) fn put_path(out: &mut Vec<u8>, before: &[u8], path: &[u8]) {
     out.extend(rest);
 }
 
-/// Reads a path into `path`, which holds the one before it.
+/// Reads a path into `path`, which must hold the path before it.
 pub(super) fn read_path(column: &mut Column<'_>, path: &mut Vec<u8>) -> Decoded<()> {
     let shared = column.number_to(path.len())?;
     let rest_len = column.number_to(MAX_PATH_BYTES - shared.min(MAX_PATH_BYTES))?;

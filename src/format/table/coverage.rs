@@ -1,4 +1,4 @@
-//! Whether boxes tile a shape: every element in exactly one of them.
+//! Checks whether boxes tile a shape, i.e. whether every element is in exactly one of them.
 //!
 //! The number of boxes that hold an element is a function of the element's index. Its mixed
 //! differences determine it, and they are non-zero only at corners of boxes: +1 or -1 for each
@@ -14,7 +14,7 @@ use super::error::{TableError, element_text, quoted};
 use super::limits::MAX_STEPS_PER_REGION;
 use super::{Form, Name, NameKind, Region, Table};
 
-/// A box: first index and size in each dimension.
+/// A box: the first index and the size in each dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Area<'a> {
     pub start: &'a [u64],
@@ -35,9 +35,9 @@ impl Area<'_> {
 /// The reason why boxes do not tile a shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Defect {
-    /// An element is not held exactly once: the first one in row-major order.
+    /// An element is not held exactly once. This is the first one in row-major order.
     Element { index: Vec<u64>, is_overlap: bool },
-    /// Too many steps were needed.
+    /// The check needed more steps than its limit.
     Fragmented,
 }
 
@@ -71,9 +71,9 @@ impl CornerWalk<'_> {
         }
         let rest = |at: &usize| self.areas.get(*at).map(|area| area.rest(dim + 1));
         corners.sort_unstable_by(|(i, _, a), (j, _, b)| (i, rest(a)).cmp(&(j, rest(b))));
-        // Each box adds its weight where it begins and takes it away where it ends, so all groups
-        // together cancel. If every group but the last one cancels by itself, so does the last one:
-        // it is not visited.
+        // Each box adds its weight where it begins and subtracts it where it ends, so all groups
+        // together cancel. If every group but the last one cancels by itself, the last one cancels,
+        // too, and is not visited.
         let last = corners.last().map(|corner| corner.0);
         let mut groups: Vec<(u64, Vec<(i64, usize)>)> = Vec::new();
         for same in corners.chunk_by(|(i, _, a), (j, _, b)| (i, rest(a)) == (j, rest(b))) {
@@ -93,8 +93,8 @@ impl CornerWalk<'_> {
     }
 }
 
-/// Returns the first element of `whole` that is not in exactly one of `parts`. All parts lie inside
-/// it.
+/// Returns the first element of `whole` that is not in exactly one of `parts`. All parts must lie
+/// inside `whole`.
 pub(super) fn find_defect(whole: Area<'_>, parts: &[Area<'_>]) -> Result<(), Defect> {
     if let [part] = parts
         && *part == whole
@@ -116,7 +116,7 @@ fn check_name(name: &Name, regions: &[Region]) -> Result<(), TableError> {
         return Err(TableError::UnknownForm { name, form });
     }
     if name.kind != NameKind::Tensor {
-        // `whole` is the only form of bytes and plain values, and no form is there twice.
+        // Bytes and plain values have only the form `whole`, and no form occurs twice.
         let element = format!("its {}", name.kind);
         return match regions {
             [] => Err(TableError::Gap { name: quoted(name), element }),
@@ -147,9 +147,9 @@ fn check_name(name: &Name, regions: &[Region]) -> Result<(), TableError> {
 }
 
 impl Table {
-    /// Checks that the regions of every name hold each of its elements exactly once. Returns the
-    /// first name that has an element twice or not at all, or a region whose form this release does
-    /// not know.
+    /// Checks that the regions of every name hold each of its elements exactly once. Returns an
+    /// error for the first name with an element that is held twice or not at all, or with a region
+    /// whose form this release does not know.
     pub fn check_coverage(&self) -> Result<(), TableError> {
         let mut rest: &[Region] = &self.regions;
         for (row, name) in (0u32..).zip(&self.names) {

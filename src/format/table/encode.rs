@@ -1,13 +1,13 @@
-//! The bytes of a table: blocks, directory, footer.
+//! Encodes a table: blocks, directory, footer.
 
 use super::blocks::{encode_extents, encode_names, encode_regions};
-use super::error::{Part, TableError};
+use super::error::{TableError, TablePart};
 use super::layout::{Block, Directory, FOOTER_BYTES, Footer, checksum};
 use super::limits::{MAX_BLOCK_ROWS, MAX_DIRECTORY_BYTES, MAX_TABLE_BYTES};
 use super::{Name, Region, Table};
 
-/// Appends the blocks of `rows` to `out`. `encode` takes as many rows as fit into one block, and
-/// `first` says what the directory keeps of them.
+/// Appends the blocks of `rows` to `out` and returns their directory entries. `encode` takes as
+/// many rows as fit into one block, and `first` returns the part of them that the directory keeps.
 fn put_section<T, F>(
     out: &mut Vec<u8>,
     rows: &[T],
@@ -32,7 +32,7 @@ fn put_section<T, F>(
     blocks
 }
 
-fn bounded(part: Part, bytes: usize, limit_bytes: u64) -> Result<(), TableError> {
+fn bounded(part: TablePart, bytes: usize, limit_bytes: u64) -> Result<(), TableError> {
     let bytes = bytes as u64;
     if bytes > limit_bytes {
         return Err(TableError::TooLong { part, bytes, limit_bytes });
@@ -41,13 +41,13 @@ fn bounded(part: Part, bytes: usize, limit_bytes: u64) -> Result<(), TableError>
 }
 
 impl Table {
-    /// Returns the bytes of the table with its footer: exactly what lies at the end of its shard.
+    /// Returns the bytes of the table with its footer, exactly as they are at the end of its shard.
     pub fn to_bytes(&self) -> Result<Vec<u8>, TableError> {
         self.to_bytes_in_blocks(MAX_BLOCK_ROWS)
     }
 
-    /// Returns the bytes of the table in blocks of at most `block_rows` rows (1 to 65,536). Shorter
-    /// blocks take more room, and a reader that looks up one name reads less.
+    /// Returns the bytes of the table in blocks of at most `block_rows` rows (1 to 65,536). With
+    /// shorter blocks the table takes more space, and a lookup of one name reads less.
     pub fn to_bytes_in_blocks(&self, block_rows: usize) -> Result<Vec<u8>, TableError> {
         let block_rows = block_rows.clamp(1, MAX_BLOCK_ROWS);
         let mut out = Vec::new();
@@ -70,10 +70,11 @@ impl Table {
             |_| Some(()),
         );
         let directory = Directory { names, regions, extents }.to_bytes();
-        bounded(Part::Directory, directory.len(), MAX_DIRECTORY_BYTES as u64)?;
+        bounded(TablePart::Directory, directory.len(), MAX_DIRECTORY_BYTES as u64)?;
         out.extend(&directory);
-        bounded(Part::Table, out.len() + FOOTER_BYTES, MAX_TABLE_BYTES)?;
-        // The numbers of rows are below their limits in every valid table.
+        bounded(TablePart::Table, out.len() + FOOTER_BYTES, MAX_TABLE_BYTES)?;
+        // In every valid table the numbers of rows are below their limits, so the casts lose
+        // nothing.
         let footer = Footer {
             has_hashes: self.has_hashes(),
             directory_bytes: directory.len() as u32,

@@ -6,7 +6,7 @@ use super::limits::MAX_QUOTED_CHARS;
 use super::path::PathError;
 use crate::kind::ErrorKind;
 
-/// The three sorts of rows.
+/// A section of a table, i.e. one of the three kinds of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Section {
     /// Names.
@@ -29,7 +29,7 @@ impl fmt::Display for Section {
 
 /// A part of a table's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
+pub enum TablePart {
     /// The whole table.
     Table,
     /// The footer.
@@ -40,7 +40,7 @@ pub enum Part {
     Block(Section, usize),
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for TablePart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Table => f.write_str("the table"),
@@ -51,49 +51,51 @@ impl fmt::Display for Part {
     }
 }
 
-/// The reason why bytes are no table, or why rows make none.
+/// The reason why bytes or rows are not a table.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TableError {
-    /// The footer's first bytes are not those of the format.
-    #[error("no table ends here (its magic bytes are missing): it is damaged, or not one of ours")]
+    /// The first bytes of the footer are not the magic bytes of the format.
+    #[error(
+        "no table ends here (its magic bytes are missing): it is damaged, or not in this format"
+    )]
     Magic,
-    /// There are fewer or more bytes than the lengths inside say.
+    /// The number of bytes differs from the lengths inside them.
     #[error("{part} has {found_bytes} bytes, {expected_bytes} expected: use another copy")]
     Length {
         /// The part that was read.
-        part: Part,
-        /// The length that it should have.
+        part: TablePart,
+        /// The length that it should have, in bytes.
         expected_bytes: u64,
-        /// The length that it has.
+        /// The length that it has, in bytes.
         found_bytes: u64,
     },
-    /// The checksum does not fit the bytes.
+    /// The checksum does not match the bytes.
     #[error("{part} fails its checksum: use another copy")]
     Checksum {
         /// The part that was read.
-        part: Part,
+        part: TablePart,
     },
-    /// The checksum fits, the bytes do not decode: their writer was faulty.
+    /// The checksum matches, but the bytes do not decode: their writer was faulty.
     #[error("{part} does not decode ({why}): use another copy")]
     Malformed {
         /// The part that was read.
-        part: Part,
+        part: TablePart,
         /// The rule that is broken.
         why: &'static str,
     },
-    /// The bytes decode, and their rows break a rule: their writer was faulty.
+    /// The bytes decode, but their rows break a rule: their writer was faulty.
     #[error("the table is whole and its rows contradict each other ({0}): use another copy")]
     Contradiction(Box<TableError>),
-    /// Whole and unharmed, but of a version that this release does not read.
+    /// The table is intact, but of a version that this release does not read.
     #[error("the table is of version {found}; this release reads version {newest}: upgrade it")]
     Version {
-        /// The version found.
+        /// The version that was found.
         found: u32,
         /// The newest version that can be read.
         newest: u32,
     },
-    /// Whole and unharmed, but with flags that this release does not know.
+    /// The table is intact, but has flags that this release does not know.
     #[error("the table has flags {flags:#x} that this release does not know: upgrade it")]
     Flags {
         /// The flags that are not known.
@@ -103,16 +105,16 @@ pub enum TableError {
     #[error("{part} cannot be read ({why}): try again, or use another copy")]
     Read {
         /// The part that was to be read.
-        part: Part,
-        /// The words of the source.
+        part: TablePart,
+        /// The message of the source.
         why: String,
     },
     /// There are more rows than a table may have.
     #[error("{count} {section} are over the limit of {limit} for one table: split the save")]
     TooMany {
-        /// The sort of rows.
+        /// The kind of rows.
         section: Section,
-        /// Their number.
+        /// The number of rows.
         count: usize,
         /// The limit.
         limit: usize,
@@ -121,10 +123,10 @@ pub enum TableError {
     #[error("{part} would have {bytes} bytes, over the limit of {limit_bytes}: split the save")]
     TooLong {
         /// The part.
-        part: Part,
-        /// Its length.
+        part: TablePart,
+        /// The length in bytes.
         bytes: u64,
-        /// The limit.
+        /// The limit in bytes.
         limit_bytes: u64,
     },
     /// A path is not valid.
@@ -162,7 +164,7 @@ pub enum TableError {
         /// The form.
         form: String,
     },
-    /// An extent has another length than its region.
+    /// The length of an extent differs from that of its region.
     #[error(
         "{name}: its region {form} takes {expected_bytes} bytes and its extent has {found_bytes}"
     )]
@@ -171,29 +173,29 @@ pub enum TableError {
         name: String,
         /// The region's form.
         form: String,
-        /// The length that form and element type give.
+        /// The length that follows from form and element type, in bytes.
         expected_bytes: u64,
-        /// The length of the extent.
+        /// The length of the extent, in bytes.
         found_bytes: u64,
     },
-    /// A row names another row that is not there.
+    /// A row refers to another row that does not exist.
     #[error("a region names row {row} of {rows} {section}: give it a row that was added before")]
     Row {
-        /// The sort of rows.
+        /// The kind of the missing row.
         section: Section,
-        /// The row named.
+        /// The number of the missing row.
         row: u32,
-        /// How many there are.
+        /// The number of rows that exist.
         rows: usize,
     },
-    /// An extent lies where none may.
+    /// An extent is at an invalid place.
     #[error("the extent at {offset_bytes} of shard {shard}, {len_bytes} bytes long, {why}")]
     Extent {
         /// The shard.
         shard: u32,
-        /// Where it begins.
+        /// The offset of the extent in bytes.
         offset_bytes: u64,
-        /// Its length.
+        /// The length of the extent in bytes.
         len_bytes: u64,
         /// The rule that is broken.
         why: &'static str,
@@ -222,7 +224,8 @@ pub enum TableError {
         /// The form.
         form: String,
     },
-    /// The regions are cut in so many dimensions at once that they are not compared.
+    /// The regions are cut in so many dimensions at once that they cannot be compared within the
+    /// limit of steps.
     #[error(
         "{name}: its regions are cut in too many dimensions at once to be checked: cut it in fewer"
     )]
@@ -238,25 +241,25 @@ pub enum TableError {
     Disagreement {
         /// The name.
         name: String,
-        /// The property that differs.
+        /// The name of the property that differs.
         what: &'static str,
         /// The first table, counted from 0 in the order of the merge.
         first_table: usize,
-        /// Its property.
+        /// The property in the first table.
         first: String,
         /// The second table.
         second_table: usize,
-        /// Its property.
+        /// The property in the second table.
         second: String,
     },
-    /// Extents with and without hashes do not go into one table.
+    /// Some extents have hashes and others have none, which one table cannot hold.
     #[error("some extents have a hash and others have none: give all of them one, or none")]
     MixedHashes,
 }
 
 impl TableError {
-    /// Returns the kind of this failure. A version too new is not corruption: those bytes must be
-    /// kept.
+    /// Returns the kind of the error. A version that is too new is not corruption: those bytes must
+    /// be kept.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Magic
@@ -287,7 +290,7 @@ impl TableError {
     }
 }
 
-/// Returns `value` as text, cut to what an error may quote.
+/// Returns `value` as text, cut to the length that an error may quote.
 pub(super) fn quoted(value: &dyn fmt::Display) -> String {
     let text = value.to_string();
     match text.char_indices().nth(MAX_QUOTED_CHARS) {

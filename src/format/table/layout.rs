@@ -21,31 +21,31 @@ use std::ops::Range;
 use super::Space;
 use super::blocks::{space_number, space_of};
 use super::columns::{Column, Decoded, Malformed, put_number, require};
-use super::error::{Part, Section, TableError};
+use super::error::{Section, TableError, TablePart};
 use super::limits::{
     MAX_BLOCK_ROWS, MAX_DIRECTORY_BYTES, MAX_EXTENTS, MAX_NAMES, MAX_PATH_BYTES, MAX_REGIONS,
     MAX_TABLE_BLOCK_BYTES, MAX_TABLE_BYTES,
 };
 use super::path::Path;
 
-/// The length of the footer: the last bytes of a shard that has a table.
+/// The length of the footer in bytes. The footer is the end of every shard that has a table.
 pub const FOOTER_BYTES: usize = 64;
 
 const MAGIC: [u8; 4] = *b"rRdX";
 const FOOTER_VERSION: u32 = 1;
 const HAS_HASHES: u32 = 1;
-/// Length of the part that the footer's own checksum covers.
+/// The number of bytes that the footer's own checksum covers.
 const SEALED_BYTES: usize = 52;
 pub(super) const CHECKSUM_BYTES: usize = 16;
 
-/// Returns the first 16 bytes of BLAKE3.
+/// Returns the first 16 bytes of the BLAKE3 hash.
 pub(super) fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
     let mut out = [0; CHECKSUM_BYTES];
     out.copy_from_slice(&blake3::hash(bytes).as_bytes()[..CHECKSUM_BYTES]);
     out
 }
 
-/// The fields of the footer that vary.
+/// The variable fields of the footer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Footer {
     pub has_hashes: bool,
@@ -77,9 +77,9 @@ impl Footer {
         out
     }
 
-    /// Reads the footer: magic, checksum, version, then each length against its limit.
+    /// Parses the footer: magic, checksum, version, then each length against its limit.
     pub fn parse(bytes: &[u8]) -> Result<Self, TableError> {
-        let part = Part::Footer;
+        let part = TablePart::Footer;
         let whole: &[u8; FOOTER_BYTES] = bytes.try_into().map_err(|_| TableError::Length {
             part,
             expected_bytes: FOOTER_BYTES as u64,
@@ -133,29 +133,29 @@ impl Footer {
         })
     }
 
-    /// Returns where the directory lies in the table.
+    /// Returns the range of the directory in the table.
     pub fn directory_range(&self) -> Range<u64> {
         let end = self.table_bytes - FOOTER_BYTES as u64;
         end - u64::from(self.directory_bytes)..end
     }
 }
 
-/// Returns where in a shard of `shard_len_bytes` the table lies, its footer included. `footer` is
-/// the last [`FOOTER_BYTES`] of the shard.
+/// Returns the range of the table in a shard of `shard_len_bytes`, including the footer. `footer`
+/// is the last [`FOOTER_BYTES`] of the shard.
 pub fn table_range(shard_len_bytes: u64, footer: &[u8]) -> Result<Range<u64>, TableError> {
     let footer = Footer::parse(footer)?;
     let start = shard_len_bytes.checked_sub(footer.table_bytes).ok_or(TableError::Length {
-        part: Part::Table,
+        part: TablePart::Table,
         expected_bytes: footer.table_bytes,
         found_bytes: shard_len_bytes,
     })?;
     Ok(start..shard_len_bytes)
 }
 
-/// A block, as the directory describes it.
+/// A block as described by the directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Block<F> {
-    /// Where it begins in the table.
+    /// The offset of the block in the table.
     pub offset_bytes: u64,
     pub len_bytes: usize,
     pub first_row: usize,
@@ -190,8 +190,8 @@ fn put_blocks<F>(
     }
 }
 
-/// Reads the blocks of one section, which begin at `offset_bytes` and have `rows` rows in all.
-/// Returns them and where they end.
+/// Reads the directory entries of one section, whose blocks begin at `offset_bytes` and have `rows`
+/// rows in all. Returns the entries and the offset of the section's end.
 fn read_blocks<F>(
     column: &mut Column<'_>,
     mut offset_bytes: u64,
@@ -242,10 +242,10 @@ impl Directory {
         out
     }
 
-    /// Checks the directory's bytes and returns it. Its blocks fill the table up to the directory,
-    /// and their rows are as many as the footer says.
+    /// Parses the directory and checks it: its blocks must fill the table up to the directory, and
+    /// have as many rows as the footer states.
     pub fn parse(footer: &Footer, bytes: &[u8]) -> Result<Self, TableError> {
-        let part = Part::Directory;
+        let part = TablePart::Directory;
         let expected_bytes = u64::from(footer.directory_bytes);
         if bytes.len() as u64 != expected_bytes {
             let found_bytes = bytes.len() as u64;
@@ -277,8 +277,8 @@ impl Directory {
 }
 
 impl<F> Block<F> {
-    /// Returns an error when `bytes` are not those of the block.
-    pub fn verify(&self, part: Part, bytes: &[u8]) -> Result<(), TableError> {
+    /// Returns an error unless `bytes` are the bytes of the block.
+    pub fn verify(&self, part: TablePart, bytes: &[u8]) -> Result<(), TableError> {
         if bytes.len() != self.len_bytes {
             return Err(TableError::Length {
                 part,
@@ -295,5 +295,5 @@ impl<F> Block<F> {
 
 /// Returns the error for a block that does not decode.
 pub(super) fn malformed(section: Section, number: usize) -> impl Fn(Malformed) -> TableError {
-    move |Malformed(why)| TableError::Malformed { part: Part::Block(section, number), why }
+    move |Malformed(why)| TableError::Malformed { part: TablePart::Block(section, number), why }
 }

@@ -1,22 +1,24 @@
-//! The union of tables: of the ranks of one host, and of the shards of one checkpoint.
+//! The union of tables: of the ranks of one host, or of the shards of one checkpoint.
 
 use super::build::sorted_extents;
 use super::error::{TableError, quoted};
 use super::rules::{check_counts, extent_error};
 use super::{Extent, Name, Region, Table};
 
-/// A table to merge, and where its data lies in the result.
+/// A table to merge, and the place of its data in the result.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeInput<'a> {
     /// The table.
     pub table: &'a Table,
-    /// Added to the shard of each extent of this save.
+    /// The number that is added to the shard of each extent of this save.
     pub shard: u32,
-    /// Added to the offset of each extent of this save; a multiple of 64.
+    /// The number of bytes that is added to the offset of each extent of this save; a multiple of
+    /// 64.
     pub base_offset_bytes: u64,
 }
 
-/// Returns the first property that two descriptions of a name do not share, with both values.
+/// Returns the first property in which two descriptions of a name differ, with both values, or
+/// `None` if they are equal.
 fn difference(a: &Name, b: &Name) -> Option<(&'static str, String, String)> {
     if a.kind != b.kind {
         return Some(("kind", a.kind.to_string(), b.kind.to_string()));
@@ -46,7 +48,7 @@ fn moved(extent: &Extent, input: &MergeInput<'_>) -> Result<Extent, TableError> 
 /// For each input, the new row of each old one.
 type NewRows = Vec<Vec<u32>>;
 
-/// Merges the names.
+/// Merges the names. Returns them with the new row of each old one.
 fn merge_names(inputs: &[MergeInput<'_>]) -> Result<(Vec<Name>, NewRows), TableError> {
     let mut all: Vec<(usize, &Name)> = Vec::new();
     for (input, rows) in inputs.iter().enumerate() {
@@ -78,7 +80,7 @@ fn merge_names(inputs: &[MergeInput<'_>]) -> Result<(Vec<Name>, NewRows), TableE
     Ok((names, new_rows))
 }
 
-/// Merges the extents. Two tables cannot have an extent of this save at the same place: their
+/// Merges the extents. Two tables with an extent of this save at the same place are an error: the
 /// caller has put both tables at the same base.
 fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), TableError> {
     let mut all = Vec::new();
@@ -107,9 +109,9 @@ fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), Ta
 }
 
 impl Table {
-    /// Returns the union of `inputs`. Names with the same space and path must agree in everything;
-    /// two regions of one name with the same form are refused: each region has one owner, and the
-    /// caller leaves out the copies of the others.
+    /// Returns the union of `inputs`. Names with the same space and path must agree in all
+    /// properties. Two regions of one name with the same form are an error: each region has one
+    /// owner, and the caller must leave out the copies of other ranks.
     ///
     /// The extents keep their hashes; an index leaves them out
     /// ([`without_hashes`](Self::without_hashes)). Coverage is not checked
@@ -126,7 +128,7 @@ impl Table {
             for region in &input.table.regions {
                 let name = new_names.get(region.name as usize).copied();
                 let extent = new_extents.get(region.extent as usize).copied();
-                // Rows of a valid table are in range.
+                // In a valid table all rows are in range, so this skips nothing.
                 let (Some(name), Some(extent)) = (name, extent) else { continue };
                 regions.push(Region { name, form: region.form.clone(), extent });
             }

@@ -35,28 +35,29 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use build::TableBuilder;
-pub use error::{Part, Section, TableError};
+pub use error::{Section, TableError, TablePart};
 pub use layout::{FOOTER_BYTES, table_range};
 pub use merge::MergeInput;
 pub use path::{Key, Path, PathError};
 pub use reader::{FoundName, ReadAt, TableReader};
 pub use search::{CopyDim, ExtentCopy, SearchError, Wanted, search};
 
-/// How the name of a data shard of a trainer's checkpoint begins; the launch and the shard's number follow.
+/// The start of the name of a data shard in a trainer's checkpoint. The launch and the shard's
+/// number follow.
 pub const DATA_SHARD: &str = "data/";
-/// How the name of the index shard begins; the launch follows.
+/// The start of the name of the index shard. The launch follows.
 pub const INDEX_SHARD: &str = "index/";
 
-/// The names among which a path is unique. The shared space sorts first.
+/// The set of names in which a path is unique. The shared space sorts first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Space {
-    /// Shared by all ranks.
+    /// The space that all ranks share.
     Shared,
-    /// Private to one rank.
+    /// The space of one rank.
     Rank(u32),
 }
 
-/// Whether a name stands for a tensor.
+/// The kind of a name: a tensor, or other content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum NameKind {
     /// An array of elements with a shape.
@@ -81,10 +82,11 @@ impl fmt::Display for NameKind {
 /// format.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ElementType {
-    /// The name, as in `float32` or `float8_e4m3fn`: 1 to 64 visible ASCII characters. Shared by
-    /// all names of one block.
+    /// The name, as in `float32` or `float8_e4m3fn`: 1 to 64 visible ASCII characters. All names of
+    /// one block share it.
     pub name: Arc<str>,
-    /// Bits of one element, at least 1. Elements whose bits are no multiple of 8 are packed.
+    /// The number of bits of one element, at least 1. Elements whose number of bits is not a
+    /// multiple of 8 are packed.
     pub bits: u16,
     /// Whether the most significant byte comes first.
     pub big_endian: bool,
@@ -97,26 +99,26 @@ impl fmt::Display for ElementType {
     }
 }
 
-/// A name and what is known of it before any of its bytes are read.
+/// A name and its properties, which are known before any of its bytes are read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name {
     /// The space in which the path is unique.
     pub space: Space,
     /// The path of nested keys.
     pub path: Path,
-    /// Tensor, bytes or plain value.
+    /// The kind: tensor, bytes or plain value.
     pub kind: NameKind,
-    /// The type of an element; of 8 bits for bytes and plain values.
+    /// The type of an element. For bytes and plain values it has 8 bits.
     pub element: ElementType,
-    /// The size of each dimension, at most 64 of them; empty for a scalar, for bytes and for plain
+    /// The size of each dimension, at most 64 of them. Empty for a scalar, for bytes and for plain
     /// values.
     pub shape: Vec<u64>,
-    /// Bits whose meaning the trainer's side defines; stored unchanged.
+    /// Bits with a meaning that the trainer's side defines. They are stored unchanged.
     pub flags: u32,
 }
 
 impl Name {
-    /// Returns the number of elements; `None` when it overflows.
+    /// Returns the number of elements, or `None` when it overflows.
     pub fn elements(&self) -> Option<u64> {
         volume(&self.shape)
     }
@@ -131,7 +133,8 @@ impl fmt::Display for Name {
     }
 }
 
-/// Returns the product of `sizes`; `None` when it overflows and none of them is 0.
+/// Returns the product of `sizes`, or `None` when it overflows. A size of 0 gives 0 without
+/// overflow.
 pub(crate) fn volume(sizes: &[u64]) -> Option<u64> {
     if sizes.contains(&0) {
         return Some(0);
@@ -142,20 +145,20 @@ pub(crate) fn volume(sizes: &[u64]) -> Option<u64> {
 /// The part of a named tensor that a region holds. Elements lie in the extent in row-major order.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Form {
-    /// The whole name.
+    /// The whole tensor, or the whole content of another name.
     Whole,
-    /// A box: in each dimension `size` elements from `start` on. An empty box is allowed.
+    /// A box: in each dimension, `size` elements from `start` on. An empty box is allowed.
     Box {
         /// The first index of each dimension.
         start: Vec<u64>,
-        /// How many of each dimension.
+        /// The number of elements in each dimension.
         size: Vec<u64>,
     },
-    /// A form of a later release. The rest of the table can be read.
+    /// A form of a later release. The rest of the table can still be read.
     Unknown {
         /// The number of the form: 2 flat, 3 index set, 4 rows, or one that is not reserved yet.
         number: u8,
-        /// Its content, at most 1 MiB.
+        /// The content of the form, at most 1 MiB.
         payload: Vec<u8>,
     },
 }
@@ -173,41 +176,42 @@ impl fmt::Display for Form {
     }
 }
 
-/// A part of a name, and the extent that holds it. Several regions may name one extent (tied
+/// A part of a name, and the extent that holds it. Several regions may refer to one extent (tied
 /// weights).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Region {
     /// The row of the name.
     pub name: u32,
-    /// The part.
+    /// The part of the name.
     pub form: Form,
     /// The row of the extent.
     pub extent: u32,
 }
 
-/// Bytes of a shard that hold one content.
+/// A range of bytes of a shard with one content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// 0: this save. Others are reserved for content taken from older saves.
+    /// The save that holds the content: 0 for this save. Other numbers are reserved for content
+    /// taken from older saves.
     pub source: u32,
-    /// The shard. A data shard's own table calls its shard 0.
+    /// The number of the shard. The table of a data shard refers to its own shard as 0.
     pub shard: u32,
-    /// Where the extent begins: a multiple of 64.
+    /// The offset in the shard in bytes, a multiple of 64.
     pub offset_bytes: u64,
-    /// Its length.
+    /// The length in bytes.
     pub len_bytes: u64,
-    /// BLAKE3 of its bytes. All extents of a table have one, or none has.
+    /// The BLAKE3 hash of the bytes. Either all extents of a table have one, or none has.
     pub hash: Option<[u8; 32]>,
 }
 
 impl Extent {
-    /// Returns the order of extents.
+    /// Returns the key by which extents are sorted.
     pub(crate) fn place(&self) -> (u32, u32, u64, u64) {
         (self.source, self.shard, self.offset_bytes, self.len_bytes)
     }
 }
 
-/// A valid table: sorted, unique, every row in range.
+/// A valid table: sorted, unique, and with every row number in range.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Table {
     names: Vec<Name>,
@@ -231,13 +235,13 @@ impl Table {
         &self.extents
     }
 
-    /// Returns the row of a name.
+    /// Returns the row of a name, or `None` if there is no such name.
     pub fn find(&self, space: Space, path: &Path) -> Option<u32> {
         let row = self.names.binary_search_by(|name| (name.space, &name.path).cmp(&(space, path)));
         row.ok().map(|row| row as u32)
     }
 
-    /// Returns the regions of the name in row `name_row`; none when there is no such row.
+    /// Returns the regions of the name in row `name_row`, which are none when there is no such row.
     pub fn regions_of(&self, name_row: u32) -> &[Region] {
         self.regions.get(self.region_rows(name_row)).unwrap_or_default()
     }
@@ -253,13 +257,14 @@ impl Table {
         self.extents.first().is_some_and(|extent| extent.hash.is_some())
     }
 
-    /// Returns the table with the hashes of its extents left out, as an index has it.
+    /// Returns the table without the hashes of its extents, as an index stores it.
     pub fn without_hashes(mut self) -> Self {
         self.extents.iter_mut().for_each(|extent| extent.hash = None);
         self
     }
 
-    /// Returns the table with a hash for each extent, in their order. Fails when the counts differ.
+    /// Returns the table with a hash for each extent, in the order of the extents. Returns an error
+    /// when the counts differ.
     pub fn with_hashes(mut self, hashes: &[[u8; 32]]) -> Result<Self, TableError> {
         if hashes.len() != self.extents.len() {
             let (row, rows) = (hashes.len() as u32, self.extents.len());
@@ -271,8 +276,8 @@ impl Table {
         Ok(self)
     }
 
-    /// Returns where the last extent of this save in `shard` ends: the least length of the shard's
-    /// data.
+    /// Returns the end of the last extent of this save in `shard`, which is the smallest possible
+    /// length of the shard's data.
     pub fn data_end_bytes(&self, shard: u32) -> u64 {
         let end =
             self.extents.partition_point(|extent| (extent.source, extent.shard) <= (0, shard));

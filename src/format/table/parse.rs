@@ -1,5 +1,5 @@
-//! A whole table from its bytes. Every length is checked before it is used, and every row costs
-//! bytes of the input, so memory is bounded by a small multiple of the input (docs/format.md).
+//! Parses a whole table. Every length is checked before it is used, and every row takes bytes of
+//! the input, so memory is bounded by a small multiple of the input (docs/format.md).
 
 use super::Table;
 use super::blocks::{
@@ -7,7 +7,7 @@ use super::blocks::{
     decode_regions,
 };
 use super::columns::{Decoded, Malformed};
-use super::error::{Part, Section, TableError};
+use super::error::{Section, TableError, TablePart};
 use super::layout::{Block, Directory, FOOTER_BYTES, Footer, malformed};
 
 /// Decodes all blocks of a section into one list of rows.
@@ -25,7 +25,7 @@ fn read_section<T, F>(
     }
     let mut out = Vec::with_capacity(rows);
     for (number, block) in blocks.iter().enumerate() {
-        let part = Part::Block(section, number);
+        let part = TablePart::Block(section, number);
         let start = usize::try_from(block.offset_bytes).unwrap_or(usize::MAX);
         let bytes = table.get(start..start.saturating_add(block.len_bytes)).unwrap_or_default();
         block.verify(part, bytes)?;
@@ -35,18 +35,18 @@ fn read_section<T, F>(
 }
 
 impl Table {
-    /// Reads a whole table with its footer; `bytes` is nothing else
-    /// ([`table_range`](super::table_range) says where it lies).
+    /// Parses a whole table. `bytes` must be exactly the table with its footer
+    /// ([`table_range`](super::table_range) returns its range in a shard).
     pub fn parse(bytes: &[u8]) -> Result<Self, TableError> {
         let found_bytes = bytes.len() as u64;
         let length =
             |part, expected_bytes| TableError::Length { part, expected_bytes, found_bytes };
         let (rest, footer) = bytes
             .split_last_chunk::<FOOTER_BYTES>()
-            .ok_or(length(Part::Footer, FOOTER_BYTES as u64))?;
+            .ok_or(length(TablePart::Footer, FOOTER_BYTES as u64))?;
         let footer = Footer::parse(footer)?;
         if footer.table_bytes != found_bytes {
-            return Err(length(Part::Table, footer.table_bytes));
+            return Err(length(TablePart::Table, footer.table_bytes));
         }
         let start = footer.directory_range().start as usize;
         let directory = Directory::parse(&footer, rest.get(start..).unwrap_or_default())?;

@@ -20,7 +20,7 @@ use crate::kind::ErrorKind;
 const TEXT: u8 = 1;
 const INTEGER: u8 = 2;
 const POSITION: u8 = 3;
-/// Follows each NUL of a text, so that it is not taken for the end.
+/// The byte that follows each NUL of a text, so that the NUL is not mistaken for the end.
 const ESCAPE: u8 = 0xff;
 const SIGN_BIT: u64 = 1 << 63;
 
@@ -32,7 +32,7 @@ pub enum Key {
     Text(String),
     /// A key that is a number.
     Integer(i64),
-    /// A place in a list or tuple.
+    /// A position in a list or tuple.
     Position(u32),
 }
 
@@ -40,7 +40,7 @@ pub enum Key {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Path(Box<[u8]>);
 
-/// The reason why keys, bytes or a text are no path.
+/// The reason why keys, bytes or a text are not a path.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PathError {
@@ -57,13 +57,13 @@ pub enum PathError {
         "a path takes {bytes} bytes, more than the limit of {MAX_PATH_BYTES}: shorten its keys"
     )]
     TooLong {
-        /// The encoded length, or as much of it as was counted.
+        /// The encoded length in bytes. The count stops at the first key that exceeds the limit.
         bytes: usize,
     },
     /// The bytes are not an encoded path.
     #[error("the bytes of a path do not decode: use another copy")]
     Encoding,
-    /// The text is not what a path is printed as.
+    /// The text is not the printed form of a path.
     #[error(
         "{text:?} is not the text of a path, as in model/layers.0.weight, state{{0}}/step or files[3]"
     )]
@@ -74,7 +74,7 @@ pub enum PathError {
 }
 
 impl PathError {
-    /// Returns the kind of this failure.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Empty | Self::TooDeep | Self::TooLong { .. } | Self::Text { .. } => {
@@ -93,7 +93,7 @@ pub(super) enum KeyRef<'a> {
     Position(u32),
 }
 
-/// Splits the content of a text key from what follows it. The content still has its escapes.
+/// Splits the content of a text key from the bytes after it. The content still has its escapes.
 fn split_text(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let mut from = 0;
     loop {
@@ -105,7 +105,7 @@ fn split_text(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// Takes the escapes out of the content of a text key.
+/// Removes the escapes from the content of a text key.
 fn unescape(content: &[u8]) -> Option<Cow<'_, str>> {
     if !content.contains(&0) {
         return std::str::from_utf8(content).ok().map(Cow::Borrowed);
@@ -121,7 +121,7 @@ fn unescape(content: &[u8]) -> Option<Cow<'_, str>> {
     String::from_utf8(out).ok().map(Cow::Owned)
 }
 
-/// Decodes the first key of `bytes`, and returns it with the bytes behind it.
+/// Decodes the first key of `bytes`. Returns it and the bytes after it.
 fn split_key(bytes: &[u8]) -> Option<(KeyRef<'_>, &[u8])> {
     let (tag, rest) = bytes.split_first()?;
     match *tag {
@@ -165,8 +165,8 @@ fn put_key(out: &mut Vec<u8>, key: &Key) {
 }
 
 impl Path {
-    /// Encodes `keys`. Returns an error when there are none, more than 64, or when they take more
-    /// than 4 KiB.
+    /// Encodes `keys`. Returns an error when there are none, when there are more than 64, or when
+    /// they take more than 4 KiB.
     pub fn new(keys: &[Key]) -> Result<Self, PathError> {
         if keys.is_empty() {
             return Err(PathError::Empty);
@@ -223,8 +223,8 @@ impl Path {
         self.key_refs().map(owned).collect()
     }
 
-    /// Iterates over the keys without copying their text. The bytes were checked, so every key
-    /// decodes.
+    /// Returns an iterator over the keys that does not copy their text. The bytes were checked, so
+    /// every key decodes.
     pub(super) fn key_refs(&self) -> impl Iterator<Item = KeyRef<'_>> {
         let mut rest: &[u8] = &self.0;
         std::iter::from_fn(move || {

@@ -8,11 +8,11 @@
 //! position  = "[" decimal "]"
 //! text      = plain | '"' { character | escape } '"'
 //! plain     = one or more characters, none of / [ ] { } " \ and no control character
-//! escape    = \" \\ \b \f \n \r \t, and \u with four hexadecimal digits for the other control characters
+//! escape    = \" \\ \b \f \n \r \t, or \u and four hexadecimal digits (other control characters)
 //! ```
 //!
-//! A text key is quoted only where it cannot stand plain, and a number has no superfluous sign or
-//! zero. `from_str` takes what `Display` prints and nothing else.
+//! A text key is quoted only if it cannot be plain, and a number has no superfluous sign or zero.
+//! `from_str` accepts what `Display` prints and nothing else.
 
 use std::fmt::{self, Write as _};
 use std::str::FromStr;
@@ -24,7 +24,7 @@ fn is_plain(c: char) -> bool {
     !c.is_control() && !matches!(c, '/' | '[' | ']' | '{' | '}' | '"' | '\\')
 }
 
-/// Returns the letter that stands for `c` behind a backslash.
+/// Returns the letter that stands for `c` after a backslash, if there is one.
 fn escape_of(c: char) -> Option<char> {
     Some(match c {
         '"' | '\\' => c,
@@ -76,8 +76,7 @@ impl fmt::Debug for Path {
     }
 }
 
-/// Reads a quoted text whose opening quote is already gone. Returns it with what follows the
-/// closing quote.
+/// Reads a quoted text after its opening quote. Returns it and the rest after the closing quote.
 fn unquote(quoted: &str) -> Option<(String, &str)> {
     let mut out = String::new();
     let mut rest = quoted.chars();
@@ -105,7 +104,7 @@ fn unquote(quoted: &str) -> Option<(String, &str)> {
 }
 
 /// Reads the first key of `text`. A text key that is not the path's first key begins with a slash.
-/// Returns the key with what follows it.
+/// Returns the key and the rest after it.
 fn read_key(text: &str, is_first: bool) -> Option<(Key, &str)> {
     if let Some(inside) = text.strip_prefix('[') {
         let (number, rest) = inside.split_once(']')?;
@@ -129,7 +128,7 @@ fn read_keys(text: &str) -> Option<Vec<Key>> {
     let (mut keys, mut rest) = (Vec::new(), text);
     while !rest.is_empty() {
         let (key, behind) = read_key(rest, keys.is_empty())?;
-        // The caller refuses a path with one key too many; more keys would only take memory.
+        // The caller refuses a path with one key too many, so further keys would only take memory.
         if keys.len() > MAX_PATH_KEYS {
             break;
         }
@@ -142,7 +141,7 @@ fn read_keys(text: &str) -> Option<Vec<Key>> {
 impl FromStr for Path {
     type Err = PathError;
 
-    /// Takes only what [`Display`](fmt::Display) prints, so that one path has one text.
+    /// Accepts only texts that [`Display`](fmt::Display) prints, so that one path has one text.
     fn from_str(text: &str) -> Result<Self, PathError> {
         let wrong = || PathError::Text { text: text.chars().take(128).collect() };
         if text.len() > MAX_PATH_TEXT_BYTES {

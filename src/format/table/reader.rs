@@ -1,25 +1,25 @@
-//! Reads single names of a table: the footer and the directory once, then the blocks that are
+//! Reads single names of a table: the footer and the directory once, then only the blocks that are
 //! needed.
 //!
-//! The reader keeps the directory (at most 4 MiB) and no blocks: for many names of one table,
-//! [`TableReader::read_all`] is quicker. Each block is verified before its rows are used, and the
-//! rows of a found name are checked against each other. A contradiction between rows of other names
-//! is noticed only when those names are read.
+//! The reader keeps the directory (at most 4 MiB) in memory, but no blocks: for many names of one
+//! table, [`TableReader::read_all`] is faster. Each block is verified before its rows are used, and
+//! the rows of a found name are checked against each other. A contradiction between rows of other
+//! names is detected only when those names are read.
 
 use std::io;
 use std::ops::Range;
 
 use super::blocks::{decode_extents, decode_names, decode_regions};
 use super::columns::{Decoded, require};
-use super::error::{Part, Section, TableError};
+use super::error::{Section, TableError, TablePart};
 use super::layout::{Block, Directory, FOOTER_BYTES, Footer, malformed, table_range};
 use super::rules::{check_extent, check_name, check_region};
 use super::search::{ExtentCopy, SearchError, search_regions};
 use super::{Extent, Form, Name, Path, Region, Space, Table};
 
-/// A source of bytes that can be read at any place.
+/// A source of bytes that can be read at any offset.
 pub trait ReadAt {
-    /// Returns the `len_bytes` bytes from `offset_bytes` on. Fewer are an error.
+    /// Returns the `len_bytes` bytes from `offset_bytes` on, or an error if there are fewer.
     fn read_at(&self, offset_bytes: u64, len_bytes: usize) -> io::Result<Vec<u8>>;
 }
 
@@ -39,11 +39,11 @@ impl<R: ReadAt + ?Sized> ReadAt for &R {
     }
 }
 
-/// Reads the table at the end of a shard, block by block.
+/// A reader of the table at the end of a shard, block by block.
 #[derive(Debug)]
 pub struct TableReader<R> {
     source: R,
-    /// Where the table lies in the shard.
+    /// The range of the table in the shard.
     range: Range<u64>,
     footer: Footer,
     directory: Directory,
@@ -56,21 +56,21 @@ pub struct FoundName {
     pub row: u32,
     /// The name.
     pub name: Name,
-    /// Its regions.
+    /// The regions of the name.
     pub regions: Vec<Region>,
-    /// The extents of the regions with their rows, ascending.
+    /// The extents of the regions with their rows, in ascending order.
     pub extents: Vec<(u32, Extent)>,
 }
 
 impl FoundName {
-    /// Returns the extent in row `row` of the table, if a region of this name has it.
+    /// Returns the extent in row `row` of the table, if a region of this name refers to it.
     pub fn extent(&self, row: u32) -> Option<&Extent> {
         let at = self.extents.binary_search_by_key(&row, |(row, _)| *row).ok()?;
         self.extents.get(at).map(|(_, extent)| extent)
     }
 
-    /// Returns the copies that give the part `wanted` of this name, as [`search`](super::search())
-    /// does.
+    /// Returns the copies that make up the part `wanted` of this name, as
+    /// [`search`](super::search()) does.
     pub fn search(&self, wanted: &Form) -> Result<Vec<ExtentCopy>, SearchError> {
         let extent_bytes = |row| self.extent(row).map(|extent| extent.len_bytes);
         search_regions(&self.name, &self.regions, wanted, extent_bytes)
@@ -79,7 +79,7 @@ impl FoundName {
 
 fn read<R: ReadAt>(
     source: &R,
-    part: Part,
+    part: TablePart,
     offset_bytes: u64,
     len_bytes: usize,
 ) -> Result<Vec<u8>, TableError> {
@@ -93,7 +93,7 @@ fn read<R: ReadAt>(
     Ok(bytes)
 }
 
-/// Returns the number of the block that has row `row`.
+/// Returns the number of the block that contains row `row`.
 fn block_of_row<F>(blocks: &[Block<F>], row: u32) -> Option<usize> {
     blocks.partition_point(|block| block.first_row <= row as usize).checked_sub(1)
 }
@@ -103,20 +103,20 @@ impl<R: ReadAt> TableReader<R> {
     pub fn open(source: R, shard_len_bytes: u64) -> Result<Self, TableError> {
         let footer_start =
             shard_len_bytes.checked_sub(FOOTER_BYTES as u64).ok_or(TableError::Length {
-                part: Part::Footer,
+                part: TablePart::Footer,
                 expected_bytes: FOOTER_BYTES as u64,
                 found_bytes: shard_len_bytes,
             })?;
-        let bytes = read(&source, Part::Footer, footer_start, FOOTER_BYTES)?;
+        let bytes = read(&source, TablePart::Footer, footer_start, FOOTER_BYTES)?;
         let range = table_range(shard_len_bytes, &bytes)?;
         let footer = Footer::parse(&bytes)?;
         let start = range.start + footer.directory_range().start;
-        let bytes = read(&source, Part::Directory, start, footer.directory_bytes as usize)?;
+        let bytes = read(&source, TablePart::Directory, start, footer.directory_bytes as usize)?;
         let directory = Directory::parse(&footer, &bytes)?;
         Ok(Self { source, range, footer, directory })
     }
 
-    /// Returns where in the shard the table lies, its footer included.
+    /// Returns the range of the table in the shard, including the footer.
     pub fn table_range(&self) -> Range<u64> {
         self.range.clone()
     }
@@ -143,7 +143,7 @@ impl<R: ReadAt> TableReader<R> {
 
     /// Reads the whole table.
     pub fn read_all(&self) -> Result<Table, TableError> {
-        let part = Part::Table;
+        let part = TablePart::Table;
         let len = usize::try_from(self.footer.table_bytes).map_err(|_| TableError::TooLong {
             part,
             bytes: self.footer.table_bytes,
@@ -161,7 +161,7 @@ impl<R: ReadAt> TableReader<R> {
         decode: impl Fn(&[u8], usize, &mut Vec<T>) -> Decoded<()>,
     ) -> Result<Vec<T>, TableError> {
         let Some(block) = blocks.get(number) else { return Ok(Vec::new()) };
-        let part = Part::Block(section, number);
+        let part = TablePart::Block(section, number);
         let start = self.range.start + block.offset_bytes;
         let bytes = read(&self.source, part, start, block.len_bytes)?;
         block.verify(part, &bytes)?;
@@ -170,8 +170,8 @@ impl<R: ReadAt> TableReader<R> {
         Ok(rows)
     }
 
-    /// Reads block `number` of the names. Returns the row of its first name, and its names; none
-    /// behind the last block.
+    /// Reads block `number` of the names. Returns the row of its first name, and its names, which
+    /// are none after the last block.
     pub fn name_block(&self, number: usize) -> Result<(u32, Vec<Name>), TableError> {
         let blocks = &self.directory.names;
         let names = self.rows(Section::Names, blocks, number, decode_names)?;
@@ -195,13 +195,13 @@ impl<R: ReadAt> TableReader<R> {
         Ok((first_row, names))
     }
 
-    /// Iterates over the names, one block after the other, each with the row of its first name. At
-    /// most one block of names is in memory.
+    /// Returns an iterator over the blocks of names, each with the row of its first name. At most
+    /// one block of names is in memory.
     pub fn name_blocks(&self) -> impl Iterator<Item = Result<(u32, Vec<Name>), TableError>> {
         (0..self.directory.names.len()).map(|number| self.name_block(number))
     }
 
-    /// Reads the regions of the name in row `name_row`.
+    /// Reads and returns the regions of the name in row `name_row`.
     pub fn regions_of(&self, name_row: u32) -> Result<Vec<Region>, TableError> {
         let blocks = &self.directory.regions;
         let first = blocks.partition_point(|block| block.first.1 < name_row);
@@ -264,7 +264,8 @@ impl<R: ReadAt> TableReader<R> {
         TableError::Row { section: Section::Extents, row, rows }
     }
 
-    /// Finds a name, and reads its regions and their extents.
+    /// Finds a name, and reads its regions and their extents. Returns `None` if there is no such
+    /// name.
     pub fn find(&self, space: Space, path: &Path) -> Result<Option<FoundName>, TableError> {
         let blocks = &self.directory.names;
         let after = |block: &Block<(Space, Path)>| (block.first.0, &block.first.1) <= (space, path);
@@ -287,8 +288,8 @@ impl<R: ReadAt> TableReader<R> {
     }
 }
 
-/// Returns the error for rows that break a rule; damage and failures of the source stay what they
-/// are.
+/// Returns the error for rows that break a rule. Errors of damage and of the source are returned
+/// unchanged.
 fn contradiction(error: TableError) -> TableError {
     match error.kind() {
         crate::kind::ErrorKind::Invalid => TableError::Contradiction(Box::new(error)),

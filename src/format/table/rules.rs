@@ -1,4 +1,4 @@
-//! The rules that the rows of a table keep, whether a builder sorted them or a parser read them.
+//! The rules that the rows of a table obey, whether a builder sorted them or a parser read them.
 
 use std::cmp::Ordering;
 
@@ -48,8 +48,8 @@ pub(super) fn check_name(name: &Name) -> Result<(), TableError> {
     Ok(())
 }
 
-/// Returns the length of an extent that holds `elements` of `bits` each; packed elements are
-/// rounded up to a byte.
+/// Returns the length in bytes of an extent that holds `elements` of `bits` each. Packed elements
+/// are rounded up to a byte. Returns `None` when the number of bits overflows.
 pub(super) fn packed_bytes(elements: u64, bits: u16) -> Option<u64> {
     Some(elements.checked_mul(bits.into())?.div_ceil(8))
 }
@@ -122,8 +122,8 @@ pub(super) fn check_extent(before: Option<&Extent>, extent: &Extent) -> Result<(
     Ok(())
 }
 
-/// Checks that a name comes behind the one before it. A builder sorts, so there only a name that is
-/// given twice fails.
+/// Checks that a name sorts after the one before it. A builder sorts the names, so there the check
+/// fails only for a name that is given twice.
 fn check_name_order(before: &Name, name: &Name) -> Result<(), TableError> {
     match (before.space, &before.path).cmp(&(name.space, &name.path)) {
         Ordering::Less => Ok(()),
@@ -134,7 +134,7 @@ fn check_name_order(before: &Name, name: &Name) -> Result<(), TableError> {
     }
 }
 
-/// Checks that a region comes behind the one before it.
+/// Checks that a region sorts after the one before it.
 fn check_region_order(before: &Region, region: &Region, name: &Name) -> Result<(), TableError> {
     let order = (before.name, &before.form).cmp(&(region.name, &region.form));
     if order == Ordering::Less {
@@ -148,7 +148,7 @@ fn check_region_order(before: &Region, region: &Region, name: &Name) -> Result<(
 }
 
 impl Table {
-    /// Returns the table of sorted rows, or the first rule that they break.
+    /// Returns the table of sorted rows, or an error for the first rule that they break.
     pub(super) fn checked(
         names: Vec<Name>,
         regions: Vec<Region>,

@@ -1,7 +1,7 @@
 //! Finds the bytes of extents that make up a wanted part of a name, and their places in the
 //! destination.
 //!
-//! An extent holds the elements of its region in row-major order, without gaps; a destination holds
+//! An extent holds the elements of its region in row-major order, without gaps. A destination holds
 //! those of the wanted box in the same way, from its byte 0 on. A copy is the part that one region
 //! and the wanted box have in common.
 
@@ -20,36 +20,36 @@ pub struct Wanted<'a> {
     pub path: &'a Path,
     /// The wanted part: whole, or a box.
     pub form: &'a Form,
-    /// The element type that the destination has, if it matters.
+    /// The element type of the destination, or `None` if any type is accepted.
     pub element: Option<&'a ElementType>,
-    /// The shape that the whole tensor must have, if it matters.
+    /// The required shape of the whole tensor, or `None` if any shape is accepted.
     pub shape: Option<&'a [u64]>,
 }
 
-/// Bytes that go from one extent to the destination: runs of `run_bytes`, as many as the product of
+/// Bytes to copy from one extent to the destination: runs of `run_bytes`, as many as the product of
 /// the counts of `dims`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExtentCopy {
     /// The row of the extent.
     pub extent: u32,
-    /// Where the first run begins in the extent.
+    /// The offset of the first run in the extent, in bytes.
     pub from_bytes: u64,
-    /// Where the first run begins in the destination.
+    /// The offset of the first run in the destination, in bytes.
     pub to_bytes: u64,
-    /// The length of each run.
+    /// The length of each run in bytes.
     pub run_bytes: u64,
-    /// How runs repeat, outermost first. Empty: there is one run.
+    /// The levels of repetition, outermost first. If there is none, there is one run.
     pub dims: Vec<CopyDim>,
 }
 
 /// A level of repetition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyDim {
-    /// Number of repetitions of the run and of all levels further inside; at least 2.
+    /// The number of repetitions of the run and of all inner levels; at least 2.
     pub count: u64,
-    /// Bytes from one repetition to the next in the extent.
+    /// The distance in bytes from one repetition to the next in the extent.
     pub from_stride: u64,
-    /// Bytes from one repetition to the next in the destination.
+    /// The distance in bytes from one repetition to the next in the destination.
     pub to_stride: u64,
 }
 
@@ -57,7 +57,7 @@ pub struct CopyDim {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SearchError {
-    /// There is no such name.
+    /// The name does not exist.
     #[error("{name} is not in the index: check its spelling and its space")]
     NoSuchName {
         /// The name.
@@ -70,7 +70,7 @@ pub enum SearchError {
     Mismatch {
         /// The name.
         name: String,
-        /// The property that differs.
+        /// The name of the property that differs.
         what: &'static str,
         /// The property as saved.
         found: String,
@@ -113,7 +113,7 @@ pub enum SearchError {
         /// The form.
         form: String,
     },
-    /// Elements shorter than a byte do not begin or end at a byte.
+    /// Elements shorter than a byte do not begin or end at a byte boundary.
     #[error(
         "{name}: elements of {bits} bits from region {form} do not begin and end at whole bytes: \
         load the whole tensor, or cut it at whole bytes"
@@ -121,12 +121,13 @@ pub enum SearchError {
     NotByteAligned {
         /// The name.
         name: String,
-        /// Bits of an element.
+        /// The number of bits of an element.
         bits: u16,
-        /// The region.
+        /// The form of the region.
         form: String,
     },
-    /// The regions are cut in so many dimensions at once that they are not compared.
+    /// The regions are cut in so many dimensions at once that they cannot be compared within the
+    /// limit of steps.
     #[error("{name}: its regions are cut in too many dimensions at once to be searched")]
     Fragmented {
         /// The name.
@@ -135,7 +136,7 @@ pub enum SearchError {
 }
 
 impl SearchError {
-    /// Returns the kind of this failure.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::NoSuchName { .. } => ErrorKind::NotFound,
@@ -150,8 +151,8 @@ impl SearchError {
 }
 
 impl ExtentCopy {
-    /// Iterates over the runs: (offset in the extent, offset in the destination, length), ascending
-    /// in the destination.
+    /// Returns an iterator over the runs: (offset in the extent, offset in the destination,
+    /// length), ascending in the destination.
     pub fn runs(&self) -> impl Iterator<Item = (u64, u64, u64)> {
         let mut at = vec![0u64; self.dims.len()];
         let mut next = Some((self.from_bytes, self.to_bytes));
@@ -162,7 +163,8 @@ impl ExtentCopy {
         })
     }
 
-    /// Moves `at` to the next repetition. Returns where its run begins, or `None` behind the last.
+    /// Moves `at` to the next repetition. Returns the offsets of its run, or `None` after the last
+    /// one.
     fn step(&self, at: &mut [u64], mut from: u64, mut to: u64) -> Option<(u64, u64)> {
         for (dim, at) in self.dims.iter().zip(at).rev() {
             if *at + 1 < dim.count {
@@ -182,7 +184,7 @@ impl ExtentCopy {
     }
 }
 
-/// Returns the box that two boxes have in common, as first index and size; `None` when it is empty.
+/// Returns the intersection of two boxes, as first index and size, or `None` when it is empty.
 fn intersection(a: Area<'_>, b: Area<'_>) -> Option<(Vec<u64>, Vec<u64>)> {
     let (mut start, mut size) =
         (Vec::with_capacity(a.start.len()), Vec::with_capacity(a.start.len()));
@@ -228,8 +230,8 @@ fn copy_elements(extent: u32, from: Area<'_>, to: Area<'_>, common: Area<'_>) ->
     ExtentCopy { extent, from_bytes: from_first, to_bytes: to_first, run_bytes: run, dims }
 }
 
-/// Turns a copy of elements into one of bytes; `None` when it does not begin and end at whole
-/// bytes.
+/// Turns a copy of elements into a copy of bytes. Returns `None` when it does not begin and end at
+/// byte boundaries.
 ///
 /// A single run that ends where the region and the destination end is rounded up to a byte, because
 /// the lengths of both are.
@@ -259,8 +261,8 @@ fn to_bytes(
     Some(ExtentCopy { extent: copy.extent, from_bytes, to_bytes, run_bytes, dims })
 }
 
-/// Returns the copies that give the part `wanted` of `name`, whose regions are all of `regions`.
-/// `extent_bytes` returns the length of an extent.
+/// Returns the copies that make up the part `wanted` of `name`. `regions` must be all regions of
+/// the name, and `extent_bytes` returns the length of an extent.
 pub(super) fn search_regions(
     name: &Name,
     regions: &[Region],
@@ -304,7 +306,7 @@ pub(super) fn search_regions(
     }
     let (mut commons, mut copies) = (Vec::new(), Vec::new());
     // No product overflows: the length of the whole tensor in bits fits 64 bits, and both boxes lie
-    // inside it.
+    // inside the tensor.
     let elements = |area: Area<'_>| area.size.iter().product();
     for region in regions {
         let from = match &region.form {
@@ -338,8 +340,9 @@ pub(super) fn search_regions(
     }
 }
 
-/// Returns the copies that give the part `wanted` (whole, or a box) of the name in row `name_row`,
-/// in the order of its regions. The destination is the wanted part, row-major, without gaps.
+/// Returns the copies that make up the part `wanted` (whole, or a box) of the name in row
+/// `name_row`, in the order of its regions. The destination is the wanted part, row-major, without
+/// gaps.
 pub fn search(table: &Table, name_row: u32, wanted: &Form) -> Result<Vec<ExtentCopy>, SearchError> {
     let name = table.names().get(name_row as usize);
     let name = name.ok_or_else(|| SearchError::NoSuchName { name: format!("row {name_row}") })?;
@@ -348,9 +351,9 @@ pub fn search(table: &Table, name_row: u32, wanted: &Form) -> Result<Vec<ExtentC
 }
 
 impl Name {
-    /// Returns the length of the part `form`, as an extent or a destination holds it. `None` for
-    /// bytes and plain values, which are as long as their extent, and for a part whose form this
-    /// release does not know.
+    /// Returns the length in bytes of the part `form` in an extent or a destination. Returns `None`
+    /// for bytes and plain values, which are as long as their extent, and for a part whose form
+    /// this release does not know.
     pub fn part_bytes(&self, form: &Form) -> Option<u64> {
         if self.kind != NameKind::Tensor {
             return None;
@@ -382,8 +385,8 @@ impl Wanted<'_> {
 }
 
 impl Table {
-    /// Finds a name and the copies that give the wanted part of it. Returns the row of the name
-    /// with them.
+    /// Finds a name and the copies that make up the wanted part of it. Returns the row of the name
+    /// and the copies.
     pub fn search(&self, wanted: &Wanted<'_>) -> Result<(u32, Vec<ExtentCopy>), SearchError> {
         let row = self.find(wanted.space, wanted.path);
         let name = row.and_then(|row| Some((row, self.names().get(row as usize)?)));

@@ -1,4 +1,4 @@
-//! Tests of the table as a whole: round trips and damage. The other parts are below.
+//! Tests of the table as a whole: round trips and damage. The submodules test the parts.
 
 mod blocks;
 mod hostile;
@@ -31,8 +31,8 @@ pub(super) fn extent(offset_bytes: u64, len_bytes: u64) -> Extent {
     Extent { source: 0, shard: 0, offset_bytes, len_bytes, hash: None }
 }
 
-/// A small table with all there is: both spaces, all kinds and forms, tied weights, an empty tensor
-/// and a scalar.
+/// Returns a small table with every feature: both spaces, all kinds and forms, tied weights, an
+/// empty tensor and a scalar.
 pub(super) fn varied(has_hashes: bool) -> Table {
     let mut builder = TableBuilder::new();
     let mut offset = 0;
@@ -74,7 +74,7 @@ pub(super) fn varied(has_hashes: bool) -> Table {
     for number in [2, 3, 4, 200] {
         builder.add_region(later, Form::Unknown { number, payload: vec![number; 3] }, some);
     }
-    // Other shards and sources begin at 0 again.
+    // Offsets of other shards and sources start at 0 again.
     let hash = has_hashes.then_some([1; 32]);
     let old = builder.add_extent(Extent { source: 3, shard: 9, hash, ..extent(640, 16) });
     for (source, shard) in [(0, 4), (0, 5), (3, 10), (4, 1)] {
@@ -132,7 +132,8 @@ fn dimensions_are_joined_where_they_can_be() {
     builder.add_region(name, Form::Whole, all);
     let table = builder.build().unwrap();
     let only = |form: Form| search(&table, name, &form).unwrap().remove(0);
-    // The last two dimensions make runs of 4 elements, the first two twelve of them.
+    // The last two dimensions make runs of 4 elements; the first two dimensions give twelve of
+    // them.
     let copy = only(area(&[0, 0, 1, 0], &[4, 3, 2, 2]));
     let dims = vec![CopyDim { count: 12, from_stride: 40, to_stride: 16 }];
     assert_eq!(copy, ExtentCopy { extent: 0, from_bytes: 8, to_bytes: 0, run_bytes: 16, dims });

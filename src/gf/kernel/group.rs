@@ -1,32 +1,36 @@
-//! What one kernel runs over in one pass: some outputs and some inputs of a matrix, over a range of bytes.
+//! A group: the work of a kernel in one pass, i.e. some outputs and some inputs of a matrix over a
+//! range of bytes.
 
 use std::ops::Range;
 
 use super::Mode;
 
-/// Outputs that one pass produces: the rows of reconstructions of up to twelve blocks, whose sums fit into 32 registers twice.
+/// Maximum number of outputs of one pass. This covers the reconstruction of up to twelve blocks.
+/// With two vectors per output, the sums fit into 32 registers.
 pub(super) const GROUP_OUTPUTS: usize = 12;
-/// Inputs that one pass reads; it bounds the coefficients that are kept on the stack.
+/// Maximum number of inputs of one pass. It bounds the coefficients that are kept on the stack.
 pub(super) const GROUP_INPUTS: usize = 32;
-/// Kernels with vectors go over whole multiples of this; what is left at the ends is copied to buffers of so many bytes.
+/// The length of a step in bytes. Vector kernels process whole steps; the partial steps at both
+/// ends are copied to buffers of one step.
 pub(super) const STEP_BYTES: usize = 128;
-/// What stores past the caches are aligned to.
+/// The alignment of non-temporal stores, in bytes.
 const LINE_BYTES: usize = 64;
 
-/// `[i][o]` is what input i counts for in output o.
+/// The coefficients of a group: `[i][o]` is the coefficient of input i in output o.
 pub(super) type Coefs = [[u8; GROUP_OUTPUTS]; GROUP_INPUTS];
 
-/// What the rows and columns of the coefficients stand for.
+/// The meaning of the rows and columns of the coefficients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Planes {
-    /// Each for a buffer.
+    /// A single row or column per buffer.
     Whole,
-    /// Two for each buffer: the first and the second half of each of its steps (GF(2^16), docs/format.md).
+    /// Two rows or columns per buffer: the first and the second half of each of its steps
+    /// (GF(2^16), docs/format.md).
     Split,
 }
 
 impl Planes {
-    /// Rows or columns for each buffer.
+    /// Returns the number of rows or columns per buffer.
     pub fn per_buffer(self) -> usize {
         match self {
             Planes::Whole => 1,
@@ -35,10 +39,12 @@ impl Planes {
     }
 }
 
-/// Some outputs of a matrix over a range of bytes. Streams are inputs that are overwritten by an output: they come first among both.
+/// Some outputs of a matrix over a range of bytes. Streams are inputs that an output overwrites:
+/// they come first among inputs and outputs.
 ///
-/// Invariants, which [`super::Kernel`] establishes and unsafe code relies on: every buffer is at least `range.end` bytes long; streams and
-/// inputs have 1 to [`GROUP_INPUTS`] columns, streams and outputs 1 to [`GROUP_OUTPUTS`] rows. Kernels with vectors get ranges of whole steps.
+/// Invariants, which [`super::Kernel`] establishes and unsafe code relies on: every buffer is at
+/// least `range.end` bytes long; streams and inputs have 1 to [`GROUP_INPUTS`] columns, streams and
+/// outputs 1 to [`GROUP_OUTPUTS`] rows. Vector kernels receive ranges of whole steps.
 pub(super) struct Group<'a, 's, 'o> {
     pub coefs: &'a Coefs,
     pub planes: Planes,
@@ -50,14 +56,14 @@ pub(super) struct Group<'a, 's, 'o> {
 }
 
 impl<'s, 'o> Group<'_, 's, 'o> {
-    /// The same over another range, which lies in this one's.
+    /// Returns the same group over another range, which must lie inside this one's.
     fn over(&mut self, range: Range<usize>) -> Group<'_, 's, 'o> {
         debug_assert!(self.range.start <= range.start && range.end <= self.range.end);
         let Group { coefs, planes, streams, inputs, outputs, mode, .. } = self;
         Group { coefs, planes: *planes, streams, inputs, outputs, range, mode: *mode }
     }
 
-    /// Runs `apply`, which takes ranges of whole steps only, over all of the range.
+    /// Runs `apply`, which accepts ranges of whole steps only, over the whole range.
     pub(super) fn in_steps(mut self, apply: &impl Fn(Group<'_, '_, '_>)) {
         let Range { start, end } = self.range;
         let body = (start + self.ragged_start()).min(end);
@@ -73,7 +79,9 @@ impl<'s, 'o> Group<'_, 's, 'o> {
         }
     }
 
-    /// Bytes before the first address that all outputs can be written from past the caches. Halves of steps stay where they are.
+    /// Returns the number of bytes before the first address at which the first output is aligned
+    /// for non-temporal stores, or 0 if the group uses none. The steps of split buffers cannot be
+    /// shifted, so the result is 0 for them, too.
     fn ragged_start(&self) -> usize {
         let mut starts = self.outputs.iter().map(|output| output.as_ptr() as usize);
         match starts.next().map(|first| first.wrapping_add(self.range.start) % LINE_BYTES) {
@@ -84,11 +92,11 @@ impl<'s, 'o> Group<'_, 's, 'o> {
         }
     }
 
-    /// Runs `apply` over less than a step, on copies that are filled up with zeros.
+    /// Runs `apply` over less than a step, on copies that are padded with zeros.
     #[inline(never)]
     fn in_buffers(self, apply: &impl Fn(Group<'_, '_, '_>)) {
         let Group { coefs, planes, streams, inputs, outputs, range, mode } = self;
-        // A split step of h symbols has its high halves from h on.
+        // The high halves of a split step of h symbols start at byte h.
         let half = range.len() / planes.per_buffer();
         let halves = || range.clone().step_by(half).map(|at| at..at + half);
         let places = || (0..).step_by(STEP_BYTES / planes.per_buffer()).map(|at| at..at + half);

@@ -1,12 +1,14 @@
-//! Kernels: the loops over many bytes, once for any processor and once for each instruction set worth it.
+//! Kernels: the loops over many bytes, one portable and one for each worthwhile instruction set.
 //!
-//! The interface is the fused one: all outputs of a matrix come from one pass over its inputs, because what
-//! a hop costs is the bytes it moves, not the products it forms. A [`Kernel`] that runs special
-//! instructions holds a token which only detection can make, so having it proves that the processor has
-//! them. The best one is chosen once; [`ENV`] forces another, so that tests can play a weaker machine.
+//! The interface is fused: one pass over the inputs of a matrix computes all its outputs, because
+//! the cost of a hop is the bytes that it moves, not the products that it computes. A [`Kernel`]
+//! with special instructions holds a token which only detection can make, so its existence proves
+//! that the processor has them. The best kernel is chosen once; [`ENV`] selects another one, so
+//! that tests can simulate a weaker machine.
 //!
-//! Everything is checked here, before any kernel runs. What the instruction sets share (groups of outputs, tiles, ragged ends) is in
-//! `group` and here; a kernel of its own is one loop over one group, and one fingerprint.
+//! This module checks everything before any kernel runs. The parts that all instruction sets share
+//! (groups of outputs, tiles, partial steps) are in `group` and here. A kernel of its own is one
+//! loop over one group, and one fingerprint.
 
 mod group;
 mod portable;
@@ -21,28 +23,31 @@ use group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, Planes, STEP_BYTES};
 use super::fingerprint::FingerprintKey;
 use super::{GfError, Line, Matrix, Matrix16, field16};
 
-/// The environment variable that names the kernel to use.
+/// The name of the environment variable that selects a kernel.
 pub const ENV: &str = "RAPIDRAID_KERNEL";
 
-/// When a matrix takes several passes, they run over so many bytes at a time, so that the inputs are read
-/// from memory once and from the nearest caches after that.
+/// Number of bytes that all passes of a matrix process before they advance. The inputs are then
+/// read from memory once, and from the nearest caches by the later passes.
 const TILE_BYTES: usize = 8 * 1024;
-/// Outputs of [`Kernel::apply_in_place`]: what every kernel makes in one pass, so that no input is overwritten before its last use.
+/// Maximum number of outputs of [`Kernel::apply_in_place`]. Every kernel computes that many in one
+/// pass, so no input is overwritten before its last use.
 const IN_PLACE_OUTPUTS: usize = 4;
 
-/// What becomes of the bytes that an output holds already.
+/// The treatment of the previous content of outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// They are replaced.
+    /// The result replaces it.
     Overwrite,
-    /// The result is added to them.
+    /// The result is added to it.
     Accumulate,
-    /// They are replaced in memory, past the caches: for outputs of megabytes that this core does not read again soon. Faster then, slower
-    /// otherwise. Where the outputs start differently in their cache lines it is [`Mode::Overwrite`].
+    /// The result replaces it in memory, by non-temporal stores that bypass the caches. This is
+    /// faster for outputs of megabytes that this core does not read again soon, and slower
+    /// otherwise. If the outputs start at different offsets in their cache lines (for straight-line
+    /// programs: anywhere but at the start of one), this is the same as [`Mode::Overwrite`].
     Stream,
 }
 
-/// One implementation that this processor can run.
+/// An implementation that this processor can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel(Isa);
 
@@ -58,7 +63,8 @@ enum Isa {
 }
 
 impl Kernel {
-    /// All that this processor can run, the best first. The portable one is always there.
+    /// Returns all kernels that this processor can run, best first. The portable kernel is always
+    /// included.
     pub fn available() -> Vec<Kernel> {
         let mut kernels = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -71,7 +77,8 @@ impl Kernel {
         kernels.into_iter().map(Kernel).collect()
     }
 
-    /// The kernel called `name`, if this processor can run it.
+    /// Returns the kernel called `name`, or [`GfError::NoSuchKernel`] if this processor cannot run
+    /// it.
     pub fn named(name: &str) -> Result<Kernel, GfError> {
         let available = Self::available();
         available.iter().find(|kernel| kernel.name() == name).copied().ok_or_else(|| {
@@ -83,8 +90,8 @@ impl Kernel {
         })
     }
 
-    /// The kernel that [`ENV`] names, or the best one when it is not set. A program asks this when it
-    /// starts, so that a misspelt name is reported.
+    /// Returns the kernel that [`ENV`] names, or the best one if the variable is not set. A program
+    /// calls this when it starts, so that a misspelt name is reported.
     pub fn from_env() -> Result<Kernel, GfError> {
         match std::env::var_os(ENV) {
             Some(name) => Self::named(&name.to_string_lossy()),
@@ -92,14 +99,14 @@ impl Kernel {
         }
     }
 
-    /// The kernel that this process uses, chosen at the first call. Where [`Kernel::from_env`] fails it is
-    /// the portable one.
+    /// Returns the kernel that this process uses, chosen at the first call. If [`Kernel::from_env`]
+    /// fails, it is the portable one.
     pub fn active() -> Kernel {
         static ACTIVE: OnceLock<Kernel> = OnceLock::new();
         *ACTIVE.get_or_init(|| Self::from_env().unwrap_or(Kernel(Isa::Portable)))
     }
 
-    /// Its name: `portable`, `avx2`, `avx2-gfni` or `avx512-gfni`.
+    /// Returns the name: `portable`, `avx2`, `avx2-gfni` or `avx512-gfni`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Isa::Portable => "portable",
@@ -112,9 +119,10 @@ impl Kernel {
         }
     }
 
-    /// For every byte offset t and output r: `outputs[r][t] = sum over s of matrix[r][s] * inputs[s][t]`,
-    /// added to what is there in [`Mode::Accumulate`]. All buffers must have one length; any length and
-    /// any alignment will do.
+    /// Applies a matrix. For every byte offset t and output r it computes
+    /// `outputs[r][t] = sum over s of matrix[r][s] * inputs[s][t]`. In [`Mode::Accumulate`] the sum
+    /// is added to the previous content. All buffers must have the same length; any length and any
+    /// alignment is accepted.
     pub fn apply(
         self,
         matrix: &Matrix,
@@ -128,8 +136,11 @@ impl Kernel {
         Ok(())
     }
 
-    /// The same, with the first outputs written over the first inputs: `matrix` has a row for each stream and then each output, a column
-    /// for each stream and then each input. A hop that forwards what came in saves a stream of stores so. At most 4 rows and 32 columns.
+    /// Applies a matrix as [`Kernel::apply`] does, but writes the first outputs over the first
+    /// inputs (the streams). `matrix` has a row for each stream and then for each output, and a
+    /// column for each stream and then for each input. A hop saves the stores of one stream when it
+    /// forwards the stream that it received in this way. The matrix may have at most 4 rows and 32
+    /// columns.
     pub fn apply_in_place(
         self,
         matrix: &Matrix,
@@ -155,9 +166,10 @@ impl Kernel {
         Ok(())
     }
 
-    /// [`Kernel::apply`] over GF(2^16) ([`super::field16`]), whose symbols lie split in the buffers: in each group of 128 bytes, byte j and
-    /// byte j + 64 are the low and the high half of symbol j. What is left at the end is one group with half as many symbols as bytes, so the
-    /// length must be even.
+    /// Applies a matrix over GF(2^16) ([`super::field16`]) as [`Kernel::apply`] does. The symbols
+    /// are split in the buffers: in each group of 128 bytes, byte j and byte j + 64 are the low and
+    /// the high half of symbol j. The rest at the end is one group with half as many symbols as
+    /// bytes, so the length must be even.
     pub fn apply16(
         self,
         matrix: &Matrix16,
@@ -174,7 +186,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// `coefs(o, i)` gives the coefficients of the group that begins with output o and input i.
+    /// Applies a matrix in as many passes as it needs. `coefs(o, i)` returns the coefficients of
+    /// the group that begins with output o and input i.
     fn apply_in_passes(
         self,
         coefs: &dyn Fn(usize, usize) -> Coefs,
@@ -192,7 +205,7 @@ impl Kernel {
             let range = start..bytes.min(start + step);
             for (o, outputs) in outputs.chunks_mut(group_outputs).enumerate() {
                 for (i, part) in inputs.chunks(group_inputs).enumerate() {
-                    // A sum of several passes is read again by the next.
+                    // A sum of several passes is read again by the next pass.
                     let mode = match (mode, i) {
                         (Mode::Stream, 0) if inputs.len() > group_inputs => Mode::Overwrite,
                         (mode, 0) => mode,
@@ -212,8 +225,9 @@ impl Kernel {
         }
     }
 
-    /// Runs a straight-line program: output by output of it, for every byte offset. All buffers must have one length; any length and any
-    /// alignment will do. [`Mode::Accumulate`] is refused.
+    /// Runs a straight-line program, which computes its outputs for every byte offset. All buffers
+    /// must have the same length; any length and any alignment is accepted. [`Mode::Accumulate`] is
+    /// refused with [`GfError::NoSum`].
     pub fn run(
         self,
         line: &Line,
@@ -252,7 +266,7 @@ impl Kernel {
         }
     }
 
-    /// The fingerprint of at most a grain of bytes, which the caller has checked.
+    /// Computes the fingerprint of at most a grain of bytes. The caller has checked the length.
     pub(super) fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         match self.0 {
             Isa::Portable => portable::fingerprint(key, grain),
@@ -266,7 +280,8 @@ impl Kernel {
     }
 }
 
-/// The common length of all buffers, if their number and lengths fit the matrix.
+/// Returns the common length of all buffers, or an error if their number or lengths do not fit the
+/// matrix.
 pub(super) fn check(
     (rows, cols): (usize, usize),
     streams: &[&mut [u8]],
@@ -286,7 +301,8 @@ pub(super) fn check(
         (_, _, [first, ..]) => first.len(),
         _ => 0,
     };
-    // Plain loops: this is done for every call, and iterators of iterators would cost more than a short hop.
+    // Plain loops, because this runs for every call: nested iterators would cost more than a short
+    // hop.
     for (index, stream) in streams.iter().enumerate() {
         is_long("stream", index, expected, stream.len())?;
     }
@@ -311,7 +327,7 @@ fn is_long(
     Err(GfError::Length { side, index, expected, actual })
 }
 
-/// The coefficients of the group whose first output and input are given.
+/// Returns the coefficients of the group with the given first output and input.
 fn coefs_from(matrix: &Matrix, first_output: usize, first_input: usize) -> Coefs {
     let mut coefs = [[0; GROUP_OUTPUTS]; GROUP_INPUTS];
     let rows = GROUP_OUTPUTS.min(matrix.rows() - first_output);
@@ -323,7 +339,8 @@ fn coefs_from(matrix: &Matrix, first_output: usize, first_input: usize) -> Coefs
     coefs
 }
 
-/// The same over GF(2^16): each coefficient is the 2x2 block over GF(2^8) that multiplies the halves of a symbol by it.
+/// Returns the coefficients of a group over GF(2^16). Each coefficient becomes the 2x2 block over
+/// GF(2^8) that multiplies the halves of a symbol by it.
 fn coefs16_from(matrix: &Matrix16, first_output: usize, first_input: usize) -> Coefs {
     let mut coefs = [[0; GROUP_OUTPUTS]; GROUP_INPUTS];
     for (o, row) in matrix.iter().skip(first_output).take(GROUP_OUTPUTS / 2).enumerate() {

@@ -1,5 +1,5 @@
-//! The kernel for any processor: plain loops over arrays that the compiler turns into whatever vectors the
-//! target has. No table lookup and no branch depends on data.
+//! The kernel for any processor: plain loops over arrays, which the compiler turns into vector
+//! instructions of the target. No table lookup and no branch depends on data.
 
 use std::ops::Range;
 
@@ -9,7 +9,8 @@ use crate::gf::field;
 use crate::gf::fingerprint::FingerprintKey;
 use crate::gf::line::{Line, Link, Operation, Source, Sum, Target};
 
-/// Bytes handled at once: long enough to hide the branches on coefficients, short enough for the nearest cache.
+/// Number of bytes that are processed at once: long enough to hide the branches on coefficients,
+/// short enough for the nearest cache.
 const STEP: usize = 256;
 
 pub(super) fn apply(group: Group<'_, '_, '_>) {
@@ -33,7 +34,8 @@ pub(super) fn apply(group: Group<'_, '_, '_>) {
     }
 }
 
-/// The same where each buffer has two rows or columns: the halves of its steps, of which the range has whole ones.
+/// Applies a group with two rows or columns per buffer: the halves of its steps. The range must
+/// consist of whole steps.
 pub(super) fn apply_split(group: Group<'_, '_, '_>) {
     let Group { coefs, inputs, outputs, range, mode, .. } = group;
     let mut sums = [[0; STEP]; GROUP_OUTPUTS];
@@ -60,7 +62,7 @@ pub(super) fn apply_split(group: Group<'_, '_, '_>) {
     }
 }
 
-/// A straight-line program over a range of bytes.
+/// Runs a straight-line program over a range of bytes.
 pub(super) fn run(line: &Line, inputs: &[&[u8]], outputs: &mut [&mut [u8]], range: Range<usize>) {
     let mut slots = vec![[0; STEP]; line.outputs_of_slots.len()];
     let mut last = [0; STEP];
@@ -126,8 +128,8 @@ fn put(output: &mut [u8], sums: &[u8], mode: Mode) {
     }
 }
 
-/// Adds to each sum its coefficient times the input, bit by bit of the coefficients: the input is doubled
-/// from one bit to the next, once for all outputs.
+/// Adds to each sum its coefficient times the input, bit by bit of the coefficients. The input is
+/// doubled from one bit to the next, once for all outputs.
 fn add_products(sums: &mut [[u8; STEP]], mut powers: [u8; STEP], coefs: &[u8]) {
     let all_bits = coefs.iter().fold(0, |all, coef| all | coef);
     for bit in 0..(8 - all_bits.leading_zeros()) {
@@ -144,16 +146,19 @@ fn add(sums: &mut [u8], terms: &[u8]) {
     sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum ^= term);
 }
 
-/// Twice `byte`, without a branch on it.
+/// Returns twice `byte`, without a branch that depends on it.
 fn double(byte: u8) -> u8 {
     let overflow = if byte & 0x80 == 0 { 0 } else { field::POLYNOMIAL as u8 };
     (byte << 1) ^ overflow
 }
 
-/// The first level of the definition, `A[r][b] = XOR over t of clmul(P[t][b], K[t+r])`, says for the byte
-/// lanes: wherever bit s of K[t+r] is set, lane l of vector t is added to lane l + s of w's half r. So
-/// vectors are gathered per bit s (`sums`), and slid to their place once at the end. Key word i serves
-/// vector i for r = 0 and vector i - 1 for r = 1, which lie side by side.
+/// Computes the fingerprint of a grain.
+///
+/// The first level of the definition, `A[r][b] = XOR over t of clmul(P[t][b], K[t+r])`, means for
+/// byte lanes: wherever bit s of K[t+r] is set, lane l of vector t is added to lane l + s of half r
+/// of w. The loop therefore adds up vectors per bit s (`sums`), and shifts each sum to its place
+/// once at the end. Key word i belongs to vector i for r = 0 and to vector i - 1 for r = 1; both
+/// vectors lie side by side in `pair`.
 pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
     let mut sums = [[0; 128]; 64];
     let mut pair = [0; 128];
@@ -179,7 +184,7 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
     last_level(key.tail(), &w)
 }
 
-/// `F[j] = sum over m of H[m+j] * w[m]`.
+/// Computes `F[j] = sum over m of H[m+j] * w[m]`.
 fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], w: &[u8; 256]) -> [u8; 16] {
     std::array::from_fn(|j| {
         h[j..].iter().zip(w).fold(0, |sum, (&coef, &byte)| sum ^ field::mul(coef, byte))

@@ -1,18 +1,19 @@
-//! One suite for every kernel, against a twin that multiplies byte by byte.
+//! The test suite of all kernels, which compares them with a reference implementation that
+//! multiplies byte by byte.
 
 use super::*;
 use crate::entropy::{Entropy, SeededEntropy};
-use crate::gf::{Line, Operand, Step, field};
+use crate::gf::{Line, LineStep, Operand, field};
 use proptest::prelude::*;
 use reed_solomon_erasure::galois_8;
 
-/// Around one vector, four vectors, a step of the portable kernel, a tile.
+/// Lengths around one vector, four vectors, a step of the portable kernel, and a tile.
 const LENGTHS: [usize; 22] = [
     0, 1, 7, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 319, 511, 513, 1000, 4095, 8191, 8192,
     8193, 20_000,
 ];
 
-fn twin(matrix: &Matrix, inputs: &[&[u8]], outputs: &mut [Vec<u8>], mode: Mode) {
+fn reference(matrix: &Matrix, inputs: &[&[u8]], outputs: &mut [Vec<u8>], mode: Mode) {
     for (output, row) in outputs.iter_mut().zip(matrix.iter()) {
         for (t, byte) in output.iter_mut().enumerate() {
             let start = if mode == Mode::Accumulate { *byte } else { 0 };
@@ -27,8 +28,9 @@ fn random(entropy: &SeededEntropy, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A copy that begins `apart` bytes behind the start of a cache line, and where it does: allocations seldom begin with one, and stores past
-/// the caches want that.
+/// Returns a buffer with a copy of `bytes` that begins `apart` bytes after the start of a cache
+/// line, and the offset of the copy. Allocations seldom begin at a cache line, which non-temporal
+/// stores require.
 fn beside_a_line(bytes: &[u8], apart: usize) -> (Vec<u8>, usize) {
     let mut copy = vec![0; bytes.len() + 128];
     let start = copy.as_ptr().align_offset(64) + apart;
@@ -36,8 +38,9 @@ fn beside_a_line(bytes: &[u8], apart: usize) -> (Vec<u8>, usize) {
     (copy, start)
 }
 
-/// What `write` makes of outputs that begin `offset` bytes behind the start of a cache line, every other one also elsewhere in it, with what is
-/// `around` them there: the expected bytes, and nothing else changes.
+/// Asserts that `write` produces the expected bytes and changes nothing else. The outputs lie
+/// inside copies of `around`, `offset` bytes after the start of each. All copies start at a cache
+/// line; in a second round every other copy starts 16 bytes after one.
 fn assert_written(
     what: &str,
     around: &[Vec<u8>],
@@ -61,8 +64,8 @@ fn assert_written(
     }
 }
 
-/// Runs every kernel and the twin on random data that starts at odd addresses, and compares all bytes, also
-/// those around the outputs.
+/// Runs every kernel and the reference implementation on random data that starts at odd addresses,
+/// and compares all bytes, including the bytes around the outputs.
 fn compare(rows: usize, cols: usize, len: usize, seed: u64) {
     let entropy = SeededEntropy::new(seed);
     let mut entries = random(&entropy, rows * cols);
@@ -75,7 +78,7 @@ fn compare(rows: usize, cols: usize, len: usize, seed: u64) {
     for mode in [Mode::Overwrite, Mode::Accumulate, Mode::Stream] {
         let mut expected: Vec<Vec<u8>> =
             around.iter().map(|bytes| bytes[offset..][..len].to_vec()).collect();
-        twin(&matrix, &inputs, &mut expected, mode);
+        reference(&matrix, &inputs, &mut expected, mode);
         for kernel in Kernel::available() {
             let what = format!("{} {rows}x{cols} {len} {mode:?}", kernel.name());
             assert_written(&what, &around, offset, &expected, |outputs| {
@@ -86,7 +89,7 @@ fn compare(rows: usize, cols: usize, len: usize, seed: u64) {
 }
 
 #[test]
-fn every_kernel_is_its_twin_on_hop_shapes() {
+fn every_kernel_is_its_reference_on_hop_shapes() {
     for (seed, len) in LENGTHS.into_iter().enumerate() {
         for (rows, cols) in [(1, 1), (2, 2), (2, 3), (1, 3)] {
             compare(rows, cols, len, seed as u64);
@@ -95,7 +98,7 @@ fn every_kernel_is_its_twin_on_hop_shapes() {
 }
 
 #[test]
-fn every_kernel_is_its_twin_on_every_group_size() {
+fn every_kernel_is_its_reference_on_every_group_size() {
     for (seed, side) in (1..=12).chain([16, 17, 33]).enumerate() {
         for len in [1, 200, 8192 + 77] {
             compare(side, 34 - side, len, seed as u64);
@@ -103,9 +106,9 @@ fn every_kernel_is_its_twin_on_every_group_size() {
     }
 }
 
-/// As many bytes as a restore decodes at once: more than the caches of a core.
+/// Covers the amount of bytes that a restore decodes at once, which exceeds the caches of a core.
 #[test]
-fn every_kernel_is_its_twin_on_what_comes_from_memory() {
+fn every_kernel_is_its_reference_on_what_comes_from_memory() {
     compare(11, 11, 65_536 + 77, 1);
     compare(2, 3, (1 << 18) + 1, 2);
 }
@@ -115,7 +118,7 @@ fn the_largest_matrix_works() {
     compare(Matrix::MAX_SIDE, Matrix::MAX_SIDE, 70, 1);
 }
 
-/// The oracle is another library: `reed-solomon-erasure`, whose field this is.
+/// The reference is another library over the same field, `reed-solomon-erasure`.
 #[test]
 fn every_product_is_the_peers() {
     let entropy = SeededEntropy::new(5);
@@ -144,7 +147,8 @@ fn every_product_is_the_peers() {
     }
 }
 
-/// Every kernel writes over its streams what it writes to outputs of their own, at any alignment.
+/// Asserts that every kernel writes the same bytes over its streams as it writes to separate
+/// outputs, at any alignment.
 fn compare_in_place(streams: usize, inputs: usize, outputs: usize, len: usize, seed: u64) {
     let entropy = SeededEntropy::new(seed);
     let (rows, cols) = (streams + outputs, streams + inputs);
@@ -155,7 +159,7 @@ fn compare_in_place(streams: usize, inputs: usize, outputs: usize, len: usize, s
     let sources: Vec<Vec<u8>> = (0..cols).map(|_| random(&entropy, len + offset)).collect();
     let sources: Vec<&[u8]> = sources.iter().map(|source| &source[offset..]).collect();
     let mut expected = vec![vec![0; len]; rows];
-    twin(&matrix, &sources, &mut expected, Mode::Overwrite);
+    reference(&matrix, &sources, &mut expected, Mode::Overwrite);
     for kernel in Kernel::available() {
         let mut over: Vec<Vec<u8>> =
             sources[..streams].iter().map(|source| source.to_vec()).collect();
@@ -195,11 +199,16 @@ fn what_one_pass_cannot_do_is_not_done_in_place() {
     }
 }
 
-/// A program of random steps, each over up to `terms` of what is there by then.
-fn random_line(entropy: &SeededEntropy, inputs: usize, steps: usize) -> (Vec<Step>, Vec<usize>) {
+/// Returns a program of random steps over inputs and earlier registers, and the registers of its
+/// outputs.
+fn random_line(
+    entropy: &SeededEntropy,
+    inputs: usize,
+    steps: usize,
+) -> (Vec<LineStep>, Vec<usize>) {
     let below = |limit: usize| entropy.below(limit as u64) as usize;
     let coef = |_| if below(3) == 0 { 1 } else { below(256) as u8 };
-    let mut made: Vec<Step> = Vec::new();
+    let mut made: Vec<LineStep> = Vec::new();
     while made.len() < steps {
         let register = made.len();
         let operand = |_| match below(inputs + register) {
@@ -209,21 +218,21 @@ fn random_line(entropy: &SeededEntropy, inputs: usize, steps: usize) -> (Vec<Ste
         let terms = (0..1 + below(4)).map(|at| (coef(at), operand(at))).collect();
         let scale = coef(0);
         if below(3) == 0 {
-            made.push(Step { scale, terms });
+            made.push(LineStep { scale, terms });
             continue;
         }
-        // Two steps of a chain, perhaps with something between that makes them none.
+        // Two steps that form a link of a chain, sometimes with a change that breaks the link.
         let mut both = Vec::new();
         both.extend((register > 0 && below(4) > 0).then(|| (1, Operand::Register(register - 1))));
         both.extend((below(3) == 0).then(|| (coef(0), operand(0))));
         let one = [(1, Operand::Input(below(inputs)))].into_iter().chain(both.clone());
         let terms = one.collect();
-        made.push(Step { scale, terms });
+        made.push(LineStep { scale, terms });
         if let Some((factor, _)) = both.last_mut().filter(|_| register > 0 && below(2) == 0) {
             *factor = coef(0);
         }
         both.push((coef(0), Operand::Register(register)));
-        made.push(Step { scale: if below(9) == 0 { 2 } else { 1 }, terms: both });
+        made.push(LineStep { scale: if below(9) == 0 { 2 } else { 1 }, terms: both });
     }
     let steps = made;
     let mut outputs: Vec<usize> = (0..steps.len()).filter(|_| below(2) == 0).collect();
@@ -234,7 +243,7 @@ fn random_line(entropy: &SeededEntropy, inputs: usize, steps: usize) -> (Vec<Ste
     (steps, outputs)
 }
 
-fn line_twin(steps: &[Step], inputs: &[&[u8]], t: usize) -> Vec<u8> {
+fn line_reference(steps: &[LineStep], inputs: &[&[u8]], t: usize) -> Vec<u8> {
     let mut registers = Vec::new();
     for step in steps {
         let sum = step.terms.iter().fold(0, |sum, &(coef, operand)| {
@@ -256,7 +265,7 @@ fn compare_line(inputs: usize, steps: usize, len: usize, seed: u64) {
     let offset = entropy.below(3) as usize * 32;
     let inputs: Vec<Vec<u8>> = (0..inputs).map(|_| random(&entropy, len + offset)).collect();
     let inputs: Vec<&[u8]> = inputs.iter().map(|input| &input[offset..]).collect();
-    let registers: Vec<Vec<u8>> = (0..len).map(|t| line_twin(&steps, &inputs, t)).collect();
+    let registers: Vec<Vec<u8>> = (0..len).map(|t| line_reference(&steps, &inputs, t)).collect();
     let around: Vec<Vec<u8>> =
         wanted.iter().map(|_| random(&entropy, len + offset + 512)).collect();
     let of = |register: &usize| registers.iter().map(|of| of[*register]).collect();
@@ -272,15 +281,15 @@ fn compare_line(inputs: usize, steps: usize, len: usize, seed: u64) {
 }
 
 #[test]
-fn every_kernel_runs_a_straight_line_as_its_twin() {
+fn every_kernel_runs_a_straight_line_as_its_reference() {
     for (seed, len) in LENGTHS.into_iter().enumerate() {
         compare_line(1 + seed % 7, 1 + 2 * seed, len, seed as u64);
         compare_line(1 + seed % 7, 9, 300, 100 + seed as u64);
     }
-    // More than the caches of a core, as the grains of a restore are.
+    // More bytes than the caches of a core hold, as with the grains of a restore.
     compare_line(60, 21, 20_077, 200);
     let line =
-        Line::new(1, &[Step { scale: 1, terms: vec![(1, Operand::Input(0))] }], &[0]).unwrap();
+        Line::new(1, &[LineStep { scale: 1, terms: vec![(1, Operand::Input(0))] }], &[0]).unwrap();
     for kernel in Kernel::available() {
         let outputs = &mut [&mut [0; 8][..]];
         assert_eq!(kernel.run(&line, &[&[0; 8]], outputs, Mode::Accumulate), Err(GfError::NoSum));
@@ -291,27 +300,27 @@ fn every_kernel_runs_a_straight_line_as_its_twin() {
 
 #[test]
 fn what_is_no_straight_line_is_refused() {
-    let step = |operand| Step { scale: 1, terms: vec![(1, operand)] };
+    let step = |operand| LineStep { scale: 1, terms: vec![(1, operand)] };
     for bad in [Operand::Register(0), Operand::Register(1), Operand::Input(1)] {
         assert_eq!(Line::new(1, &[step(bad)], &[0]), None);
     }
     let good = [step(Operand::Input(0))];
     assert_eq!(Line::new(1, &good, &[1]), None);
     assert_eq!(Line::new(1, &good, &[0, 0]), None);
-    assert_eq!(Line::new(1, &[Step { scale: 1, terms: vec![] }], &[0]), None);
+    assert_eq!(Line::new(1, &[LineStep { scale: 1, terms: vec![] }], &[0]), None);
     assert!(Line::new(1, &good, &[0]).is_some());
-    // All of these are read again at the end.
+    // The last step reads all registers again, so each of them needs a slot.
     let many = |count: usize| {
         let mut steps = vec![good[0].clone(); count];
         let all = (0..count).map(|register| (1, Operand::Register(register)));
-        steps.push(Step { scale: 1, terms: all.collect() });
+        steps.push(LineStep { scale: 1, terms: all.collect() });
         steps
     };
     assert!(Line::new(1, &many(Line::MAX_SLOTS + 1), &[Line::MAX_SLOTS + 1]).is_some());
     assert_eq!(Line::new(1, &many(Line::MAX_SLOTS + 2), &[Line::MAX_SLOTS + 2]), None);
 }
 
-/// GF(2^16), symbol by symbol.
+/// The reference implementation of GF(2^16), symbol by symbol.
 fn twin16(matrix: &Matrix16, inputs: &[&[u8]], outputs: &mut [Vec<u8>], mode: Mode) {
     let len = inputs[0].len();
     let places = |symbol: usize| {
@@ -355,7 +364,7 @@ fn compare16(rows: usize, cols: usize, len: usize, seed: u64) {
 }
 
 #[test]
-fn every_kernel_is_its_twin_over_the_large_field() {
+fn every_kernel_is_its_reference_over_the_large_field() {
     for (seed, len) in LENGTHS.into_iter().enumerate() {
         for (rows, cols) in [(1, 1), (1, 2), (2, 2), (2, 3), (1, 3), (5, 11), (7, 17)] {
             compare16(rows, cols, len & !1, seed as u64);
@@ -368,7 +377,7 @@ fn every_kernel_is_its_twin_over_the_large_field() {
     }
 }
 
-/// Pins the bytes: these change with a version of the format only.
+/// Pins the coded bytes. These hashes change only with a version of the format.
 #[test]
 fn golden_hashes_of_coded_bytes() {
     let inputs: Vec<Vec<u8>> =
@@ -392,7 +401,7 @@ fn golden_hashes_of_coded_bytes() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn every_kernel_is_its_twin_everywhere_else(
+    fn every_kernel_is_its_reference_everywhere_else(
         streams in 1..5usize, inputs in 0..29usize, outputs in 0..4usize, symbols in 0..900usize, seed: u64,
     ) {
         compare_in_place(streams, inputs, outputs.min(4 - streams), symbols, seed);
@@ -401,7 +410,7 @@ proptest! {
     }
 
     #[test]
-    fn every_kernel_is_its_twin(
+    fn every_kernel_is_its_reference(
         rows in 1..20usize, cols in 1..40usize, len in 0..3000usize, seed: u64,
     ) {
         compare(rows, cols, len, seed);

@@ -1,4 +1,4 @@
-//! One connection of the memory network: who closed it, and the streams that each side opens on it.
+//! A connection of the memory network: its closure, and the streams that each side opens on it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,18 +13,19 @@ use super::pipe::{MemoryRecv, MemorySend, Pipe};
 use super::tap::{Copied, Tap};
 use super::{Lag, PACE_BYTES, Pace, Paces};
 
-/// How many streams of each kind one side may have open at once, as over QUIC by default.
+/// Maximum numbers of streams of each kind that one side may have open at once: the defaults of the
+/// QUIC transport.
 const MAX_BI_STREAMS: usize = 256;
 const MAX_UNI_STREAMS: usize = 64;
 
-/// Which end of a link.
+/// An end of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Dialler,
     Listener,
 }
 
-/// Who closed a link (`None`: the network broke it), and why.
+/// The closure of a link: the side that closed it (`None` if the network broke it), and the reason.
 #[derive(Clone)]
 struct Closure {
     by: Option<Side>,
@@ -32,21 +33,22 @@ struct Closure {
     reason: String,
 }
 
-/// What both ends of a connection share.
+/// The state that both ends of a connection share.
 pub(super) struct Link {
     addresses: [String; 2],
     closure: Mutex<Option<Closure>>,
-    /// Wakes in the order of waiting, so that one seed replays one run; a `watch` channel draws lots.
+    /// Notified when the link closes. It wakes the waiters in order, so that one seed replays one
+    /// run; a `watch` channel wakes them in random order.
     closed: Notify,
     lag: Option<Lag>,
     paces: Arc<Paces>,
     tap: Option<Tap>,
-    /// Nothing that the dialler, or the listener, sends leaves it.
+    /// Set when nothing that the dialler (first) or the listener (second) sends leaves it any more.
     unheard: [AtomicBool; 2],
 }
 
 impl Link {
-    /// A link between the dialler's address and the listener's.
+    /// Returns a link between the addresses of the dialler and of the listener.
     pub(super) fn new(
         addresses: [String; 2],
         lag: Option<Lag>,
@@ -62,12 +64,12 @@ impl Link {
         if side == Side::Dialler { dialler } else { listener }
     }
 
-    /// From now on nothing leaves `side`.
+    /// Lets nothing that `side` sends leave it from now on.
     pub(super) fn silence(&self, side: Side) {
         self.unheard(side).store(true, Ordering::Relaxed);
     }
 
-    /// Whether nothing leaves one of the sides.
+    /// Returns whether one of the sides is silenced.
     pub(super) fn is_silenced(&self) -> bool {
         self.unheard.iter().any(|unheard| unheard.load(Ordering::Relaxed))
     }
@@ -85,7 +87,7 @@ impl Link {
         }
     }
 
-    /// Closes the link unless it is closed.
+    /// Closes the link unless it is already closed.
     pub(super) fn close(&self, by: Option<Side>, code: u32, reason: &str) {
         self.closure().get_or_insert_with(|| Closure { by, code, reason: reason.to_owned() });
         self.closed.notify_waiters();
@@ -101,7 +103,7 @@ impl Link {
 
     async fn closed(&self) {
         let mut closed = std::pin::pin!(self.closed.notified());
-        // Before the look: what is closed between the look and the wait wakes it.
+        // Enabled before the check, so that a close between the check and the wait wakes it.
         closed.as_mut().enable();
         if !self.is_closed() {
             closed.await;
@@ -109,7 +111,8 @@ impl Link {
     }
 }
 
-/// One side's hold on a link. Connection and streams share it; with the last of them the link closes.
+/// A handle of one side on a link. The connection and its streams share it; the link closes when
+/// the last of them is dropped.
 pub(super) struct Hold {
     link: Arc<Link>,
     side: Side,
@@ -117,7 +120,7 @@ pub(super) struct Hold {
 }
 
 impl Hold {
-    /// The error that a closed link gives on this side; `None` while it is open.
+    /// Returns the error that a closed link causes on this side, or `None` while the link is open.
     pub(super) fn broken(&self) -> Option<NetError> {
         let closure = self.link.closure().clone()?;
         let (code, reason) = match closure.by {
@@ -128,7 +131,7 @@ impl Hold {
         Some(NetError::Closed { peer: self.peer.to_string(), code, reason })
     }
 
-    /// Waits as long as what is sent now takes.
+    /// Waits for the delay of data that is sent now.
     pub(super) async fn lag(&self) {
         if let Some(Lag { clock, draw }) = &self.link.lag {
             let lag = draw();
@@ -146,12 +149,13 @@ impl Hold {
         self.link.paces.of(if self.side == Side::Dialler { dialler } else { listener })
     }
 
-    /// Whether nothing leaves this side.
+    /// Returns whether nothing that this side sends leaves it.
     pub(super) fn is_mute(&self) -> bool {
         matches!(self.pace(), Some(Pace::Mute))
     }
 
-    /// The part of `chunk` that may leave now, after the time that a slow side takes for it.
+    /// Waits for the time that a slow side needs, and returns the part of `chunk` that may leave
+    /// then.
     pub(super) async fn paced(&self, chunk: &mut Bytes) -> Result<Bytes, NetError> {
         let (clock, each) = match self.pace() {
             None => return Ok(std::mem::take(chunk)),
@@ -167,7 +171,7 @@ impl Hold {
         }
     }
 
-    /// Waits until the link is closed.
+    /// Waits until the link is closed. Returns the error for this side.
     pub(super) async fn closed(&self) -> NetError {
         self.link.closed().await;
         self.broken().unwrap_or(NetError::ShutDown)
@@ -180,7 +184,8 @@ impl Drop for Hold {
     }
 }
 
-/// A stream as the side that did not open it receives it: what it reads, and what it writes if it may.
+/// A stream as the accepting side receives it: the pipe that it reads, and the pipe that it writes
+/// if the stream is bidirectional.
 struct Opened {
     read: Arc<Pipe>,
     write: Option<Arc<Pipe>>,
@@ -190,15 +195,15 @@ struct Opened {
 pub(super) struct Outgoing {
     permits: Arc<Semaphore>,
     inbox: mpsc::Sender<Opened>,
-    /// Opened, and not yet visible to the other side.
+    /// The streams that are opened but not yet visible to the other side.
     hidden: Mutex<Hidden>,
 }
 
 #[derive(Default)]
 struct Hidden {
-    /// How many streams were ever opened; the number of the newest.
+    /// The number of streams ever opened, which is also the number of the newest.
     opened: u64,
-    /// Number and stream, in opening order.
+    /// The numbers and streams, in the order of opening.
     streams: VecDeque<(u64, Opened)>,
 }
 
@@ -217,17 +222,19 @@ impl Outgoing {
         number
     }
 
-    /// Shows the other side all streams up to `number` (RFC 9000, 3.2: a stream opens those before it).
+    /// Makes all streams up to `number` visible to the other side (RFC 9000, 3.2: a stream opens
+    /// all streams before it).
     pub(super) fn show(&self, number: u64) {
         let mut hidden = self.hidden.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some((_, opened)) = hidden.streams.pop_front_if(|(first, _)| *first <= number) {
-            // Each stream has a permit, so the inbox has room; only a side that is gone refuses.
+            // Each stream has a permit, so the inbox has room. The send fails only if the other
+            // side is gone.
             let _ = self.inbox.try_send(opened);
         }
     }
 }
 
-/// One end of a connection.
+/// An end of a connection.
 pub(super) struct MemoryConnection {
     hold: Arc<Hold>,
     us: Peer,
@@ -238,7 +245,7 @@ pub(super) struct MemoryConnection {
 }
 
 impl MemoryConnection {
-    /// The dialler's end and the listener's end of `link`.
+    /// Returns the dialler's end and the listener's end of `link`.
     pub(super) fn both_ends(
         link: &Arc<Link>,
         dialler: Peer,
@@ -268,7 +275,7 @@ impl MemoryConnection {
         (Arc::new(at_dialler), Arc::new(at_listener))
     }
 
-    /// Where requests from node to node are copied.
+    /// Returns a recorder for a stream of this side, if the link has a tap.
     fn copied(&self) -> Option<Copied> {
         let Link { addresses: [dialler, listener], tap, .. } = &*self.hold.link;
         let (from, to) = match self.hold.side {
@@ -328,7 +335,7 @@ impl Connection for MemoryConnection {
 
     async fn accept_bi(&self) -> Result<(Box<dyn SendStream>, Box<dyn RecvStream>), NetError> {
         let opened = self.accept(&self.inbox_bi).await?;
-        // Streams of this kind always have a way back.
+        // Bidirectional streams always have a pipe back.
         let write = opened.write.ok_or(NetError::Ended)?;
         let recv = MemoryRecv::new(opened.read, self.hold.clone());
         Ok((Box::new(MemorySend::new(write, self.hold.clone(), None)), Box::new(recv)))

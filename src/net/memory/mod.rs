@@ -1,8 +1,8 @@
-//! A network inside one process, for deterministic clusters: no sockets, no threads, no clock. It behaves as
-//! QUIC does where callers can tell the difference: windows, stream limits, resets, when a stream becomes
-//! visible, what closing loses. It adds what real networks only do by accident: [`MemoryNetwork::kill`],
-//! [`MemoryNetwork::partition`],
-//! [`MemoryNetwork::set_lag`], [`MemoryNetwork::set_pace`], [`MemoryNetwork::mute`], [`MemoryNetwork::cut_one_way`] and
+//! A network inside one process, for deterministic clusters: no sockets, no threads, no clock. It
+//! behaves like QUIC wherever callers can tell the difference: windows, stream limits, resets, when
+//! a stream becomes visible, and which data a close loses. It also produces faults on demand:
+//! [`MemoryNetwork::kill`], [`MemoryNetwork::partition`], [`MemoryNetwork::set_lag`],
+//! [`MemoryNetwork::set_pace`], [`MemoryNetwork::mute`], [`MemoryNetwork::cut_one_way`] and
 //! [`MemoryNetwork::deliver_again`].
 
 mod link;
@@ -24,33 +24,34 @@ use pipe::WINDOW_BYTES;
 pub use tap::Message;
 use tap::Tap;
 
-/// Connections that wait for [`Transport::accept`]; one more is turned away as busy.
+/// Maximum number of connections that wait for [`Transport::accept`]. A further one is refused as
+/// busy.
 const BACKLOG: usize = 64;
-/// What leaves a slow member at once.
+/// Length of the chunks that leave a slow member, in bytes.
 const PACE_BYTES: usize = 64 << 10;
 
-/// A network that lives in this process.
+/// A simulated network in this process.
 #[derive(Default)]
 pub struct MemoryNetwork {
     state: Mutex<State>,
 }
 
-/// How long what is sent waits before it is on its way, and by whose clock.
+/// The delay of sent data, and the clock that measures it.
 #[derive(Clone)]
 struct Lag {
     clock: Arc<dyn Clock>,
     draw: Arc<dyn Fn() -> Duration + Send + Sync>,
 }
 
-/// Members that send slowly.
+/// The members that send slowly or not at all, by address.
 #[derive(Default)]
 struct Paces(Mutex<BTreeMap<String, Pace>>);
 
 #[derive(Clone)]
 enum Pace {
-    /// By whose clock, and how long each [`PACE_BYTES`] take.
+    /// The member sends slowly: the clock, and the time that each [`PACE_BYTES`] take.
     Slow(Arc<dyn Clock>, Duration),
-    /// Nothing leaves.
+    /// Nothing that the member sends leaves it.
     Mute,
 }
 
@@ -76,13 +77,13 @@ struct State {
 }
 
 struct Member {
-    /// Tells a transport from its successor at the same address.
+    /// A number that tells a transport from its successor at the same address.
     number: u64,
     peer: Peer,
     backlog: mpsc::Sender<Arc<dyn Connection>>,
 }
 
-/// One member's access to a [`MemoryNetwork`]. Dropping it leaves the network.
+/// A member's access to a [`MemoryNetwork`]. Dropping it removes the member from the network.
 pub struct MemoryTransport {
     network: Arc<MemoryNetwork>,
     number: u64,
@@ -96,13 +97,13 @@ fn pair(a: &str, b: &str) -> (String, String) {
 }
 
 impl MemoryNetwork {
-    /// A network without members.
+    /// Returns a network without members.
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// Joins as `peer`, reachable at `address` if it is a node. Whoever had the address is killed first,
-    /// as a restart does.
+    /// Adds a member `peer`, which is reachable at `address` if it is a node. First kills the
+    /// member that had the address, as a restart does. Returns the new member's transport.
     pub fn join(self: &Arc<Self>, peer: Peer, address: &str) -> MemoryTransport {
         self.kill(address);
         let (sender, receiver) = mpsc::channel(BACKLOG);
@@ -122,22 +123,23 @@ impl MemoryNetwork {
         }
     }
 
-    /// Ends the member at `address` as a power cut does: its connections break without a word, it is
-    /// reachable no more, and its own transport only fails.
+    /// Removes the member at `address` as a power cut does: its connections break without notice,
+    /// it is no longer reachable, and every call of its own transport fails.
     pub fn kill(&self, address: &str) {
         let mut state = self.lock();
         state.members.remove(address);
         state.break_links(|link| link.joins(address));
     }
 
-    /// Lets nothing pass between two addresses: their connections break and new ones are not made.
+    /// Partitions two addresses: connections between them break, and new ones are refused.
     pub fn partition(&self, a: &str, b: &str) {
         let mut state = self.lock();
         state.cuts.insert(pair(a, b));
         state.break_links(|link| link.joins(a) && link.joins(b));
     }
 
-    /// From now on each chunk, and each end of a stream, on connections that are made later leaves `draw` later than it was sent.
+    /// Delays each chunk and each end of a stream by a time that `draw` returns, on all connections
+    /// that are made from now on.
     pub fn set_lag(
         &self,
         clock: Arc<dyn Clock>,
@@ -146,21 +148,21 @@ impl MemoryNetwork {
         self.lock().lag = Some(Lag { clock, draw: Arc::new(draw) });
     }
 
-    /// From now on each 64 KiB that the member at `address` sends take so long, also on connections that are there, until somebody
-    /// joins there.
+    /// Slows the member at `address` down: each 64 KiB that it sends take the time `each`, on
+    /// existing connections too, until a member joins at that address again.
     pub fn set_pace(&self, address: &str, clock: Arc<dyn Clock>, each: Duration) {
         self.lock().paces.lock().insert(address.to_owned(), Pace::Slow(clock, each));
     }
 
-    /// From now on the member at `address` hears everything, and nothing leaves it, on connections that live on, until somebody
-    /// joins there.
+    /// Mutes the member at `address`: it still receives everything, but nothing that it sends
+    /// leaves it. Its connections stay open. This ends when a member joins at that address again.
     pub fn mute(&self, address: &str) {
         self.lock().paces.lock().insert(address.to_owned(), Pace::Mute);
     }
 
-    /// Lets nothing pass from `from` to `to`: nothing leaves it on the connections that are there, though what it hears goes
-    /// on, and neither makes a new one. QUIC ends such a connection when it has been idle; see
-    /// [`MemoryNetwork::break_one_way`].
+    /// Cuts the direction from `from` to `to`: on existing connections nothing that `from` sends
+    /// leaves it, while it still receives. Neither side can make new connections. QUIC ends such a
+    /// connection once it has been idle; see [`MemoryNetwork::break_one_way`].
     pub fn cut_one_way(&self, from: &str, to: &str) {
         let mut state = self.lock();
         state.cuts.insert(pair(from, to));
@@ -171,19 +173,22 @@ impl MemoryNetwork {
         }
     }
 
-    /// Breaks the connections between two addresses that are cut in one direction.
+    /// Breaks those connections between two addresses that are cut in one direction.
     pub fn break_one_way(&self, a: &str, b: &str) {
         self.lock().break_links(|link| link.joins(a) && link.joins(b) && link.is_silenced());
     }
 
-    /// From now on `tap` is given each request that a node sends to another, on connections that are made later, when its
-    /// stream is let go.
+    /// Passes to `tap` each request that a node sends to another one, on connections that are made
+    /// from now on, when the request's stream is dropped.
     pub fn set_tap(&self, tap: impl Fn(Message) + Send + Sync + 'static) {
         self.lock().tap = Some(Tap(Arc::new(tap)));
     }
 
-    /// Sends a request again, on a connection of its own, and returns when it was answered. Whoever sent it need not be there any
-    /// more. Errors when the receiver is not, or does not take it.
+    /// Sends a request again on a connection of its own, and returns once it was answered. The
+    /// original sender need not exist any more.
+    ///
+    /// # Errors
+    /// If the receiver is not there, or does not accept the request.
     pub async fn deliver_again(&self, message: &Message) -> Result<(), NetError> {
         let Message { from, from_address, to, chunks } = message;
         let to = Address { host_port: to.clone(), node: None };
@@ -197,7 +202,8 @@ impl MemoryNetwork {
         Ok(())
     }
 
-    /// Ends the partition between two addresses, also one of one direction. Broken connections stay broken.
+    /// Ends the partition between two addresses, including a cut in one direction. Broken
+    /// connections stay broken.
     pub fn heal(&self, a: &str, b: &str) {
         self.break_one_way(a, b);
         self.lock().cuts.remove(&pair(a, b));
@@ -221,7 +227,7 @@ impl State {
 }
 
 impl State {
-    /// A new connection between who is at `from_address` and the node at `to`.
+    /// Returns a new connection between the peer at `from_address` and the node at `to`.
     fn link(
         &mut self,
         from: &Peer,
@@ -292,7 +298,7 @@ impl Transport for MemoryTransport {
 
     async fn accept(&self) -> Option<Arc<dyn Connection>> {
         let mut backlog = self.backlog.lock().await;
-        // Leaving the network drops the sender, which ends this.
+        // Leaving the network drops the sender, which ends this loop.
         loop {
             let connection = backlog.recv().await?;
             if !connection.is_closed() {

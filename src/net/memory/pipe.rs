@@ -1,4 +1,4 @@
-//! One direction of a stream in memory: a bounded queue with QUIC's ways to end.
+//! One direction of a stream in memory: a bounded queue that ends as a QUIC stream can end.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ use super::super::{ABANDONED, NetError, RecvStream, SendStream};
 use super::link::{Hold, Outgoing};
 use super::tap::Copied;
 
-/// How far a writer may be ahead of its reader.
+/// Maximum number of bytes by which a writer may be ahead of its reader.
 pub(super) const WINDOW_BYTES: usize = 256 << 10;
 
 /// A queue between one writer and one reader.
@@ -19,7 +19,7 @@ pub(super) struct Pipe {
     state: Mutex<State>,
     readable: Notify,
     writable: Notify,
-    /// Given back when both directions are forgotten by both sides.
+    /// Released when both sides have dropped both directions.
     _permit: Arc<OwnedSemaphorePermit>,
 }
 
@@ -51,7 +51,7 @@ impl Pipe {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes what fits of `chunk`; `true` once all of it is taken.
+    /// Queues as much of `chunk` as fits. Returns whether all of it is queued.
     fn offer(&self, chunk: &mut Bytes) -> Result<bool, NetError> {
         let mut state = self.lock();
         if let Some(code) = state.stopped {
@@ -66,7 +66,7 @@ impl Pipe {
         Ok(chunk.is_empty())
     }
 
-    /// `None` while there is nothing to tell the reader.
+    /// Returns the next bytes or the end of the stream, or `None` while the reader has to wait.
     fn poll(&self, max_bytes: usize) -> Option<Result<Option<Bytes>, NetError>> {
         let mut state = self.lock();
         if let Some(End::Reset(code)) = state.end {
@@ -107,15 +107,16 @@ impl Pipe {
 pub(super) struct MemorySend {
     pipe: Arc<Pipe>,
     hold: Arc<Hold>,
-    /// Until the first use: what to show to the other side.
+    /// The stream that becomes visible to the other side at the first use; `None` after that.
     hidden: Option<(Arc<Outgoing>, u64)>,
-    /// A copy of what is sent, if somebody wants it.
+    /// The recorder of the sent bytes, if there is a tap.
     pub(super) copied: Option<Copied>,
     ended: bool,
 }
 
 impl MemorySend {
-    /// Writes into `pipe`; a stream that this side opened stays `hidden` until it is used.
+    /// Returns a writer into `pipe`. A stream that this side opened stays `hidden` until it is
+    /// used.
     pub(super) fn new(
         pipe: Arc<Pipe>,
         hold: Arc<Hold>,
@@ -219,7 +220,7 @@ impl RecvStream for MemoryRecv {
             return Err(NetError::Ended);
         }
         loop {
-            // What has arrived can be read after the connection is gone, as over QUIC.
+            // Bytes that have arrived can be read after the connection is gone, as over QUIC.
             if let Some(result) = self.pipe.poll(max_bytes.max(1)) {
                 return result;
             }

@@ -1,4 +1,5 @@
-//! Requests between nodes, copied as they are sent, so that one may come again later: twice, or after a newer one.
+//! Copies of requests between nodes, so that a test can deliver one again later: a second time, or
+//! after a newer one.
 
 use std::sync::Arc;
 
@@ -6,27 +7,27 @@ use bytes::Bytes;
 
 use super::super::Peer;
 
-/// A request that wrote more is not copied.
+/// A request of more bytes than this is not copied.
 const MAX_MESSAGE_BYTES: usize = 256 << 10;
 
-/// All that a node wrote on one stream to another.
+/// Everything that a node wrote to another on one stream.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Message {
-    /// Who sent it.
+    /// The sender.
     pub from: Peer,
     /// The sender's address.
     pub from_address: String,
     /// The receiver's address.
     pub to: String,
-    /// What was written, chunk by chunk.
+    /// The written bytes, chunk by chunk.
     pub chunks: Vec<Bytes>,
 }
 
-/// Is given each message when its stream is let go.
+/// A callback that receives each message when its stream is dropped.
 #[derive(Clone)]
 pub(super) struct Tap(pub(super) Arc<dyn Fn(Message) + Send + Sync>);
 
-/// The copy of what one stream sends.
+/// A recorder of what one stream sends.
 pub(super) struct Copied {
     tap: Tap,
     message: Message,
@@ -34,14 +35,14 @@ pub(super) struct Copied {
 }
 
 impl Copied {
-    /// Nothing yet, of a stream with these two ends.
+    /// Returns an empty recorder for a stream with these two ends.
     pub(super) fn new(tap: Tap, from: Peer, from_address: &str, to: &str) -> Self {
         let (from_address, to) = (from_address.to_owned(), to.to_owned());
         let message = Message { from, from_address, to, chunks: Vec::new() };
         Self { tap, message, len_bytes: 0 }
     }
 
-    /// Takes note of what is sent.
+    /// Records a sent chunk.
     pub(super) fn add(&mut self, chunk: &Bytes) {
         self.len_bytes = self.len_bytes.saturating_add(chunk.len());
         if self.len_bytes <= MAX_MESSAGE_BYTES {

@@ -1,4 +1,4 @@
-//! quinn's connections and streams as the house's traits have them.
+//! The network traits over quinn's connections and streams.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use quinn::{ConnectionError, ReadError, TransportErrorCode, VarInt, WriteError};
 use super::super::{ABANDONED, Connection, NetError, Peer, RecvStream, SendStream};
 use crate::kind::ErrorKind;
 
-/// A connection whose peer is proven.
+/// A connection whose peer is verified.
 pub(super) struct QuicConnection {
     inner: quinn::Connection,
     peer: Peer,
-    /// The peer and its address, for errors.
+    /// The peer and its address, for error messages.
     label: Arc<str>,
 }
 
@@ -23,7 +23,8 @@ impl QuicConnection {
         Self { inner, peer, label }
     }
 
-    /// Ends it before it served anything, so that the peer knows to come back later.
+    /// Closes the connection before it has served anything, with a code that tells the peer to come
+    /// back later. Returns the error.
     pub(super) fn refuse_as_busy(&self) -> NetError {
         let error = NetError::Busy { peer: self.label.to_string() };
         let reason =
@@ -54,12 +55,13 @@ fn code_of(code: VarInt) -> u32 {
     u32::try_from(code.into_inner()).unwrap_or(u32::MAX)
 }
 
-/// TLS alerts travel as QUIC errors 0x100 to 0x1ff (RFC 9001, 4.8).
+/// Returns whether the code is a TLS alert. TLS alerts travel as QUIC errors 0x100 to 0x1ff (RFC
+/// 9001, 4.8).
 fn is_tls_alert(code: TransportErrorCode) -> bool {
     (0x100..0x200).contains(&u64::from(code))
 }
 
-/// What the end of a connection with `peer` means.
+/// Returns the error for the end of a connection with `peer`.
 pub(super) fn connection_error(peer: &str, error: ConnectionError) -> NetError {
     let peer = peer.to_owned();
     let reason = error.to_string();
@@ -148,7 +150,7 @@ impl SendStream for QuicSend {
 
     fn reset(&mut self, code: u32) {
         if !std::mem::replace(&mut self.ended, true) {
-            // Fails only when the stream is over already.
+            // Fails only if the stream has already ended.
             let _ = self.inner.reset(code.into());
         }
     }
@@ -156,7 +158,7 @@ impl SendStream for QuicSend {
 
 impl Drop for QuicSend {
     fn drop(&mut self) {
-        // quinn would finish it, and half a stream would look whole.
+        // quinn would finish the stream, and half a stream would look complete.
         self.reset(ABANDONED);
     }
 }
@@ -164,8 +166,8 @@ impl Drop for QuicSend {
 struct QuicRecv {
     inner: quinn::RecvStream,
     label: Arc<str>,
-    /// Why nothing more comes, unless it ended cleanly. quinn itself reports a clean end once the reader
-    /// has stopped the stream or has been told of its reset.
+    /// The reason why nothing more can be read, unless the stream ended cleanly. quinn itself
+    /// reports a clean end once the reader has stopped the stream or has learned of its reset.
     over: Option<NetError>,
 }
 
@@ -186,7 +188,7 @@ impl RecvStream for QuicRecv {
 
     fn stop(&mut self, code: u32) {
         self.over.get_or_insert(NetError::Ended);
-        // Fails only when the stream is over already.
+        // Fails only if the stream has already ended.
         let _ = self.inner.stop(code.into());
     }
 }

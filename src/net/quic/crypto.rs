@@ -1,4 +1,5 @@
-//! TLS as QUIC uses it here: version 1.3, both sides with a certificate of the cluster, one protocol.
+//! The TLS configuration for QUIC: version 1.3, certificates of the cluster on both sides, and one
+//! application protocol.
 
 use std::sync::Arc;
 
@@ -11,14 +12,15 @@ use super::super::NetError;
 use super::super::identity::{Identity, IdentityError};
 use super::super::tls;
 
-/// The protocol and its version; a peer that speaks another is refused in the handshake.
+/// The application protocol and its version. A peer with another one is refused in the handshake.
 pub const ALPN: &[u8] = b"rapidraid/1";
 
 fn unusable(error: impl std::fmt::Display) -> NetError {
     IdentityError::NotIssued { reason: error.to_string() }.into()
 }
 
-/// Neither side resumes sessions, so that every connection proves both certificates anew.
+/// Returns the TLS configuration of the accepting side. Neither side resumes sessions, so that
+/// every connection verifies both certificates.
 pub(super) fn server_crypto(identity: &Identity) -> Result<Arc<QuicServerConfig>, NetError> {
     let verifier = tls::client_verifier(identity.authority()).map_err(unusable)?;
     let mut config = rustls::ServerConfig::builder_with_provider(tls::provider())
@@ -33,7 +35,7 @@ pub(super) fn server_crypto(identity: &Identity) -> Result<Arc<QuicServerConfig>
     QuicServerConfig::try_from(config).map(Arc::new).map_err(unusable)
 }
 
-/// See [`server_crypto`].
+/// Returns the TLS configuration of the connecting side. See [`server_crypto`].
 pub(super) fn client_crypto(identity: &Identity) -> Result<Arc<QuicClientConfig>, NetError> {
     let verifier = tls::server_verifier(identity.authority()).map_err(unusable)?;
     let mut config = rustls::ClientConfig::builder_with_provider(tls::provider())

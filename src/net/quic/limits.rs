@@ -1,4 +1,4 @@
-//! What bounds a QUIC connection, in bytes, streams and time, and the tuning that goes with it.
+//! The limits of a QUIC connection in bytes, streams and time, and the tuning that goes with them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,28 +10,31 @@ use super::super::NetError;
 use crate::config::Congestion;
 use crate::units::GRAIN_BYTES;
 
-/// The largest UDP payload that is sent or received, headers of UDP and IP not counted: what a path of 9,000 bytes carries over IPv6
-/// (RFC 8200 and 768: 40 and 8 bytes).
+/// Maximum UDP payload that is sent or received, in bytes, without the headers of UDP and IP: the
+/// payload that a path of 9,000 bytes carries over IPv6 (RFC 8200 and 768: 40 and 8 bytes).
 pub(super) const MAX_DATAGRAM_BYTES: u16 = 8952;
-/// The longest payload of one UDP send over IPv4 (RFC 791 and 768: 65,535 - 20 - 8).
+/// Maximum payload of one UDP send over IPv4, in bytes (RFC 791 and 768: 65,535 - 20 - 8).
 const MAX_BATCH_BYTES: usize = 65_507;
-/// How many datagrams are handed to the kernel at once, for it to cut.
+/// Maximum number of datagrams that are passed to the kernel as one batch, for it to segment.
 ///
-/// quinn would hand it ten. A batch beyond [`MAX_BATCH_BYTES`] is refused with EMSGSIZE, which quinn's socket takes for a
-/// failed MTU probe: the batch vanishes without an error and the connection stands still.
+/// quinn would pass ten. A batch longer than [`MAX_BATCH_BYTES`] is refused with EMSGSIZE, which
+/// quinn's socket takes for a failed MTU probe: the batch vanishes without an error and the
+/// connection stalls.
 pub(super) const BATCH_DATAGRAMS: usize = MAX_BATCH_BYTES / MAX_DATAGRAM_BYTES as usize;
 const _: () = assert!(BATCH_DATAGRAMS > 1);
 
-/// Passes on every path (RFC 9000, 14); discovery raises it to what the path carries.
+/// Initial datagram size in bytes, which passes on every path (RFC 9000, 14). MTU discovery raises
+/// it to what the path carries.
 const INITIAL_DATAGRAM_BYTES: u16 = 1200;
 
-/// What a connection may send before it hears of the first acknowledgement: two grains.
+/// Number of bytes that a connection may send before the first acknowledgement arrives: two grains.
 ///
-/// RFC 9002, 7.2 recommends ten datagrams of 1,472 bytes. That is one and a half of ours, and the receiver of a single datagram waits
-/// 25 ms for a second before it acknowledges: each hop of a chain would begin so much later than the one before.
+/// RFC 9002, 7.2 recommends ten datagrams of 1,472 bytes. That equals one and a half of our
+/// datagrams, and the receiver of a single datagram waits 25 ms for a second one before it
+/// acknowledges. Each hop of a chain would begin that much later than the one before.
 const INITIAL_WINDOW_BYTES: u64 = 2 * GRAIN_BYTES;
 
-/// `congestion` as quinn has it. Its BBR is experimental there.
+/// Returns quinn's controller for `congestion`. quinn calls its BBR experimental.
 fn controller(congestion: Congestion) -> Arc<dyn ControllerFactory + Send + Sync> {
     match congestion {
         Congestion::Cubic => {
@@ -47,34 +50,38 @@ fn controller(congestion: Congestion) -> Arc<dyn ControllerFactory + Send + Sync
     }
 }
 
-/// The bounds of one transport and of each of its connections.
+/// The limits of one transport and of each of its connections.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TransportLimits {
-    /// How far one stream's sender may be ahead of its reader. Memory: up to this per incoming stream,
-    /// held while its reader is behind. Bandwidth of a stream is at most this per round trip. Default 1 MiB.
+    /// Maximum number of bytes by which one stream's sender may be ahead of its reader. Memory: up
+    /// to this per incoming stream while its reader is behind. The bandwidth of a stream is at most
+    /// this per round trip. Default 1 MiB.
     pub stream_window_bytes: u32,
-    /// The same for all streams of a connection together. Memory: up to this per connection, and the
-    /// whole cost of received data whatever the number of streams. Default 16 MiB.
+    /// The same for all streams of a connection together. Memory: up to this per connection, which
+    /// is the whole cost of received data whatever the number of streams. Default 16 MiB.
     pub connection_window_bytes: u32,
-    /// The same for a connection that a client made to a node: clients send less than nodes, and are more. Default 8 MiB.
+    /// The same for a connection that a client made to a node. Clients send less than nodes and are
+    /// more numerous. Default 8 MiB.
     pub client_window_bytes: u32,
-    /// Bytes written but not yet acknowledged. Memory: up to this per connection; writers wait beyond it.
-    /// Default 16 MiB.
+    /// Maximum number of bytes written but not yet acknowledged. Memory: up to this per connection;
+    /// writers wait beyond it. Default 16 MiB.
     pub send_window_bytes: u32,
-    /// Streams with both directions that the peer may have open at once. Memory: about 1 KiB each beside
-    /// the windows. Default 256.
+    /// Maximum number of bidirectional streams that the peer may have open at once. Memory: about 1
+    /// KiB each, in addition to the windows. Default 256.
     pub max_bi_streams: u32,
-    /// Streams towards us that the peer may have open at once. Memory as above. Default 64.
+    /// Maximum number of unidirectional streams that the peer may have open at once. Memory as
+    /// above. Default 64.
     pub max_uni_streams: u32,
-    /// Connections at once, in both directions; one more that comes in is refused. Memory: each may hold both of its windows. Default 1024.
+    /// Maximum number of simultaneous connections, in both directions; a further incoming one is
+    /// refused. Memory: each may hold both of its windows. Default 1024.
     pub max_connections: u32,
-    /// A connection that hears nothing for so long is lost. Default 4 s: whoever keeps a lease over it must find another
-    /// daemon while the lease lives.
+    /// Time without any packet after which a connection is lost. Default 4 s: a lease holder that
+    /// uses the connection must find another daemon before its lease expires.
     pub idle_timeout: Duration,
-    /// How often a quiet connection is probed, so that only a dead one is idle. At most half of
-    /// `idle_timeout`. Default 1 s.
+    /// Interval at which a quiet connection is probed, so that only a dead one becomes idle. At
+    /// most half of `idle_timeout`. Default 1 s.
     pub keep_alive: Duration,
-    /// Of what this side sends. Default Cubic.
+    /// The congestion control for what this side sends. Default Cubic.
     pub congestion: Congestion,
 }
 
@@ -122,15 +129,17 @@ impl TransportLimits {
         Ok(())
     }
 
-    /// These limits as quinn takes them.
+    /// Returns these limits as quinn's configuration.
     ///
-    /// Left at quinn's defaults on purpose: segmentation offload on, ACK frequency off (it stalls with large datagrams).
+    /// Two of quinn's defaults are kept on purpose: segmentation offload stays on, and ACK
+    /// frequency stays off (it stalls with large datagrams).
     pub(super) fn transport_config(&self) -> Result<Arc<TransportConfig>, NetError> {
         self.check()?;
         self.with_window(self.connection_window_bytes)
     }
 
-    /// For connections that are accepted: a client's window, until the peer has proven to be a node.
+    /// Returns the configuration for accepted connections. They get a client's window until the
+    /// peer has proven to be a node.
     pub(super) fn accepting_config(&self) -> Result<Arc<TransportConfig>, NetError> {
         self.check()?;
         self.with_window(self.client_window_bytes.min(self.connection_window_bytes))
@@ -158,8 +167,8 @@ impl TransportLimits {
     }
 }
 
-/// What concerns the socket. The receive buffer is 64 x 32 times the largest datagram in address space
-/// (18 MiB), of which the kernel's batches touch at most 2 MiB.
+/// Returns the configuration of the socket. The receive buffer takes 64 x 32 times the largest
+/// datagram in address space (18 MiB), of which the kernel's batches touch at most 2 MiB.
 pub(super) fn endpoint_config() -> Result<EndpointConfig, NetError> {
     let mut config = EndpointConfig::default();
     config

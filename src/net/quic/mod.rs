@@ -1,8 +1,9 @@
-//! The transport over QUIC (quinn): one UDP socket per process, mutual TLS with the cluster's authority.
+//! The transport over QUIC (quinn): one UDP socket per process, and mutual TLS with certificates
+//! from the cluster's authority.
 //!
-//! A connection is handed out only when the other side has shown a certificate of this cluster's authority,
-//! the URI in it names this cluster, and, on the connecting side, the expected node. Whoever fails is
-//! refused and logged; the daemon goes on.
+//! A connection is handed out only when the other side has shown a certificate of this cluster's
+//! authority, the URI in it names this cluster and, on the connecting side, the expected node. A
+//! peer that fails this is refused and logged; the daemon continues.
 
 mod connection;
 mod crypto;
@@ -32,20 +33,22 @@ use crate::kind::ErrorKind;
 use connection::{QuicConnection, connection_error};
 use refused::Refused;
 
-/// How long connecting may take: resolving, and then all addresses of the host together.
+/// Time limit for connecting: resolving the host and trying all its addresses together.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// How long an incoming handshake may take.
+/// Time limit of an incoming handshake.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
-/// How long [`Transport::close`] waits for the peers to know.
+/// Time for which [`Transport::close`] waits for the peers to acknowledge.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
-/// Incoming handshakes, and proven connections that nobody has accepted yet.
+/// Maximum number of incoming handshakes and of verified connections that are not accepted yet,
+/// together.
 const MAX_HANDSHAKES: usize = 128;
-/// How many addresses of one host are tried.
+/// Maximum number of addresses of one host that are tried.
 const MAX_ADDRESSES: usize = 4;
-/// Datagrams that arrive for a handshake before it is begun, for all of them together.
+/// Maximum bytes of datagrams that arrive for handshakes before they begin, for all handshakes
+/// together.
 const INCOMING_BUFFER_BYTES: u64 = 1 << 20;
 
-/// A process's endpoint.
+/// The QUIC endpoint of a process.
 pub struct QuicTransport {
     endpoint: Endpoint,
     client: quinn::ClientConfig,
@@ -60,14 +63,19 @@ struct Listener {
     task: JoinHandle<()>,
 }
 
-/// A proven connection. Its handshake counts against [`MAX_HANDSHAKES`] until it is accepted.
+/// A verified connection. Its handshake counts against [`MAX_HANDSHAKES`] until the connection is
+/// accepted.
 struct Admitted {
     connection: Arc<dyn Connection>,
     _permit: OwnedSemaphorePermit,
 }
 
 impl QuicTransport {
-    /// An endpoint of a node on `addr`, which accepts and makes connections.
+    /// Opens a node's endpoint on `addr`, which accepts and makes connections.
+    ///
+    /// # Errors
+    /// [`IdentityError::NotANode`] if the identity is a client's; [`NetError::AddrInUse`] or
+    /// [`NetError::Socket`] if the address cannot be bound.
     pub async fn listen(
         addr: SocketAddr,
         identity: &Identity,
@@ -80,7 +88,7 @@ impl QuicTransport {
         let mut server = ServerConfig::with_crypto(crypto::server_crypto(identity)?);
         server
             .transport_config(limits.accepting_config()?)
-            // Members do not wander between addresses: a packet from a new one is not theirs.
+            // Members do not change their addresses: a packet from a new address is not theirs.
             .migration(false)
             .max_incoming(MAX_HANDSHAKES)
             .incoming_buffer_size(INCOMING_BUFFER_BYTES / 16)
@@ -101,7 +109,7 @@ impl QuicTransport {
         Ok(transport)
     }
 
-    /// An endpoint that only connects, on a port that the system chooses.
+    /// Opens an endpoint that only makes connections, on a port that the operating system chooses.
     pub async fn connect_only(
         identity: &Identity,
         limits: &TransportLimits,
@@ -109,7 +117,7 @@ impl QuicTransport {
     ) -> Result<Self, NetError> {
         let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
         Self::open(any, None, identity, limits, clock.clone()).or_else(|_| {
-            // A machine without IPv6.
+            // The machine has no IPv6.
             let any = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
             Self::open(any, None, identity, limits, clock)
         })
@@ -148,20 +156,21 @@ impl QuicTransport {
         Ok(transport)
     }
 
-    /// The address that the socket is bound to.
+    /// Returns the address that the socket is bound to.
     pub fn local_addr(&self) -> Result<SocketAddr, NetError> {
         self.endpoint
             .local_addr()
             .map_err(|error| NetError::Socket { addr: "?".into(), reason: error.to_string() })
     }
 
-    /// Whether the kernel cuts batches into datagrams (GSO). It is on where the kernel has it, and quinn
-    /// turns it off when a device refuses; without it sending costs about three times the CPU.
+    /// Returns whether the kernel segments batches into datagrams (GSO). It is on where the kernel
+    /// supports it, and quinn turns it off when a device refuses it. Without it, sending costs
+    /// about three times the CPU time.
     pub fn segmentation_offload(&self) -> bool {
         self.socket.upgrade().is_some_and(|socket| socket.max_transmit_segments() > 1)
     }
 
-    /// How many connections are open or opening, in both directions.
+    /// Returns the number of connections that are open or opening, in both directions.
     pub fn open_connections(&self) -> usize {
         self.endpoint.open_connections()
     }
@@ -186,9 +195,9 @@ impl QuicTransport {
         let found = tokio::net::lookup_host(&to.host_port).await;
         let found: Vec<SocketAddr> =
             found.map_err(|error| wrong(error.to_string()))?.take(MAX_ADDRESSES).collect();
-        let mut result = Err(wrong("the resolver knows none".into()));
+        let mut result = Err(wrong("the resolver returned no address".into()));
         for &addr in &found {
-            // UDP has no "connection refused": a silent address must leave time for the next.
+            // UDP has no "connection refused": a silent address must leave time for the next one.
             let share = CONNECT_LIMIT / found.len() as u32;
             result = deadline(&*self.clock, share, self.dial(addr, to)).await.unwrap_or_else(
                 |elapsed| {
@@ -227,7 +236,7 @@ impl Transport for QuicTransport {
 
     async fn close(&self) {
         self.endpoint.close(ABANDONED.into(), b"the peer shuts down");
-        // Beyond the limit the peers find out by their idle timeouts.
+        // Beyond the limit, the peers notice by their idle timeouts.
         let _ = deadline(&*self.clock, CLOSE_LIMIT, self.endpoint.wait_idle()).await;
     }
 }
@@ -241,7 +250,8 @@ impl Drop for QuicTransport {
     }
 }
 
-/// Who is behind a connection whose certificate TLS has verified.
+/// Returns the peer of a connection whose certificate TLS has verified. Refuses the connection if
+/// the certificate does not name a member of `cluster`.
 fn prove(
     cluster: ClusterId,
     connection: &quinn::Connection,
@@ -252,7 +262,7 @@ fn prove(
         chain.as_ref().and_then(|chain| chain.downcast_ref::<Vec<CertificateDer<'static>>>());
     let refused = |reason: String| NetError::Refused { peer: label.to_owned(), reason };
     let leaf = chain.and_then(|chain| chain.first());
-    let leaf = leaf.ok_or_else(|| refused("it shows no certificate".into()));
+    let leaf = leaf.ok_or_else(|| refused("it presented no certificate".into()));
     leaf.and_then(|leaf| peer_of(cluster, leaf).map_err(|error| refused(error.to_string())))
         .inspect_err(|error| refuse(connection, error))
 }
@@ -261,7 +271,7 @@ fn refuse(connection: &quinn::Connection, error: &NetError) {
     connection.close(ErrorKind::Denied.wire_code().into(), error.to_string().as_bytes());
 }
 
-/// Turns incoming attempts into proven connections, a bounded number at a time.
+/// The task that turns incoming attempts into verified connections, a bounded number at a time.
 struct Admission {
     endpoint: Endpoint,
     cluster: ClusterId,
@@ -273,7 +283,7 @@ struct Admission {
 }
 
 impl Admission {
-    /// Ends with the endpoint; handshakes under way end with this.
+    /// Runs until the endpoint closes. Handshakes in progress end when this future ends.
     async fn run(self) {
         let running = Arc::new(Semaphore::new(MAX_HANDSHAKES));
         let mut handshakes = JoinSet::new();
@@ -283,14 +293,15 @@ impl Admission {
             let permit = running.clone().try_acquire_owned();
             let full = self.endpoint.open_connections() >= self.max_connections;
             let (Ok(permit), false) = (permit, full) else {
-                self.refused.note(from, &"too many at once");
+                self.refused.note(from, &"too many connections at once");
                 incoming.refuse();
                 continue;
             };
-            // Under pressure an address has to answer before it costs a handshake (RFC 9000, 8.1.2).
+            // Under load, an address has to prove that it receives our packets before it costs a
+            // handshake (RFC 9000, 8.1.2).
             let pressed = running.available_permits() < MAX_HANDSHAKES / 2;
             if pressed && !incoming.remote_address_validated() && incoming.may_retry() {
-                // Fails only for an attempt that has been retried.
+                // Fails only for an attempt that was already retried.
                 let _ = incoming.retry();
                 continue;
             }
@@ -310,7 +321,7 @@ impl Admission {
                 match admitted {
                     Ok(Ok(connection)) => {
                         let connection: Arc<dyn Connection> = Arc::new(connection);
-                        // Fails only when the transport is gone.
+                        // Fails only if the transport is gone.
                         let _ = ready.send(Admitted { connection, _permit: permit }).await;
                     }
                     Ok(Err(error)) => refused.note(from, &error),

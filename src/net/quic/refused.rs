@@ -1,4 +1,5 @@
-//! Logs refused connections: one line a minute for each source, with their number, so that no peer fills the disk with them.
+//! A log of refused connections: one line per minute and source, with a count, so that no peer can
+//! fill the disk with log lines.
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -8,11 +9,11 @@ use std::time::Duration;
 
 use crate::clock::Clock;
 
-/// Between two lines about one source.
+/// Minimum time between two lines about one source.
 const TELL_EVERY: Duration = Duration::from_secs(60);
-/// Sources that are told apart; all others share one line.
+/// Maximum number of sources that are counted separately. All others share one line.
 const MAX_SOURCES: usize = 1024;
-/// Stands for the sources that are not told apart.
+/// The address that stands for all sources that are not counted separately.
 const OTHERS: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
 
 /// Counts of refused connections by source.
@@ -31,14 +32,15 @@ impl Refused {
         Self { clock, sources: Mutex::default() }
     }
 
-    /// Logs it, or counts it for a later line.
+    /// Logs a refused connection, or counts it for a later line.
     pub(super) fn note(&self, from: SocketAddr, why: &dyn Display) {
         if let Some(count) = self.count(from.ip()) {
             tracing::info!(%from, %why, count, "connections refused");
         }
     }
 
-    /// How many there were since the last line, if it is time for another.
+    /// Counts a refused connection. Returns the number since the last line if it is time for
+    /// another line.
     fn count(&self, from: IpAddr) -> Option<u64> {
         let now = self.clock.now();
         let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,7 +1,9 @@
-//! How peers learn at once that a daemon has started anew: what still comes for a connection of the process before it is answered by
-//! a stateless reset (RFC 9000, 10.3), which they believe because its token follows from the daemon's private key.
+//! Stateless resets after a restart. A packet for a connection of the previous process is answered
+//! by a stateless reset (RFC 9000, 10.3). The peer accepts it because its token is derived from the
+//! daemon's private key, and so learns at once that the daemon has restarted.
 //!
-//! Without it they would notice after the idle time only, and wait for answers that nobody owes them any more.
+//! Without this, peers would notice the restart only after the idle timeout, and wait for answers
+//! that no process will send.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,9 +14,9 @@ use quinn::{ConnectionId, ConnectionIdGenerator, EndpointConfig};
 use super::super::identity::Identity;
 use crate::entropy::{Entropy, SystemEntropy};
 
-/// What the key of the tokens is derived for.
+/// The context string for the derivation of the key of the reset tokens.
 const TOKENS: &str = "rapidraid stateless reset v1";
-/// Length of a connection's id, as quinn has it.
+/// Length of a connection id in bytes, as in quinn.
 const ID_BYTES: usize = 8;
 
 struct ResetKey([u8; 32]);
@@ -29,14 +31,15 @@ impl HmacKey for ResetKey {
     }
 
     fn verify(&self, data: &[u8], signature: &[u8]) -> Result<(), CryptoError> {
-        // A comparison of hashes takes the same time wherever they differ.
+        // blake3 compares hashes in constant time.
         let expected = blake3::keyed_hash(&self.0, data);
         let is_same = <[u8; 32]>::try_from(signature).is_ok_and(|found| expected == found);
         is_same.then_some(()).ok_or(CryptoError)
     }
 }
 
-/// Ids that say nothing: quinn's own are known to the process that made them only, and it would not answer for those of another.
+/// A generator of random connection ids. Only the process that made quinn's default ids recognizes
+/// them, so that it would not answer for the connections of an earlier process.
 struct AnyId;
 
 impl ConnectionIdGenerator for AnyId {
@@ -55,7 +58,8 @@ impl ConnectionIdGenerator for AnyId {
     }
 }
 
-/// Has the endpoint of `identity` answer for connections of earlier processes. quinn bounds how often it does: once in 20 ms.
+/// Configures the endpoint of `identity` to answer for connections of earlier processes. quinn
+/// limits this to one answer per 20 ms.
 pub(super) fn outlive_restarts(config: &mut EndpointConfig, identity: &Identity) {
     let key = ResetKey(blake3::derive_key(TOKENS, identity.key().secret_der()));
     config.reset_key(Arc::new(key)).cid_generator(|| Box::new(AnyId));

@@ -1,4 +1,5 @@
-//! The UDP socket: dual stack where IPv6 is, with buffers for a burst, and batches that the kernel takes.
+//! The UDP socket: dual stack where IPv6 is available, with buffers for a burst, and with batches
+//! that the kernel accepts.
 
 use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
@@ -13,11 +14,12 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use super::super::NetError;
 use super::limits::BATCH_DATAGRAMS;
 
-/// Two default stream windows and a little: with the kernel's default of 208 KiB every burst loses
-/// datagrams. Memory: up to this in each direction, once per process.
+/// Length of each socket buffer in bytes: a little more than two default stream windows. With the
+/// kernel's default of 208 KiB every burst loses datagrams. Memory: up to this in each direction,
+/// once per process.
 const BUFFER_BYTES: usize = 4 << 20;
 
-/// A bound socket.
+/// Returns a socket that is bound to `addr`.
 pub(super) fn bind(addr: SocketAddr) -> Result<UdpSocket, NetError> {
     let socket = open(addr).map_err(|error| {
         let addr = addr.to_string();
@@ -39,8 +41,8 @@ fn open(addr: SocketAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Asks for large buffers. The kernel grants what net.core.rmem_max and wmem_max allow: with less the
-/// transport is slower, not wrong.
+/// Requests large buffers. The kernel grants what `net.core.rmem_max` and `net.core.wmem_max`
+/// allow. With less, the transport is slower, but still correct.
 fn widen(socket: &Socket) {
     let socket = SockRef::from(socket);
     let _ = socket.set_recv_buffer_size(BUFFER_BYTES);
@@ -59,7 +61,8 @@ fn widen(socket: &Socket) {
     }
 }
 
-/// A socket that takes at most [`BATCH_DATAGRAMS`] at once; all else is the inner one's.
+/// A socket that accepts at most [`BATCH_DATAGRAMS`] at once. Everything else is delegated to the
+/// inner socket.
 #[derive(Debug)]
 pub(super) struct Batched(pub(super) Arc<dyn AsyncUdpSocket>);
 

@@ -1,7 +1,8 @@
-//! A node catches up with what is committed and what was removed, so that more than half of the nodes know of every save
-//! (docs/semantics.md, 2).
+//! Catching up: a node learns what is committed and what was removed, so that more than half of the
+//! nodes know of every save (docs/semantics.md, 2).
 //!
-//! It only adds: marks of committed saves, and ids of removed ones to its graves. No file goes by what is done here.
+//! Catching up only adds: it writes marks of committed saves, and adds the ids of removed saves to
+//! the removed-save set. It removes no file.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -31,17 +32,18 @@ use crate::store::{Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, ListRemovedSaves, PutMark, StandingAnswer};
 
-/// Removed saves in one page.
+/// Maximum number of removed saves in one page.
 const REMOVED_PER_PAGE: usize = 4096;
-/// One page of them comes within this.
+/// Time limit for one page of removed saves.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
-/// Saves with damaged marks that a node names; with more it is no witness of anything.
+/// Maximum number of saves with damaged marks that a node reports. A node that has more is no
+/// witness for any save.
 const MAX_DAMAGED: usize = 4096;
 
-/// The longest wait between two tries.
+/// Longest wait between two tries to catch up.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// Whether this node is at it, and whether it is to begin again.
+/// The state of catching up: whether a round runs, and whether another one is due.
 #[derive(Default)]
 pub(in crate::node) struct CatchingUp {
     alone: tokio::sync::Mutex<()>,
@@ -50,14 +52,14 @@ pub(in crate::node) struct CatchingUp {
 }
 
 impl CatchingUp {
-    /// It begins, or begins again.
-    pub(in crate::node) fn is_due(&self) {
+    /// Makes a round due. If one runs now, another follows it.
+    pub(in crate::node) fn request(&self) {
         self.is_due.store(true, Ordering::Relaxed);
         self.now.notify_one();
     }
 }
 
-/// The saves that this node has a good mark of, and the codes in those.
+/// The saves of which this node has an intact commit mark, and the codes that these marks name.
 #[derive(Default)]
 struct LocalMarks {
     saves: BTreeSet<SaveId>,
@@ -65,7 +67,8 @@ struct LocalMarks {
 }
 
 impl Node {
-    /// Catches up when it has registered, and again whenever that is due.
+    /// Catches up after the node has registered, and again whenever a round is due. Runs until the
+    /// node stops; returns at once if the node stores no data.
     pub(in crate::node) async fn run_catch_up(self: Arc<Self>) {
         if !self.context.settings.storage {
             return;
@@ -84,7 +87,7 @@ impl Node {
             match self.catch_up(None).await {
                 Ok(()) => failures = 0,
                 Err(error) => {
-                    tracing::info!(%error, "this node has not caught up yet");
+                    tracing::info!(%error, "failed to catch up; retrying");
                     self.catching_up.is_due.store(true, Ordering::Relaxed);
                     failures += 1;
                 }
@@ -96,7 +99,9 @@ impl Node {
         self.catch_up(call.without.as_ref()).await
     }
 
-    /// Keys first, then graves: a removal that is forgotten before its key is read has left its graves by then.
+    /// Runs one round of catching up, without asking the node `without`. The keys are read before
+    /// the removed-save sets: a removal that the catalogue forgets before its key is read is in
+    /// those sets by then.
     async fn catch_up(&self, without: Option<&PeerName>) -> Result<(), RemoteError> {
         let _alone = self.catching_up.alone.lock().await;
         let catalogue = self.context.catalogue();
@@ -110,7 +115,8 @@ impl Node {
         let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != without).collect();
         let is_complete =
             || async { Ok::<_, RemoteError>(catalogue.get(NOTHING_FORGOTTEN).await?.is_some()) };
-        // Before the steps are read: a node that cannot catch up now need not read them again and again.
+        // The witnesses are asked before the steps are read, so that a node that cannot catch up
+        // now does not read the steps in vain at every try.
         let witnesses = match is_complete().await? {
             true => None,
             false => Some(self.witnesses(&nodes, epoch).await?),
@@ -124,8 +130,7 @@ impl Node {
             }
             None if is_complete().await? => {}
             None => {
-                let text =
-                    "a removal was forgotten meanwhile: what was removed is asked of the others";
+                let text = "the catalogue forgot a removal meanwhile: the next try asks the other nodes for removals";
                 return Err(remote_error(ErrorKind::Busy, text));
             }
         }
@@ -140,7 +145,9 @@ impl Node {
         Ok(())
     }
 
-    /// Keeps a mark of each save that is committed or decided, and a grave of each that is being removed. Returns the former.
+    /// Writes a mark of each committed or decided save on this node, and records as removed each
+    /// save whose removal is under way, unless it was aborted. Returns the committed and decided
+    /// saves.
     async fn mark_committed_saves(
         &self,
         catalogue: &dyn Catalogue,
@@ -176,33 +183,35 @@ impl Node {
         Ok(wanted)
     }
 
-    /// One mark of a save, of its first shard.
+    /// Writes one commit mark of a save on this node: that of its first shard.
     async fn put_mark_locally(
         &self,
         catalogue: &dyn Catalogue,
         epoch: Epoch,
         saved: Saved,
     ) -> Result<(), RemoteError> {
-        // Without a root it has been removed and forgotten since its step was read.
+        // A save without a root was removed and forgotten since its step was read.
         let Some((root, _)) = read::<ShardRoot>(catalogue, &root_key(saved.save, 0)).await? else {
             return Ok(());
         };
         let save = saved.save;
         let mark = CommitMark { cluster: self.context.settings.cluster, saved, root };
         match self.put_mark(PutMark { bytes: mark.to_bytes()?, epoch }).await {
-            // The save was removed meanwhile, or the epoch is over: in that case nothing is noted in the end.
+            // The save was removed meanwhile, or the epoch is over. If the epoch is over, the store
+            // refuses the catch-up record at the end of the round, too.
             Err(error) if error.kind == ErrorKind::Fenced => {
-                tracing::info!(%save, %error, "not marked here");
+                tracing::info!(%save, %error, "no commit mark was written: the save was removed, or the epoch is over");
                 Ok(())
             }
             marked => marked,
         }
     }
 
-    /// Returns the standings of all nodes that answer, this one's among them.
+    /// Returns the standings of all storage nodes among `nodes` that answer, and of this node.
     ///
     /// # Errors
-    /// When one of them runs an older program, or has noted a later epoch.
+    /// Of kind `Unavailable` if a node that answers runs an older program or has noted a later
+    /// epoch.
     async fn witnesses(
         &self,
         nodes: &[NodeRecord],
@@ -228,9 +237,10 @@ impl Node {
         Ok(answers)
     }
 
-    /// Collects removals from the other storage nodes, except of saves that were `committed` when the steps were read: such a removal was
-    /// undone by a rebuild, or began later and will reach this node itself. Returns the witnesses that told all of theirs and say the same
-    /// of themselves afterwards as before.
+    /// Copies the removals that the other storage nodes know, except those of saves that were
+    /// `committed` when the steps were read: such a removal was undone by a rebuild, or began later
+    /// and will reach this node by itself. Returns the witnesses that reported all of their
+    /// removals and whose standing is the same afterwards as before.
     async fn fetch_removed_saves(
         &self,
         witnesses: &[(NodeRecord, StandingAnswer)],
@@ -245,7 +255,7 @@ impl Node {
             match self.copy_removed_saves(node, epoch, committed).await {
                 Ok(()) => told.push(node.clone()),
                 Err(error) => {
-                    tracing::info!(node = %node.name, %error, "its removals are not known");
+                    tracing::info!(node = %node.name, %error, "failed to read the node's removals");
                 }
             }
         }
@@ -258,7 +268,11 @@ impl Node {
         Ok(after)
     }
 
-    /// Refuses when a removal could be known to none of the nodes that were `heard`.
+    /// Checks that every removal is known to at least one of the nodes that were `heard`. If all
+    /// storage nodes were heard, there is nothing to check.
+    ///
+    /// # Errors
+    /// Of kind `Unavailable` if a removal could be unknown to all nodes that were heard.
     fn check_witnesses(
         &self,
         nodes: &[NodeRecord],
@@ -277,6 +291,7 @@ impl Node {
         }
     }
 
+    /// Copies the removals that `node` knows, page by page, except those of `committed` saves.
     async fn copy_removed_saves(
         &self,
         node: &NodeRecord,
@@ -291,7 +306,7 @@ impl Node {
                 .caller
                 .call_within(&to, &ListRemovedSaves { after }, PAGE_LIMIT)
                 .await?;
-            // A page goes on behind the one before; anything else would never end.
+            // Each page must end behind the page before. Otherwise this loop might never end.
             let last = page.last().copied().filter(|last| after.is_none_or(|after| *last > after));
             let Some(last) = last else { return Ok(()) };
             after = Some(last);
@@ -300,7 +315,8 @@ impl Node {
         }
     }
 
-    /// Adds removed saves to the graves of this node, while `epoch` is not over; their files here, if there are any, wait for a sweep.
+    /// Adds removed saves to the removed-save set of this node, unless `epoch` is over. Files of
+    /// these saves on this node stay until a purge.
     async fn record_removed_locally(
         &self,
         saves: Vec<SaveId>,
@@ -328,7 +344,7 @@ impl Node {
                 saves = damaged.len(),
                 "commit marks do not parse: they are written again"
             );
-            self.catching_up.is_due();
+            self.catching_up.request();
         }
         if damaged.len() > MAX_DAMAGED {
             let text = format!("commit marks of {} saves do not parse here", damaged.len());
@@ -342,7 +358,8 @@ fn is_of_an_older_program(answer: &StandingAnswer) -> bool {
     answer.standing == Standing::Unknown && answer.epoch == Epoch::default()
 }
 
-/// Returns the saves of which a good mark is here. One that cannot be read is none: it is written again.
+/// Returns the saves of which this node has an intact mark. A mark that cannot be read counts as
+/// absent; it is written again.
 fn local_marks(store: &Store) -> Result<LocalMarks, StoreError> {
     let mut marked = LocalMarks::default();
     for shard in store.shards(None)? {
@@ -354,8 +371,9 @@ fn local_marks(store: &Store) -> Result<LocalMarks, StoreError> {
     Ok(marked)
 }
 
-/// Returns removed saves, in order, whether their files are swept here or not. Tombstones are read first: a sweep that ends in between
-/// leaves a grave before it takes the tombstone.
+/// Returns at most `limit` removed saves from behind `after`, in order, whether or not this node
+/// has purged their files. The tombstones are read first: a purge adds the save to the removed-save
+/// set before it removes the tombstone, so a purge that ends in between hides no save.
 fn local_removed_saves(
     store: &Store,
     after: Option<SaveId>,

@@ -1,5 +1,6 @@
-//! Work that a node does unasked: it registers, catches up, retries, and finishes what others left. The catalogue's host also applies the policy
-//! and collects orphans.
+//! Work that a node does without a request: it registers, catches up, retries failed work, and
+//! finishes what others left unfinished. The catalogue server also applies the policy and collects
+//! orphans.
 
 pub(super) mod catch_up;
 pub(super) mod orphan_gc;

@@ -1,5 +1,6 @@
-//! Saves that no step's record has: those that a rebuilt catalogue knows only as to be removed, those that nodes hold and the
-//! catalogue does not know (docs/semantics.md, 5 and 8), and keys that a late gateway left.
+//! Collection of orphans and stray keys: saves that a rebuilt catalogue knows only as to be
+//! removed, saves that nodes hold and the catalogue does not know (docs/semantics.md, 5 and 8), and
+//! keys that a gateway wrote after their save was removed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,35 +19,40 @@ use crate::node::gateway::removal::record_forgotten;
 use crate::wire::RemoteError;
 use crate::wire::calls::FindRemovedSaves;
 
-/// Saves without a step that are judged in one round.
+/// Maximum number of saves without a step that are judged in one round.
 const JUDGED_A_ROUND: usize = 16;
-/// Nodes whose saves are compared in one round: all that a node holds is walked over for it.
+/// Maximum number of nodes whose saves are compared in one round. The whole inventory of such a
+/// node is read.
 const COMPARED_A_ROUND: usize = 1;
 
-/// Nodes whose saves were compared with the catalogue of an epoch, and those of their saves that wait for a judgement.
+/// The nodes whose saves were compared with the catalogue of an epoch, and those of their saves
+/// that wait for a verdict.
 #[derive(Default)]
 struct InventoryCursor {
     epoch: Epoch,
-    /// With the revision of its record: one that has left the list and come back has another.
+    /// The compared nodes, with the revision of their record in the catalogue. A node that has left
+    /// the list and come back has another revision.
     nodes: BTreeMap<PeerName, u64>,
     waiting: BTreeMap<SaveId, UnknownSave>,
 }
 
-/// A save that a node holds and no step has; when it is judged, and how often it was.
+/// A save that a node holds and no step's record names: how often it was judged, and when it is due
+/// to be judged again.
 #[derive(Default)]
 struct UnknownSave {
     looks: u32,
     due: Duration,
 }
 
-/// Why a save that no step has is kept.
+/// The reason why a save that no step's record names is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::node) enum RetainReason {
-    /// It has a mark: a rebuild with the nodes that have the rest of it brings it back.
+    /// A node has a commit mark of the save. A rebuild with the nodes that hold the rest of the
+    /// save brings it back.
     Marked,
-    /// Nobody has a mark, and nothing says that it was given up.
+    /// No node has a commit mark of the save, and nothing shows that the save was given up.
     Unmarked,
-    /// Not all nodes have said whether they have a mark.
+    /// Not all nodes have reported yet whether they have a commit mark of the save.
     Unasked,
 }
 
@@ -64,44 +70,50 @@ impl fmt::Display for RetainReason {
     }
 }
 
-/// How far the keys of shards were looked at.
+/// The position of the scan over the keys of shards: the last key read of each of the two prefixes.
 #[derive(Default)]
 struct StrayKeyScan {
     after: [Option<String>; 2],
 }
 
-/// What is to become of a save that no step has.
+/// The verdict on a save that no step's record names.
 enum OrphanVerdict {
     Goes(RemoveReason),
     Stays(RetainReason),
 }
 
 impl Node {
-    /// Once per lease period, while this daemon hosts the catalogue.
+    /// Removes stray keys and orphans, once per lease period, while this daemon serves the
+    /// catalogue. Runs until the node stops.
     pub(in crate::node) async fn run_orphan_gc(self: Arc<Self>) {
-        let (mut compared, mut strays) = (InventoryCursor::default(), StrayKeyScan::default());
+        let (mut compared, mut stray_keys) = (InventoryCursor::default(), StrayKeyScan::default());
         loop {
             self.context.clock.sleep(self.context.settings.lease).await;
             if !self.serves_catalogue() {
                 continue;
             }
             let catalogue = self.context.catalogue();
-            if let Err(error) = self.forget_stray_keys(&*catalogue, &mut strays).await {
-                tracing::warn!(%error, "taking away keys that no step has");
+            if let Err(error) = self.forget_stray_keys(&*catalogue, &mut stray_keys).await {
+                tracing::warn!(%error, "failed to remove stray keys");
             }
             if let Err(error) = self.compare_with_catalogue(&*catalogue, &mut compared).await {
-                tracing::warn!(%error, "comparing what nodes hold with the catalogue");
+                tracing::warn!(%error, "failed to compare the saves on the nodes with the catalogue");
             }
             if let Err(error) = self.collect_orphans(&*catalogue).await {
-                tracing::warn!(%error, "removing what a lost catalogue left");
+                tracing::warn!(%error, "failed to remove orphans");
             }
         }
     }
 
-    /// The home looks once at what each node holds, and again when a node has come back to the list: a catalogue that was rebuilt
-    /// without a node does not know what is there. A save that no step has is an orphan when some node has buried
-    /// it. When all say that it has no mark it is one in a rebuilt catalogue, which began without what was never decided; in the first
-    /// epoch nothing explains it, and it is kept. Nothing goes because the catalogue does not know it.
+    /// Compares the saves on each node with the catalogue: once, and again when a node has come
+    /// back to the list. A catalogue that was rebuilt without a node does not know what that node
+    /// holds.
+    ///
+    /// A save that no step's record names is an orphan if some node has recorded it as removed. If
+    /// all nodes report that they have no commit mark of it, it is an orphan in a rebuilt
+    /// catalogue, which began without the saves that were never decided. In the first epoch nothing
+    /// explains such a save, and it is kept. No save is removed merely because the catalogue does
+    /// not know it.
     async fn compare_with_catalogue(
         &self,
         catalogue: &dyn Catalogue,
@@ -110,7 +122,7 @@ impl Node {
         let epoch = catalogue.epoch();
         if compared.epoch != epoch {
             *compared = InventoryCursor { epoch, ..InventoryCursor::default() };
-            self.retained().clear();
+            self.lock_retained().clear();
         }
         let mut storage: Vec<NodeRecord> = Vec::new();
         let mut fresh = Vec::new();
@@ -132,7 +144,8 @@ impl Node {
             }
             let Ok(held) = self.saves_on(node).await else { continue };
             looks += 1;
-            // A save is in its step's record before its first file is anywhere: what is looked at later knows it.
+            // A step's record names a save before any node has a file of it. The records are read
+            // after the node's saves, so they name every save of a step among them.
             let known = known_saves(catalogue).await?;
             for save in held.difference(&known) {
                 compared.waiting.entry(*save).or_default();
@@ -156,10 +169,10 @@ impl Node {
                     let bytes = Removing { save, generation, reason }.to_bytes()?;
                     catalogue.compare_and_set(&orphan_key(save), None, Some(bytes)).await?;
                     compared.waiting.remove(&save);
-                    self.retained().remove(&save);
+                    self.lock_retained().remove(&save);
                 }
                 Err(why) => {
-                    if self.retained().insert(save, why) != Some(why) {
+                    if self.lock_retained().insert(save, why) != Some(why) {
                         tracing::warn!(%save, %why, "a save that no step has is kept");
                     }
                     let unknown = compared.waiting.entry(save).or_default();
@@ -172,15 +185,16 @@ impl Node {
         Ok(())
     }
 
-    /// Takes away roots and states of saves that no step has, a page of each a round. A gateway that was paused in a seal makes them after the
-    /// save is removed and forgotten; it takes them back itself, unless it dies.
+    /// Removes the roots and states of saves that no step's record names, one page of each per
+    /// round. A gateway that was paused while it completed a shard may write such keys after the
+    /// save is removed and forgotten. The gateway removes them itself, unless it dies.
     async fn forget_stray_keys(
         &self,
         catalogue: &dyn Catalogue,
-        strays: &mut StrayKeyScan,
+        stray_keys: &mut StrayKeyScan,
     ) -> Result<(), RemoteError> {
         let mut found = Vec::new();
-        for (prefix, after) in [ROOTS, STATES].into_iter().zip(&mut strays.after) {
+        for (prefix, after) in [ROOTS, STATES].into_iter().zip(&mut stray_keys.after) {
             let page = catalogue.list(prefix, after.as_deref(), MAX_PAGE).await?;
             *after = page.last().map(|(key, _)| key.clone());
             let save =
@@ -192,22 +206,25 @@ impl Node {
         if found.is_empty() {
             return Ok(());
         }
-        // A save is in its step's record before it has keys, and as long as it has: what is looked at later knows it.
+        // A step's record names a save before the save has keys, and as long as it has keys. The
+        // records are read after the keys, so they name every save of a step among them.
         let known = known_saves(catalogue).await?;
         for (save, key, entry) in found {
             if !known.contains(&save) {
-                tracing::info!(%save, key, "a key of a save that no step has is taken away");
+                tracing::info!(%save, key, "removing a stray key: no step has its save");
                 catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
             }
         }
         Ok(())
     }
 
+    /// Returns the verdict on a save that no step's record names, from what the storage nodes
+    /// report.
     async fn judge_orphan(&self, storage: &[NodeRecord], save: SaveId) -> OrphanVerdict {
         for node in storage {
             let call = FindRemovedSaves { saves: vec![save] };
-            let buried = self.context.caller.call(&node_address(node), &call).await;
-            if buried.is_ok_and(|buried| !buried.is_empty()) {
+            let removed = self.context.caller.call(&node_address(node), &call).await;
+            if removed.is_ok_and(|removed| !removed.is_empty()) {
                 return OrphanVerdict::Goes(RemoveReason::Deleted);
             }
         }
@@ -218,24 +235,26 @@ impl Node {
         }
     }
 
-    /// Goes on with them, as far as that goes now. One stays on the list until every node has removed it.
+    /// Continues the removal of all orphans, as far as possible now. An orphan stays on the list
+    /// until every node has removed it.
     async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), RemoteError> {
         let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
         let storage: Vec<_> = nodes.filter(|node| node.storage).collect();
         let mut orphans = KeyScan::over(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
             let mut removing: Removing = parse(&key, &entry.value)?;
-            // That nobody has a mark is evidence only when everybody has said so; that somebody has buried it always is.
+            // The absence of marks is evidence only if all nodes have reported it. A node's record
+            // that the save was removed always is evidence.
             if removing.reason == RemoveReason::Aborted {
                 match self.judge_orphan(&storage, removing.save).await {
                     OrphanVerdict::Goes(reason) => removing.reason = reason,
                     OrphanVerdict::Stays(why) => {
                         tracing::info!(save = %removing.save, %why, "an orphan is kept");
-                        self.retained().insert(removing.save, why);
+                        self.lock_retained().insert(removing.save, why);
                         continue;
                     }
                 }
-                self.retained().remove(&removing.save);
+                self.lock_retained().remove(&removing.save);
             }
             match self.finish_orphan_removal(&removing).await {
                 Ok(true) => {
@@ -244,7 +263,7 @@ impl Node {
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    tracing::info!(save = %removing.save, %error, "a removal goes on later")
+                    tracing::info!(save = %removing.save, %error, "removal of an orphan deferred to the next round")
                 }
             }
         }
@@ -252,7 +271,7 @@ impl Node {
     }
 }
 
-/// The saves that a step's record has, or that are orphans already.
+/// Returns the saves that a step's record names, or that are already listed as orphans.
 async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, RemoteError> {
     let mut known = BTreeSet::new();
     let mut checkpoints = KeyScan::over(catalogue, CHECKPOINTS);

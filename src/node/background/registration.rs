@@ -1,5 +1,5 @@
-//! What a node does unasked: it registers and keeps its lease, answers for the catalogue if it hosts it, and goes on with
-//! archivings whose coordinator is gone.
+//! Registration of this node and renewal of its lease, the calls that it answers while it serves
+//! the catalogue, and the takeover of archivings whose coordinator is gone.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -29,32 +29,35 @@ use crate::wire::calls::{
     RegisterAnswer, RegisterNode, RevokeLease, TouchLease,
 };
 
-/// Archivings that one daemon takes over at once.
+/// Maximum number of archivings that one daemon takes over at once.
 const TAKEN_AT_ONCE: usize = 4;
-/// Nodes that a node introduces itself to.
+/// Maximum number of nodes to which a node introduces itself.
 const INTRODUCED: usize = 32;
-/// Between two registrations lies at least this, whatever a home answers.
+/// Shortest wait between two registrations, whatever lease the catalogue server grants.
 const LEAST_RENEWAL: Duration = Duration::from_millis(50);
 
-/// An archiving that nobody is at, as this node has met it.
+/// An archive request without a live coordinator: its revision, and when this node first saw it
+/// there.
 struct Observed {
     revision: u64,
     at: Duration,
 }
 
-/// Registers this node, and notices when its entry in the catalogue is not the one that it has caught up as.
+/// The service that registers this node. It notices when the node's entry in the catalogue is not
+/// the one under which the node has caught up.
 pub(in crate::node) struct Registration {
     context: Arc<NodeContext>,
     catching_up: Arc<CatchingUp>,
 }
 
 impl Registration {
-    /// Creates the service. It asks `catching_up` for another round when the node was off the list.
+    /// Creates the service. It makes a round of `catching_up` due when the node was off the list.
     pub(in crate::node) fn new(context: Arc<NodeContext>, catching_up: Arc<CatchingUp>) -> Self {
         Self { context, catching_up }
     }
 
-    /// Registers, and finds out whether this node was off the list before.
+    /// Registers this node, and checks before and after whether it was off the list. Returns the
+    /// catalogue's answer.
     pub(in crate::node) async fn register_here(&self) -> Result<RegisterAnswer, RemoteError> {
         self.check_registration().await?;
         let answer = self.context.catalogue().register(&self.context.record()).await?;
@@ -62,9 +65,11 @@ impl Registration {
         Ok(answer)
     }
 
-    /// Compares this node's entry in the list of nodes with its note: a node that was taken off the list has missed commits and removals
-    /// since. A rebuilt map has other entries for all nodes; a node keeps its note then, because a rebuild lists only nodes that were on the
-    /// list.
+    /// Compares this node's entry in the list of nodes with the entry in its catch-up record. A
+    /// node that was taken off the list has missed commits and removals since, so it notes that it
+    /// is behind. A rebuilt database has other entries for all nodes. A node keeps its record then,
+    /// because a rebuild lists only nodes that were on the list. In both cases a round of catching
+    /// up becomes due.
     pub(in crate::node) async fn check_registration(&self) -> Result<(), RemoteError> {
         let noted =
             self.context.on_store(|store| Ok::<_, StoreError>(store.caught_up_as())).await?;
@@ -73,16 +78,16 @@ impl Registration {
         if registered == Some(noted) {
             return Ok(());
         }
-        self.catching_up.is_due();
+        self.catching_up.request();
         let epoch = |revision: u64| revision / REVISIONS_PER_EPOCH;
         if registered.is_none_or(|registered| epoch(registered) == epoch(noted)) {
             self.context.on_store(|store| store.note_behind()).await?;
-            tracing::warn!("this node was off the list of nodes: it catches up anew");
+            tracing::warn!("this node was off the list of nodes: it catches up again");
         }
         Ok(())
     }
 
-    /// The revision of this node's entry in the catalogue.
+    /// Returns the revision of this node's entry in the catalogue, or `None` if it has none.
     pub(in crate::node) async fn registration(&self) -> Result<Option<u64>, RemoteError> {
         let key = format!("{NODES}{}", self.context.settings.name);
         Ok(self.context.catalogue().get(&key).await?.map(|entry| entry.revision))
@@ -97,7 +102,8 @@ impl Node {
     ) -> Result<HelloAnswer, RemoteError> {
         if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
         {
-            // Who has noted an epoch without its home may know nobody else to ask.
+            // This node may have noted an epoch without its catalogue server, and may know no other
+            // node to ask.
             self.context.remote.add_endpoints([node_address(&node)]);
             let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
             if met.len() < MAX_INTRODUCED || met.contains_key(&node.name) {
@@ -144,10 +150,10 @@ impl Node {
         })
     }
 
-    /// Registers, again and again, for as long as the node runs.
+    /// Registers this node, and renews the registration until the node stops.
     pub(in crate::node) async fn keep_registered(self: Arc<Self>) {
         let (mut told, mut has_registered) = (false, false);
-        // When it registered last, and with which map.
+        // The time of the last registration, and the id of the catalogue database that accepted it.
         let mut last = None;
         let mut members = None;
         loop {
@@ -161,7 +167,8 @@ impl Node {
                     .await
                     .map_err(RemoteError::from),
             };
-            // A home that hears too few nodes registers none, and answers readers all the same.
+            // A catalogue server that hears too few nodes accepts no registration, but it still
+            // answers reads.
             let key = format!("{NODES}{}", self.context.settings.name);
             let answers = registered.is_ok() || self.context.catalogue().get(&key).await.is_ok();
             self.outage_reader.set_answering(answers);
@@ -170,7 +177,7 @@ impl Node {
                     if last.is_some_and(|(_, map)| map != answer.map)
                         && let Err(error) = self.registration.check_registration().await
                     {
-                        tracing::info!(%error, "this node's entry in the new catalogue was not read");
+                        tracing::info!(%error, "failed to read this node's entry in the new catalogue");
                     }
                     last = Some((self.context.clock.now(), answer.map));
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
@@ -179,14 +186,15 @@ impl Node {
                         .on_store(move |store| store.note_db_id(answer.epoch, answer.map));
                     match noted.await {
                         Ok(()) => {
-                            self.context.catalogue_server.step_down();
+                            self.context.catalogue_server.clear_missing();
                             self.context.remote.set_expected_epoch(answer.epoch, Some(answer.map));
-                            // The list is stored before the revision, so that it is never older than the revision that this node reports.
+                            // The list is stored before the revision, so that it is never older
+                            // than the revision that this node reports.
                             if members != Some((answer.map, answer.members)) {
                                 match self.remember_members().await {
                                     Ok(()) => members = Some((answer.map, answer.members)),
                                     Err(error) => {
-                                        tracing::info!(%error, "the other nodes were not noted");
+                                        tracing::info!(%error, "failed to store the list of nodes");
                                     }
                                 }
                             }
@@ -195,12 +203,12 @@ impl Node {
                                     store.note_revision(answer.map, answer.revision)
                                 });
                                 if let Err(error) = noted.await {
-                                    tracing::warn!(%error, "how far the catalogue has come was not noted");
+                                    tracing::warn!(%error, "failed to store the catalogue's revision");
                                 }
                             }
                         }
                         Err(error) => {
-                            tracing::error!(%error, "the catalogue that was found is not the cluster's");
+                            tracing::error!(%error, "the catalogue that answered is not this cluster's latest");
                         }
                     }
                     if !told {
@@ -208,7 +216,7 @@ impl Node {
                         tracing::info!(node = %self.context.settings.name, epoch = %answer.epoch, "registered");
                     }
                     if !has_registered {
-                        self.catching_up.is_due();
+                        self.catching_up.request();
                         self.spawn(Self::introduce_itself);
                     }
                     (told, has_registered) = (true, true);
@@ -223,7 +231,8 @@ impl Node {
         }
     }
 
-    /// Whether somebody may have taken this node off the list since its `last` registration: only a node whose lease is over leaves it.
+    /// Returns whether this node may have been taken off the list since its `last` registration.
+    /// Only a node whose lease is over can be taken off the list.
     fn may_be_unregistered(&self, last: Option<(Duration, DbId)>) -> bool {
         let is_safe = |(at, _): (Duration, DbId)| {
             self.context.clock.now() < at + self.context.settings.lease / 2
@@ -231,11 +240,13 @@ impl Node {
         !last.is_some_and(is_safe)
     }
 
-    /// Tells some of the others who this node is. They read the list of nodes seconds later, and the catalogue may be gone by then.
+    /// Introduces this node to some of the other nodes. They read the list of nodes seconds later,
+    /// and the catalogue may be down by then.
     async fn introduce_itself(self: Arc<Self>) {
         let Ok(nodes) = self.context.catalogue().nodes().await else { return };
         let mut nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
-        // Each node tells those that follow it, so that the work is shared evenly.
+        // Each node introduces itself to those that follow it by name, so that the work is shared
+        // evenly.
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         let behind = nodes.iter().position(|node| node.name > self.context.settings.name);
         nodes.rotate_left(behind.unwrap_or_default());
@@ -243,7 +254,7 @@ impl Node {
         self.hello_all(&nodes).await;
     }
 
-    /// Looks for work that others left, again and again.
+    /// Takes over archivings whose coordinator is gone. Runs until the node stops.
     pub(in crate::node) async fn run_takeover(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
         let mut met = HashMap::new();
@@ -252,14 +263,16 @@ impl Node {
             match self.take_over(&slots, &met).await {
                 Ok(now_met) => met = now_met,
                 Err(error) => {
-                    tracing::warn!(%error, "looking for archivings whose coordinator is gone");
+                    tracing::warn!(%error, "failed to look for archivings whose coordinator is gone");
                 }
             }
         }
     }
 
-    /// Goes on with archivings whose coordinator's lease is over. Several daemons may try; the compare-and-set lets one through.
-    /// One that failed is left alone for a wait that grows with its failures, counted from when this node met it so.
+    /// Takes over archivings whose coordinator's lease is over. Several daemons may try; the
+    /// compare-and-set lets one of them succeed. An archiving that failed is tried again after a
+    /// wait that grows with its failures, counted from when this node first saw it in this state.
+    /// Returns the archive requests that have no live coordinator, by key.
     async fn take_over(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
@@ -267,8 +280,8 @@ impl Node {
     ) -> Result<HashMap<String, Observed>, RemoteError> {
         let catalogue = self.context.catalogue();
         let mut now_met = HashMap::new();
-        let mut wishes = KeyScan::over(&*catalogue, ARCHIVINGS);
-        while let Some((key, entry)) = wishes.next().await? {
+        let mut requests = KeyScan::over(&*catalogue, ARCHIVINGS);
+        while let Some((key, entry)) = requests.next().await? {
             let archiving: Archiving = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_archiving_key(&key) else { continue };
             if catalogue.lease_touch(archiving.lease, false).await? {
@@ -279,7 +292,8 @@ impl Node {
             let earlier = met.get(&key).filter(|met| met.revision == revision);
             let at = earlier.map_or(now, |met| met.at);
             now_met.insert(key, Observed { revision, at });
-            // Who died at it is no failure.
+            // A coordinator that died is not a failure of the archiving. Failures count only for a
+            // request that waits for a retry.
             let failures = archiving.waiting.as_ref().map_or(0, |_| archiving.failures);
             if now < at.saturating_add(backoff(self.context.settings.lease, failures)) {
                 continue;
@@ -287,13 +301,13 @@ impl Node {
             let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
             let coordinator = self.context.coordinator();
             self.spawn(|_| async move {
-                // Nobody watches this one: its events go nowhere.
+                // No client watches this archiving, so its events are discarded.
                 let (events, _) = mpsc::channel(1);
                 let found = (archiving, revision);
                 match coordinator.take_over(&job, step, found, &events).await {
-                    Ok(()) => tracing::info!(%job, %step, "a take-over has ended"),
+                    Ok(()) => tracing::info!(%job, %step, "takeover ended"),
                     Err(error) => {
-                        tracing::info!(%job, %step, %error, "a take-over did not finish")
+                        tracing::info!(%job, %step, %error, "takeover failed")
                     }
                 }
                 drop(slot);
@@ -304,7 +318,7 @@ impl Node {
 
     pub(in crate::node) fn served_catalogue(&self) -> Result<Arc<LocalCatalogue>, RemoteError> {
         self.context.local_catalogue().ok_or_else(|| {
-            remote_error(ErrorKind::Unavailable, "this node does not host the catalogue")
+            remote_error(ErrorKind::Unavailable, "this node does not serve the catalogue")
         })
     }
 

@@ -1,9 +1,13 @@
-//! Files of a stripe that nobody asks this node to drop. It was a spare of an archiving that stopped, say, and was away when the next one,
-//! which went by other nodes, ordered its drops: no record names it any more (docs/semantics.md, 4.9).
+//! Collection of files that no coordinator orders this node to drop. For example, the node was a
+//! spare of an archiving that stopped, and was unreachable when the next archiving, which used
+//! other nodes, ordered its drops. No record names the files on this node any more
+//! (docs/semantics.md, 4.9).
 //!
-//! A node walks over what it holds, a part in each lease period, and drops such files on the evidence that it wants for any drop: the
-//! catalogue's word that the stripe is archived and its replicas are dropped, and the receipt. It begins with every stripe whenever it has
-//! come back to the list of nodes; after that it asks only about those with a file that no receipt here ascribes to it.
+//! A node scans what it holds, a part in each lease period. It drops such files on the evidence
+//! that it requires for any drop: the catalogue says that the stripe is archived and its replicas
+//! are dropped, and the node has the receipt. The scan covers every stripe once whenever the node
+//! has come back to the list of nodes. After that it covers only the stripes with a file that no
+//! receipt on this node ascribes to this node.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,29 +25,30 @@ use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::DropReplicas;
 
-/// Stripes, and shards without any, that are looked at in a lease period.
+/// Maximum number of stripes, and of shards without stripes, that are checked in a lease period.
 const LOOKED_AT: usize = 256;
 
-/// How far the walk has come: behind this shard, or behind this stripe in it.
+/// The position of the scan: behind this shard, or behind this stripe of it.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct GcCursor {
     shard: Option<ShardId>,
     stripe: Option<u32>,
 }
 
-/// Which receipts explain a file.
+/// The receipts that may account for a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReferencedBy {
-    /// None: every file is in question.
+    /// No receipt: every file is in question.
     Nothing,
-    /// Any that is here.
+    /// Any receipt on this node.
     AnyReceipt,
-    /// That of this attempt.
+    /// The receipt of this attempt.
     Attempt(Attempt),
 }
 
 impl Node {
-    /// Walks round and round.
+    /// Scans the files of this node, round after round, and drops those that are not needed. Runs
+    /// until the node stops.
     pub(in crate::node) async fn run_replica_gc(self: Arc<Self>) {
         let (mut cursor, mut by) = (GcCursor::default(), ReferencedBy::Nothing);
         loop {
@@ -59,7 +64,7 @@ impl Node {
             let (stripes, next) = match found {
                 Ok(found) => found,
                 Err(error) => {
-                    tracing::warn!(%error, "looking for files that nobody needs");
+                    tracing::warn!(%error, "failed to look for unreferenced files");
                     continue;
                 }
             };
@@ -69,13 +74,13 @@ impl Node {
             }
             for of_shard in stripes.chunk_by(|a, b| a.shard == b.shard) {
                 if let Err(error) = self.drop_unreferenced(of_shard).await {
-                    tracing::info!(%error, "files that may be left over stay for now");
+                    tracing::info!(%error, "files that may be unreferenced are kept for now");
                 }
             }
         }
     }
 
-    /// Drops what is not needed of these stripes, which are of one shard.
+    /// Drops the files that are not needed of these stripes, which all belong to one shard.
     async fn drop_unreferenced(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
         let catalogue = self.context.catalogue();
@@ -83,7 +88,7 @@ impl Node {
             return Ok(());
         };
         for &stripe in stripes {
-            // As long as not all are dropped a coordinator goes on with it.
+            // Until all of the replicas are dropped, a coordinator still works on the stripe.
             let archived = state.stripe(stripe.index);
             let Some(StripeState::Archived { attempt, generation, dropped: true, .. }) = archived
             else {
@@ -93,21 +98,22 @@ impl Node {
             if !self.context.on_store(move |store| is_unreferenced(store, stripe, by)).await? {
                 continue;
             }
-            // What keeps one is no reason to keep the others.
+            // A stripe that cannot be dropped does not keep the others from being dropped.
             match self
                 .drop_on_evidence(&*catalogue, DropReplicas { stripe, attempt, generation })
                 .await
             {
-                Ok(files) => tracing::info!(%stripe, files, "dropped what was left over"),
+                Ok(files) => tracing::info!(%stripe, files, "dropped unreferenced files"),
                 Err(error) => {
-                    tracing::info!(%stripe, %error, "files that may be left over stay for now");
+                    tracing::info!(%stripe, %error, "files that may be unreferenced are kept for now");
                 }
             }
         }
         Ok(())
     }
 
-    /// By the receipt that is here, or another node's.
+    /// Drops the files of a stripe by the receipt on this node, or by one that it fetches from
+    /// another node. Returns the number of files dropped.
     async fn drop_on_evidence(
         &self,
         catalogue: &dyn Catalogue,
@@ -122,8 +128,9 @@ impl Node {
         Ok(dropped?.files)
     }
 
-    /// Brings the receipt of an archived stripe from another node, unless one is here; whether it has. It may be an earlier one of the attempt,
-    /// by which a piece here would be nobody's: it counts only when all pieces that it names are where it says.
+    /// Fetches the stripe's receipt from another node if this node has none. Returns whether it
+    /// fetched one. The receipt may be an earlier one of the same attempt, which does not ascribe a
+    /// piece to this node. It therefore counts only if all pieces that it names are where it says.
     async fn fetch_receipt(
         &self,
         catalogue: &dyn Catalogue,
@@ -154,8 +161,8 @@ impl Node {
     }
 }
 
-/// Up to `limit` stripes from behind `after` on with a file here that is not explained; and how far that is. Behind the last it begins
-/// anew.
+/// Checks up to `limit` stripes from behind `after`. Returns those with a file on this node that no
+/// receipt accounts for, and the new position. Behind the last stripe the scan begins anew.
 fn unreferenced(
     store: &Store,
     by: ReferencedBy,
@@ -184,7 +191,8 @@ fn unreferenced(
     Ok((found, GcCursor::default()))
 }
 
-/// Whether a file of the stripe is here that these receipts do not ascribe to this node.
+/// Returns whether this node has a file of the stripe that none of the receipts selected by `by`
+/// ascribes to it.
 fn is_unreferenced(store: &Store, stripe: StripeId, by: ReferencedBy) -> Result<bool, StoreError> {
     let scope = RecordScope::Stripe(stripe);
     let names = match by {
@@ -196,7 +204,7 @@ fn is_unreferenced(store: &Store, stripe: StripeId, by: ReferencedBy) -> Result<
     };
     let mut ours = Vec::new();
     for name in names.iter().filter(|name| name.starts_with(RECEIPT_PREFIX)) {
-        // One that does not parse explains nothing.
+        // A receipt that does not parse accounts for no file.
         let receipt =
             store.get_record_file(scope, name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
         let Some(Receipt { attempt, pieces, .. }) = receipt else { continue };
@@ -256,7 +264,7 @@ mod tests {
                 write_replica(&store, stripe, 1);
                 match index {
                     0 => write_receipt(&store, stripe, store.node(), 1),
-                    // Another's piece, or another block.
+                    // The receipt names another node's piece, or another block.
                     1 => write_receipt(&store, stripe, NodeId(7), 1),
                     2 => write_receipt(&store, stripe, store.node(), 0),
                     _ => {}

@@ -1,7 +1,9 @@
-//! The policy, applied by the daemon that hosts the catalogue: what is old is archived or retired (docs/semantics.md, 8).
+//! The policy, applied by the catalogue server: old steps are archived or retired
+//! (docs/semantics.md, 8).
 //!
-//! One round a lease period, each of them from what the catalogue says then; what is remembered between two rounds only
-//! saves work. It begins at most one archiving and a few removals a round; both go the way that a person's go.
+//! One round runs per lease period. Each round decides from what the catalogue says at that time;
+//! what is remembered between two rounds only saves work. A round begins at most one archiving and
+//! a few removals. Both take the same path as those that an operator requests.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,40 +30,42 @@ use crate::wire::calls::{ArchiveOptions, GetPolicyStatus, PlanChoice};
 use crate::wire::order::Codec;
 use crate::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 
-/// Steps retired in one round.
+/// Maximum number of steps that are retired in one round.
 const RETIRED_AT_ONCE: usize = 8;
-/// While so many archivings are tried for the first time, the policy begins none. Those that have failed hold up nothing.
+/// Number of archivings on their first try with which the policy begins no other. Archivings that
+/// have failed before do not count.
 const MAX_OPEN_REQUESTS: usize = 4;
-/// Steps whose shards are looked at in one round.
+/// Maximum number of steps whose shards are read in one round.
 const LOOKED_AT_ONCE: usize = 256;
-/// Saves that are remembered as archived; others are looked at again.
+/// Maximum number of saves that are remembered as archived. Further ones are checked in every
+/// round.
 const MAX_ARCHIVED: usize = 131_072;
-/// Waiting work that `status` names.
+/// Maximum number of waiting saves and archivings that `status` names.
 const MAX_VIEWS: usize = 64;
 
-/// How the policy archives.
+/// The options with which the policy archives.
 const OPTIONS: ArchiveOptions =
     ArchiveOptions { plan: PlanChoice::Chain, codec: Codec::Kernel, parallel: 0 };
 
-/// What a walk over all checkpoints found.
+/// The counts from a scan over all checkpoints.
 #[derive(Default)]
-pub(in crate::node) struct RetentionState {
-    /// Committed steps of each job.
+pub(in crate::node) struct ScanCounts {
+    /// Number of committed steps, by job.
     pub(in crate::node) committed: BTreeMap<Job, u64>,
-    /// Removals that are under way.
+    /// Number of removals that are under way.
     pub(in crate::node) removing: u64,
 }
 
-/// What only saves work from round to round.
+/// The state between rounds that only saves work.
 #[derive(Default)]
 pub(in crate::node) struct RetentionCache {
     archived: HashSet<SaveId>,
-    /// Where the last round stopped looking.
+    /// The step at which the last round reached its limit of steps to read.
     cursor: Option<(Job, Step)>,
     archiving: Option<JoinHandle<()>>,
 }
 
-/// What the rounds share with the archiving under way and with those who ask.
+/// The state that the rounds share with the archiving under way and with the calls that report it.
 pub(in crate::node) struct Retention {
     waits: RetrySchedule,
     answer: PolicyAnswer,
@@ -73,10 +77,10 @@ impl Retention {
     }
 }
 
-/// An archiving that is asked for.
+/// The job and the step of an archive request, and the request.
 type OpenRequest = (Job, Step, Archiving);
 
-/// One round, as far as it has come.
+/// The progress of one round.
 #[derive(Default)]
 struct Round {
     retired: Vec<SaveId>,
@@ -94,42 +98,43 @@ impl Node {
         self.retention.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One round; gives what it has retired.
+    /// Runs one round. Returns the saves that it retired.
     pub(in crate::node) async fn run_retention_round(
         self: &Arc<Self>,
-        survey: &RetentionState,
+        survey: &ScanCounts,
         memory: &mut RetentionCache,
     ) -> Result<Vec<SaveId>, RemoteError> {
         let catalogue = self.context.catalogue();
-        let wishes = list_open_requests(&*catalogue).await?;
+        let requests = list_open_requests(&*catalogue).await?;
         let mut round = Round::default();
         for (job, count) in &survey.committed {
             let rule = self.context.settings.policy.of(job);
             if (0..*count).next_back().is_some_and(|newer| rule.touches(newer)) {
-                self.scan_steps(&*catalogue, (job, *count, rule), &wishes, memory, &mut round)
+                self.scan_steps(&*catalogue, (job, *count, rule), &requests, memory, &mut round)
                     .await?;
             }
         }
         memory.archived = std::mem::take(&mut round.still_archived);
         memory.cursor = round.stopped_at.take();
         if memory.archiving.as_ref().is_none_or(JoinHandle::is_finished)
-            && wishes.iter().filter(|(_, _, wish)| wish.failures == 0).count() < MAX_OPEN_REQUESTS
-            && wishes.len() < MAX_PAGE as usize
+            && requests.iter().filter(|(_, _, request)| request.failures == 0).count()
+                < MAX_OPEN_REQUESTS
+            && requests.len() < MAX_PAGE as usize
             && let Some((job, step, save)) = round.next.take()
         {
             memory.archiving = Some(self.archive_by_policy(job, step, save));
         }
         let removing = survey.removing + round.retired.len() as u64;
-        self.report(&round, &wishes, removing);
+        self.report(&round, &requests, removing);
         Ok(round.retired)
     }
 
-    /// All committed steps of one job, oldest first.
+    /// Applies `rule` to all committed steps of one job, oldest first.
     async fn scan_steps(
         &self,
         catalogue: &dyn Catalogue,
         (job, count, rule): (&Job, u64, Rule),
-        wishes: &[OpenRequest],
+        requests: &[OpenRequest],
         memory: &RetentionCache,
         round: &mut Round,
     ) -> Result<(), RemoteError> {
@@ -154,7 +159,7 @@ impl Node {
                     let is_new = !memory.cursor.as_ref().is_some_and(passed);
                     let is_due =
                         self.retention().waits.is_due(saved.save, self.context.clock.now());
-                    let is_asked = wishes.iter().any(|(j, s, _)| (j, *s) == (job, step));
+                    let is_asked = requests.iter().any(|(j, s, _)| (j, *s) == (job, step));
                     if is_new && is_due && !is_asked && round.next.is_none() {
                         self.look_at_step(catalogue, (job, step, saved.save), round).await?;
                     }
@@ -164,7 +169,7 @@ impl Node {
         Ok(())
     }
 
-    /// Finds out whether a step is archived already, and picks it if not.
+    /// Reads whether a step is archived already. If it is not, makes it the next step to archive.
     async fn look_at_step(
         &self,
         catalogue: &dyn Catalogue,
@@ -203,7 +208,7 @@ impl Node {
             round.to_retire += 1;
             return Ok(());
         }
-        // The count of the survey may be old: newer steps may have gone since.
+        // The count may be outdated: newer steps may have been removed since the scan.
         if !has_newer(catalogue, job, step, u64::from(keep_newest.max(1))).await? {
             return Ok(());
         }
@@ -219,19 +224,20 @@ impl Node {
         Ok(())
     }
 
-    /// The wish is recorded as a client's is, so that another daemon goes on with it when this one vanishes.
+    /// Archives a step in a task of its own. The archive request is recorded as a client's is, so
+    /// that another daemon takes it over if this one vanishes. Returns the handle of the task.
     fn archive_by_policy(self: &Arc<Self>, job: Job, step: Step, save: SaveId) -> JoinHandle<()> {
         let archive_all_but = self.context.settings.policy.of(&job).archive_all_but;
         tracing::info!(%job, %step, %save, archive_all_but, "archived by the policy: enough newer steps are committed");
         let coordinator = self.context.coordinator();
         self.spawn(|node| async move {
-            // Nobody watches this one: its events go nowhere.
+            // No client watches this archiving, so its events are discarded.
             let (events, _) = mpsc::channel(1);
             let archived = coordinator.archive(&job, step, OPTIONS, &events).await;
             let left = match archived {
                 Ok(()) => match is_archived(&*node.context.catalogue(), save).await {
                     Ok(true) => None,
-                    Ok(false) => Some("nodes that are away still have replicas of it".to_owned()),
+                    Ok(false) => Some("unreachable nodes still have replicas of it".to_owned()),
                     Err(error) => Some(error.to_string()),
                 },
                 Err(error) => Some(error.to_string()),
@@ -243,7 +249,7 @@ impl Node {
                     waits.ended(save);
                 }
                 Some(why) => {
-                    tracing::warn!(%job, %step, why, "the policy's archiving goes on later");
+                    tracing::warn!(%job, %step, why, "archiving by the policy deferred");
                     waits.failed(save, (&job, step), node.context.clock.now(), why);
                 }
             }
@@ -254,18 +260,19 @@ impl Node {
         self.removal_retries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn report(&self, round: &Round, wishes: &[OpenRequest], removing: u64) {
+    fn report(&self, round: &Round, requests: &[OpenRequest], removing: u64) {
         let mut desk = self.retention();
         desk.waits.end_round();
-        // What is asked for waits, or is at work, in the catalogue; the failures that are remembered here are older.
+        // For a step with an archive request, the catalogue has the current state. The failures
+        // that are remembered here are older.
         let is_asked = |wait: &PolicyWait| {
-            wishes.iter().any(|(job, step, _)| (job, *step) == (&wait.job, wait.step))
+            requests.iter().any(|(job, step, _)| (job, *step) == (&wait.job, wait.step))
         };
         let mut waiting: Vec<PolicyWait> =
             desk.waits.views().filter(|wait| !is_asked(wait)).collect();
         waiting.extend(self.removals().views());
-        waiting.extend(wishes.iter().filter_map(|(job, step, wish)| {
-            let (failures, why) = (wish.failures, wish.waiting.clone()?);
+        waiting.extend(requests.iter().filter_map(|(job, step, request)| {
+            let (failures, why) = (request.failures, request.waiting.clone()?);
             Some(PolicyWait { job: job.clone(), step: *step, failures, why })
         }));
         waiting.sort_by(|a, b| (&a.job, a.step).cmp(&(&b.job, b.step)));
@@ -284,7 +291,7 @@ impl Node {
         _: GetPolicyStatus,
     ) -> Result<PolicyAnswer, RemoteError> {
         if !self.serves_catalogue() {
-            let text = "this node does not host the catalogue, and applies no policy";
+            let text = "this node does not serve the catalogue, and applies no policy";
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
         let rule = |job: Option<&Job>, rule: &Rule| PolicyRule {
@@ -300,24 +307,25 @@ impl Node {
     }
 }
 
-/// Archivings that are asked for; the first page of them, with which the policy asks for no more.
+/// Returns the first page of the archive requests. While that page is full, the policy begins no
+/// archiving.
 async fn list_open_requests(catalogue: &dyn Catalogue) -> Result<Vec<OpenRequest>, RemoteError> {
-    let mut wishes = Vec::new();
+    let mut requests = Vec::new();
     for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
         let archiving: Archiving = parse(&key, &entry.value)?;
         if let Some((job, step)) = parse_archiving_key(&key) {
-            wishes.push((job, step, archiving));
+            requests.push((job, step, archiving));
         }
     }
-    Ok(wishes)
+    Ok(requests)
 }
 
-/// Whether nothing is left to archive or to drop of a save.
+/// Returns whether nothing of a save is left to archive or to drop.
 async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, RemoteError> {
     let mut roots = KeyScan::over(catalogue, roots_prefix(save));
     while let Some((key, entry)) = roots.next().await? {
         let root: ShardRoot = parse(&key, &entry.value)?;
-        // A state that is absent is that of a save which is gone.
+        // An absent state means that the save was removed.
         let state = read::<ShardState>(catalogue, &state_key(root.shard)).await?;
         let is_done =
             |state: StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
@@ -328,7 +336,7 @@ async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, Re
     Ok(true)
 }
 
-/// Whether `enough` steps of the job behind `step` are committed now.
+/// Returns whether at least `enough` steps of the job after `step` are committed now.
 async fn has_newer(
     catalogue: &dyn Catalogue,
     job: &Job,

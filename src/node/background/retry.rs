@@ -1,6 +1,8 @@
-//! How long nodes wait before they do something again: leases before they end; what cannot go on now later each time, growing with every failure in a row.
+//! The waits before a node does something again: the interval between renewals of a lease, the
+//! interval between scans for unfinished work, and the wait before failed work is retried, which
+//! grows with every failure in a row.
 //!
-//! In memory only: after a restart everything is tried again without a wait, once.
+//! The schedule is in memory only. After a restart, everything is tried once without a wait.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -8,25 +10,28 @@ use std::time::Duration;
 use crate::id::{Job, SaveId, Step};
 use crate::wire::policy::PolicyWait;
 
-/// The longest wait between two tries.
+/// Longest wait between two tries.
 const MAX_WAIT: Duration = Duration::from_secs(600);
-/// Saves that are waited for at once. What does not fit is not remembered, and its callers bound how much they try in a round.
+/// Maximum number of saves that a schedule remembers. Further failures are not remembered, and the
+/// callers bound how many saves they try in a round.
 const MAX_RETRIES: usize = 4096;
 
-/// Looks in a lease period at what others left half done. What somebody left when he vanished is found within a period and one look.
+/// Number of scans for unfinished work in a lease period. Work whose owner has vanished is found
+/// within one lease period and one scan interval.
 pub(in crate::node) const SCANS_PER_LEASE: u32 = 4;
 
-/// How long lies between two such looks.
+/// Returns the time between two scans for unfinished work.
 pub(in crate::node) fn scan_interval(lease: Duration) -> Duration {
     lease / SCANS_PER_LEASE
 }
 
-/// How long a lease is kept alive before it would end.
+/// Returns the interval at which a lease is renewed.
 pub(in crate::node) fn renewal_interval(lease: Duration) -> Duration {
     lease / 3
 }
 
-/// The wait after so many failures in a row: `first`, then twice as long each time.
+/// Returns the wait after this many failures in a row: `first` after one failure, then twice as
+/// long each time, up to `MAX_WAIT`. Without a failure there is no wait.
 pub(in crate::node) fn backoff(first: Duration, failures: u32) -> Duration {
     match failures.checked_sub(1) {
         None => Duration::ZERO,
@@ -36,7 +41,8 @@ pub(in crate::node) fn backoff(first: Duration, failures: u32) -> Duration {
     }
 }
 
-/// Work on saves that failed. A round asks for every save that it still has; [`RetrySchedule::end_round`] forgets the others.
+/// The schedule of failed work on saves. A round asks for every save that still needs work;
+/// [`RetrySchedule::end_round`] forgets the others.
 pub(in crate::node) struct RetrySchedule {
     first: Duration,
     waits: HashMap<SaveId, Retry>,
@@ -52,12 +58,12 @@ struct Retry {
 }
 
 impl RetrySchedule {
-    /// `first` is the wait after one failure.
+    /// Creates an empty schedule. `first` is the wait after one failure.
     pub(in crate::node) fn new(first: Duration) -> Self {
         Self { first, waits: HashMap::new() }
     }
 
-    /// Whether the save may be tried now.
+    /// Returns whether the save may be tried now. Notes that the round has asked for it.
     pub(in crate::node) fn is_due(&mut self, save: SaveId, now: Duration) -> bool {
         self.waits.get_mut(&save).is_none_or(|wait| {
             wait.is_asked_for = true;
@@ -65,7 +71,7 @@ impl RetrySchedule {
         })
     }
 
-    /// It was tried and did not come to its end.
+    /// Records that work on the save was tried and did not finish, and `why`.
     pub(in crate::node) fn failed(
         &mut self,
         save: SaveId,
@@ -78,23 +84,23 @@ impl RetrySchedule {
         }
         let failures = self.waits.get(&save).map_or(0, |wait| wait.failures).saturating_add(1);
         let due = now.saturating_add(backoff(self.first, failures));
-        // A round that is under way may have passed it already.
+        // The round that is under way may have passed this save already.
         let is_asked_for = true;
         let wait = Retry { job: job.clone(), step, failures, why, due, is_asked_for };
         self.waits.insert(save, wait);
     }
 
-    /// It came to its end.
+    /// Forgets the save, because its work is done.
     pub(in crate::node) fn ended(&mut self, save: SaveId) {
         self.waits.remove(&save);
     }
 
-    /// Forgets what nobody has asked for since the last round.
+    /// Forgets the saves for which [`RetrySchedule::is_due`] was not called since the last round.
     pub(in crate::node) fn end_round(&mut self) {
         self.waits.retain(|_, wait| std::mem::take(&mut wait.is_asked_for));
     }
 
-    /// What waits, for people.
+    /// Returns the work that waits for a retry, for display.
     pub(in crate::node) fn views(&self) -> impl Iterator<Item = PolicyWait> {
         self.waits.values().map(|wait| PolicyWait {
             job: wait.job.clone(),

@@ -1,9 +1,11 @@
-//! What the catalogue's host finishes for others: saves whose client is gone, saves that were decided and not published,
-//! removals; and it applies the policy.
+//! The catalogue server's recovery of unfinished work: saves whose client is gone, saves that were
+//! decided and not published, and removals. It also runs the rounds of the policy.
 //!
-//! It looks at all checkpoints several times in a lease period. An open save goes when its lease is over. What has no lease of its own is
-//! left for one period, from when this daemon first saw it, to whoever began it; then it goes on here, in a task of its own: what cannot
-//! go on now, because nodes are away, holds up nothing else. All of it is safe to repeat, and by several at once.
+//! It scans all checkpoints several times in a lease period. It aborts an open save when the save's
+//! lease is over. A decided save or a removal has no lease. Its originator has one lease period,
+//! from when this daemon first saw it, to finish it. After that this daemon continues it, each in a
+//! task of its own, so that work that waits for unreachable nodes holds up no other work. All of
+//! this is safe to repeat, also by several daemons at once.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +13,7 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::retention::{RetentionCache, RetentionState};
+use super::retention::{RetentionCache, ScanCounts};
 use super::retry::{SCANS_PER_LEASE, scan_interval};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
@@ -23,25 +25,27 @@ use crate::node::active_saves::ActiveSave;
 use crate::node::gateway::removal::RemovalOutcome;
 use crate::wire::RemoteError;
 
-/// Decided saves and removals that this daemon goes on with at once.
+/// Maximum number of decided saves and removals that this daemon continues at once.
 const RECOVERED_AT_ONCE: usize = 16;
 
-/// From look to look.
+/// The state that is kept from scan to scan.
 struct RecoveryState {
-    /// Since when this daemon knows what has no lease.
+    /// The time since which each decided save and each removal has waited for its originator.
     since: HashMap<SaveId, Duration>,
     slots: Arc<Semaphore>,
 }
 
 impl RecoveryState {
-    /// Whether whoever began it has had his time.
+    /// Returns whether the originator of this decided save or removal has had one lease period to
+    /// finish it.
     fn is_unattended(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
         self.since.get(&save).is_some_and(|since| now >= since.saturating_add(lease))
     }
 }
 
 impl Node {
-    /// Looks without end.
+    /// Scans for unfinished work, and runs a round of the policy once per lease period, while this
+    /// daemon serves the catalogue. Runs until the node stops.
     pub(in crate::node) async fn run_save_recovery(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(RECOVERED_AT_ONCE));
         let mut collector = RecoveryState { since: HashMap::new(), slots };
@@ -54,7 +58,7 @@ impl Node {
             let survey = match self.recovery_round(&mut collector).await {
                 Ok(survey) => survey,
                 Err(error) => {
-                    tracing::warn!(%error, "collecting what was left half done");
+                    tracing::warn!(%error, "failed to scan for unfinished saves and removals");
                     continue;
                 }
             };
@@ -62,21 +66,23 @@ impl Node {
                 continue;
             }
             match self.run_retention_round(&survey, &mut looked).await {
-                // Nobody else began these.
+                // This daemon began these removals itself, so there is no originator to wait for.
                 Ok(retired) => {
                     collector.since.extend(retired.into_iter().map(|save| (save, Duration::ZERO)));
                 }
-                Err(error) => tracing::warn!(%error, "applying the policy"),
+                Err(error) => tracing::warn!(%error, "failed to apply the policy"),
             }
         }
     }
 
+    /// Scans all checkpoints once. Aborts expired saves, and continues the removals and decided
+    /// saves that are due. Returns the counts that the policy needs.
     async fn recovery_round(
         self: &Arc<Self>,
         collector: &mut RecoveryState,
-    ) -> Result<RetentionState, RemoteError> {
+    ) -> Result<ScanCounts, RemoteError> {
         let catalogue = self.context.catalogue();
-        let (mut survey, mut since) = (RetentionState::default(), HashMap::new());
+        let (mut survey, mut since) = (ScanCounts::default(), HashMap::new());
         let mut note = |save: SaveId, at: Duration| {
             since.insert(save, at);
         };
@@ -97,11 +103,12 @@ impl Node {
             match checkpoint.writing {
                 Some(Writing::Open { save, lease, .. }) => {
                     match self.abort_expired(&*catalogue, (&job, step), save, lease).await {
-                        // Nobody else will remove its files.
+                        // No other daemon removes the files of this save, so there is no originator
+                        // to wait for.
                         Ok(true) => note(save, Duration::ZERO),
                         Ok(false) => {}
                         Err(error) => {
-                            tracing::warn!(%job, %step, %error, "a save that was left open goes later");
+                            tracing::warn!(%job, %step, %error, "failed to abort an open save; the next scan retries");
                         }
                     }
                 }
@@ -123,7 +130,8 @@ impl Node {
         Ok(survey)
     }
 
-    /// Goes on with a removal, unless it is under way here, or too many are.
+    /// Continues a removal in a task of its own, unless this node works on it already or too many
+    /// such tasks run.
     fn resume_removal(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
@@ -144,16 +152,17 @@ impl Node {
                 Ok(RemovalOutcome { answer, .. }) => {
                     let names: Vec<&str> =
                         answer.waiting.iter().map(|name| name.as_str()).collect();
-                    format!("its files wait to be removed: {}", names.join(", "))
+                    format!("these nodes still have to remove its files: {}", names.join(", "))
                 }
                 Err(error) => error.to_string(),
             };
-            tracing::info!(%job, %step, why, "a removal goes on later");
+            tracing::info!(%job, %step, why, "removal deferred");
             node.removals().failed(entry.save, (&job, step), node.context.clock.now(), why);
         });
     }
 
-    /// Publishes what was decided, unless that is under way here, or too much is; whether it has begun.
+    /// Publishes a decided save in a task of its own, unless this node works on it already or too
+    /// many such tasks run. Returns whether the task was started.
     fn resume_publishing(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
@@ -167,13 +176,13 @@ impl Node {
         self.spawn(|node| async move {
             let _held = (mark, slot);
             if let Err(error) = node.publish(&job, step, saved).await {
-                tracing::warn!(%job, %step, %error, "a save that was left half done goes on later");
+                tracing::warn!(%job, %step, %error, "failed to publish a decided save; retrying after a lease period");
             }
         });
         true
     }
 
-    /// Aborts an open save whose lease is over; whether it was that.
+    /// Aborts an open save if its lease is over. Returns whether it aborted the save.
     async fn abort_expired(
         &self,
         catalogue: &dyn Catalogue,

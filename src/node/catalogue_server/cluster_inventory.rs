@@ -1,6 +1,7 @@
-//! Reading what all nodes hold, save by save (docs/semantics.md, 8).
+//! The cluster inventory: what all nodes hold, read save by save (docs/semantics.md, 8).
 //!
-//! Inventories come by shard id, and the shards of a save are neighbours: the nodes' pages are merged, and one save is in memory at a time.
+//! A node's inventory is ordered by shard id, and the shards of a save are neighbours. The pages of
+//! all nodes are merged, so that only one save is in memory at a time.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -15,10 +16,11 @@ use crate::node::Node;
 use crate::wire::calls::{FindRemovedSaves, ListInventory, ShardHolding};
 use crate::wire::{NodeAddress, RemoteError};
 
-/// One page of an inventory comes within this.
+/// Time limit for one page of an inventory.
 const PAGE_LIMIT: Duration = Duration::from_secs(60);
 
-/// A node, and what of its inventory has not been looked at.
+/// A node, and the position in its inventory: the rest of the current page, and where the next page
+/// begins.
 struct NodePages {
     node: NodeRecord,
     page: VecDeque<ShardHolding>,
@@ -26,18 +28,19 @@ struct NodePages {
     is_done: bool,
 }
 
-/// What follows from everything that a set of nodes holds.
+/// The conclusions from everything that a set of nodes holds.
 #[derive(Debug, Default)]
 pub(in crate::node) struct ClusterInventory {
-    /// Committed saves; of several of one step the newest.
+    /// The committed saves. Of several saves of one step, the newest.
     pub steps: BTreeMap<(Job, Step), Box<Committed>>,
-    /// Saves to be removed that were committed once, of steps that may have a newer one; the oldest first.
+    /// Saves to be removed that were committed once, oldest first. Their steps may have a newer
+    /// save.
     pub removing: BTreeMap<(Job, Step), Vec<Removing>>,
     /// Saves to be removed that belong to no step, as far as is known.
     pub orphans: Vec<Removing>,
-    /// Saves of which only marks that do not parse were found, and the nodes that have those.
+    /// Saves of which only marks that do not parse were found, and the nodes that hold these marks.
     pub doubts: Vec<(SaveId, BTreeSet<NodeId>)>,
-    /// Committed saves that cannot be brought back, and why.
+    /// Committed saves that cannot be brought back, and the reason.
     incomplete: Vec<(Job, Step, Saved, String)>,
 }
 
@@ -71,7 +74,8 @@ impl ClusterInventory {
         self.removing.entry(step).or_default().push(removing);
     }
 
-    /// All saves are judged: nobody misses what is incomplete and was superseded.
+    /// Completes the inventory after all saves are judged. An incomplete save that a newer one
+    /// superseded is not needed any more, and becomes a removal.
     fn finish(&mut self) {
         for (job, step, saved, why) in std::mem::take(&mut self.incomplete) {
             let key = (job, step);
@@ -88,23 +92,23 @@ impl ClusterInventory {
         }
     }
 
-    /// Committed steps that cannot be brought back, and why.
+    /// Returns the committed steps that cannot be brought back, each with the reason.
     pub(in crate::node) fn incomplete(&self) -> impl Iterator<Item = String> + '_ {
         self.incomplete.iter().map(|(job, step, _, why)| format!("{job}/{step}: {why}"))
     }
 
-    /// How many saves are to be removed.
+    /// Returns the number of saves that are to be removed.
     pub(in crate::node) fn to_remove(&self) -> usize {
         self.orphans.len() + self.removing.values().map(Vec::len).sum::<usize>()
     }
 
-    /// The nodes of the committed shards' rings.
+    /// Returns the nodes in the rings of the committed shards.
     pub(in crate::node) fn ring(&self) -> impl Iterator<Item = NodeId> + '_ {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);
         shards.flat_map(|shard| shard.root.ring.iter().map(|member| member.node))
     }
 
-    /// Codes of the committed shards.
+    /// Returns the codes of the committed shards.
     pub(in crate::node) fn codes(&self) -> impl Iterator<Item = (u8, u8)> + '_ {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);
         shards.map(|shard| (shard.root.n, shard.root.k))
@@ -112,7 +116,10 @@ impl ClusterInventory {
 }
 
 impl Node {
-    /// Reads the whole inventories of `nodes` and judges what they hold. Fails when any of them cannot be read to the end.
+    /// Reads the whole inventories of `nodes`, and judges each save. Returns the conclusions.
+    ///
+    /// # Errors
+    /// If any of the inventories cannot be read to its end.
     pub(in crate::node) async fn read_cluster_inventory(
         &self,
         nodes: &[NodeRecord],
@@ -137,7 +144,7 @@ impl Node {
         Ok(census)
     }
 
-    /// Fetches the next page of a source that has none.
+    /// Fetches the next page of a source whose current page is empty.
     async fn fetch_page(&self, source: &mut NodePages) -> Result<(), RemoteError> {
         while source.page.is_empty() && !source.is_done {
             let call = ListInventory { after: source.next, only: None };
@@ -150,6 +157,8 @@ impl Node {
         Ok(())
     }
 
+    /// Reads all that the sources hold of the next save. Returns the evidence, or `None` at the
+    /// end.
     async fn next_save(
         &self,
         sources: &mut [NodePages],
@@ -165,7 +174,8 @@ impl Node {
                 self.fetch_page(source).await?;
             }
         }
-        // A node whose files of a removed save are gone has nothing of it to list.
+        // A node that has purged a removed save lists nothing of it, so the removed-save sets are
+        // read, too.
         if evidence.is_marked() || evidence.doubts().is_some() {
             let asks = asked.iter().map(|node| async move {
                 let to = address(&node_address(node));
@@ -181,7 +191,7 @@ impl Node {
         Ok(Some((save, evidence)))
     }
 
-    /// Reads all that `node` holds of a save.
+    /// Calls `read` with each shard's part of a save on `node`.
     pub(in crate::node) async fn for_each_holding(
         &self,
         node: &NodeRecord,
@@ -201,7 +211,7 @@ impl Node {
         }
     }
 
-    /// The saves that `node` has anything of.
+    /// Returns the saves of which `node` holds anything.
     pub(in crate::node) async fn saves_on(
         &self,
         node: &NodeRecord,
@@ -219,7 +229,8 @@ impl Node {
         }
     }
 
-    /// Whether any of `nodes` has a commit mark of `save`; `None` when not all of them say.
+    /// Returns whether any of `nodes` has a commit mark of `save`, or `None` if not all of them
+    /// answer.
     pub(in crate::node) async fn is_marked_on_any(
         &self,
         nodes: &[NodeRecord],
@@ -236,7 +247,7 @@ impl Node {
     }
 }
 
-/// How a node is called.
+/// Returns the address at which a node is called.
 pub(in crate::node) fn node_address(node: &NodeRecord) -> NodeAddress {
     NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
 }

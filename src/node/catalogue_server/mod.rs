@@ -1,4 +1,5 @@
-//! Serving the catalogue: who serves it, its transfer to another node, its rebuild after a loss, and changes of the list of nodes.
+//! Serving the catalogue, its transfer to another node, its rebuild after a loss, and the removal
+//! of nodes from the list of nodes.
 
 pub(super) mod cluster_inventory;
 pub(super) mod rebuild;

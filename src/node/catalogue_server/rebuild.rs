@@ -1,4 +1,4 @@
-//! A lost catalogue, made again from what the nodes hold (docs/semantics.md, 8).
+//! The rebuild of a lost catalogue from what the nodes hold (docs/semantics.md, 8).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
@@ -31,9 +31,9 @@ use crate::wire::calls::{
 };
 use crate::wire::order::Codec;
 
-/// Rounds in which members name further members.
+/// Maximum number of rounds in which members name further members.
 const MEMBER_ROUNDS: usize = 4;
-/// Entries of the lists of an answer.
+/// Maximum number of entries in each list of an answer.
 const MAX_LISTED: usize = 1000;
 
 impl Node {
@@ -48,7 +48,7 @@ impl Node {
         self.context.remote.set_expected_epoch(call.epoch, Some(call.map));
         self.context.remote.add_endpoints([call.home.clone()]);
         self.context.remote.set_server(call.epoch, call.home);
-        // Whoever reads asks the new home first.
+        // From now on readers ask the new catalogue server first.
         self.outage_reader.set_answering(true);
         Ok(())
     }
@@ -64,7 +64,8 @@ impl Node {
         Ok(nodes)
     }
 
-    /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
+    /// Rebuilds the catalogue, in a task of its own: an operator who disconnects must not leave the
+    /// cluster between two catalogues. Returns the contents of the new catalogue, in numbers.
     pub(in crate::node) async fn rebuild_catalogue(
         self: &Arc<Self>,
         call: RebuildCatalogue,
@@ -89,7 +90,8 @@ impl Node {
 
     async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, RemoteError> {
         if self.context.catalogue().nodes().await.is_ok() {
-            // Who has just answered, though it may not have told this node its newest epoch yet.
+            // The catalogue server has just answered, but may not have told this node its newest
+            // epoch yet.
             let home = self
                 .context
                 .catalogue_address()
@@ -105,24 +107,27 @@ impl Node {
         let generation = Generation { epoch, counter: 0 };
         let reached = former_members(heard);
         refuse_without_storage(&members)?;
-        // Looked at once before anything is claimed: what cannot be brought back is no reason to end an epoch.
+        // The inventory is checked once before an epoch is claimed: if steps cannot be brought
+        // back, that is no reason to end an epoch.
         let preview = self.read_cluster_inventory(&storage_nodes(&reached), generation).await?;
         let standings = self.fetch_standings(&storage_nodes(&reached)).await;
         self.check_inventory(&preview, &members, &reached, &standings, accept_loss)?;
         drop(preview);
 
-        // Where there is no room for a map nothing is claimed for it.
+        // The database is created before the claim: if there is no room for it, no epoch is
+        // claimed.
         let fresh = self.fresh_db().await?;
         let map = DbId(self.context.entropy.id());
         let claimed = self.claim_epoch_on_nodes(&reached, epoch, map).await?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
-        // Again, now that nothing of an older epoch is taken any more.
+        // The inventory is read again, now that the nodes accept nothing of an older epoch any
+        // more.
         trace_point(TracePoint::Census, epoch);
         let sources = storage_nodes(&claimed);
         let census = self.read_cluster_inventory(&sources, generation).await?;
         let standings = self.fetch_standings(&sources).await;
         self.check_inventory(&census, &members, &claimed, &standings, accept_loss)?;
-        // A node that was taken off the list registers anew, and catches up.
+        // A node that was taken off the list is left out here. It registers anew, and catches up.
         let is_listed =
             |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
         let members: Vec<NodeRecord> = members.iter().filter(is_listed).cloned().collect();
@@ -175,14 +180,16 @@ impl Node {
         Ok(answer)
     }
 
-    /// An empty map; what was in its place lies aside.
+    /// Creates an empty catalogue database. Moves an existing one aside. Returns the empty one.
     pub(in crate::node) async fn fresh_db(&self) -> Result<Arc<dyn Kv>, RemoteError> {
         let maps = self.context.catalogue_server.maps().clone();
         let fresh = self.context.workers.run(move || maps.fresh()).await?;
-        fresh.map_err(|error| remote_error(ErrorKind::Io, format!("the new map: {error}")))
+        fresh.map_err(|error| {
+            remote_error(ErrorKind::Io, format!("failed to create the catalogue database: {error}"))
+        })
     }
 
-    /// Opens the finished map of `epoch` in `kv`.
+    /// Opens the finished catalogue database of `epoch` in `kv`. Returns its catalogue.
     pub(in crate::node) async fn open_db(
         &self,
         kv: Arc<dyn Kv>,
@@ -194,7 +201,8 @@ impl Node {
         Ok(Arc::new(self.context.workers.run(open).await??))
     }
 
-    /// All nodes that any reached node has heard of, and what those say that answer.
+    /// Returns all nodes that any reached node has heard of, and the answers of those that were
+    /// reached.
     pub(in crate::node) async fn gather_members(
         &self,
     ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {
@@ -224,7 +232,11 @@ impl Node {
         Ok((known.into_values().collect(), reached))
     }
 
-    /// Has `map` claimed as the catalogue of `epoch`; answers with the nodes that did.
+    /// Claims `epoch` for the catalogue database `map`, on this node and on `reached`. Returns the
+    /// nodes that recorded the claim.
+    ///
+    /// # Errors
+    /// Of kind `Fenced` if a node refuses the epoch, and any failure of this node.
     async fn claim_epoch_on_nodes(
         &self,
         reached: &[NodeRecord],
@@ -232,7 +244,7 @@ impl Node {
         map: DbId,
     ) -> Result<Vec<NodeRecord>, RemoteError> {
         let call = ClaimEpoch { epoch, map, home: self.context.address() };
-        // This node first: whoever cannot claim here claims nowhere.
+        // This node claims first: if it cannot, the epoch is claimed nowhere.
         self.store_claim(call.clone()).await?;
         let asks = reached.iter().map(|node| {
             let call = &call;
@@ -246,14 +258,17 @@ impl Node {
                     let text = format!("node {} refuses epoch {epoch}: {error}", node.name);
                     return Err(remote_error(ErrorKind::Fenced, text));
                 }
-                Err(error) => tracing::warn!(node = %node.name, %error, "a node did not claim"),
+                Err(error) => {
+                    tracing::warn!(node = %node.name, %error, "failed to claim the epoch on a node")
+                }
             }
         }
         Ok(claimed)
     }
 
-    /// Marks on the nodes that have none, as far as they can be reached: those of the rings, and of one shard on all others. Returns
-    /// the nodes that have one then.
+    /// Writes the missing commit marks of a save, as far as nodes can be reached: each shard's mark
+    /// on the nodes of its ring, and one shard's mark on all other nodes. Returns the nodes that
+    /// have a mark then.
     async fn mark_committed_again(
         &self,
         sources: &[NodeRecord],
@@ -280,7 +295,7 @@ impl Node {
                 async move {
                     let put = self.context.caller.call(&node_address(source), call).await;
                     if let Err(error) = &put {
-                        tracing::info!(node = %source.name, %error, "not marked again");
+                        tracing::info!(node = %source.name, %error, "failed to write a commit mark");
                     }
                     put.ok().map(|()| NodeId::of(&source.name))
                 }
@@ -291,7 +306,12 @@ impl Node {
         marked
     }
 
-    /// Refuses when what was found says that more has to be read, or that something is missing.
+    /// Checks that enough nodes were read, and that no committed step is incomplete. With
+    /// `accept_loss` nothing is checked.
+    ///
+    /// # Errors
+    /// Of kind `Unavailable` if more nodes have to be read, or `Lost` if a committed step cannot be
+    /// brought back whole.
     fn check_inventory(
         &self,
         census: &ClusterInventory,
@@ -354,6 +374,7 @@ impl Node {
         Err(remote_error(ErrorKind::Lost, text))
     }
 
+    /// Writes the keys of a committed step into the new database, and counts them in `answer`.
     fn write_step(
         &self,
         map: &mut DbWriter,
@@ -372,8 +393,9 @@ impl Node {
             answer.shards += 1;
         }
         if let Some(code) = unfinished {
-            // A wish whose lease nobody keeps: a daemon takes it over when it is over.
-            let wish = Archiving {
+            // This archive request has a lease that no coordinator renews. When the lease is over,
+            // a daemon takes the request over.
+            let request = Archiving {
                 node: self.context.id,
                 lease: LeaseId(self.context.entropy.id()),
                 save: saved.save,
@@ -381,20 +403,20 @@ impl Node {
                 failures: 0,
                 waiting: None,
             };
-            map.put(&archiving_key(&job, step), &wish.to_bytes()?)?;
+            map.put(&archiving_key(&job, step), &request.to_bytes()?)?;
         }
         answer.steps += 1;
         Ok(())
     }
 }
 
-/// Those that have been part of the cluster: an empty node has nothing to say.
+/// Returns the nodes that have been part of the cluster. An empty node has no evidence to offer.
 pub(in crate::node) fn former_members(heard: Vec<(NodeRecord, HelloAnswer)>) -> Vec<NodeRecord> {
     let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());
     has_seen.map(|(node, _)| node).collect()
 }
 
-/// The code of a stripe whose archiving began and has not ended.
+/// Returns the code of a stripe whose archiving began and has not ended.
 fn unfinished_code(state: StripeState) -> Option<CodeId> {
     match state {
         StripeState::Archiving { code, .. }
@@ -403,7 +425,7 @@ fn unfinished_code(state: StripeState) -> Option<CodeId> {
     }
 }
 
-/// How an archiving into `code` goes on.
+/// Returns the options with which an archiving into `code` resumes.
 fn options_for(code: CodeId) -> ArchiveOptions {
     let plan = match table::by_id(code) {
         Some(Code::Rs(_)) => PlanChoice::BestStar,
@@ -416,7 +438,7 @@ fn storage_nodes(nodes: &[NodeRecord]) -> Vec<NodeRecord> {
     nodes.iter().filter(|node| node.storage).cloned().collect()
 }
 
-/// Storage nodes that are not among `reached`.
+/// Returns the storage nodes that are not among `reached`.
 pub(in crate::node) fn not_reached<'a>(
     members: &'a [NodeRecord],
     reached: &'a [NodeRecord],
@@ -434,7 +456,8 @@ fn refuse_without_storage(members: &[NodeRecord]) -> Result<(), RemoteError> {
     Ok(())
 }
 
-/// The first shard whose receipts leave a doubt, and of whose ring more is missing than they can do without; and who is missing.
+/// Returns the first shard whose receipts leave a doubt and whose ring misses more nodes than the
+/// code tolerates, and the nodes that are missing.
 fn thin_ring<'a>(
     census: &'a ClusterInventory,
     reached: &BTreeSet<NodeId>,

@@ -1,4 +1,5 @@
-//! Taking a node out of the cluster (docs/semantics.md, 10). Members come by themselves: they register.
+//! Removing a node from the cluster (docs/semantics.md, 10). Nodes join by themselves: they
+//! register.
 
 use std::time::Duration;
 
@@ -21,15 +22,20 @@ use crate::node::rpc::failure::remote_error;
 use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, RemoveNode};
 
-/// A node catches up within this.
+/// Time limit for a node to catch up.
 const CATCH_UP_LIMIT: Duration = Duration::from_secs(60);
-/// Nodes that catch up at once.
+/// Maximum number of nodes that catch up at once.
 const AT_ONCE: usize = 32;
-/// Checkpoints that a refusal names.
+/// Maximum number of checkpoints, or of nodes that failed to catch up, that a refusal names.
 const NAMED: usize = 8;
 
 impl Node {
-    /// Takes a member off the list. Refused while it is live, and while a checkpoint may lie on it.
+    /// Takes a node off the list of nodes.
+    ///
+    /// # Errors
+    /// Of kind `Busy` while the node is live or a save is open, of kind `Exists` while a checkpoint
+    /// may lie on it, of kind `Unavailable` if too few of the other nodes catch up, and of kind
+    /// `NotFound` if it is not on the list.
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.context.catalogue(), call.name);
         let key = format!("{NODES}{name}");
@@ -49,19 +55,23 @@ impl Node {
                 );
                 return Err(remote_error(ErrorKind::Exists, text));
             }
-            // That took a while: it may have come back.
+            // The checks took a while, and the node may have come back.
             refuse_if_live(&*catalogue, &name).await?;
             match catalogue.compare_and_set(&key, Some(entry.revision), None).await? {
                 SetOutcome::Set(_) => break,
-                // It has registered anew meanwhile, or somebody else was first.
+                // The node has registered anew meanwhile, or another caller has removed it.
                 SetOutcome::Conflict(_) => {}
             }
         }
-        tracing::warn!(node = %name, "a node was taken out of the cluster");
+        tracing::warn!(node = %name, "a node was removed from the cluster");
         Ok(())
     }
 
-    /// More than half of the other storage nodes catch up: with one node less they still meet whoever reads without a catalogue.
+    /// Has more than half of the other storage nodes catch up, so that with one node less they
+    /// still overlap with the nodes that a reader without a catalogue asks.
+    ///
+    /// # Errors
+    /// Of kind `Unavailable` if half or fewer of them catch up.
     async fn keep_majority_without(
         &self,
         catalogue: &dyn Catalogue,
@@ -99,7 +109,12 @@ impl Node {
         Err(remote_error(ErrorKind::Unavailable, text))
     }
 
-    /// How many steps have a shard with `name` in its ring, committed or under way, and the first of them.
+    /// Returns the number of checkpoints that may lie on node `name`, and the first of them. These
+    /// are the steps, committed or decided, with a shard that has the node in its ring, and the
+    /// orphans that are kept until all nodes were asked for a mark.
+    ///
+    /// # Errors
+    /// Of kind `Busy` while a save is open.
     async fn checkpoints_on(
         &self,
         catalogue: &dyn Catalogue,
@@ -113,7 +128,7 @@ impl Node {
                 first.push(what);
             }
         };
-        // A save without a known mark is kept until all nodes have been asked for one.
+        // A save without a known mark is kept until all nodes have been asked for a mark.
         let mut orphans = KeyScan::over(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
             let orphan: Removing = parse(&key, &entry.value)?;
@@ -126,7 +141,7 @@ impl Node {
             let checkpoint: Checkpoint = parse(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let saves = match checkpoint.writing {
-                // Which nodes it takes is known to its client only.
+                // Only the client of an open save knows which nodes it uses.
                 Some(Writing::Open { .. }) => {
                     let text = format!("{job}/{step} is being saved: wait until it is done");
                     return Err(remote_error(ErrorKind::Busy, text));

@@ -1,4 +1,5 @@
-//! Whether this daemon serves the catalogue, and whether it may change it (docs/semantics.md, 8).
+//! The decision whether this daemon serves the catalogue, and whether it may change it
+//! (docs/semantics.md, 8).
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -19,38 +20,46 @@ use crate::node::quorum::majority;
 use crate::store::{Kv, Maps, Store};
 use crate::wire::calls::{CHANGES_NOTHING, ClaimEpoch, Hello, HelloAnswer};
 
-/// A member that does not say its epoch within this is not counted.
+/// Time limit for a node to answer with its epoch. A node that exceeds it is not counted.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
-/// A home that has heard too few nodes so often in a row changes nothing until it hears more.
+/// Number of rounds in a row with too few nodes heard, after which the catalogue server makes no
+/// changes until it hears enough nodes.
 const MISSED_ROUNDS: u32 = 2;
-/// Between two rounds of a home that changes nothing.
+/// Wait between two rounds while the catalogue is read-only.
 const READ_ONLY_ROUND: Duration = Duration::from_millis(500);
-/// Members asked at once.
+/// Maximum number of nodes that are asked at once.
 const AT_ONCE: usize = 32;
 
-/// What this daemon is to the catalogue.
+/// The catalogue server of a daemon, which may or may not serve the catalogue.
 pub(in crate::node) struct CatalogueServer {
     state: Mutex<ServingState>,
     maps: Arc<dyn Maps>,
-    /// Storage nodes that were heard in the last round, and all of them.
+    /// Number of storage nodes that were heard in the last round, and number of all storage nodes.
     heard: Mutex<(usize, usize)>,
 }
 
 enum ServingState {
-    /// It has no map, or one that is not to be used; why, if that is worth telling.
+    /// The daemon has no database, or one that must not be used. With the reason, if an operator
+    /// needs to know it.
     NotServing(Option<String>),
-    /// It should have a map and has none: why.
+    /// The daemon should have a database and has none. With the reason.
     Missing(String),
-    /// It has a map, which changes nothing until enough nodes have said that no other catalogue has begun.
+    /// The daemon has a database. It is read-only until enough nodes have reported that no other
+    /// catalogue has begun.
     Serving(Arc<LocalCatalogue>),
 }
 
-/// What opens a map as a catalogue.
+/// The function that opens a database as a catalogue.
 type Open<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError>;
 
 impl CatalogueServer {
-    /// Looks at the map of this daemon. Where there is none, one is begun only by a daemon that is told to `begin`, in a data folder
-    /// that has never seen an epoch.
+    /// Opens the database of this daemon. If there is none, one is created only if `begin` is set
+    /// and the data folder has never seen an epoch. Returns the server, whether or not it serves a
+    /// catalogue. With a full disk, or a catalogue that is lost, incomplete or damaged, it serves
+    /// none.
+    ///
+    /// # Errors
+    /// If the database cannot be created, or cannot be opened for another reason than these.
     pub(in crate::node) fn start(
         maps: Arc<dyn Maps>,
         begin: bool,
@@ -63,10 +72,11 @@ impl CatalogueServer {
         if let Err(error) = &existing
             && error.is_full()
         {
-            // It is whole, and opens when there is room: nothing is begun in its place.
-            tracing::error!(%error, "the disk has no room for the catalogue's map: it is not served");
+            // The database is intact, and opens when there is room. No new one is created in its
+            // place.
+            tracing::error!(%error, "the disk has no room for the catalogue database: the catalogue is not served");
             let why = format!(
-                "the disk has no room for its map ({error}): free space and start the daemon again"
+                "the disk has no room for the catalogue database ({error}): free space and start the daemon again"
             );
             return Ok(Self {
                 state: Mutex::new(ServingState::NotServing(Some(why))),
@@ -83,7 +93,8 @@ impl CatalogueServer {
         };
         let state = match opened {
             Ok(Some(local)) => {
-                // Begun just now there is nobody to ask; nodes that know another map do not come.
+                // A new catalogue has no nodes to ask yet. Nodes that know another database do not
+                // register with it.
                 local.set_read_only(!is_new);
                 ServingState::Serving(Arc::new(local))
             }
@@ -114,8 +125,8 @@ impl CatalogueServer {
         &self.maps
     }
 
-    /// The catalogue, if this daemon serves it. One whose node has noted a later epoch, or another map of the same one, stands down here
-    /// and now.
+    /// Returns the catalogue if this daemon serves it. If the node has noted a later epoch, or
+    /// another database of the same epoch, the daemon steps down here, and this returns `None`.
     pub(in crate::node) fn served(&self, store: &Store) -> Option<Arc<LocalCatalogue>> {
         let mut state = self.state();
         let ServingState::Serving(local) = &*state else { return None };
@@ -128,34 +139,36 @@ impl CatalogueServer {
             "the catalogue here is of epoch {}, which is over: epoch {epoch} has begun elsewhere; the folder can be removed",
             local.epoch()
         );
-        tracing::warn!(why, "standing down");
+        tracing::warn!(why, "stepping down");
         *state = ServingState::NotServing(Some(why));
         None
     }
 
-    /// The map here is a copy of the cluster's as it once was: it is not served.
-    fn is_old_copy(&self, node: &PeerName, heard: u64, found: u64) {
+    /// Steps down because the database is an old copy of the cluster's. It is not served.
+    fn step_down_as_old_copy(&self, node: &PeerName, heard: u64, found: u64) {
         let why = format!(
             "the catalogue here is an old copy (revision {found}; {node} has heard of revision {heard}): it is not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
         );
-        tracing::error!(why, "standing down");
+        tracing::error!(why, "stepping down");
         *self.state() = ServingState::NotServing(Some(why));
     }
 
-    /// Somebody took the map away under the running daemon: it answers as long as the process lives, and nothing that it writes lasts.
-    fn is_lost(&self) {
+    /// Steps down because the database was removed under the running daemon. It would answer for as
+    /// long as the process lives, but nothing that it writes would last.
+    fn step_down_as_lost(&self) {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; make it again with `rapidraid catalogue rebuild`";
-        tracing::error!(why, "standing down");
+        tracing::error!(why, "stepping down");
         *self.state() = ServingState::Missing(why.to_owned());
     }
 
-    /// From here on this daemon serves `local`.
+    /// Makes this daemon serve `local` from now on.
     pub(in crate::node) fn serve(&self, local: Arc<LocalCatalogue>) {
         *self.state() = ServingState::Serving(local);
     }
 
-    /// This node is a member of a catalogue that another one serves: that it has no map of its own is nothing to be mended.
-    pub(in crate::node) fn step_down(&self) {
+    /// Clears the state [`ServingState::Missing`], because this node is a member of a catalogue
+    /// that another daemon serves. The lack of a database here then needs no repair.
+    pub(in crate::node) fn clear_missing(&self) {
         let mut state = self.state();
         if matches!(&*state, ServingState::Missing(_)) {
             *state = ServingState::NotServing(None);
@@ -166,7 +179,7 @@ impl CatalogueServer {
         *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = (heard, storage);
     }
 
-    /// What an operator should know.
+    /// Returns the warning that an operator should see, if there is one.
     pub(in crate::node) fn note(&self) -> Option<String> {
         match &*self.state() {
             ServingState::NotServing(why) => why.clone(),
@@ -183,15 +196,18 @@ impl CatalogueServer {
     }
 }
 
-/// How many storage nodes a rebuild may be without: with all others a mark, and n-k+1 receipts, of everything that was committed are seen.
+/// Returns the number of storage nodes that a rebuild can do without. The others have a mark and
+/// n-k+1 receipts of everything that was committed.
 pub(in crate::node) fn tolerated(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
     let of = |(n, k): (u8, u8)| usize::from(n.saturating_sub(k).min(k.saturating_sub(1)));
     codes.into_iter().map(of).min().unwrap_or(0)
 }
 
 impl Node {
-    /// A home changes things only while it hears from more than half of the storage nodes that no other catalogue has begun. A rebuild
-    /// needs more than half of them too: so no two catalogues change at the same time.
+    /// Runs the rounds of the catalogue server. The catalogue accepts changes only while more than
+    /// half of the storage nodes report that no other catalogue has begun. A rebuild needs more
+    /// than half of them, too, so no two catalogues accept changes at the same time. Runs until the
+    /// node stops.
     pub(in crate::node) async fn run_catalogue_server(self: Arc<Self>) {
         let mut missed = 0;
         loop {
@@ -200,7 +216,7 @@ impl Node {
                 continue;
             };
             if self.context.catalogue_server.maps().is_gone() {
-                self.context.catalogue_server.is_lost();
+                self.context.catalogue_server.step_down_as_lost();
                 continue;
             }
             let hears = self.has_majority(&local).await;
@@ -221,18 +237,21 @@ impl Node {
         }
     }
 
-    /// Asks the nodes that the map knows, notes what is later than the map, and tells those of it that have not heard of it: a daemon
-    /// on a new disk would serve an empty catalogue beside it. Storage nodes are counted.
+    /// Asks the nodes in the database for their epochs. If a node has a later epoch or another
+    /// database, notes that, and this server steps down. Claims the epoch on the nodes that have
+    /// not heard of it: otherwise a daemon on a new disk would serve an empty catalogue beside this
+    /// one. Returns whether more than half of the storage nodes obey this catalogue, or there are
+    /// none.
     pub(in crate::node) async fn has_majority(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.nodes().await else { return false };
-        // One that stands down has to find the other home, and its seeds may be itself alone.
+        // A server that steps down must find the other server, and its only seed may be itself.
         self.context.remote.add_endpoints(nodes.iter().map(|view| node_address(&view.node)));
         let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
         let storage = nodes.iter().filter(|node| node.storage).count();
         let (mut heard, mut behind) = (0, Vec::new());
         for (node, hello) in self.hello_all(&nodes).await {
             if hello.map == Some(local.db_id()) && hello.revision > local.revision() {
-                self.context.catalogue_server.is_old_copy(
+                self.context.catalogue_server.step_down_as_old_copy(
                     &node.name,
                     hello.revision,
                     local.revision(),
@@ -245,15 +264,15 @@ impl Node {
                 tracing::warn!(node = %node.name, epoch = %hello.epoch, "another catalogue has begun");
                 let noted = self.context.on_store(move |store| match hello.map {
                     Some(map) if !is_other => store.note_db_id(hello.epoch, map),
-                    // Two maps of one epoch: neither goes on.
+                    // Two databases have the same epoch: neither is served any more.
                     _ => store.raise_epoch(if is_other { hello.epoch.next() } else { hello.epoch }),
                 });
                 if let Err(error) = noted.await {
-                    tracing::warn!(%error, "a later epoch was not noted");
+                    tracing::warn!(%error, "failed to store the later epoch");
                 }
                 return false;
             }
-            // One that has noted the epoch alone knows neither its map nor its home.
+            // A node that has noted the epoch alone knows neither its database nor its server.
             if hello.epoch < local.epoch() || hello.map.is_none() {
                 behind.push(node);
             } else {
@@ -266,9 +285,10 @@ impl Node {
             let to = node_address(node);
             let told = self.context.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
             if let Err(error) = &told {
-                tracing::info!(node = %node.name, %error, "it has not heard of this epoch");
+                tracing::info!(node = %node.name, %error, "failed to claim the epoch on a node");
             }
-            // Until then it obeys an older catalogue, or another one of this epoch that comes first.
+            // Until the claim succeeds, the node obeys an older catalogue, or another one of this
+            // epoch if that claims first.
             usize::from(told.is_ok() && node.storage)
         });
         let heard = heard + join_all(tells).await.into_iter().sum::<usize>();
@@ -276,7 +296,8 @@ impl Node {
         storage == 0 || heard >= majority(storage)
     }
 
-    /// Those of `nodes` that say who they are, in time.
+    /// Introduces this node to `nodes`. Returns those that belong to this cluster and answer in
+    /// time with a plausible epoch, with their answers.
     pub(in crate::node) async fn hello_all(
         &self,
         nodes: &[NodeRecord],
@@ -291,7 +312,7 @@ impl Node {
                 .ok()?;
             let seen = self.context.store.epoch();
             if !hello.epoch.is_near(seen) {
-                tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "what it says of its epoch is not believed");
+                tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "the node reports an implausible epoch: its answer is ignored");
                 return None;
             }
             (hello.cluster == self.context.settings.cluster).then_some((node, hello))
@@ -305,7 +326,7 @@ impl Node {
         answers
     }
 
-    /// Remembers who the other nodes are, for the day on which no catalogue answers.
+    /// Stores the list of nodes, to be used when no catalogue answers.
     pub(in crate::node) async fn remember_members(&self) -> Result<(), crate::wire::RemoteError> {
         let met_before: Vec<PeerName> = {
             let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
@@ -316,7 +337,8 @@ impl Node {
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         self.context.remote.add_endpoints(nodes.iter().map(node_address));
         self.context.on_store(move |store| store.put_members(&Members { nodes })).await?;
-        // A node that was met before the list was read and is not on it was taken off it.
+        // A node that introduced itself before the list was read is on the list, or was taken off
+        // it. In both cases its introduction is not needed any more.
         let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         met.retain(|name, _| !met_before.contains(name));
         Ok(())

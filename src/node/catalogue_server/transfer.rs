@@ -1,6 +1,7 @@
-//! The catalogue moves from the daemon that serves it to this one (docs/semantics.md, 8).
+//! The transfer of the catalogue from the daemon that serves it to this one (docs/semantics.md, 8).
 //!
-//! What makes it safe is one comparison: the old home ends its catalogue only for a copy that comes to what it has itself.
+//! One comparison makes the transfer safe: the old server ends its catalogue only for a copy with
+//! the same checksum as its own database.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,12 +22,12 @@ use crate::wire::calls::{
 };
 use crate::wire::{NodeAddress, RemoteError};
 
-/// How long the old home is asked to hand over while it does not answer.
+/// How long the old server is asked for the transfer while it does not answer.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(30);
-/// Between two such requests.
+/// Wait between two such requests.
 const TRANSFER_RETRY_WAIT: Duration = Duration::from_millis(500);
 
-/// A copy of another daemon's map, durable, and no catalogue yet.
+/// A durable copy of another daemon's catalogue database, which is not a catalogue yet.
 struct DbCopy {
     map: DbWriter,
     sum: DbChecksum,
@@ -34,13 +35,15 @@ struct DbCopy {
 }
 
 impl Node {
-    /// The home's part: changes nothing for a while.
+    /// Pauses changes of the catalogue for a while. Runs on the old server. Returns the checksum of
+    /// the database.
     pub(in crate::node) async fn pause_writes(&self) -> Result<DbChecksum, RemoteError> {
         Ok(self.served_catalogue()?.pause_writes().await?)
     }
 
-    /// The home's part: its catalogue ends, for a whole copy of it. Again, for the same copy: the same answer. Runs in a task of its own:
-    /// whoever asks may go away in the middle.
+    /// Ends the catalogue on this daemon in favour of a complete copy of it. Runs on the old
+    /// server, in a task of its own, because the caller may disconnect in the middle. A repeated
+    /// call for the same copy has the same answer.
     pub(in crate::node) async fn transfer_catalogue(
         self: &Arc<Self>,
         call: TransferCatalogue,
@@ -73,12 +76,14 @@ impl Node {
         let claimed = self.claim_epoch(ClaimEpoch { epoch, map, home }).await;
         local.transferred(claimed.is_err());
         if claimed.is_ok() {
-            tracing::warn!(%epoch, "the catalogue was handed over");
+            tracing::warn!(%epoch, "the catalogue was transferred");
         }
         claimed
     }
 
-    /// Runs in a task of its own: an operator who goes away does not leave the cluster between two catalogues.
+    /// Moves the catalogue to this daemon, in a task of its own: an operator who disconnects must
+    /// not leave the cluster between two catalogues. Returns the new epoch, both servers and the
+    /// number of entries.
     pub(in crate::node) async fn move_catalogue(
         self: &Arc<Self>,
     ) -> Result<MoveCatalogueAnswer, RemoteError> {
@@ -102,7 +107,7 @@ impl Node {
         if self.context.local_catalogue().is_some() {
             return Err(remote_error(ErrorKind::Exists, "the catalogue is served here already"));
         }
-        // Whoever answers is the home.
+        // The node that answers is the catalogue server, and its address is known afterwards.
         self.context.catalogue().nodes().await?;
         let Some(old) = self.context.catalogue_address() else {
             return Err(remote_error(
@@ -119,13 +124,14 @@ impl Node {
         let local = self.begin_copy(copied.map, ClaimEpoch { epoch, map, home }).await;
         let local = local.map_err(|error| {
             let text = format!(
-                "{} has handed the catalogue over, and here it could not be begun ({error}): `rapidraid catalogue rebuild`, here or elsewhere",
+                "{} has transferred the catalogue, but it could not be started here ({error}): run `rapidraid catalogue rebuild`, here or elsewhere",
                 old.name
             );
             remote_error(error.kind, text)
         })?;
         tracing::warn!(%epoch, from = %old.name, "the catalogue is served here");
-        // It changes nothing before more than half of the nodes have heard of it; the others need not wait until they are asked.
+        // The catalogue accepts no changes until more than half of the nodes have heard of it.
+        // Telling them here saves the wait for the next round.
         if self.has_majority(&local).await {
             local.set_read_only(false);
         }
@@ -137,7 +143,8 @@ impl Node {
         })
     }
 
-    /// From here on the copy is the catalogue.
+    /// Claims the epoch for the copy and serves it, read-only at first. From here on the copy is
+    /// the catalogue. Returns that catalogue.
     async fn begin_copy(
         &self,
         copy: DbWriter,
@@ -152,8 +159,13 @@ impl Node {
         Ok(local)
     }
 
-    /// The epoch after that of the catalogue at `old`, which must be the latest that is heard of. More than half of the storage nodes must
-    /// answer: without them this daemon could change nothing afterwards.
+    /// Returns the epoch after that of the catalogue at `old`, which must be the latest of which
+    /// any node has heard.
+    ///
+    /// # Errors
+    /// Of kind `Busy` if this node has not noted that catalogue yet, and of kind `Fenced` if a node
+    /// has heard of a later one. Of kind `Unavailable` if half or fewer of the storage nodes
+    /// answer: without more than half, this daemon could change nothing afterwards.
     async fn next_epoch(&self, old: &NodeAddress) -> Result<Epoch, RemoteError> {
         let (members, heard) = self.gather_members().await?;
         let hello = self.context.caller.call(old, &Hello { me: None }).await?;
@@ -193,7 +205,8 @@ impl Node {
         Ok(hello.epoch.next())
     }
 
-    /// Copies all entries of the catalogue at `old`, which holds still meanwhile.
+    /// Copies all entries of the catalogue at `old`, whose writes are paused meanwhile. Returns the
+    /// copy with its checksum.
     async fn copy_from(&self, old: &NodeAddress) -> Result<DbCopy, RemoteError> {
         let held = self.context.caller.call(old, &PauseWrites {}).await?;
         let fresh = self.fresh_db().await?;
@@ -228,7 +241,12 @@ impl Node {
         Ok(DbCopy { map, sum, entries })
     }
 
-    /// Has the old home end its catalogue. An answer that is lost is asked for again: it is the same.
+    /// Orders the old server to end its catalogue. Repeats the order if the answer is lost: the
+    /// answer is the same.
+    ///
+    /// # Errors
+    /// Of kind `Unavailable` if the old server did not answer in time, so that the outcome is
+    /// unknown.
     async fn end_old_server(
         &self,
         old: &NodeAddress,
@@ -242,16 +260,19 @@ impl Node {
                 Err(error) if self.context.clock.now() >= until => {
                     return Err(unknown_outcome(old, &error));
                 }
-                Err(error) => tracing::info!(%error, "the old home has not answered"),
+                Err(error) => {
+                    tracing::info!(%error, "the old catalogue server has not answered; retrying")
+                }
             }
             self.context.clock.sleep(TRANSFER_RETRY_WAIT).await;
         }
     }
 }
 
+/// Returns the error for an old server that did not say whether it has ended its catalogue.
 fn unknown_outcome(old: &NodeAddress, error: &CallError) -> RemoteError {
     let text = format!(
-        "{} did not say whether it has handed the catalogue over ({error}): start it, and look at `rapidraid status`; if no daemon serves the catalogue then, `rapidraid catalogue rebuild`",
+        "{} did not say whether it has transferred the catalogue ({error}): start it, and check `rapidraid status`; if no daemon serves the catalogue then, run `rapidraid catalogue rebuild`",
         old.name
     );
     remote_error(ErrorKind::Unavailable, text)

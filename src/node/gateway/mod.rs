@@ -1,4 +1,5 @@
-//! Calls that any node answers for a client: saves, steps, removals, and reads while no catalogue answers.
+//! The calls that any daemon serves for a client: saves, steps, removals, and reads while no
+//! catalogue answers.
 
 pub(super) mod removal;
 pub(super) mod saves;

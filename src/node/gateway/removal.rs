@@ -1,5 +1,6 @@
-//! Removing saves that were deleted, aborted, superseded or retired: fence the shards, tombstone, sweep, forget
-//! (docs/semantics.md, 5).
+//! Removal of saves that were deleted, aborted, superseded or retired (docs/semantics.md, 5). A
+//! removal fences the shards, writes tombstones, purges the files, and then makes the catalogue
+//! forget the save.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,21 +27,22 @@ use crate::topology::Directory;
 use crate::wire::calls::{PurgeSave, PutTombstone, RemoveAnswer};
 use crate::wire::{Call, RemoteError};
 
-/// A node with many small files takes long to remove them.
+/// Time limit of one call to a node. A node with many small files takes long to remove them.
 const PURGE_LIMIT: Duration = Duration::from_secs(60);
-/// Nodes asked at once.
+/// Maximum number of nodes called at once.
 const AT_ONCE: usize = 32;
 
-/// How far a removal came.
+/// The progress of a removal.
 pub(in crate::node) struct RemovalOutcome {
-    /// For whoever asked.
+    /// The answer for the caller.
     pub(in crate::node) answer: RemoveAnswer,
-    /// All nodes have swept, and the catalogue has forgotten the save.
+    /// Whether all nodes have purged the save and the catalogue has forgotten it.
     pub(in crate::node) is_complete: bool,
 }
 
 impl Node {
-    /// Carries one removal as far as it goes now. Safe to repeat.
+    /// Carries out one removal of a save of a step, as far as it can go now. Returns its progress.
+    /// Repeating it is safe.
     pub(in crate::node) async fn finish_removal(
         &self,
         job: &Job,
@@ -49,10 +51,12 @@ impl Node {
     ) -> Result<RemovalOutcome, RemoteError> {
         let what = format!("{job}/{step}");
         if entry.reason != RemoveReason::Aborted {
-            // A catalogue that was rebuilt meanwhile may have it as committed again, by its marks.
+            // A catalogue rebuilt meanwhile may list the save as committed again, because of its
+            // marks.
             self.unpublish(job, step, entry.save, entry.reason).await?;
-            // What the step was before goes first: without tombstones its marks would speak for the step when the newer save's are gone.
-            for older in self.find_finished_removal(job, step, entry).await? {
+            // Earlier committed saves of the step come first. Without tombstones, their marks would
+            // speak for the step as soon as the marks of the newer save are gone.
+            for older in self.find_unfinished_removals(job, step, entry).await? {
                 self.unpublish(job, step, older.save, older.reason).await?;
                 self.put_tombstones(&what, &older).await?;
             }
@@ -65,7 +69,8 @@ impl Node {
         Ok(RemovalOutcome { answer, is_complete })
     }
 
-    /// Removes a save that belongs to no step's record, as far as it goes now; `true` when it is gone from all nodes.
+    /// Removes a save that no step records, as far as it can go now. Returns whether all nodes have
+    /// purged it.
     pub(in crate::node) async fn finish_orphan_removal(
         &self,
         entry: &Removing,
@@ -74,8 +79,8 @@ impl Node {
         Ok(answer.waiting.is_empty())
     }
 
-    /// What was committed as the step before it and is being removed too; the oldest first.
-    async fn find_finished_removal(
+    /// Returns the earlier committed saves of the step that are being removed too, oldest first.
+    async fn find_unfinished_removals(
         &self,
         job: &Job,
         step: Step,
@@ -90,19 +95,24 @@ impl Node {
         Ok(removing)
     }
 
-    /// Fences the shards, writes tombstones, sweeps. Answers with the nodes that it still waits for.
+    /// Fences the shards, writes tombstones and purges the files. Returns how many nodes have
+    /// purged the save, and the names of those that have not.
     async fn fence_and_purge(
         &self,
         what: &str,
         entry: &Removing,
     ) -> Result<RemoveAnswer, RemoteError> {
         let (directory, marked) = self.put_tombstones(what, entry).await?;
-        let swept = self.ask_all(&directory, &marked, &PurgeSave { save: entry.save }).await;
+        let swept = self.order_all(&directory, &marked, &PurgeSave { save: entry.save }).await;
         let waiting = not_reached(&directory, &swept);
         Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
     }
 
-    /// Fences the shards and writes tombstones, on enough nodes; answers with the nodes that have one.
+    /// Fences the shards and writes tombstones to all storage nodes. Returns the nodes that have
+    /// one, with the directory they were looked up in.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if too few nodes have a tombstone.
     async fn put_tombstones(
         &self,
         what: &str,
@@ -122,15 +132,17 @@ impl Node {
         };
         let directory = Directory::new(catalogue.nodes().await?);
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
-        let marked = self.ask_all(&directory, &directory.storage(), &call).await;
+        let marked = self.order_all(&directory, &directory.storage(), &call).await;
         let missed = not_reached(&directory, &marked);
-        // Tombstones must be where a later rebuild finds one before it finds a mark.
+        // Enough nodes must have a tombstone for a later rebuild to find one before it finds a
+        // mark.
         let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
         let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
             RemoveReason::Aborted => usize::MAX,
             _ => tolerated(self.context.settings.codes.iter().copied()),
         });
-        // Readers without a catalogue ask more than half of the nodes, and must meet one that knows. An aborted save has no mark to outweigh.
+        // Readers without a catalogue ask more than half of the nodes, and one of those must know
+        // of the removal. An aborted save has no mark that a tombstone would have to outweigh.
         let storage = directory.storage().len();
         let may_miss = match entry.reason {
             RemoveReason::Aborted => may_miss,
@@ -147,8 +159,8 @@ impl Node {
         Ok((directory, marked))
     }
 
-    /// Those of `nodes` that did as `call` says.
-    async fn ask_all<C: Call>(
+    /// Sends `call` to each of `nodes`. Returns the nodes that carried it out.
+    async fn order_all<C: Call>(
         &self,
         directory: &Directory,
         nodes: &[NodeId],
@@ -171,7 +183,7 @@ impl Node {
             .await
     }
 
-    /// Every node has swept: the catalogue forgets the save.
+    /// Removes all keys of a save from the catalogue. Every node must have purged it.
     async fn forget_save(
         &self,
         catalogue: &dyn Catalogue,
@@ -183,7 +195,8 @@ impl Node {
         if entry.reason != RemoveReason::Aborted {
             record_forgotten(catalogue).await?;
         }
-        // By prefix: a save that died while it was sealed has states without roots.
+        // List by prefix: a save interrupted while its shards were completed has states without
+        // roots.
         for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
             let mut keys = KeyScan::over(catalogue, prefix);
             while let Some((key, found)) = keys.next().await? {
@@ -193,7 +206,8 @@ impl Node {
         let key = checkpoint_key(job, step);
         while let Some((mut checkpoint, revision)) = read::<Checkpoint>(catalogue, &key).await? {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
-            // As above: nothing of it is anywhere now.
+            // As in `finish_removal`, a rebuilt catalogue may list it as committed. No node has
+            // anything of it now.
             checkpoint.committed.take_if(|saved| saved.save == entry.save);
             let value = if checkpoint == Checkpoint::default() {
                 None
@@ -209,17 +223,18 @@ impl Node {
         Ok(())
     }
 
-    /// Removes what `entry` names in the background.
+    /// Carries out the removal of `entry` in a background task.
     pub(in crate::node) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
         self.spawn(|node| async move {
             if let Err(error) = node.finish_removal(&job, step, &entry).await {
-                tracing::warn!(%job, %step, %error, "a removal is not complete");
+                tracing::warn!(%job, %step, %error, "a removal is not complete: the catalogue server continues it");
             }
         });
     }
 }
 
-/// From here on the catalogue does not know all that was removed: nodes that catch up ask the others (docs/semantics.md, 2).
+/// Records that the catalogue no longer knows every removal. Nodes that catch up from now on ask
+/// the other nodes (docs/semantics.md, 2).
 pub(in crate::node) async fn record_forgotten(
     catalogue: &dyn Catalogue,
 ) -> Result<(), RemoteError> {
@@ -229,13 +244,13 @@ pub(in crate::node) async fn record_forgotten(
     Ok(())
 }
 
-/// The storage nodes that are not `done`.
+/// Returns the names of the storage nodes that are not in `done`.
 fn not_reached(directory: &Directory, done: &[NodeId]) -> Vec<PeerName> {
     let missing = directory.storage().into_iter().filter(|node| !done.contains(node));
     missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
-/// Fences a shard for good; answers with its last generation.
+/// Fences a shard permanently. Returns its last generation.
 async fn fence_deleted_shard(
     catalogue: &dyn Catalogue,
     shard: ShardId,

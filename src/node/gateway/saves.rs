@@ -1,4 +1,4 @@
-//! Saves as a gateway has them: begin, seal, decide, publish, abort (docs/semantics.md, 3).
+//! Saves at the gateway: begin, complete shards, decide, publish, abort (docs/semantics.md, 3).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -30,15 +30,16 @@ use crate::wire::calls::{
     AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, PutMark, RenewLease,
 };
 
-/// Removed saves that one step may have pending.
+/// Maximum number of pending removals of one step.
 const MAX_REMOVING: usize = 32;
-/// The most shards of one save.
+/// Maximum number of shards of one save.
 const MAX_SHARDS: u32 = 65_536;
-/// Shards whose marks are written at once.
+/// Maximum number of shards whose marks are written at once.
 const SHARDS_AT_ONCE: usize = 8;
-/// Marks of one shard written at once.
+/// Maximum number of marks of one shard written at once.
 const MARKS_AT_ONCE: usize = 32;
 
+/// Returns the error for a save of a step that is already committed.
 fn committed(job: &Job, step: Step) -> RemoteError {
     remote_error(
         ErrorKind::Exists,
@@ -51,12 +52,12 @@ impl Node {
         Ok(Directory::new(self.context.catalogue().nodes().await?))
     }
 
-    /// The first configured code for which enough nodes are live.
+    /// Returns the first configured code, as (n, k), for which `live` nodes are enough.
     fn choose_code(&self, live: usize) -> Result<(u8, u8), RemoteError> {
         let fits = self.context.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live);
         fits.copied().ok_or_else(|| {
             if live == 0 {
-                let text = "no storage node has a lease: none runs, or the catalogue hears too few to change anything";
+                let text = "no storage node has a lease: none runs, or the catalogue server hears from too few of them to change anything";
                 return remote_error(ErrorKind::Unavailable, text);
             }
             let smallest = self.context.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
@@ -67,6 +68,8 @@ impl Node {
         })
     }
 
+    /// Opens a save: chooses its code and its nodes, and grants it a lease. Returns all that the
+    /// client needs to send blocks.
     pub(in crate::node) async fn begin_save(
         self: &Arc<Self>,
         call: BeginSave,
@@ -77,7 +80,8 @@ impl Node {
         let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
         let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
         if self.choose_code(nodes.len()).is_err() {
-            // A save on nodes that may fail it is better than none.
+            // Too few nodes are left without the avoided ones. A save on nodes that may fail is
+            // better than none.
             nodes = live;
         }
         let (n, k) = self.choose_code(nodes.len())?;
@@ -88,7 +92,7 @@ impl Node {
         if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
             && let Err(error) = catalogue.lease_revoke(granted).await
         {
-            tracing::info!(%error, "a lease that nobody has will end by itself");
+            tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
         }
         let (generation, lease) = begun?;
         Ok(BeginSaveAnswer {
@@ -103,7 +107,13 @@ impl Node {
         })
     }
 
-    /// Opens the save under `lease`, or finds it open already, by the same call under a lease of its own.
+    /// Opens the save under `lease`. Returns its generation and its lease. If a duplicate of this
+    /// call has opened it already, that is the other call's lease.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exists`] if the step is committed or another client saves it;
+    /// [`ErrorKind::Fenced`] if the save is over; [`ErrorKind::Busy`] if too many removals of the
+    /// step are pending.
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -135,7 +145,7 @@ impl Node {
                     .as_secs()
                         + 1;
                     let text = format!(
-                        "{}/{} is being saved by another client: wait for it (one that is gone is given up within {gone} s), or save another step",
+                        "{}/{} is being saved by another client: wait for it (if that client is gone, its save is aborted within {gone} s), or save another step",
                         call.job, call.step
                     );
                     return Err(remote_error(ErrorKind::Exists, text));
@@ -153,7 +163,8 @@ impl Node {
             if checkpoint.committed.is_some() && !call.replace {
                 return Err(committed(&call.job, call.step));
             }
-            // A call that was under way for long: what has this id is not begun again, here or anywhere.
+            // The call may have been delayed for long. A save id that is being removed or has roots
+            // is never opened again, by this daemon or by another.
             let gone = checkpoint.removing.iter().any(|removing| removing.save == call.save);
             if gone || !catalogue.list(&roots_prefix(call.save), None, 1).await?.is_empty() {
                 return Err(over());
@@ -186,6 +197,7 @@ impl Node {
         }
     }
 
+    /// Renews the lease of an open save.
     pub(in crate::node) async fn renew_lease(&self, call: RenewLease) -> Result<(), RemoteError> {
         if self.context.catalogue().lease_touch(call.lease, true).await? {
             Ok(())
@@ -197,6 +209,8 @@ impl Node {
         }
     }
 
+    /// Records the root and the initial state of a shard whose blocks are all stored. Repeating it
+    /// with the same root is safe.
     pub(in crate::node) async fn complete_shard(
         &self,
         call: CompleteShard,
@@ -237,7 +251,8 @@ impl Node {
         trace_point(TracePoint::Seal, root.shard);
         create_or_find(&*catalogue, &keys[0], &fresh).await?;
         create_or_find(&*catalogue, &keys[1], &root).await?;
-        // The save may have been aborted, and removed, before these were there to be removed with it.
+        // The save may have been aborted and removed before these keys existed. That removal did
+        // not see them.
         let checkpoint = read::<Checkpoint>(&*catalogue, &key).await?;
         if checkpoint.is_some_and(|(checkpoint, _)| has_save(&checkpoint, root.save)) {
             return Ok(());
@@ -250,7 +265,8 @@ impl Node {
         Err(not_open())
     }
 
-    /// Runs in a task of its own, so that a client that goes away does not stop what is decided.
+    /// Commits a save. Returns its committed form. The work runs in a task of its own, so that a
+    /// decided save is published even if the client disconnects.
     pub(in crate::node) async fn commit_save(
         self: &Arc<Self>,
         call: CommitSave,
@@ -266,6 +282,7 @@ impl Node {
         work.await.map_err(died)?
     }
 
+    /// Decides a save, unless it is decided already, and publishes it. Returns its committed form.
     async fn decide(self: &Arc<Self>, call: CommitSave) -> Result<Saved, RemoteError> {
         let catalogue = self.context.catalogue();
         let key = checkpoint_key(&call.job, call.step);
@@ -283,7 +300,7 @@ impl Node {
                     return self.publish(&call.job, call.step, saved).await;
                 }
                 Some(Writing::Open { save, generation, .. }) if save == call.save => {
-                    self.collect_roots(&call, generation).await?
+                    self.check_complete(&call, generation).await?
                 }
                 _ => {
                     let text = format!(
@@ -302,14 +319,16 @@ impl Node {
         }
     }
 
-    /// What the sealed shards of a save amount to.
-    async fn collect_roots(
+    /// Checks that all shards of a save are complete. Returns the save's record, made from their
+    /// roots.
+    async fn check_complete(
         &self,
         call: &CommitSave,
         generation: Generation,
     ) -> Result<Saved, RemoteError> {
         let roots = shard_roots(&*self.context.catalogue(), call.save).await?;
-        // A checkpoint has a shard: without this, a commit of none would decide a save that has just begun.
+        // Every checkpoint has a shard. Without this check, a commit of zero shards would decide a
+        // save that has just been opened.
         let complete = call.shards > 0
             && roots.len() == call.shards as usize
             && (0..)
@@ -317,7 +336,7 @@ impl Node {
                 .all(|(index, root)| root.index == index && root.shards == call.shards);
         if !complete {
             let text = format!(
-                "{} of {} shards of save {} are sealed",
+                "{} of {} shards of save {} are complete",
                 roots.len(),
                 call.shards,
                 call.save
@@ -327,7 +346,7 @@ impl Node {
         let Some(roots_hash) = roots_hash(roots.iter()) else {
             return Err(remote_error(
                 ErrorKind::Internal,
-                "a root that was read cannot be written",
+                "a shard root that was read cannot be encoded",
             ));
         };
         Ok(Saved {
@@ -340,7 +359,9 @@ impl Node {
         })
     }
 
-    /// From decided to visible: marks on the nodes, then one compare-and-set. Safe to repeat, and by several at once.
+    /// Makes a decided save visible: writes commit marks to the nodes, then publishes it by one
+    /// compare-and-set. Returns its committed form. Repeating it is safe, also by several daemons
+    /// at once.
     pub(in crate::node) async fn publish(
         self: &Arc<Self>,
         job: &Job,
@@ -348,7 +369,8 @@ impl Node {
         saved: Saved,
     ) -> Result<Saved, RemoteError> {
         let catalogue = self.context.catalogue();
-        // Before the roots are read: what an older catalogue says is not marked under a later epoch.
+        // Read the epoch before the roots, so that roots of an older catalogue database are never
+        // marked under a later epoch.
         let epoch = catalogue.epoch();
         let roots = shard_roots(&*catalogue, saved.save).await?;
         let directory = self.directory().await?;
@@ -387,7 +409,10 @@ impl Node {
         Ok(saved.clone())
     }
 
-    /// Marks of one shard on its ring: all but k-1 nodes at most must have one. Answers with those that do.
+    /// Writes the commit marks of one shard to its ring. Returns the nodes that have one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if more than k-1 nodes of the ring have none.
     async fn mark_ring(
         &self,
         directory: &Directory,
@@ -412,8 +437,12 @@ impl Node {
         Ok(marked)
     }
 
-    /// Marks of a save's first shard on nodes that have none of the save, until more than half of the storage nodes have one: whoever reads
-    /// without a catalogue asks as many (docs/semantics.md, 2).
+    /// Writes marks of a save's first shard to nodes that have no mark of the save, until more than
+    /// half of the storage nodes have one. A reader without a catalogue asks as many
+    /// (docs/semantics.md, 2).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if too few nodes have a mark.
     async fn mark_majority(
         &self,
         directory: &Directory,
@@ -429,7 +458,7 @@ impl Node {
         marked.retain(|node| storage.contains(node));
         let mut others: Vec<NodeId> =
             storage.iter().filter(|node| !marked.contains(node)).copied().collect();
-        // Nodes that answer come first; silent ones are waited for only where those are not enough.
+        // Nodes that answer come first. Silent ones are asked only if those are not enough.
         others.sort_by_key(|node| !directory.is_live(*node));
         let mut missed = Vec::new();
         while let missing @ 1.. = majority(storage.len()).saturating_sub(marked.len()) {
@@ -451,7 +480,8 @@ impl Node {
         Ok(())
     }
 
-    /// Answers with the nodes that have the mark, and with why the others have not.
+    /// Writes a mark to each of `nodes`. Returns the nodes that have it, and for each other node
+    /// the reason why not.
     async fn put_marks(
         &self,
         directory: &Directory,
@@ -463,7 +493,7 @@ impl Node {
                 let to =
                     directory.address(node).ok_or_else(|| format!("{node} is not registered"))?;
                 let put = self.context.caller.call(&to, call).await;
-                // A node that does not answer is not asked again before the others.
+                // A node that does not answer is asked after all others next time.
                 directory.heard(node, !put.as_ref().is_err_and(CallError::is_unanswered));
                 put.map(|()| node).map_err(|error| error.to_string())
             })
@@ -478,6 +508,10 @@ impl Node {
         (marked, missed)
     }
 
+    /// Aborts an open save and starts its removal. Does nothing if the step does not have the save.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exists`] if the save is decided.
     pub(in crate::node) async fn abort_save(
         self: &Arc<Self>,
         call: AbortSave,
@@ -494,7 +528,8 @@ impl Node {
                 writing => {
                     checkpoint.writing = writing;
                     if is_decided(&checkpoint, call.save) {
-                        let text = format!("save {} is decided: it is not aborted", call.save);
+                        let text =
+                            format!("save {} is decided: it can no longer be aborted", call.save);
                         return Err(remote_error(ErrorKind::Exists, text));
                     }
                     Ok(None)
@@ -509,7 +544,8 @@ impl Node {
     }
 }
 
-/// Whether the step has the save as one that is, was or will be committed.
+/// Returns whether the save is decided or committed, or was committed before its removal. Also
+/// returns true for an open save, which the caller has handled before.
 fn is_decided(checkpoint: &Checkpoint, of: SaveId) -> bool {
     let was = checkpoint
         .removing
@@ -518,14 +554,17 @@ fn is_decided(checkpoint: &Checkpoint, of: SaveId) -> bool {
     was || has_save(checkpoint, of)
 }
 
-/// Whether the step has the save, open, decided or committed.
+/// Returns whether the step has the save as open, decided or committed.
 fn has_save(checkpoint: &Checkpoint, of: SaveId) -> bool {
     let writing = checkpoint.writing.as_ref().map(Writing::save);
     let committed = checkpoint.committed.as_ref().map(|saved| saved.save);
     [writing, committed].contains(&Some(of))
 }
 
-/// Makes a record; one that is there already must be the same.
+/// Creates a record. A record that exists already must be equal.
+///
+/// # Errors
+/// [`ErrorKind::Fenced`] if the key has another value.
 async fn create_or_find<R: Record + PartialEq>(
     catalogue: &dyn Catalogue,
     key: &str,

@@ -1,4 +1,4 @@
-//! What clients ask of any node about checkpoints that are there: list, show, archive, remove.
+//! The calls of clients about committed checkpoints: list, show, archive, remove.
 
 use std::sync::Arc;
 
@@ -23,11 +23,12 @@ use crate::wire::calls::{
     RemoveStep, ShowStep, ShowStepAnswer, StepView,
 };
 
-/// Shards in one page of an answer.
+/// Maximum number of shards in one page of an answer.
 pub(in crate::node) const SHARDS_SHOWN: usize = 128;
-/// Events kept for a client that watches an archiving.
+/// Maximum number of queued events for a client that watches an archiving.
 const EVENTS: usize = 64;
 
+/// Returns the error for a step that is not committed.
 pub(in crate::node) fn not_committed(job: &Job, step: Step) -> RemoteError {
     remote_error(
         ErrorKind::NotFound,
@@ -35,17 +36,23 @@ pub(in crate::node) fn not_committed(job: &Job, step: Step) -> RemoteError {
     )
 }
 
-/// What became of a save that was to go out of sight.
+/// The result of making a committed save invisible.
 pub(in crate::node) enum Unpublished {
-    /// It is being removed, from now on or already.
+    /// The save is being removed, from now on or already before.
     Removing(Removing),
-    /// Another save is committed in its place.
+    /// Another save of the step is committed.
     Other,
-    /// Nothing is committed, and it is not being removed.
+    /// No save of the step is committed, and this one is not being removed.
     Nothing,
 }
 
 impl Node {
+    /// Removes a committed step. Returns how many nodes have purged it, and which have not. The
+    /// work continues if the client disconnects.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if nothing is committed; [`ErrorKind::Fenced`] if another save of
+    /// the step is committed.
     pub(in crate::node) async fn remove_step(
         self: &Arc<Self>,
         call: RemoveStep,
@@ -55,7 +62,7 @@ impl Node {
             Unpublished::Removing(entry) => entry,
             Unpublished::Other => {
                 let text = format!(
-                    "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to go as well"
+                    "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to be removed as well"
                 );
                 return Err(remote_error(ErrorKind::Fenced, text));
             }
@@ -68,13 +75,14 @@ impl Node {
         let removed = work.await.map_err(|_| {
             remote_error(
                 ErrorKind::Unavailable,
-                "the daemon is stopping: the removal goes on later",
+                "the daemon is stopping: the removal continues later",
             )
         })?;
         Ok(removed?.answer)
     }
 
-    /// Takes `save` out of sight, if it is what is committed, by one compare-and-set: from now on it is being removed.
+    /// Makes `save` invisible, if it is the committed save of the step, by one compare-and-set.
+    /// From then on it is being removed. Returns what the step's record says about it.
     pub(in crate::node) async fn unpublish(
         &self,
         job: &Job,
@@ -83,7 +91,8 @@ impl Node {
         reason: RemoveReason,
     ) -> Result<Unpublished, RemoteError> {
         let mut found = Unpublished::Nothing;
-        // It is asked anew when somebody else, or an answer of ours that was lost, has changed the record meanwhile.
+        // `update` calls this again if the record has changed meanwhile, either by another writer
+        // or by a write of this daemon whose answer was lost.
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
                 let going = checkpoint.removing.into_iter().find(|entry| entry.save == save);
@@ -104,6 +113,8 @@ impl Node {
         Ok(found)
     }
 
+    /// Returns a page of committed steps, from the catalogue or, if none answers, from the commit
+    /// marks.
     pub(in crate::node) async fn list_steps(
         self: &Arc<Self>,
         call: ListSteps,
@@ -114,6 +125,7 @@ impl Node {
         }
     }
 
+    /// Returns a page of committed steps from the catalogue.
     async fn list_catalogue(&self, call: ListSteps) -> Result<ListStepsAnswer, RemoteError> {
         let catalogue = self.context.catalogue();
         let prefix = match &call.job {
@@ -135,7 +147,7 @@ impl Node {
         Ok(ListStepsAnswer { steps, next })
     }
 
-    /// The greatest committed step of a job.
+    /// Returns the greatest committed step of a job.
     async fn latest(&self, job: &Job) -> Result<StepView, RemoteError> {
         let (mut after, mut latest) = (None, None);
         loop {
@@ -154,6 +166,8 @@ impl Node {
         })
     }
 
+    /// Returns a committed step with a page of its shards, from the catalogue or, if none answers,
+    /// from the commit marks.
     pub(in crate::node) async fn show_step(
         self: &Arc<Self>,
         call: ShowStep,
@@ -164,6 +178,7 @@ impl Node {
         }
     }
 
+    /// Returns a committed step with a page of its shards from the catalogue.
     async fn show_catalogue(&self, call: ShowStep) -> Result<ShowStepAnswer, RemoteError> {
         let catalogue = self.context.catalogue();
         let step = match call.step {
@@ -185,6 +200,7 @@ impl Node {
         Ok(ShowStepAnswer { step, shards })
     }
 
+    /// Returns the state of a shard, from the catalogue or, if none answers, from the receipts.
     pub(in crate::node) async fn get_shard_state(
         self: &Arc<Self>,
         call: GetShardState,
@@ -200,7 +216,9 @@ impl Node {
         }
     }
 
-    /// A node asks the catalogue's home: what is only believed here is no answer for it.
+    /// Returns the nodes of the cluster. A node that asks is answered only from the catalogue
+    /// database that this daemon serves. A client may also receive the members known to this
+    /// daemon.
     pub(in crate::node) async fn list_nodes(
         self: &Arc<Self>,
         asks: Role,
@@ -214,7 +232,8 @@ impl Node {
         }
     }
 
-    /// The archiving is this daemon's task; the client watches it and may go.
+    /// Archives a step in a task of this daemon and sends its events to the client. The archiving
+    /// continues if the client disconnects.
     pub(in crate::node) async fn archive_step(
         self: &Arc<Self>,
         request: Request,
@@ -227,7 +246,7 @@ impl Node {
         let (events, mut watched) = mpsc::channel(EVENTS);
         let (coordinator, stop) = (self.context.coordinator(), self.stop.clone());
         let stopping =
-            || remote_error(ErrorKind::Unavailable, "the daemon is stopping: another one goes on");
+            || remote_error(ErrorKind::Unavailable, "the daemon is stopping: another one resumes");
         let work = self.tasks.spawn(async move {
             let archive = coordinator.archive(&call.job, call.step, call.options, &events);
             let result = tokio::select! {

@@ -1,7 +1,8 @@
-//! Reading while no catalogue answers: what is committed is found by its commit marks on the nodes (docs/semantics.md, 6).
+//! Reads while no catalogue answers: committed saves are found by their commit marks on the nodes
+//! (docs/semantics.md, 6).
 //!
-//! Nothing is changed and nothing is remembered beyond a moment. So many storage nodes are read that every committed save, and every
-//! removal, has left a record on one of them.
+//! Nothing is changed, and results are cached for a short time only. Enough storage nodes are read
+//! to include, for every committed save and every removal, a node that has a record of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,66 +31,76 @@ use crate::wire::calls::{
     MarkedSave, NodeView, ShardHolding, ShowStep, ShowStepAnswer, StandingAnswer, StepView,
 };
 
-/// So long what was put together of a save is used again: a big one takes long, and is shown by many pages.
+/// How long the collected evidence of a save is cached. A large save takes long to collect and is
+/// shown in many pages.
 const SAVE_LASTS: Duration = Duration::from_secs(60);
-/// So long a look at the nodes is used again, and the catalogue is not asked again.
+/// How long a snapshot of the nodes' commit marks is cached. The catalogue is not retried
+/// meanwhile.
 const SNAPSHOT_LASTS: Duration = Duration::from_secs(5);
-/// A catalogue that does not answer a reader within this is looked for no longer.
+/// How long a reader waits for a catalogue to answer the probe.
 const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
-/// A key that is asked for to find out whether a catalogue answers; nothing has it.
+/// The key read to find out whether a catalogue answers. It does not exist.
 const PROBE: &str = "probe";
-/// One page of marks comes within this.
+/// Time limit for one page of marks.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
-/// Saves in a page of steps, and saves that are asked about at once.
+/// Maximum number of saves in a page of steps, and in one question about removals.
 const SAVES_PER_PAGE: usize = 256;
-/// Committed steps that are found by marks; with more, the catalogue must be made again first.
+/// Maximum number of committed steps that are found by marks. With more, the catalogue must be
+/// rebuilt first.
 const MAX_STEPS: usize = 16_384;
-/// Shards of a save that is read without a catalogue, likewise: the roots of all are looked at together.
+/// Maximum number of shards of a save that is read without a catalogue: the roots of all are in
+/// memory together.
 const MAX_SHARDS: u32 = 4096;
-/// Nodes that are asked at once what they hold: what they say is in memory until it is put together.
+/// Maximum number of nodes read at once. Their answers are in memory until they are merged.
 const NODES_AT_ONCE: usize = 4;
 
-/// Marks are read again so often while steps are removed.
+/// Maximum number of times that the marks are read while steps are being removed.
 const MARK_READS: usize = 4;
 
+/// The saves that have a good mark on some node, by id.
 type MarkedSaves = BTreeMap<SaveId, MarkedSave>;
-/// Saves of which only damaged marks are known, and the nodes that have those.
+/// The saves of which only damaged marks were seen, with the nodes that have those.
 type DamagedMarks = BTreeMap<SaveId, BTreeSet<PeerName>>;
 
-/// What was seen of the nodes, and of the save that was looked at last.
+/// The caches of reads without a catalogue: the last snapshot of the nodes' marks, and the save
+/// that was collected last.
 #[derive(Default)]
 pub(in crate::node) struct OutageReader {
-    /// No catalogue answered the last time that this node wanted something of it: whoever reads need not wait for the same.
+    /// Whether no catalogue answers this node's registrations. Readers then skip the probe.
     is_unheard: AtomicBool,
     look: Mutex<Option<(Duration, Arc<MarkSnapshot>)>>,
-    /// Held by whoever looks; the others wait for what it finds.
+    /// Held by the task that takes a snapshot. The others wait for its result.
     looking: tokio::sync::Mutex<()>,
     save: tokio::sync::Mutex<Option<CollectedMarks>>,
 }
 
-/// A save as it was put together, and when that began.
+/// A collected save, and the time at which its collection began.
 struct CollectedMarks {
     at: Duration,
     committed: Arc<Committed>,
 }
 
-/// The nodes at one moment, and the committed steps that they have marks of.
+/// A snapshot of the nodes, and of the committed steps that they have marks of.
 struct MarkSnapshot {
-    /// Storage nodes whose marks are known, and whether they are enough.
+    /// The storage nodes whose marks were read.
     heard: Vec<NodeRecord>,
     quorum: Quorum,
-    /// By their keys in the catalogue, so that they come in its order.
+    /// The committed steps by their catalogue keys, so that they are in the catalogue's order.
     steps: BTreeMap<String, MarkedSave>,
 }
 
 impl MarkSnapshot {
-    /// Refuses when something that was committed, or removed, could be known to none of `heard`.
+    /// Checks that every committed save and every removal is known to one of `heard`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] with the nodes that are missing or behind.
     fn check_quorum(&self, heard: &[NodeRecord]) -> Result<(), RemoteError> {
         self.check_quorum_without(heard, &BTreeSet::new()).map_err(|too_few| {
             remote_error(ErrorKind::Unavailable, format!("no catalogue answers, and {too_few}"))
         })
     }
 
+    /// Checks `heard` like `check_quorum`, but counts the nodes of `without` as missing.
     fn check_quorum_without(
         &self,
         heard: &[NodeRecord],
@@ -101,7 +112,7 @@ impl MarkSnapshot {
 }
 
 impl OutageReader {
-    /// Notes whether a catalogue answers.
+    /// Records whether a catalogue answers. If one does, the snapshot is dropped.
     pub(in crate::node) fn set_answering(&self, answers: bool) {
         self.is_unheard.store(!answers, Ordering::Relaxed);
         if answers {
@@ -109,14 +120,15 @@ impl OutageReader {
         }
     }
 
-    /// The next who asks looks anew.
+    /// Drops the snapshot, so that the next reader takes a new one.
     fn forget(&self) {
         *self.look.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
 impl Node {
-    /// What the catalogue says; `None` when none answers, now or a moment ago.
+    /// Runs `known`, a read of the catalogue. Returns its result, or `None` if no catalogue answers
+    /// or none answered a moment ago.
     pub(in crate::node) async fn try_catalogue<T>(
         &self,
         known: impl Future<Output = Result<T, RemoteError>>,
@@ -128,7 +140,7 @@ impl Node {
         {
             return None;
         }
-        // One short question finds out; what is asked may take its time.
+        // A short probe finds out whether a catalogue answers; the read itself may take its time.
         let catalogue = self.context.catalogue();
         let probe = catalogue.get(PROBE);
         deadline(&*self.context.clock, CATALOGUE_LIMIT, probe).await.ok()?.ok()?;
@@ -137,13 +149,14 @@ impl Node {
         (!is_away).then_some(known)
     }
 
+    /// Returns the last snapshot, unless it is too old.
     fn cached_snapshot(&self) -> Option<Arc<MarkSnapshot>> {
         let look = self.outage_reader.look.lock().unwrap_or_else(PoisonError::into_inner);
         let is_fresh = |at: &Duration| self.context.clock.now() < at.saturating_add(SNAPSHOT_LASTS);
         look.as_ref().filter(|(at, _)| is_fresh(at)).map(|(_, look)| look.clone())
     }
 
-    /// Committed steps, in order.
+    /// Returns a page of the committed steps, in order.
     pub(in crate::node) async fn list_by_marks(
         self: &Arc<Self>,
         call: ListSteps,
@@ -161,14 +174,15 @@ impl Node {
         Ok(ListStepsAnswer { steps, next })
     }
 
-    /// A page of one committed step.
+    /// Returns a committed step with a page of its shards.
     pub(in crate::node) async fn show_by_marks(
         self: &Arc<Self>,
         call: ShowStep,
     ) -> Result<ShowStepAnswer, RemoteError> {
         let looked_before = self.cached_snapshot().is_some();
         match self.show_from_marks(&call).await {
-            // The look is of some seconds ago: what it saw may be gone since, for a newer save.
+            // The snapshot is some seconds old. Its save may have been replaced by a newer one
+            // since.
             Err(error) if error.kind == ErrorKind::NotFound && looked_before => {
                 self.outage_reader.forget();
                 self.show_from_marks(&call).await
@@ -177,6 +191,8 @@ impl Node {
         }
     }
 
+    /// Returns a committed step with a page of its shards, from the cached snapshot if there is
+    /// one.
     async fn show_from_marks(
         self: &Arc<Self>,
         call: &ShowStep,
@@ -200,8 +216,9 @@ impl Node {
         Ok(ShowStepAnswer { step: view(marked), shards })
     }
 
-    /// The state of a shard, as the receipts tell it. Who asks has found no way to read in the state that it knew: an answer from before
-    /// the question could be that one.
+    /// Returns the state of a shard according to the receipts, or `None` if its save is not
+    /// committed. The caller found no way to read in the state that it knew, so an answer collected
+    /// before this call is not used: it could be the same state.
     pub(in crate::node) async fn state_by_marks(
         self: &Arc<Self>,
         call: GetShardState,
@@ -216,7 +233,7 @@ impl Node {
         Ok(shard.map(|shard| shard.state.clone()))
     }
 
-    /// The nodes that are known here, and which of them answer.
+    /// Returns the members that this node knows, with those marked live that answer.
     pub(in crate::node) async fn nodes_by_members(
         self: &Arc<Self>,
     ) -> Result<Vec<NodeView>, RemoteError> {
@@ -225,7 +242,8 @@ impl Node {
         Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
     }
 
-    /// In a task of its own: whoever waits may go, and what is found is there for the next.
+    /// Returns the cached snapshot, or takes a new one. The work runs in a task of its own: if the
+    /// caller is cancelled, the next one still finds the result.
     async fn refresh_snapshot(self: &Arc<Self>) -> Result<Arc<MarkSnapshot>, RemoteError> {
         if let Some(look) = self.cached_snapshot() {
             return Ok(look);
@@ -241,7 +259,7 @@ impl Node {
             tracing::warn!(
                 steps,
                 nodes = look.heard.len(),
-                "no catalogue answers: reading by marks"
+                "no catalogue answers: reading by commit marks"
             );
             let mut last = node.outage_reader.look.lock().unwrap_or_else(PoisonError::into_inner);
             *last = Some((node.context.clock.now(), look.clone()));
@@ -252,11 +270,16 @@ impl Node {
         })?
     }
 
+    /// Reads the marks of all known storage nodes. Returns the committed steps.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if too few nodes were read.
     async fn take_snapshot(&self) -> Result<MarkSnapshot, RemoteError> {
         let (members, hellos) = self.gather_members().await?;
         let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
         let mut standings = self.fetch_standings(&storage.collect::<Vec<_>>()).await;
-        // An empty node says that it is behind; one of an older program says that it has seen no epoch.
+        // An empty node reports that it is behind. A node with an older program reports that it has
+        // seen no epoch.
         let been_here = former_members(hellos.clone());
         standings.retain(|(node, answer)| {
             answer.standing != Standing::Unknown
@@ -273,7 +296,7 @@ impl Node {
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
         let (marked, damaged) = self.read_marks(&mut look).await?;
-        // A node whose disk was emptied meanwhile may have answered with nothing.
+        // A node whose disk was emptied meanwhile may have answered with no marks.
         let after = self.fetch_standings(&look.heard).await;
         let standing = |answers: &[(NodeRecord, StandingAnswer)], name: &PeerName| {
             answers.iter().find(|(node, _)| node.name == *name).map(|(_, answer)| answer.standing)
@@ -286,7 +309,8 @@ impl Node {
         look.quorum.bound(codes.chain(self.context.settings.codes.iter().copied()));
         look.check_quorum(&look.heard)?;
         for (save, nodes) in &damaged {
-            // The nodes without it say that it was never committed, if they are enough.
+            // If the nodes without the damaged mark are enough, they prove that the save was never
+            // committed.
             look.check_quorum_without(&look.heard, nodes).map_err(|too_few| {
                 let names: Vec<&str> = nodes.iter().map(PeerName::as_str).collect();
                 let text = format!(
@@ -306,20 +330,21 @@ impl Node {
         Ok(look)
     }
 
-    /// The marks of saves that no node has buried, and the saves of which only damaged ones are known; nodes that do not say all of it are
-    /// heard no more.
+    /// Reads the marks of all nodes in `look.heard`, and removes from it the nodes that do not give
+    /// all of theirs. Returns the marked saves that no node has recorded as removed, and the saves
+    /// of which only damaged marks were seen.
     async fn read_marks(
         &self,
         look: &mut MarkSnapshot,
     ) -> Result<(MarkedSaves, DamagedMarks), RemoteError> {
-        let mut buried = BTreeSet::new();
+        let mut removed = BTreeSet::new();
         for _ in 0..MARK_READS {
             let asks: Vec<_> = std::mem::take(&mut look.heard)
                 .into_iter()
                 .map(|node| async move {
                     let saves = self.marks_on(&node).await;
                     let saves = saves.inspect_err(|error| {
-                        tracing::info!(node = %node.name, %error, "its marks are not known");
+                        tracing::info!(node = %node.name, %error, "cannot read the commit marks of this node");
                     });
                     Some((node, saves.ok()?))
                 })
@@ -339,12 +364,13 @@ impl Node {
             }
             drop(answers);
             damaged.retain(|save, _| !marked.contains_key(save));
-            let known = buried.len();
-            buried.extend(self.find_removed(look, &marked, &damaged).await);
-            // A step that was replaced meanwhile may have its new mark on a node that had been read before.
-            if buried.len() == known {
-                marked.retain(|save, _| !buried.contains(save));
-                damaged.retain(|save, _| !buried.contains(save));
+            let known = removed.len();
+            removed.extend(self.find_removed(look, &marked, &damaged).await);
+            // If a step was replaced meanwhile, its new mark may be on a node that was read before.
+            // Read again unless this round found no further removal.
+            if removed.len() == known {
+                marked.retain(|save, _| !removed.contains(save));
+                damaged.retain(|save, _| !removed.contains(save));
                 return Ok((marked, damaged));
             }
         }
@@ -353,7 +379,8 @@ impl Node {
         Err(remote_error(ErrorKind::Unavailable, text))
     }
 
-    /// All saves that a node has marks of, and those of which it has damaged ones.
+    /// Returns the saves that `node` has good marks of, and those of which it has damaged marks
+    /// only.
     async fn marks_on(&self, node: &NodeRecord) -> Result<(MarkedSaves, Vec<SaveId>), RemoteError> {
         let (mut saves, mut after) = (MarkedSaves::new(), None);
         let to = address(&node_address(node));
@@ -369,7 +396,7 @@ impl Node {
                 .call_within(&to, &ListMarkedSaves { after }, PAGE_LIMIT)
                 .await?;
             saves.extend(page.saves.into_iter().map(|found| (found.saved.save, found)));
-            // A page goes on behind the one before; anything else would never end.
+            // Every page must continue after the one before; otherwise the loop would never end.
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) if saves.len() <= MAX_STEPS => after = Some(next),
                 Some(_) => return Err(too_many("checkpoints")),
@@ -378,7 +405,9 @@ impl Node {
         }
     }
 
-    /// A removal that was reported has left a tombstone, or a grave, on one of the nodes that are heard. One that does not say is not.
+    /// Returns which of the marked saves some node has recorded as removed. A reported removal has
+    /// left a tombstone or a removed-save entry on one of the nodes heard. A node that does not
+    /// answer is removed from `look.heard`.
     async fn find_removed(
         &self,
         look: &mut MarkSnapshot,
@@ -403,17 +432,18 @@ impl Node {
                 }
             })
             .collect();
-        let mut buried = Vec::new();
+        let mut removed = Vec::new();
         let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
         while let Some(answer) = answers.next().await {
             let Some((node, gone)) = answer else { continue };
             look.heard.push(node);
-            buried.extend(gone);
+            removed.extend(gone);
         }
-        buried
+        removed
     }
 
-    /// The roots and states of a committed save, as the nodes told them after the given time.
+    /// Returns the roots and states of a committed save, collected from the nodes after the time
+    /// `after`.
     async fn committed_save(
         self: &Arc<Self>,
         look: &Arc<MarkSnapshot>,
@@ -439,6 +469,12 @@ impl Node {
         })?
     }
 
+    /// Collects the roots and states of a committed save from the nodes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if too few nodes answer or the save has too many shards;
+    /// [`ErrorKind::NotFound`] if it was removed or never committed; [`ErrorKind::Lost`] if the
+    /// evidence is incomplete.
     async fn read_committed_save(
         &self,
         look: &MarkSnapshot,
@@ -480,21 +516,21 @@ impl Node {
         }
     }
 
-    /// Those of the given saves that this node has removed, or is to.
+    /// Returns the given saves of which this node has a tombstone or a removed-save entry.
     pub(in crate::node) async fn find_removed_saves(
         &self,
         call: FindRemovedSaves,
     ) -> Result<Vec<SaveId>, RemoteError> {
         if call.saves.len() > SAVES_PER_PAGE {
             let text = format!(
-                "{} saves are asked about, at most {SAVES_PER_PAGE} may be",
+                "a request names {} saves, at most {SAVES_PER_PAGE} are allowed",
                 call.saves.len()
             );
             return Err(remote_error(ErrorKind::Invalid, text));
         }
         let mut gone = Vec::new();
         for save in call.saves {
-            if self.fencing.is_tombstoned(save).await? {
+            if self.fencing.is_removed_save(save).await? {
                 gone.push(save);
             }
         }
@@ -513,7 +549,7 @@ fn view(marked: &MarkedSave) -> StepView {
 
 fn too_many(what: &str) -> RemoteError {
     let text = format!(
-        "no catalogue answers, and there are too many {what} to find them by their marks: start its daemon, or `rapidraid catalogue rebuild`"
+        "no catalogue answers, and there are too many {what} to find them by their marks: start the catalogue server, or run `rapidraid catalogue rebuild`"
     );
     remote_error(ErrorKind::Unavailable, text)
 }

@@ -1,7 +1,7 @@
-//! Connections and calls: who is there, may they ask this, who answers.
+//! Connections and calls: identification of the peer, permission, dispatch to the handler.
 //!
-//! Every wait for a peer has a limit, every connection a bounded number of calls, and an answer is written before the next
-//! one is read on the same stream (there is one call a stream).
+//! Every wait for a peer has a limit, and every connection has a bounded number of concurrent
+//! calls. A stream carries one call.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,28 +32,29 @@ use crate::wire::{
     parse_message, parse_request, split_request,
 };
 
-/// The longest [`StreamHeader`].
+/// Maximum length of a [`StreamHeader`].
 const MAX_STREAM_HEADER_BYTES: usize = 64;
-/// A peer that opens a stream says what it wants within this.
+/// Time limit for a peer to send its request after it opens a stream.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// A peer takes an answer within this.
+/// Time limit for a peer to take an answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
-/// Requests up to this draw from memory of their own.
+/// Maximum length of a short request. Short requests have a memory share of their own.
 const SHORT_REQUEST_BYTES: usize = 64 << 10;
-/// Calls whose requests may be longer: they carry what grows with a stripe's blocks. Parsed, a list takes many times its bytes.
+/// Calls whose requests may be longer, because their content grows with a stripe's blocks. A list
+/// takes many times its encoded length when it is parsed.
 const LONG_CALLS: &[u8] =
     &[PutRecord::NUMBER, PutPlaces::NUMBER, PutReceipt::NUMBER, ReservePart::NUMBER];
-/// Calls of one connection at once.
+/// Maximum number of concurrent calls on one connection.
 const CALLS_AT_ONCE: usize = 256;
 
-/// A request as it came, and its memory until it is parsed.
+/// A received request, with the memory reserved for it until it is parsed.
 pub(in crate::node) struct Request {
     frame: Bytes,
     _memory: Reservation,
 }
 
 impl Request {
-    /// What is asked.
+    /// Parses the request. Returns the call and releases the memory.
     pub(in crate::node) fn parse<C: Call>(self) -> Result<C, WireError> {
         let (_, body) = split_request(&self.frame)?;
         parse_request(body)
@@ -62,15 +63,16 @@ impl Request {
 
 /// An open call on the serving side.
 pub(in crate::node) struct OpenCall {
-    /// Who asks.
+    /// The peer that made the call.
     pub peer: Peer,
-    /// Answers go here.
+    /// The stream for answers.
     pub send: Box<dyn SendStream>,
-    /// Bulk bytes of the request come from here.
+    /// The stream of the request, from which its bulk bytes are read.
     pub recv: FramedRecv,
 }
 
 impl Node {
+    /// Accepts connections until the transport closes.
     pub(in crate::node) async fn accept(self: Arc<Self>) {
         while let Some(connection) = self.transport.accept().await {
             let node = self.clone();
@@ -78,6 +80,7 @@ impl Node {
         }
     }
 
+    /// Serves the streams and calls of one connection until it closes.
     async fn serve(self: Arc<Self>, connection: Arc<dyn Connection>) {
         let peer = connection.peer().clone();
         tracing::debug!(%peer, "connected");
@@ -109,7 +112,7 @@ impl Node {
         tracing::debug!(%peer, "disconnected");
     }
 
-    /// A hop's stream: only nodes send them, and only to a hop that waits for one.
+    /// Passes a stream to the hop that waits for it. Only nodes may open one.
     async fn stream(&self, peer: &Peer, mut stream: Box<dyn RecvStream>) {
         if peer.role != Role::Node {
             tracing::warn!(%peer, "a client opened a hop's stream");
@@ -132,6 +135,7 @@ impl Node {
         }
     }
 
+    /// Reads a request, checks the caller's permission and dispatches the call.
     async fn call(self: &Arc<Self>, mut served: OpenCall) {
         let read =
             deadline(&*self.context.clock, REQUEST_LIMIT, self.request(&mut served.recv)).await;
@@ -139,7 +143,7 @@ impl Node {
             Ok(Ok(Some(request))) => request,
             Ok(Ok(None)) => return,
             Ok(Err(error)) => {
-                tracing::warn!(peer = %served.peer, %error, "a request did not come through");
+                tracing::warn!(peer = %served.peer, %error, "cannot read a request");
                 let refusal = remote_error(error.kind(), error.to_string());
                 return self.refuse(served, refusal).await;
             }
@@ -169,8 +173,9 @@ impl Node {
         self.dispatch(number, request, served).await;
     }
 
-    /// A request's memory is taken before its bytes are read: many long ones at once wait for each other, not for more memory, and
-    /// short ones do not wait for the long.
+    /// Reads a request. Returns `None` if the stream ended before one. Memory is reserved before
+    /// the bytes are read, so long requests wait for each other instead of taking more memory, and
+    /// short ones do not wait for long ones.
     async fn request(&self, recv: &mut FramedRecv) -> Result<Option<Request>, NetError> {
         let Some(len_bytes) = recv.frame_len(MAX_FRAME_BYTES).await? else { return Ok(None) };
         let is_short = len_bytes <= SHORT_REQUEST_BYTES;
@@ -184,21 +189,22 @@ impl Node {
         Ok(frame.map(|frame| Request { frame, _memory: memory }))
     }
 
+    /// Answers a call with an error and ends its streams.
     pub(in crate::node) async fn refuse(&self, mut served: OpenCall, refusal: RemoteError) {
         if self.answer::<()>(&mut served, Err(refusal)).await {
-            // Without a clean end the caller would see a reset and lose the reason.
+            // Without a clean end, the caller would see a reset and lose the reason.
             let _ = served.send.finish().await;
         }
         served.recv.stop(ErrorKind::Invalid.wire_code());
     }
 
-    /// Writes an answer. `false`: the peer is gone.
+    /// Writes an answer. Returns whether it was delivered to the stream; if not, the peer is gone.
     pub(in crate::node) async fn answer<C: serde::Serialize>(
         &self,
         served: &mut OpenCall,
         answer: Result<C, RemoteError>,
     ) -> bool {
-        // Paths are the same on every machine: who asked has to know whose disk it is.
+        // Paths are the same on every machine, so the message names the node whose disk failed.
         let answer = answer.map_err(|failure| match failure.kind {
             ErrorKind::Io => {
                 let message = format!("node {}: {}", self.context.settings.name, failure.message);
@@ -217,7 +223,8 @@ impl Node {
         matches!(deadline(&*self.context.clock, ANSWER_LIMIT, write).await, Ok(Ok(())))
     }
 
-    /// Parses, works, answers. The work ends when the caller resets its stream.
+    /// Parses the request, does the work and answers. The work is cancelled if the caller resets
+    /// its stream.
     async fn reply<C, F>(
         self: &Arc<Self>,
         request: Request,
@@ -236,10 +243,11 @@ impl Node {
         let answer = tokio::select! {
             biased;
             answer = &mut work => answer,
-            // A clean end says only that the request is complete; a reset says that nobody waits any more.
+            // A clean end says only that the request is complete. A reset says that the caller has
+            // gone.
             ended = served.recv.at_end() => match ended {
                 Ok(_) => work.await,
-                Err(_) => return tracing::debug!(peer = %served.peer, call = C::NAME, "given up by its caller"),
+                Err(_) => return tracing::debug!(peer = %served.peer, call = C::NAME, "cancelled by its caller"),
             },
         };
         if let Err(failure) = &answer {
@@ -250,6 +258,7 @@ impl Node {
         }
     }
 
+    /// Calls the handler of the call with `number`.
     async fn dispatch(self: &Arc<Self>, number: u8, request: Request, served: OpenCall) {
         macro_rules! reply {
             ($call:ident => $work:expr) => {

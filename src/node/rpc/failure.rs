@@ -1,4 +1,4 @@
-//! From our errors to what a caller is told.
+//! Conversions of this program's errors to the error that a caller receives.
 
 use crate::catalogue::CatalogueError;
 use crate::clock::Elapsed;
@@ -56,7 +56,7 @@ impl From<Elapsed> for RemoteError {
     }
 }
 
-/// A failure with words of its own.
+/// Returns an error of `kind` with `message`.
 pub(in crate::node) fn remote_error(kind: ErrorKind, message: impl Into<String>) -> RemoteError {
     RemoteError { kind, message: message.into() }
 }

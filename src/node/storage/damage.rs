@@ -1,4 +1,5 @@
-//! Damaged files of this node: looked at, named to readers, and mended from grains (docs/semantics.md, 6, *Damage*).
+//! Damaged files of this node: checking them, reporting them to readers, and mending them from
+//! grains (docs/semantics.md, 6, *Damage*).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -7,7 +8,7 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use super::blocks::PUT_BYTES;
+use super::put_block::PUT_BYTES;
 use crate::catalogue::records::{read, root_key};
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::{LAYOUT_STANDARD, ShardRoot, StripeState};
@@ -25,20 +26,23 @@ use crate::units::grains;
 use crate::wire::RemoteError;
 use crate::wire::calls::{ListSources, SourceView, VerifyFile};
 
-/// Replicas that wait to be mended, and files that wait to be looked at; more are when they are reported again.
+/// Maximum number of replicas that wait to be mended, and of files that wait to be checked. Others
+/// are queued when they are reported again.
 const MAX_WAITING: usize = 4096;
-/// How often the sources of a block are looked for again when those of the first look have given out.
+/// Maximum number of times that the sources of a block are looked up again after the known ones
+/// have failed.
 const MAX_LOOKS: u32 = 3;
-/// Damaged files are looked at again after this: a disk may have failed for a moment only.
+/// Interval between checks of damaged files. A disk may have failed for a moment only.
 const LOOK_AGAIN: Duration = Duration::from_secs(3600);
 
-/// The looks and mendings of a node.
+/// The queues of a node: files to check and damaged replicas to mend.
 #[derive(Default)]
 pub(in crate::node) struct MendQueue {
-    /// Held over a look: they read whole files, and a later one must not be overtaken by an earlier one.
+    /// Held during a check. Checks read whole files, and a later one must not overtake an earlier
+    /// one.
     looking: Arc<tokio::sync::Mutex<()>>,
     waiting: Mutex<BTreeSet<(StripeId, u8)>>,
-    /// Files that are to be looked at.
+    /// Files that wait to be checked.
     looks: Mutex<BTreeSet<FileKey>>,
     now: Notify,
 }
@@ -72,6 +76,7 @@ impl MendQueue {
 }
 
 impl Node {
+    /// Returns all files of a stripe that grains can be read from, whether they count or not.
     pub(in crate::node) async fn list_sources(
         &self,
         call: ListSources,
@@ -81,7 +86,8 @@ impl Node {
         for source in sources {
             let key = FileKey { stripe: call.stripe, name: source.file };
             if source.damaged.is_some() && !self.context.store.is_damaged(key) {
-                // The index does not have it: somebody put it back, or its damage is news.
+                // The index does not have the file: it was put back by hand, or its damage is not
+                // noted yet.
                 self.mend_queue.add_check(key);
             }
             views.push(SourceView {
@@ -93,20 +99,21 @@ impl Node {
         Ok(views)
     }
 
-    /// Looks at a file, and moves nothing.
+    /// Checks a file and notes its damage. Moves nothing. Returns the result.
     pub(in crate::node) async fn check_file(&self, key: FileKey) -> Result<FileCheck, RemoteError> {
         let alone = self.mend_queue.looking.clone().lock_owned().await;
         self.context
             .on_store(move |store| {
-                // It goes on when nobody waits for it any more, and so does its turn.
+                // If the caller is cancelled, the check continues and keeps the lock until it ends.
                 let _alone = alone;
                 store.check_file(key)
             })
             .await
     }
 
-    /// Looks at a file that somebody found wrong, and mends it if it is a damaged replica. One that is another file than its name says goes to
-    /// quarantine. Answers whether it does not count: it is damaged, misplaced, or gone.
+    /// Verifies a file in which a reader found a fault. A damaged replica is queued to be mended; a
+    /// file whose content is not that of its name is moved to quarantine. Returns whether the file
+    /// does not count: it is damaged, misplaced or missing.
     pub(in crate::node) async fn verify_file(&self, call: VerifyFile) -> Result<bool, RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let look = self.check_file(key).await?;
@@ -123,7 +130,8 @@ impl Node {
         Ok(look != FileCheck::Whole)
     }
 
-    /// Mends what is reported, one after the other, and looks again at what is damaged.
+    /// Mends the reported replicas, one after the other, and checks damaged files again at
+    /// intervals.
     pub(in crate::node) async fn run_mending(self: Arc<Self>) {
         for key in self.context.store.unchecked_files() {
             self.check_again(key).await;
@@ -154,17 +162,19 @@ impl Node {
         }
     }
 
+    /// Verifies a file. A failure is logged.
     async fn check_again(&self, key: FileKey) {
         let call = VerifyFile { stripe: key.stripe, file: key.name };
         if let Err(error) = self.verify_file(call).await {
-            tracing::warn!(%key, %error, "a damaged file cannot be looked at");
+            tracing::warn!(%key, %error, "a damaged file cannot be checked");
         }
     }
 
-    /// Makes a damaged replica again from the good grains of all copies, its own among them.
+    /// Recreates a damaged replica from the good grains of all copies, its own among them.
     ///
     /// # Errors
-    /// When no catalogue says that the stripe is still replicated and the save wanted; when a grain has no good copy.
+    /// If no catalogue confirms that the stripe is still replicated and the save is wanted, or if a
+    /// grain has no good copy.
     pub(in crate::node) async fn mend(
         &self,
         stripe: StripeId,
@@ -177,7 +187,7 @@ impl Node {
         self.ensure_replicated(stripe).await
     }
 
-    /// Reads a block of a stripe from wherever its grains are good, and stores it here.
+    /// Gathers a block from all sources with good grains, and stores it on this node as a replica.
     pub(in crate::node) async fn rebuild_from_grains(
         &self,
         stripe: StripeId,
@@ -217,18 +227,21 @@ impl Node {
             let reader = self.plan_block(&reading, &root, &info, block).await?;
             let all = 0..grains(expected.len_bytes);
             match reader.read(&[block], all, range.clone(), sink.clone()).await {
-                // The first sources were enough until one of them turned out to be damaged, too: now all are asked for.
+                // The sources planned first were enough until one of them turned out to be damaged,
+                // too. Plan again with all sources.
                 Err(ReadError::Lost(_)) if looks < MAX_LOOKS => looks += 1,
                 read => break read.map_err(read_failure)?,
             }
         }
-        let missing = || remote_error(ErrorKind::Internal, "a gathered block is not whole");
+        let missing = || remote_error(ErrorKind::Internal, "a gathered block is incomplete");
         let writer = sink.take().ok_or_else(missing)?;
         trace_point(TracePoint::Fetch, FileKey::replica(stripe, block));
         self.context.on_store(move |_| writer.finish(Some(expected.root))).await?;
         Ok(())
     }
 
+    /// Plans a read of a block from replicas or, if they are not enough, from proven pieces.
+    /// Returns the reader.
     async fn plan_block(
         &self,
         reading: &Arc<ReadSession>,
@@ -248,7 +261,8 @@ impl Node {
         };
         match plan(StripeState::Replicated, None).await {
             Err(ReadError::Lost(lost)) => {
-                // Pieces that were proven before the commit point are as good.
+                // Pieces that were proven before the commit point are as good as those of an
+                // archived stripe.
                 let index = info.fixed.stripe.index;
                 let state = find_stripe_state(reading, root, index, true).await;
                 let StripeState::Archived { attempt, .. } = state else {
@@ -264,7 +278,8 @@ impl Node {
         }
     }
 
-    /// Damaged files, for people: how many replicas and pieces, and the first by name.
+    /// Returns a warning about the damaged files: how many replicas and pieces, and the first
+    /// `named` names.
     pub(in crate::node) fn damage_warning(&self, named: usize) -> Option<String> {
         let files = self.context.store.damaged_files();
         let replicas =
@@ -302,7 +317,7 @@ fn read_failure(error: ReadError) -> RemoteError {
     remote_error(error.kind(), error.to_string())
 }
 
-/// Writes a block in order, whatever the order is in which its grains come.
+/// A sink that writes a block in order, whatever the order in which its grains arrive.
 struct OrderedWriter {
     start: u64,
     state: Mutex<OrderedWriterState>,
@@ -311,7 +326,7 @@ struct OrderedWriter {
 struct OrderedWriterState {
     writer: Option<BlockWriter>,
     next: u64,
-    /// Grains that came before their turn: a reader works on a few at once.
+    /// Grains that arrived before their turn. A reader works on a few at once.
     early: BTreeMap<u64, Vec<u8>>,
 }
 
@@ -322,7 +337,7 @@ impl OrderedWriter {
         Self { start, state: Mutex::new(state) }
     }
 
-    /// The writer, if it has all of the block.
+    /// Returns the writer, if it has the whole block.
     fn take(&self) -> Option<BlockWriter> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.writer.take().filter(|writer| writer.missing_bytes() == 0)

@@ -1,4 +1,5 @@
-//! A disk that is full, or takes no writes: what is given up for it, and what people are told (docs/semantics.md, 7, *A full disk*).
+//! A disk that is full or takes no writes: the space that is released for it, and the warnings
+//! about it (docs/semantics.md, 7, *A full disk*).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,10 +8,10 @@ use std::time::Duration;
 use crate::node::Node;
 use crate::store::{Disk, ReserveState, adjust_reserve};
 
-/// Between two looks at how much is free.
+/// Interval between two checks of the free space.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Measures that are in force because the disk is full.
+/// The measures in force because the disk is full.
 #[derive(Default)]
 pub(in crate::node) struct DiskSpace {
     is_reserve_given_up: AtomicBool,
@@ -18,13 +19,15 @@ pub(in crate::node) struct DiskSpace {
 }
 
 impl DiskSpace {
+    /// Records that the index is in memory because the disk has no room for it.
     pub(in crate::node) fn note_index_in_memory(&self) {
         self.is_index_in_memory.store(true, Ordering::Relaxed);
     }
 }
 
 impl Node {
-    /// Gives the reserve up and sets it aside again.
+    /// Removes the reserve when the disk is nearly full and recreates it when there is room, until
+    /// the daemon stops.
     pub(in crate::node) async fn run_reserve(self: Arc<Self>, disk: Arc<dyn Disk>) {
         let mut told = None;
         loop {
@@ -49,14 +52,14 @@ impl Node {
         }
     }
 
-    /// Gives tombstones in slots their files, where there is room now.
+    /// Moves tombstones from slots to files, as far as the disk has room.
     pub(in crate::node) async fn empty_slots(&self) {
         if let Err(error) = self.context.on_store(|store| store.empty_slots()).await {
             tracing::debug!(%error, "tombstones stay in their slots");
         }
     }
 
-    /// What an operator should do about the disk.
+    /// Returns the warnings about this node's disk, each with the action that helps.
     pub(in crate::node) async fn disk_space_warnings(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if let Err(error) = self.context.on_store(|store| store.try_to_write()).await {
@@ -74,7 +77,7 @@ impl Node {
             );
         }
         if self.disk_space.is_index_in_memory.load(Ordering::Relaxed) {
-            notes.push("its disk had no room for the index, which is in memory: start the daemon again when there is".into());
+            notes.push("its disk had no room for the index, which is in memory: start the daemon again when there is room".into());
         }
         notes
     }

@@ -1,5 +1,5 @@
-//! The examination of what this node has of a stripe: every file and record is read from its disk and checked (docs/semantics.md, 6,
-//! *Verify*). Nothing is moved or mended.
+//! Examination of a stripe on this node: every file and record is read from the disk and checked
+//! (docs/semantics.md, 6, *Verify*). Nothing is moved or mended.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -20,17 +20,18 @@ use crate::store::{FileCheck, RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::{ExamineAnswer, ExamineStripe, RecordName, RecordView, SourceView};
 
-/// Examinations of stripes that are under way or wait for each other.
+/// Maximum number of examinations that run or wait.
 const MAX_EXAMS: usize = 64;
-/// Looks at a file that is replaced again and again.
+/// Maximum number of checks of a file that is replaced again and again.
 const MAX_LOOKS: u32 = 4;
-/// Damaged records that are remembered for `status`.
+/// Maximum number of damaged records that are kept for `status`.
 const MAX_REMEMBERED: usize = 4096;
-/// Damaged records that `status` reads again each time: they may have been written anew.
+/// Maximum number of damaged records that `status` reads again each time. They may have been
+/// rewritten.
 const MAX_READ_AGAIN: usize = 64;
 
-/// Damaged records that were met since the start, by what people call them. They are noted in memory only: whoever reads one again finds it
-/// damaged again.
+/// The damaged records found since the start, by the names printed for people. They are kept in
+/// memory only: the next read of such a record finds the damage again.
 #[derive(Default)]
 pub(in crate::node) struct DamagedRecords(Mutex<BTreeMap<String, (ShardId, RecordName)>>);
 
@@ -39,6 +40,7 @@ impl DamagedRecords {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Records whether a record is damaged.
     pub(in crate::node) fn set(&self, shard: ShardId, record: RecordName, is_damaged: bool) {
         let name = name_of(shard, record);
         let mut records = self.lock();
@@ -52,11 +54,11 @@ impl DamagedRecords {
     }
 }
 
-/// The examinations of a node.
+/// The limits on examinations of a node.
 pub(in crate::node) struct ExamLimit {
-    /// For those that are under way, or wait.
+    /// One permit for each examination that runs or waits.
     places: Semaphore,
-    /// Held while a file is looked at, so that any other look waits behind at most one examination.
+    /// Held while a file is examined, so that any other check waits for at most one examination.
     turn: tokio::sync::Mutex<()>,
 }
 
@@ -67,7 +69,11 @@ impl Default for ExamLimit {
 }
 
 impl Node {
-    /// Looks at every file of the stripe that has a name here, one after the other, and at the records.
+    /// Checks every file of the stripe that has a name on this node, one after the other, and the
+    /// records. Returns what it found.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if too many examinations wait.
     pub(in crate::node) async fn examine_stripe(
         &self,
         call: ExamineStripe,
@@ -92,7 +98,8 @@ impl Node {
         Ok(ExamineAnswer { files, records })
     }
 
-    /// Looks at a file. One that was replaced meanwhile is looked at again.
+    /// Checks a file, again if it was replaced meanwhile. Returns `None` if there is no such file
+    /// or its content is not that of its name.
     async fn examine_file(&self, key: FileKey) -> Result<Option<SourceView>, RemoteError> {
         for _ in 0..MAX_LOOKS {
             let damaged = match self.check_file(key).await? {
@@ -118,7 +125,7 @@ impl Node {
         Err(remote_error(ErrorKind::Busy, format!("{key} changes while it is examined: ask again")))
     }
 
-    /// Damaged records, for people: how many, and the first by name.
+    /// Returns a warning about the damaged records: their number, and the first `named` names.
     pub(in crate::node) async fn damaged_records_warning(&self, named: usize) -> Option<String> {
         let known: Vec<_> =
             self.damaged_records.lock().values().take(MAX_READ_AGAIN).copied().collect();
@@ -137,6 +144,7 @@ impl Node {
     }
 }
 
+/// Returns the name of a record as printed for people.
 fn name_of(shard: ShardId, record: RecordName) -> String {
     match record_location(shard, record) {
         (RecordScope::Shard(shard), name) => format!("{shard}/{name}"),
@@ -144,11 +152,14 @@ fn name_of(shard: ShardId, record: RecordName) -> String {
     }
 }
 
+/// Returns the length and the root in a file's tail, if the tail is good.
 fn content_of(store: &Store, key: FileKey) -> Option<(u64, [u8; 32])> {
     let source = store.open_source(key).ok()?;
     source.tail().map(|(header, _)| (header.len_bytes, header.root))
 }
 
+/// Reads the records of a stripe and, if asked, those of its shard. Returns a digest of each;
+/// `None` for a damaged one.
 fn examine_records(
     store: &Store,
     stripe: StripeId,
@@ -181,10 +192,11 @@ fn examine_records(
     Ok(views)
 }
 
-/// The digest of a record on the disk: `None` when there is none, `Some(None)` when it is damaged.
+/// Reads a record past the page cache. Returns its digest: `None` if there is no record,
+/// `Some(None)` if it is damaged.
 ///
 /// # Errors
-/// When it is of a later release, or too many files are open.
+/// If the record is of a later version, or if too many files are open.
 fn read_record(
     store: &Store,
     shard: ShardId,
@@ -207,11 +219,12 @@ fn read_record(
     }
 }
 
-/// Whether the bytes of a record are damaged. One of a later release is not.
+/// Returns whether the bytes of a record are damaged. A record of a later version is not.
 pub(in crate::node) fn is_damaged(record: RecordName, bytes: &[u8]) -> bool {
     digest_of(record, bytes).is_err_and(|error| error.kind() == ErrorKind::Corrupt)
 }
 
+/// Parses a record. Returns its digest, or `None` for leaves that do not match their root.
 fn digest_of(record: RecordName, bytes: &[u8]) -> Result<Option<[u8; 32]>, FormatError> {
     Ok(match record {
         RecordName::Leaves => {

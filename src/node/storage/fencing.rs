@@ -1,4 +1,5 @@
-//! What may still be done to a shard here: tombstones, commit marks, fences and the epoch (docs/semantics.md, 2).
+//! Fencing of shards on this node: tombstones, commit marks, fences and the epoch
+//! (docs/semantics.md, 2).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,28 +15,30 @@ use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
 
-/// The most tombstones, and the most fences, that are kept in memory; older ones are read from disk.
+/// Maximum number of cached tombstone look-ups, and of cached fences. A full cache is cleared; the
+/// disk has all of them.
 const MAX_CACHED_TOMBSTONES: usize = 65_536;
-/// Small records of a shard or stripe, by name.
+/// Names of the small records of a shard or stripe.
 pub(in crate::node) const LEAVES: &str = "leaves";
 pub(in crate::node) const MARK: &str = "commit";
 pub(in crate::node) const FENCE: &str = "fence";
 pub(in crate::node) const RECORD: &str = "record";
-/// What names of receipts begin with.
+/// The prefix of the names of receipts.
 pub(in crate::node) const RECEIPT_PREFIX: &str = "receipt-";
 
-/// Name of a receipt.
+/// Returns the name of a receipt.
 pub(in crate::node) fn receipt_name(attempt: crate::id::Attempt) -> String {
     format!("{RECEIPT_PREFIX}{attempt}")
 }
 
-/// Decides which writes this node still takes for a shard, and removes what was written too late. It caches tombstones and fences, and makes
-/// newer fences durable before an order is obeyed.
+/// The fencing service: decides which writes this node still accepts for a shard, and removes those
+/// that came too late. It caches tombstones and fences, and makes a newer fence durable before an
+/// order is obeyed.
 pub(in crate::node) struct Fencing {
     pub(super) context: Arc<NodeContext>,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
-    /// Held while a fence is read and raised: two orders must not both read the old one.
+    /// Held while a fence is read and raised. Two orders must not both read the old one.
     raising: Arc<Mutex<()>>,
     registration: Arc<Registration>,
     pub(super) purging: ActiveSaves,
@@ -48,8 +51,8 @@ impl Fencing {
         Self { context, fences, tombstones, raising, registration, purging }
     }
 
-    /// Whether the save was aborted, deleted, superseded or retired, as far as this node was told.
-    pub(in crate::node) async fn is_tombstoned(&self, save: SaveId) -> Result<bool, RemoteError> {
+    /// Returns whether this node has a tombstone or a removed-save entry of the save.
+    pub(in crate::node) async fn is_removed_save(&self, save: SaveId) -> Result<bool, RemoteError> {
         if let Some(known) = self.cached_tombstone(save) {
             return Ok(known);
         }
@@ -58,35 +61,46 @@ impl Fencing {
         Ok(found)
     }
 
+    /// Returns whether the save has a tombstone, if that is cached.
     fn cached_tombstone(&self, save: SaveId) -> Option<bool> {
         let cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         cache.get(&save).copied()
     }
 
-    /// Remembers whether the save has a tombstone. A save that has one never loses it.
+    /// Caches whether the save has a tombstone. A save that has one never loses it.
     pub(in crate::node) fn cache_tombstone(&self, save: SaveId, is_there: bool) {
         let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         if cache.len() >= MAX_CACHED_TOMBSTONES {
             cache.clear();
         }
-        // A tombstone may be written between the read of the disk and this line, so that `true` stays.
+        // A tombstone may be written between the disk read and this line, so `true` is never
+        // replaced.
         *cache.entry(save).or_default() |= is_there;
     }
 
-    /// Refuses what comes too late for the save, or from an epoch that is over.
-    pub(in crate::node) async fn check_not_fenced(
+    /// Checks that the save was not removed and that the epoch is not over, and records the epoch.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Fenced`] if the save was removed; the store's error if the epoch is over.
+    pub(in crate::node) async fn check_not_removed(
         &self,
         shard: ShardId,
         generation: Generation,
     ) -> Result<(), RemoteError> {
-        if self.is_tombstoned(shard.save()).await? {
+        if self.is_removed_save(shard.save()).await? {
             let gone = format!("save {} was aborted, removed or superseded", shard.save());
             return Err(remote_error(ErrorKind::Fenced, gone));
         }
         self.context.on_store(move |store| store.raise_epoch(generation.epoch)).await
     }
 
-    /// For a client's writes: besides, what is committed never changes.
+    /// Checks that a client may write to a shard: besides
+    /// [`check_not_removed`](Self::check_not_removed), the node stores data, the epoch has begun, and
+    /// the shard is not committed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Denied`] if the shard is committed; [`ErrorKind::Invalid`] if the node stores
+    /// no data or the epoch has not begun; [`ErrorKind::Fenced`] if the save was removed.
     pub(in crate::node) async fn check_writable(
         &self,
         shard: ShardId,
@@ -100,8 +114,9 @@ impl Fencing {
             ));
         }
         self.check_epoch(generation.epoch).await?;
-        self.check_not_fenced(shard, generation).await?;
-        // Owners are given what is committed only: their orders say it as well as a mark, which not every node has.
+        self.check_not_removed(shard, generation).await?;
+        // Only committed shards get an owner, so a fence proves the commit as a mark does. Not
+        // every node has the mark.
         let settled = self.context.on_store(move |store| {
             let scope = RecordScope::Shard(shard);
             let is_settled = store.get_record_file(scope, MARK)?.is_some()
@@ -117,12 +132,14 @@ impl Fencing {
         }
     }
 
-    /// A client names an epoch and cannot raise one: a wrong number would shut this node out of its own cluster for good.
+    /// Checks that the epoch of a client's call has begun. A client names an epoch but cannot raise
+    /// it: a wrong number would shut this node out of its own cluster permanently.
     async fn check_epoch(&self, epoch: Epoch) -> Result<(), RemoteError> {
         if epoch <= self.context.store.epoch() {
             return Ok(());
         }
-        // Registering tells the catalogue's epoch, which a node that has just started may not know yet.
+        // Registering returns the catalogue's epoch, which a node that has just started may not
+        // know yet.
         let answer = self.registration.register_here().await?;
         if epoch > answer.epoch {
             let text = format!("epoch {epoch} has not begun: the catalogue is at {}", answer.epoch);
@@ -131,14 +148,18 @@ impl Fencing {
         Ok(())
     }
 
-    /// For an owner's orders: refuses a generation that is over, and makes a newer one durable before it is obeyed.
+    /// Checks an order of a shard's owner: refuses a generation that is over, and makes a newer one
+    /// durable before it is obeyed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Fenced`] if the generation is over or the save was removed.
     pub(in crate::node) async fn check_order(
         &self,
         shard: ShardId,
         generation: Generation,
         holder: NodeId,
     ) -> Result<(), RemoteError> {
-        self.check_not_fenced(shard, generation).await?;
+        self.check_not_removed(shard, generation).await?;
         let cached = {
             let fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
             fences.get(&shard).copied()
@@ -174,7 +195,8 @@ impl Fencing {
     }
 }
 
-/// Raises a shard's durable fence to `next` unless it is higher; answers with what it is then.
+/// Raises a shard's durable fence to `next` unless it is at least as high. Returns the resulting
+/// fence.
 fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, RemoteError> {
     let scope = RecordScope::Shard(shard);
     if let Some(bytes) = store.get_record_file(scope, FENCE)? {
@@ -187,12 +209,14 @@ fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Remo
     Ok(next)
 }
 
-/// Whether the save has a tombstone, or the grave that it left when its files were swept.
+/// Returns whether the save has a tombstone, or the removed-save entry that replaced it after the
+/// purge.
 fn is_removed(store: &Store, save: SaveId) -> Result<bool, StoreError> {
     Ok(store.tombstone(save)?.is_some() || store.is_recorded_removed(save)?)
 }
 
-/// What the commit mark of a shard says of its save, if it has a good one.
+/// Returns the save according to a shard's commit mark, if the shard has a good mark of this
+/// cluster.
 pub(in crate::node) fn marked_save(
     store: &Store,
     shard: ShardId,
@@ -213,17 +237,17 @@ pub(in crate::node) fn marked_save(
     }))
 }
 
-/// Parses a tombstone of this cluster.
-pub(in crate::node) fn tombstone(
+/// Parses a tombstone. Returns it if it is of this cluster.
+///
+/// # Errors
+/// [`ErrorKind::Denied`] if it is of another cluster.
+pub(in crate::node) fn parse_tombstone(
     context: &NodeContext,
     bytes: &[u8],
 ) -> Result<Tombstone, RemoteError> {
     let tombstone = Tombstone::parse(bytes)?;
     if tombstone.cluster != context.settings.cluster {
-        return Err(remote_error(
-            ErrorKind::Denied,
-            "a tombstone of another cluster is no evidence here",
-        ));
+        return Err(remote_error(ErrorKind::Denied, "the tombstone belongs to another cluster"));
     }
     Ok(tombstone)
 }

@@ -1,4 +1,4 @@
-//! What an operator should look at on a node: what `status` says besides numbers.
+//! Warnings for the operator of a node, which `status` prints beside its numbers.
 
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
@@ -8,15 +8,18 @@ use crate::node::Node;
 use crate::node::background::orphan_gc::RetainReason;
 use crate::wire::RemoteError;
 
-/// Saves that a note names.
+/// Maximum number of saves or files named in a warning.
 const NAMED: usize = 3;
 
 impl Node {
-    /// Saves that no step has and that are kept, as the catalogue's home knows them.
-    pub(in crate::node) fn retained(&self) -> MutexGuard<'_, BTreeMap<SaveId, RetainReason>> {
+    /// Returns the saves that no step records and that are retained, with the reasons. Only the
+    /// catalogue server knows them.
+    pub(in crate::node) fn lock_retained(&self) -> MutexGuard<'_, BTreeMap<SaveId, RetainReason>> {
         self.retained.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the warnings of this node, as text. `quarantined` is the number of files in
+    /// quarantine.
     pub(in crate::node) async fn warnings(
         &self,
         quarantined: u64,
@@ -44,19 +47,20 @@ impl Node {
             notes.push(list_some(counts.unreadable, what, &found.unreadable));
         }
         if self.serves_catalogue() {
-            notes.extend(retained_warning(&self.retained()));
+            notes.extend(retained_warning(&self.lock_retained()));
         }
         Ok(notes)
     }
 }
 
-/// `1 file in quarantine/: NAME`.
+/// Formats a count and the first names, for example `1 file in quarantine/: NAME`.
 fn list_some(count: u64, what: &str, names: &[String]) -> String {
     let files = if count == 1 { "file" } else { "files" };
     let more = if count > names.len() as u64 { ", ..." } else { "" };
     format!("{count} {files} {what}: {}{more}", names.join(", "))
 }
 
+/// Returns the warning about retained saves, if there are any.
 fn retained_warning(kept: &BTreeMap<SaveId, RetainReason>) -> Option<String> {
     if kept.is_empty() {
         return None;

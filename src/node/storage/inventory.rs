@@ -1,5 +1,5 @@
-//! What this node holds, page by page: the evidence that a lost catalogue is made again from (docs/semantics.md, 8), and the marks that
-//! are read by while none answers (6).
+//! Inventory of this node, page by page: the evidence for a rebuild of a lost catalogue
+//! (docs/semantics.md, 8), and the marks that readers use while no catalogue answers (6).
 
 use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, marked_save};
 use crate::format::file::FileName;
@@ -13,14 +13,16 @@ use crate::wire::calls::{
     StripeHolding,
 };
 
-/// Shards in a page, at most.
+/// Maximum number of shards in a page.
 const SHARDS_PER_PAGE: usize = 64;
-/// Stripes in a page, at most.
+/// Maximum number of stripes in a page.
 const STRIPES_PER_PAGE: usize = 1024;
-/// Shards whose marks are looked for in a page of marks: of a save, none behind the first that has one.
+/// Maximum number of shards whose marks are read for a page of marks. Once a shard of a save has a
+/// mark, the other shards of that save are skipped.
 const MARKS_PER_PAGE: usize = 4096;
 
 impl Node {
+    /// Returns a page of the shards and stripes that this node has files or records of.
     pub(in crate::node) async fn list_inventory(
         &self,
         call: ListInventory,
@@ -28,7 +30,7 @@ impl Node {
         self.context.on_store(move |store| inventory_page(store, call.after, call.only)).await
     }
 
-    /// Saves that this node has a mark of, in order.
+    /// Returns a page of the saves that this node has a mark of, in order.
     pub(in crate::node) async fn list_marked_saves(
         &self,
         call: ListMarkedSaves,
@@ -39,7 +41,7 @@ impl Node {
     }
 }
 
-/// A page of the saves that are marked here.
+/// Returns a page of the marked saves, in order. Reads the marks of at most `limit` shards.
 pub(in crate::node) fn marked_saves_page(
     store: &Store,
     after: Option<ShardId>,
@@ -60,7 +62,7 @@ pub(in crate::node) fn marked_saves_page(
     Ok(MarkedSavesPage { saves, next: None })
 }
 
-/// Saves with marks here of which none parses.
+/// Returns the saves that have marks on this node of which none is good.
 pub(in crate::node) fn find_damaged_marks(store: &Store) -> Result<Vec<SaveId>, StoreError> {
     let (mut damaged, mut good) = (Vec::new(), None);
     for shard in store.shards(None)? {
@@ -89,7 +91,7 @@ fn inventory_page(
     let mut room = STRIPES_PER_PAGE;
     let mut behind = after.map(|(shard, _)| shard);
     if let Some((shard, Some(index))) = after {
-        // The rest of a shard that did not fit into the page before.
+        // The rest of a shard that did not fit into the previous page.
         let (held, next) = shard_holding(store, shard, Some(index), &mut room)?;
         page.shards.push(held);
         if next.is_some() {
@@ -118,7 +120,9 @@ fn inventory_page(
     Ok(page)
 }
 
-/// What is here of a shard, from behind stripe `after` on; `room` stripes at most. Answers with the last stripe when there are more.
+/// Returns the records and files of a shard on this node, with its stripes after stripe `after`, at
+/// most `room`. If there may be more, also returns the index of the last stripe. Reduces `room` by
+/// the number of stripes.
 fn shard_holding(
     store: &Store,
     shard: ShardId,
@@ -128,7 +132,7 @@ fn shard_holding(
     let scope = RecordScope::Shard(shard);
     let is_of_save = shard.index() == u32::MAX;
     let leaves = store.get_record_file(scope, LEAVES)?;
-    // A record that does not parse proves nothing; other nodes have theirs.
+    // A record that does not parse proves nothing. Other nodes have their copies.
     let root = leaves.and_then(|bytes| Leaves::parse(&bytes).ok());
     let root = root.filter(|leaves| leaves.root.admits(leaves)).map(|leaves| leaves.root);
     let mut held = ShardHolding {
@@ -148,6 +152,7 @@ fn shard_holding(
     Ok((held, last))
 }
 
+/// Returns the files and receipts of a stripe on this node.
 fn stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding, StoreError> {
     let mut held = StripeHolding {
         index: stripe.index,
@@ -161,7 +166,8 @@ fn stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding, Stor
             FileName::Piece { piece, attempt } => held.pieces.push((piece, attempt)),
         }
     }
-    // A replica that is there, however damaged, was not dropped: that alone is what a rebuild concludes from it.
+    // A replica that exists, however damaged, was not dropped. A rebuild concludes nothing else
+    // from it.
     for file in store.damaged_of(stripe) {
         if let FileName::Replica { block } = file {
             held.replicas.push(block);
@@ -226,7 +232,7 @@ mod tests {
         for save in 1..=9 {
             for index in 0..3 {
                 let shard = ShardId::new(SaveId([save; 12]), index);
-                // The mark of a save's first shard is missing here and there; every third save has none.
+                // Some first shards have no mark, and every third save has none at all.
                 let is_marked = save % 3 > 0 && (index > 0 || save % 2 == 0);
                 let mark = mark(shard).to_bytes().unwrap();
                 let (name, bytes) = if is_marked { (MARK, mark) } else { (LEAVES, vec![1]) };
@@ -252,7 +258,7 @@ mod tests {
         assert_eq!(
             page.next,
             Some(ShardId::new(SaveId([2; 12]), 2)),
-            "what needs no look is passed"
+            "shards of a save that is already found are skipped"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Removes the files of removed saves, and what was written for them too late (docs/semantics.md, 5).
+//! Purges removed saves, and files written for them too late (docs/semantics.md, 5).
 
 use std::time::Duration;
 
@@ -11,28 +11,34 @@ use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store};
 use crate::wire::RemoteError;
 
-/// How often, and how long each time, a sweep waits for another one of the same save.
+/// Maximum number of waits for another purge of the same save, and the length of each.
 const PURGE_WAITS: u32 = 100;
 const PURGE_WAIT: Duration = Duration::from_millis(100);
-/// Shards or stripes listed at a time.
+/// Number of shards or stripes listed at a time.
 const PAGE: usize = 1024;
 
 impl Fencing {
-    /// Removes a tombstoned save's files; answers with their bytes. One at a time per save: a long one is waited for by asking again.
+    /// Removes the files of a tombstoned save. Returns their size in bytes. One purge runs at a
+    /// time per save; a caller that waited too long asks again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if another purge of the save still runs; [`ErrorKind::Denied`] if this
+    /// node has neither its tombstone nor its removed-save entry.
     pub(in crate::node) async fn purge_save(&self, save: SaveId) -> Result<u64, RemoteError> {
         let mut waits = 0;
         let mark = loop {
             match ActiveSave::begin(&self.purging, save) {
                 Some(mark) => break mark,
                 None if waits == PURGE_WAITS => {
-                    let text = format!("save {save} is being swept here: ask again");
+                    let text = format!("save {save} is being purged on this node: ask again");
                     return Err(remote_error(ErrorKind::Busy, text));
                 }
                 None => waits += 1,
             }
             self.context.clock.sleep(PURGE_WAIT).await;
         };
-        // The mark goes with the job, which runs on when nobody waits for it any more, or with the wait for its turn.
+        // The job owns the guard `mark` until it ends, even if the caller is cancelled. If the job
+        // never starts, the guard is dropped with it.
         self.context
             .on_store(move |store| {
                 let _mark = mark;
@@ -41,12 +47,16 @@ impl Fencing {
             .await
     }
 
-    /// For what was written on admission: when its save was buried meanwhile it goes again, because the sweep may have come first.
+    /// Checks that the save was not removed while something was written for it. If it was, purges
+    /// it again, because the first purge may have run before the write.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Fenced`] if the save was removed.
     pub(in crate::node) async fn ensure_not_removed(
         &self,
         save: SaveId,
     ) -> Result<(), RemoteError> {
-        if self.is_tombstoned(save).await? {
+        if self.is_removed_save(save).await? {
             self.purge_save(save).await?;
             return Err(remote_error(
                 ErrorKind::Fenced,
@@ -57,11 +67,14 @@ impl Fencing {
     }
 }
 
+/// Removes all files of a save and adds it to the removed-save set. Returns the size of the removed
+/// files in bytes.
 fn purge_files(store: &Store, save: SaveId) -> Result<u64, RemoteError> {
-    // The tombstone, or the grave that it left, must be durable here: it is the evidence.
+    // The tombstone, or the removed-save entry that replaced it, must be durable on this node: it
+    // is the evidence.
     let has_tombstone = store.tombstone(save)?.is_some();
     if !has_tombstone && !store.is_recorded_removed(save)? {
-        let text = format!("no tombstone of save {save} is here: nothing is removed");
+        let text = format!("this node has no tombstone of save {save}: nothing is removed");
         return Err(remote_error(ErrorKind::Denied, text));
     }
     trace_point(TracePoint::Sweep, save);
@@ -77,13 +90,15 @@ fn purge_files(store: &Store, save: SaveId) -> Result<u64, RemoteError> {
         }
     }
     trace_point(TracePoint::Grave, save);
-    // Nothing is left to remove. The fence stays, in its small form; the tombstone goes when that is durable.
+    // No file is left. The removed-save entry replaces the tombstone, which is removed once the
+    // entry is durable.
     if has_tombstone && store.record_removed(save)? {
         store.remove_tombstone(save)?;
     }
     Ok(bytes)
 }
 
+/// Removes all files and records of a shard. Returns their size in bytes.
 fn purge_shard(store: &Store, shard: ShardId) -> Result<u64, RemoteError> {
     let mut bytes = 0;
     let mut after = None;
@@ -103,6 +118,7 @@ fn purge_shard(store: &Store, shard: ShardId) -> Result<u64, RemoteError> {
     Ok(bytes + purge_records(store, RecordScope::Shard(shard))?)
 }
 
+/// Removes all records of `scope`. Returns their size in bytes.
 fn purge_records(store: &Store, scope: RecordScope) -> Result<u64, RemoteError> {
     let mut bytes = 0;
     for (name, len) in store.list_record_files(scope)? {

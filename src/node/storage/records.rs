@@ -1,7 +1,8 @@
-//! The small records of shards and stripes: who may write them, and what is checked before they are durable.
+//! The small records of shards and stripes: the checks before they are written, and the drop of
+//! replicas that receipts allow.
 
 use super::examine::is_damaged;
-use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, receipt_name, tombstone};
+use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, parse_tombstone, receipt_name};
 use crate::catalogue::records::{read, state_key};
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{FileKey, FileName};
@@ -21,7 +22,7 @@ use crate::wire::calls::{
     PutTombstone, RecordName,
 };
 
-/// Where a record is filed.
+/// Returns the scope and the name under which a record is stored.
 pub(in crate::node) fn record_location(
     shard: ShardId,
     record: RecordName,
@@ -35,20 +36,21 @@ pub(in crate::node) fn record_location(
     }
 }
 
-/// Checks a stripe's record; answers with its fixed part.
+/// Checks that `bytes` are a record of `stripe`. Returns its fixed part.
 fn check_stripe_record(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, RemoteError> {
     let record = StripeRecord::parse(bytes)?;
     let fixed: StripeFixed = parse_body(RecordKind::StripeRecord, &record.fixed)?;
     if fixed.stripe != stripe {
         return Err(remote_error(
             ErrorKind::Invalid,
-            format!("a record of stripe {} for {stripe}", fixed.stripe),
+            format!("the record is of stripe {}, not of {stripe}", fixed.stripe),
         ));
     }
     Ok(record.fixed)
 }
 
 impl Node {
+    /// Stores the leaves of a shard or the record of a stripe, as a client sends them.
     pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), RemoteError> {
         self.fencing.check_writable(call.shard, call.generation).await?;
         let fixed = match call.record {
@@ -66,7 +68,10 @@ impl Node {
                 check_stripe_record(&call.bytes, StripeId { shard: call.shard, index })?
             }
             RecordName::Receipt { .. } | RecordName::Mark => {
-                return Err(remote_error(ErrorKind::Denied, "receipts and marks come from nodes"));
+                return Err(remote_error(
+                    ErrorKind::Denied,
+                    "clients cannot write receipts or commit marks",
+                ));
             }
         };
         let (scope, name) = record_location(call.shard, call.record);
@@ -76,7 +81,8 @@ impl Node {
             }
             _ => trace_point(TracePoint::Leaves, call.shard),
         }
-        // The save may be committed by now, also where no mark says so: what it fixed is written once. A rotten copy is none.
+        // The save may be committed even if no mark on this node says so, so its fixed content is
+        // written once. A corrupt copy may be replaced.
         let is_same = move |old: &[u8]| match call.record {
             RecordName::Stripe { .. } => {
                 StripeRecord::parse(old).map_or(true, |record| record.fixed == fixed)
@@ -89,6 +95,7 @@ impl Node {
         self.fencing.ensure_not_removed(call.shard.save()).await
     }
 
+    /// Returns the bytes of a record, if this node has it, and remembers whether they are damaged.
     pub(in crate::node) async fn get_record(
         &self,
         call: GetRecord,
@@ -107,6 +114,7 @@ impl Node {
         Ok(bytes)
     }
 
+    /// Replaces the record of a stripe by one with other places, on the order of the shard's owner.
     pub(in crate::node) async fn put_places(&self, call: PutPlaces) -> Result<(), RemoteError> {
         self.fencing.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
         check_stripe_record(&call.bytes, call.stripe)?;
@@ -118,29 +126,33 @@ impl Node {
         self.fencing.ensure_not_removed(shard.save()).await
     }
 
+    /// Stores a commit mark.
     pub(in crate::node) async fn put_mark(&self, call: PutMark) -> Result<(), RemoteError> {
         let mark = CommitMark::parse(&call.bytes)?;
         if mark.cluster != self.context.settings.cluster || mark.root.save != mark.saved.save {
-            return Err(remote_error(ErrorKind::Denied, "a mark of another cluster or save"));
+            return Err(remote_error(
+                ErrorKind::Denied,
+                "the commit mark belongs to another cluster or save",
+            ));
         }
         let shard = mark.root.shard;
-        self.fencing.check_not_fenced(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
+        self.fencing.check_not_removed(shard, Generation { epoch: call.epoch, counter: 0 }).await?;
         trace_point(TracePoint::Mark, shard);
         self.context
             .on_store(move |store| {
                 store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
-                // A claim may have come in between; its rebuild may not have seen this.
+                // A rebuild may have claimed an epoch meanwhile and read this node before the write.
                 store.raise_epoch(call.epoch)
             })
             .await?;
         self.fencing.ensure_not_removed(shard.save()).await
     }
 
-    /// A receipt names this node's piece only if the piece is here.
+    /// Stores a receipt. This node must have each piece that the receipt ascribes to it.
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.context.settings.cluster {
-            return Err(remote_error(ErrorKind::Denied, "a receipt of another cluster"));
+            return Err(remote_error(ErrorKind::Denied, "the receipt belongs to another cluster"));
         }
         self.fencing.check_order(receipt.stripe.shard, call.owner, call.coordinator).await?;
         let (me, save) = (self.context.id, receipt.stripe.shard.save());
@@ -156,21 +168,23 @@ impl Node {
         self.fencing.ensure_not_removed(save).await
     }
 
+    /// Stores a tombstone. Does nothing if the save is in the removed-save set.
     pub(in crate::node) async fn put_tombstone(
         &self,
         call: PutTombstone,
     ) -> Result<(), RemoteError> {
-        let tombstone = tombstone(&self.context, &call.bytes)?;
+        let tombstone = parse_tombstone(&self.context, &call.bytes)?;
         let save = tombstone.save;
         self.context
             .on_store(move |store| {
                 let epoch = tombstone.generation.epoch;
                 store.raise_epoch(epoch)?;
-                // Its grave says the same, and its files are gone.
+                // The removed-save entry says the same, and the files are purged.
                 if store.is_recorded_removed(save)? {
                     return Ok(());
                 }
-                // What was decided is never aborted: who says so has an old catalogue.
+                // A decided save is never aborted, so this tombstone comes from an outdated
+                // catalogue.
                 if tombstone.reason == RemoveReason::Aborted && has_mark(store, save)? {
                     let text = format!("save {save} has a commit mark here: it was not aborted");
                     return Err(remote_error(ErrorKind::Denied, text));
@@ -184,8 +198,9 @@ impl Node {
         Ok(())
     }
 
-    /// Fails if the stripe is archived. If the catalogue records its drops as complete, this also drops replicas that were made late here: the
-    /// coordinator had seen enough pieces (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
+    /// Fails if the stripe is archived. If the catalogue records its drops as complete, also drops
+    /// replicas that were recreated late on this node: the coordinator has seen enough pieces
+    /// (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
     pub(in crate::node) async fn ensure_replicated(
         &self,
         stripe: StripeId,
@@ -205,13 +220,15 @@ impl Node {
         ))
     }
 
-    /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the receipt (semantics 4.8).
+    /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the
+    /// receipt (semantics 4.8). Returns the number and the size of the removed files.
     pub(in crate::node) async fn drop_replicas(
         &self,
         call: DropReplicas,
     ) -> Result<DropReplicasAnswer, RemoteError> {
         let stripe = call.stripe;
-        // All of a ring is asked; most of it holds nothing of a stripe, and needs no evidence for that.
+        // All nodes of a ring are ordered to drop. Most have no file of the stripe, and need no
+        // evidence.
         if self.context.on_store(move |store| store.every_file(stripe)).await?.is_empty() {
             return Ok(DropReplicasAnswer { files: 0, bytes: 0 });
         }
@@ -248,7 +265,7 @@ impl Node {
                 let missing = || {
                     remote_error(
                         ErrorKind::NotFound,
-                        format!("no receipt of stripe {stripe} is here"),
+                        format!("this node has no receipt of stripe {stripe}"),
                     )
                 };
                 let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
@@ -258,7 +275,7 @@ impl Node {
                 {
                     return Err(remote_error(
                         ErrorKind::Corrupt,
-                        format!("the receipt of stripe {stripe} here is another's"),
+                        format!("the receipt of stripe {stripe} here is not the catalogue's"),
                     ));
                 }
                 check_pieces(store, me, &receipt)?;
@@ -269,7 +286,7 @@ impl Node {
     }
 }
 
-/// Whether a commit mark of any shard of `save` is here.
+/// Returns whether this node has a commit mark of any shard of `save`.
 fn has_mark(store: &Store, save: SaveId) -> Result<bool, RemoteError> {
     for shard in store.shards(ShardId::before(save))?.take_while(|shard| shard.save() == save) {
         if store.get_record_file(RecordScope::Shard(shard), MARK)?.is_some() {
@@ -279,7 +296,10 @@ fn has_mark(store: &Store, save: SaveId) -> Result<bool, RemoteError> {
     Ok(false)
 }
 
-/// Whether the pieces that `receipt` ascribes to this node are here.
+/// Checks that this node has the pieces that `receipt` ascribes to it, and that they count.
+///
+/// # Errors
+/// [`ErrorKind::Corrupt`] if a file has another root; the store's error if it does not open.
 fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), RemoteError> {
     for piece in receipt.pieces.iter().filter(|piece| piece.node == me) {
         let key = match piece.form {
@@ -296,20 +316,21 @@ fn check_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), Remo
         if file.info().root != piece.root {
             return Err(remote_error(
                 ErrorKind::Corrupt,
-                format!("{key} here is not the piece of the receipt"),
+                format!("{key} on this node is not the piece of the receipt"),
             ));
         }
     }
     Ok(())
 }
 
-/// Removes the stripe's replicas, and what attempts that this one superseded left; keeps what the receipt names for this node.
+/// Removes the stripe's replicas and what other attempts left. Keeps the files that the receipt
+/// ascribes to this node. Returns the number and the size of the removed files.
 fn drop_files(
     store: &Store,
     me: NodeId,
     receipt: &Receipt,
 ) -> Result<DropReplicasAnswer, RemoteError> {
-    // First their receipts: none ever stands beside a piece that is gone.
+    // Remove the receipts of other attempts first, so that no receipt outlives its piece.
     let scope = RecordScope::Stripe(receipt.stripe);
     for (name, _) in store.list_record_files(scope)? {
         if name.starts_with(RECEIPT_PREFIX) && name != receipt_name(receipt.attempt) {

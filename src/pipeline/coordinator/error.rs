@@ -1,4 +1,4 @@
-//! Why an archiving stopped.
+//! The errors that stop the archiving of a step.
 
 use crate::catalogue::CatalogueError;
 use crate::id::{Job, NodeId, Step, StripeId};
@@ -9,11 +9,12 @@ use crate::plan::check::PlanError;
 use crate::planner::PlannerError;
 use crate::wire::RemoteError;
 
-/// Archiving stopped. What was committed before stays; running it again goes on.
+/// An error that stopped the archiving of a step. Stripes that were committed before stay archived,
+/// and the next run continues with the others.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArchiveError {
-    /// There is no such step.
+    /// The step is not committed.
     #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
     NotFound {
         /// The job.
@@ -21,7 +22,7 @@ pub enum ArchiveError {
         /// The step.
         step: Step,
     },
-    /// Another coordinator has it.
+    /// Another coordinator owns the step or the shard.
     #[error("{what} is being archived by {owner}: wait for it, or for its lease to end")]
     Owned {
         /// The step or shard.
@@ -29,96 +30,96 @@ pub enum ArchiveError {
         /// The owner.
         owner: String,
     },
-    /// Somebody took the shard from us, or it is being removed.
-    #[error("shard {shard} has gone to a newer owner, or is being removed: stopped")]
+    /// A newer owner took the shard, or the shard is being removed.
+    #[error("shard {shard} has a newer owner, or is being removed: archiving stopped")]
     Fenced {
         /// The shard's name.
         shard: String,
     },
-    /// The code has no plan of the kind.
-    #[error("no certified code for n={n}, k={k}: `rapidraid code list` shows the ones there are")]
+    /// No code for this n and k fits the kind of plan.
+    #[error("no certified code for n={n}, k={k}: `rapidraid code list` shows the certified codes")]
     NoCode {
-        /// n.
+        /// The number of pieces of a stripe.
         n: u8,
-        /// k.
+        /// The number of blocks of a stripe.
         k: u8,
     },
-    /// A stripe lacks a node and no spare exists.
+    /// A node of the stripe does not answer, and no live spare can take its place.
     #[error(
-        "stripe {stripe}: {missing}, and no spare node is live; it waits as replicas until a node is back"
+        "stripe {stripe}: {missing}, and no spare node is live; the stripe keeps its replicas until a node is back"
     )]
     NoSpare {
         /// The stripe.
         stripe: StripeId,
-        /// What is missing where.
+        /// The node that does not answer, in words.
         missing: String,
     },
-    /// A stripe could not be archived in several tries.
+    /// All tries to archive the stripe failed.
     #[error(
-        "stripe {stripe} was not archived after {tries} tries: {last}. Its replicas are untouched; run it again"
+        "stripe {stripe} was not archived after {tries} tries: {last}. Its replicas are untouched; archive the step again"
     )]
     Stripe {
         /// The stripe.
         stripe: StripeId,
-        /// How often.
+        /// The number of tries.
         tries: u32,
         /// The last failure.
         last: String,
-        /// Its kind.
+        /// The kind of the last failure.
         kind: ErrorKind,
     },
-    /// Pieces do not prove.
-    #[error("stripe {stripe}: {what} is not what the code says; nothing was dropped")]
+    /// A piece has no proof, or its proof does not have the fingerprints that the code prescribes.
+    #[error("stripe {stripe}: {what} does not match the code; no replica was dropped")]
     Unproven {
         /// The stripe.
         stripe: StripeId,
-        /// Which piece, where.
+        /// The piece, with its node and the grain if they are known.
         what: String,
     },
-    /// A block has no good replica left.
+    /// All nodes answered, and none of them has a good replica of the block.
     #[error("stripe {stripe}: no good replica of block {block} is left on its nodes")]
     BlockLost {
         /// The stripe.
         stripe: StripeId,
-        /// The block, from 1.
+        /// The index of the block in the stripe, counted from 0.
         block: u32,
     },
-    /// A block has no good replica on the nodes that answer, but others do not.
+    /// No node that answers has a good replica of the block, but some nodes do not answer.
     #[error(
-        "stripe {stripe}: no good replica of block {block} is on a node that answers, and {silent} do not; it waits until they are back"
+        "stripe {stripe}: no good replica of block {block} is on a node that answers, and {silent} do not answer; the stripe waits until they are back"
     )]
     Away {
         /// The stripe.
         stripe: StripeId,
-        /// The block, from 1.
+        /// The index of the block in the stripe, counted from 0.
         block: u32,
-        /// Who does not answer.
+        /// The names of the nodes that do not answer.
         silent: String,
     },
-    /// A node has no address.
+    /// The node is not registered, so its address is unknown.
     #[error("node {node} is not registered: start its daemon")]
     Unregistered {
         /// The node.
         node: NodeId,
     },
-    /// A plan is wrong: a defect.
+    /// The plan failed its check. This is a defect of the program.
     #[error("stripe {stripe}: the plan fails its check: {source}")]
     Plan {
         /// The stripe.
         stripe: StripeId,
-        /// Why.
+        /// The failure of the check.
         source: PlanError,
     },
-    /// No plan of that kind.
+    /// The planner cannot make a plan of the requested kind.
     #[error(transparent)]
     Planner(#[from] PlannerError),
     /// The catalogue failed.
     #[error(transparent)]
     Catalogue(#[from] CatalogueError),
-    /// Records are missing.
+    /// A record cannot be fetched.
     #[error(transparent)]
     Records(#[from] RecordsError),
-    /// A call failed.
+    /// A call to a node failed.
     #[error(transparent)]
     Call(#[from] CallError),
     /// A node's part of a plan failed.
@@ -126,9 +127,9 @@ pub enum ArchiveError {
     Part {
         /// The node.
         node: String,
-        /// Those that send it something in this plan.
+        /// The names of the nodes that send it streams in this plan.
         before: Vec<String>,
-        /// What the node says.
+        /// The failure that the node reported.
         failure: RemoteError,
     },
     /// A record cannot be written or read.
@@ -141,7 +142,7 @@ fn behind_nodes(before: &[String]) -> String {
 }
 
 impl ArchiveError {
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             ArchiveError::NotFound { .. } => ErrorKind::NotFound,
@@ -151,7 +152,7 @@ impl ArchiveError {
             ArchiveError::NoSpare { .. }
             | ArchiveError::Away { .. }
             | ArchiveError::Unregistered { .. } => ErrorKind::Unavailable,
-            // Whoever did not answer may have what was not found.
+            // A node that did not answer may have the record.
             ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => ErrorKind::Unavailable,
             ArchiveError::Stripe { kind, .. } => *kind,
             ArchiveError::Unproven { .. } => ErrorKind::Corrupt,
@@ -166,8 +167,8 @@ impl ArchiveError {
         }
     }
 
-    /// Whether it may go on later as it is: nodes come back, another owner ends, a newer epoch is heard, a disk works again, others make
-    /// the pieces.
+    /// Returns whether a later run of the same request may succeed: nodes return, another owner's
+    /// lease ends, a newer epoch arrives, a disk recovers, or other nodes make the pieces.
     pub(super) fn is_retryable(&self) -> bool {
         let kind = self.kind();
         kind.is_transient()

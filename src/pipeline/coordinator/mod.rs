@@ -1,8 +1,9 @@
-//! Archiving: a coordinator takes the shards of a committed step and turns each stripe's replicas into n proven pieces
-//! (docs/semantics.md, section 4).
+//! Archiving: a coordinator takes the shards of a committed step and turns each stripe's replicas
+//! into n proven pieces (docs/semantics.md, section 4).
 //!
-//! Split by idea: `request` carries a request out; `error` says why it stops; `owned_shard` owns a shard and commits stripes; `stripe` archives one; `orders` turns a plan into orders and
-//! proofs into verdicts; `replicas` makes missing replicas again.
+//! `request` runs an archive request; `error` defines the errors that stop it; `owned_shard` owns a
+//! shard and commits its stripes; `stripe` archives one stripe; `orders` turns a plan into orders
+//! and verifies the proofs; `replicas` recreates missing replicas.
 
 mod error;
 mod orders;

@@ -1,4 +1,4 @@
-//! From a checked plan to one order a node, and from the nodes' proofs to a verdict.
+//! Builds one order for each node from a checked plan, and verifies the proofs of the nodes.
 
 use std::collections::BTreeMap;
 
@@ -14,17 +14,17 @@ use crate::wire::NodeAddress;
 use crate::wire::calls::ArchiveOptions;
 use crate::wire::order::{HopOrder, InputOrder, Order, OutputOrder, PieceProof, RunReport};
 
-/// One node's order.
+/// An order, and the node that receives it.
 pub(super) struct NodeOrder {
     /// The node.
     pub node: NodeId,
-    /// Where it is.
+    /// The address of the node.
     pub address: NodeAddress,
     /// The order.
     pub order: Order,
 }
 
-/// What an order needs besides the plan.
+/// The input of orders and of the verification of proofs, besides the plan.
 pub(super) struct OrderContext<'a> {
     pub shard: &'a OwnedShard,
     pub fixed: &'a StripeFixed,
@@ -32,13 +32,14 @@ pub(super) struct OrderContext<'a> {
     pub options: ArchiveOptions,
 }
 
-/// The fingerprint of a combination of the blocks, at one grain.
+/// Returns the fingerprint, at one grain, of the linear combination of the blocks with the
+/// coefficients `row`.
 fn combined(row: &[u8], fixed: &StripeFixed, grain: u64) -> Result<Fingerprint, ArchiveError> {
     let blocks: Vec<Fingerprint> = (0..row.len()).map(|j| fixed.fingerprint(j, grain)).collect();
     Fingerprint::combine(row, &blocks).map_err(|error| ArchiveError::Format(error.to_string()))
 }
 
-/// One order for each node of the plan, in node-id order.
+/// Builds one order for each node of the plan. Returns the orders in node-id order.
 pub(super) fn build_orders(
     coordinator: &Coordinator,
     context: &OrderContext<'_>,
@@ -83,7 +84,7 @@ pub(super) fn build_orders(
             }
             hops.push(HopOrder { grains: hop.grains, inputs, outputs, matrix: hop.matrix.clone() });
         }
-        // A systematic piece is the replica of the block of the same number.
+        // A systematic piece is the replica of the block with the same number.
         let kept =
             plan.kept.iter().filter(|(_, at)| *at == node).map(|(piece, _)| (*piece, *piece));
         let order = Order {
@@ -104,7 +105,8 @@ pub(super) fn build_orders(
     Ok(orders)
 }
 
-/// All n pieces, if every one of them is what the generator's row makes of the blocks' fingerprints.
+/// Verifies that each of the n pieces has the fingerprints that follow from its row of the
+/// generator and the fingerprints of the blocks. Returns all n pieces, for the receipt.
 pub(super) fn verify_proofs(
     context: &OrderContext<'_>,
     plan: &Plan,

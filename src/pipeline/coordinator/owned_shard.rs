@@ -1,4 +1,5 @@
-//! A shard that this coordinator owns: taken by compare-and-set under its lease, changed only through here.
+//! A shard that this coordinator owns. The coordinator takes the shard by compare-and-set under its
+//! lease, and changes the shard's state only through this module.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,21 +18,21 @@ use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveOptions, PlanChoice};
 
-/// Compare-and-sets of one change, when answers are lost.
+/// Maximum number of compare-and-sets for one change, since answers may be lost.
 const TRIES: u32 = 4;
 
-/// A shard between take and release.
+/// A shard that this coordinator owns, from its take to its release.
 pub(super) struct OwnedShard {
-    /// Its root.
+    /// The shard root.
     pub root: ShardRoot,
-    /// The code that its stripes are archived into.
+    /// The code of the pieces into which the stripes are archived.
     pub code: Code,
-    /// Which of the stripe's positions hold which blocks.
+    /// The layout of the stripes.
     pub layout: Layout,
-    /// The owner's generation: what orders carry.
+    /// The owner's generation, which the orders carry.
     pub generation: Generation,
     lease: LeaseId,
-    /// Set when somebody else has the shard: nothing more is begun.
+    /// Set when the shard has another owner. No further work starts then.
     is_lost: AtomicBool,
     geometry: Geometry,
     state: Mutex<(ShardState, u64)>,
@@ -51,7 +52,8 @@ fn code_for(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
 }
 
 impl OwnedShard {
-    /// Takes the shard; its replicated stripes become `Archiving` in the same compare-and-set.
+    /// Takes ownership of the shard. The same compare-and-set changes its replicated stripes to
+    /// `Archiving`. Returns the owned shard.
     pub async fn take(
         coordinator: &Coordinator,
         root: ShardRoot,
@@ -68,7 +70,8 @@ impl OwnedShard {
         let fresh = Attempt(coordinator.entropy.id());
         let mut current = read::<ShardState>(catalogue, &key).await?;
         loop {
-            // An absent state means that the shard is gone: it is made together with the root.
+            // The state is created together with the root. So an absent state means that the shard
+            // was removed.
             let (mut state, revision) = current.ok_or_else(fenced)?;
             if state.deleting || state.states().count() as u64 != u64::from(geometry.stripes()) {
                 return Err(fenced());
@@ -120,7 +123,7 @@ impl OwnedShard {
         }
     }
 
-    /// Stripes that are not archived, or whose replicas are not known to be gone.
+    /// Returns the stripes that are not archived, or whose replicas are not known to be dropped.
     pub async fn unfinished(&self) -> Vec<u32> {
         let state = self.state.lock().await;
         let finished =
@@ -132,22 +135,22 @@ impl OwnedShard {
             .collect()
     }
 
-    /// All states.
+    /// Returns the states of all stripes, in order.
     pub async fn states(&self) -> Vec<StripeState> {
         self.state.lock().await.0.states().collect()
     }
 
-    /// The state of one stripe.
+    /// Returns the state of one stripe.
     pub async fn stripe(&self, index: u32) -> Option<StripeState> {
         self.state.lock().await.0.stripe(index)
     }
 
-    /// Real bytes of a stripe.
+    /// Returns the number of bytes of a stripe without its padding.
     pub fn stripe_bytes(&self, index: u32) -> u64 {
         self.geometry.stripe(index).map_or(0, |cut| cut.len_bytes)
     }
 
-    /// The shard's leaves, fetched once.
+    /// Returns the shard's leaves. They are fetched once.
     pub async fn fetch_leaves(
         &self,
         coordinator: &Coordinator,
@@ -157,7 +160,7 @@ impl OwnedShard {
         Ok(self.leaves.get_or_try_init(|| fetch).await?)
     }
 
-    /// An error when somebody else has the shard.
+    /// Returns an error if the shard is known to have another owner.
     pub fn ensure_owned(&self) -> Result<(), ArchiveError> {
         match self.is_lost.load(Ordering::Relaxed) {
             true => Err(ArchiveError::Fenced { shard: self.root.name.to_string() }),
@@ -165,7 +168,7 @@ impl OwnedShard {
         }
     }
 
-    /// Sets one stripe's state by compare-and-set.
+    /// Sets the state of one stripe by compare-and-set.
     pub async fn set_stripes(
         &self,
         coordinator: &Coordinator,
@@ -181,8 +184,10 @@ impl OwnedShard {
         self.compare_and_set_state(coordinator, change).await
     }
 
-    /// Changes the record. Only its owner does that: what is there and not ours fences us, what is there and ours is what an
-    /// earlier try wrote whose answer was lost. After a try without an answer the record is read before the next one.
+    /// Changes the shard's state by compare-and-set. Only the owner changes it. So a state found
+    /// there with another owner means that this owner is fenced, and a state found there with this
+    /// owner was written by an earlier try whose answer was lost. After a try without an answer,
+    /// the state is read before the next try.
     async fn compare_and_set_state(
         &self,
         coordinator: &Coordinator,
@@ -222,7 +227,7 @@ impl OwnedShard {
         !state.deleting && state.generation == self.generation && owner == Some(self.lease)
     }
 
-    /// Gives the shard back. Losing it meanwhile is no error: then it is somebody else's.
+    /// Releases the shard. If another owner has taken the shard in the meantime, this is no error.
     pub async fn release(self: &Arc<Self>, coordinator: &Coordinator) -> Result<(), ArchiveError> {
         let change = |next: &mut ShardState| {
             next.owner = None;
@@ -257,7 +262,7 @@ mod tests {
     use crate::wire::order::Codec;
     use crate::workers::Workers;
 
-    /// A catalogue whose next compare-and-set is lost on the way there, or on the way back.
+    /// A catalogue that loses the request or the answer of its next compare-and-set.
     struct Lossy {
         inner: LocalCatalogue,
         before: AtomicBool,

@@ -1,5 +1,6 @@
-//! Before a stripe is archived, two good replicas of each block: what is missing or rotten is made again from its twin, on the
-//! same node or on a spare (docs/semantics.md, 4.2).
+//! Ensures two good replicas of each block before a stripe is archived. A missing or corrupt
+//! replica is recreated from the other replica, on the same node or on a spare (docs/semantics.md,
+//! 4.2).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,16 +19,16 @@ use crate::placement::Spares;
 use crate::topology::Directory;
 use crate::wire::calls::{CopyReplica, FileView, ListFiles, ListSources, PutPlaces};
 
-/// Time for one block to be copied between nodes.
+/// Time limit for copying one block between nodes.
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 
-/// What nodes hold of a stripe; `None` for a node that does not answer.
+/// The files of a stripe, by node; `None` for a node that does not answer.
 pub(super) type FilesByNode = BTreeMap<NodeId, Option<Vec<FileView>>>;
 
-/// A node with a damaged replica of a block, by block.
+/// A node with a damaged replica, by block.
 type Damaged = BTreeMap<usize, NodeId>;
 
-/// The error of a block that no node has, as far as those that answered say.
+/// Returns the error for a block of which no node that answered has a good replica.
 fn lost_or_away(
     stripe: StripeId,
     block: usize,
@@ -44,7 +45,8 @@ fn lost_or_away(
 }
 
 impl Coordinator {
-    /// What each of `nodes` holds of the stripe.
+    /// Asks each live node of `nodes` which files of the stripe it holds. Returns the files by
+    /// node.
     pub(super) async fn list_files(
         &self,
         directory: &Directory,
@@ -64,7 +66,8 @@ impl Coordinator {
         join_all(ask).await.into_iter().collect()
     }
 
-    /// Makes sure that every position of the stripe has its replicas; answers with the node of each position.
+    /// Ensures that every position of the stripe has its replicas. Puts spares in the places of
+    /// nodes that do not answer, and records the new places. Returns the node of each position.
     pub(super) async fn ensure_replicas(
         &self,
         shard: &OwnedShard,
@@ -81,7 +84,8 @@ impl Coordinator {
             blocks.filter(|&block| holder(info, held, block).is_none()).collect()
         };
         if !missing(&held).is_empty() {
-            // The record's places are a hint: any node of the ring may have what is not found there.
+            // The record's places are a hint. Any node of the ring may have the blocks that are not
+            // found there.
             let rest: Vec<NodeId> = ring().filter(|node| !held.contains_key(node)).collect();
             held.extend(self.list_files(directory, info, rest).await);
         }
@@ -114,11 +118,11 @@ impl Coordinator {
             }
         }
         for (node, block, from) in fetches {
-            tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "making a replica again");
+            tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "recreating a replica");
             match self.copy_replica(shard, info, directory, node, block, from).await {
                 Err(error) if error.kind() == ErrorKind::Lost => {
-                    tracing::warn!(%stripe, block, %error, "a block cannot be gathered");
-                    // Only a ring that has answered as a whole has lost it.
+                    tracing::warn!(%stripe, block, %error, "a replica cannot be recreated from the copies on other nodes");
+                    // The block counts as lost only if every node of the ring answers.
                     held.extend(self.list_files(directory, info, ring()).await);
                     return Err(lost_or_away(stripe, block, directory, &held));
                 }
@@ -131,7 +135,8 @@ impl Coordinator {
         Ok(places)
     }
 
-    /// For each block the first node of the ring that has a damaged replica of it: others may have its other grains.
+    /// Returns, for each block, the first node of the ring that has a damaged replica of it. Other
+    /// nodes may have the grains that are damaged there.
     async fn damaged_replicas(
         &self,
         directory: &Directory,
@@ -179,7 +184,7 @@ impl Coordinator {
         Ok(self.caller.call_within(&address(&target), &call, FETCH_LIMIT).await?)
     }
 
-    /// The stripe's record with its new places, on at least n-k+1 of them.
+    /// Writes the stripe's record with its new places to n-k+1 of them.
     async fn put_places(
         &self,
         shard: &OwnedShard,
@@ -204,12 +209,12 @@ impl Coordinator {
     }
 }
 
-/// A node that has a good replica of the block.
+/// Returns a node that has a good replica of the block, if there is one.
 fn holder(info: &StripeInfo, held: &FilesByNode, block: usize) -> Option<NodeId> {
     held.keys().copied().find(|&node| has_good(info, held, node, block))
 }
 
-/// Whether `node` has a good replica of the block.
+/// Returns whether `node` has a good replica of the block.
 fn has_good(info: &StripeInfo, held: &FilesByNode, node: NodeId, block: usize) -> bool {
     let expected = &info.fixed.blocks[block];
     let files = held.get(&node).and_then(Option::as_ref);

@@ -1,4 +1,4 @@
-//! One archive request, from its claim in the catalogue to its end.
+//! The run of an archive request, from its record in the catalogue to its end.
 
 use std::sync::Arc;
 
@@ -23,29 +23,29 @@ use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
 
-/// Stripes archived at once unless the caller says otherwise.
+/// Number of stripes that are archived at once unless the request sets another number.
 const DEFAULT_PARALLEL: usize = 4;
-/// The most that a caller may ask for.
+/// Maximum number of stripes that a request may have archived at once.
 const MAX_PARALLEL: usize = 64;
 
-/// Archives on behalf of one daemon.
+/// The coordinator of one daemon. It runs archive requests on behalf of this daemon.
 #[derive(Clone)]
 pub struct Coordinator {
     /// The cluster.
     pub cluster: ClusterId,
-    /// The daemon's node.
+    /// The daemon's node id.
     pub me: NodeId,
     /// The catalogue.
     pub catalogue: Arc<dyn Catalogue>,
-    /// Calls to nodes.
+    /// The client for calls to nodes.
     pub caller: Arc<Caller>,
-    /// Time.
+    /// The clock.
     pub clock: Arc<dyn Clock>,
-    /// Names of attempts and runs.
+    /// The source of the random names of attempts and runs.
     pub entropy: Arc<dyn Entropy>,
 }
 
-/// A coordinator's lease, kept until this is dropped or the lease is lost.
+/// A lease keeper: it renews a coordinator's lease until it is dropped or the lease is lost.
 struct LeaseKeeper {
     lease: LeaseId,
     keeper: JoinHandle<()>,
@@ -73,16 +73,16 @@ impl Drop for LeaseKeeper {
     }
 }
 
-/// An archiving that this coordinator has, or is about to have, under its lease.
+/// An archive request that this coordinator runs, or is about to run, under its lease.
 struct ActiveRequest {
     key: String,
     job: Job,
     step: Step,
     save: SaveId,
     options: ArchiveOptions,
-    /// How often in a row it failed before.
+    /// The number of consecutive failures before this run.
     failures: u32,
-    tenure: LeaseKeeper,
+    lease_keeper: LeaseKeeper,
 }
 
 impl ActiveRequest {
@@ -91,30 +91,32 @@ impl ActiveRequest {
         (job, step, save): (&Job, Step, SaveId),
         options: ArchiveOptions,
     ) -> Result<Self, CatalogueError> {
-        let (key, tenure) = (archiving_key(job, step), LeaseKeeper::begin(coordinator).await?);
-        Ok(Self { key, job: job.clone(), step, save, options, failures: 0, tenure })
+        let (key, lease_keeper) =
+            (archiving_key(job, step), LeaseKeeper::begin(coordinator).await?);
+        Ok(Self { key, job: job.clone(), step, save, options, failures: 0, lease_keeper })
     }
 
-    /// What the catalogue has while `node` is at it.
+    /// Returns the catalogue's record of the request while `node` runs it.
     fn record(&self, node: NodeId) -> Archiving {
         let &Self { save, options, failures, .. } = self;
-        Archiving { node, lease: self.tenure.lease, save, options, failures, waiting: None }
+        Archiving { node, lease: self.lease_keeper.lease, save, options, failures, waiting: None }
     }
 }
 
-/// What an archiving leaves to be done later.
+/// The work that a run of an archive request leaves for later.
 #[derive(Default)]
 struct Remaining {
-    /// Stripes whose replicas are not all confirmed to be dropped.
+    /// The number of archived stripes with replicas that are not confirmed as dropped.
     undropped: u64,
-    /// Something failed that may go on later.
+    /// Whether there was a failure that a later run may get past.
     may_pass: bool,
 }
 
-/// What an archiving has to say while it runs. Lost when nobody listens; the work goes on.
+/// The channel for the events of an archive request. If no receiver listens, the events are lost
+/// and the work continues.
 pub type Events = mpsc::Sender<ArchiveEvent>;
 
-/// The shard roots of a save, in order.
+/// Returns the shard roots of a save, in order.
 pub async fn shard_roots(
     catalogue: &dyn Catalogue,
     save: SaveId,
@@ -133,14 +135,21 @@ pub async fn shard_roots(
 }
 
 impl Coordinator {
-    /// The registered nodes, now.
+    /// Returns the nodes that are registered now.
     pub async fn directory(&self) -> Result<Directory, CatalogueError> {
         Ok(Directory::new(self.catalogue.nodes().await?))
     }
 
-    /// Archives all stripes of a committed step that are not archived yet, and finishes drops that were left.
+    /// Archives all stripes of a committed step that are not archived yet, and completes drops that
+    /// are pending.
     ///
-    /// The wish is recorded in the catalogue before anything is done, so that another daemon goes on with it when this one vanishes.
+    /// The archive request is recorded in the catalogue before any work starts, so that another
+    /// daemon resumes it if this one vanishes.
+    ///
+    /// # Errors
+    /// [`ArchiveError::NotFound`] if the step is not committed; [`ArchiveError::Owned`] if another
+    /// live coordinator runs the request or owns one of the shards; otherwise the first error of a
+    /// stripe.
     pub async fn archive(
         &self,
         job: &Job,
@@ -153,7 +162,8 @@ impl Coordinator {
         self.run_request(&claim, events).await
     }
 
-    /// Goes on with the archiving that was `found` under `revision`, unless somebody else has been at it since: what he left waits anew.
+    /// Resumes the archive request that was `found` under `revision`. If another coordinator has
+    /// changed the request since, this does nothing: the request that it left waits anew.
     pub async fn take_over(
         &self,
         job: &Job,
@@ -163,14 +173,15 @@ impl Coordinator {
     ) -> Result<(), ArchiveError> {
         let mut claim = ActiveRequest::begin(self, (job, step, found.save), found.options).await?;
         claim.failures = found.failures;
-        trace_point(TracePoint::Wish, format_args!("{job}/{step}"));
+        trace_point(TracePoint::Request, format_args!("{job}/{step}"));
         match write(&*self.catalogue, &claim.key, Some(revision), &claim.record(self.me)).await? {
             Written::Set(_) => self.run_request(&claim, events).await,
-            Written::Other(_) => Ok(self.catalogue.lease_revoke(claim.tenure.lease).await?),
+            Written::Other(_) => Ok(self.catalogue.lease_revoke(claim.lease_keeper.lease).await?),
         }
     }
 
-    /// Archives what is claimed, and ends the claim or leaves it to wait.
+    /// Runs the request. Then removes it from the catalogue, or leaves it there to wait for a
+    /// retry.
     async fn run_request(
         &self,
         claim: &ActiveRequest,
@@ -185,12 +196,14 @@ impl Coordinator {
         }
         let goes_on = left.may_pass || left.undropped > 0;
         let waiting = goes_on.then(|| why.join("; ").chars().take(MAX_WHY_CHARS).collect());
-        // Where this fails, the lease ends by itself, and the record stands as if its coordinator had died.
+        // If this fails, the lease expires, and the record remains as if its coordinator had
+        // crashed.
         let ended = self.finish_request(claim, waiting).await;
         result.and(ended)
     }
 
-    /// Records the archiving, or takes over one whose coordinator is gone.
+    /// Records the archive request in the catalogue, or takes over a recorded one that has no live
+    /// coordinator. Returns the request.
     async fn open_request(
         &self,
         of: (&Job, Step, SaveId),
@@ -207,7 +220,7 @@ impl Coordinator {
             }
             claim.failures = current.as_ref().map_or(0, |(other, _)| other.failures);
             let revision = current.map(|(_, revision)| revision);
-            trace_point(TracePoint::Wish, format_args!("{}/{}", of.0, of.1));
+            trace_point(TracePoint::Request, format_args!("{}/{}", of.0, of.1));
             match write(&*self.catalogue, &claim.key, revision, &claim.record(self.me)).await? {
                 Written::Set(_) => return Ok(claim),
                 Written::Other(other) => current = other,
@@ -215,25 +228,26 @@ impl Coordinator {
         }
     }
 
-    /// Ends the claim, or leaves it for whoever tries again, and gives the lease back.
+    /// Removes the request from the catalogue, or leaves it with the reason in `waiting` for a
+    /// retry. Then revokes the lease.
     async fn finish_request(
         &self,
         claim: &ActiveRequest,
         waiting: Option<String>,
     ) -> Result<(), ArchiveError> {
-        let ActiveRequest { key, job, step, tenure, .. } = claim;
+        let ActiveRequest { key, job, step, lease_keeper, .. } = claim;
         trace_point(TracePoint::Done, format_args!("{job}/{step}"));
         if let Some((found, revision)) = read::<Archiving>(&*self.catalogue, key).await?
-            && found.lease == tenure.lease
+            && found.lease == lease_keeper.lease
         {
-            // Somebody who took over meanwhile keeps it.
+            // A record with another lease belongs to a coordinator that took over. It stays.
             let failures = claim.failures.saturating_add(1);
             let left = waiting.map(|why| Archiving { failures, waiting: Some(why), ..found });
             let left = left.map(|left| left.to_bytes()).transpose();
             let left = left.map_err(|error| ArchiveError::Format(error.to_string()))?;
             self.catalogue.compare_and_set(key, Some(revision), left).await?;
         }
-        Ok(self.catalogue.lease_revoke(tenure.lease).await?)
+        Ok(self.catalogue.lease_revoke(lease_keeper.lease).await?)
     }
 
     async fn archive_requested(
@@ -249,13 +263,14 @@ impl Coordinator {
         left.may_pass |= result.as_ref().is_err_and(ArchiveError::is_retryable);
         let is_gone = |now| matches!(now, Err(ArchiveError::NotFound { .. }));
         if result.is_err() && is_gone(self.ensure_committed(claim).await) {
-            // Another save in its place is not what was asked for.
+            // The save is no longer committed. The request does not apply to another save of the
+            // step.
             *left = Remaining::default();
         }
         result
     }
 
-    /// Fails when something else is committed than what is claimed, or nothing.
+    /// Returns an error unless the save of the request is the committed save of its step.
     async fn ensure_committed(&self, claim: &ActiveRequest) -> Result<(), ArchiveError> {
         let ActiveRequest { job, step, save, .. } = claim;
         match self.committed_save(job, *step).await? == *save {
@@ -264,7 +279,7 @@ impl Coordinator {
         }
     }
 
-    /// What is committed as a step.
+    /// Returns the committed save of a step.
     async fn committed_save(&self, job: &Job, step: Step) -> Result<SaveId, ArchiveError> {
         let found = read::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
         let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
@@ -278,7 +293,7 @@ impl Coordinator {
         left: &mut Remaining,
         events: &Events,
     ) -> Result<(), ArchiveError> {
-        let &ActiveRequest { save, options, ref tenure, .. } = claim;
+        let &ActiveRequest { save, options, ref lease_keeper, .. } = claim;
         let roots = shard_roots(&*self.catalogue, save).await?;
         let parallel = match options.parallel {
             0 => DEFAULT_PARALLEL,
@@ -288,7 +303,7 @@ impl Coordinator {
         let mut jobs = Vec::new();
         let mut total_bytes = 0;
         for root in roots.into_iter().filter(|root| root.len_bytes > 0) {
-            let shard = Arc::new(OwnedShard::take(self, root, options, tenure.lease).await?);
+            let shard = Arc::new(OwnedShard::take(self, root, options, lease_keeper.lease).await?);
             for index in shard.unfinished().await {
                 total_bytes += shard.stripe_bytes(index);
                 jobs.push((shard.clone(), index));
@@ -299,7 +314,7 @@ impl Coordinator {
         let mut stripes = 0;
         for shard in &shards {
             if let Err(error) = shard.release(self).await {
-                tracing::info!(shard = %shard.root.name, %error, "its lease will end by itself");
+                tracing::info!(shard = %shard.root.name, %error, "a shard was not released: it becomes free when its owner's lease ends");
             }
             for state in shard.states().await {
                 if let StripeState::Archived { dropped, .. } = state {
@@ -338,9 +353,10 @@ impl Coordinator {
                     done_bytes += bytes;
                     let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
                 }
-                // Other stripes are independent: they are finished, and the first failure is reported.
+                // Stripes are independent. Finish the others and report the first failure.
                 Err(error) => {
-                    // All stripes of a shard that is lost to us end in one way.
+                    // All stripes of a shard that has a new owner fail in the same way. Report that
+                    // once.
                     let text = error.to_string();
                     if text != told {
                         let _ = events.send(ArchiveEvent::Note(text.clone())).await;
@@ -354,7 +370,8 @@ impl Coordinator {
         first_error.map_or(Ok(()), Err)
     }
 
-    /// The generation that orders of this coordinator carry never falls below the catalogue's epoch.
+    /// Returns the generation that follows `seen`. Its epoch, which the orders of this coordinator
+    /// carry, is never below the catalogue's epoch.
     pub(super) fn next_generation(&self, seen: Generation) -> Generation {
         seen.next(self.catalogue.epoch())
     }

@@ -1,4 +1,5 @@
-//! One stripe from replicas to proven pieces: replicas, plan, admission, run, proof, receipts, commit, drop.
+//! The archiving of one stripe, in this order: replicas, plan, admission, run, proof, receipts,
+//! commit, drop.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -34,19 +35,21 @@ use crate::wire::calls::{
 };
 use crate::wire::order::RunReport;
 
-/// Tries per stripe; between them missing replicas are made again.
+/// Maximum number of tries per stripe. Each try first recreates missing replicas.
 const TRIES: u32 = 4;
-/// Wait before the second try; doubled each time.
+/// Wait before the second try. It doubles for each further try.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
-/// The longest run of one stripe. A hop that stands still ends much earlier.
+/// Time limit for one run of a stripe's plan. A stalled hop ends much earlier.
 const RUN_LIMIT: Duration = Duration::from_secs(3600);
-/// Nodes whose neighbour failed may be heard before it: so long the cause is waited for.
+/// How long the coordinator waits for the root cause after the first failure. A node may report the
+/// failure of its neighbour before the neighbour itself reports.
 const CAUSE_LIMIT: Duration = Duration::from_secs(1);
-/// Longer than a node waits for memory, so that its own answer comes first.
+/// Time limit for the reservation on one node. It is longer than a node waits for memory, so that
+/// the node's own answer arrives first.
 const RESERVE_LIMIT: Duration = Duration::from_secs(15);
 
 impl Coordinator {
-    /// Archives stripe `index`, or only finishes its drop.
+    /// Archives stripe `index`. Only completes the drop if the stripe is archived already.
     pub(super) async fn archive_stripe(
         &self,
         shard: &OwnedShard,
@@ -109,7 +112,8 @@ impl Coordinator {
         let (attempt, generation) = match shard.stripe(index).await {
             Some(StripeState::Archiving { attempt, generation, .. }) => (attempt, generation),
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
-                // Not proven in this run: replicas go only when the pieces are seen to do without them.
+                // This run did not prove the pieces. Drop the replicas only if the pieces found now
+                // can rebuild every block.
                 let at = (index, info.places.as_slice());
                 let receipt = shard_records::fetch_receipt(
                     &self.caller,
@@ -125,7 +129,7 @@ impl Coordinator {
                     true => self.drop_replicas(shard, &info, &directory, &receipt, &[]).await,
                     false => {
                         let text = format!(
-                            "stripe {index} of {}: too few of its pieces answer; its replicas stay for now",
+                            "stripe {index} of {}: too few of its pieces are reachable; its replicas are kept for now",
                             shard.root.name
                         );
                         let _ = events.send(ArchiveEvent::Note(text)).await;
@@ -153,7 +157,8 @@ impl Coordinator {
 
         let started = self.clock.now();
         let (mut reserved, mut reports) = (started, Vec::new());
-        // Only once: what its nodes do not stand by after all is made anew.
+        // Reuse an earlier receipt only on the first try. If its nodes reject it after all, the
+        // next try makes the pieces anew.
         let earlier = match is_first && generation != shard.generation {
             true => self.find_previous_receipt(shard, &info, &directory, &plan, generation).await,
             false => None,
@@ -199,7 +204,8 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Admission, again and again while nodes are busy with other plans: that is no failure of the stripe.
+    /// Reserves the parts of the plan on all nodes. Retries while nodes are busy with other plans,
+    /// because that is no failure of the stripe.
     async fn reserve(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
         let mut patience = BusyRetry::new(self.clock.clone(), self.entropy.clone());
         loop {
@@ -207,15 +213,16 @@ impl Coordinator {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
-            tracing::debug!(%error, "a plan is not admitted");
+            tracing::debug!(%error, "a plan was not admitted");
             if error.kind() != ErrorKind::Busy || !patience.wait().await {
                 return Err(error.into());
             }
         }
     }
 
-    /// Admission in node-id order, all or none: a plan that holds a node waits only for nodes of greater ids, so that plans
-    /// never wait for one another in a circle (docs/semantics.md, 7).
+    /// Reserves in node-id order, on all nodes or none. A plan that holds a node waits only for
+    /// nodes with greater ids, so that plans never wait for one another in a circle
+    /// (docs/semantics.md, 7).
     async fn reserve_all(&self, orders: &[NodeOrder]) -> Result<(), CallError> {
         debug_assert!(orders.is_sorted_by_key(|order| order.node));
         let began = self.clock.now();
@@ -240,7 +247,7 @@ impl Coordinator {
 
     async fn release(&self, orders: &[NodeOrder]) {
         let calls = orders.iter().map(|NodeOrder { address, order, .. }| async move {
-            // A node that does not hear this lets the reservation expire.
+            // On a node that does not receive this call, the reservation expires.
             let _ = self.caller.call(address, &ReleasePart { run: order.run }).await;
         });
         join_all(calls).await;
@@ -313,8 +320,8 @@ impl Coordinator {
         Ok(())
     }
 
-    /// The receipt of an earlier owner's run, if all of its pieces are on the nodes that this plan has them on: they were proven,
-    /// and it need not run again.
+    /// Returns the receipt of an earlier owner's run, if all of its pieces are on the nodes that
+    /// this plan assigns to them. These pieces were proven, so the plan need not run again.
     async fn find_previous_receipt(
         &self,
         shard: &OwnedShard,
@@ -336,8 +343,12 @@ impl Coordinator {
         (held.len() == receipt.pieces.len()).then_some(receipt)
     }
 
-    /// The receipt of an archived stripe from whoever has it, if all of its pieces are on their nodes now. An attempt that went on by other
-    /// nodes may have an earlier receipt as well; whichever it is, what lies beside all of its pieces is needed by nobody.
+    /// Fetches the receipt of an archived stripe from a node that has it. Returns the receipt if
+    /// all of its pieces are on their nodes now.
+    ///
+    /// An attempt that was continued on other nodes may have an earlier receipt as well. Either
+    /// receipt serves: once all pieces of one receipt are in place, no other file of the stripe is
+    /// needed.
     pub(crate) async fn find_complete_receipt(
         &self,
         root: &ShardRoot,
@@ -356,7 +367,7 @@ impl Coordinator {
         Ok((held.len() == receipt.pieces.len()).then_some(receipt))
     }
 
-    /// Whether the pieces of the receipt that nodes have now are enough to read every block.
+    /// Returns whether the receipt's pieces that nodes have now are enough to read every block.
     async fn pieces_span(
         &self,
         info: &StripeInfo,
@@ -369,7 +380,7 @@ impl Coordinator {
         reconstruct(&code, &available, &all).is_ok()
     }
 
-    /// The pieces of the receipt that their nodes have now.
+    /// Returns the numbers of the receipt's pieces that their nodes have now.
     async fn count_pieces(
         &self,
         info: &StripeInfo,
@@ -393,7 +404,8 @@ impl Coordinator {
         receipt.pieces.iter().filter(is_there).map(|piece| piece.piece.into()).collect()
     }
 
-    /// Orders the drops; a holder that does not answer leaves the stripe as not dropped, to be asked again.
+    /// Orders the nodes to drop their replicas of the stripe. If a holder does not answer, the
+    /// stripe's state stays "not dropped", and a later run orders the drop again.
     async fn drop_replicas(
         &self,
         shard: &OwnedShard,
@@ -407,16 +419,19 @@ impl Coordinator {
             (info.fixed.stripe.index, receipt.attempt, receipt.generation);
         let placed =
             place(&shard.root.ring, n, k, index).map_err(shard_records::RecordsError::from)?;
-        // The places are a hint, perhaps of before a spare was taken; the receipt knows who holds the pieces.
+        // The places are a hint and may predate the use of a spare. The receipt names the nodes
+        // that hold the pieces.
         let mut holders: BTreeSet<NodeId> = placed.into_iter().collect();
         holders.extend(info.places.iter().chain(places));
         holders.extend(receipt.pieces.iter().map(|piece| piece.node));
-        // Others of the ring may have what an earlier owner left there; nobody waits for them.
+        // Other nodes of the ring may have files that an earlier owner left there. The drop counts
+        // as complete without their answers.
         let ring = shard.root.ring.iter().map(|member| member.node);
         let mut nodes = holders.clone();
         nodes.extend(ring.filter(|node| directory.is_live(*node)));
         let holders = &holders;
-        // Also nodes that held a replica and no piece need the receipt before they drop anything.
+        // A node that held a replica and has no piece also needs the receipt before it drops
+        // anything.
         let code = receipt.code;
         let receipt = self.receipt_call(shard, receipt)?;
         let call = DropReplicas { stripe: info.fixed.stripe, attempt, generation };
@@ -434,7 +449,7 @@ impl Coordinator {
                     answer = self.caller.call(&address, call).await;
                 }
                 if let Err(error) = &answer {
-                    tracing::warn!(node = %address.name, %error, "replicas not dropped");
+                    tracing::warn!(node = %address.name, %error, "replicas not dropped: a later run tries again");
                 }
                 answer.is_ok() || !holders.contains(&node)
             }
@@ -443,9 +458,10 @@ impl Coordinator {
             let state = StripeState::Archived { attempt, code, generation, dropped: true };
             trace_point(TracePoint::Dropped, call.stripe);
             match shard.set_stripes(self, index, state).await {
-                // It does not fit into the shard's record now: the drop is asked for again another time.
+                // The change does not fit into the shard's state now. A later run orders the drop
+                // again.
                 Err(error @ ArchiveError::Format(_)) => {
-                    tracing::info!(%error, "a drop is not recorded")
+                    tracing::info!(%error, "a drop was not recorded: a later run tries again")
                 }
                 recorded => recorded?,
             }
@@ -454,14 +470,16 @@ impl Coordinator {
     }
 }
 
-/// Whether a node may have failed only because its neighbour did, or waited for the same as its neighbour.
+/// Returns whether a node may have failed only because its neighbour failed, or because both waited
+/// for the same node.
 fn is_reached_by_others(error: &CallError) -> bool {
     let kinds = [ErrorKind::Unavailable, ErrorKind::Timeout];
     matches!(error, CallError::Failed(failure) if kinds.contains(&failure.kind))
 }
 
-/// Whether the failure at one node rather is the cause than what was heard first. Behind a node that stands still all wait, from
-/// almost the same moment on: who stands nearest to it names it.
+/// Returns whether `cause` explains the plan's failure better than `first`. When a node stalls,
+/// every hop downstream times out at almost the same moment; the hop closest to it names the right
+/// node.
 fn is_root_cause(plan: &Plan, cause: &(NodeId, CallError), first: &(NodeId, CallError)) -> bool {
     match (cause.1.kind(), first.1.kind()) {
         (ErrorKind::Unavailable, _) if is_reached_by_others(&cause.1) => false,
@@ -475,7 +493,8 @@ fn build_plan(
     plan: PlanChoice,
     entropy: &dyn Entropy,
 ) -> Result<Plan, planner::PlannerError> {
-    // Always the same position: the ring turns from stripe to stripe, so that all nodes code alike.
+    // The coder of a star is always at the same position. Placement rotates the ring from stripe to
+    // stripe, so that all nodes encode equally often.
     match plan {
         PlanChoice::Chain => planner::chain(subject),
         PlanChoice::NaiveStar => planner::naive_star(subject, 0),

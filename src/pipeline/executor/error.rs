@@ -1,4 +1,4 @@
-//! Why a node refuses its part of a plan, or why the part ended early.
+//! The errors of a node's part of a plan.
 
 use super::hop_error::HopError;
 use super::run::ADMISSION_LIMIT;
@@ -8,52 +8,52 @@ use crate::kind::ErrorKind;
 use crate::store::StoreError;
 use crate::workers::WorkerDied;
 
-/// Why a part was refused or ended early.
+/// The reason why a node refused its part of a plan, or why the part ended early.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// The order is out of bounds.
+    /// The order does not fit its code, or a number in it is out of bounds.
     #[error("the order is refused: {what}")]
     Order {
-        /// What is out of bounds.
+        /// The fault of the order, in words.
         what: &'static str,
     },
-    /// No memory was free in time.
+    /// No memory was free in time, or the node cannot admit this run now.
     #[error(
         "{needed_bytes} bytes of memory were not free within {ADMISSION_LIMIT:?}: archive fewer stripes at once, or raise the daemon's memory"
     )]
     Busy {
-        /// What it needs.
+        /// The memory that the part needs, in bytes.
         needed_bytes: u64,
     },
-    /// No room for its pieces.
+    /// The disk has no room for the pieces of the part, or for a replica that is recreated here.
     #[error(
-        "the disk of node {node} has no {room_bytes} bytes free for a plan's pieces, or a replica that is made again: remove checkpoints, or add disk"
+        "the disk of node {node} has fewer than {room_bytes} bytes free for a plan's pieces, or a replica that is recreated: remove checkpoints, or add disk"
     )]
     NoRoom {
         /// The node.
         node: NodeId,
-        /// What has to be free.
+        /// The disk space that has to be free, in bytes.
         room_bytes: u64,
     },
-    /// It never will be.
+    /// The part needs more memory than the budget has in total.
     #[error(transparent)]
     Budget(#[from] BudgetError),
-    /// Nobody reserved it, or it was given back.
+    /// The run was not reserved here, or its reservation was released.
     #[error("this run is not admitted here: its reservation has expired or was released")]
     Unknown,
-    /// Its coordinator waits for it no more, or the daemon stops.
+    /// The coordinator no longer waits for the run, or the daemon is stopping.
     #[error("its coordinator gave the run up, or the daemon is stopping")]
     GivenUp,
     /// A hop failed.
     #[error("hop {hop}: {source}")]
     Hop {
-        /// Its place in the order.
+        /// The index of the hop in the order.
         hop: u32,
-        /// Why.
+        /// The cause.
         source: HopError,
     },
-    /// A local file failed.
+    /// An operation on a local file failed.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The worker died.
@@ -62,12 +62,13 @@ pub enum RunError {
 }
 
 impl RunError {
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             RunError::Order { .. } | RunError::Budget(_) => ErrorKind::Invalid,
             RunError::Busy { .. } => ErrorKind::Busy,
-            // Room does not come back by waiting: whoever watches is told.
+            // Waiting does not free disk space. So this is not `Busy`, which callers retry
+            // silently: it has to be reported.
             RunError::NoRoom { .. } => ErrorKind::Unavailable,
             RunError::Unknown => ErrorKind::NotFound,
             RunError::GivenUp => ErrorKind::Unavailable,

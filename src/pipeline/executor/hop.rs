@@ -1,7 +1,9 @@
-//! One hop of any plan: read what comes in, check it, multiply, send on and store, grain by grain.
+//! A hop of any plan: it reads its inputs, checks them, multiplies, and sends and stores its
+//! outputs, grain by grain.
 //!
-//! Memory: one grain of each input and output, a few of each stream, and the streams' windows; reserved before the hop begins
-//! ([`hop_bytes`]). Receiving, working and sending go on side by side; a hop waits only for its neighbours.
+//! Memory: one grain of each input and output, a few grains of each stream, and the windows of the
+//! streams. All of it is reserved before the hop begins ([`hop_bytes`]). Receiving, working and
+//! sending run side by side; a hop waits only for its neighbours.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,18 +27,20 @@ use crate::units::GRAIN_BYTES;
 use crate::wire::order::{Codec, HopOrder, HopReport, HopWork};
 use crate::workers::Workers;
 
-/// How far an incoming stream may run ahead of its hop: what the transport's stream window is set to.
+/// Number of bytes that an incoming stream may run ahead of its hop. The transport's stream window
+/// is set to this.
 pub const STREAM_WINDOW_BYTES: u64 = 512 << 10;
-/// What a stream that is sent may have on the way: its receiver grants no more.
+/// Number of bytes that an outgoing stream may have in flight. Its receiver grants no more.
 pub const SEND_BYTES: u64 = STREAM_WINDOW_BYTES;
 
-/// Grains of a stream that have come and wait for work, or that are done and wait to be sent. With these numbers the coder of
-/// the widest star, 31 streams, fits into the archive share of the smallest memory.
+/// Number of grains of a stream that may wait for work, and number that may wait to be sent. With
+/// these numbers, the coder of the widest star, with 31 streams, fits into the archive share of the
+/// smallest memory.
 const QUEUED_GRAINS: usize = 3;
-/// Grains that one job works on.
+/// Maximum number of grains that one job works on.
 const BATCH_GRAINS: usize = 3;
 
-/// The memory that a hop works in.
+/// Returns the memory, in bytes, that a hop works in.
 pub fn hop_bytes(hop: &HopOrder) -> u64 {
     let streams_in =
         hop.inputs.iter().filter(|i| matches!(i.input, Input::Stream(_))).count() as u64;
@@ -47,34 +51,34 @@ pub fn hop_bytes(hop: &HopOrder) -> u64 {
     streams_in * STREAM_WINDOW_BYTES + streams_out * SEND_BYTES + (grains + queued) * GRAIN_BYTES
 }
 
-/// Local blocks that a hop reads; `None` is a block past the shard's end, all zero.
+/// The local blocks that a hop reads. `None` is a block past the shard's end, which is all zero.
 pub type OpenBlocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
-/// Pieces that a node writes, shared by its hops.
+/// The pieces that a node writes. Its hops share them.
 pub type OpenPieces = BTreeMap<u8, PieceSlot>;
 
-/// What all hops of one order share.
+/// The state that all hops of one order share.
 pub struct HopContext {
     /// The stripe's cut.
     pub cut: StripeCut,
     /// The code, for the classical codec.
     pub code: Code,
-    /// What multiplies.
+    /// The codec that multiplies.
     pub codec: Codec,
-    /// Checks the inputs.
+    /// The key of the fingerprints that the inputs are checked against.
     pub key: FingerprintKey,
-    /// Local inputs.
+    /// The local inputs.
     pub blocks: OpenBlocks,
-    /// Local outputs.
+    /// The local outputs.
     pub pieces: OpenPieces,
 }
 
 impl HopContext {
-    /// The slot of a piece.
+    /// Returns the slot of a piece.
     pub fn slot(&self, piece: u8) -> Result<&PieceSlot, HopError> {
         self.pieces.get(&piece).ok_or(HopError::Order { what: "a piece was not opened" })
     }
 
-    /// Begins to prove an extent, beside what is received and written next.
+    /// Begins the proof of an extent. The hop receives and writes further grains meanwhile.
     async fn prove(
         self: &Arc<Self>,
         piece: u8,
@@ -87,32 +91,33 @@ impl HopContext {
     }
 }
 
-/// A stream, and the name of the node at its other end.
+/// An incoming stream, and the name of the node that sends it.
 pub struct IncomingStream {
-    /// Who sends.
+    /// The name of the sending node.
     pub from: String,
-    /// The bytes.
+    /// This node's end of the stream.
     pub recv: FramedRecv,
 }
 
-/// The same towards another node.
+/// An outgoing stream, and the name of the node that receives it.
 pub struct OutgoingStream {
-    /// Who reads.
+    /// The name of the receiving node.
     pub to: String,
-    /// The bytes.
+    /// This node's end of the stream.
     pub send: Box<dyn SendStream>,
 }
 
 /// The streams of one hop, by number.
 #[derive(Default)]
 pub struct HopStreams {
-    /// Incoming.
+    /// The incoming streams.
     pub incoming: BTreeMap<StreamNo, IncomingStream>,
-    /// Outgoing.
+    /// The outgoing streams.
     pub outgoing: BTreeMap<StreamNo, OutgoingStream>,
 }
 
-/// The part of a hop that needs no network: one grain in, one grain out.
+/// The part of a hop that needs no network: it makes one grain of the outputs from one grain of the
+/// inputs.
 struct HopMath {
     shared: Arc<HopContext>,
     hop: HopOrder,
@@ -125,7 +130,7 @@ impl HopMath {
         let missing = HopError::Order { what: "a local input was not opened" };
         let mut bytes = vec![0; len];
         if let Some(file) = self.shared.blocks.get(&input).ok_or(missing)? {
-            // A block's real bytes may end before the stripe's padded length.
+            // A block's bytes may end before the stripe's padded length.
             let from = grain * GRAIN_BYTES;
             let real = file.info().len_bytes.saturating_sub(from).min(len as u64) as usize;
             if real > 0 {
@@ -145,7 +150,8 @@ impl HopMath {
         Ok(())
     }
 
-    /// `streams` holds the grain of each incoming stream, in the order of the inputs.
+    /// Checks, multiplies and stores one grain. `streams` holds the grain of each incoming stream,
+    /// in the order of the inputs. Returns the grains to send and the extents that are complete.
     fn run(
         &self,
         grain: u64,
@@ -192,7 +198,8 @@ impl HopMath {
         Ok(MultipliedGrain { sent, extents })
     }
 
-    /// Grains from `first` on, one after the other, and what they took.
+    /// Runs the grains of `batch`, from `first` on, one after the other. Returns their results and
+    /// the time that they took.
     fn run_all(
         &self,
         first: u64,
@@ -206,15 +213,17 @@ impl HopMath {
     }
 }
 
-/// What came of one grain.
+/// The result of one grain.
 struct MultipliedGrain {
     /// The grain of each outgoing stream.
     sent: Vec<Bytes>,
-    /// What is whole now and to be proven.
+    /// The extents that are complete and have to be proven, each with its piece.
     extents: Vec<(u8, Extent)>,
 }
 
-/// The end of `work`, which waits for others; too long, and the hop is ended and says whom it waited for.
+/// Waits for `work`, which depends on other nodes, and returns its result. After [`STALL_LIMIT`],
+/// returns [`HopError::Stalled`] with the text of `waiting_for`, which names the node that is
+/// waited for.
 pub(in crate::pipeline) async fn with_stall_limit<T>(
     clock: &dyn Clock,
     waiting_for: impl FnOnce() -> String,
@@ -224,10 +233,12 @@ pub(in crate::pipeline) async fn with_stall_limit<T>(
     deadline(clock, STALL_LIMIT, work).await.map_err(stalled)?
 }
 
-/// Runs one hop to its end. `number` is its place in the order, `began` when the node took the order.
+/// Runs one hop to its end. `number` is the hop's index in the order; `began` is the time when the
+/// node took the order. Returns the hop's report.
 ///
-/// Receiving, working and sending go on side by side. A job takes all grains that have come by then, up to `BATCH_GRAINS`: on a
-/// busy machine a job waits long for a processor, and who is late must not wait once a grain.
+/// Receiving, working and sending run side by side. A job takes all grains that have arrived by
+/// then, up to `BATCH_GRAINS`. On a busy machine a job waits long for a processor, and a hop that
+/// is late must not wait so for each grain.
 pub async fn run_hop(
     shared: Arc<HopContext>,
     number: u32,
@@ -254,7 +265,8 @@ pub async fn run_hop(
     Ok(HopReport { hop: number, work })
 }
 
-/// Reads the grains of all incoming streams, in the order of the inputs; how many bytes they were.
+/// Reads the grains of all incoming streams, in the order of the inputs. Returns the number of
+/// bytes.
 async fn receive(
     hop: &HopOrder,
     cut: StripeCut,
@@ -279,7 +291,8 @@ async fn receive(
             in_bytes += bytes.len() as u64;
             received.push(bytes);
         }
-        // Closed only by work that failed, and that failure is the hop's.
+        // The channel closes only if the work or the sending failed. That failure is the hop's
+        // error.
         if to_work.send(received).await.is_err() {
             break;
         }
@@ -287,7 +300,7 @@ async fn receive(
     Ok(in_bytes)
 }
 
-/// Multiplies and stores what has arrived.
+/// Multiplies and stores the grains that have arrived. Returns the times of the jobs.
 async fn work(
     step: &Arc<HopMath>,
     mut arrived: mpsc::Receiver<Vec<Bytes>>,
@@ -314,7 +327,7 @@ async fn work(
         let mut extents = Vec::new();
         for MultipliedGrain { sent, extents: whole } in results {
             extents.extend(whole);
-            // Closed only by sending that failed, and that failure is the hop's.
+            // The channel closes only if sending failed. That failure is the hop's error.
             if to_send.send(sent).await.is_err() {
                 return Ok(account);
             }
@@ -328,7 +341,7 @@ async fn work(
     }
 }
 
-/// Sends what comes out, and ends the streams; how many bytes it was.
+/// Sends the grains of all outgoing streams, and finishes the streams. Returns the number of bytes.
 async fn send(
     hop: &HopOrder,
     mut outgoing: BTreeMap<StreamNo, OutgoingStream>,
@@ -361,7 +374,7 @@ async fn send(
     Ok(out_bytes)
 }
 
-/// The stream behind an input, if it is one.
+/// Returns the stream of an input, if the input is a stream.
 pub fn stream_in(input: Input) -> Option<StreamNo> {
     match input {
         Input::Stream(stream) => Some(stream),
@@ -369,7 +382,7 @@ pub fn stream_in(input: Input) -> Option<StreamNo> {
     }
 }
 
-/// The stream behind an output, if it is one.
+/// Returns the stream of an output, if the output is a stream.
 pub fn stream_out(output: Output) -> Option<StreamNo> {
     match output {
         Output::Stream(stream) => Some(stream),

@@ -1,4 +1,4 @@
-//! What ends a hop early.
+//! The errors that end a hop early.
 
 use std::time::Duration;
 
@@ -10,64 +10,65 @@ use crate::plan::{Input, StreamNo};
 use crate::store::StoreError;
 use crate::workers::WorkerDied;
 
-/// A hop that does not move for so long is ended. Nodes that vanish are noticed sooner, by their connections; this is for those
-/// that answer and do not move. On slow links that many hops share, a coder needs ten seconds for a grain of each source, and
-/// who waits for its grain must not take that for a fault.
+/// How long a hop may make no progress before it is ended. Nodes that vanish are noticed sooner, by
+/// their connections; this limit is for nodes that answer and make no progress. On slow links that
+/// many hops share, a coder needs ten seconds for a grain of each source, and a hop that waits for
+/// the coder's grain must not take that for a fault.
 pub const STALL_LIMIT: Duration = Duration::from_secs(30);
 
-/// Why a hop ended early.
+/// The reason why a hop ended early.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HopError {
-    /// An input is not what the plan says it must be.
+    /// An input does not have the fingerprint that the order prescribes.
     #[error(
         "{input:?} is corrupt in grain {grain}: its fingerprint is not the one that follows from the save"
     )]
     Corrupt {
-        /// Which input.
+        /// The input.
         input: Input,
         /// The grain.
         grain: u64,
     },
-    /// The node before this one failed.
+    /// The stream from an upstream node failed.
     #[error("stream {stream} from {node}: {source}")]
     Upstream {
         /// The stream.
         stream: StreamNo,
         /// The node.
         node: String,
-        /// What happened.
+        /// The network's error.
         source: NetError,
     },
-    /// The node after this one failed.
+    /// The stream to a downstream node failed.
     #[error("stream {stream} to {node}: {source}")]
     Downstream {
         /// The stream.
         stream: StreamNo,
         /// The node.
         node: String,
-        /// What happened.
+        /// The network's error.
         source: NetError,
     },
-    /// Nothing moved.
+    /// The hop made no progress for `STALL_LIMIT`.
     #[error("no progress for {STALL_LIMIT:?}: waiting for {waiting_for}")]
     Stalled {
-        /// The neighbour.
+        /// The neighbour, and what it was to do.
         waiting_for: String,
     },
-    /// The order does not fit together.
+    /// The order is inconsistent.
     #[error("the order is wrong: {what}")]
     Order {
-        /// What does not fit.
+        /// The inconsistency, in words.
         what: &'static str,
     },
-    /// The store failed.
+    /// The local store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The arithmetic refused.
+    /// The arithmetic failed.
     #[error(transparent)]
     Field(#[from] GfError),
-    /// The classical codec refused.
+    /// The classical codec failed.
     #[error(transparent)]
     Code(#[from] CodeError),
     /// The worker died.
@@ -76,7 +77,7 @@ pub enum HopError {
 }
 
 impl HopError {
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             HopError::Corrupt { .. } => ErrorKind::Corrupt,

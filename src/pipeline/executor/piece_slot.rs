@@ -1,4 +1,5 @@
-//! A piece while it is written: each extent is synced and read back beside the writing, and what came back is fingerprinted.
+//! A piece that is being written. Each extent is synced and read back while writing continues, and
+//! the bytes that were read back are fingerprinted.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,7 +10,7 @@ use crate::store::{Extent, PieceWriter, StoreOutcome};
 use crate::units::grains;
 use crate::workers::Begun;
 
-/// A piece while it is written.
+/// A piece that is being written, with the proof of its extents.
 pub struct PieceSlot {
     writer: Mutex<Option<PieceWriter>>,
     proof: Mutex<ProofState>,
@@ -17,7 +18,7 @@ pub struct PieceSlot {
     proving: tokio::sync::Mutex<Option<Begun<Result<(), HopError>>>>,
 }
 
-/// What was read back so far, and the buffer for it.
+/// The fingerprints of the grains that were read back so far, and the read buffer.
 struct ProofState {
     fingerprints: Vec<Fingerprint>,
     buffer: AlignedBuffer,
@@ -28,7 +29,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl PieceSlot {
-    /// The slot of a new piece of `len_bytes`.
+    /// Returns the slot of a new piece of `len_bytes` bytes.
     pub fn new(writer: PieceWriter, len_bytes: u64) -> Self {
         let fingerprints = vec![Fingerprint::ZERO; grains(len_bytes) as usize];
         let proof = ProofState { fingerprints, buffer: Extent::buffer(len_bytes) };
@@ -39,7 +40,7 @@ impl PieceSlot {
         }
     }
 
-    /// Writes a grain; an extent that is whole now is to be proven.
+    /// Writes a grain. Returns an extent if one is complete now; the caller has to prove it.
     pub fn write(&self, grain: u64, bytes: &[u8]) -> Result<Option<Extent>, HopError> {
         let mut writer = locked(&self.writer);
         let writer =
@@ -48,7 +49,8 @@ impl PieceSlot {
         Ok(writer.extent()?)
     }
 
-    /// Syncs an extent and fingerprints what is read back past the page cache.
+    /// Syncs an extent, reads it back past the page cache, and fingerprints the bytes that were
+    /// read.
     pub fn prove(&self, key: &FingerprintKey, extent: Extent) -> Result<(), HopError> {
         let ProofState { fingerprints, buffer } = &mut *locked(&self.proof);
         let mut read_back = ReadBack { key, fingerprints, failed: None };
@@ -56,7 +58,8 @@ impl PieceSlot {
         read_back.result()
     }
 
-    /// Begins to prove an extent when the one before is proven: whoever writes faster than the disk waits here.
+    /// Waits until the previous extent is proven, then begins the next proof. A hop that writes
+    /// faster than the disk waits here.
     pub async fn join_last_proof(
         &self,
         begin: impl FnOnce() -> Begun<Result<(), HopError>>,
@@ -77,7 +80,8 @@ impl PieceSlot {
         }
     }
 
-    /// Makes the piece durable; answers with the fingerprints of all that was read back past the page cache.
+    /// Makes the piece durable. Returns the outcome, and the fingerprints of all grains as they
+    /// were read back past the page cache.
     pub fn finish(
         &self,
         key: &FingerprintKey,
@@ -92,28 +96,28 @@ impl PieceSlot {
     }
 }
 
-/// Fingerprints grains that come back from the medium.
+/// A consumer that fingerprints the grains read back from the medium.
 pub struct ReadBack<'a> {
     /// The shard's key.
     pub key: &'a FingerprintKey,
-    /// One slot a grain.
+    /// The fingerprints, one slot per grain.
     pub fingerprints: &'a mut [Fingerprint],
-    /// The first failure.
+    /// The latest failure.
     pub failed: Option<GfError>,
 }
 
 impl ReadBack<'_> {
-    /// One grain.
+    /// Fingerprints one grain.
     pub fn take(&mut self, grain: u64, bytes: &[u8]) {
         match (self.key.fingerprint(bytes), self.fingerprints.get_mut(grain as usize)) {
             (Ok(found), Some(slot)) => *slot = found,
             (Err(error), _) => self.failed = Some(error),
-            // Past the end: the writer has refused it before.
+            // The grain is past the end. The writer has refused it before.
             (Ok(_), None) => {}
         }
     }
 
-    /// Whether all went well.
+    /// Returns an error if a grain could not be fingerprinted.
     pub fn result(self) -> Result<(), HopError> {
         self.failed.map_or(Ok(()), |error| Err(error.into()))
     }

@@ -1,7 +1,9 @@
-//! A node's part of a plan: admission before the first byte, then all its hops at once, then the proof of its pieces.
+//! A node's part of a plan: admission before the first byte, then all its hops at once, then the
+//! proof of its pieces.
 //!
-//! An admitted part holds its whole working set; it gives it back when it ends, is released, or when nobody has run it for
-//! [`UNUSED_LIMIT`]. Streams may arrive from the moment of admission.
+//! An admitted part holds all the memory that it will use. It gives the memory back when it ends,
+//! when it is released, or when it was not run within [`UNUSED_LIMIT`]. Streams may arrive from the
+//! moment of admission.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,12 +41,14 @@ use crate::workers::Workers;
 
 /// How long a reservation waits for memory.
 pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);
-/// A coordinator has all nodes of a plan admitted within this, or gives all back.
+/// How long a coordinator tries to have all parts of a plan admitted before it releases all of
+/// them.
 pub const ADMIT_ALL_LIMIT: Duration = Duration::from_secs(30);
-/// An admitted part that nobody runs for so long is given back: its coordinator is gone.
+/// How long an admitted part may wait to be run. After this it is released, because its coordinator
+/// is gone.
 pub const UNUSED_LIMIT: Duration = Duration::from_secs(40);
 const _: () = assert!(UNUSED_LIMIT.as_secs() > ADMIT_ALL_LIMIT.as_secs());
-/// The most parts admitted at once.
+/// Maximum number of parts that are admitted at once.
 const MAX_PARTS: usize = 256;
 
 struct AdmittedPart {
@@ -62,13 +66,14 @@ struct PartTable {
 }
 
 impl PartTable {
-    /// What was promised and is not taken yet: it is not free.
+    /// Returns the disk space, in bytes, that is promised to admitted parts that have not started.
+    /// This space does not count as free.
     fn promised_bytes(&self) -> u64 {
         self.admitted.values().map(|part| piece_bytes(&part.order)).sum()
     }
 }
 
-/// The parts that a node has admitted or runs.
+/// The executor of a node: it admits and runs the node's parts of plans.
 pub struct Executor {
     store: Store,
     workers: Workers,
@@ -78,7 +83,7 @@ pub struct Executor {
     table: Mutex<PartTable>,
 }
 
-/// All memory that an order works in, its pieces' buffers included.
+/// Returns the memory, in bytes, that an order works in, including the buffers of its pieces.
 pub fn order_bytes(order: &Order) -> u64 {
     let pieces = pieces_of(order).len() as u64;
     let expected = order.hops.iter().flat_map(|hop| &hop.inputs).map(|input| input.expected.len());
@@ -88,7 +93,7 @@ pub fn order_bytes(order: &Order) -> u64 {
         + fingerprint_bytes
 }
 
-/// The disk space of the pieces that an order writes.
+/// Returns the disk space, in bytes, of the pieces that an order writes.
 fn piece_bytes(order: &Order) -> u64 {
     pieces_of(order).len() as u64 * order.cut.block_bytes
 }
@@ -154,7 +159,8 @@ fn check_order(order: &Order) -> Result<Code, RunError> {
 }
 
 impl Executor {
-    /// No parts yet; `memory` is the share of the daemon's budget that archiving has.
+    /// Returns an executor without parts. `memory` is the share of the daemon's memory budget that
+    /// archiving has.
     pub fn new(
         store: Store,
         workers: Workers,
@@ -174,7 +180,8 @@ impl Executor {
         table.arriving.retain(|(of, _), _| *of != run);
     }
 
-    /// Gives back what was admitted and nobody ran. Also to be called when nothing else is admitted.
+    /// Releases the parts that were not run within `UNUSED_LIMIT`. Each admission calls this; the
+    /// daemon also calls it at intervals, for times without admissions.
     pub fn release_unused(&self) {
         let now = self.clock.now();
         let mut table = self.table();
@@ -184,7 +191,8 @@ impl Executor {
         unused.into_iter().for_each(|run| Self::forget(&mut table, run));
     }
 
-    /// Gives back what earlier owners of the shard were admitted with and never ran: the node obeys them no more.
+    /// Releases the parts that earlier owners of the shard reserved and never ran. The node no
+    /// longer obeys these owners.
     fn release_superseded(&self, order: &Order) {
         let mut table = self.table();
         let is_over = |part: &AdmittedPart| {
@@ -196,26 +204,34 @@ impl Executor {
         over.into_iter().for_each(|run| Self::forget(&mut table, run));
     }
 
-    /// Admits a part: all memory that it will ever use is taken here.
+    /// Admits a part and reserves all memory that it will ever use.
+    ///
+    /// # Errors
+    /// [`RunError::Order`] if the order is out of bounds; [`RunError::Budget`] if the memory budget
+    /// is too small for it; [`RunError::Busy`] if no memory was free within `ADMISSION_LIMIT`,
+    /// too many parts are admitted, or the run is already known; [`RunError::NoRoom`] if the disk
+    /// has no room for the pieces.
     pub async fn reserve(&self, order: Order) -> Result<(), RunError> {
         let code = check_order(&order)?;
         let needed_bytes = order_bytes(&order);
-        // First what nobody uses goes back: it may be all there is.
+        // Release unused parts first: they may hold all of the memory.
         self.release_unused();
         self.release_superseded(&order);
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
             .await
             .map_err(|_| RunError::Busy { needed_bytes })??;
         let now = self.clock.now();
-        // Only now: others write while one waits for memory. One block more, so that the last piece does not fill the disk to
-        // the brim; `check` bounds the lengths.
+        // Check the disk only now, because other parts write while this one waits for memory.
+        // Require one block more, so that the last piece does not fill the disk completely.
+        // `check_order` has bounded the lengths.
         let room_bytes = piece_bytes(&order) + order.cut.block_bytes;
         let free_bytes = self.store.space()?.free_bytes;
         let mut table = self.table();
         if piece_bytes(&order) > 0 && free_bytes < table.promised_bytes() + room_bytes {
             return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
         }
-        // Also while it runs: an order that comes twice must not take the place of those who wait for its streams.
+        // A run stays known while it runs: a duplicate of its order must not replace the hops that
+        // wait for its streams.
         let is_known = table.admitted.contains_key(&order.run)
             || table.arriving.keys().any(|(run, _)| *run == order.run);
         if table.admitted.len() >= MAX_PARTS || is_known {
@@ -235,7 +251,11 @@ impl Executor {
         Ok(())
     }
 
-    /// Refuses a replica that is made again where it would leave no room for a block more, or for what plans were promised.
+    /// Checks whether the disk has room for a recreated replica of `len_bytes` bytes.
+    ///
+    /// # Errors
+    /// [`RunError::NoRoom`] if the replica would leave less room than one more block and the space
+    /// promised to admitted parts.
     pub fn check_room(&self, len_bytes: u64) -> Result<(), RunError> {
         let (free_bytes, room_bytes) = (self.store.space()?.free_bytes, 2 * len_bytes);
         match free_bytes < self.table().promised_bytes().saturating_add(room_bytes) {
@@ -244,7 +264,8 @@ impl Executor {
         }
     }
 
-    /// The stripe of an admitted part, and the local blocks that it reads.
+    /// Returns the stripe of an admitted part and the local blocks that it reads; `None` if the run
+    /// is not admitted.
     pub fn inputs(&self, run: [u8; 16]) -> Option<(StripeId, Vec<u8>)> {
         let table = self.table();
         let order = &table.admitted.get(&run)?.order;
@@ -257,12 +278,13 @@ impl Executor {
         Some((order.stripe, blocks.chain(kept).collect()))
     }
 
-    /// Gives an admitted part back.
+    /// Releases an admitted part.
     pub fn release(&self, run: [u8; 16]) {
         Self::forget(&mut self.table(), run);
     }
 
-    /// Hands a stream that arrived to the hop that waits for it.
+    /// Passes a stream that arrived to the hop that waits for it. If no hop waits for it, the
+    /// stream is stopped.
     pub fn accept_stream(&self, header: &StreamHeader, stream: IncomingStream) {
         let waiting = self.table().arriving.remove(&(header.run, header.stream));
         let unwanted = match waiting {
@@ -274,8 +296,15 @@ impl Executor {
         }
     }
 
-    /// Runs an admitted part to its end. Once `given_up` is cancelled its hops end where they stand; a piece whose last bytes are
-    /// being made durable is finished first, so that nothing appears after this has returned.
+    /// Runs an admitted part to its end. Returns the report with the times of its hops and the
+    /// proofs of its pieces.
+    ///
+    /// When `given_up` is cancelled, the hops end where they are. A piece whose last bytes are
+    /// being made durable is finished first, so that no file appears after this has returned.
+    ///
+    /// # Errors
+    /// [`RunError::Unknown`] if the run is not admitted; [`RunError::GivenUp`] if it was cancelled;
+    /// otherwise the failure of a hop, the store or a worker.
     pub async fn run(
         &self,
         run: [u8; 16],
@@ -390,7 +419,8 @@ impl Executor {
         Ok(streams)
     }
 
-    /// Makes the pieces durable and reads them back, and the replicas that stay as pieces too.
+    /// Makes the pieces durable and reads them back. Also reads back the replicas that stay as
+    /// pieces. Returns the proofs of all of these pieces.
     async fn prove(
         &self,
         order: &Order,
@@ -428,7 +458,7 @@ impl Executor {
     }
 }
 
-/// Reads all of a file from the medium, proven by its tree, and fingerprints it.
+/// Reads a whole file from the medium, verifies it against its hash tree, and fingerprints it.
 fn read_back(
     file: &StoredFile,
     key: &FingerprintKey,
@@ -491,7 +521,7 @@ mod tests {
         }
     }
 
-    /// A node's runs, with memory for one part.
+    /// Returns an executor with memory for one part, and its memory budget.
     fn runs(disk: &Arc<MemoryDisk>) -> (Executor, Arc<Budget>) {
         let lock = disk.lock(LOCK_FILE).unwrap();
         let (name, kv) = ("node-1".parse().unwrap(), Arc::new(MemoryKv::new()));
@@ -540,7 +570,7 @@ mod tests {
         runs.reserve(order(1)).await.unwrap();
         let generation = Generation::default().next(crate::id::Epoch::default());
         runs.reserve(Order { generation, ..order(2) }).await.unwrap();
-        // An order of another shard takes nothing from anybody.
+        // An order for another shard releases no part of this shard.
         let stripe = StripeId { shard: ShardId([9; 16]), index: 0 };
         let other = Order { generation: generation.next(generation.epoch), stripe, ..order(3) };
         assert!(matches!(runs.reserve(other).await, Err(RunError::Busy { .. })));

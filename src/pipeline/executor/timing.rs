@@ -1,70 +1,71 @@
-//! What a hop's time goes into, for reports and traces.
+//! The times of a hop, for reports and traces.
 
 use std::time::Duration;
 
 use crate::clock::Clock;
 use crate::wire::order::{ChunkTimes, HopTimes};
 
-/// Chunks that a report samples of a hop.
+/// Maximum number of jobs of a hop that its report samples.
 const CHUNKS_REPORTED: u64 = 64;
 
-/// Time spent on one job.
+/// The time that a worker spent on one job.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct JobTime {
-    /// Fingerprints and products.
+    /// Time for fingerprints and products.
     pub computed: Duration,
-    /// Reading, hashing and writing.
+    /// Time for reading, hashing and writing.
     pub disk: Duration,
 }
 
-/// Time since the last lap.
+/// A stopwatch that measures laps.
 pub struct Stopwatch<'a> {
     clock: &'a dyn Clock,
     last: Duration,
 }
 
 impl<'a> Stopwatch<'a> {
-    /// The first lap begins now.
+    /// Returns a stopwatch whose first lap starts now.
     pub fn start(clock: &'a dyn Clock) -> Self {
         Self { clock, last: clock.now() }
     }
 
-    /// Ends a lap, and begins the next.
+    /// Ends the current lap and starts the next. Returns the length of the lap that ended.
     pub fn lap(&mut self) -> Duration {
         let now = self.clock.now();
         now.saturating_sub(std::mem::replace(&mut self.last, now))
     }
 }
 
-/// One job of a hop, on neighbouring grains.
+/// The times of one job of a hop, over neighbouring grains.
 #[derive(Debug, Clone, Copy)]
 pub struct TimedBatch {
     /// The first grain, and one past the last.
     pub grains: (u64, u64),
-    /// Microseconds of the hop: waiting began, work began, work was done.
+    /// Three times, in microseconds since the node took the order: the wait for input began, the
+    /// work began, the work was done.
     pub at_us: [u64; 3],
-    /// What the worker spent.
+    /// The time that the worker spent.
     pub spent: JobTime,
 }
 
-/// The sums of a hop.
+/// The accumulated times of a hop.
 pub struct HopTiming {
     grains: (u64, u64),
-    /// When it began to work.
+    /// When the first job began, in microseconds since the node took the order.
     pub first_us: Option<u64>,
-    /// Where its time went.
+    /// The hop's time, by its use.
     pub times: HopTimes,
-    /// Some of its jobs.
+    /// A sample of the hop's jobs.
     pub chunks: Vec<ChunkTimes>,
 }
 
 impl HopTiming {
-    /// Of a hop over these grains: the first, and one past the last.
+    /// Returns the times, all zero, of a hop over `grains`: the first, and one past the last.
     pub fn new(grains: (u64, u64)) -> Self {
         Self { grains, first_us: None, times: HopTimes::default(), chunks: Vec::new() }
     }
 
-    /// Adds a job.
+    /// Adds the times of a job.
     pub fn add(&mut self, batch: TimedBatch) {
         let [waited, began, done] = batch.at_us;
         let (computed_us, disk_us) = (as_micros(batch.spent.computed), as_micros(batch.spent.disk));
@@ -73,7 +74,7 @@ impl HopTiming {
         self.times.computed_us += computed_us;
         self.times.disk_us += disk_us;
         self.times.queued_us += done.saturating_sub(began).saturating_sub(computed_us + disk_us);
-        // Whoever passes the next sixty-fourth is reported.
+        // Sample each job that passes the next sixty-fourth of the hop's grains.
         let all = self.grains.1.saturating_sub(self.grains.0).max(1);
         let part = |grain: u64| grain.saturating_sub(self.grains.0) * CHUNKS_REPORTED / all;
         if part(batch.grains.1) > part(batch.grains.0) {
@@ -82,7 +83,7 @@ impl HopTiming {
     }
 }
 
-/// Whole microseconds.
+/// Returns a duration in whole microseconds.
 pub fn as_micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,4 @@
-//! Why a stripe could not be read.
+//! The errors of reading a stripe.
 
 use std::io;
 
@@ -10,34 +10,34 @@ use crate::pipeline::busy_retry::BUSY_LIMIT;
 use crate::plan::check::PlanError;
 use crate::workers::WorkerDied;
 
-/// A stripe could not be read.
+/// The error of a stripe that could not be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
-    /// Too much is gone.
+    /// Too few good sources are left.
     #[error("{0}")]
     Lost(Lost),
-    /// A node had no memory free for a reader, again and again.
+    /// A node whose files are needed was busy until the retries ended.
     #[error(
-        "stripe {stripe}: node {node} is busy with others for {BUSY_LIMIT:?} now ({reason}): try again later"
+        "stripe {stripe}: node {node} has been busy for {BUSY_LIMIT:?} ({reason}): try again later"
     )]
     Busy {
         /// The stripe.
         stripe: StripeId,
         /// The node.
         node: String,
-        /// What it said last.
+        /// The node's last answer.
         reason: String,
     },
-    /// The destination failed.
+    /// Writing to the destination failed.
     #[error("writing at byte {offset}: {source}")]
     Sink {
-        /// Where in the shard.
+        /// The byte offset in the shard.
         offset: u64,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The code of its pieces is unknown here.
+    /// This version does not know the code of the stripe's pieces.
     #[error(
         "stripe {stripe} is coded by {code}, which this version does not know: use a newer one"
     )]
@@ -47,9 +47,9 @@ pub enum ReadError {
         /// The code's id.
         code: String,
     },
-    /// Decoded bytes are not what was saved though every piece was what its receipt says.
+    /// The decoded bytes are not what was saved, although every piece matched its hashes.
     #[error(
-        "stripe {stripe}, grain {grain}: the decoded bytes are not what was saved, and nothing says which piece is wrong: try again when the node with the receipt answers"
+        "stripe {stripe}, grain {grain}: the decoded bytes are not what was saved, and no record says which piece is wrong: try again when the node with the receipt answers"
     )]
     Decoded {
         /// The stripe.
@@ -57,10 +57,10 @@ pub enum ReadError {
         /// The grain.
         grain: u64,
     },
-    /// Our own plan is wrong: a defect.
+    /// The reader's own plan is wrong. This is a defect of the program.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// Our own arithmetic refused: a defect.
+    /// The reader's own arithmetic failed. This is a defect of the program.
     #[error(transparent)]
     Code(#[from] CodeError),
     /// A worker died.
@@ -69,7 +69,7 @@ pub enum ReadError {
 }
 
 impl ReadError {
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             ReadError::Lost(_) => ErrorKind::Lost,

@@ -1,4 +1,5 @@
-//! Grains on their way: fetched one after the other, decoded, checked and delivered side by side.
+//! The stream of a stripe's grains. Grains are fetched one after the other, and decoded, verified
+//! and delivered side by side.
 
 use std::sync::Arc;
 
@@ -12,12 +13,17 @@ use crate::gf::Mode;
 use crate::units::GRAIN_BYTES;
 use crate::workers::InOrder;
 
-/// Grains of a stripe that are decoded, verified or written at once, while the next one is fetched.
+/// Maximum number of grains of a stripe that are decoded, verified and written at once, while the
+/// next one is fetched.
 const GRAINS_AT_ONCE: usize = 4;
 
 impl StripeReader {
-    /// Fetches what is left, or the most of it, grain by grain, and works on some of the grains that have come while the next one comes, each on a core of
-    /// its own. Without a program the files are those of the blocks.
+    /// Fetches the remaining grains one by one. While the next grain comes, the grains that have
+    /// come are decoded, verified and written, each on a core of its own. Without a `program`, the
+    /// files are replicas of `blocks`.
+    ///
+    /// Returns early, with grains left in `progress`, after [`MAX_REPAIRED_GRAINS`] grains had to
+    /// be read from other sources.
     pub(super) async fn read_grains(
         &self,
         mut files: Vec<OpenFile>,
@@ -38,7 +44,7 @@ impl StripeReader {
                     }
                     self.repair_grains(blocks, progress, target).await?;
                     patches += 1;
-                    // Other sources may have less damage.
+                    // End the round: other sources may have less damage.
                     if patches == MAX_REPAIRED_GRAINS {
                         return Ok(());
                     }
@@ -62,7 +68,8 @@ impl StripeReader {
         fetched
     }
 
-    /// Decodes one grain, checks each block against the fingerprint of the save, and writes what is wanted.
+    /// Returns a job that decodes one grain, checks each block against the fingerprint of the save,
+    /// and writes the bytes that `target` wants.
     pub(super) fn work(
         &self,
         inputs: Vec<Bytes>,
@@ -100,7 +107,7 @@ impl StripeReader {
     }
 }
 
-/// One grain of each wanted block.
+/// Decodes one grain. Returns the grain of each wanted block.
 fn decode(program: &Program, inputs: &[Bytes], blocks: usize) -> Result<Vec<Bytes>, CodeError> {
     let len = inputs.first().map_or(0, Bytes::len);
     let mut decoded = vec![vec![0; len]; blocks];

@@ -1,4 +1,4 @@
-//! Reading a stripe back from replicas or coded pieces, every grain verified.
+//! Reads stripes back from replicas or pieces, with every grain verified.
 
 mod error;
 mod grain_stream;

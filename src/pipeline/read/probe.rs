@@ -1,4 +1,5 @@
-//! Before a stripe is read: what the nodes say that they hold of it. Nobody waits long for one of them when the others are enough.
+//! The probe before a stripe is read: it asks the nodes which files of the stripe they hold. A slow
+//! node is not waited for long if the files of the others are enough.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,29 +17,32 @@ use crate::net::call::{CallError, Caller, address};
 use crate::wire::NodeAddress;
 use crate::wire::calls::{FileView, ListFiles, ListSources, SourceView, VerifyFile};
 
-/// While nodes say what they have, one that keeps the others waiting for so long is left out where these are enough.
+/// Longest wait for the next answer of a probe. After this, the nodes that are still silent are
+/// skipped if the files of the others are enough.
 const SLOW_PROBE_LIMIT: Duration = Duration::from_millis(500);
-/// The same where the others answered at once: a node that is farther away, or busy, has time for a handshake and an answer.
+/// Shortest such wait, for a probe in which other nodes answered at once. It leaves a node that is
+/// farther away, or busy, time for a handshake and an answer.
 const QUICK_PROBE_LIMIT: Duration = Duration::from_millis(200);
-/// In between: so many times what the latest answer took.
+/// Between these two limits, the wait is this many times the time that the latest answer took.
 const SLOW_FACTOR: u32 = 4;
-/// A node that does not say within this what it has is left out at first.
+/// Time limit for a node's answer in the first probe of a stripe. A node that exceeds it is skipped
+/// at first.
 pub(super) const PROBE_LIMIT: Duration = Duration::from_secs(2);
-/// The same when too little was found without it.
+/// Time limit for a node's answer when too few files were found without the node.
 pub(super) const LONG_PROBE_LIMIT: Duration = Duration::from_secs(6);
-/// Files of a stripe on one node that are considered as sources.
+/// Maximum number of files of a stripe on one node that are considered as sources.
 const MAX_SOURCES: usize = 64;
-/// What nodes say that they hold of a stripe, without files that are not what they should be.
+/// The files of a stripe that nodes say they hold, by node, without the files known to be corrupt.
 pub(super) type HeldFiles = BTreeMap<NodeId, Vec<FoundFile>>;
 
 /// A file that a node holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct FoundFile {
-    /// Which.
+    /// The name of the file.
     pub file: FileName,
-    /// Its data bytes and their BLAKE3; `None` when the file does not tell.
+    /// The length of the data in bytes, and its BLAKE3 hash; `None` when the file's tail is broken.
     pub content: Option<(u64, [u8; 32])>,
-    /// Whether the node knows no damage of it.
+    /// Whether the file counts as a copy: its node knows of no damage to it.
     pub counts: bool,
 }
 
@@ -48,18 +52,19 @@ impl From<FileView> for FoundFile {
     }
 }
 
-/// What nodes are asked for.
+/// The kind of files that a probe asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WantedFiles {
-    /// Files that count, from the index.
+    /// The files that count as copies, from the node's index.
     Counting,
-    /// All that grains can be read from, as they lie in the folder.
+    /// All files that grains can be read from, damaged ones included, from the stripe's folder.
     Sources,
 }
 
-/// Asks `nodes` what they hold, at most `limit`, and adds it to `held`. Those that are slow are waited for only until `is_enough` of
-/// what the others hold; then they count as silent until their answer comes after all. Gives one that is too busy to say, and
-/// what it said instead.
+/// Asks `nodes` which files they hold, for at most `limit`, and adds the answers to `held`. Slow
+/// nodes are waited for only until `is_enough` accepts the files of the others. After that they
+/// count as silent until their answer comes after all. Returns a node that was too busy to answer,
+/// and its message.
 pub(super) async fn probe_nodes(
     reading: &Arc<ReadSession>,
     (stripe, files): (StripeId, WantedFiles),
@@ -71,7 +76,7 @@ pub(super) async fn probe_nodes(
     let clock = reading.caller.clock().clone();
     let asked = clock.now();
     let mut left: BTreeSet<NodeId> =
-        nodes.iter().copied().filter(|node| reading.is_in_backoff(*node)).collect();
+        nodes.iter().copied().filter(|node| reading.may_be_asked(*node)).collect();
     let asks = left.iter().map(|&node| {
         let reading = reading.clone();
         async move { (node, ask(&reading, stripe, files, node, limit).await) }
@@ -93,7 +98,7 @@ pub(super) async fn probe_nodes(
                         held.insert(node, files);
                         let took = clock.now().saturating_sub(asked) * SLOW_FACTOR;
                         patience = took.clamp(QUICK_PROBE_LIMIT, SLOW_PROBE_LIMIT);
-                        // The pause counts from the latest answer: others may be on their way.
+                        // The wait restarts at each answer, because others may be on their way.
                         is_slow = false;
                     }
                     ProbeAnswer::Busy(reason) => busy = Some((node, reason)),
@@ -109,17 +114,17 @@ pub(super) async fn probe_nodes(
     for node in left {
         if reading.directory.heard(node, false) {
             let node = reading.directory.name(node);
-            tracing::info!(node, "slow: it is left out at first");
+            tracing::info!(node, "a slow node is skipped at first");
         }
     }
-    // Whoever answers yet takes part in the stripes that come. Ends within `limit`.
+    // A node that still answers is used for the stripes that follow. The task ends within `limit`.
     tokio::spawn(async move { while asks.next().await.is_some() {} });
     busy
 }
 
 enum ProbeAnswer {
     WantedFiles(Vec<FoundFile>),
-    /// It has what it has, and no time now: what it said.
+    /// The node is too busy to list its files; it may have some. The text is its message.
     Busy(String),
     Silence,
 }
@@ -145,7 +150,7 @@ async fn list(
                 };
                 return Ok(sources.into_iter().take(MAX_SOURCES).map(found).collect());
             }
-            // An older program has no damaged files: it moves them aside.
+            // A node with an older version lists no damaged files, because it moves them aside.
             Err(error) if error.kind() == ErrorKind::Invalid => {}
             Err(error) => return Err(error),
         }
@@ -154,8 +159,8 @@ async fn list(
     Ok(views.into_iter().map(FoundFile::from).collect())
 }
 
-/// Has a node look at a file that was found damaged. One of an older program is not told: it would move aside all of the file, and with
-/// it grains that are good.
+/// Asks a node to verify a file in which a reader found damage. A node with an older version is not
+/// asked: it would move aside the whole file, including its good grains.
 pub async fn report_damage(caller: &Caller, to: &NodeAddress, stripe: StripeId, file: FileName) {
     if caller.call(to, &ListSources { stripe }).await.is_ok() {
         let _ = caller.call(to, &VerifyFile { stripe, file }).await;

@@ -1,11 +1,15 @@
-//! Reading a stripe back, from replicas or from any pieces that span, every grain verified.
+//! Reads a stripe back, from replicas or from any pieces that span, with every grain verified.
 //!
-//! First [`StripeReader::plan`] asks the nodes what they have and decides whether the stripe can be read at all; nothing is
-//! delivered before that. Then [`StripeReader::read`] streams grain by grain. A grain that is damaged in one file is read from another one,
-//! and the stream goes on behind it. A source that fails is left out, and reading goes on from the same grain with others.
-//! One that is slow, because it gives nothing or little, is passed over, and comes last from then on: it is waited for only when the
-//! others do not do without it.
-//! A node that is busy has what is wanted: all files are let go, and opened again later.
+//! First [`StripeReader::plan`] asks the nodes which files they have and decides whether the stripe
+//! can be read at all; nothing is delivered before that. Then [`StripeReader::read`] streams grain
+//! by grain:
+//!
+//! - A grain that is damaged in one file is read from another one, and the stream continues after
+//!   it.
+//! - A source that fails is excluded, and reading continues at the same grain from others.
+//! - A source that is slow, because it sends nothing or little, is deprioritized. From then on it
+//!   comes last, and it is waited for only if the others are not enough.
+//! - A busy node still has its files. The reader closes all files and opens them again later.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -32,46 +36,54 @@ use crate::plan::check::{Goal, check};
 use crate::planner::{Subject, direct_read};
 use crate::units::GRAIN_BYTES;
 
-/// Damaged grains that a round reads from elsewhere before it ends, and other sources are chosen.
+/// Maximum number of damaged grains that a round reads from elsewhere. Then the round ends, and
+/// other sources are chosen.
 pub(super) const MAX_REPAIRED_GRAINS: usize = 16;
 
-/// How far a reading has come, and whom it has been patient with.
+/// The progress of a read, and the nodes that were slow or busy during it.
 pub(super) struct ReadCursor {
-    /// Grains that are not delivered yet.
+    /// The grains that are not delivered yet.
     pub(super) left: Range<u64>,
-    /// Nodes that were passed over because they were slow: once each. Then they are waited for as long as it has to be.
+    /// The nodes that were deprioritized because they were slow, once each. From then on the longer
+    /// time limits apply to them.
     pub(super) passed: BTreeSet<NodeId>,
-    /// The node that was busy last: others come first.
+    /// The node that was busy last. Other nodes come first.
     pub(super) busy: Option<NodeId>,
     pub(super) patience: BusyRetry,
 }
 
-/// Where the bytes go that lie in `range` of the shard.
+/// The destination of the bytes in `range` of the shard.
 #[derive(Clone)]
 pub(super) struct ReadTarget {
     pub(super) range: Range<u64>,
     pub(super) sink: Arc<dyn Sink>,
 }
 
-/// Where restored bytes go. Blocking; ranges come in any order.
+/// The destination of restored bytes. The calls may block; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
-    /// Writes `bytes` at `offset` of the shard. The same bytes may come again when a stripe's reading begins anew.
+    /// Writes `bytes` at byte `offset` of the shard. The same bytes may be written again when the
+    /// reading of a stripe starts over.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 }
 
-/// Reads one stripe.
+/// A reader of one stripe.
 pub struct StripeReader {
     pub(super) reading: Arc<ReadSession>,
     root: Arc<ShardRoot>,
     pub(super) key: Arc<FingerprintKey>,
     pub(super) info: Arc<StripeInfo>,
     pub(super) way: SourceSet,
-    /// Sources that failed as a whole.
+    /// The excluded sources: they failed as a whole.
     out: Mutex<BTreeSet<RemoteFile>>,
 }
 
 impl StripeReader {
-    /// Finds a way to read grains `grains` of `blocks` of the stripe, or says what is missing; busy: nobody knows before a node has time.
+    /// Finds the sources for grains `grains` of `blocks` of the stripe.
+    ///
+    /// # Errors
+    /// [`ReadError::Lost`] if sources are missing; it names them. [`ReadError::Busy`] if it is
+    /// unknown whether the stripe can be read until a busy node answers. [`ReadError::UnknownCode`]
+    /// if only pieces of an unknown code are left.
     #[expect(clippy::too_many_arguments, reason = "a stripe is many things")]
     pub async fn plan(
         reading: Arc<ReadSession>,
@@ -95,7 +107,7 @@ impl StripeReader {
             ReadRequest { root: &root, info: &info, state, receipt, blocks, grains, is_leaving };
         let way = |held: &HeldFiles| wanted.find_sources(&reading.damage_of(stripe), held);
         let find = |held: &HeldFiles| way(&reading.readable(stripe, held));
-        // An error is no way, and none that waiting mends.
+        // An error is final. Waiting for more nodes does not help then.
         let is_enough = |held: &HeldFiles| find(held).map_or(true, |way| way.is_some());
         let mut held = HeldFiles::new();
         let counting = (stripe, WantedFiles::Counting);
@@ -103,7 +115,7 @@ impl StripeReader {
         let mut found = find(&held)?;
         let mut busy = None;
         if found.is_none() {
-            // All of the ring, the silent ones again; and damaged files.
+            // Ask all nodes of the ring, including the silent ones again, and accept damaged files.
             nodes.extend(root.ring.iter().map(|member| member.node));
             let sources = (stripe, WantedFiles::Sources);
             busy = probe_nodes(&reading, sources, &nodes, LONG_PROBE_LIMIT, &mut held, is_enough)
@@ -111,7 +123,8 @@ impl StripeReader {
             found = find(&held)?;
         }
         if found.is_none() && busy.is_none() {
-            // What could not be read once may be read now, when there is nothing else.
+            // There is nothing else: include the files that could not be read before. They may be
+            // readable now.
             found = way(&held)?;
         }
         let way = match (found, busy) {
@@ -125,12 +138,13 @@ impl StripeReader {
         Ok(Self { reading, root, key, info, way, out: Mutex::default() })
     }
 
-    /// Whether pieces have to be decoded.
+    /// Returns whether the stripe has to be decoded from pieces.
     pub fn decodes(&self) -> bool {
         self.way.by_pieces
     }
 
-    /// Streams grains `grains` of each of `blocks` into `sink`; bytes outside `range` of the shard are not delivered.
+    /// Streams grains `grains` of each of `blocks` into `sink`. Bytes outside `range` of the shard
+    /// are not delivered.
     pub async fn read(
         self,
         blocks: &[u8],
@@ -142,7 +156,8 @@ impl StripeReader {
         if self.way.by_pieces {
             return self.read_pieces(blocks, grains, &target).await;
         }
-        // All at once, as pieces are: one after the other they would come at the rate of one node's link.
+        // Read all replicas at once, as is done with pieces. One after the other, they would come
+        // at the rate of one node's link.
         let reads = blocks.iter().map(|&block| self.read_replica(block, grains.clone(), &target));
         try_join_all(reads).await.map(|_| ())
     }
@@ -158,7 +173,8 @@ impl StripeReader {
         let mut is_turned = false;
         while !progress.left.is_empty() {
             let from = progress.left.start;
-            // Who was silent comes last, but for its turn after one that is busy; and of those, who was passed over in this stripe.
+            // Silent nodes come last, except that a silent node gets its turn after a busy one.
+            // Among the silent nodes, those that were deprioritized in this stripe come last.
             let sources = self.replicas_of(block, &progress);
             let is_new = |source: &&RemoteFile| !progress.passed.contains(&source.node);
             let is_heard = |source: &&RemoteFile| !self.reading.directory.is_silent(source.node);
@@ -193,7 +209,8 @@ impl StripeReader {
         Ok(())
     }
 
-    /// The sources of a block that have the next grain good: those that count first, with little damage, and not busy.
+    /// Returns the sources of a block that have the next grain good, the best first: nodes that are
+    /// not busy, then files that count as copies, then files with the least damage.
     fn replicas_of(&self, block: u8, progress: &ReadCursor) -> Vec<RemoteFile> {
         let sources = self.way.replicas.get(&block).into_iter().flatten().copied();
         let is_good = |source: &RemoteFile| self.is_good(source, progress.left.start);
@@ -208,7 +225,7 @@ impl StripeReader {
         (self.info.fixed.stripe, source.node, source.file)
     }
 
-    /// Whether nothing is known against a grain of a source.
+    /// Returns whether no fault is known of the source, or of this grain in it.
     fn is_good(&self, source: &RemoteFile, grain: u64) -> bool {
         !lock(&self.out).contains(source) && !self.reading.is_damaged(self.bad_file(source), grain)
     }
@@ -270,7 +287,8 @@ impl StripeReader {
         Ok(())
     }
 
-    /// A program that decodes `blocks` from pieces that have the next grain good, and the sources of its pieces; `None`: they do not span.
+    /// Chooses pieces that have the next grain good. Returns a program that decodes `blocks` from
+    /// them, and the sources of these pieces; `None` if the pieces do not span.
     fn choose_pieces(
         &self,
         blocks: &[u8],
@@ -299,7 +317,8 @@ impl StripeReader {
         let (mut chosen, mut others): (Vec<usize>, Vec<usize>) =
             sources.keys().copied().partition(is_ready);
         let mut program = reconstruct(&coded.code, &chosen, &wanted);
-        // No more of the damaged, the silent and the busy than it takes; last who was passed over.
+        // Add damaged, silent and busy sources only as far as they are needed. Deprioritized nodes
+        // come last.
         others.sort_by_key(|piece| (is_passed(piece), is_busy(piece), !is_heard(piece)));
         for piece in others {
             if program.is_ok() {
@@ -323,12 +342,13 @@ impl StripeReader {
         target: &ReadTarget,
     ) -> Result<(), RoundEnd> {
         self.prove(&program, sources, blocks, progress.left.clone())?;
-        // All or none: who is busy ends the round, and with it the other files, which somebody else may be waiting for.
+        // Open all sources or none. A busy node ends the round and closes the other files, so that
+        // this reader holds nothing that others wait for.
         let files = open_all(sources.iter().map(|&source| self.open(source, progress))).await?;
         self.read_grains(files, Some(program), blocks, progress, target).await
     }
 
-    /// Reads the next grain of each block from wherever it is good: a replica, or pieces.
+    /// Reads the next grain of each block from a source that has it good: a replica, or pieces.
     pub(super) async fn repair_grains(
         &self,
         blocks: &[u8],
@@ -369,7 +389,8 @@ impl StripeReader {
         Ok(())
     }
 
-    /// Reads the one grain that is left from these sources; `false`: one of them is out, or has it damaged.
+    /// Reads the one grain of `alone` from `sources`. Returns `false` if one of them was excluded,
+    /// or has the grain damaged.
     async fn read_grain_elsewhere(
         &self,
         sources: &[RemoteFile],
@@ -419,7 +440,7 @@ impl StripeReader {
         }
     }
 
-    /// The symbolic check of what is about to be decoded.
+    /// Runs the symbolic check of the plan by which the blocks will be decoded.
     fn prove(
         &self,
         program: &Program,
@@ -442,7 +463,7 @@ impl StripeReader {
         Ok(())
     }
 
-    /// Waits for a node that is busy, holding nothing.
+    /// Waits for a busy node. The reader holds no open files meanwhile.
     async fn wait(
         &self,
         patience: &mut BusyRetry,
@@ -450,25 +471,27 @@ impl StripeReader {
         reason: String,
     ) -> Result<(), ReadError> {
         let (stripe, node) = (self.info.fixed.stripe, self.reading.directory.name(holding.node));
-        tracing::debug!(%stripe, node, reason, "a reader waits");
+        tracing::debug!(%stripe, node, reason, "a reader waits for a busy node");
         match patience.wait().await {
             true => Ok(()),
             false => Err(ReadError::Busy { stripe, node, reason }),
         }
     }
 
-    /// Others come first, in this stripe and in the rest of the restore. That is no incident: it may be busy.
+    /// Puts slow nodes behind the others, in this stripe and in the rest of the restore. This is no
+    /// incident, because the nodes may be busy.
     fn deprioritize(&self, slow: &[RemoteFile], passed: &mut BTreeSet<NodeId>) {
         for node in slow.iter().map(|holding| holding.node) {
             passed.insert(node);
             if self.reading.directory.heard(node, false) {
                 let node = self.reading.directory.name(node);
-                tracing::info!(node, "slow: others are read first");
+                tracing::info!(node, "a slow node: others are read first");
             }
         }
     }
 
-    /// A grain of a source is damaged: others have it, and the node is told, which looks for itself.
+    /// Records that a grain of a source is damaged, so that it is read from other sources. Reports
+    /// the file to its node, which verifies the file itself.
     pub(super) fn record_damaged_grain(&self, holding: &RemoteFile, grain: u64) {
         let file = self.bad_file(holding);
         if !self.reading.record_damaged_grain(file, grain) {
@@ -477,7 +500,8 @@ impl StripeReader {
         self.record_broken_file(holding, &format!("its grain {grain} is read from elsewhere"));
     }
 
-    /// A source is damaged, and used as far as it is good. Its node is told once, and the report says so.
+    /// Records that a source is damaged. Its good grains are still used. The damage is reported
+    /// once to the source's node and in the incidents.
     pub(super) fn record_broken_file(&self, holding: &RemoteFile, how: &str) {
         let is_news = {
             let mut told = lock(&self.reading.reported);
@@ -487,7 +511,8 @@ impl StripeReader {
             let name = self.reading.directory.name(holding.node);
             let (file, stripe) = (holding.file, self.info.fixed.stripe);
             self.reading.note(format!("{file} of stripe {stripe} on {name} is damaged: {how}"));
-            // Its node knows of a file that does not count. Two of them that mend from each other would tell each other for ever.
+            // The node of a file that does not count already knows of the damage. Two nodes that
+            // mend their files from each other would otherwise send each other reports for ever.
             if holding.counts {
                 self.report_to_node(holding);
             }
@@ -524,7 +549,8 @@ impl StripeReader {
         }
     }
 
-    /// The node looks for itself: it notes damage, and takes a file off its list if it is gone. Nobody waits for that.
+    /// Asks the source's node to verify the file: the node records damage, and removes a missing
+    /// file from its index. The read does not wait for that.
     fn report_to_node(&self, holding: &RemoteFile) {
         if let Some(to) = self.reading.directory.address(holding.node) {
             let (stripe, file) = (self.info.fixed.stripe, holding.file);

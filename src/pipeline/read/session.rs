@@ -1,4 +1,5 @@
-//! What the readers of one restore share: whom they reach, and what they have learned of nodes and files.
+//! The state that the readers of one restore share: the nodes, and the known faults of nodes and
+//! files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -17,51 +18,57 @@ use crate::pipeline::busy_retry::BusyRetry;
 use crate::topology::Directory;
 use crate::workers::Workers;
 
-/// Bad files that one restore remembers; a cluster with more is past reading around them.
+/// Maximum number of bad files that one restore remembers. In a cluster with more of them, avoiding
+/// bad files no longer helps.
 pub(super) const MAX_BAD_FILES: usize = 65_536;
 
-/// The time in which the slowest source that nobody minds gives a grain while it is waited for: 1 MB/s. Where all are slow, because the
-/// reader's own link is, it is [`SLOW_FACTOR`] times what they take on average.
+/// Time for one grain within which a source is never slow while it is waited for: 1 MB/s. If all
+/// sources are slow, because the reader's own link is, the limit is [`SLOW_FACTOR`] times their
+/// average time.
 const SLOW_PACE: Duration = Duration::from_millis(64);
-/// A source is not slow before it takes so many times what the others take.
+/// A source is slow only if it takes at least this many times as long as the others.
 const SLOW_FACTOR: u32 = 4;
-/// How many of the latest grains the average is over.
+/// Number of the latest grains over which the average is taken.
 const WAITS_KEPT: u64 = 16;
-/// Whoever did not answer within the longest limit for its list is not waited for again before this has passed: a restore has thousands of stripes.
+/// How long a node is not waited for after it failed to list its files within the longest limit. A
+/// restore has thousands of stripes and must not wait for the node in each of them.
 const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
 
-/// A file that is not what its node says.
+/// A file that is not what its node says, named by stripe, node and file name.
 pub(super) type BadFile = (StripeId, NodeId, FileName);
 
-/// The damaged grains of files of a stripe.
+/// The damaged grains of the files of a stripe, by node and file.
 pub(super) type DamageOf = BTreeMap<(NodeId, FileName), GrainSet>;
 
-/// What readers of one restore share.
+/// The state that the readers of one restore share.
 pub struct ReadSession {
-    /// Calls to nodes.
+    /// The client for calls to nodes.
     pub caller: Arc<Caller>,
-    /// Verifying and decoding.
+    /// The workers that verify and decode.
     pub workers: Workers,
-    /// Tells readers apart that wait for the same node.
+    /// The source of the random pauses that keep readers apart that wait for the same node.
     pub entropy: Arc<dyn Entropy>,
     /// The nodes.
     pub directory: Directory,
-    /// What went wrong and was survived, for the report.
+    /// The faults that the restore survived, for its report.
     pub incidents: Mutex<Vec<String>>,
-    /// Grains that are damaged in a file.
+    /// The damaged grains, by file.
     pub(super) damaged: Mutex<BTreeMap<BadFile, GrainSet>>,
-    /// Damaged files whose nodes were told.
+    /// The damaged files that were reported to their nodes.
     pub(super) reported: Mutex<BTreeSet<BadFile>>,
-    /// Files that are not what they should be, whatever their nodes say: no further way leads over them.
+    /// The files that are not what they should be, whatever their nodes say. They are not used as
+    /// sources again.
     pub(super) corrupt: Mutex<BTreeSet<BadFile>>,
-    /// Files that their nodes list and do not give: a way over others comes first, however slow their nodes are.
+    /// The files that their nodes list and do not deliver. Other sources come first, however slow
+    /// their nodes are.
     pub(super) unreadable: Mutex<BTreeSet<BadFile>>,
-    /// Nodes that gave no answer though they were waited for, and when that was.
+    /// The nodes that gave no answer within the longest limit, and the time when that was.
     pub(super) unreached: Mutex<BTreeMap<NodeId, Duration>>,
-    /// How long a source is waited for until a grain is there, on average of the latest, in microseconds.
+    /// The average wait for a grain, over the latest grains, in microseconds.
     pub(super) grain_wait_us: AtomicU64,
-    /// Stripes of which a replica was gone though its node has it on its list. A node takes a file off its list after the file is gone, so
-    /// that while replicas are dropped their lists lead nowhere: pieces come first from now on.
+    /// The stripes with a replica that its node listed although it was gone. A node takes a file
+    /// off its list after the file is gone. So the lists mislead while replicas are dropped, and
+    /// pieces come first from then on.
     pub(super) replicas_dropping: Mutex<BTreeSet<StripeId>>,
 }
 
@@ -70,7 +77,8 @@ pub(super) fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ReadSession {
-    /// A restore over these nodes that has met nothing yet, but for `incidents`.
+    /// Returns the session of a restore from these nodes. No faults are known yet, except for
+    /// `incidents`.
     pub fn new(
         caller: Arc<Caller>,
         workers: Workers,
@@ -98,7 +106,7 @@ impl ReadSession {
         ReadCursor { left, passed: BTreeSet::new(), busy: None, patience: self.busy_retry() }
     }
 
-    /// For one that waits for a busy node.
+    /// Returns a retry state for a reader that waits for a busy node.
     pub fn busy_retry(&self) -> BusyRetry {
         BusyRetry::new(self.caller.clock().clone(), self.entropy.clone())
     }
@@ -107,7 +115,8 @@ impl ReadSession {
         lock(&self.corrupt).contains(&(stripe, node, file))
     }
 
-    /// Adds the damaged grains that a node lists of a file to those that came damaged: it may not have looked yet.
+    /// Adds the damaged grains that a node lists of a file to those that arrived damaged. The node
+    /// may not have verified the file yet, so its list does not replace them.
     pub(super) fn add_damaged(&self, file: BadFile, grains: &GrainSet) {
         let mut damaged = lock(&self.damaged);
         let has_room = damaged.contains_key(&file) || damaged.len() < MAX_BAD_FILES;
@@ -117,7 +126,7 @@ impl ReadSession {
         }
     }
 
-    /// Notes that a grain came damaged; `false` when no more can be remembered.
+    /// Records that a grain arrived damaged. Returns `false` if no more files can be remembered.
     pub(super) fn record_damaged_grain(&self, file: BadFile, grain: u64) -> bool {
         let mut damaged = lock(&self.damaged);
         let has_room = damaged.contains_key(&file) || damaged.len() < MAX_BAD_FILES;
@@ -131,7 +140,7 @@ impl ReadSession {
         lock(&self.damaged).get(&file).is_some_and(|grains| grains.contains(grain))
     }
 
-    /// The damaged grains of each file of a stripe.
+    /// Returns the damaged grains of each file of a stripe.
     pub(super) fn damage_of(&self, stripe: StripeId) -> DamageOf {
         let damaged = lock(&self.damaged);
         let from = (stripe, NodeId(0), FileName::Replica { block: 0 });
@@ -139,7 +148,7 @@ impl ReadSession {
         files.map(|(&(_, node, file), grains)| ((node, file), grains.clone())).collect()
     }
 
-    /// How many grains of a file are damaged.
+    /// Returns the number of damaged grains of a file.
     pub(super) fn damaged_count(&self, file: BadFile) -> usize {
         lock(&self.damaged).get(&file).map_or(0, GrainSet::len)
     }
@@ -148,7 +157,7 @@ impl ReadSession {
         lock(&self.replicas_dropping).contains(&stripe)
     }
 
-    /// What of `held` has not failed to be read.
+    /// Returns `held` without the files that could not be read.
     pub(super) fn readable(&self, stripe: StripeId, held: &HeldFiles) -> HeldFiles {
         let unreadable = lock(&self.unreadable);
         let is_good = |node, file| !unreadable.contains(&(stripe, node, file));
@@ -167,18 +176,19 @@ impl ReadSession {
         }
     }
 
-    /// The time for a grain that makes no source slow.
+    /// Returns the time for a grain up to which a source is not slow.
     pub(super) fn slow_threshold(&self) -> Duration {
         let mean = Duration::from_micros(self.grain_wait_us.load(Ordering::Relaxed));
         SLOW_PACE.max(mean * SLOW_FACTOR)
     }
 
-    /// A grain was waited for so long. One that is much later than the others hardly counts, or a slow source would excuse itself.
-    /// Approximate: two at once may count as one.
+    /// Records how long a grain was waited for. A wait far above the average counts only in part;
+    /// otherwise a slow source would raise its own limit. The average is approximate: two waits
+    /// recorded at once may count as one.
     pub(super) fn record_wait(&self, took: Duration) {
         let took = took.as_micros() as u64;
         let mean = match self.grain_wait_us.load(Ordering::Relaxed) {
-            // It is not known yet whether the first is one of the slow.
+            // The first source may be a slow one, which is not known yet.
             0 => took.min((SLOW_PACE / SLOW_FACTOR).as_micros() as u64),
             mean => {
                 let most = mean * u64::from(SLOW_FACTOR) + 1000;
@@ -188,7 +198,9 @@ impl ReadSession {
         self.grain_wait_us.store(mean, Ordering::Relaxed);
     }
 
-    pub(super) fn is_in_backoff(&self, node: NodeId) -> bool {
+    /// Returns whether `node` may be asked: its last timeout, if any, is longer ago than
+    /// [`UNREACHED_LIMIT`].
+    pub(super) fn may_be_asked(&self, node: NodeId) -> bool {
         let unreached = lock(&self.unreached);
         let now = self.caller.clock().now();
         unreached.get(&node).is_none_or(|since| now.saturating_sub(*since) > UNREACHED_LIMIT)

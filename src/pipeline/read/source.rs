@@ -1,5 +1,6 @@
-//! A file on a node as a source of a stripe: opened against what the record or receipt says it is, then read grain by grain, each
-//! verified by the file's own tree before anybody uses it.
+//! A file on a node as a source of a stripe. The file is opened and compared with the record or the
+//! receipt. Then it is read grain by grain, and each grain is verified by the file's own hash tree
+//! before it is used.
 
 use std::time::Duration;
 
@@ -20,43 +21,47 @@ use crate::net::{Address, NetError};
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{ReadFile, ReadFileAnswer, ReadSource};
 
-/// A source that gives nothing for so long, or has come to be so far behind the pace of the others
-/// ([`Reading::pace`](super::ReadSession::slow_threshold)), is passed over, for others that may do without it.
+/// How long a source may send nothing, and how far it may fall behind the pace of the others
+/// ([`ReadSession::slow_threshold`](super::ReadSession::slow_threshold)), before it is
+/// deprioritized in favour of others that may be enough.
 const SLOW_LIMIT: Duration = Duration::from_secs(1);
-/// The same for the answer to an open.
+/// The same limit for the answer to an open.
 const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);
-/// A source that gives nothing for so long, when it is tried again for want of others, is left out.
+/// How long a source may send nothing, when it was deprioritized and is needed all the same, before
+/// it is excluded.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
-/// The same for the answer to an open: a busy node may let a reader wait for memory.
+/// The same limit for the answer to an open. A busy node may let a reader wait for memory.
 const OPEN_LIMIT: Duration = Duration::from_secs(12);
 
-/// One open file, read grain by grain. A block past the shard's end has none, and is all zero.
+/// An open file, which is read grain by grain. A block past the shard's end has no file, and is all
+/// zero.
 pub(super) struct OpenFile {
     holding: RemoteFile,
-    /// Its node was passed over before: it is waited for as long as it has to be.
+    /// Whether the node was deprioritized before, so that the longer time limits apply.
     is_patient: bool,
-    /// How far it is behind the pace. `None`: it was known as slow when it was opened, and is needed all the same.
+    /// How far the source is behind the pace. `None` if its node was silent or slow before it was
+    /// opened, and is needed all the same.
     behind: Option<Duration>,
     open: Option<(Exchange, GrainProof)>,
 }
 
-/// What a grain of a file has to agree with.
+/// The reference that the grains of a file are verified against.
 enum GrainProof {
-    /// The hashes of the file, under the root that it must have.
+    /// The hash table of the file, under the root that the file must have.
     Table(GrainTree),
-    /// The fingerprints of the record: there is no table.
+    /// The fingerprints of the stripe's record, for a file without a hash table.
     Fingerprints,
 }
 
-/// Why a round of reading ended: a source is out, or it is over for good.
+/// The reason why a round of reading ended early.
 pub(super) enum RoundEnd {
-    /// A source is out.
+    /// A source failed and is excluded.
     Source {
         holding: RemoteFile,
         reason: String,
         fault: SourceFault,
     },
-    /// Sources are late; others come first from now on.
+    /// Sources are slow. Others come first from now on.
     Slow {
         holdings: Vec<RemoteFile>,
     },
@@ -68,14 +73,14 @@ pub(super) enum RoundEnd {
     Fatal(ReadError),
 }
 
-/// What is wrong with a source.
+/// The fault of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SourceFault {
-    /// Its node does not have it any more, or cannot read it.
+    /// The node no longer has the file, or cannot read it.
     Missing,
-    /// Its node does not answer.
+    /// The node does not answer.
     Unresponsive,
-    /// Its bytes are not what they should be.
+    /// The bytes are not what they should be.
     Corrupt,
 }
 
@@ -85,7 +90,8 @@ impl<E: Into<ReadError>> From<E> for RoundEnd {
     }
 }
 
-/// What all of them give, in order. A failure ends it at once; those that are slow are, and all together, when the others are done.
+/// Runs all `reads` at once. Returns their results in order. A failure ends all of them at once.
+/// Slow sources are returned together, when the other reads are done.
 pub(super) async fn open_all<T>(
     reads: impl IntoIterator<Item = impl Future<Output = Result<T, RoundEnd>>>,
 ) -> Result<Vec<T>, RoundEnd> {
@@ -107,7 +113,7 @@ pub(super) async fn open_all<T>(
 }
 
 impl StripeReader {
-    /// Data bytes of a source's file.
+    /// Returns the number of data bytes of a source's file.
     fn file_len(&self, source: RemoteFile) -> u64 {
         match source.file {
             FileName::Replica { block } => self.info.fixed.cut.block_len(block),
@@ -115,10 +121,12 @@ impl StripeReader {
         }
     }
 
-    /// Opens a source for what is left to read.
+    /// Opens a source for the grains that are left to read.
     ///
     /// # Errors
-    /// [`RoundEnd::Source`] when its node does not give it, or it is another file.
+    /// [`RoundEnd::Source`] if the node does not deliver the file, or delivers another one;
+    /// [`RoundEnd::Busy`] if the node is busy; [`RoundEnd::Slow`] if it does not answer in time and
+    /// was not slow before.
     pub(super) async fn open(
         &self,
         holding: RemoteFile,
@@ -140,7 +148,7 @@ impl StripeReader {
         let limit = if is_patient { OPEN_LIMIT } else { SLOW_OPEN_LIMIT };
         let opened = self.ask_for(&to, holding.file, holding.counts, span, limit).await;
         let opened = match opened {
-            // Its node has found damage since it was asked, or finds it now.
+            // The node has found damage since the probe, or finds it now.
             Ok(Err(error)) if error.kind() == ErrorKind::Corrupt && holding.counts => {
                 self.record_broken_file(&holding, &error.to_string());
                 self.ask_for(&to, holding.file, false, span, limit).await
@@ -173,7 +181,8 @@ impl StripeReader {
         Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, proof)) })
     }
 
-    /// Asks a node for a part of a file, `counts` or not. The bytes follow the answer.
+    /// Asks a node for a part of a file that `counts` as a copy, or of a damaged one. Returns the
+    /// exchange, on which the bytes follow, and the node's answer.
     async fn ask_for(
         &self,
         to: &Address,
@@ -201,7 +210,8 @@ impl StripeReader {
         deadline(clock, limit, work).await
     }
 
-    /// The table of an answer, if it is that of the file which is wanted; `None` when the file has none.
+    /// Returns the hash table of an answer, or `None` if the file has none. Returns an error if the
+    /// table belongs to another file than the one that is wanted.
     fn table(
         &self,
         holding: RemoteFile,
@@ -219,7 +229,8 @@ impl StripeReader {
         Ok(Some(tree))
     }
 
-    /// The table of another replica of the same block; without one the fingerprints have to do.
+    /// Returns the hash table of another replica of the same block, or the record's fingerprints if
+    /// there is none.
     async fn proof_without_table(
         &self,
         holding: RemoteFile,
@@ -243,7 +254,8 @@ impl StripeReader {
         GrainProof::Fingerprints
     }
 
-    /// Whether a grain of a file without a table is what the record's fingerprints say.
+    /// Returns whether a grain of a file without a hash table has the fingerprint that follows from
+    /// the record.
     fn is_as_saved(&self, file: FileName, grain: u64, bytes: &[u8]) -> bool {
         let fixed = &self.info.fixed;
         let expected = match (file, &self.way.coded) {
@@ -258,7 +270,8 @@ impl StripeReader {
         expected.is_some() && self.key.fingerprint(bytes).ok() == expected
     }
 
-    /// The next grain of a file, verified; empty past its end, `None` when it is damaged.
+    /// Reads and verifies the next grain of a file. Returns an empty grain past the end of the
+    /// file, and `None` if the grain is damaged.
     pub(super) async fn grain(
         &self,
         file: &mut OpenFile,
@@ -283,7 +296,8 @@ impl StripeReader {
         let took = clock.now() - began;
         self.reading.record_wait(took);
         if let Some(behind) = &mut file.behind {
-            // Only while it is waited for: a source is not slow because its reader is.
+            // Count only the time for which the source is waited for. A slow reader does not make
+            // its source slow.
             *behind = (*behind + took).saturating_sub(pace).min(SLOW_LIMIT);
         }
         let read = read.map_err(|late| match is_patient {
@@ -291,7 +305,7 @@ impl StripeReader {
             false => RoundEnd::Slow { holdings: vec![holding] },
         })?;
         let bytes = read.map_err(|error| match error {
-            // Its disk failed, and not its node.
+            // The node's disk failed, and not the node.
             NetError::Reset { .. } if error.kind() == ErrorKind::Io => {
                 stop("it cannot be read there".into(), SourceFault::Missing)
             }
@@ -307,7 +321,8 @@ impl StripeReader {
         Ok(is_good.then_some(bytes))
     }
 
-    /// One grain of each source, padded; `None` when one of them is damaged. The streams go on behind it.
+    /// Reads one grain of each source, padded to the length of the stripe's grain. Returns `None`
+    /// if one of the grains is damaged. The streams continue after this grain.
     pub(super) async fn grains(
         &self,
         files: &mut [OpenFile],

@@ -1,6 +1,7 @@
-//! What there is to read a stripe from: whole replicas of the wanted blocks, or pieces that span.
+//! The sources that a stripe can be read from: whole replicas of the wanted blocks, or pieces that
+//! span.
 //!
-//! Pure judgement of what the nodes say they hold; nothing is fetched here.
+//! This module evaluates the files that the nodes say they hold. It fetches nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -16,19 +17,19 @@ use crate::id::{Attempt, NodeId};
 use crate::pipeline::shard_records::StripeInfo;
 use crate::units::GRAIN_BYTES;
 
-/// Missing sources that an error names.
+/// Maximum number of missing sources that an error names.
 const MAX_MISSING: usize = 64;
 
 /// A file on a node that a stripe is read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct RemoteFile {
-    /// Who has it.
+    /// The node that holds the file.
     pub node: NodeId,
-    /// Which file.
+    /// The name of the file.
     pub file: FileName,
-    /// The BLAKE3 that it must have, if that is known.
+    /// The BLAKE3 hash that the file must have, if it is known.
     pub root: Option<[u8; 32]>,
-    /// Whether its node knows no damage of it.
+    /// Whether the file counts as a copy: its node knows of no damage to it.
     pub counts: bool,
 }
 
@@ -37,31 +38,32 @@ pub(super) struct RemoteFile {
 pub(super) struct Coded {
     pub code: Code,
     pub attempt: Attempt,
-    /// For each piece its holders, those that count first.
+    /// The holders of each piece, files that count first.
     pub pieces: BTreeMap<usize, Vec<RemoteFile>>,
 }
 
 /// The sources of a stripe.
 #[derive(Debug, Clone)]
 pub(super) struct SourceSet {
-    /// For each wanted block the holders of its replicas, those that count first.
+    /// The holders of the replicas of each wanted block, files that count first.
     pub replicas: BTreeMap<u8, Vec<RemoteFile>>,
     /// The pieces, if the stripe is archived.
     pub coded: Option<Coded>,
-    /// Whether it is decoded from pieces, but for single grains.
+    /// Whether the stripe is decoded from pieces. Single grains may come from replicas all the
+    /// same.
     pub by_pieces: bool,
 }
 
-/// Why a stripe cannot be read: what it needs, and what is missing.
+/// The reason why a stripe cannot be read: the sources that it needs, and those that are missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lost {
     /// The shard's name.
     pub shard: String,
     /// The stripe's number in it.
     pub stripe: u32,
-    /// What would do.
+    /// The sources that would be enough.
     pub needs: String,
-    /// What is not there, by node.
+    /// The missing sources, with their nodes.
     pub missing: Vec<String>,
 }
 
@@ -78,21 +80,23 @@ impl std::fmt::Display for Lost {
     }
 }
 
-/// What is wanted of a stripe, and what the records say of it.
+/// The part of a stripe that is wanted, and the contents of the stripe's records.
 pub(super) struct ReadRequest<'a> {
     pub root: &'a ShardRoot,
     pub info: &'a StripeInfo,
     pub state: StripeState,
     pub receipt: Option<&'a Receipt>,
     pub blocks: &'a [u8],
-    /// The grains of each block.
+    /// The wanted grains of each block.
     pub grains: Range<u64>,
-    /// Replicas that nodes list may be gone: what is archived is read by its pieces, if they span.
+    /// Whether replicas that nodes list may be gone. An archived stripe is then read from its
+    /// pieces, if they span.
     pub is_leaving: bool,
 }
 
 impl ReadRequest<'_> {
-    /// The way to read it with what the nodes hold, if every grain can be read but for those that are damaged.
+    /// Returns the sources among the files in `held` from which the stripe can be read. Returns
+    /// `None` if, given the known `damage`, a wanted grain is good in no source.
     pub(super) fn find_sources(
         &self,
         damage: &DamageOf,
@@ -121,7 +125,8 @@ impl ReadRequest<'_> {
             spans(&counts) || (!has_all(&any) && spans(&any))
         };
         let way = SourceSet { replicas, coded, by_pieces };
-        // One block may have replicas only and another one only pieces, and so may their grains.
+        // A block may have only replicas and another block only pieces. The same holds for single
+        // grains.
         let first = self.grains.start;
         let is_there = self.unreadable_at(&DamageOf::new(), &way, first).is_empty();
         let is_readable = |grain| self.unreadable_at(damage, &way, grain).is_empty();
@@ -133,13 +138,13 @@ impl ReadRequest<'_> {
         self.blocks.iter().map(|&block| block.into()).collect()
     }
 
-    /// The wanted grains that are damaged in any source.
+    /// Returns the wanted grains that are damaged in at least one source.
     fn damaged_grains(&self, damage: &DamageOf) -> BTreeSet<u64> {
         let all = damage.values().flat_map(GrainSet::iter);
         all.filter(|grain| self.grains.contains(grain)).collect()
     }
 
-    /// The wanted blocks whose grain of this number has no good source.
+    /// Returns the wanted blocks for which no source has grain `grain` good.
     fn unreadable_at(&self, damage: &DamageOf, way: &SourceSet, grain: u64) -> Vec<u8> {
         let is_good = |holding: &RemoteFile| {
             let damaged = damage.get(&(holding.node, holding.file));
@@ -157,7 +162,7 @@ impl ReadRequest<'_> {
         rest.into_iter().filter(|block| !is_coded(block)).collect()
     }
 
-    /// The replicas of each wanted block.
+    /// Returns the replicas of each wanted block.
     fn replicas(&self, held: &HeldFiles) -> BTreeMap<u8, Vec<RemoteFile>> {
         let of = |&block: &u8| (block, replicas_of(self.info, block, held));
         let mut replicas: BTreeMap<u8, Vec<RemoteFile>> = self.blocks.iter().map(of).collect();
@@ -165,14 +170,15 @@ impl ReadRequest<'_> {
         replicas
     }
 
-    /// The pieces of the attempt that counts.
+    /// Returns the pieces of the attempt in the stripe's state; `None` if the stripe is not
+    /// archived, or if its code is unknown and the replicas are enough.
     fn coded(&self, held: &HeldFiles) -> Result<Option<Coded>, ReadError> {
         let &ReadRequest { root, info, state, receipt, .. } = self;
         let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
         let unknown =
             || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
         let Some(code) = table::by_id(code) else {
-            // Replicas may do.
+            // Replicas may be enough.
             let whole = self.blocks.iter().all(|&block| {
                 info.fixed.cut.block_len(block) == 0 || !replicas_of(info, block, held).is_empty()
             });
@@ -185,15 +191,15 @@ impl ReadRequest<'_> {
         Ok(Some(Coded { code, attempt, pieces }))
     }
 
-    /// What it needs and what is missing, when there is no way.
+    /// Returns what the stripe needs and what is missing, for a stripe that cannot be read.
     pub(super) fn explain(&self, reading: &ReadSession, held: &HeldFiles) -> Lost {
         let &ReadRequest { root, info, state, receipt, blocks, .. } = self;
         let directory = &reading.directory;
         let (n, k) = (usize::from(root.n), usize::from(root.k));
         let gone = |node: NodeId, file| match held.contains_key(&node) {
             true if reading.is_corrupt(info.fixed.stripe, node, file) => "has a damaged copy",
-            true => "has it no more",
-            false => "is not reached",
+            true => "no longer has it",
+            false => "is unreachable",
         };
         let mut missing = Vec::new();
         let needs = match (state, receipt) {
@@ -259,8 +265,9 @@ impl ReadRequest<'_> {
     }
 }
 
-/// Puts first of each block's holders the one that is first for the fewest blocks so far: blocks are read at once, and two from one
-/// node take twice as long. Only those that count come first.
+/// For each block, moves to the front the holder that is first for the fewest blocks so far. Blocks
+/// are read at once, and two blocks from one node take twice as long. Only files that count are
+/// moved to the front.
 fn spread(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
     let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
     for holders in replicas.values_mut() {
@@ -274,7 +281,8 @@ fn spread(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
     }
 }
 
-/// Replicas of a block, those that count first, and spread: which holder comes first depends on the block.
+/// Returns the replicas of a block, files that count first. The first holder depends on the stripe
+/// and the block, so that the load is spread.
 fn replicas_of(info: &StripeInfo, block: u8, held: &HeldFiles) -> Vec<RemoteFile> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
     let (file, expected) = (FileName::Replica { block }, (expected.len_bytes, expected.root));
@@ -309,11 +317,13 @@ fn pieces_of(
             let found_root = found.content.map(|(_, root)| root);
             let (piece, root) = match found.file {
                 FileName::Piece { piece, attempt: of } if of == attempt => {
-                    // With a receipt a piece is what the receipt says; without one the decoded bytes decide.
+                    // With a receipt, a piece must have the root in the receipt. Without one, the
+                    // decoded bytes decide.
                     let proven = receipt.and_then(|receipt| receipt.pieces.get(usize::from(piece)));
                     (usize::from(piece), proven.map(|proven| proven.root).or(found_root))
                 }
-                // In the classical code a replica is the systematic piece of the same number.
+                // In the classical code, a replica is the systematic piece with the number of its
+                // block.
                 FileName::Replica { block } if matches!(code, Code::Rs(_)) => {
                     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else {
                         continue;
@@ -329,7 +339,8 @@ fn pieces_of(
         }
     }
     if matches!(code, Code::Rs(_)) {
-        // A block past the shard's end has no file anywhere, and is known all the same: all zero.
+        // A block past the shard's end has no file on any node. Its content is known: it is all
+        // zero.
         for block in (0..info.fixed.cut.k).filter(|&block| info.fixed.cut.block_len(block) == 0) {
             if let Some(&node) = held.keys().next() {
                 let file = FileName::Replica { block };
@@ -376,7 +387,7 @@ mod tests {
             let firsts: std::collections::BTreeSet<NodeId> =
                 replicas.values().map(|holders| holders[0].node).collect();
             assert_eq!(firsts.len(), k, "({n},{k})");
-            assert!(replicas.values().map(Vec::len).eq(before), "nobody is left out");
+            assert!(replicas.values().map(Vec::len).eq(before), "no holder is left out");
         }
     }
 

@@ -1,4 +1,5 @@
-//! The state of a stripe as its nodes tell it, for whoever reads without a catalogue (docs/semantics.md, 6).
+//! The state of a stripe as its nodes report it, for readers without a catalogue
+//! (docs/semantics.md, 6).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,12 +12,16 @@ use crate::format::records::{ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::pipeline::shard_records;
 
-/// Attempts whose receipts are asked for, those with the most pieces first.
+/// Maximum number of attempts whose receipts are asked for. The attempts with the most pieces come
+/// first.
 const ATTEMPTS_ASKED: usize = 4;
 
-/// How stripe `index` of a committed shard can be read: by the replicas when all are there, otherwise by the attempt of which the most
-/// pieces are there and a node has the receipt. A receipt exists only when all n pieces were proven, so it does not matter whether the
-/// catalogue had come to know of it. Nodes that are silent are asked too when `is_patient`.
+/// Returns the state in which stripe `index` of a committed shard can be read: `Replicated` if
+/// there is a replica of every block, otherwise the archived state of the attempt that has the most
+/// pieces and a receipt on some node. Returns `Replicated` if no receipt is found either.
+///
+/// A receipt exists only when all n pieces were proven, so it does not matter whether the catalogue
+/// had recorded that. If `is_patient` is set, silent nodes are asked too.
 pub async fn find_stripe_state(
     reading: &Arc<ReadSession>,
     root: &ShardRoot,
@@ -33,10 +38,11 @@ pub async fn find_stripe_state(
         .collect();
     let limit = if is_patient { LONG_PROBE_LIMIT } else { PROBE_LIMIT };
     let mut held = HeldFiles::new();
-    // Lists of replicas that are going are no evidence: then a receipt comes first.
+    // While replicas are being dropped, nodes may list replicas that are gone. Look for a receipt
+    // first then.
     let is_leaving = reading.is_dropping(stripe);
     let is_whole = |held: &HeldFiles| {
-        // Replicas that are known to be damaged say nothing against pieces.
+        // Replicas with known damage are no reason to read without the pieces.
         let damage = reading.damage_of(stripe);
         !is_leaving && blocks.is_subset(&replicas(held, &damage))
     };
@@ -47,7 +53,7 @@ pub async fn find_stripe_state(
     }
     for files in [WantedFiles::Counting, WantedFiles::Sources] {
         if files == WantedFiles::Sources {
-            // Those that are left may be damaged, all or some.
+            // Some or all of the remaining files may be damaged, so list damaged files too.
             probe_nodes(reading, (stripe, files), &nodes, limit, &mut held, |_| false).await;
         }
         let mut attempts: Vec<(Attempt, BTreeSet<u8>)> = pieces(&held).into_iter().collect();

@@ -1,4 +1,4 @@
-//! Saving from the client's side: blocks and records go to their holders.
+//! The client's side of a save: sends blocks and records to their holders.
 
 mod stripe;
 

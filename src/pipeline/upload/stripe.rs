@@ -1,5 +1,6 @@
-//! Saving one stripe from the client's side: each block goes to its first holder, which forwards it to the second;
-//! the client hashes and fingerprints what it reads from its source, and both holders must agree (docs/semantics.md, 3.2).
+//! The client's side of saving one stripe. Each block is sent to its first holder, which forwards
+//! it to the second. The client hashes and fingerprints the bytes that it reads from its source,
+//! and both holders must agree (docs/semantics.md, 3.2).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -30,34 +31,37 @@ use crate::wire::calls::{
 use crate::wire::{RemoteError, message_to_bytes};
 use crate::workers::{WorkerDied, Workers};
 
-/// Bytes read from the source, and sent, at a time.
+/// Number of bytes that are read from the source, and sent, at a time.
 const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
-/// Blocks of one stripe under way at once.
+/// Maximum number of blocks of one stripe that are sent at once.
 const BLOCKS_AT_ONCE: usize = 6;
-/// A holder that takes or answers nothing for so long has failed.
+/// How long a holder may take or answer nothing before it counts as failed.
 const STALL_LIMIT: Duration = Duration::from_secs(20);
-/// Wait before holders that refused are asked once more.
+/// Wait before holders that refused are asked again.
 const BUSY_WAIT: Duration = Duration::from_secs(1);
-/// How often in a row holders are waited for that have no memory free.
+/// Maximum number of consecutive retries while a holder reports that it is out of memory.
 const BUSY_ROUNDS: usize = 30;
-/// Rounds of replacing holders that failed.
+/// Maximum number of rounds in which failed holders are replaced.
 const ROUNDS: usize = 3;
 
-/// Where a shard's bytes come from. Blocking; read more than once when a holder fails.
+/// A source of a shard's bytes. The methods may block. Bytes are read more than once if a holder
+/// fails.
 pub trait ShardSource: Send + Sync + 'static {
-    /// Length in bytes.
+    /// Returns the length in bytes.
     fn len_bytes(&self) -> u64;
 
-    /// Fills `out` from `offset` on.
+    /// Fills `out` with the bytes from `offset` on.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()>;
 
-    /// Returns `len` bytes from `offset` on as they lie in memory, when the source has them there in one piece: they are hashed and sent
-    /// without a copy. The memory must not change before the save has ended, because a block whose holder fails is read again.
+    /// Returns the `len` bytes from `offset` on, if the source has them in memory in one piece.
+    /// They are then hashed and sent without a copy. The memory must not change before the save has
+    /// ended, because a block whose holder fails is read again.
     fn bytes_at(&self, _offset: u64, _len: usize) -> Option<Bytes> {
         None
     }
 
-    /// Whether it is what it was when it was opened, as far as it can tell; asked when all of it has been read.
+    /// Returns whether the source is the same as when it was opened, as far as it can tell. The
+    /// caller asks after it has read all of the source.
     fn is_unchanged(&self) -> io::Result<bool> {
         Ok(true)
     }
@@ -81,37 +85,37 @@ impl ShardSource for Bytes {
     }
 }
 
-/// A stripe was not saved.
+/// The error of a stripe that was not saved.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
-    /// The source failed.
+    /// Reading from the source failed.
     #[error("reading shard {shard} at byte {offset}: {source}")]
     ShardSource {
         /// The shard's name.
         shard: String,
-        /// Where.
+        /// The byte offset in the shard.
         offset: u64,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The source gave other bytes the second time.
-    #[error("shard {shard} changed while it was being saved: save it when nobody writes to it")]
+    /// The source returned different bytes when it was read again.
+    #[error("shard {shard} changed while it was being saved: save it when no process writes to it")]
     Changed {
         /// The shard's name.
         shard: String,
     },
-    /// Holders failed and no others are left.
+    /// Holders failed, and no other nodes are left.
     #[error("stripe {stripe}: {failed} failed and no spare node is live: {reason}")]
     NoHolders {
         /// The stripe.
         stripe: StripeId,
-        /// Which nodes.
+        /// The nodes that failed, in words.
         failed: String,
-        /// The last failure.
+        /// The reason of the failure.
         reason: String,
     },
-    /// A holder refused for a reason that another holder would have too.
+    /// A holder refused for a reason that applies to every holder.
     #[error(transparent)]
     Refused(CallError),
     /// A record is too long.
@@ -126,7 +130,7 @@ pub enum SaveError {
 }
 
 impl SaveError {
-    /// What kind of failure this is.
+    /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
             SaveError::ShardSource { .. } => ErrorKind::Io,
@@ -139,7 +143,8 @@ impl SaveError {
     }
 }
 
-/// The nodes that failed while a save wrote to them: its other stripes and shards do without them where they can.
+/// The nodes that failed while a save wrote to them. The other stripes and shards of the save avoid
+/// these nodes where they can.
 #[derive(Debug, Default)]
 pub struct FailedNodes(Mutex<BTreeMap<NodeId, bool>>);
 
@@ -147,7 +152,7 @@ impl FailedNodes {
     fn note(&self, failed: &NodeFailure) {
         let refused = failed.has_refused();
         let mut nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that was silent once may be gone, whatever it said before.
+        // A node that was silent once may be gone, even if it refused before.
         *nodes.entry(failed.node).or_insert(true) &= refused;
     }
 
@@ -155,7 +160,8 @@ impl FailedNodes {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&node)
     }
 
-    /// Those that live and said that they cannot take blocks, as one does whose disk is full: they do not count for a new save.
+    /// Returns the nodes that are alive and said that they cannot take blocks, for example because
+    /// their disk is full. A new save does not count on them.
     pub fn refused(&self) -> Vec<NodeId> {
         let nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         nodes.iter().filter(|(_, refused)| **refused).map(|(node, _)| *node).collect()
@@ -168,11 +174,11 @@ impl FailedNodes {
     }
 }
 
-/// What all stripes of a shard share.
+/// The uploader of a shard's stripes: the state that all of them share.
 pub struct StripeUploader {
-    /// Calls to nodes.
+    /// The client for calls to nodes.
     pub caller: Arc<Caller>,
-    /// Reading and hashing.
+    /// The workers that read and hash.
     pub workers: Workers,
     /// The nodes.
     pub directory: Directory,
@@ -182,31 +188,32 @@ pub struct StripeUploader {
     pub name: String,
     /// The shard's fingerprint key.
     pub key: Arc<FingerprintKey>,
-    /// The same as it stands in the record.
+    /// The bytes of this key, as in the shard's record.
     pub key_bytes: [u8; 32],
     /// The save's generation.
     pub generation: Generation,
-    /// Which positions hold which blocks.
+    /// The layout of the stripes.
     pub layout: Layout,
-    /// What the whole save knows of nodes that failed.
+    /// The nodes that failed in any part of the save.
     pub failures: Arc<FailedNodes>,
-    /// Told how many bytes are durable, as blocks complete.
+    /// Called with the length in bytes of each block that has become durable.
     pub progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
-/// Which holder of a block failed, and why.
+/// A holder of a block that failed, and its error.
 struct NodeFailure {
     node: NodeId,
     error: CallError,
 }
 
 impl NodeFailure {
-    /// The holder said that it cannot.
+    /// Returns whether the holder said that it cannot take the block.
     fn has_refused(&self) -> bool {
         !self.error.is_unanswered() && self.error.kind() == ErrorKind::Unavailable
     }
 
-    /// The holder answered, and not for another holder that it could not reach.
+    /// Returns whether the holder answered for itself, and not for another holder that it could not
+    /// reach.
     fn is_answered(&self) -> bool {
         !self.error.is_unanswered()
             && !matches!(self.error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout)
@@ -225,7 +232,8 @@ impl<E: Into<SaveError>> From<E> for BlockError {
 }
 
 impl StripeUploader {
-    /// Saves one stripe; `places` are changed where a holder had to be replaced by one of `spares`.
+    /// Saves one stripe. Where a holder fails, puts one of `spares` in its place in `places`.
+    /// Returns the fixed part of the stripe's record.
     pub async fn upload_stripe(
         &self,
         stripe: StripeId,
@@ -275,7 +283,7 @@ impl StripeUploader {
                 let blocks = blocks.into_iter().flatten().collect();
                 return Ok(StripeFixed { stripe, cut, blocks });
             }
-            // A holder that others keep busy is no reason to look for another one.
+            // A holder that is busy with other work need not be replaced.
             if busy_rounds < BUSY_ROUNDS {
                 failures.retain(|failed| failed.error.kind() != ErrorKind::Busy);
             }
@@ -301,7 +309,8 @@ impl StripeUploader {
         })
     }
 
-    /// Before the first byte: spares in the places of nodes that failed other stripes, which become the last spares.
+    /// Puts spares in the places of nodes that failed in other stripes, before the first byte is
+    /// sent. The replaced nodes become the last spares.
     fn avoid(&self, places: &mut [NodeId], spares: &mut Spares) {
         let failed = |node| self.failures.has(node);
         for position in 0..places.len() {
@@ -314,7 +323,8 @@ impl StripeUploader {
         }
     }
 
-    /// Puts a spare in the place of each node that failed; answers with the blocks of its position, which are sent again.
+    /// Puts a spare in the place of each node that failed. Returns the blocks of the changed
+    /// positions, which have to be sent again.
     fn replace(
         &self,
         stripe: StripeId,
@@ -337,14 +347,15 @@ impl StripeUploader {
                     failures.first().map(|failed| failed.error.to_string()).unwrap_or_default();
                 return Err(SaveError::NoHolders { stripe, failed: names.join(", "), reason });
             };
-            tracing::warn!(%stripe, failed = self.directory.name(places[position]), spare = self.directory.name(spare), "a holder is replaced");
+            tracing::warn!(%stripe, failed = self.directory.name(places[position]), spare = self.directory.name(spare), "a failed holder is replaced by a spare");
             places[position] = spare;
             again.extend(self.layout.blocks_at(position));
         }
         Ok(again)
     }
 
-    /// Sends one block to its two holders and waits until it is durable on both.
+    /// Sends one block to its two holders and waits until it is durable on both. Returns the
+    /// block's length, root and fingerprints.
     async fn upload_block(
         &self,
         stripe: StripeId,
@@ -374,7 +385,8 @@ impl StripeUploader {
         };
         let to = address(&first);
         let failed = |node: NodeId, error: CallError| {
-            // A refusal would be the same elsewhere; silence, damage or shortage need not be.
+            // Every other holder would refuse in the same way. Silence, damage or shortage may
+            // affect this holder only.
             let fatal =
                 matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Denied | ErrorKind::Invalid);
             if fatal && !error.is_unanswered() {
@@ -396,7 +408,7 @@ impl StripeUploader {
         }
         let start = cut.offset_bytes + cut.block_offset(block);
         let (info, refused) = self.send_block(&mut exchange, start, len_bytes).await?;
-        // When sending was refused the answer, if there is one, says why.
+        // If sending failed, the answer names the reason, if there is an answer.
         let answer = deadline(clock, STALL_LIMIT, exchange.answer::<PutBlockAnswer>()).await;
         let answer = match (answer.map_err(late).and_then(|answer| answer), refused) {
             (Err(error), Some(refused)) if error.is_unanswered() => Err(refused),
@@ -405,7 +417,7 @@ impl StripeUploader {
         match answer.map_err(holder)?.forwarded {
             Some(Ok(())) => Ok(info),
             Some(Err(message)) => {
-                // Whether it refused or is gone the first holder does not say.
+                // The first holder does not say whether the second one refused or is gone.
                 let error = CallError::Failed(RemoteError { kind: ErrorKind::Timeout, message });
                 Err(BlockError::Holder(NodeFailure { node: holders.1, error }))
             }
@@ -417,7 +429,8 @@ impl StripeUploader {
         }
     }
 
-    /// Reads, hashes and sends a block and its trailer. A failure to send is returned beside what was hashed.
+    /// Reads, hashes and sends a block and its trailer. Returns the block's length, root and
+    /// fingerprints, and the error if sending failed.
     async fn send_block(
         &self,
         exchange: &mut Exchange,
@@ -507,7 +520,10 @@ impl StripeUploader {
         self.workers.run(job).await?
     }
 
-    /// Makes the stripe's record durable on its nodes: all that can be reached, and at least n-k+1 of them.
+    /// Makes the stripe's record durable on all of its nodes that can be reached.
+    ///
+    /// # Errors
+    /// [`SaveError::NoHolders`] if fewer than n-k+1 nodes have the record.
     pub async fn put_stripe_record(
         &self,
         fixed: &StripeFixed,

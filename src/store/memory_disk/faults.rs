@@ -1,4 +1,4 @@
-//! What goes wrong with a disk in memory: by order, counted in operations and syncs, or at once.
+//! Injected faults of the memory disk: at a given operation or sync, or at once.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -8,7 +8,7 @@ use super::images::TreeNode;
 use super::{MemoryDisk, hold, wrong};
 use crate::store::disk::DiskError;
 
-/// What goes wrong, counted in operations and syncs since the disk was made.
+/// The faults to inject, by the number of the operation or sync since the disk was made.
 #[derive(Default)]
 pub(super) struct Faults {
     operations: u64,
@@ -19,10 +19,11 @@ pub(super) struct Faults {
     spoil_sync_at: Option<u64>,
 }
 
-/// Asked before each call, and told whether it changes anything; `false` refuses the call.
+/// A callback that runs before each call. Its argument says whether the call changes anything; it
+/// returns `false` to refuse the call.
 pub(super) type Guard = Arc<dyn Fn(bool) -> bool + Send + Sync>;
 
-/// What kind of call it is.
+/// The effect of a call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Effect {
     Read,
@@ -30,7 +31,7 @@ pub(super) enum Effect {
     Sync,
 }
 
-/// What becomes of a call that reports success.
+/// The actual result of a call that reports success.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
     Done,
@@ -39,54 +40,60 @@ pub(super) enum Outcome {
 }
 
 impl MemoryDisk {
-    /// From the operation after the next `operations` on, nothing works any more: the power is off.
-    /// Operations are everything but reads.
+    /// Makes every call fail after the next `operations` operations, as if the power were off.
+    /// Operations are all calls except reads.
     pub fn stop_after(&self, operations: u64) {
         let mut faults = hold(&self.shared.faults);
         faults.stop_at = Some(faults.operations + operations);
     }
 
-    /// The operation after the next `operations` fails, once, and has no effect.
+    /// Makes the operation after the next `operations` fail once, without effect.
     pub fn fail_after(&self, operations: u64) {
         let mut faults = hold(&self.shared.faults);
         faults.fail_at = Some(faults.operations + operations);
     }
 
-    /// The sync after the next `syncs` (of files and folders) reports success and does nothing, once.
+    /// Makes the sync after the next `syncs` (of files and folders) report success once without
+    /// doing anything.
     pub fn skip_sync_after(&self, syncs: u64) {
         let mut faults = hold(&self.shared.faults);
         faults.skip_sync_at = Some(faults.syncs + syncs);
     }
 
-    /// The sync after the next `syncs` spoils one bit on the medium, if it is one of a file; the page cache
-    /// still has the right one.
+    /// Makes the sync after the next `syncs` flip one bit on the medium, if it is the sync of a
+    /// file. The page cache keeps the right bit.
     pub fn spoil_sync_after(&self, syncs: u64) {
         let mut faults = hold(&self.shared.faults);
         faults.spoil_sync_at = Some(faults.syncs + syncs);
     }
 
-    /// From now on `guard` is asked before each call (`true`: the call changes something) and may refuse it.
+    /// Runs `guard` before each later call (with `true` if the call changes something). The guard
+    /// may refuse the call.
     pub fn set_guard(&self, guard: impl Fn(bool) -> bool + Send + Sync + 'static) {
         *hold(&self.shared.guard) = Some(Arc::new(guard));
     }
 
-    /// How many operations and how many syncs there were.
+    /// Returns the number of operations and the number of syncs so far.
     pub fn operations(&self) -> (u64, u64) {
         let faults = hold(&self.shared.faults);
         (faults.operations, faults.syncs)
     }
 
-    /// Flips one bit of a file, in both images. Errors when there is no such bit.
+    /// Flips one bit of a file in both images.
+    ///
+    /// # Errors
+    /// [`DiskError::Short`] if the file has no such bit.
     pub fn flip_bit(&self, path: &str, bit: u64) -> Result<(), DiskError> {
         self.with_file(path, |file| file.seen.flip(bit) | file.durable.flip(bit), bit / 8 + 1)
     }
 
-    /// Flips one bit on the medium only: the page cache still has the right one.
+    /// Flips one bit on the medium only; the page cache keeps the right bit.
     pub fn flip_bit_on_medium(&self, path: &str, bit: u64) -> Result<(), DiskError> {
         self.with_file(path, |file| file.durable.flip(bit), bit / 8 + 1)
     }
 
-    /// Makes the sector that has a byte of a file unreadable, in both images: reads that touch it fail.
+    /// Makes the sector that holds byte `byte` of a file unreadable in both images: reads that
+    /// touch it fail.
     pub fn fail_sector(&self, path: &str, byte: u64) -> Result<(), DiskError> {
         let sector = byte / SECTOR as u64;
         self.with_file(
@@ -96,7 +103,7 @@ impl MemoryDisk {
         )
     }
 
-    /// Cuts a file to `len_bytes`, or extends it with zeros, in both images.
+    /// Truncates a file to `len_bytes`, or extends it with zeros, in both images.
     pub fn truncate(&self, path: &str, len_bytes: u64) -> Result<(), DiskError> {
         let (before, after) = self.with_file_state(path, |file| {
             let before = file.space();
@@ -131,7 +138,7 @@ impl MemoryDisk {
         }
     }
 
-    /// Counts an operation and applies the faults.
+    /// Counts an operation and applies the faults. Returns the outcome to simulate.
     pub(super) fn begin(&self, path: &str, effect: Effect) -> Result<Outcome, DiskError> {
         let guard = hold(&self.shared.guard).clone();
         if guard.is_some_and(|guard| !guard(effect != Effect::Read)) {

@@ -1,4 +1,5 @@
-//! The bytes of a file in memory: what is seen, and what a power cut would leave.
+//! The bytes of a file in memory: the bytes that processes see, and the bytes that a power cut
+//! would leave.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -6,12 +7,12 @@ use std::sync::Arc;
 use crate::entropy::{Entropy, SeededEntropy};
 
 const PAGE: usize = 4096;
-/// What a medium writes whole or not at all.
+/// The unit that a medium writes atomically, in bytes.
 pub(super) const SECTOR: usize = 512;
 
 type Page = [u8; PAGE];
 
-/// Bytes in pages that are shared until one side writes, so that images are cheap to keep.
+/// File contents in copy-on-write pages, so that images are cheap to keep.
 #[derive(Clone, Default)]
 pub(super) struct Contents {
     pages: Vec<Arc<Page>>,
@@ -19,7 +20,7 @@ pub(super) struct Contents {
 }
 
 impl Contents {
-    /// Cuts, or extends with zeros.
+    /// Truncates, or extends with zeros.
     pub(super) fn set_len(&mut self, len: u64) {
         self.pages.resize_with(len.div_ceil(PAGE as u64) as usize, || Arc::new([0; PAGE]));
         let used = (len % PAGE as u64) as usize;
@@ -32,7 +33,7 @@ impl Contents {
         self.len = len;
     }
 
-    /// Writes, and says which pages changed.
+    /// Writes `bytes` at `offset`. Returns the range of pages that changed.
     pub(super) fn write(&mut self, bytes: &[u8], offset: u64) -> std::ops::Range<usize> {
         let end = offset + bytes.len() as u64;
         if end > self.len {
@@ -49,7 +50,7 @@ impl Contents {
         first..page
     }
 
-    /// Fills `buf`; `false` when the content ends before.
+    /// Fills `buf` from `offset`. Returns `false` if the contents end before the end of the range.
     pub(super) fn read(&self, buf: &mut [u8], offset: u64) -> bool {
         if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.len) {
             return false;
@@ -64,7 +65,7 @@ impl Contents {
         true
     }
 
-    /// Flips a bit; `false` when there is no such bit.
+    /// Flips a bit. Returns `false` if there is no such bit.
     pub(super) fn flip(&mut self, bit: u64) -> bool {
         let byte = bit / 8;
         if byte >= self.len {
@@ -76,25 +77,26 @@ impl Contents {
     }
 }
 
-/// A file: what is seen, what is durable, and which pages differ because they were written since.
+/// A file: its visible and its durable contents, and the pages that were written since the last
+/// sync.
 #[derive(Default)]
 pub(super) struct FileState {
     pub(super) seen: Contents,
     pub(super) durable: Contents,
     dirty: BTreeSet<usize>,
     pub(super) reserved: u64,
-    /// Sectors that cannot be read.
+    /// Numbers of the unreadable sectors.
     pub(super) unreadable: BTreeSet<u64>,
 }
 
 impl FileState {
-    /// Whether one of the sectors of a range cannot be read.
+    /// Returns whether the range touches an unreadable sector.
     pub(super) fn is_unreadable(&self, offset: u64, len: u64) -> bool {
         let end = offset.saturating_add(len).div_ceil(SECTOR as u64);
         self.unreadable.range(offset / SECTOR as u64..end).next().is_some()
     }
 
-    /// A file of which everything is durable.
+    /// Returns a file whose contents are all durable.
     pub(super) fn synced(contents: Contents) -> Self {
         Self { seen: contents.clone(), durable: contents, ..Self::default() }
     }
@@ -103,14 +105,15 @@ impl FileState {
         self.dirty.extend(self.seen.write(bytes, offset));
     }
 
-    /// Cuts or extends both images.
+    /// Truncates or extends both images.
     pub(super) fn set_len(&mut self, len: u64) {
         self.seen.set_len(len);
         self.durable.set_len(len);
         self.dirty.retain(|page| *page < self.seen.pages.len());
     }
 
-    /// As [`sync`](Self::sync), but the first byte of the first page written arrives with a flipped bit.
+    /// Syncs like [`sync`](Self::sync), but flips a bit in the first byte of the first written page
+    /// on the medium.
     pub(super) fn sync_spoilt(&mut self) {
         let first = self.dirty.first().copied();
         self.sync();
@@ -119,7 +122,7 @@ impl FileState {
         }
     }
 
-    /// What was written becomes durable.
+    /// Makes the written bytes durable.
     pub(super) fn sync(&mut self) {
         self.durable.set_len(self.seen.len);
         for page in std::mem::take(&mut self.dirty) {
@@ -131,12 +134,13 @@ impl FileState {
         }
     }
 
-    /// What it takes of the disk.
+    /// Returns the disk space that the file takes, in bytes.
     pub(super) fn space(&self) -> u64 {
         self.seen.len.max(self.reserved)
     }
 
-    /// Any of the states that a power cut may leave: each sector and the length old or new.
+    /// Returns one of the states that a power cut may leave: each written sector and the length are
+    /// old or new, as `coin` decides.
     pub(super) fn torn(&self, coin: &SeededEntropy) -> Contents {
         let mut out = self.durable.clone();
         out.set_len(if coin.below(2) == 0 { self.durable.len } else { self.seen.len });
@@ -148,7 +152,7 @@ impl FileState {
                 to.copy_from_slice(from);
             }
         }
-        out.set_len(out.len); // clears what new sectors brought past the old length
+        out.set_len(out.len); // clears the bytes of new sectors past the old length
         out
     }
 }

@@ -1,4 +1,4 @@
-//! The two images of a disk in memory, and what a power cut makes of them.
+//! The visible and the durable image of a disk in memory, and the effect of a power cut on them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use crate::entropy::{Entropy, SeededEntropy};
 pub(super) struct FileNode {
     pub(super) state: Mutex<FileState>,
     pub(super) used: Arc<AtomicU64>,
-    /// No other file has it, and it is kept over crashes.
+    /// A number that is unique to the file and kept across crashes.
     pub(super) number: u64,
 }
 
@@ -38,25 +38,25 @@ impl TreeNode {
     }
 }
 
-/// A folder: the names that are seen and the ones that are durable.
+/// A folder: its visible and its durable names.
 #[derive(Default)]
 pub(super) struct DirState {
     pub(super) seen: BTreeMap<String, TreeNode>,
     pub(super) durable: BTreeMap<String, TreeNode>,
 }
 
-/// What a power cut leaves.
+/// The part of the contents that a power cut leaves.
 #[derive(Clone, Copy)]
 pub(super) enum Leftover<'a> {
-    /// What was synced.
+    /// Everything that was synced.
     Synced,
-    /// That, and of the rest what the coin says.
+    /// Everything that was synced, and the unsynced changes that the coin selects.
     Torn(&'a SeededEntropy),
-    /// All that was seen.
+    /// Everything that was visible.
     All,
 }
 
-/// What a power cut leaves of a folder and all below it.
+/// Returns the state in which a power cut leaves a folder and everything below it.
 pub(super) fn image_of_dir(
     dir: &Mutex<DirState>,
     left: Leftover<'_>,
@@ -101,7 +101,7 @@ pub(super) fn image_of_dir(
     Arc::new(Mutex::new(DirState { durable: seen.clone(), seen }))
 }
 
-/// Makes a folder and all below it durable as they are seen.
+/// Makes the visible state of a folder and everything below it durable.
 pub(super) fn sync_tree(dir: &Mutex<DirState>) {
     let mut dir = hold(dir);
     for node in dir.seen.values() {

@@ -1,4 +1,5 @@
-//! From the segments of a step to its shards: the tables of the ranks become one, extents are hashed, and the whole is cut into shards.
+//! From the segments of a step to its shards: the tables of the ranks are merged, the extents are
+//! hashed, and the step is cut into shards.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,25 +22,25 @@ use crate::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, SegmentError, re
 use crate::units::MIB;
 use crate::workers::{WorkerDied, Workers};
 
-/// Extents are hashed in groups of about so many bytes, one group a job.
+/// Length of a group of extents that one worker job hashes, approximately.
 const HASH_GROUP_BYTES: u64 = 32 * MIB;
-/// Groups hashed at once.
+/// Maximum number of groups that are hashed at once.
 const HASHES_AT_ONCE: usize = 4;
-/// A data shard has at most so many stripes, unless one extent is longer.
+/// Maximum number of stripes of a data shard, unless a single extent is longer.
 pub const MAX_SHARD_STRIPES: u64 = 256;
 
-/// Why the segments of a step make no checkpoint.
+/// The reason why the segments of a step do not form a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum AssembleError {
-    /// A segment does not count.
+    /// A segment cannot be used.
     #[error("rank {rank}: {source}")]
     Segment {
         /// The rank.
         rank: u32,
-        /// Why.
+        /// The cause.
         source: SegmentError,
     },
-    /// A segment is of another step, launch or rank than it should be.
+    /// A segment belongs to another step, launch or rank than expected.
     #[error("the segment of rank {rank} says that it is rank {found} of another step or launch")]
     Stranger {
         /// The rank.
@@ -47,21 +48,22 @@ pub enum AssembleError {
         /// The rank in its header.
         found: u32,
     },
-    /// The tables do not go together.
+    /// The tables contradict each other, or do not cover every tensor.
     #[error("{source}{ranks}")]
     Table {
-        /// Which ranks, or nothing.
+        /// The ranks that are concerned, as the end of a sentence; may be empty.
         ranks: String,
-        /// Why.
+        /// The cause.
         source: Box<TableError>,
     },
-    /// A worker died.
+    /// A worker thread died.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }
 
 impl AssembleError {
-    /// Returns the kind of the failure. `Invalid` and `Corrupt` mean that the step is at fault; trying again does not help.
+    /// Returns the kind of the error. `Invalid` and `Corrupt` mean that the step is at fault; a
+    /// retry does not help.
     pub fn kind(&self) -> ErrorKind {
         use std::io::ErrorKind::{NotFound, UnexpectedEof};
         match self {
@@ -82,30 +84,30 @@ impl AssembleError {
 pub struct RankPart {
     /// The segment.
     pub segment: SegmentId,
-    /// Its length.
+    /// Length of the segment, in bytes.
     pub segment_bytes: u64,
-    /// Where the rank's extents begin.
+    /// Offset of the rank's extents in the assembled step, in bytes.
     pub base: u64,
-    /// Their length.
+    /// Length of the rank's extents, in bytes.
     pub data_bytes: u64,
     /// The filling that the segment holds.
     pub fill: FillId,
 }
 
-/// A step in memory, as one run of bytes with one table.
+/// A step in memory, as one range of bytes with one table.
 #[derive(Debug, Clone)]
 pub struct Assembled {
     /// The filling.
     pub fill: FillId,
-    /// The extents of all ranks, one rank behind the other.
+    /// The extents of all ranks, in the order of the ranks.
     pub bytes: Pieces,
-    /// Their table. Has no hashes before [`hash`].
+    /// The merged table, which has no hashes until those of [`hash`] are added.
     pub table: Table,
-    /// The ranks.
+    /// The part of each rank.
     pub parts: Vec<RankPart>,
 }
 
-/// Where the parts of a step lie, as a reader is told.
+/// Returns the parts of a step as the protocol describes them to readers.
 pub fn parts_of(parts: &[RankPart]) -> Vec<Part> {
     let part = |rank: &RankPart| Part {
         shard: 0,
@@ -118,7 +120,8 @@ pub fn parts_of(parts: &[RankPart]) -> Vec<Part> {
     parts.iter().map(part).collect()
 }
 
-/// Maps the segments of a step and merges their tables. `segments` has for each rank its segment, a share in it, and its length.
+/// Maps the segments of a step and merges their tables. `segments` has for each rank the segment, a
+/// share in it, and its length in bytes.
 pub fn assemble(
     folder: &Folder,
     key: &StepKey,
@@ -167,7 +170,8 @@ pub fn assemble(
     Ok(Assembled { fill: key.fill, bytes, table, parts })
 }
 
-/// Which ranks hold parts of the name that an error is about.
+/// Returns a description of the ranks that hold parts of the tensor that an error names; empty if
+/// there are none.
 fn holders(tables: &[Table], error: &TableError) -> String {
     let text = error.to_string();
     let has = |table: &Table| table.names().iter().any(|name| text.contains(&name.to_string()));
@@ -179,7 +183,7 @@ fn holders(tables: &[Table], error: &TableError) -> String {
     if ranks.is_empty() { ranks.concat() } else { format!(" (held by ranks {})", ranks.join(", ")) }
 }
 
-/// BLAKE3 of each extent, in the order of the table.
+/// Hashes each extent with BLAKE3. Returns the hashes in the order of the table.
 pub async fn hash(step: &Assembled, workers: &Workers) -> Result<Vec<[u8; 32]>, WorkerDied> {
     let mut groups: Vec<Vec<Extent>> = Vec::new();
     let mut group_bytes = HASH_GROUP_BYTES;
@@ -204,12 +208,12 @@ pub async fn hash(step: &Assembled, workers: &Workers) -> Result<Vec<[u8; 32]>, 
 }
 
 fn hash_extent(bytes: &Pieces, extent: &Extent) -> [u8; 32] {
-    // An extent lies in the memory of one rank.
+    // An extent is always inside the memory of one rank.
     let found = bytes.bytes_at(extent.offset_bytes, extent.len_bytes as usize);
     *blake3::hash(&found.unwrap_or_default()).as_bytes()
 }
 
-/// The first extent whose bytes are not those of its hash any more, by the name that people know it by.
+/// Returns the name of the first extent whose bytes no longer match its hash; `None` if all match.
 pub async fn find_changed(
     step: &Assembled,
     workers: &Workers,
@@ -220,23 +224,23 @@ pub async fn find_changed(
     Ok(changed.map(|row| name_of(&step.table, row as u32)))
 }
 
-/// What people call the content of an extent.
+/// Returns the name of a tensor that the extent belongs to, for messages.
 pub fn name_of(table: &Table, extent: u32) -> String {
     let region = table.regions().iter().find(|region| region.extent == extent);
     let name = region.and_then(|region| table.names().get(region.name as usize));
     name.map_or_else(|| format!("extent {extent}"), ToString::to_string)
 }
 
-/// One data shard of a step.
+/// A data shard of a step.
 #[derive(Debug, Clone)]
 pub struct DataShard {
-    /// Its part of the step's bytes.
+    /// The shard's range of the step's bytes.
     pub range: Range<u64>,
-    /// Its table, with footer.
+    /// The shard's table, with footer.
     pub table: Bytes,
 }
 
-/// A step as it is saved.
+/// The shards of a step, as they are saved.
 #[derive(Debug, Clone)]
 pub struct Shards {
     /// The data shards.
@@ -245,7 +249,7 @@ pub struct Shards {
     pub index: Bytes,
 }
 
-/// Cuts a step into shards of at most `max_bytes`, between extents.
+/// Cuts a step into shards of at most `max_bytes`, at the boundaries of extents.
 pub fn cut(table: &Table, max_bytes: u64) -> Result<Shards, TableError> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     let mut shard_of = Vec::with_capacity(table.extents().len());

@@ -1,7 +1,9 @@
-//! Who may do what with which segment: the states of docs/staging.md, sections 3 to 6, and nothing else.
+//! The state machine of segments, steps and launches: which member may fill, read or free which
+//! segment. Exactly the states of docs/staging.md, sections 3 to 6.
 //!
-//! No file, socket or clock is touched here. A method takes what somebody asks or reports, changes the state, and leaves in
-//! [`Core::effects`] what the daemon then has to do. So the rules can be tested alone, and a test can see every state between two steps.
+//! This module accesses no file, socket or clock. A method receives a request or an event, changes
+//! the state, and appends to [`Core::effects`] the actions that the daemon must carry out. The
+//! rules can therefore be tested alone, and a test can inspect every intermediate state.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -22,60 +24,62 @@ use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, JobStatus, Notice, Place, Resumed, Sample, StepStatus};
 
-/// Launches that are over and remembered, for each job.
+/// Maximum number of ended launches that are remembered, per job.
 pub const MAX_OLD_LAUNCHES: usize = 64;
-/// Messages kept for a rank that does not call.
+/// Maximum number of notices kept for a rank that does not fetch them.
 const MAX_NOTICES: usize = 64;
-/// Segments that a rank gets when memory allows: one is filled while the other is saved.
+/// Number of segments that a rank gets if memory allows: one is filled while the other is saved.
 const SEGMENTS_A_RANK: usize = 2;
 
-/// Names a step in memory: one filling of it by one launch.
+/// The key of a step in memory: one filling of it by one launch.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StepKey {
     /// The job.
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// The launch that fills it, or filled it.
+    /// The launch that fills the step, or filled it.
     pub launch: LaunchId,
     /// The filling.
     pub fill: FillId,
 }
 
-/// What the daemon has to do after a change.
+/// An action that the daemon must carry out after a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Write into the segment's header that its content does not count any more, and the filling: its owner is told to fill it.
+    /// Mark the segment's header as being filled, with the filling's id: the owner is ordered to
+    /// fill it, and the old content becomes invalid.
     MarkFilling(SegmentId, FillId),
-    /// Write into the segment's header that its content does not count any more: the step was dropped.
+    /// Mark the segment's header as free, because its step was dropped or released.
     MarkFree(SegmentId),
-    /// Unlink the segment's files, when no process maps it any more.
+    /// Unlink the segment's files as soon as no process maps the segment.
     Unlink(SegmentId),
-    /// Keep the step's record: no save of it has begun.
+    /// Write the step's record, in the state before any save.
     KeepStep(StepKey),
-    /// Save the step, or go on with its save.
+    /// Save the step, or resume its save.
     Save(StepKey),
-    /// Remove the record and the table of a step that is over.
+    /// Remove the record and the table of a step that is no longer in memory.
     Forget(StepKey),
-    /// Keep the job's record.
+    /// Write the job's record.
     KeepJob(Job),
-    /// Find out what became of the saves that the job has abandoned, and remove those that are committed.
+    /// Find out the outcome of the saves that the job has abandoned, and remove those that are
+    /// committed.
     Settle(Job),
 }
 
-/// One process of a launch.
+/// A member: a process of a launch.
 #[derive(Debug)]
 struct Member {
     place: Place,
     notices: VecDeque<Notice>,
 }
 
-/// How a member ended.
+/// The way in which a member ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// Its process did.
+    /// The member's process died.
     Died,
-    /// It said so.
+    /// The member left on its own request.
     Left,
 }
 
@@ -88,16 +92,16 @@ impl fmt::Display for Ending {
     }
 }
 
-/// What a segment is used for.
+/// The use of a segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Use {
-    /// Its owner may be told to fill it.
+    /// The owner may be ordered to fill the segment.
     Free,
-    /// Its owner fills it.
+    /// The owner fills the segment.
     Filling(StepKey),
-    /// It is a part of the step.
+    /// The segment holds a staged part of the step.
     Held(StepKey),
-    /// Nobody fills or reads it any more; its file goes when no process maps it.
+    /// The segment is no longer used. Its file is removed when no process maps it.
     Doomed,
 }
 
@@ -107,55 +111,56 @@ struct Segment {
     place: Place,
     len_bytes: u64,
     state: Use,
-    /// Its owner fills it again when it is free: it has not prepared anew since it got it.
+    /// Whether the owner fills the segment again when it is free. False once the owner has prepared
+    /// new segments.
     is_current: bool,
-    /// Counts uploads and readers.
+    /// Counts the uploads and readers that use the segment.
     holds: Holds,
 }
 
-/// How far a step has come. The order is that of the page.
+/// The phase of a step, in the order of docs/staging.md.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Phase {
-    /// Some ranks have not staged it.
+    /// Some ranks have not staged the step.
     Filling,
-    /// All ranks have.
+    /// All ranks have staged the step.
     Staged,
-    /// Its hashes are kept.
+    /// The hashes of the step are written.
     Hashed,
-    /// Saves of it have begun, or may have.
+    /// Saves of the step have begun, or may have.
     Saving {
-        /// Under these ids. What became of each is asked before another one is drawn.
+        /// The ids of these saves. The outcome of each is determined before another id is drawn.
         saves: Vec<SaveId>,
     },
-    /// It is committed.
+    /// The step is committed.
     Committed {
-        /// The save.
+        /// The id of the save.
         save: SaveId,
-        /// Things worth knowing.
+        /// Remarks for people.
         notes: Vec<String>,
     },
 }
 
-/// One step of one launch in memory.
+/// A step of a launch in memory.
 #[derive(Debug)]
 pub struct StagedStep {
     /// The filling.
     pub fill: FillId,
-    /// How far it has come.
+    /// The phase of the step.
     pub phase: Phase,
-    /// When the first rank began to fill it.
+    /// When the first rank began to fill the step.
     pub began_at: Duration,
-    /// Ranks of the launch.
+    /// Number of ranks of the launch.
     pub world: u32,
-    /// The segment of each rank that has staged it.
+    /// The segments of the ranks that have staged the step, by rank.
     pub parts: BTreeMap<u32, SegmentId>,
-    /// What each rank says of the replicated content.
+    /// The hashes that each rank sent over samples of the replicated tensors, by rank.
     pub samples: BTreeMap<u32, Vec<Sample>>,
-    /// Bytes of its segments.
+    /// Total length of the step's segments, in bytes.
     pub len_bytes: u64,
-    /// When it was committed, for the order in which steps are evicted.
+    /// When the step was committed, which decides the order in which steps are evicted.
     pub committed_at: Duration,
-    /// Why the last attempt to save it failed.
+    /// The reason why the last attempt to save the step failed.
     pub trouble: Option<String>,
 }
 
@@ -163,56 +168,59 @@ pub struct StagedStep {
 #[derive(Debug, Clone)]
 struct Skipped {
     why: String,
-    /// Ranks that were told.
+    /// The ranks that have received this answer.
     told: BTreeSet<u32>,
 }
 
-/// What is remembered of a launch.
+/// The state of a launch.
 #[derive(Debug, Clone)]
 pub struct Launch {
-    /// Its ranks.
+    /// Number of ranks of the launch.
     pub world: u32,
-    /// When it was made.
+    /// When the launch was made, in nanoseconds since the host's boot.
     pub born_ns: u64,
-    /// What it was resumed from.
+    /// The resume point of the launch.
     pub resumed: Resumed,
-    /// How many committed steps are kept; 0: all.
+    /// How many committed steps are kept; 0 means all.
     pub keep: u32,
-    /// Committed steps that it did not abandon, as they were when it began to write. `None`: nobody has looked yet.
+    /// Steps that were committed when the launch began to write and that it did not abandon. `None`
+    /// until the resume point is compared with the cluster.
     pub committed_before: Option<BTreeSet<Step>>,
     members: BTreeMap<u32, MemberId>,
     segments_a_rank: usize,
-    /// Length of one segment of each rank together, for which memory was promised.
+    /// Sum over all ranks of the length of one segment, in bytes, for which memory was reserved.
     launch_bytes: u64,
-    /// Memory that its ranks have not taken yet.
+    /// Reserved memory that the ranks have not taken yet, in bytes.
     reserved_bytes: u64,
-    /// Ranks that have taken theirs.
+    /// The ranks that have taken their share.
     taken: BTreeSet<u32>,
-    /// The last steps that it skipped.
+    /// The last steps that the launch skipped.
     skipped: BTreeMap<Step, Skipped>,
-    /// The last load of each rank.
+    /// The number of each rank's last load.
     loads: BTreeMap<u32, u32>,
-    /// How its last steps ended, for ranks that ask.
+    /// The outcomes of the last steps, for ranks that ask for them.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
 }
 
-/// One job on this host.
+/// The state of a job on this host.
 #[derive(Debug, Default)]
 pub struct JobState {
     /// The launch that may write.
     pub newest: Option<LaunchId>,
-    /// Launches that may not write any more, the last ones.
+    /// The most recent launches that may no longer write.
     pub old: VecDeque<LaunchId>,
-    /// Fillings that were dropped, the last ones: a header that names one does not bring its step back.
+    /// The most recently dropped fillings. A header that names one of them does not bring its step
+    /// back.
     pub dropped: VecDeque<FillId>,
-    /// Saves that were abandoned: they are still to be aborted, or removed if they are committed.
+    /// Abandoned saves that are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
-    /// What was answered to the loads of a launch.
+    /// The answers that were given to the loads of launches.
     pub loads: VecDeque<LoadAnswer>,
     launches: BTreeMap<LaunchId, Launch>,
-    /// Number of commits and removals by this daemon. A list of committed steps that was asked for before the last one may be too old.
+    /// Number of commits and removals by this daemon. A list of committed steps that was requested
+    /// before the last change may be outdated.
     changes: u64,
-    /// Steps in memory.
+    /// The steps in memory.
     pub steps: BTreeMap<(Step, LaunchId), StagedStep>,
 }
 
@@ -221,28 +229,28 @@ pub struct JobState {
 pub struct LoadAnswer {
     /// The launch.
     pub launch: LaunchId,
-    /// Its how-manieth load it is.
+    /// The number of the load within the launch.
     pub number: u32,
-    /// The step. `None`: there was nothing to load.
+    /// The step; `None` if there was nothing to load.
     pub step: Option<Step>,
 }
 
 /// The answer to a request for a segment to fill.
 #[derive(Debug, PartialEq, Eq)]
 pub enum FillOutcome {
-    /// This one, for this filling.
+    /// The segment to fill, and the id of the filling.
     Segment(SegmentId, FillId),
-    /// All of the rank's segments hold what is not committed yet; in words.
+    /// All of the rank's segments hold uncommitted steps, described for people.
     Full(String),
-    /// What the launch resumed from was not compared with the cluster yet.
+    /// The launch's resume point is not compared with the cluster yet.
     Unchecked,
-    /// The launch skips the step; in words.
+    /// The launch skips the step, for the given reason.
     Skipped(String),
-    /// A further segment is to be made. It counts already.
+    /// Another segment is to be made. It is already counted as used memory.
     Grow {
-        /// Its id.
+        /// The id of the segment.
         segment: SegmentId,
-        /// Its length.
+        /// Length of the segment, in bytes.
         len_bytes: u64,
     },
 }
@@ -250,9 +258,9 @@ pub enum FillOutcome {
 /// The limits of a daemon.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Of all segments together.
+    /// Memory limit for all segments together, in bytes.
     pub memory_bytes: u64,
-    /// How long a rank may fill a segment.
+    /// How long the ranks may fill a step, counted from the first rank that began.
     pub fill: Duration,
 }
 
@@ -264,7 +272,7 @@ impl JobState {
         self.dropped.push_back(fill);
     }
 
-    /// The names of the steps for which `is_it` holds, in their order.
+    /// Returns the keys of the steps for which `is_it` holds, in order of step and launch.
     fn keys(&self, job: &Job, is_it: impl Fn(Step, LaunchId, &StagedStep) -> bool) -> Vec<StepKey> {
         let found =
             self.steps.iter().filter(|((step, launch), found)| is_it(*step, *launch, found));
@@ -277,7 +285,7 @@ impl JobState {
         found.map(key).collect()
     }
 
-    /// Steps of the rank's launch that are not complete, and of which the rank has not staged its part.
+    /// Returns the incomplete steps of the rank's launch of which the rank has not staged its part.
     fn not_staged_by(&self, place: &Place) -> Vec<StepKey> {
         self.keys(&place.job, |_, launch, step| {
             launch == place.launch
@@ -287,7 +295,7 @@ impl JobState {
     }
 }
 
-/// All state of one daemon.
+/// The state of one daemon.
 #[derive(Debug)]
 pub struct Core {
     limits: Limits,
@@ -295,9 +303,9 @@ pub struct Core {
     members: BTreeMap<MemberId, Member>,
     segments: BTreeMap<SegmentId, Segment>,
     jobs: BTreeMap<Job, JobState>,
-    /// Memory of files that were read from the cluster.
+    /// Memory of files that were read from the cluster, in bytes.
     fetched_bytes: u64,
-    /// What is to be done; the daemon takes it after each call.
+    /// The actions to carry out; the daemon takes them after each call.
     pub effects: Vec<Effect>,
     is_stopping: bool,
 }
@@ -311,7 +319,7 @@ fn fail<T>(
 }
 
 impl Core {
-    /// A daemon that knows nothing.
+    /// Creates an empty state.
     pub fn new(limits: Limits, bell: Bell) -> Self {
         Self {
             limits,
@@ -325,12 +333,12 @@ impl Core {
         }
     }
 
-    /// No step begins any more.
+    /// Refuses new steps from now on.
     pub fn stop(&mut self) {
         self.is_stopping = true;
     }
 
-    /// A step in memory.
+    /// Returns a step in memory.
     pub fn step(&self, key: &StepKey) -> Option<&StagedStep> {
         let step = self.jobs.get(&key.job)?.steps.get(&(key.step, key.launch))?;
         (step.fill == key.fill).then_some(step)
@@ -341,33 +349,33 @@ impl Core {
         (step.fill == key.fill).then_some(step)
     }
 
-    /// The name of a step of a launch, if it is in memory.
+    /// Returns the key of a step of a launch, if the step is in memory.
     pub fn key_of(&self, job: &Job, step: Step, launch: LaunchId) -> Option<StepKey> {
         let fill = self.jobs.get(job)?.steps.get(&(step, launch))?.fill;
         Some(StepKey { job: job.clone(), step, launch, fill })
     }
 
-    /// The launch of a step.
+    /// Returns the launch of a step.
     pub fn launch(&self, key: &StepKey) -> Option<&Launch> {
         self.jobs.get(&key.job)?.launches.get(&key.launch)
     }
 
-    /// The job's record.
+    /// Returns the state of a job.
     pub fn job(&self, job: &Job) -> Option<&JobState> {
         self.jobs.get(job)
     }
 
-    /// The rank that a connected process has.
+    /// Returns the rank of a member.
     pub fn place(&self, member: MemberId) -> Option<&Place> {
         self.members.get(&member).map(|member| &member.place)
     }
 
-    /// A share in a segment, and the segment's length.
+    /// Returns a share in a segment, and the segment's length in bytes.
     pub fn hold(&self, segment: SegmentId) -> Option<(Hold, u64)> {
         self.segments.get(&segment).map(|found| (found.holds.hold(), found.len_bytes))
     }
 
-    /// Takes what was to be told to a rank.
+    /// Takes the pending notices of a member.
     pub fn take_notices(&mut self, member: MemberId) -> Vec<Notice> {
         self.members
             .get_mut(&member)
@@ -386,13 +394,13 @@ impl Core {
         }
     }
 
-    /// Tells all ranks of a step's launch something that is no failure.
+    /// Sends a warning to all ranks of a step's launch.
     pub fn warn(&mut self, key: &StepKey, warning: String) {
         let notice = Notice { step: key.step, failure: None, warning };
         self.notify(&key.job, key.launch, &notice);
     }
 
-    /// How a step of the member's launch stands: `Ok(None)` while it is under way.
+    /// Returns the outcome of a step of the member's launch; `Ok(None)` while it is in progress.
     pub fn outcome(
         &self,
         member: MemberId,
@@ -421,7 +429,7 @@ impl Core {
         }
     }
 
-    /// What is under way for a step, in words.
+    /// Returns a description of a step's progress, for people.
     pub fn progress_of(&self, key: &StepKey) -> String {
         let Some(step) = self.step(key) else { return "nothing".into() };
         let missing = || {
@@ -440,7 +448,7 @@ impl Core {
         }
     }
 
-    /// All jobs, for people.
+    /// Returns the status of all jobs.
     pub fn status(&self) -> Vec<JobStatus> {
         let jobs = self.jobs.iter().map(|(job, state)| JobStatus {
             job: job.clone(),
@@ -469,7 +477,7 @@ impl Core {
 }
 
 impl Phase {
-    /// In one word.
+    /// Returns the name of the phase, one word.
     pub fn name(&self) -> &'static str {
         match self {
             Phase::Filling => "filling",

@@ -1,5 +1,6 @@
-//! Loads from the cluster: the shards of a step are read once, in order, into files of the staging folder, and given out like segments.
-//! For a load by ranges ([`super::ranges`]) this module reads the table alone.
+//! Loads from the cluster: the shards of a step are read once, in order, into files of the staging
+//! folder, which readers use like segments. For a load by ranges ([`super::ranges`]) this module
+//! reads only the table.
 #![allow(clippy::disallowed_methods)] // shared memory lies outside any store
 
 use std::collections::BTreeMap;
@@ -12,12 +13,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::trace::{TracePoint, trace_point};
+use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, lock};
 use crate::client::{ClientError, MemorySink, Progress, ReadRange, ShowReport, Sink};
 use crate::format::table::{
-    DATA_SHARD, FOOTER_BYTES, INDEX_SHARD, MergeInput, Part as TablePart, Table, TableError,
-    table_range,
+    DATA_SHARD, FOOTER_BYTES, INDEX_SHARD, MergeInput, Table, TableError, TablePart, table_range,
 };
 use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
 use crate::kind::ErrorKind;
@@ -25,45 +25,47 @@ use crate::trainer::load::MAX_TABLE_BYTES;
 use crate::trainer::mapping;
 use crate::trainer::protocol::{Failure, Part};
 
-/// How long a step that nobody uses stays in memory: ranks of a launch do not ask at the same moment.
+/// How long an unused step stays in memory. The ranks of a launch do not ask at the same moment.
 const KEPT: Duration = Duration::from_secs(60);
 
-/// How much of a step is read into memory.
+/// The part of a step that is read into memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FetchScope {
     /// All shards.
     Whole,
-    /// The table alone.
+    /// Only the table.
     Table,
 }
 
-/// How long a step for which there was no room is not tried again: processes that wait for a part of it ask every two seconds.
+/// How long a step that did not fit is not tried again. Processes that wait for a part of it ask
+/// every two seconds.
 const REFUSED_KEPT: Duration = Duration::from_secs(5);
 
-/// Steps that are being read from the cluster or are kept after that, by job, step, save, and how much is read.
+/// The steps that are being read from the cluster or are kept after that, by job, step, save and
+/// scope.
 pub type Fetches = BTreeMap<(Job, Step, SaveId, FetchScope), Arc<Fetch>>;
 
-/// A step that is being read from the cluster, or was.
+/// A step that is being read from the cluster, or was read.
 pub struct Fetch {
-    /// What it reads.
+    /// The step.
     pub step: Step,
-    /// The save that the step was when the read began.
+    /// The save that was committed as the step when the read began.
     pub save: SaveId,
     scope: FetchScope,
     done_bytes: AtomicU64,
     total_bytes: AtomicU64,
-    /// When it was last asked for or released.
+    /// When the step was last requested or released.
     used_at: Mutex<Duration>,
     state: Mutex<Option<FetchEnd>>,
 }
 
-/// How a fetch ends.
+/// The result of a fetch.
 pub type FetchEnd = Result<Arc<Fetched>, FetchFailure>;
 
-/// Why a step was not read.
+/// The reason why a step was not read.
 #[derive(Debug, Clone)]
 pub enum FetchFailure {
-    /// There is no room for it in memory.
+    /// There is no room for the step in memory.
     NoRoom(Failure),
     /// Anything else.
     Other(Failure),
@@ -89,13 +91,13 @@ pub struct Fetched {
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// The save that it is.
+    /// The save that was read.
     pub save: SaveId,
-    /// Names and lengths of its data shards, as the table numbers them.
+    /// Names and lengths in bytes of the data shards, in the table's numbering.
     pub shards: Vec<(ShardName, u64)>,
-    /// Its table, with hashes.
+    /// The table of the step, with hashes.
     pub table: Table,
-    /// The shards' files and where they lie; none when only the table was read.
+    /// The files of the shards, with the part that each holds. Empty if only the table was read.
     pub files: Vec<(PathBuf, Part)>,
 }
 
@@ -108,24 +110,26 @@ impl Drop for Fetched {
 }
 
 impl Fetch {
-    /// Bytes read, and bytes in all.
+    /// Returns the bytes read so far, and the total.
     pub fn progress(&self) -> (u64, u64) {
         (self.done_bytes.load(Ordering::Relaxed), self.total_bytes.load(Ordering::Relaxed))
     }
 
-    /// Somebody uses it now.
+    /// Records that the step is used at `now`.
     pub fn touch(&self, now: Duration) {
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = now;
     }
 
-    /// Returns whether it is being read, or somebody uses it or waits for it.
+    /// Returns whether the step is being read, is in use, or is being waited for.
     fn is_used(self: &Arc<Self>) -> bool {
-        // The map has it once, and `state` and the clone of `end` have what was read once each.
+        // A clone beyond the one in [`Fetches`] means a waiting task. The fetched step itself has
+        // two owners without any reader: `state`, and the clone that `end` returns.
         let is_read = |end: FetchEnd| end.is_ok_and(|fetched| Arc::strong_count(&fetched) > 2);
         Arc::strong_count(self) > 1 || self.end().is_none_or(is_read)
     }
 
-    /// Returns whether it is being read, somebody uses it, or a rank that begins a little later may ask for it.
+    /// Returns whether the step is being read or used, or is to be kept for ranks that ask a little
+    /// later.
     fn is_wanted(self: &Arc<Self>, now: Duration) -> bool {
         if self.is_used() {
             self.touch(now);
@@ -143,13 +147,13 @@ impl Fetch {
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The end, when it has come.
+    /// Returns the result once the fetch has ended.
     pub fn end(&self) -> Option<FetchEnd> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// Writes a shard to its file.
+/// A sink that writes a shard to its file.
 struct FileSink(File);
 
 impl Sink for FileSink {
@@ -166,7 +170,8 @@ pub(super) fn failed(step: Step, error: &ClientError) -> Failure {
     )
 }
 
-/// The data shards of a step by number; `None` when it is not one that a trainer saved.
+/// Returns the data shards of a step in the order of their numbers; `None` if no trainer saved the
+/// step.
 fn data_shards(shown: &ShowReport) -> Option<Vec<(ShardName, u64)>> {
     let mut data = BTreeMap::new();
     let mut has_index = false;
@@ -182,7 +187,7 @@ fn data_shards(shown: &ShowReport) -> Option<Vec<(ShardName, u64)>> {
 }
 
 impl StagingDaemon {
-    /// Reads a committed step from the cluster, or joins whoever reads it.
+    /// Reads a committed step from the cluster, or joins the fetch that already reads it.
     pub(super) async fn fetch(
         self: &Arc<Self>,
         job: &Job,
@@ -226,7 +231,7 @@ impl StagingDaemon {
         });
         fetches.insert((job.clone(), step, save, scope), fetch.clone());
         drop(fetches);
-        trace_point(TracePoint::Fetching, job, step);
+        trace_point(StagingPoint::Fetching, job, step);
         let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
         self.settings.background.spawn(async move {
             let end = daemon.read_step(&job, &shown, &running).await;
@@ -241,14 +246,15 @@ impl StagingDaemon {
         Ok(fetch)
     }
 
-    /// Returns whether the whole step is in memory, or is being read into it.
+    /// Returns whether the whole step is in memory or is being read into it.
     pub(super) fn is_fetched(&self, job: &Job, step: Step, save: SaveId) -> bool {
         let fetches = self.fetches();
         let found = fetches.get(&(job.clone(), step, save, FetchScope::Whole));
         found.is_some_and(|fetch| !matches!(fetch.end(), Some(Err(_))))
     }
 
-    /// Makes room for what is read, and counts it from the same moment on. Returns whether there is room.
+    /// Makes room for a fetch and counts its memory in the same critical section. Returns whether
+    /// there is room.
     fn take_room(self: &Arc<Self>, fetch: &Fetch, len_bytes: u64) -> bool {
         let fetches = self.fetches();
         let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
@@ -260,7 +266,7 @@ impl StagingDaemon {
         has_room
     }
 
-    /// Counts the memory of files that were read from the cluster, and removes those that nobody reads.
+    /// Removes the fetched files that are no longer wanted, and counts the memory of the others.
     pub(super) fn account_fetches(&self) {
         let now = self.clock.now();
         let mut fetches = self.fetches();
@@ -268,7 +274,8 @@ impl StagingDaemon {
         self.count_fetches(&fetches);
     }
 
-    /// Gives back the files that nobody reads, of a job or of all. Returns their bytes.
+    /// Removes the fetched files that are not in use, of one job or of all. Returns the number of
+    /// bytes freed.
     pub(super) fn free_fetches(&self, job: Option<&Job>) -> u64 {
         let (mut fetches, mut bytes) = (self.fetches(), 0);
         fetches.retain(|(of, ..), fetch| {
@@ -280,7 +287,8 @@ impl StagingDaemon {
         bytes
     }
 
-    /// Forgets a step whose bytes in memory are damaged. The next load reads it from the cluster again.
+    /// Forgets a fetched step whose bytes in memory are damaged. The next load reads it from the
+    /// cluster again.
     pub(super) fn forget_fetched(&self, fetched: &Arc<Fetched>) {
         let mut fetches = self.fetches();
         let is_it = |fetch: &Fetch| match fetch.end() {
@@ -291,7 +299,8 @@ impl StagingDaemon {
         self.count_fetches(&fetches);
     }
 
-    /// Under the lock of the map, so that the count is the map's.
+    /// Counts the memory of all fetches. The caller holds the lock of the fetches, so that the
+    /// count agrees with them.
     fn count_fetches(&self, fetches: &Fetches) {
         let bytes = fetches.values().map(|fetch| fetch.progress().1).sum();
         lock(&self.core).set_fetched_bytes(bytes);
@@ -386,7 +395,7 @@ impl StagingDaemon {
         fetched.files.iter().map(table).collect()
     }
 
-    /// Reads the tables at the end of the shards alone.
+    /// Reads only the tables at the end of the shards. Returns them.
     async fn read_tables(&self, fetched: &Fetched) -> Result<Vec<Table>, Failure> {
         let footers = fetched.shards.iter().map(|(name, bytes)| (name, footer(*bytes)));
         let footers = self.read_all(fetched, footers.collect()).await?;
@@ -417,7 +426,7 @@ impl StagingDaemon {
     }
 }
 
-/// Where the footer of a shard of this length is; a shard may be too short for one.
+/// Returns the range of the footer in a shard of this length. A shard may be too short for one.
 fn footer(len_bytes: u64) -> Range<u64> {
     len_bytes.saturating_sub(FOOTER_BYTES as u64)..len_bytes
 }

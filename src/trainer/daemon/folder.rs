@@ -1,4 +1,4 @@
-//! The staging folder: who may use it, and its files (docs/staging.md, 2).
+//! The staging folder: access checks, its lock, and its files (docs/staging.md, 2).
 #![allow(clippy::disallowed_methods)] // shared memory lies outside any store
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -18,44 +18,44 @@ use crate::trainer::mapping;
 use crate::trainer::segment::{self, State};
 use crate::trainer::session::SOCKET;
 
-/// The longest record or table that is read.
+/// Maximum length of a record or table that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 
-/// What lies in the folder.
+/// The folders in the staging folder.
 const FOLDERS: [&str; 4] = ["segments", "steps", "jobs", "fetched"];
 const LOCK: &str = "lock";
-/// Memory that is given up when the daemon has to keep a record and the file system is full.
+/// A file whose memory is freed when the daemon must write a record and the file system is full.
 const RESERVE: &str = "reserve";
 const RESERVE_BYTES: u64 = 1 << 20;
-/// Ends the name of a file that is being written. No job's name has this character.
+/// Suffix of the name of a file that is being written. No job's name has this character.
 const TEMPORARY: &str = "~new";
 
-/// Why the folder cannot be used.
+/// The reason why the folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FolderError {
-    /// It belongs to somebody else, or others can enter it.
+    /// The folder belongs to another user, or other users can access it.
     #[error("the staging folder {} {problem}: it must belong to this user and have mode 0700", path.display())]
     Untrusted {
         /// The folder.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem, as the middle of a sentence about the folder.
         problem: String,
     },
-    /// Another daemon uses it.
+    /// Another daemon uses the folder.
     #[error("another staging daemon runs in {}: `rapidraid stage --status` shows it", path.display())]
     InUse {
         /// The folder.
         path: PathBuf,
     },
-    /// It was made for another cluster.
+    /// The folder was made for another cluster.
     #[error("the staging folder {} belongs to cluster {found}, not to {expected}: name another one by staging.dir", path.display())]
     OtherCluster {
         /// The folder.
         path: PathBuf,
-        /// The cluster that it belongs to.
+        /// The cluster that the folder belongs to.
         found: ClusterId,
-        /// This daemon's.
+        /// The cluster of this daemon.
         expected: ClusterId,
     },
     /// A record does not parse.
@@ -63,23 +63,23 @@ pub enum FolderError {
     Record {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: FormatError,
     },
-    /// The system refused.
+    /// A call to the operating system failed.
     #[error("{op} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         op: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why it failed.
+        /// The error of the operating system.
         source: io::Error,
     },
 }
 
 impl FolderError {
-    /// What kind of failure this is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             FolderError::Untrusted { .. } | FolderError::OtherCluster { .. } => ErrorKind::Denied,
@@ -94,7 +94,7 @@ impl FolderError {
     }
 }
 
-/// The folder of one daemon, locked as long as this lives.
+/// The staging folder of one daemon, locked as long as this value lives.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -107,7 +107,8 @@ fn during<'a>(op: &'static str, path: &'a Path) -> impl Fn(io::Error) -> FolderE
 }
 
 impl Folder {
-    /// Opens and locks the folder, which is made when it is missing.
+    /// Opens and locks the folder. Creates it if it is missing. Discards its contents if the host
+    /// was rebooted since.
     pub fn open(
         path: &Path,
         cluster: ClusterId,
@@ -156,7 +157,7 @@ impl Folder {
         }
         folder.instance = record.instance;
         folder.keep_reserve();
-        // What the last daemon was reading from the cluster is read again when somebody asks.
+        // Files that the previous daemon was reading from the cluster are read again on demand.
         let fetched = folder.path.join("fetched");
         for file in folder.list(&fetched)? {
             let _ = fs::remove_file(file);
@@ -164,17 +165,17 @@ impl Folder {
         Ok(folder)
     }
 
-    /// The folder's id.
+    /// Returns the folder's id.
     pub fn instance(&self) -> InstanceId {
         self.instance
     }
 
-    /// Where it is.
+    /// Returns the folder's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where the socket is; what a daemon before this one left there is removed.
+    /// Returns the path for a new socket. Removes the socket of a previous daemon.
     pub fn new_socket(&self) -> Result<PathBuf, FolderError> {
         let path = self.path.join(SOCKET);
         match fs::remove_file(&path) {
@@ -193,8 +194,9 @@ impl Folder {
         self.path.join("segments").join(format!("{id}.own"))
     }
 
-    /// Makes the file of a segment and keeps whose it is. The descriptor is for writing, and holds the lock by which the daemon knows that
-    /// a process has the segment: the lock goes with the last copy of the descriptor, however its process ends.
+    /// Creates the file of a segment and writes its owner record. Returns a writable descriptor
+    /// that holds a shared lock, by which the daemon knows that a process has the segment. The lock
+    /// ends with the last copy of the descriptor, however its process ends.
     pub fn make_segment(&self, id: SegmentId, owner: &OwnerRecord) -> Result<OwnedFd, FolderError> {
         self.write_record(&self.owner_path(id), owner)?;
         let path = self.segment_path(id);
@@ -205,12 +207,12 @@ impl Folder {
         Ok(file.into())
     }
 
-    /// Writes into a segment's header that nothing in it counts.
+    /// Marks a segment as free in its header.
     pub fn set_free(&self, id: SegmentId) -> io::Result<()> {
         self.with_header(id, |file| segment::set_state(file, State::Free))
     }
 
-    /// Writes into a segment's header that it is being filled.
+    /// Marks a segment as being filled in its header.
     pub fn set_filling(&self, id: SegmentId, fill: FillId) -> io::Result<()> {
         self.with_header(id, |file| segment::set_filling(file, fill))
     }
@@ -222,13 +224,15 @@ impl Folder {
     ) -> io::Result<()> {
         let file = OpenOptions::new().write(true).open(self.segment_path(id))?;
         if file.metadata()?.len() == 0 {
-            // Its owner has not reserved its memory yet: there is nothing to take back.
+            // The owner has not reserved the segment's memory yet, so there is no header to
+            // overwrite.
             return Ok(());
         }
         write(&file)
     }
 
-    /// The filling that a segment's header names; `None` when it is free, or has no header.
+    /// Returns the filling that a segment's header names; `None` if the segment is free or has no
+    /// header.
     pub fn filling_of(&self, id: SegmentId) -> Option<FillId> {
         segment::filling_of(&self.open_segment(id).ok()?).ok()?
     }
@@ -239,7 +243,8 @@ impl Folder {
         File::open(&path).map_err(during("opening", &path))
     }
 
-    /// Segments that are there, with their owners; files without an owner are removed.
+    /// Returns the segments in the folder with their owners. Removes files that have no owner
+    /// record, and owner records that have no segment.
     pub fn segments(&self) -> Result<Vec<(SegmentId, OwnerRecord)>, FolderError> {
         let mut found = Vec::new();
         for path in self.list(&self.path.join("segments"))? {
@@ -252,7 +257,7 @@ impl Folder {
                 "seg" => match self.read_record::<OwnerRecord>(&owner) {
                     Ok(Some(record)) => found.push((id, record)),
                     _ => {
-                        tracing::warn!(segment = %id, "a segment without an owner is removed");
+                        tracing::warn!(segment = %id, "removing a segment that has no owner record");
                         let _ = fs::remove_file(&path);
                         let _ = fs::remove_file(&owner);
                     }
@@ -271,7 +276,7 @@ impl Folder {
         }
     }
 
-    /// Unlinks a segment if no process has it. Returns whether it is gone.
+    /// Unlinks a segment if no process has it. Returns whether it is unlinked.
     pub fn unlink_segment(&self, id: SegmentId) -> bool {
         if !self.is_unmapped(id) {
             return false;
@@ -281,7 +286,8 @@ impl Folder {
         true
     }
 
-    /// Returns whether the folder is still the one that was locked: whoever cleans up a host's shared memory takes it away under the daemon.
+    /// Returns whether the folder is still the one that was locked. A cleaner of the host's shared
+    /// memory may remove it while the daemon runs.
     pub fn is_there(&self) -> bool {
         let now = fs::symlink_metadata(self.path.join(LOCK));
         match (now, self.lock.metadata()) {
@@ -299,7 +305,7 @@ impl Folder {
         self.step_path(key).with_extension("table")
     }
 
-    /// Keeps a step's record.
+    /// Writes a step's record.
     pub fn keep_step(&self, record: &StepRecord) -> Result<(), FolderError> {
         let path = self.step_path(&record.key());
         if let Some(folder) = path.parent() {
@@ -308,7 +314,8 @@ impl Folder {
         self.write_record(&path, record)
     }
 
-    /// The steps that are kept. Tables without a record, and records that do not parse, are removed.
+    /// Returns the records of all steps. Removes tables without a record and records that do not
+    /// parse.
     pub fn steps(&self) -> Result<Vec<StepRecord>, FolderError> {
         let mut found = Vec::new();
         for job in self.list(&self.path.join("steps"))? {
@@ -324,17 +331,17 @@ impl Folder {
         Ok(found)
     }
 
-    /// Keeps the table of a step, with hashes.
+    /// Writes the table of a step, with hashes.
     pub fn keep_table(&self, key: &StepKey, table: &[u8]) -> Result<(), FolderError> {
         self.write(&self.table_path(key), table)
     }
 
-    /// The table of a step, if it is kept.
+    /// Returns the table of a step, or `None` if there is none.
     pub fn table(&self, key: &StepKey) -> Result<Option<Vec<u8>>, FolderError> {
         self.read(&self.table_path(key))
     }
 
-    /// Removes what is kept of a step.
+    /// Removes the record and the table of a step.
     pub fn forget_step(&self, key: &StepKey) {
         let _ = fs::remove_file(self.table_path(key));
         let _ = fs::remove_file(self.step_path(key));
@@ -344,12 +351,12 @@ impl Folder {
         self.path.join("jobs").join(job.as_str())
     }
 
-    /// Keeps a job's record.
+    /// Writes a job's record.
     pub fn keep_job(&self, record: &JobRecord) -> Result<(), FolderError> {
         self.write_record(&self.job_path(&record.job), record)
     }
 
-    /// The jobs that are kept.
+    /// Returns the records of all jobs.
     pub fn jobs(&self) -> Result<Vec<JobRecord>, FolderError> {
         let mut found = Vec::new();
         for path in self.list(&self.path.join("jobs"))? {
@@ -358,7 +365,7 @@ impl Folder {
         Ok(found)
     }
 
-    /// A new file below `fetched/`.
+    /// Returns the path of a file below `fetched/`.
     pub fn fetched_path(&self, id: SegmentId) -> PathBuf {
         self.path.join("fetched").join(id.to_string())
     }
@@ -366,7 +373,7 @@ impl Folder {
     fn list(&self, folder: &Path) -> Result<Vec<PathBuf>, FolderError> {
         let entries = fs::read_dir(folder).map_err(during("listing", folder))?;
         let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-        // What a killed daemon was writing.
+        // Remove files that a killed daemon was writing.
         paths.retain(|path| {
             let is_temporary = path.to_string_lossy().ends_with(TEMPORARY);
             if is_temporary {
@@ -399,8 +406,9 @@ impl Folder {
         self.write(path, &record.to_bytes().map_err(failed)?)
     }
 
-    /// Writes a file under another name and renames it, so that a killed daemon leaves the old or the new one. When trainers have filled
-    /// the file system, the reserve makes room.
+    /// Writes a file under a temporary name and renames it, so that a killed daemon leaves either
+    /// the old or the new file. If trainers have filled the file system, frees the reserve and
+    /// tries again.
     fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
         match self.try_write(path, bytes) {
             Err(error) if error.kind() == ErrorKind::Busy => {
@@ -411,7 +419,7 @@ impl Folder {
         }
     }
 
-    /// Makes the reserve, if it is not there and there is room for it.
+    /// Creates the reserve if it is missing and there is room for it.
     pub fn keep_reserve(&self) {
         let path = self.path.join(RESERVE);
         let mut options = OpenOptions::new();
@@ -422,7 +430,7 @@ impl Folder {
         }
     }
 
-    /// Removes everything but the lock.
+    /// Empties all folders in the staging folder.
     fn clear(&self) -> Result<(), FolderError> {
         for below in FOLDERS {
             let folder = self.path.join(below);
@@ -462,7 +470,7 @@ fn check_owner(path: &Path) -> Result<(), FolderError> {
     Ok(())
 }
 
-/// The boot of this host; empty where the system does not say.
+/// Returns the boot id of this host; empty if the system has none.
 fn boot_id() -> String {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     id.trim().to_owned()

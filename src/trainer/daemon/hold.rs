@@ -1,25 +1,26 @@
-//! Who still uses a segment's bytes: uploads and readers each own a [`Hold`], and the segment is free when the last one is dropped.
+//! The users of a segment's bytes: each upload and each reader owns a [`Hold`], and the segment is
+//! free when the last one is dropped.
 
 use std::sync::Arc;
 
 use tokio::sync::watch;
 
-/// Wakes whoever waits for a change of the daemon's state.
+/// A notifier that wakes all tasks that wait for a change of the daemon's state.
 #[derive(Debug, Clone)]
 pub struct Bell(Arc<watch::Sender<u64>>);
 
 impl Bell {
-    /// A bell that nobody has rung.
+    /// Creates a bell that has not been rung.
     pub fn new() -> Self {
         Self(Arc::new(watch::Sender::new(0)))
     }
 
-    /// Wakes all that listen.
+    /// Wakes all listeners.
     pub fn ring(&self) {
         self.0.send_modify(|count| *count = count.wrapping_add(1));
     }
 
-    /// Listens from now on.
+    /// Returns a receiver that is notified of every ring from now on.
     pub fn listen(&self) -> watch::Receiver<u64> {
         self.0.subscribe()
     }
@@ -38,7 +39,7 @@ pub struct Holds {
     bell: Bell,
 }
 
-/// A share in a segment. Its drop rings the bell.
+/// A share in a segment. Dropping it rings the bell.
 #[derive(Debug)]
 pub struct Hold {
     token: Option<Arc<()>>,
@@ -46,17 +47,17 @@ pub struct Hold {
 }
 
 impl Holds {
-    /// No holds yet.
+    /// Creates a counter without holds.
     pub fn new(bell: &Bell) -> Self {
         Self { token: Arc::new(()), bell: bell.clone() }
     }
 
-    /// One more.
+    /// Adds a hold. Returns it.
     pub fn hold(&self) -> Hold {
         Hold { token: Some(self.token.clone()), bell: self.bell.clone() }
     }
 
-    /// Returns whether there is any.
+    /// Returns whether there is any hold.
     pub fn any(&self) -> bool {
         Arc::strong_count(&self.token) > 1
     }
@@ -64,7 +65,7 @@ impl Holds {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // The share goes first, so that whoever wakes up sees it gone.
+        // Release the share before ringing, so that every woken task sees it released.
         self.token = None;
         self.bell.ring();
     }

@@ -1,4 +1,5 @@
-//! Loads: which step a rank gets, from where, and which of its extents were verified on this host.
+//! Loads: the choice of a rank's step and of its source, and the record of extents that were
+//! verified on this host.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,7 +17,7 @@ use super::fetch::{FetchFailure, FetchScope, Fetched};
 use super::hold::Hold;
 use super::ranges::Window;
 use super::server::MAX_HELD_BACK;
-use super::trace::{TracePoint, trace_point};
+use super::trace::{StagingPoint, trace_point};
 use crate::format::table::Table;
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::ErrorKind;
@@ -24,32 +25,33 @@ use crate::trainer::protocol::{
     Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Place, Resumed,
 };
 
-/// Loads that one connection may have open.
+/// Maximum number of open loads of one connection.
 const MAX_TICKETS: usize = 16;
-/// Loads of launches of which verified extents are remembered.
+/// Maximum number of loads for which verified extents are remembered.
 const MAX_VERIFIED: usize = 64;
-/// Between two questions while the cluster does not say what is committed.
+/// Pause before the cluster is asked again which steps are committed.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// What a load reads, held until it is released.
+/// The source of a load's bytes, held until the load is released.
 pub enum Source {
-    /// Segments.
+    /// The segments of the step.
     Memory { step: Arc<Assembled>, _holds: Vec<Hold> },
-    /// Files that were read from the cluster; none in a load by ranges, which has the table alone.
+    /// Files that were read from the cluster. A load by ranges has no files, only the table.
     Cluster { fetched: Arc<Fetched> },
 }
 
-/// Names a load of a launch: its ranks share what they have verified.
+/// The key of a load of a launch. The ranks of the launch share which extents they have verified.
 pub type LoadKey = (Job, LaunchId, u32);
 
-/// The bytes that a load reads: rows of extents mean nothing in others.
+/// The content that a load reads. Row numbers of extents are valid within one content only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
     Filling(FillId),
     Save(SaveId),
 }
 
-/// Extents of a load that some rank of its launch has verified, one bit for each row.
+/// The extents of a load that some rank of its launch has verified, as a bit map with one bit per
+/// row.
 pub struct Verified {
     of: Content,
     bits: Vec<u8>,
@@ -99,7 +101,7 @@ impl Source {
     }
 }
 
-/// Where a step is to be loaded from.
+/// The place from which a step is to be loaded.
 enum Found {
     InMemory(StepKey),
     InCluster(Step, SaveId),
@@ -117,7 +119,7 @@ fn other_answer() -> Replied {
 }
 
 impl StagingDaemon {
-    /// Finds the step of a load and gets it ready. The answer may be that it is not yet.
+    /// Finds the step of a load and prepares it. The answer may be that it is not ready yet.
     pub(super) async fn load(
         self: &Arc<Self>,
         member: MemberId,
@@ -130,7 +132,7 @@ impl StagingDaemon {
         }
         let limit = Duration::from_millis(load.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
-        // The headers of ranks that are gone count too, so they are read before the step to load is chosen.
+        // Headers of dead ranks count too, so read them before the step to load is chosen.
         self.accept_headers(None);
         let (newest, found) = loop {
             let changes = self.with(|core| core.changes(&load.job));
@@ -159,7 +161,8 @@ impl StagingDaemon {
                 false => return other_answer(),
             },
             Found::InMemory(key) => {
-                let went_away = || pending(format!("step {} went away", key.step), (0, 0));
+                let went_away =
+                    || pending(format!("step {} is no longer in memory", key.step), (0, 0));
                 let Some(step) = self.hashed_step(&key).await? else { return went_away() };
                 let Some(holds) = self.with(|core| core.hold_step(&key)) else {
                     return went_away();
@@ -185,12 +188,14 @@ impl StagingDaemon {
         if !self.remember(member, load, Some(step), newest) {
             return other_answer();
         }
-        trace_point(TracePoint::Loading, &load.job, step);
+        trace_point(StagingPoint::Loading, &load.job, step);
         self.open_ticket(load, step, newest, source, why_by_ranges, tickets)
     }
 
-    /// Reads a step from the cluster: the whole step, or its table alone when the process asked for that first or memory does not suffice
-    /// for more. Returns what was read, and why it is the table though the whole step was asked for; or how far the reading has come.
+    /// Reads a step from the cluster: the whole step, or only its table if the process asked for
+    /// this first or memory does not suffice for more. Returns what was read, and the reason if it
+    /// is only the table although the whole step was requested; or the progress if the read is not
+    /// done at `until`.
     async fn read_from_cluster(
         self: &Arc<Self>,
         load: &Load,
@@ -225,7 +230,8 @@ impl StagingDaemon {
         }
     }
 
-    /// Reads extents of a step that is loaded by ranges. The answer may be that they are not there yet.
+    /// Reads extents of a step that is loaded by ranges. The answer may be that they are not read
+    /// yet.
     pub(super) async fn read_extents(
         self: &Arc<Self>,
         tickets: &mut Tickets,
@@ -234,7 +240,7 @@ impl StagingDaemon {
         limit_ms: u32,
     ) -> Replied {
         let until = self.clock.now() + Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
-        // A process has one window in hand.
+        // A process has one window at a time.
         for (_, other) in tickets.open.iter_mut().filter(|(other, _)| **other != ticket) {
             other.window = None;
         }
@@ -283,7 +289,7 @@ impl StagingDaemon {
         let descriptor = memory_file(&bytes).map_err(|error| failed(&error))?;
         let kind = source.kind();
         let of = load.launch.map(|(launch, number)| (load.job.clone(), launch, number));
-        // Each process verifies what is read for it alone.
+        // Each process verifies what is read for it alone, so nothing is shared.
         let of = of.filter(|_| kind != LoadSource::Ranges);
         let verified = of.as_ref().and_then(|of| {
             let all = self.verified();
@@ -308,7 +314,7 @@ impl StagingDaemon {
         Ok((Answer::Loadable(loadable), vec![descriptor]))
     }
 
-    /// The committed steps of a job with their saves, ascending, without those that are abandoned.
+    /// Returns the committed steps of a job with their saves, ascending, without abandoned ones.
     pub(super) async fn committed_saves(
         self: &Arc<Self>,
         job: &Job,
@@ -328,7 +334,8 @@ impl StagingDaemon {
         Ok(saves)
     }
 
-    /// Refuses a launch's `keep` where the cluster's policy retires steps of the job too: of two owners one would be wrong.
+    /// Fails if the launch has a `keep` and the cluster's policy retires steps of the job too: the
+    /// two rules would conflict.
     pub(super) async fn check_keep(self: &Arc<Self>, place: &Place) -> Result<(), Failure> {
         let keep = self.with(|core| core.keep_of(place));
         if keep == 0 {
@@ -347,9 +354,10 @@ impl StagingDaemon {
         Err(Failure::new(ErrorKind::Invalid, message, hint))
     }
 
-    /// The step of a load. All ranks of a launch get one answer to their n-th load. What is in memory counts as committed only when the
-    /// cluster has that very save; otherwise somebody has removed or replaced it. `changes`: see `Core::drop_replaced`. Returns `None` when the
-    /// cluster has to be asked again.
+    /// Chooses the step of a load. All ranks of a launch get the same answer to their n-th load. A
+    /// step in memory counts as committed only if the cluster has the same save; otherwise a client
+    /// has removed or replaced it. `changes`: see `Core::drop_replaced`. Returns `None` if the list
+    /// of committed steps is outdated and must be requested again.
     fn find(
         self: &Arc<Self>,
         load: &Load,
@@ -415,8 +423,9 @@ impl StagingDaemon {
         }))
     }
 
-    /// Keeps what a launch was given, before its first rank is told; a launch that may write goes on from there. Returns whether it counts:
-    /// another rank may have been given another step meanwhile.
+    /// Records which step a launch was given, before its first rank is notified. A launch that may
+    /// write continues from this step. Returns false if another rank was given another step
+    /// meanwhile.
     fn remember(
         self: &Arc<Self>,
         member: MemberId,
@@ -439,7 +448,7 @@ impl StagingDaemon {
         })
     }
 
-    /// Descriptors for the parts of a load, from `first` on.
+    /// Returns descriptors for the parts of a load, from `first` on.
     pub(super) fn open_parts(&self, tickets: &Tickets, ticket: u64, first: u32) -> Replied {
         let source = &tickets.open.get(&ticket).ok_or_else(no_ticket)?.source;
         let (mut parts, mut descriptors) = (Vec::new(), Vec::new());
@@ -461,7 +470,7 @@ impl StagingDaemon {
         Ok((Answer::Parts { parts }, descriptors))
     }
 
-    /// Remembers for the other ranks of a launch which extents of a load were verified.
+    /// Records for the other ranks of a launch which extents of a load were verified.
     pub(super) fn set_verified(
         &self,
         tickets: &Tickets,
@@ -494,8 +503,9 @@ impl StagingDaemon {
         tickets.open.remove(&ticket);
     }
 
-    /// A process says that an extent of a load does not have its hash. If that is so the step in memory is given up: once it is committed it
-    /// is loaded from the cluster. The daemon looks itself, because a step that is not committed is lost with its memory.
+    /// Handles a report that an extent of a load does not match its hash. The daemon verifies the
+    /// report itself, because an uncommitted step is lost with its memory. If it is true, the step
+    /// in memory is given up, and once committed it is loaded from the cluster.
     pub(super) async fn set_corrupt(
         self: &Arc<Self>,
         tickets: &mut Tickets,
@@ -510,7 +520,7 @@ impl StagingDaemon {
             Source::Memory { step, _holds } => (step, _holds),
             Source::Cluster { fetched } => {
                 tracing::error!(
-                    "{name} is damaged in memory: the step is read from the cluster once more"
+                    "{name} is damaged in memory: the next load reads the step from the cluster again"
                 );
                 self.forget_fetched(&fetched);
                 return Ok(());
@@ -522,12 +532,12 @@ impl StagingDaemon {
         match changed {
             Ok(None) => {
                 tracing::error!(
-                    "a trainer says that {name} is damaged in memory, and it is not: look at the memory that the trainer copied it to"
+                    "a trainer reports that {name} is damaged in memory, but it is intact: check the memory to which the trainer copied it"
                 );
             }
             _ => {
                 tracing::error!(
-                    "{name} is damaged in memory: the step is not loaded from there any more"
+                    "{name} is damaged in memory: the step is no longer loaded from there"
                 );
                 self.with(|core| core.give_up_memory(fill, name));
             }
@@ -537,7 +547,7 @@ impl StagingDaemon {
 }
 
 fn no_ticket() -> Failure {
-    Failure::new(ErrorKind::Invalid, "this load is not open any more", "load once more")
+    Failure::new(ErrorKind::Invalid, "this load is no longer open", "load once more")
 }
 
 #[allow(clippy::disallowed_methods)] // shared memory lies outside any store
@@ -546,7 +556,7 @@ fn open(path: &std::path::Path) -> Result<File, Failure> {
         .map_err(|error| Failure::new(ErrorKind::Io, format!("{}: {error}", path.display()), ""))
 }
 
-/// Bytes in a file without a name, for a process to read.
+/// Creates an unnamed file that contains `bytes`, for a process to read.
 fn memory_file(bytes: &[u8]) -> std::io::Result<OwnedFd> {
     let mut file = File::from(rustix::fs::memfd_create("rapidraid-table", MemfdFlags::CLOEXEC)?);
     file.write_all(bytes)?;

@@ -1,4 +1,5 @@
-//! The staging daemon: takes over state from the trainers of a host and saves it (docs/staging.md).
+//! The staging daemon: it receives state from the trainers of a host and saves it
+//! (docs/staging.md).
 
 pub mod assemble;
 pub mod core;
@@ -31,7 +32,7 @@ use self::hold::Bell;
 use self::loads::{LoadKey, Verified};
 use self::ranges::MAX_WINDOWS;
 use self::records::SaveState;
-use self::trace::{TracePoint, trace_point};
+use self::trace::{StagingPoint, trace_point};
 use crate::client::{Client, Progress};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
@@ -41,32 +42,33 @@ use crate::trainer::mapping::Readable;
 use crate::trainer::segment::{Header, read_header};
 use crate::workers::Workers;
 
-/// Between two looks at deadlines and at memory that processes have let go.
+/// Interval between two checks of deadlines and of memory that processes have released.
 const TICK: Duration = Duration::from_millis(200);
 
-/// Between two looks whether the folder is still there.
+/// Interval between two checks that the staging folder still exists.
 const FOLDER_LOOK: Duration = Duration::from_secs(1);
-/// A daemon that is to end ends when nothing has been under way for so long.
+/// A daemon that is shutting down ends once nothing has been in progress for this long.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// What a daemon is told by its configuration.
+/// The configuration of a daemon.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The staging folder.
     pub dir: PathBuf,
-    /// The limit on all segments.
+    /// Memory limit for all segments together, in bytes.
     pub memory_bytes: u64,
-    /// How long a rank may fill a segment.
+    /// How long the ranks may fill a step, counted from the first rank that began.
     pub fill: Duration,
-    /// Trainers have to send this, when it is not empty.
+    /// The token that trainers must send; empty if none is required.
     pub token: Vec<u8>,
-    /// The cluster.
+    /// The id of the cluster that the daemon saves to.
     pub cluster: ClusterId,
-    /// Where steps are hashed and sent, and read from the cluster: threads that yield to training.
+    /// The runtime on which steps are hashed, sent, and read from the cluster. Its threads yield to
+    /// training.
     pub background: Handle,
 }
 
-/// Why a daemon does not start.
+/// The reason why a daemon does not start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
@@ -78,13 +80,13 @@ pub enum StartError {
     Socket {
         /// The staging folder.
         dir: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
 
 impl StartError {
-    /// What kind of failure this is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             StartError::Folder(error) => error.kind(),
@@ -104,7 +106,7 @@ pub struct StagingDaemon {
     entropy: Arc<dyn Entropy>,
     workers: Workers,
     hashing: tokio::sync::Mutex<()>,
-    /// One save at a time for each job.
+    /// A lock for each job, so that it has one save at a time.
     queues: Mutex<BTreeMap<Job, Arc<tokio::sync::Mutex<()>>>>,
     progress: Mutex<BTreeMap<StepKey, Progress>>,
     fetches: Mutex<Fetches>,
@@ -113,7 +115,7 @@ pub struct StagingDaemon {
     connections: watch::Sender<usize>,
 }
 
-/// A daemon that runs; its tasks end with it.
+/// A running daemon. Its tasks end when this value is dropped.
 pub struct Running {
     daemon: Arc<StagingDaemon>,
     tasks: Vec<JoinHandle<()>>,
@@ -127,7 +129,7 @@ impl Drop for Running {
 
 fn marked(segment: SegmentId, written: io::Result<()>) {
     if let Err(error) = written {
-        tracing::error!(%segment, %error, "the state of a segment is not written");
+        tracing::error!(%segment, %error, "cannot write the state into a segment's header");
     }
 }
 
@@ -136,7 +138,7 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl StagingDaemon {
-    /// Opens the folder, finds what a daemon before this one left, and listens.
+    /// Opens the folder, recovers the state that a previous daemon left, and listens.
     pub async fn start(
         settings: Settings,
         client: Client,
@@ -174,13 +176,16 @@ impl StagingDaemon {
         Ok(Running { daemon, tasks })
     }
 
-    /// Changes the state, and then does what follows from the change.
+    /// Changes the state, then carries out the effects of the change. Returns the result of
+    /// `change`.
     fn with<T>(self: &Arc<Self>, change: impl FnOnce(&mut Core) -> T) -> T {
         let mut core = lock(&self.core);
         let result = change(&mut core);
         while !core.effects.is_empty() {
             let mut effects = std::mem::take(&mut core.effects);
-            // A record goes after the headers that it is about: without them it is removed, but without it they would bring the step back.
+            // Remove a record only after the headers that it describes are marked. If the daemon
+            // ends in between, the next one removes a record without headers, but headers without a
+            // record would bring the step back.
             effects.sort_by_key(|effect| {
                 !matches!(
                     effect,
@@ -206,7 +211,7 @@ impl StagingDaemon {
                 }
             }
             Effect::Forget(key) => {
-                trace_point(TracePoint::Forgetting, &key.job, key.step);
+                trace_point(StagingPoint::Forgetting, &key.job, key.step);
                 self.folder.forget_step(&key);
                 lock(&self.progress).remove(&key);
             }
@@ -214,17 +219,17 @@ impl StagingDaemon {
                 if let Some(record) = core.job_record(&job)
                     && let Err(error) = self.folder.keep_job(&record)
                 {
-                    tracing::error!(%job, %error, "the job's record is not kept");
+                    tracing::error!(%job, %error, "cannot write the job's record");
                 }
             }
             Effect::KeepStep(key) => {
                 if let Some(record) = core.record(&key, SaveState::Unsaved)
                     && let Err(error) = self.folder.keep_step(&record)
                 {
-                    // The headers say the same to the next daemon.
-                    tracing::warn!(job = %key.job, step = %key.step, %error, "the step's record is not kept");
+                    // The next daemon reads the same from the headers.
+                    tracing::warn!(job = %key.job, step = %key.step, %error, "cannot write the step's record");
                 }
-                trace_point(TracePoint::Staged, &key.job, key.step);
+                trace_point(StagingPoint::Staged, &key.job, key.step);
             }
             Effect::Save(key) => {
                 drop(self.settings.background.spawn(self.clone().save_step(key)));
@@ -233,8 +238,9 @@ impl StagingDaemon {
         }
     }
 
-    /// Counts parts of steps whose owners have written that they are staged and have not said so: from the headers of segments that are
-    /// being filled. What is in a header after its owner is gone is what a daemon would find that starts now.
+    /// Accepts parts of steps whose headers say *staged* although their owners have not reported
+    /// it. Reads the headers of the segments that are being filled, of member `of` if given. After
+    /// an owner has died, its header says what a daemon that starts now would find.
     fn accept_headers(self: &Arc<Self>, of: Option<MemberId>) {
         for (segment, key, rank) in self.with(|core| core.filling(of)) {
             let Some((_, len_bytes)) = self.with(|core| core.hold(segment)) else { continue };
@@ -274,7 +280,7 @@ impl StagingDaemon {
         lock(&self.verified)
     }
 
-    /// Waits for a change, at most `limit`.
+    /// Waits for a change of the state, at most for `limit`.
     async fn wait_for_bell(&self, heard: &mut watch::Receiver<u64>, limit: Duration) {
         let _ = crate::clock::deadline(&*self.clock, limit, heard.changed()).await;
     }
@@ -295,7 +301,7 @@ impl StagingDaemon {
                 core.check_deadlines(now);
                 core.drop_orphans(&|segment| self.folder.is_unmapped(segment));
             });
-            // A step that was read is kept for ranks that begin later, and then goes.
+            // A fetched step is kept for a while, for ranks that begin later, and then removed.
             self.account_fetches();
             self.folder.keep_reserve();
         }
@@ -303,13 +309,14 @@ impl StagingDaemon {
 }
 
 impl Running {
-    /// The staging folder's id.
+    /// Returns the id of the staging folder.
     pub fn instance(&self) -> InstanceId {
         self.daemon.folder.instance()
     }
 
-    /// Returns when nothing is under way, or `limit` has passed: then what is left, in words. Trainers that are told to end save once more,
-    /// so steps go on to begin; a moment without any ends the wait.
+    /// Waits until no step is in progress, or until `limit` has passed. Returns descriptions of the
+    /// steps that are left. Trainers that are being terminated save once more, so new steps may
+    /// still begin; the wait therefore ends only after a short time without any.
     pub async fn quiet(&self, limit: Duration) -> Vec<String> {
         let daemon = &self.daemon;
         let until = daemon.clock.now() + limit;
@@ -330,7 +337,7 @@ impl Running {
         }
     }
 
-    /// Returns when the staging folder has been taken away under the daemon. No step begins any more then.
+    /// Waits until the staging folder is removed from outside, then stops accepting new steps.
     pub async fn lost(&self) {
         while self.daemon.folder.is_there() {
             self.daemon.clock.sleep(FOLDER_LOOK).await;
@@ -338,7 +345,7 @@ impl Running {
         self.daemon.with(Core::stop);
     }
 
-    /// Returns when the daemon has had no connection and no segment for `limit`.
+    /// Waits until the daemon has had no connection and no used memory for `limit`.
     pub async fn idle(&self, limit: Duration) {
         let daemon = &self.daemon;
         let mut since = daemon.clock.now();

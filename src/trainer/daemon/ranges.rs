@@ -1,5 +1,6 @@
-//! Loads by ranges: where little of a step is wanted, or memory does not suffice for all of it, the extents that a process asks for are
-//! read from the cluster into a window, which is the process's own from then on.
+//! Loads by ranges. If a process wants little of a step, or memory does not suffice for all of it,
+//! the requested extents are read from the cluster into a window, whose memory then belongs to the
+//! process.
 #![allow(clippy::disallowed_methods)] // shared memory lies outside any store
 
 use std::fs::File;
@@ -23,20 +24,20 @@ use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, MAX_WINDOW_EXTENTS, Part, WINDOW_BYTES};
 use crate::units::GRAIN_BYTES;
 
-/// Windows that hold memory of the daemon at the same moment; others wait.
+/// Maximum number of windows that occupy the daemon's memory at once. Others wait.
 pub const MAX_WINDOWS: usize = 2;
-/// How long a window that was read waits for its process.
+/// How long a finished window waits for its process.
 const TAKEN_WITHIN: Duration = Duration::from_secs(10);
 
-/// A window that is being read, or waits for its process. The work ends with it.
+/// A window that is being read or waits for its process. Dropping it aborts the read.
 pub struct Window {
-    /// The extents, as they were asked for.
+    /// The extents, as requested.
     pub extents: Vec<u32>,
     shared: Arc<Shared>,
     task: AbortHandle,
 }
 
-/// A window's file and what lies where in it.
+/// The parts of a window, and the file that contains them.
 pub type Filled = (Vec<Part>, File);
 
 #[derive(Default)]
@@ -45,7 +46,7 @@ struct Shared {
     total_bytes: AtomicU64,
     end: Mutex<Option<Result<Filled, Failure>>>,
     taken: Notify,
-    /// Set when no process took the result in time.
+    /// Set if no process took the result in time.
     has_expired: AtomicBool,
 }
 
@@ -56,13 +57,13 @@ impl Drop for Window {
 }
 
 impl Window {
-    /// Bytes read, and bytes in all.
+    /// Returns the bytes read so far, and the total.
     pub fn progress(&self) -> (u64, u64) {
         let read = |bytes: &AtomicU64| bytes.load(Ordering::Relaxed);
         (read(&self.shared.done_bytes), read(&self.shared.total_bytes))
     }
 
-    /// Returns whether it was read and nobody took it in time: it has to be read again.
+    /// Returns whether the window was read and not taken in time, so that it must be read again.
     pub fn has_expired(&self) -> bool {
         self.shared.has_expired.load(Ordering::Relaxed)
     }
@@ -74,7 +75,7 @@ impl Window {
     }
 }
 
-/// Writes a range of a shard to its place in the window.
+/// A sink that writes a range of a shard to its place in the window.
 struct WindowSink {
     file: Arc<File>,
     part: Part,
@@ -88,8 +89,9 @@ impl Sink for WindowSink {
     }
 }
 
-/// Where extents lie in a window: those that are neighbours in a shard are one part. Fails when the request is longer than a window, or
-/// names what is not there.
+/// Returns the parts of a window for the given extents, and its length in bytes. Extents that are
+/// neighbours in a shard share a part. Fails if the request is longer than a window or names an
+/// extent that does not exist.
 fn parts_of(
     table: &[Extent],
     shards: &[(ShardName, u64)],
@@ -120,7 +122,8 @@ fn parts_of(
     let mut joined: Vec<(u32, u64, u64)> = Vec::new();
     for (shard, start, end) in ranges {
         match joined.last_mut() {
-            // Less than a grain is never read from the cluster, so what lies between costs nothing.
+            // The cluster is never read in units below a grain, so including a gap of up to a grain
+            // costs nothing.
             Some(last) if last.0 == shard && start <= last.2 + GRAIN_BYTES => {
                 last.2 = last.2.max(end);
             }
@@ -140,7 +143,7 @@ fn parts_of(
 }
 
 impl StagingDaemon {
-    /// Begins to read extents of a step.
+    /// Begins to read extents of a step into a window.
     pub(super) fn open_window(
         self: &Arc<Self>,
         fetched: &Arc<Fetched>,
@@ -250,7 +253,7 @@ mod tests {
         assert!(refused(&[4]).contains("no extent 4"), "there is no such shard");
         assert!(refused(&[5]).contains("no extent 5"));
         assert!(refused(&vec![1; MAX_WINDOW_EXTENTS + 1]).contains("at most 512"));
-        // One extent may be longer than a window.
+        // A single extent may be longer than a window.
         assert_eq!(parts_of(&table, &shards(), &[2]).unwrap().1, 1 << 35);
     }
 }

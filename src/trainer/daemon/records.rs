@@ -1,4 +1,5 @@
-//! What a staging daemon keeps beside the segments, so that the next one finds it (docs/staging.md, 2).
+//! The records that a staging daemon keeps beside the segments, for the next daemon
+//! (docs/staging.md, 2).
 
 use serde::{Deserialize, Serialize};
 
@@ -8,25 +9,26 @@ use crate::format::records::Record;
 use crate::id::{ClusterId, FillId, InstanceId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::trainer::protocol::{Place, Resumed};
 
-/// Whose staging folder this is.
+/// The identity of a staging folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstanceRecord {
     /// The folder's id.
     pub instance: InstanceId,
-    /// The cluster that its daemon saves to.
+    /// The cluster that the folder's daemon saves to.
     pub cluster: ClusterId,
-    /// The boot of the host in which the folder was made: another one means that its memory is gone.
+    /// The host's boot id when the folder was made. A different one means that the memory's
+    /// contents are lost.
     pub boot: String,
 }
 
-/// Whose segment it is.
+/// The owner of a segment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerRecord {
-    /// The process that may write it.
+    /// The process that may write the segment.
     pub member: MemberId,
-    /// Its rank.
+    /// The rank of that process.
     pub place: Place,
-    /// Length of the segment.
+    /// Length of the segment, in bytes.
     pub len_bytes: u64,
 }
 
@@ -41,65 +43,67 @@ pub struct StepRecord {
     pub launch: LaunchId,
     /// The filling.
     pub fill: FillId,
-    /// The segment of each rank.
+    /// The segments, in the order of the ranks.
     pub segments: Vec<SegmentId>,
-    /// How far its save has come.
+    /// The state of the step's save.
     pub save: SaveState,
 }
 
-/// How far the save of a step has come.
+/// The state of a step's save.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SaveState {
     /// No save has begun.
     Unsaved,
-    /// Saves may have begun under these ids; what became of each is not known.
+    /// Saves may have begun under these ids; the outcome of each is unknown.
     Begun {
-        /// The ids, the last one last.
+        /// The save ids, oldest first.
         saves: Vec<SaveId>,
     },
-    /// It is committed.
+    /// The step is committed.
     Committed {
-        /// The save.
+        /// The id of the save.
         save: SaveId,
     },
 }
 
-/// What is known of a job beside its steps.
+/// The state of a job, without its steps.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobRecord {
     /// The job.
     pub job: Job,
     /// The launch that may write.
     pub newest: Option<LaunchRecord>,
-    /// Launches that may not write any more: what they knew decides whether the steps that they staged may replace others.
+    /// Launches that may no longer write. Their resume points decide whether the steps that they
+    /// staged may replace others.
     pub old: Vec<LaunchRecord>,
     /// Fillings that were dropped.
     pub dropped: Vec<FillId>,
-    /// Saves that were abandoned: they are still to be aborted, or removed if they are committed.
+    /// Abandoned saves that are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
-    /// What was answered to loads.
+    /// The answers that were given to loads.
     pub loads: Vec<LoadAnswer>,
 }
 
-/// What is known of a launch.
+/// The recorded state of a launch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchRecord {
     /// The launch.
     pub launch: LaunchId,
-    /// Its ranks.
+    /// Number of ranks of the launch.
     pub world: u32,
-    /// When it was made.
+    /// When the launch was made, in nanoseconds since the host's boot.
     pub born_ns: u64,
-    /// What it was resumed from.
+    /// The resume point of the launch.
     pub resumed: Resumed,
-    /// How many committed steps are kept; 0: all.
+    /// How many committed steps are kept; 0 means all.
     pub keep: u32,
-    /// Committed steps that it did not abandon. `None`: nobody has looked yet.
+    /// Steps that were committed when the launch began to write and that it did not abandon. `None`
+    /// until the resume point is compared with the cluster.
     pub committed_before: Option<Vec<Step>>,
 }
 
 impl StepRecord {
-    /// Its name.
+    /// Returns the key of the step.
     pub fn key(&self) -> StepKey {
         StepKey { job: self.job.clone(), step: self.step, launch: self.launch, fill: self.fill }
     }

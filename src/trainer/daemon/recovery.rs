@@ -1,4 +1,5 @@
-//! What a daemon finds when it starts: segments, steps and jobs of the daemon before it (docs/staging.md, 8).
+//! Recovery at start: restores the segments, steps and jobs of the previous daemon
+//! (docs/staging.md, 8).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,11 +14,12 @@ use crate::id::{Job, SegmentId, Step};
 use crate::trainer::mapping::Readable;
 use crate::trainer::segment::read_header;
 
-/// Between two tries to remove an abandoned step.
+/// Pause between two attempts to remove an abandoned step.
 const REMOVE_AGAIN: Duration = Duration::from_secs(5);
 
 impl StagingDaemon {
-    /// Takes up what is there. Steps that all ranks had staged go on; what was being filled is dropped.
+    /// Restores the state in the staging folder. Steps that all ranks had staged are resumed;
+    /// unfinished fillings are dropped.
     pub(super) fn recover(self: &Arc<Self>) -> Result<(), FolderError> {
         let (jobs, steps) = (self.folder.jobs()?, self.folder.steps()?);
         let segments: BTreeMap<SegmentId, OwnerRecord> =
@@ -78,7 +80,7 @@ impl StagingDaemon {
             }
             core.drop_left(&|id| self.folder.filling_of(id));
             if found > 0 {
-                tracing::info!(steps = found, segments = segments.len(), "found in the staging folder");
+                tracing::info!(steps = found, segments = segments.len(), "restored steps from the staging folder");
             }
         });
         for job in self.with(|core| core.with_abandoned()) {
@@ -87,16 +89,17 @@ impl StagingDaemon {
         Ok(())
     }
 
-    /// Settles what is abandoned, however often that has to be tried.
+    /// Settles the abandoned saves of a job, retrying until it succeeds.
     pub(super) async fn remove_abandoned(self: Arc<Self>, job: Job) {
         while let Err((step, error)) = self.settle_abandoned(&job).await {
-            tracing::warn!(%job, %step, %error, "an abandoned step is not removed yet");
+            tracing::warn!(%job, %step, %error, "cannot remove an abandoned step: retrying");
             self.clock.sleep(REMOVE_AGAIN).await;
         }
     }
 
-    /// Aborts the saves that the job has abandoned and removes those that are committed, the newest first. They are remembered until they
-    /// are gone, so that nothing resumes from them after a crash.
+    /// Aborts the saves that the job has abandoned and removes those that are committed, newest
+    /// first. They stay on record until they are removed, so that nothing resumes from them after a
+    /// crash.
     pub(super) async fn settle_abandoned(
         self: &Arc<Self>,
         job: &Job,

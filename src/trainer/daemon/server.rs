@@ -1,4 +1,4 @@
-//! Serves trainers: one task for each connection, one request at a time on each.
+//! Serves trainers: one task per connection, one request at a time on each.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener as StdListener;
@@ -12,28 +12,29 @@ use tokio::net::{UnixListener, UnixStream};
 use super::core::{Ending, FillOutcome};
 use super::loads::Tickets;
 use super::records::OwnerRecord;
-use super::trace::{TracePoint, trace_point};
+use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, StartError};
 use crate::clock::deadline;
 use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::frames::{Frame, Incoming, Outgoing};
 use crate::trainer::protocol::{
-    Answer, Failure, Hello, HelloAnswer, OLDEST, Pending, Place, Prepare, Request, Status,
-    StepInfo, VERSION, parse, to_bytes,
+    Answer, Failure, OLDEST, Pending, Place, Prepare, Request, StagingHello, StagingHelloAnswer,
+    Status, StepInfo, VERSION, parse, to_bytes,
 };
 use crate::trainer::session::user_of_peer;
 
-/// Connections at once; more are closed at once.
+/// Maximum number of open connections. Further ones are closed immediately.
 const MAX_CONNECTIONS: usize = 256;
-/// Descriptors that a connection may have sent and not announced: a greeting comes with one, and nothing else with any.
+/// Maximum number of received descriptors that no frame has claimed. A greeting has one; no other
+/// message has any.
 const MAX_RECEIVED: usize = 2;
-/// How long a new connection may take to say who it is, and a trainer to take an answer.
+/// How long a new connection may take to send its greeting, and a trainer to receive an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// An answer is held back no longer than this, whatever the request says.
+/// Maximum time by which an answer is delayed, whatever the request allows.
 pub(super) const MAX_HELD_BACK: Duration = Duration::from_secs(10);
 
-/// Between two looks at memory that processes may have let go: nothing tells when they do.
+/// Interval between two checks of memory that processes may have released: no event reports this.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 type Replied = Result<(Answer, Vec<OwnedFd>), Failure>;
@@ -46,14 +47,14 @@ fn waiting(what: String) -> Replied {
     plain(Answer::Pending(Pending { what, done_bytes: 0, total_bytes: 0 }))
 }
 
-/// One connection.
+/// A connection to a trainer.
 struct Connection {
     socket: UnixStream,
     incoming: Incoming,
 }
 
 impl Connection {
-    /// The next frame; `None` at the end of the stream.
+    /// Returns the next frame, or `None` at the end of the stream.
     async fn receive(&mut self) -> std::io::Result<Option<Frame>> {
         loop {
             if let Some(frame) = self.incoming.frame().map_err(std::io::Error::other)? {
@@ -84,21 +85,22 @@ impl Connection {
     }
 }
 
-/// What a connection is for.
+/// The trainer at the other end of a connection.
 struct Peer {
     member: MemberId,
-    /// The process; taken when it joins a launch, and watched from then on.
+    /// A descriptor of the process, until the process joins a launch and is watched.
     process: Option<OwnedFd>,
     tickets: Tickets,
 }
 
 impl StagingDaemon {
-    /// Makes the socket.
+    /// Creates the socket and listens on it.
     pub(super) fn listen(&self) -> Result<UnixListener, StartError> {
         use std::os::fd::AsRawFd;
         let failed = |source| StartError::Socket { dir: self.settings.dir.clone(), source };
         self.folder.new_socket()?;
-        // The path over the open folder is short enough for a socket's name, however long the folder's is.
+        // The path through the open folder is short enough for a socket's address, however long the
+        // folder's own path is.
         let folder = rustix::fs::open(
             self.folder.path(),
             rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC,
@@ -123,7 +125,7 @@ impl StagingDaemon {
                 }
             };
             if *self.connections.borrow() >= MAX_CONNECTIONS {
-                tracing::warn!("{MAX_CONNECTIONS} connections are open: one more is closed");
+                tracing::warn!("{MAX_CONNECTIONS} connections are open: closing a new one");
                 continue;
             }
             self.connections.send_modify(|count| *count += 1);
@@ -145,12 +147,12 @@ impl StagingDaemon {
         let clock = self.clock.clone();
         let first = deadline(&*clock, PATIENCE, connection.receive()).await;
         let Some(mut frame) = first.map_err(std::io::Error::other)?? else { return Ok(()) };
-        let hello: Hello = parse(&frame.bytes).map_err(std::io::Error::other)?;
+        let hello: StagingHello = parse(&frame.bytes).map_err(std::io::Error::other)?;
         let process = frame.descriptors.pop_front();
         let refused = self.refusal(&hello, peer_user, process.is_some());
         let version = hello.newest.min(VERSION);
         let is_spoken = version >= hello.oldest.max(OLDEST);
-        let answer = HelloAnswer {
+        let answer = StagingHelloAnswer {
             version: if is_spoken { version } else { 0 },
             instance: self.folder.instance(),
             cluster: self.settings.cluster,
@@ -178,7 +180,7 @@ impl StagingDaemon {
 
     fn refusal(
         &self,
-        hello: &Hello,
+        hello: &StagingHello,
         user: rustix::process::Uid,
         has_process: bool,
     ) -> Option<String> {
@@ -189,7 +191,7 @@ impl StagingDaemon {
         if !has_process {
             return Some("no descriptor of the process came with the greeting".into());
         }
-        // The hashes are compared, so that how long it takes says nothing about the token.
+        // Compare the hashes, so that the time of the comparison reveals nothing about the token.
         let is_same = blake3::hash(&hello.token) == blake3::hash(&self.settings.token);
         if !self.settings.token.is_empty() && !is_same {
             return Some("the token is not the one of staging.token".into());
@@ -254,11 +256,12 @@ impl StagingDaemon {
         }
     }
 
-    /// Makes segments, when there is room for them, and watches the process from now on.
+    /// Makes segments if there is room for them, and watches the process from now on.
     async fn prepare(self: &Arc<Self>, peer: &mut Peer, prepare: &Prepare) -> Replied {
         let made = self.prepare_segments(peer.member, prepare).await;
-        // Also after a failure: the process is a member of its launch. And not before the files are there: what is left of a process that
-        // is gone is looked for once.
+        // Watch the process after a failure too, because it may already be a member of its launch.
+        // Do not watch it before the files exist: the remains of an ended process are looked for
+        // only once.
         self.watch(peer);
         made
     }
@@ -268,18 +271,19 @@ impl StagingDaemon {
         let until = self.clock.now() + limit;
         let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
         let mut new_id = || SegmentId(self.entropy.id());
-        // What ranks of an older launch have written counts before the launch is over.
+        // Accept the parts that ranks of older launches have staged before those launches are
+        // ended.
         self.accept_headers(None);
         let mut heard = self.bell.listen();
         let segments = loop {
             let made = self.with(|core| core.prepare(member, prepare, &is_unmapped, &mut new_id));
             match made {
                 Ok(segments) => break segments,
-                // Nothing is kept for readers that may come.
+                // Files that are only kept for possible later readers make room.
                 Err(failure)
                     if failure.kind() == ErrorKind::Busy && self.free_fetches(None) > 0 => {}
                 Err(failure) if failure.kind() == ErrorKind::Busy => {
-                    // A launch that was before this one may still be letting its memory go.
+                    // Processes of an earlier launch may still be releasing their memory.
                     let now = self.clock.now();
                     if self.with(|core| prepare.launch_bytes > core.limit_bytes()) {
                         return Err(failure);
@@ -319,32 +323,34 @@ impl StagingDaemon {
             Failure::new(
                 error.kind(),
                 error.to_string(),
-                "look at the staging folder: space, permissions",
+                "check the free space and the permissions of the staging folder",
             )
         })
     }
 
-    /// From now on the end of the process is seen at once.
+    /// Watches for the end of the process from now on.
     fn watch(self: &Arc<Self>, peer: &mut Peer) {
         let Some(process) = peer.process.take() else { return };
         let (daemon, member) = (self.clone(), peer.member);
         tokio::spawn(async move {
-            // A descriptor of a process becomes readable when it ends. Nothing is read from it: the type of a pipe's end is taken because
-            // it is the one through which tokio waits for any descriptor without unsafe code.
+            // A pidfd becomes readable when its process ends. Nothing is read from it: it is
+            // wrapped as the end of a pipe because tokio can wait for such a descriptor without
+            // unsafe code.
             let ended = match pipe::Receiver::from_owned_fd_unchecked(process) {
                 Ok(process) => process.readable().await,
                 Err(error) => Err(error),
             };
             if let Err(error) = ended {
-                return tracing::error!(%error, "the end of a trainer will not be seen");
+                return tracing::error!(%error, "cannot watch a trainer's process: its end will not be noticed");
             }
-            tracing::debug!(%member, "a trainer is gone");
+            tracing::debug!(%member, "a trainer's process ended");
             daemon.member_ended(member, Ending::Died);
         });
     }
 
     fn member_ended(self: &Arc<Self>, member: MemberId, how: Ending) {
-        // Its last word may be in a header, and not yet read from its connection.
+        // The member may have staged a part in a header without the report being read from its
+        // connection.
         self.accept_headers(Some(member));
         self.with(|core| core.gone(member, how));
         self.bell.ring();
@@ -359,7 +365,8 @@ impl StagingDaemon {
     ) -> Replied {
         let limit = Duration::from_millis(limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
-        // The answer to its last *staged* may be lost: that step is not dropped because the rank goes on to another one.
+        // The report of the last *staged* part may be lost. That step must not be dropped because
+        // the rank begins another one.
         self.accept_headers(Some(member));
         let mut heard = self.bell.listen();
         loop {
@@ -373,7 +380,7 @@ impl StagingDaemon {
             match outcome {
                 FillOutcome::Segment(segment, fill) => {
                     if let Some(place) = self.with(|core| core.place(member).cloned()) {
-                        trace_point(TracePoint::Filling, &place.job, step);
+                        trace_point(StagingPoint::Filling, &place.job, step);
                     }
                     return plain(Answer::Fill { segment, fill });
                 }
@@ -407,8 +414,9 @@ impl StagingDaemon {
         }
     }
 
-    /// Compares what a launch resumed from with what is committed. Steps in between are removed, if that was asked for. Returns what it still
-    /// waits for at `until`.
+    /// Compares the resume point of a launch with the committed steps. Removes later steps if the
+    /// launch asked for it; fails otherwise if there are any. Returns a description of what it
+    /// still waits for at `until`, or `None` when done.
     async fn check_resumed(
         self: &Arc<Self>,
         member: MemberId,
@@ -428,7 +436,7 @@ impl StagingDaemon {
         self.check_keep(&place).await?;
         let committed = self.committed_saves(&place.job).await?;
         let newest = committed.last().map(|(step, _)| *step);
-        // Also those that were committed since the launch loaded: it goes on from before them.
+        // Include steps that were committed since the launch loaded: it continues from before them.
         let is_later = |step: Step| resumed.loaded.is_none_or(|loaded| step > loaded);
         let later_saves: Vec<(Step, SaveId)> =
             committed.iter().copied().filter(|(step, _)| is_later(*step)).collect();
@@ -458,8 +466,9 @@ impl StagingDaemon {
         Ok(None)
     }
 
-    /// Gives up what is later than the step that a launch was resumed from: first in memory, then in the cluster, the newest first. What is
-    /// to be removed is kept until it is, so that nothing resumes from it after a crash.
+    /// Abandons the steps later than the one that a launch was resumed from: first in memory, then
+    /// in the cluster, newest first. The saves stay on record until they are removed, so that
+    /// nothing resumes from them after a crash.
     async fn abandon(
         self: &Arc<Self>,
         place: &Place,
@@ -469,7 +478,7 @@ impl StagingDaemon {
         let job = &place.job;
         self.with(|core| core.abandon(job, loaded, place.launch, &saves));
         for (step, _) in &saves {
-            trace_point(TracePoint::Abandoning, job, *step);
+            trace_point(StagingPoint::Abandoning, job, *step);
         }
         self.settle_abandoned(job).await.map_err(|(step, error)| {
             let message = format!("abandoning step {step} of {job}: {error}");
@@ -477,7 +486,7 @@ impl StagingDaemon {
         })
     }
 
-    /// Removes a committed step if it is this save.
+    /// Removes a committed step if its save is `save`.
     pub(super) async fn remove_save(
         &self,
         job: &Job,
@@ -489,7 +498,8 @@ impl StagingDaemon {
             return Ok(());
         }
         match self.client.remove(job, step).await {
-            // Somebody else was quicker, such as the task that goes on when a launch does not wait any more.
+            // Another task removed it first, such as the one that continues after a launch stops
+            // waiting.
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed.map(drop),
         }
@@ -541,7 +551,7 @@ impl StagingDaemon {
         plain(Answer::Done)
     }
 
-    /// What the daemon holds.
+    /// Returns the daemon's status.
     fn status(self: &Arc<Self>) -> Status {
         self.with(|core| Status {
             instance: self.folder.instance(),

@@ -1,4 +1,4 @@
-//! Shards over segments: the bytes that an upload hashes and sends are the segments' own memory.
+//! Shards over segments: an upload hashes and sends the segments' own memory, without a copy.
 
 use std::io;
 
@@ -8,15 +8,15 @@ use super::hold::Hold;
 use crate::pipeline::upload::ShardSource;
 use crate::trainer::mapping::Readable;
 
-/// The memory of a segment that is held as long as any byte of it is in use: a [`Bytes`] over it, also one that the transport still has
-/// to send, owns the hold.
+/// The memory of a segment, held as long as any byte of it is in use. Every [`Bytes`] over it owns
+/// the hold, including those that the transport still has to send.
 pub struct HeldMemory {
     map: Readable,
     _hold: Hold,
 }
 
 impl HeldMemory {
-    /// The bytes of `map`, which `hold` keeps from being filled again.
+    /// Returns the bytes of `map`. `hold` keeps the segment from being filled again.
     pub fn bytes(map: Readable, hold: Hold) -> Bytes {
         Bytes::from_owner(Self { map, _hold: hold })
     }
@@ -28,16 +28,16 @@ impl AsRef<[u8]> for HeldMemory {
     }
 }
 
-/// Pieces of memory one behind the other; what lies between two of them is zero.
+/// Pieces of memory in ascending order. The bytes between two pieces are zero.
 #[derive(Debug, Clone, Default)]
 pub struct Pieces {
-    /// Where each begins, ascending.
+    /// The offset and the bytes of each piece, ascending.
     pieces: Vec<(u64, Bytes)>,
     len_bytes: u64,
 }
 
 impl Pieces {
-    /// Adds a piece at `offset`, which is not before the end of the last one.
+    /// Adds a piece at `offset`, which must not be before the end of the last one.
     pub fn push(&mut self, offset: u64, bytes: Bytes) {
         debug_assert!(offset >= self.len_bytes, "pieces overlap");
         self.len_bytes = offset + bytes.len() as u64;
@@ -46,12 +46,12 @@ impl Pieces {
         }
     }
 
-    /// Length with all pieces.
+    /// Returns the length up to the end of the last piece, in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// The same without what lies outside `from..to`, which becomes `0..to - from`.
+    /// Returns the pieces of the range `from..to`, which becomes `0..to - from`.
     pub fn slice(&self, from: u64, to: u64) -> Self {
         let mut out = Self::default();
         for (start, bytes) in &self.pieces {
@@ -68,7 +68,7 @@ impl Pieces {
         out
     }
 
-    /// The piece that has the byte at `offset`, or the first one behind it.
+    /// Returns the index of the piece that contains `offset`, or else of the first one after it.
     fn at(&self, offset: u64) -> usize {
         self.pieces.partition_point(|(start, bytes)| start + bytes.len() as u64 <= offset)
     }

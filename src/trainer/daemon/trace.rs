@@ -1,30 +1,31 @@
-//! The points of a step's way through the daemon, by name: each is said in the log by the task that has just come there.
+//! The trace points of a step's way through the daemon. A task logs the name of a point just before
+//! the step passes it.
 //!
-//! An operator sees how far a step is, and a test kills a process exactly there. The names follow docs/staging.md, 4 and 7. Nothing else
-//! depends on them.
+//! They show an operator how far a step has come, and let a test kill a process exactly there. The
+//! names follow docs/staging.md, 4 and 7. Nothing else depends on them.
 
 use crate::id::{Job, Step};
 
-/// The target of the lines. `RUST_LOG=rapidraid::staging=debug` shows them and nothing else.
+/// The target of the log lines. `RUST_LOG=rapidraid::staging=debug` shows them and nothing else.
 pub const TARGET: &str = "rapidraid::staging";
 
 macro_rules! points {
     ($($(#[$meta:meta])* $variant:ident = $name:literal,)*) => {
-        /// A point.
+        /// A trace point.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[non_exhaustive]
-        pub enum TracePoint {
+        pub enum StagingPoint {
             $($(#[$meta])* $variant,)*
         }
 
-        impl TracePoint {
-            /// All of them, in the order in which a step meets them.
-            pub const ALL: &'static [TracePoint] = &[$(TracePoint::$variant,)*];
+        impl StagingPoint {
+            /// All points, in the order in which a step passes them.
+            pub const ALL: &'static [StagingPoint] = &[$(StagingPoint::$variant,)*];
 
             /// Returns the name in the log: one lower-case word.
             pub fn name(self) -> &'static str {
                 match self {
-                    $(TracePoint::$variant => $name,)*
+                    $(StagingPoint::$variant => $name,)*
                 }
             }
         }
@@ -32,15 +33,15 @@ macro_rules! points {
 }
 
 points! {
-    /// A header says Filling, and its owner is about to be told.
+    /// A header says *filling*, and the owner is about to be notified.
     Filling = "filling",
-    /// All ranks have staged the step, and its record is kept.
+    /// All ranks have staged the step, and its record is written.
     Staged = "staged",
     /// The extents are about to be hashed.
     Hashing = "hashing",
-    /// The hashes are kept.
+    /// The hashes are written.
     Hashed = "hashed",
-    /// The id of a save is kept, and the save is about to begin.
+    /// The id of a save is written, and the save is about to begin.
     Saving = "saving",
     /// All bytes are stored and hashed again, and the commit is about to be sent.
     Confirmed = "confirmed",
@@ -48,17 +49,17 @@ points! {
     Decided = "decided",
     /// The record says that the step is committed.
     Committed = "committed",
-    /// The record of a step that is over, or dropped, is about to be removed.
+    /// The record of a released or dropped step is about to be removed.
     Forgetting = "forgetting",
-    /// A step was found for a load, and the process is about to be told.
+    /// A step was found for a load, and the process is about to be notified.
     Loading = "loading",
     /// A step is about to be read from the cluster.
     Fetching = "fetching",
-    /// What a launch abandons is kept, and is about to be settled.
+    /// The saves that a launch abandons are on record, and are about to be settled.
     Abandoning = "abandoning",
 }
 
-/// Says that a step has come to a point.
-pub(super) fn trace_point(point: TracePoint, job: &Job, step: Step) {
+/// Logs that a step passes a point.
+pub(super) fn trace_point(point: StagingPoint, job: &Job, step: Step) {
     tracing::debug!(target: TARGET, "{} {job}/{step}", point.name());
 }

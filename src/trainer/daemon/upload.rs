@@ -1,4 +1,5 @@
-//! Saves a step that all ranks have staged: checks it, hashes it, sends it, looks at it once more, commits it.
+//! Saves a step that all ranks have staged: checks it, hashes it, sends it, verifies its memory
+//! once more, and commits it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,7 +12,7 @@ use bytes::Bytes;
 use super::assemble::{self, Assembled, MAX_SHARD_STRIPES, cut, find_changed};
 use super::core::{Phase, StepKey};
 use super::records::{SaveState, StepRecord};
-use super::trace::{TracePoint, trace_point};
+use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, lock};
 use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
 use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table};
@@ -19,50 +20,50 @@ use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Sample};
 
-/// The first pause after a save that failed, and the longest one.
+/// The first and the longest pause after a failed save.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
 
-/// The name of data shard `number` of a launch's step.
+/// Returns the name of data shard `number` of a launch's step.
 pub fn data_name(launch: LaunchId, number: usize) -> Result<ShardName, IdError> {
     format!("{DATA_SHARD}{launch}/{number}").parse()
 }
 
-/// The name of the index of a launch's step.
+/// Returns the name of the index of a launch's step.
 pub fn index_name(launch: LaunchId) -> Result<ShardName, IdError> {
     format!("{INDEX_SHARD}{launch}").parse()
 }
 
-/// The launch that a shard's name carries.
+/// Returns the launch in the name of an index shard.
 pub fn launch_of(name: &ShardName) -> Option<LaunchId> {
     name.as_str().strip_prefix(INDEX_SHARD)?.parse().ok()
 }
 
-/// Whose save is committed as a step.
+/// The origin of the save that is committed as a step.
 enum Committed {
-    /// An older launch's, which may be replaced.
+    /// An older launch of this host, which may be replaced.
     Replaceable,
-    /// Somebody else's.
+    /// Any other origin.
     Other,
-    /// None is, or nobody says.
+    /// No save is committed, or its origin cannot be determined now.
     Unknown,
 }
 
-/// How an attempt to save a step ended.
+/// The outcome of an attempt to save a step.
 enum Attempt {
     Committed {
         save: SaveId,
         notes: Vec<String>,
     },
-    /// The step is not there any more.
+    /// The step is no longer in memory.
     Gone,
-    /// It cannot be saved, however often it is tried.
+    /// The step can never be saved.
     Failed(Failure),
-    /// It may succeed later.
+    /// A later attempt may succeed.
     Later(String),
 }
 
 impl StagingDaemon {
-    /// Saves a step, however often that has to be tried, unless it cannot be saved or is given up.
+    /// Saves a step, retrying until it is committed, turns out to be unsavable, or is dropped.
     pub(super) async fn save_step(self: Arc<Self>, key: StepKey) {
         self.save_until_over(&key).await;
         lock(&self.progress).remove(&key);
@@ -72,12 +73,12 @@ impl StagingDaemon {
         let queue = self.queue_of(&key.job);
         let (mut pause, mut last_reason) = (PAUSES.0, String::new());
         loop {
-            // Steps of a job are saved one after the other, in the order in which they became staged. One that failed lets the next have
-            // its turn.
+            // Steps of a job are saved one at a time, in the order in which they became staged. A
+            // failed attempt lets the next step have its turn.
             let turn = queue.lock().await;
             match self.attempt(key).await {
                 Attempt::Committed { save, notes } => {
-                    trace_point(TracePoint::Decided, &key.job, key.step);
+                    trace_point(StagingPoint::Decided, &key.job, key.step);
                     tracing::info!(job = %key.job, step = %key.step, %save, "committed");
                     return self.finish(key, save, notes).await;
                 }
@@ -87,7 +88,7 @@ impl StagingDaemon {
                     return self.with(|core| core.drop_step(key, failure));
                 }
                 Attempt::Later(reason) => {
-                    // An outage of hours is one line, not one for each attempt.
+                    // An outage of hours produces one line, not one for each attempt.
                     if reason != last_reason {
                         tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
                         last_reason.clone_from(&reason);
@@ -105,7 +106,8 @@ impl StagingDaemon {
         let Some(phase) = self.with(|core| core.step(key).map(|step| step.phase.clone())) else {
             return Attempt::Gone;
         };
-        // What became of the saves that had begun is asked before another one begins: one of them may be committed.
+        // Determine the outcome of earlier saves before another one begins: one of them may be
+        // committed.
         if let Phase::Saving { saves } = phase {
             match self.settle(&key.job, key.step, &saves).await {
                 Ok(Some(save)) => return Attempt::Committed { save, notes: Vec::new() },
@@ -128,7 +130,7 @@ impl StagingDaemon {
                 Committed::Other => {
                     Attempt::Failed(failure(key, &error, "save another step, or remove that one"))
                 }
-                // A save of a daemon before this one may still be open; its lease ends.
+                // A save of a previous daemon may still be open; its lease will end.
                 Committed::Unknown => Attempt::Later(error.to_string()),
             },
             Err(error) => self.judge(key, &error),
@@ -136,7 +138,8 @@ impl StagingDaemon {
         }
     }
 
-    /// Returns which of these saves is committed. All others are aborted for good.
+    /// Determines the outcome of saves of a step. Returns the committed one, if any; all others are
+    /// aborted for good.
     pub(super) async fn settle(
         &self,
         job: &Job,
@@ -152,8 +155,9 @@ impl StagingDaemon {
         Ok(committed)
     }
 
-    /// Finds out whose save is committed as the step. An older launch of this host may be replaced if it committed the step later than the
-    /// newest one that this launch knew.
+    /// Determines the origin of the save that is committed as the step. The save of an older launch
+    /// of this host may be replaced if its step is later than the newest committed one that this
+    /// launch saw.
     async fn committed_by(self: &Arc<Self>, key: &StepKey) -> Committed {
         let Ok(shown) = self.client.show(&key.job, Some(key.step)).await else {
             return Committed::Unknown;
@@ -163,12 +167,13 @@ impl StagingDaemon {
             core.job(&key.job).is_some_and(|job| job.abandoned.contains(&(key.step, save)))
         };
         if self.with(is_abandoned) {
-            // It is being removed.
+            // The save is being removed.
             return Committed::Unknown;
         }
         let launch = shown.shards.iter().find_map(|(root, _)| launch_of(&root.name));
         if launch == Some(key.launch) {
-            // Another filling of the step: the ids of all saves of this one are known, and were settled.
+            // The save is of another filling of the step: all save ids of this filling are known,
+            // and were settled.
             return Committed::Other;
         }
         self.with(|core| {
@@ -183,12 +188,13 @@ impl StagingDaemon {
         })
     }
 
-    /// The step with its hashes, from the table that is kept, or hashed now.
+    /// Returns the step with its hashes, read from the stored table or computed now. Returns `None`
+    /// if the step is no longer in memory.
     pub(super) async fn hashed_step(
         self: &Arc<Self>,
         key: &StepKey,
     ) -> Result<Option<Arc<Assembled>>, Failure> {
-        // One step is hashed at a time, and only once.
+        // Hash one step at a time, and each only once.
         let _turn = self.hashing.lock().await;
         let Some(segments) = self.with(|core| core.hold_step(key)) else { return Ok(None) };
         let (daemon, of) = (self.clone(), key.clone());
@@ -203,7 +209,7 @@ impl StagingDaemon {
                 return Ok(None);
             }
             Err(error) => {
-                let hint = "a step that cannot be put together is dropped; save the next one";
+                let hint = "a step that cannot be assembled is dropped; save the next one";
                 let message = format!("step {}: {error}", key.step);
                 return Err(Failure::new(error.kind(), message, hint));
             }
@@ -216,17 +222,18 @@ impl StagingDaemon {
         let is_same = |kept: &Table| kept.clone().without_hashes() == step.table;
         match kept.filter(is_same) {
             Some(table) => step.table = table,
-            // Hashed now, bytes that are damaged would be taken for right.
-            None if self.give_up_copy(key, &"its hashes are gone") => return Ok(None),
+            // The copy of a committed step must not be hashed again: damaged bytes would get
+            // matching hashes.
+            None if self.give_up_copy(key, &"its hashes are missing") => return Ok(None),
             None => {
-                trace_point(TracePoint::Hashing, &key.job, key.step);
+                trace_point(StagingPoint::Hashing, &key.job, key.step);
                 let hashes = assemble::hash(&step, &self.workers).await.map_err(|e| died(&e))?;
                 step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
                 let bytes = step.table.to_bytes().map_err(|error| failed(&error))?;
                 if let Err(error) = self.folder.keep_table(key, &bytes) {
-                    tracing::warn!(%error, "the step is hashed anew when it is needed again");
+                    tracing::warn!(%error, "cannot write the step's hashes: they are computed again when needed");
                 }
-                trace_point(TracePoint::Hashed, &key.job, key.step);
+                trace_point(StagingPoint::Hashed, &key.job, key.step);
                 self.compare_samples(key);
             }
         }
@@ -234,16 +241,16 @@ impl StagingDaemon {
         Ok(Some(Arc::new(step)))
     }
 
-    /// Gives up the copy of a committed step in memory. Returns whether it is committed.
+    /// Gives up the memory copy of a step if it is committed. Returns whether it is.
     fn give_up_copy(self: &Arc<Self>, key: &StepKey, why: &dyn std::fmt::Display) -> bool {
         let is_committed = self.with(|core| core.give_up_copy(key));
         if is_committed {
-            tracing::warn!(job = %key.job, step = %key.step, "the step is loaded from the cluster from now on: {why}");
+            tracing::warn!(job = %key.job, step = %key.step, "later loads read the step from the cluster: {why}");
         }
         is_committed
     }
 
-    /// Warns of replicated content that is not the same on all ranks.
+    /// Warns if replicated content differs between ranks.
     fn compare_samples(self: &Arc<Self>, key: &StepKey) {
         self.with(|core| {
             let samples = core.step(key).map(|step| step.samples.clone()).unwrap_or_default();
@@ -253,7 +260,7 @@ impl StagingDaemon {
                     let known = first.entry(&sample.name).or_insert((rank, sample));
                     (known.1.hash != sample.hash).then_some((known.0, &sample.name))
                 });
-                // One name of each rank is enough to find the cause.
+                // One name per rank suffices to find the cause.
                 if let Some((other, name)) = differs {
                     let warning = format!(
                         "{name} differs between ranks {other} and {rank}, though it is declared replicated: the owner's copy is saved",
@@ -293,7 +300,7 @@ impl StagingDaemon {
         Ok(Attempt::Committed { save: report.save, notes })
     }
 
-    /// What a failed save means for the step.
+    /// Returns what a failed save means for the step.
     fn judge(self: &Arc<Self>, key: &StepKey, error: &ClientError) -> Attempt {
         if self.with(|core| core.step(key).is_none()) {
             return Attempt::Gone;
@@ -306,39 +313,44 @@ impl StagingDaemon {
 
     async fn finish(self: &Arc<Self>, key: &StepKey, save: SaveId, notes: Vec<String>) {
         let Some(record) = self.with(|core| core.record(key, SaveState::Committed { save })) else {
-            // It was dropped just before its commit: the save is abandoned, and goes.
+            // The step was dropped just before its commit. Its save is on record as abandoned and
+            // will be removed.
             return;
         };
         let keep = self.with(|core| core.launch(key).map_or(0, |launch| launch.keep));
         if let Err(error) = self.folder.keep_step(&record) {
-            tracing::warn!(%error, "the daemon asks the cluster again after its next start");
+            tracing::warn!(%error, "cannot record the commit: the daemon asks the cluster again after its next start");
         }
         let now = self.clock.now();
         self.with(|core| core.committed(key, save, notes, now));
-        trace_point(TracePoint::Committed, &key.job, key.step);
+        trace_point(StagingPoint::Committed, &key.job, key.step);
         if keep > 0 {
             self.trim(key, keep).await;
         }
     }
 
-    /// Removes committed steps before the one that was just committed, so that `keep` are left with it.
+    /// Removes the oldest of the committed steps before the one that was just committed, so that
+    /// `keep` are left including it.
     async fn trim(&self, key: &StepKey, keep: u32) {
         let steps = match self.client.list(Some(&key.job)).await {
             Ok(steps) => steps,
-            Err(error) => return tracing::warn!(job = %key.job, %error, "older steps stay"),
+            Err(error) => {
+                return tracing::warn!(job = %key.job, %error, "cannot list the steps: older ones are kept for now");
+            }
         };
         let mut before: Vec<_> = steps.into_iter().map(|view| view.step).collect();
         before.retain(|step| *step < key.step);
         before.sort_unstable_by(|a, b| b.cmp(a));
         for step in before.into_iter().skip(keep.saturating_sub(1) as usize) {
             if let Err(error) = self.client.remove(&key.job, step).await {
-                tracing::warn!(job = %key.job, %step, %error, "an older step stays");
+                tracing::warn!(job = %key.job, %step, %error, "cannot remove an older step");
             }
         }
     }
 }
 
-/// Whether a step is refused for what it is. Everything else may pass.
+/// Returns whether the step itself is at fault, so that retries do not help. All other failures may
+/// pass.
 fn is_final(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Corrupt | ErrorKind::Invalid | ErrorKind::Denied)
 }
@@ -349,13 +361,13 @@ fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {
     Failure::new(error.kind(), format!("saving step {}: {error}", key.step), hint)
 }
 
-/// Steers the save of one step.
+/// The driver of one step's save.
 struct Driver {
     daemon: Arc<StagingDaemon>,
     key: StepKey,
     step: Arc<Assembled>,
     record: StepRecord,
-    /// The ids of the attempts so far.
+    /// The save ids of the attempts so far.
     saves: Mutex<Vec<SaveId>>,
 }
 
@@ -367,7 +379,8 @@ impl SaveDriver for Driver {
         self.daemon.entropy.fill(&mut save.0);
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.push(save);
-        // The record comes first: a daemon that is killed from here on asks what became of the save.
+        // Write the record first: the daemon after one that is killed from here on must ask for the
+        // outcome of the save.
         let state = SaveState::Begun { saves: saves.clone() };
         let record = StepRecord { save: state, ..self.record.clone() };
         self.daemon.folder.keep_step(&record).map_err(io::Error::other)?;
@@ -375,7 +388,7 @@ impl SaveDriver for Driver {
             self.daemon.folder.forget_step(&self.key);
             return Err(gone());
         }
-        trace_point(TracePoint::Saving, &self.key.job, self.key.step);
+        trace_point(StagingPoint::Saving, &self.key.job, self.key.step);
         Ok(save)
     }
 
@@ -405,7 +418,7 @@ impl SaveDriver for Driver {
         }
         match find_changed(&self.step, &self.daemon.workers).await {
             Ok(None) => {
-                trace_point(TracePoint::Confirmed, &self.key.job, self.key.step);
+                trace_point(StagingPoint::Confirmed, &self.key.job, self.key.step);
                 Ok(())
             }
             Ok(Some(name)) => Err(format!(

@@ -1,4 +1,5 @@
-//! Orders that nodes refuse: numbers out of all bounds, and owners that are over. What was reserved for them comes back.
+//! Orders that nodes refuse: numbers out of bounds and outdated owners. Their reservations are
+//! released.
 
 use rapidraid::code::table;
 use rapidraid::format::geometry::StripeCut;
@@ -13,7 +14,7 @@ use rapidraid::wire::order::{Codec, HopOrder, InputOrder, Order, OutputOrder};
 
 use super::{GENERATION, assert_alive, assert_both_steps, kind_of, world_with_steps};
 
-/// An order that a node with a replica of block 0 could run.
+/// Returns an order that a node with a replica of block 0 could run.
 pub(super) fn order(stripe: StripeId) -> Order {
     let cut = StripeCut { offset_bytes: 0, len_bytes: 131_072, block_bytes: 65_536, k: 2 };
     let input = InputOrder { input: Input::Block(0), expected: vec![Fingerprint::ZERO] };
@@ -92,7 +93,7 @@ async fn orders_with_absurd_numbers_are_refused() {
         with(&|order| order.kept = vec![(0, 255)]),
         with(&|order| order.kept = vec![(255, 0)]),
         with(&|order| order.kept = vec![(0, 0); 1000]),
-        // More than the daemon ever has.
+        // More memory than the daemon ever has.
         with(&|order| {
             let input = InputOrder { input: Input::Stream(1), expected: fingerprints(1) };
             let edges = vec![input; MAX_HOP_EDGES];
@@ -133,7 +134,8 @@ async fn orders_with_absurd_numbers_are_refused() {
         let again = node.ask(&to, &ReservePart { order: order.clone() }).await;
         assert_eq!(kind_of(again), ErrorKind::Busy, "one run, one reservation");
         let ran = node.ask(&to, &RunPart { run: order.run }).await;
-        // The stripe's replica is not what the order says: only a block past the end reads as zeros.
+        // The stripe's replica differs from the order. Only an order for a block past the end,
+        // which reads as zeros, succeeds.
         let is_empty = order.cut.len_bytes == 0;
         assert_eq!(ran.is_ok(), is_empty, "order {at}: {ran:?}");
         world.assert_idle().await;
@@ -158,7 +160,7 @@ async fn a_reservation_that_nobody_runs_is_given_back() {
         node.ask(&to, &ReservePart { order }).await.unwrap();
     }
     assert_ne!(world.nodes[&2].memory_in_use()[0], 0);
-    // The daemon gives it back unasked.
+    // The daemon releases the reservation by itself.
     world.assert_idle().await;
     assert_eq!(kind_of(node.ask(&to, &RunPart { run: [0; 16] }).await), ErrorKind::NotFound);
 }
@@ -177,7 +179,7 @@ async fn orders_of_an_owner_that_is_over_are_refused_and_name_the_newer() {
         let node = world.voice(Role::Node, &format!("boss{round}"));
         let to = world.node_address(2);
         if round == 0 {
-            // Obeyed as far as the fence goes; what it carries is no record.
+            // The node stores the fence and then refuses the call: its bytes are no record.
             assert_eq!(kind_of(node.ask(&to, &places(1, 50, old)).await), ErrorKind::Corrupt);
             assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), ErrorKind::Corrupt);
         }
@@ -207,7 +209,8 @@ async fn orders_of_an_owner_that_is_over_are_refused_and_name_the_newer() {
                 assert!(named || (epoch == 0 && text.contains("epoch")), "{text}");
             }
         }
-        // The newest owner goes on, also after a restart of the node, which must remember.
+        // The newest owner is still accepted, also after a restart of the node, which must remember
+        // the fence.
         assert_eq!(kind_of(node.ask(&to, &places(1, 51, new)).await), ErrorKind::Corrupt);
         if round == 0 {
             world.kill(2).await;

@@ -1,4 +1,4 @@
-//! What every group has beside it: the same buffers copied, and added to each other.
+//! The contestants that every group has: copying the same buffers, and adding them to each other.
 
 use std::hint::black_box;
 
@@ -14,7 +14,8 @@ pub const COPY: &str = "memcpy";
 const COPY_PAST_CACHES: &str = "copy, stores past the caches";
 const XOR_INTO: &str = "XOR of one buffer into another";
 
-/// The first `streams` inputs copied to as many outputs, stream by stream, and added to them.
+/// Returns the contestants that copy the first `streams` inputs to as many outputs, stream by
+/// stream, or add them to these.
 pub fn contestants(streams: usize, place: Place) -> Result<Vec<Contestant<'static>>> {
     let identity = Matrix::identity(streams)?;
     let copy: Run<'static> = Box::new(move |lanes, repetitions| {
@@ -41,7 +42,7 @@ pub fn contestants(streams: usize, place: Place) -> Result<Vec<Contestant<'stati
     };
     let mut contestants = vec![
         floor(COPY, Check::Outputs(identity.clone()), copy),
-        // Its loop has a test of its own; what it leaves depends on how often it ran.
+        // The loop has a unit test of its own. Its result here depends on how often it ran.
         floor(XOR_INTO, Check::Own(Box::new(|_| Ok(()))), xor),
     ];
     if place == Place::Memory && floor::has_non_temporal() {

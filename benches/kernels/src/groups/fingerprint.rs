@@ -1,4 +1,4 @@
-//! The linear fingerprint: against BLAKE3, and what it adds to a hop that checks what it reads.
+//! The linear fingerprint: compared with BLAKE3, and as a part of a hop that checks its inputs.
 
 use std::hint::black_box;
 
@@ -12,7 +12,7 @@ use crate::harness::{Contestant, Role, Run};
 use crate::lanes::{Lanes, Place};
 
 pub const FINGERPRINT: &str = "The fingerprint of a grain (64 KiB)";
-/// For one and for two local blocks.
+/// The questions for one and for two local blocks.
 pub const HOP_CHECKED: [&str; 2] = [
     "A hop with one local block that checks the fingerprints of its inputs",
     "A hop with two local blocks that checks the fingerprints of its inputs",
@@ -86,7 +86,8 @@ fn same_as_portable(kernel: Kernel, lanes: &mut Lanes<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A hop over grains whose inputs are fingerprinted first, while they are near, and both works by themselves.
+/// Returns contestants for a hop over grains whose inputs are fingerprinted first, while they are
+/// in a near cache, and for each of the two parts alone.
 fn checked<const LOCALS: usize>(cast: &Cast, place: Place) -> Result<Vec<Contestant<'static>>> {
     let kernel = cast.kernel;
     let mode = suited(kernel, place).0;

@@ -1,4 +1,4 @@
-//! What a hop does to its bytes: from the incoming stream x and the local blocks o it makes
+//! The computation of a hop. From the incoming stream x and the local blocks o it computes
 //!
 //! ```text
 //! x' = x + sum psi o     forwarded
@@ -18,7 +18,7 @@ use crate::harness::{Contestant, Role, Run};
 use crate::lanes::Place;
 use crate::raw::floor::{self, Stores};
 
-/// The question for one and for two local blocks.
+/// The questions for one and for two local blocks.
 pub const HOP: [&str; 2] = ["A hop with one local block", "A hop with two local blocks"];
 pub const FLOOR: &str = "XOR-only loop over the same streams";
 pub const FLOOR_PAST_CACHES: &str = "XOR-only loop, stores past the caches";
@@ -37,7 +37,7 @@ pub fn planned() -> Vec<Planned> {
     planned
 }
 
-/// The matrix of a hop: both outputs have the incoming stream as it is.
+/// Returns the matrix of a hop. Both outputs contain the incoming stream unchanged.
 pub fn matrix(locals: usize) -> Result<Matrix> {
     let row =
         |first: usize| (0..=locals).map(move |i| if i == 0 { 1 } else { field::exp(first + i) });
@@ -45,7 +45,7 @@ pub fn matrix(locals: usize) -> Result<Matrix> {
     Ok(Matrix::from_rows(&rows)?)
 }
 
-/// `I` is one more than the local blocks.
+/// Returns the contestants of a hop. `I` is the number of local blocks plus one.
 fn make<const I: usize>(cast: &Cast, place: Place) -> Result<Vec<Contestant<'static>>> {
     let matrix = matrix(I - 1)?;
     let mut contestants = copies::contestants(1, place)?;
@@ -93,7 +93,7 @@ fn in_place(kernel: Kernel, matrix: &Matrix) -> Contestant<'static> {
     Contestant { name: ours_in_place(kernel), role: Role::Ours, check, run }
 }
 
-/// The same hop over GF(2^16). The coefficients lie in no smaller field.
+/// Returns the same hop over GF(2^16). The coefficients are in no smaller field.
 fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Contestant<'static>> {
     let row = |seed: u8| {
         let others =
@@ -102,13 +102,13 @@ fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Contestant<'stati
     };
     let entries = row(0x35).chain(row(0x67)).collect();
     let matrix = Matrix16::new(2, locals + 1, entries)?;
-    let (mode, twin) = (suited(kernel, place).0, matrix.clone());
+    let (mode, copy) = (suited(kernel, place).0, matrix.clone());
     let run: Run<'static> = Box::new(move |lanes, repetitions| {
         let (inputs, outputs) = (&lanes.inputs[..=locals], &mut lanes.outputs[..2]);
         (0..repetitions).try_for_each(|_| kernel.apply16(&matrix, inputs, outputs, mode))?;
         Ok(())
     });
-    // Against the portable kernel.
+    // The expected bytes are those of the portable kernel.
     let check = Check::Own(Box::new(move |lanes| {
         let bytes = lanes.bytes().min(64 << 10);
         let inputs: Vec<&[u8]> =
@@ -117,7 +117,7 @@ fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Contestant<'stati
         for kernel in [Kernel::named("portable")?, kernel] {
             let mut outputs = vec![vec![0; bytes]; 2];
             let mut views: Vec<&mut [u8]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
-            kernel.apply16(&twin, &inputs, &mut views, Mode::Overwrite)?;
+            kernel.apply16(&copy, &inputs, &mut views, Mode::Overwrite)?;
             made.push(outputs);
         }
         anyhow::ensure!(made[0] == made[1], "GF(2^16) differs from the portable kernel");
@@ -126,7 +126,8 @@ fn wide(kernel: Kernel, locals: usize, place: Place) -> Result<Contestant<'stati
     Ok(Contestant { name: ours_wide(kernel), role: Role::Ours, check, run })
 }
 
-/// A hop by functions that multiply one slice: two copies, then one pass for each coefficient but the ones.
+/// Returns a hop that uses functions which multiply one slice: two copies, then one pass for each
+/// coefficient other than the ones of the incoming stream.
 fn passes(
     name: &str,
     matrix: &Matrix,

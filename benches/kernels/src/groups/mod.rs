@@ -1,5 +1,5 @@
-//! The questions, and who answers them. A group is made of buffers ([`Shape`]) and of contestants that do the same
-//! work on them; names given here are those that [`crate::bars`] looks for.
+//! The questions and their contestants. A group consists of buffers ([`Shape`]) and of contestants
+//! that do the same work on them. [`crate::bars`] finds contestants by the names given here.
 
 mod copies;
 mod encode;
@@ -21,16 +21,16 @@ pub use fingerprint::{BLAKE3, FINGERPRINT, FINGERPRINTS_ALONE, HOP_ALONE, HOP_CH
 pub use hop::{FLOOR, FLOOR_PAST_CACHES, HOP, RS_ERASURE, RS_ERASURE_SIMD};
 pub use reconstruct::{ANY_FIVE, RECONSTRUCT, dense_of, fewer_multiplications, sparse_of};
 
-/// What groups are made of.
+/// The ingredients of the groups.
 pub struct Cast {
     pub isal: Vec<Isal>,
     /// The kernel that the library chose.
     pub kernel: Kernel,
-    /// Sets of pieces to try where any five may be missing.
+    /// Number of sets of pieces to try where any five may be missing.
     pub draws: usize,
 }
 
-/// A group that can be made once its buffers are there.
+/// A group that can be built once its buffers exist.
 pub struct Planned {
     pub question: &'static str,
     pub place: Place,
@@ -39,7 +39,8 @@ pub struct Planned {
     pub counted_buffers: usize,
 }
 
-/// How many buffers, and how long they are in cache; [`Place::Memory`] has the length from the command line.
+/// The number of buffers, and their length in cache. The length for [`Place::Memory`] follows from
+/// the command line.
 #[derive(Clone, Copy)]
 pub struct Shape {
     pub inputs: usize,
@@ -58,41 +59,41 @@ impl Planned {
     }
 }
 
-/// What ISA-L works on at a time where it is given tiles.
+/// Bytes of each buffer that ISA-L processes at a time when it works in tiles.
 const ISAL_TILE_BYTES: usize = 16 << 10;
 
-/// All groups, in the order of the page.
+/// Returns all groups, in the order of the page.
 pub fn all() -> Vec<Planned> {
     let parts = [hop::planned(), fingerprint::planned(), encode::planned(), reconstruct::planned()];
     parts.into_iter().flatten().collect()
 }
 
-/// How rows of this library are called.
+/// Returns the name of the row of a kernel of this library.
 pub fn ours(kernel: Kernel) -> String {
     format!("rapidraid, {}", kernel.name())
 }
 
-/// The same where outputs are stored past the caches.
+/// Returns the name of the row whose outputs are stored past the caches.
 pub fn ours_past_caches(kernel: Kernel) -> String {
     format!("{}, stores past the caches", ours(kernel))
 }
 
-/// The same written over the first input.
+/// Returns the name of the row whose output overwrites the first input.
 pub fn ours_in_place(kernel: Kernel) -> String {
     format!("{}, written over the incoming buffer", ours(kernel))
 }
 
-/// The same over GF(2^16).
+/// Returns the name of the row over GF(2^16).
 pub fn ours_wide(kernel: Kernel) -> String {
     format!("{}, GF(2^16)", ours(kernel))
 }
 
-/// ISA-L in tiles.
+/// Returns the name of the row of ISA-L in tiles.
 pub fn tiled(isal: &Isal) -> String {
     format!("{} in 16 KiB tiles", isal.name())
 }
 
-/// The mode that suits a place, and the name of the row that has it.
+/// Returns the mode that suits a place, and the name of the row that uses it.
 pub fn suited(kernel: Kernel, place: Place) -> (Mode, String) {
     match place {
         Place::Memory => (Mode::Stream, ours_past_caches(kernel)),
@@ -100,13 +101,13 @@ pub fn suited(kernel: Kernel, place: Place) -> (Mode, String) {
     }
 }
 
-/// A matrix without zeros and ones: 2 to the powers 1, 8, 15 and so on.
+/// Returns a matrix without zeros and ones: 2 to the powers 1, 8, 15 and so on.
 fn dense_matrix(rows: usize, cols: usize) -> Result<Matrix> {
     let entries = (0..rows * cols).map(|i| field::exp(7 * i + 1)).collect();
     Ok(Matrix::new(rows, cols, entries)?)
 }
 
-/// A kernel that applies a matrix to the first inputs and outputs.
+/// Returns a contestant in which a kernel applies a matrix to the first inputs and outputs.
 fn applied(name: String, kernel: Kernel, matrix: &Matrix, mode: Mode) -> Contestant<'static> {
     let (check, matrix) = (Check::Outputs(matrix.clone()), matrix.clone());
     let run: Run<'static> = Box::new(move |lanes, repetitions| {
@@ -118,7 +119,8 @@ fn applied(name: String, kernel: Kernel, matrix: &Matrix, mode: Mode) -> Contest
     Contestant { name, role: Role::Ours, check, run }
 }
 
-/// A kernel as [`applied`], and once more with stores past the caches where it can and they might pay.
+/// Returns the contestant of [`applied`], and from memory another one whose stores bypass the
+/// caches.
 fn applied_at(kernel: Kernel, matrix: &Matrix, place: Place) -> Vec<Contestant<'static>> {
     let mut contestants = vec![applied(ours(kernel), kernel, matrix, Mode::Overwrite)];
     let (mode, name) = suited(kernel, place);
@@ -128,12 +130,12 @@ fn applied_at(kernel: Kernel, matrix: &Matrix, place: Place) -> Vec<Contestant<'
     contestants
 }
 
-/// ISA-L whole, and in tiles, which its bigger matrices need from memory.
+/// Returns ISA-L on whole buffers, and in tiles, which its larger matrices need from memory.
 fn by_isal_both(isal: &Isal, matrix: &Matrix) -> [Contestant<'static>; 2] {
     [None, Some(ISAL_TILE_BYTES)].map(|tile_bytes| by_isal(isal, matrix, tile_bytes))
 }
 
-/// ISA-L with the same matrix, in tiles or whole.
+/// Returns ISA-L with the same matrix, in tiles or on whole buffers.
 fn by_isal(isal: &Isal, matrix: &Matrix, tile_bytes: Option<usize>) -> Contestant<'static> {
     let tables = isal.tables(matrix);
     let (rows, cols) = (matrix.rows(), matrix.cols());

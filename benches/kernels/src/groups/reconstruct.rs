@@ -1,4 +1,5 @@
-//! Eleven blocks from eleven pieces: dense, as any code can, and by the sparse program that a chain code allows.
+//! Eleven blocks from eleven pieces: with a dense matrix, as for any code, and with the sparse
+//! program of a chain code.
 
 use anyhow::{Context, Result};
 use rapidraid::code::{Code, Program, reconstruct, table};
@@ -17,10 +18,10 @@ pub const ANY_FIVE: &str = "Eleven blocks with any five of sixteen pieces missin
 const PIECES: usize = 16;
 const BLOCKS: usize = 11;
 
-/// Which of the chain's first eleven pieces are missing, fewest first; others take their places.
+/// The missing ones of the chain's first eleven pieces, fewest first; later pieces replace them.
 const MISSING: [&[usize]; 4] = [&[], &[5], &[2, 5, 8], &[1, 3, 5, 7, 9]];
 
-/// The row of the program when so many of the first pieces are missing.
+/// Returns the name of the row for the program with `missing` of the first pieces missing.
 pub fn sparse_of(missing: usize) -> String {
     match missing {
         0 => "rapidraid, program, the first eleven pieces".to_owned(),
@@ -28,7 +29,7 @@ pub fn sparse_of(missing: usize) -> String {
     }
 }
 
-/// The row of the dense matrix of the same pieces.
+/// Returns the name of the row for the dense matrix of the same pieces.
 pub fn dense_of(missing: usize) -> String {
     sparse_of(missing).replace("program", "dense")
 }
@@ -62,7 +63,7 @@ fn make(cast: &Cast, place: Place) -> Result<Vec<Contestant<'static>>> {
     Ok(contestants)
 }
 
-/// The program for these pieces, and its own matrix applied densely.
+/// Returns the program for these pieces, and the program's matrix applied densely.
 fn pair(
     kernel: Kernel,
     available: &[usize],
@@ -89,7 +90,7 @@ fn any_five(cast: &Cast, place: Place) -> Result<Vec<Contestant<'static>>> {
         .map(|mask| (0..PIECES).filter(|piece| mask >> piece & 1 == 1).collect())
         .collect();
     let mut contestants = Vec::new();
-    // Evenly spread over all sets, both ends among them.
+    // The draws are spread evenly over all sets and include the first and the last.
     for draw in 0..cast.draws {
         let available = &all[draw * (all.len() - 1) / (cast.draws - 1).max(1)];
         let missing: Vec<String> = (0..PIECES)
@@ -109,8 +110,9 @@ fn program(available: &[usize]) -> Result<Program> {
     Ok(reconstruct(&Code::Chain(code.clone()), available, &Vec::from_iter(0..BLOCKS))?)
 }
 
-/// How many times fewer multiplications the program takes from the first eleven pieces than the kernel does with the
-/// dense matrix, whose zeros and ones it multiplies by like any other coefficient.
+/// Returns how many times fewer multiplications the program needs for the first eleven pieces than
+/// the kernel does with the dense matrix. The kernel multiplies by the zeros and ones of a matrix
+/// as by any other coefficient.
 pub fn fewer_multiplications() -> Result<f64> {
     let program = program(&Vec::from_iter(0..BLOCKS))?;
     let matrix = program.to_matrix()?;

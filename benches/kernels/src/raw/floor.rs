@@ -1,19 +1,19 @@
-//! The floor: loops that move the streams of a hop and do nothing with them but XOR, which no code can do
-//! without. What a kernel loses against them is what its multiplications cost.
+//! The floor: loops that move the streams of a hop and only XOR them, which no code can avoid. The
+//! difference between a kernel and these loops is the cost of its multiplications.
 //!
-//! With AVX-512 they are written with its registers, so that no compiler's taste is measured; elsewhere they are
-//! plain loops, which have no non-temporal stores.
+//! With AVX-512 the loops use its registers directly, so that the measurement does not depend on
+//! the compiler. Elsewhere they are plain loops without non-temporal stores.
 
-/// How bytes are stored.
+/// The kind of store instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stores {
-    /// Into the caches.
+    /// Stores into the caches.
     Plain,
-    /// Past the caches, for bytes that nobody reads soon.
+    /// Stores past the caches, for bytes that are not read soon.
     NonTemporal,
 }
 
-/// Whether this processor has the loops with non-temporal stores.
+/// Returns whether this processor has the loops with non-temporal stores.
 pub fn has_non_temporal() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx512f");
@@ -24,7 +24,8 @@ pub fn has_non_temporal() -> bool {
 /// Writes the sum of all inputs to each output.
 ///
 /// # Panics
-/// When lengths differ or are no multiple of 256, or an output of non-temporal stores does not start at a multiple of 64.
+/// Panics if lengths differ or are not a multiple of 256, or if an output of non-temporal stores
+/// does not start at a multiple of 64.
 #[inline(never)]
 pub fn xor<const I: usize, const O: usize>(
     inputs: [&[u8]; I],
@@ -40,8 +41,9 @@ pub fn xor<const I: usize, const O: usize>(
         assert!(stores == Stores::Plain || outputs.iter().all(aligned));
         let inputs = inputs.map(|input| input.as_ptr());
         let outputs = outputs.map(|output| output.as_mut_ptr());
-        // SAFETY: the processor has AVX-512F; all buffers are `bytes` long, a multiple of STEP_BYTES, and no output
-        // overlaps another buffer, being borrowed mutably; outputs are aligned where that is asked.
+        // SAFETY: the processor has AVX-512F. All buffers are `bytes` long, a multiple of
+        // STEP_BYTES. No output overlaps another buffer, because outputs are borrowed mutably.
+        // Outputs are aligned for non-temporal stores, as asserted above.
         unsafe {
             match stores {
                 Stores::Plain => avx512::xor::<I, O, false>(inputs, outputs, bytes),
@@ -62,7 +64,7 @@ pub fn xor<const I: usize, const O: usize>(
 /// Adds `source` to `target`.
 ///
 /// # Panics
-/// As [`xor`].
+/// Panics under the conditions of [`xor`].
 #[inline(never)]
 pub fn xor_into(target: &mut [u8], source: &[u8]) {
     let bytes = target.len();
@@ -70,8 +72,8 @@ pub fn xor_into(target: &mut [u8], source: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     if has_non_temporal() {
         let target = target.as_mut_ptr();
-        // SAFETY: as in `xor`; that the target is an input too is sound because the loop reads each step before it
-        // writes it, through pointers that come from the one mutable borrow.
+        // SAFETY: as in `xor`. The target may be an input as well, because the loop reads each step
+        // before it writes it, through pointers from the one mutable borrow.
         unsafe {
             avx512::xor::<2, 1, false>([target.cast_const(), source.as_ptr()], [target], bytes)
         };
@@ -89,13 +91,14 @@ mod avx512 {
 
     use super::STEP_BYTES;
 
-    /// Vectors of each stream in one step: of 1, 2 and 4, the fastest in cache.
+    /// Vectors of each stream in one step. Of 1, 2 and 4, this is the fastest in cache.
     const WIDTH: usize = 1;
     const VECTOR: usize = 64;
 
     /// # Safety
-    /// Every pointer is good for `bytes`, a multiple of [`STEP_BYTES`]; an output overlaps no other output and no
-    /// input, unless it is that input. With `NT`, outputs are aligned to 64.
+    /// Every pointer must be valid for `bytes`, a multiple of [`STEP_BYTES`]. An output must not
+    /// overlap another output or an input, unless it is that input. With `NT`, outputs must be
+    /// aligned to 64.
     #[target_feature(enable = "avx512f")]
     pub unsafe fn xor<const I: usize, const O: usize, const NT: bool>(
         inputs: [*const u8; I],
@@ -108,15 +111,15 @@ mod avx512 {
             let mut sums = [_mm512_setzero_si512(); WIDTH];
             for input in inputs {
                 for (w, sum) in sums.iter_mut().enumerate() {
-                    // SAFETY: at + WIDTH * VECTOR <= bytes, which the input is good for.
+                    // SAFETY: at + WIDTH * VECTOR <= bytes, for which the input is valid.
                     let data = unsafe { _mm512_loadu_si512(input.add(at + w * VECTOR).cast()) };
                     *sum = _mm512_xor_si512(*sum, data);
                 }
             }
             for output in outputs {
                 for (w, &sum) in sums.iter().enumerate() {
-                    // SAFETY: at + WIDTH * VECTOR <= bytes, which the output is good for; with NT it is aligned,
-                    // and so is every multiple of 64 behind it.
+                    // SAFETY: at + WIDTH * VECTOR <= bytes, for which the output is valid. With NT
+                    // it is aligned to 64, and so is every vector after it.
                     unsafe {
                         let target = output.add(at + w * VECTOR).cast();
                         if NT {

@@ -1,5 +1,5 @@
-//! ISA-L, loaded while the program runs, so that nothing has to be installed to compile it: the system's
-//! `libisal.so.2`, and the one whose path [`PATH_VARIABLE`] gives, if any.
+//! ISA-L, loaded at run time so that it is not needed to compile: the system's `libisal.so.2`, and
+//! the library at the path in [`PATH_VARIABLE`], if set.
 
 use std::ffi::{OsStr, c_int, c_uchar};
 
@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use libloading::Library;
 use rapidraid::gf::Matrix;
 
-/// The environment variable with the path of a library to measure beside the system's.
+/// The environment variable with the path of a library to measure in addition to the system's.
 pub const PATH_VARIABLE: &str = "RAPIDRAID_ISAL";
 
 type InitTables = unsafe extern "C" fn(c_int, c_int, *const c_uchar, *mut c_uchar);
@@ -20,12 +20,12 @@ type EncodeData = unsafe extern "C" fn(
     *const *mut c_uchar,
 );
 
-/// The most inputs or outputs of one call here.
+/// Maximum number of inputs or of outputs of one call here.
 const MAX_SIDE: usize = 32;
-/// What its tables take for each coefficient.
+/// Bytes of ISA-L's tables for each coefficient.
 const TABLE_BYTES: usize = 32;
 
-/// One library with its two functions.
+/// A loaded library with its two functions.
 #[derive(Clone, Copy)]
 pub struct Isal {
     init: InitTables,
@@ -35,11 +35,12 @@ pub struct Isal {
 }
 
 impl Isal {
-    /// The libraries found, and a line for each that was not. The last found is the one to compare with: the one
-    /// asked for, if any.
+    /// Returns the libraries that were found, and a line for each one that was not. Comparisons use
+    /// the last one: the library at [`PATH_VARIABLE`], if it was found.
     pub fn find() -> (Vec<Isal>, Vec<String>) {
         let (mut found, mut skipped) = (Vec::new(), Vec::new());
-        // The system's first: the loader takes a later request for its bare name for whatever has that name already.
+        // The system's library must come first: later, the loader would resolve its bare name to
+        // any loaded library of that name.
         let system = Self::load(OsStr::new("libisal.so.2"));
         let asked = std::env::var_os(PATH_VARIABLE);
         for outcome in std::iter::once(system).chain(asked.map(|path| Self::load(&path))) {
@@ -55,13 +56,14 @@ impl Isal {
         let shown = path.to_string_lossy();
         let shown = shown.rsplit('/').next().unwrap_or_default().to_owned();
         let before = mapped_libraries();
-        // SAFETY: loading runs the initialisers of ISA-L, which do nothing; that the file is ISA-L is the caller's word,
-        // as for every shared library.
+        // SAFETY: loading runs the initialisers of ISA-L, which do nothing. That the file is ISA-L
+        // is the caller's responsibility, as for every shared library.
         let library =
             unsafe { Library::new(path) }.with_context(|| format!("cannot load {shown}"))?;
-        // Never unloaded, so that its functions are good as long as the program runs.
+        // The library is never unloaded, so that its functions stay valid until the program ends.
         let library: &'static Library = Box::leak(Box::new(library));
-        // SAFETY: the types are those of ISA-L's `erasure_code.h`; adding `const` to what it only reads changes no ABI.
+        // SAFETY: the types are those of ISA-L's `erasure_code.h`; adding `const` to parameters
+        // that it only reads does not change the ABI.
         let (init, encode) = unsafe {
             let init = library.get::<InitTables>("ec_init_tables");
             let encode = library.get::<EncodeData>("ec_encode_data");
@@ -74,36 +76,39 @@ impl Isal {
         Ok(isal)
     }
 
-    /// `ISA-L 2.30`, or `ISA-L` where the file's name does not say; `GFNI` when that is what it runs.
+    /// Returns the name of the library, such as `ISA-L 2.30 GFNI`. The version is omitted if the
+    /// file's name does not contain it, and `GFNI` if the library does not use it.
     pub fn name(&self) -> String {
         let version = self.version.map(|(major, minor)| format!(" {major}.{minor}"));
         let gfni = if self.has_gfni { " GFNI" } else { "" };
         format!("ISA-L{}{gfni}", version.unwrap_or_default())
     }
 
-    /// Which instructions it chose on this processor, by the layout of its tables.
+    /// Returns the instructions that the library chose on this processor, by the layout of its
+    /// tables.
     pub fn runs(&self) -> &'static str {
         if self.has_gfni { "GFNI (affine matrices)" } else { "shuffles (tables of nibbles)" }
     }
 
-    /// Tables of nibbles begin with the multiples 0, 2, 4 of the coefficient 2; an 8x8 bit matrix does not.
+    /// Returns whether the tables are affine matrices. Tables of nibbles begin with the multiples
+    /// 0, 2, 4 and 6 of the coefficient 2; an 8x8 bit matrix does not.
     fn tables_are_affine(&self) -> bool {
         let mut tables = [0; TABLE_BYTES];
-        // SAFETY: one coefficient takes at most TABLE_BYTES.
+        // SAFETY: the table of one coefficient has at most TABLE_BYTES.
         unsafe { (self.init)(1, 1, [2].as_ptr(), tables.as_mut_ptr()) };
         tables[..4] != [0, 2, 4, 6]
     }
 
-    /// The tables of a matrix.
+    /// Returns the tables of a matrix.
     ///
     /// # Panics
-    /// When the matrix has more than 32 rows or columns.
+    /// Panics if the matrix has more than 32 rows or columns.
     pub fn tables(&self, matrix: &Matrix) -> Tables {
         let (rows, cols) = (matrix.rows(), matrix.cols());
         assert!(rows <= MAX_SIDE && cols <= MAX_SIDE);
         let entries: Vec<u8> = matrix.iter().flatten().copied().collect();
         let mut tables = vec![0; TABLE_BYTES * rows * cols];
-        // SAFETY: the entries are rows * cols, and their tables at most TABLE_BYTES each.
+        // SAFETY: there are rows * cols entries, and the table of each has at most TABLE_BYTES.
         unsafe {
             (self.init)(cols as c_int, rows as c_int, entries.as_ptr(), tables.as_mut_ptr());
         }
@@ -111,7 +116,7 @@ impl Isal {
     }
 }
 
-/// The tables of one matrix, of the library that made them.
+/// The tables of one matrix, made by and for one library.
 pub struct Tables {
     encode: EncodeData,
     rows: usize,
@@ -126,10 +131,11 @@ impl Tables {
         self.apply_tiled(inputs, outputs, bytes);
     }
 
-    /// Applies the matrix to `tile_bytes` of all buffers, then to the next.
+    /// Applies the matrix to the first `tile_bytes` of all buffers, then to the next, until their
+    /// end.
     ///
     /// # Panics
-    /// When the buffers do not fit the matrix or differ in length.
+    /// Panics if the buffers do not match the matrix or differ in length.
     pub fn apply_tiled(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], tile_bytes: usize) {
         assert!(inputs.len() == self.cols && outputs.len() == self.rows && tile_bytes > 0);
         let bytes = inputs[0].len();
@@ -146,8 +152,9 @@ impl Tables {
                 *to = output[start..].as_mut_ptr();
             }
             let (cols, rows) = (self.cols as c_int, self.rows as c_int);
-            // SAFETY: `tile` bytes are there behind each of the `cols` and `rows` pointers, the tables are this
-            // library's own for that shape, and outputs overlap nothing, being borrowed mutably.
+            // SAFETY: `tile` bytes are valid behind each of the `cols` and `rows` pointers, the
+            // tables were made by this library for that shape, and no output overlaps another
+            // buffer, because outputs are borrowed mutably.
             unsafe {
                 let tables = self.tables.as_ptr();
                 (self.encode)(tile as c_int, cols, rows, tables, from.as_ptr(), to.as_ptr());
@@ -156,7 +163,7 @@ impl Tables {
     }
 }
 
-/// The files of ISA-L that this process has mapped.
+/// Returns the files of ISA-L that this process has mapped.
 fn mapped_libraries() -> Vec<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let files = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
@@ -166,7 +173,7 @@ fn mapped_libraries() -> Vec<String> {
     files
 }
 
-/// 2 and 30 of `libisal.so.2.0.30`.
+/// Returns major and minor version from a file name: 2 and 30 for `libisal.so.2.0.30`.
 fn version_of(file: &str) -> Option<(u32, u32)> {
     let mut numbers = file.rsplit_once(".so.")?.1.split('.');
     let major = numbers.next()?.parse().ok()?;

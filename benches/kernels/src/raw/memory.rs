@@ -1,5 +1,6 @@
-//! Memory for the buffers of one group: huge pages, so that the walk through page tables is not what is
-//! measured, and starts that differ modulo 4 KiB, so that no two streams fight for one set of a cache.
+//! Memory for the buffers of one group. It is on huge pages, so that page table walks do not
+//! dominate the measurement. The starts of the buffers differ modulo 4 KiB, so that no two streams
+//! compete for the same set of a cache.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -7,12 +8,14 @@ use std::ptr::{self, NonNull};
 use anyhow::{Context, Result, ensure};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// What each buffer starts later in its page than the one before: 69 cache lines.
+/// The offset of each buffer's start within its page, relative to the previous buffer: 69 cache
+/// lines.
 pub const STAGGER_BYTES: usize = 4416;
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Private memory of this process, all of it touched, filled with bytes that do not repeat soon.
+/// Private memory of this process. All of it is touched, and filled with bytes that do not repeat
+/// soon.
 pub struct Arena {
     base: NonNull<c_void>,
     mapped_bytes: usize,
@@ -20,12 +23,14 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Room for `count` buffers of `bytes` each; the kernel is asked for huge pages and may refuse.
+    /// Allocates room for `count` buffers of `bytes` each. The kernel is asked for huge pages and
+    /// may refuse them. Returns an error if `bytes` is not a positive multiple of 4096 or the
+    /// memory cannot be mapped.
     pub fn new(count: usize, bytes: usize) -> Result<Self> {
         ensure!(bytes.is_multiple_of(4096) && bytes > 0, "buffers are whole pages, not {bytes} B");
         let wanted = count * (bytes + STAGGER_BYTES);
         let mapped_bytes = wanted.next_multiple_of(HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES;
-        // SAFETY: the kernel chooses the address, so nothing that exists is mapped over.
+        // SAFETY: the kernel chooses the address, so no existing mapping is replaced.
         let base = unsafe {
             mmap_anonymous(
                 ptr::null_mut(),
@@ -36,7 +41,7 @@ impl Arena {
         };
         let base = base.with_context(|| format!("cannot get {mapped_bytes} bytes of memory"))?;
         let base = NonNull::new(base).context("the kernel mapped address 0")?;
-        // SAFETY: the range is the mapping just made, and this advice changes no contents.
+        // SAFETY: the range is the mapping made above, and this advice changes no contents.
         let advised = unsafe { madvise(base.as_ptr(), mapped_bytes, Advice::LinuxHugepage) };
         if let Err(error) = advised {
             eprintln!("no huge pages ({error}): figures from memory are lower");
@@ -48,15 +53,16 @@ impl Arena {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: start is below the mapped length, so the range lies within the mapping, which is readable,
-        // writable and zeroed by the kernel, and lives until `self` is dropped; `&mut self` makes it the only view.
+        // SAFETY: start is below the mapped length, so the range is within the mapping. The mapping
+        // is readable, writable and zeroed by the kernel, and lives until `self` is dropped. `&mut
+        // self` makes this the only view.
         unsafe {
             let first = self.base.as_ptr().cast::<u8>().add(self.start);
             std::slice::from_raw_parts_mut(first, self.mapped_bytes - self.start)
         }
     }
 
-    /// The buffers, each of which starts at a multiple of 64.
+    /// Returns the buffers. Each starts at a multiple of 64.
     pub fn buffers(&mut self, count: usize, bytes: usize) -> Result<Vec<&mut [u8]>> {
         let mut rest = self.bytes();
         let mut buffers = Vec::new();
@@ -77,7 +83,8 @@ impl Drop for Arena {
     }
 }
 
-/// Xorshift: any bytes will do, but none that a processor or a kernel could treat as special.
+/// Fills `bytes` by xorshift. Any bytes would do, except ones that a processor or the operating
+/// system could treat as special.
 fn fill(bytes: &mut [u8]) {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     for word in bytes.chunks_mut(8) {

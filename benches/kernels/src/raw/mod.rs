@@ -1,5 +1,5 @@
-//! Everything here that needs `unsafe`: memory on huge pages, the loops that set the floor, and ISA-L. What each
-//! module offers is safe; nothing else of this package has the word.
+//! All code of this package that needs `unsafe`: memory on huge pages, the loops of the floor, and
+//! ISA-L. The functions of each module are safe.
 
 pub mod floor;
 pub mod isal;

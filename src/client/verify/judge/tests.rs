@@ -1,4 +1,4 @@
-//! Judgements of stripes that are whole but for what a test changes.
+//! Judgements of stripes that are intact except for the changes of a test.
 
 use super::*;
 use crate::code::RsCode;
@@ -10,8 +10,8 @@ use crate::wire::calls::RecordView;
 const ATTEMPT: Attempt = Attempt([1; 16]);
 const LEAF: [u8; 32] = [9; 32];
 
-/// A stripe of four blocks, archived by the classical code of six pieces: the first four are the replicas that stay, each on the node of its
-/// number.
+/// A stripe of four blocks, archived by the classical code with six pieces. The first four pieces
+/// are replicas that stay. Each piece is on the node of its number.
 struct Stripe {
     root: ShardRoot,
     info: StripeInfo,
@@ -87,17 +87,17 @@ fn copies_that_are_to_be_dropped_replace_none_and_are_no_fault() {
     let mut stripe = Stripe::whole();
     let whole = stripe.judge(true);
     assert_eq!((whole.faults, whole.survives), (vec![], Some(2)));
-    // A node that was away at the drop still has its replica of block 0.
+    // A node that was down at the drop still has its replica of block 0.
     stripe.files(7).push(file(FileName::Replica { block: 0 }));
     let left = stripe.judge(false);
     assert_eq!((left.faults, left.survives), (vec![], Some(2)));
-    // The copy that the receipt names is lost: that is a fault, though another one is there.
+    // The copy that the receipt names is lost. That is a fault although another copy exists.
     stripe.files(0).clear();
     let lost = stripe.judge(false);
     let fault =
         JudgedFault { node: NodeId(0), held: HeldItem::Replica(0), wrong: Problem::Missing };
     assert_eq!((lost.faults, lost.survives), (vec![fault], Some(1)));
-    // A copy that is to be dropped counts where no other is left.
+    // A copy that is to be dropped counts if no other is left.
     (1..3).for_each(|node| stripe.files(node).clear());
     assert_eq!(stripe.judge(false).survives, Some(0));
     // Damage of such a copy is no fault of the checkpoint.
@@ -113,7 +113,7 @@ fn an_earlier_receipt_on_a_node_that_was_replaced_is_no_fault() {
     let earlier = RecordView { record, digest: Some([3; 32]) };
     stripe.answers.get_mut(&NodeId(6)).unwrap().records.push(earlier.clone());
     assert_eq!(stripe.judge(true).faults, vec![]);
-    // On a node that the receipt names it is.
+    // On a node that the receipt names, it is a fault.
     stripe.answers.get_mut(&NodeId(5)).unwrap().records[0] = earlier;
     let fault = JudgedFault { node: NodeId(5), held: HeldItem::Receipt, wrong: Problem::Other };
     assert_eq!(stripe.judge(true).faults, vec![fault]);

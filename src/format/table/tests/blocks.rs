@@ -1,15 +1,16 @@
-//! The reader of single blocks: what it reads, what damage it notices, and what it still gives.
+//! Tests of the reader of single blocks: the blocks that it reads, the damage that it detects, and
+//! the names that it still returns.
 
 use std::cell::RefCell;
 use std::io;
 
 use super::*;
 
-/// A shard in memory that notes each read.
+/// A shard in memory that records each read.
 struct Noted<'a> {
     shard: &'a [u8],
     reads: RefCell<Vec<(u64, usize)>>,
-    /// Fails reads that begin here.
+    /// The offset at which reads fail.
     broken_at: Option<u64>,
 }
 
@@ -27,7 +28,7 @@ fn noted(shard: &[u8]) -> Noted<'_> {
     Noted { shard, reads: RefCell::new(Vec::new()), broken_at: None }
 }
 
-/// A hundred names, each with two regions.
+/// Returns a table of a hundred names, each with two regions.
 fn hundred() -> Table {
     let mut builder = TableBuilder::new();
     for at in 0..100u64 {
@@ -102,7 +103,7 @@ fn a_damaged_block_harms_no_other() {
             match reader.find(Space::Shared, &name.path) {
                 Ok(found) => assert_eq!(found.unwrap().regions, table.regions_of(row)),
                 Err(error) => {
-                    assert!(matches!(error, TableError::Checksum { part: Part::Block(..) }));
+                    assert!(matches!(error, TableError::Checksum { part: TablePart::Block(..) }));
                     assert!(reads_of(&name.path).contains(&(*offset, *len)), "{name}");
                     damaged += 1;
                 }
@@ -124,7 +125,7 @@ fn a_source_that_fails_or_gives_too_little_is_no_corruption_of_ours() {
     let bytes = hundred().to_bytes_in_blocks(10).unwrap();
     let len = bytes.len() as u64;
     let error = TableReader::open(Short(&bytes), len).unwrap_err();
-    assert!(matches!(error, TableError::Length { part: Part::Footer, .. }), "{error}");
+    assert!(matches!(error, TableError::Length { part: TablePart::Footer, .. }), "{error}");
     let broken = Noted { broken_at: Some(0), ..noted(&bytes) };
     let reader = TableReader::open(&broken, len).unwrap();
     let error = reader.find(Space::Shared, &"model/layers.03".parse().unwrap()).unwrap_err();

@@ -1,22 +1,22 @@
-//! Tables whose checksums are right and whose content is not: each is refused for its own reason,
-//! and none is believed.
+//! Tables with valid checksums and invalid content. Each is refused for its own reason.
 
 use super::*;
 use crate::format::table::columns::{join_columns, put_number};
 use crate::format::table::layout::{Block, Directory, Footer, checksum};
 use crate::format::table::limits::*;
 
-/// A block: its rows, its columns, and its first key as the directory has it.
+/// A block: its rows, its columns, and its first key as in the directory.
 type BlockParts<const COLUMNS: usize, F> = (usize, [Vec<u8>; COLUMNS], F);
 
-/// The parts of a table, to be changed one by one. Checksums and lengths are made right.
+/// The parts of a table, which a test changes one by one. Checksums and lengths are computed
+/// afterwards.
 #[derive(Clone)]
 struct Parts {
     names: Vec<BlockParts<5, (Space, Path)>>,
-    /// The directory has the first and the last name of each block.
+    /// The directory holds the first and the last name of each block.
     regions: Vec<BlockParts<4, (u32, u32)>>,
     extents: Vec<BlockParts<5, ()>>,
-    /// Numbers of rows in the footer.
+    /// The numbers of rows in the footer.
     counts: [u32; 3],
 }
 
@@ -32,7 +32,7 @@ fn block<const N: usize, F>(
     Block { offset_bytes, len_bytes, first_row: 0, rows, sum, first }
 }
 
-/// Puts a directory and a footer behind `blocks`.
+/// Appends a directory and a footer to `blocks`.
 fn sealed(mut blocks: Vec<u8>, directory: &[u8], counts: [u32; 3]) -> Vec<u8> {
     blocks.extend(directory);
     let [names, regions, extents] = counts;
@@ -50,7 +50,8 @@ fn sealed(mut blocks: Vec<u8>, directory: &[u8], counts: [u32; 3]) -> Vec<u8> {
 }
 
 impl Parts {
-    /// Names `a` and `b`, both `float32` of shape [2], each whole in an extent of its own.
+    /// Returns the parts of a table with names `a` and `b`, both `float32` of shape [2], each whole
+    /// in an extent of its own.
     fn good() -> Self {
         let element = b"\0\0\x20\x07float32";
         let types = [&[0][..], element, &[1]].concat();
@@ -87,7 +88,8 @@ impl Parts {
 fn why(bytes: &[u8]) -> String {
     let error = Table::parse(bytes).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
-    // The reader need not notice all of it; it must not panic, and what it gives must be whole.
+    // The reader need not detect every error. It must not panic, and the names that it returns must
+    // be consistent.
     if let Ok(reader) = TableReader::open(bytes, bytes.len() as u64) {
         for name in reader.name_blocks().flatten().flat_map(|(_, names)| names) {
             if let Ok(Some(found)) = reader.find(name.space, &name.path) {
@@ -99,7 +101,7 @@ fn why(bytes: &[u8]) -> String {
     error.to_string()
 }
 
-/// Asserts that the good parts, changed by `change`, are refused with words that contain
+/// Asserts that the good parts, changed by `change`, are refused with an error that contains
 /// `expected`.
 #[track_caller]
 fn refused(expected: &str, change: impl FnOnce(&mut Parts)) {
@@ -166,8 +168,8 @@ fn paths_that_do_not_decode_or_are_not_in_order_are_refused() {
     });
 }
 
-/// A path that shares 4,000 bytes with the one before it and adds one: thousands of them would
-/// expand a short column to megabytes.
+/// A path that shares 4,000 bytes with the one before it and adds one: thousands of such paths
+/// would expand a short column to megabytes.
 #[test]
 fn a_path_that_shares_more_than_its_own_bytes_pay_for_is_refused() {
     refused("shares another part", |parts| {
@@ -217,8 +219,8 @@ fn rows_that_contradict_each_other_are_refused() {
     refused("bytes and plain values", |parts| parts.names[0].1[2][1] = 1);
 }
 
-/// The reader sees one block of each sort. What contradicts the directory or the rows of another
-/// block is refused there too.
+/// The reader reads one block of each section. It also refuses blocks that contradict the directory
+/// or the rows of another block.
 #[test]
 fn the_reader_refuses_what_contradicts_the_blocks_that_it_reads() {
     let find = |change: &dyn Fn(&mut Parts)| {
@@ -246,7 +248,7 @@ fn the_reader_refuses_what_contradicts_the_blocks_that_it_reads() {
         let rows = (1, [vec![1], vec![0], vec![], vec![0]], (1, 1));
         parts.regions = vec![rows.clone(), rows];
     });
-    // A block that goes on behind the begin of the next one.
+    // A block whose last name follows the first name of the next block.
     let mut parts = Parts::good();
     parts.names.push(parts.names[0].clone());
     parts.names[0].1[1] = b"\0\x03\x01a\0\x01\x02c\0".to_vec();
@@ -308,12 +310,12 @@ fn a_directory_that_does_not_fit_its_blocks_is_refused() {
     });
     let longer = [directory.to_bytes().as_slice(), &[0]].concat();
     assert!(why(&sealed(blocks.clone(), &longer, [2, 2, 2])).contains("left over"));
-    // A number of blocks that is only claimed.
+    // A number of blocks that the bytes cannot hold.
     let claims = [0xff, 0xff, 0xff, 0x7f];
     assert!(why(&sealed(Vec::new(), &claims, [0, 0, 0])).contains("over its limit"));
 }
 
-/// Puts `bytes` into the footer at `at`, and makes its checksum right.
+/// Writes `bytes` into the footer at `at`, and corrects the footer's checksum.
 fn with_footer(at: usize, bytes: &[u8]) -> Vec<u8> {
     let mut table = Parts::good().bytes();
     let footer = table.len() - FOOTER_BYTES;
@@ -333,7 +335,7 @@ fn a_later_version_is_not_corruption() {
             "{error}"
         );
     }
-    // Damage of a later version is damage.
+    // Damage in a table of a later version is still damage.
     let mut later = with_footer(4, &[2]);
     let last = later.len() - 1;
     later[last] ^= 1;

@@ -1,5 +1,5 @@
-//! Search and coverage against a slow reference that works by element numbers, over random shapes,
-//! tilings and wanted boxes.
+//! Compares search and coverage with a slow reference implementation that works on element numbers,
+//! over random shapes, tilings and wanted boxes.
 
 use super::*;
 use crate::entropy::{Entropy, SeededEntropy};
@@ -7,17 +7,17 @@ use crate::entropy::{Entropy, SeededEntropy};
 /// A box as (first index, size).
 type Area = (Vec<u64>, Vec<u64>);
 
-/// A random tensor, its regions, and the part that is wanted.
+/// A random tensor, its regions, and the wanted part.
 struct Case {
     name: Name,
-    /// The boxes of the regions, in any order; empty ones among them.
+    /// The boxes of the regions in any order, including empty ones.
     areas: Vec<Area>,
-    /// A region of a form that is not known, besides.
+    /// Whether there is also a region of an unknown form.
     has_unknown: bool,
     wanted: Option<Area>,
 }
 
-/// Draws numbers of one seed.
+/// A source of random numbers from one seed.
 struct Draw(SeededEntropy);
 
 impl Draw {
@@ -29,7 +29,7 @@ impl Draw {
         self.below(number) == 0
     }
 
-    /// A random box inside `shape`, now and then an empty one.
+    /// Returns a random box inside `shape`, which is sometimes empty.
     fn area(&self, shape: &[u64]) -> Area {
         let side = |size: &u64| {
             let start = self.below(size + 1);
@@ -38,8 +38,8 @@ impl Draw {
         shape.iter().map(side).unzip()
     }
 
-    /// Cuts a box into boxes: at random places of random dimensions, and in pinwheels, which no
-    /// single cut takes apart.
+    /// Cuts a box into boxes: at random places of random dimensions, and into pinwheels, which no
+    /// single cut separates.
     fn tile(&self, area: Area, cuts: u64, out: &mut Vec<Area>) {
         let (start, size) = &area;
         let long: Vec<usize> = (0..size.len()).filter(|dim| size[*dim] >= 3).collect();
@@ -77,7 +77,7 @@ impl Draw {
         }
     }
 
-    /// A tensor whose regions tile it, or do not quite.
+    /// Returns a tensor whose regions tile it, or almost tile it.
     fn case(&self) -> Case {
         let dims = self.below(5);
         let most = [60, 60, 9, 6, 4][dims as usize];
@@ -102,7 +102,7 @@ impl Draw {
             2 => areas.push(self.area(&shape)),
             _ => {}
         }
-        // Boxes are unique in a table.
+        // A table holds each box only once.
         areas.sort();
         areas.dedup();
         let wanted = (!self.one_in(4)).then(|| self.area(&shape));
@@ -132,7 +132,7 @@ fn table_of(case: &Case) -> Table {
     builder.build().unwrap()
 }
 
-/// All indices of a box in row-major order.
+/// Returns all indices of a box in row-major order.
 fn indices((start, size): &Area) -> Vec<Vec<u64>> {
     let mut out = vec![Vec::new()];
     for (start, size) in start.iter().zip(size) {
@@ -145,7 +145,8 @@ fn indices((start, size): &Area) -> Vec<Vec<u64>> {
     out
 }
 
-/// The first element of `area` that is not in exactly one of `areas`, and in how many it is.
+/// Returns the first element of `area` that is not in exactly one of `areas`, and the number of
+/// boxes that hold it.
 fn first_defect(area: &Area, areas: &[Area]) -> Option<(Vec<u64>, usize)> {
     let holds = |(start, size): &Area, index: &[u64]| {
         index
@@ -157,8 +158,8 @@ fn first_defect(area: &Area, areas: &[Area]) -> Option<(Vec<u64>, usize)> {
     indices(area).into_iter().map(|index| (index.clone(), count(&index))).find(|(_, n)| *n != 1)
 }
 
-/// The longest runs of elements that follow each other both in the box `from` and in the box `to`:
-/// (number in `from`, number in `to`, length).
+/// Returns the longest runs of elements that are consecutive both in the box `from` and in the box
+/// `to`: (number in `from`, number in `to`, length).
 fn element_runs(from: &Area, to: &Area) -> Vec<(u64, u64, u64)> {
     let numbered = |area: &Area| (0u64..).zip(indices(area)).map(|(n, i)| (i, n)).collect();
     let places: std::collections::BTreeMap<Vec<u64>, u64> = numbered(from);
@@ -173,8 +174,8 @@ fn element_runs(from: &Area, to: &Area) -> Vec<(u64, u64, u64)> {
     runs
 }
 
-/// The runs in bytes; `None` when one of them does not begin or end at a byte. A run that is alone
-/// and ends with both boxes is rounded up.
+/// Returns the runs in bytes, or `None` when one of them does not begin or end at a byte boundary.
+/// A single run that ends with both boxes is rounded up.
 fn byte_runs(from: &Area, to: &Area, bits: u64) -> Option<Vec<(u64, u64, u64)>> {
     let runs = element_runs(from, to);
     let count = |(_, size): &Area| size.iter().product::<u64>();
@@ -232,7 +233,7 @@ fn found(case: &Case, table: &Table) -> Outcome {
                     assert_ne!((dims[0].from_stride, dims[0].to_stride), (from, to), "{copy:?}");
                 }
             }
-            // Extents are in the order of the boxes here.
+            // The extents are in the order of the boxes here.
             all.sort();
             Outcome::Runs(all.into_iter().map(|(_, runs)| runs).collect())
         }
@@ -291,8 +292,8 @@ fn coverage_is_what_element_numbers_say() {
     assert!(seen.iter().all(|count| *count > 200), "cases that are hardly there: {seen:?}");
 }
 
-/// The bytes themselves, once: what is copied is what a tensor of numbered elements has at the
-/// wanted indices.
+/// Checks the bytes themselves: the copied bytes are those that a tensor of numbered elements has
+/// at the wanted indices.
 #[test]
 fn the_bytes_of_a_wanted_box_are_its_elements() {
     for seed in 0..500 {

@@ -1,10 +1,10 @@
-//! Rows that make no table: what the builder, the coverage check and the merge refuse, and the
-//! words they say.
+//! Rows that do not make a table: the builder, the coverage check and the merge refuse them, each
+//! with the right message.
 
 use super::*;
 use crate::format::table::limits::MAX_PATH_BYTES;
 
-/// A builder with name `a` of shape [4], and its row.
+/// Returns a builder with name `a` of shape [4], and the row of that name.
 fn started() -> (TableBuilder, u32) {
     let mut builder = TableBuilder::new();
     let name = builder.add_name(tensor("a", &[4]));
@@ -19,7 +19,7 @@ fn says(error: TableError, words: &[&str]) {
     }
 }
 
-/// Returns a table that has `name` and the given regions, one extent each.
+/// Returns a table with `name` and the given regions, one extent each.
 fn table(name: Name, forms: &[Form]) -> Result<Table, TableError> {
     let mut builder = TableBuilder::new();
     let mut offset = 0;
@@ -163,13 +163,13 @@ fn a_tensor_is_covered_once_by_regions_of_known_forms() {
     );
 }
 
-/// Thirty cuts in thirty dimensions have 2^30 corners; those that cancel are never visited.
+/// Thirty cuts in thirty dimensions have 2^30 corners. The corners that cancel are never visited.
 #[test]
 fn cuts_in_many_dimensions_are_checked_quickly() {
     let shape = vec![2u64; 30];
     let mut forms = Vec::new();
     for dim in 0..30 {
-        // The dimensions before are at 1, this one is at 0, those behind are free.
+        // The dimensions before `dim` are at 1, `dim` is at 0, and the later ones are whole.
         let start: Vec<u64> = (0..30).map(|at| u64::from(at < dim)).collect();
         let size = (0..30).map(|at| if at <= dim { 1 } else { 2 }).collect::<Vec<u64>>();
         forms.push(area(&start, &size));
@@ -191,14 +191,14 @@ fn tables_of_ranks_become_one() {
     assert_eq!(merged.names().len(), 1);
     assert_eq!(merged.extents(), [extent(0, 4), extent(64, 12)]);
     assert_eq!(merged.regions()[0].extent, 1);
-    // The same again, as the tables of two shards.
+    // The same tables again, as the tables of two shards.
     let index = Table::merge(&[input(&merged, 5, 0)]).unwrap();
     assert_eq!(index.extents()[1], Extent { shard: 5, ..extent(64, 12) });
     let shards = Table::merge(&[input(&first, 1, 0), input(&second, 0, 0)]).unwrap();
     let places: Vec<u32> = shards.regions().iter().map(|region| region.extent).collect();
     assert_eq!(places, [1, 0]);
     assert_eq!(Table::merge(&[]), Ok(Table::default()));
-    // Names that are private to different ranks stay apart.
+    // Names that are private to different ranks stay separate.
     let private = |rank| {
         let name = Name { space: Space::Rank(rank), ..tensor("rng", &[1]) };
         table(name, &[Form::Whole]).unwrap()
@@ -247,7 +247,7 @@ fn extents_of_two_tables_need_places_of_their_own() {
     let far = Table::merge(&[input(&a, 9, 64)]).unwrap();
     says(Table::merge(&[input(&far, u32::MAX, 0)]).unwrap_err(), &["cannot be moved"]);
     says(Table::merge(&[input(&far, 0, u64::MAX - 63)]).unwrap_err(), &["cannot be moved"]);
-    // Content of older saves may be in many tables, and stays where it is.
+    // Content of older saves may be in several tables, and keeps its place.
     let old = |path: &str| {
         let mut builder = TableBuilder::new();
         let name = builder.add_name(tensor(path, &[4]));
@@ -288,7 +288,7 @@ fn what_is_wanted_must_be_there() {
     assert!(error(&typed).contains("float32 of 32 bits, and bfloat16 of 16 bits is wanted"));
     let shaped = Wanted { shape: Some(&[6, 5]), ..wanted(&path, &whole) };
     assert!(error(&shaped).contains("shape is [6, 4], and [6, 5]"));
-    // The element that is held in a known form is there, the others are not.
+    // The element with a region of a known form is found; the other elements are not.
     let later: Path = "model/later".parse().unwrap();
     let first = area(&[0, 0, 0], &[1, 1, 1]);
     assert_eq!(table.search(&wanted(&later, &first)).unwrap().1.len(), 1);

@@ -1,5 +1,6 @@
-//! The kernels for processors with AVX2: by the byte shuffle, two lookups in tables of sixteen; and by the affine instruction where GFNI is
-//! there without AVX-512 (Intel's client processors since Alder Lake).
+//! The kernels for processors with AVX2. One uses the byte shuffle: two lookups in tables of
+//! sixteen bytes. The other uses the affine instruction, for processors with GFNI but without
+//! AVX-512 (Intel's client processors since Alder Lake).
 
 use std::arch::x86_64::*;
 
@@ -13,14 +14,16 @@ use crate::gf::line::{Line, Operation, Source, Target};
 
 type Vector = __m256i;
 const VECTOR: usize = 32;
-/// Sums of three take two instructions, and data of two columns would not fit into the registers beside six rows.
+/// Sums of three take two instructions here, and the data of two columns would not fit into the
+/// registers beside six rows.
 const HAS_XOR3: bool = false;
 
-/// Proof that this processor has AVX2 and the carry-less product: only [`Avx2::detect`] makes one.
+/// A proof that this processor has AVX2 and the carry-less product: only [`Avx2::detect`] makes
+/// one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::gf::kernel) struct Avx2(());
 
-/// Proof that it has GFNI as well.
+/// A proof that this processor has AVX2, the carry-less product and GFNI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::gf::kernel) struct Avx2Gfni(Avx2);
 
@@ -30,13 +33,14 @@ impl Avx2 {
         has_all.then_some(Self(()))
     }
 
-    /// The group has whole steps of whole buffers.
+    /// Applies a group, which must have whole steps of whole buffers.
     pub fn apply(self, group: Group<'_, '_, '_>) {
         // SAFETY: `self` proves that the processor has every feature that `apply` is compiled for.
         unsafe { shuffle::apply(&Task::of(group, VECTOR)) }
     }
 
-    /// Runs a straight-line program over `bytes` of its buffers, or as many of them as come out whole; answers with how many.
+    /// Runs a straight-line program over the first `bytes` of its buffers, as far as whole passes
+    /// reach. Returns the number of bytes that are done.
     pub fn run(
         self,
         line: &Line,
@@ -50,7 +54,8 @@ impl Avx2 {
     }
 
     pub fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
-        // SAFETY: `self` proves that the processor has every feature that `fingerprint` is compiled for.
+        // SAFETY: `self` proves that the processor has every feature that `fingerprint` is compiled
+        // for.
         unsafe { fingerprint256::fingerprint(key, grain) }
     }
 }
@@ -60,13 +65,14 @@ impl Avx2Gfni {
         Avx2::detect().filter(|_| is_x86_feature_detected!("gfni")).map(Self)
     }
 
-    /// The group has whole steps of whole buffers.
+    /// Applies a group, which must have whole steps of whole buffers.
     pub fn apply(self, group: Group<'_, '_, '_>) {
         // SAFETY: `self` proves that the processor has every feature that `apply` is compiled for.
         unsafe { affine::apply(&Task::of(group, VECTOR)) }
     }
 
-    /// Runs a straight-line program over `bytes` of its buffers, or as many of them as come out whole; answers with how many.
+    /// Runs a straight-line program over the first `bytes` of its buffers, as far as whole passes
+    /// reach. Returns the number of bytes that are done.
     pub fn run(
         self,
         line: &Line,
@@ -90,26 +96,27 @@ inline! {
     fn xor(a: Vector, b: Vector) -> Vector { _mm256_xor_si256(a, b) }
     fn xor3(a: Vector, b: Vector, c: Vector) -> Vector { xor(a, xor(b, c)) }
     /// # Safety
-    /// `from` is the address of `VECTOR` bytes that can be read.
+    /// `from` must be the address of `VECTOR` bytes that can be read.
     unsafe fn load(from: *const u8) -> Vector {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { _mm256_loadu_si256(from.cast()) }
     }
     /// # Safety
-    /// `to` is the address of `VECTOR` bytes that can be written.
+    /// `to` must be the address of `VECTOR` bytes that can be written.
     unsafe fn store(to: *mut u8, data: Vector) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { _mm256_storeu_si256(to.cast(), data) }
     }
     /// # Safety
-    /// The same, and `to` is a multiple of `VECTOR`.
+    /// `to` must be the address of `VECTOR` bytes that can be written, and a multiple of `VECTOR`.
     unsafe fn stream(to: *mut u8, data: Vector) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { _mm256_stream_si256(to.cast(), data) }
     }
 }
 
-/// By the byte shuffle. Four rows, their data in halves and a factor fit into sixteen registers.
+/// Products by the byte shuffle. Four rows, their data in halves and a factor fit into sixteen
+/// registers.
 mod shuffle {
     use super::*;
 
@@ -142,7 +149,7 @@ mod shuffle {
     }
 }
 
-/// By the affine instruction.
+/// Products by the affine instruction.
 mod affine {
     use super::*;
 

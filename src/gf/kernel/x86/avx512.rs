@@ -1,7 +1,8 @@
-//! The kernel for processors with AVX-512 (F, BW, VL, VBMI), GFNI and VPCLMULQDQ: Intel since Ice Lake, AMD since Zen 4.
+//! The kernel for processors with AVX-512 (F, BW, VL, VBMI), GFNI and VPCLMULQDQ: Intel since Ice
+//! Lake, AMD since Zen 4.
 //!
-//! Multiplication by a constant is linear over the bits of a byte, so it is an 8x8 bit matrix, and one affine instruction applies it to 64
-//! bytes.
+//! Multiplication by a constant is linear over the bits of a byte, so it is an 8x8 bit matrix,
+//! which one affine instruction applies to 64 bytes.
 
 use std::arch::x86_64::*;
 
@@ -15,10 +16,10 @@ use crate::gf::line::{Line, Operation, Source, Target};
 
 type Vector = __m512i;
 const VECTOR: usize = 64;
-/// One instruction sums three vectors: with many rows sums cost as much as products.
+/// A single instruction sums three vectors: with many rows, sums cost as much as products.
 const HAS_XOR3: bool = true;
 
-/// Proof that this processor has the instructions: only [`Avx512Gfni::detect`] makes one.
+/// A proof that this processor has the instructions: only [`Avx512Gfni::detect`] makes one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::gf::kernel) struct Avx512Gfni(());
 
@@ -33,13 +34,14 @@ impl Avx512Gfni {
         has_all.then_some(Self(()))
     }
 
-    /// The group has whole steps.
+    /// Applies a group, which must have whole steps.
     pub fn apply(self, group: Group<'_, '_, '_>) {
         // SAFETY: `self` proves that the processor has every feature that `apply` is compiled for.
         unsafe { apply(&Task::of(group, VECTOR)) }
     }
 
-    /// Runs a straight-line program over `bytes` of its buffers, or as many of them as come out whole; answers with how many.
+    /// Runs a straight-line program over the first `bytes` of its buffers, as far as whole passes
+    /// reach. Returns the number of bytes that are done.
     pub fn run(
         self,
         line: &Line,
@@ -53,12 +55,14 @@ impl Avx512Gfni {
     }
 
     pub fn fingerprint(self, key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
-        // SAFETY: `self` proves that the processor has every feature that `fingerprint` is compiled for.
+        // SAFETY: `self` proves that the processor has every feature that `fingerprint` is compiled
+        // for.
         unsafe { fingerprint512::fingerprint(key, grain) }
     }
 }
 
-// Twelve rows of two vectors, of two columns their data, a factor and a product each: 32 registers.
+// Register use: twelve rows of two vectors, and for two columns their data, a factor and a product
+// each, are 32 registers.
 loops! {
     "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq", most 12,
     rows (1, 2, 1) (2, 2, 1) (3, 2, 1) (4, 2, 1) (5, 2, 1) (6, 2, 1)
@@ -66,7 +70,7 @@ loops! {
     shapes (1, 1, 1, 1) (1, 2, 1, 1) (2, 1, 1, 1) (2, 2, 1, 1) (2, 2, 2, 1) (2, 4, 2, 1) (4, 2, 2, 1) (4, 4, 2, 1)
 }
 
-// Past the caches eight vectors at once took a third longer than four.
+// With non-temporal stores, eight vectors at once took a third longer than four.
 lines! { "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq", wide 8, stream 4 }
 
 inline! {
@@ -79,21 +83,21 @@ inline! {
     fn factor(coef: u8) -> Vector { from_raw(raw(coef)) }
     fn product(factor: Vector, data: Vector) -> Vector { _mm512_gf2p8affine_epi64_epi8::<0>(data, factor) }
     /// # Safety
-    /// `from` is the address of `VECTOR` bytes that can be read.
+    /// `from` must be the address of `VECTOR` bytes that can be read.
     unsafe fn load(from: *const u8) -> Vector {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { _mm512_loadu_si512(from.cast()) }
     }
     /// # Safety
-    /// `to` is the address of `VECTOR` bytes that can be written.
+    /// `to` must be the address of `VECTOR` bytes that can be written.
     unsafe fn store(to: *mut u8, data: Vector) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { _mm512_storeu_si512(to.cast(), data) }
     }
     /// # Safety
-    /// The same, and `to` is a multiple of `VECTOR`.
+    /// `to` must be the address of `VECTOR` bytes that can be written, and a multiple of `VECTOR`.
     unsafe fn stream(to: *mut u8, data: Vector) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { _mm512_stream_si512(to.cast(), data) }
     }
 }

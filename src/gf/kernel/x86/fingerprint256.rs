@@ -7,11 +7,12 @@ use crate::gf::fingerprint::FingerprintKey;
 
 const VECTOR: usize = 64;
 
-/// Level 1 of the definition plane by plane: the sign bits of a vector's bytes, shifted by 7-b, are its bit plane b.
+/// Computes the fingerprint of a grain. Level 1 of the definition is computed plane by plane: the
+/// sign bits of a vector's bytes, shifted by 7-b, are its bit plane b.
 #[target_feature(enable = "avx2,pclmulqdq")]
 pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
     let words = key.words();
-    // A[r][b].
+    // The sums A[r][b] of the definition.
     let mut sums = [[_mm_setzero_si128(); 8]; 2];
     let mut t = 0;
     while t * VECTOR < grain.len() {
@@ -22,7 +23,8 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
             padded[..rest.len()].copy_from_slice(rest);
             vector = padded.as_ptr();
         }
-        // SAFETY: `vector` is 64 bytes, of the grain or of the copy that is filled up; the slice of words is 16.
+        // SAFETY: `vector` points to 64 bytes, of the grain or of the padded copy; the slice of
+        // words is 16 bytes.
         let (mut low, mut high, words) = unsafe {
             (
                 _mm256_loadu_si256(vector.cast()),
@@ -56,7 +58,7 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
     last_level(key.tail(), &w)
 }
 
-/// `F[j] = sum over m of H[m+j] * w[m]`: all 16 j at once, for one m after the other.
+/// Computes `F[j] = sum over m of H[m+j] * w[m]`, for all 16 j at once, for one m after the other.
 #[target_feature(enable = "avx2,pclmulqdq")]
 fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], w: &[u8; 256]) -> [u8; 16] {
     let nibble = _mm_set1_epi8(0x0f);

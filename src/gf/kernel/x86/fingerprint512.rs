@@ -1,4 +1,5 @@
-//! The fingerprint with AVX-512: bit planes by one affine and one permutation, products by VPCLMULQDQ.
+//! The fingerprint with AVX-512: bit planes by one affine instruction and one permutation, products
+//! by VPCLMULQDQ.
 
 use std::arch::x86_64::*;
 
@@ -7,16 +8,18 @@ use crate::gf::fingerprint::FingerprintKey;
 
 const VECTOR: usize = 64;
 
-/// A mask of the first `count` of 64 lanes; of all when there are more.
+/// Returns a mask of the first `count` of 64 lanes, or of all lanes if `count` is larger.
 fn first_lanes(count: usize) -> u64 {
     u64::MAX >> (VECTOR - count.clamp(1, VECTOR))
 }
 
-/// Bytes 1, 2, 4 to 128 in each quadword. As the operand of an affine whose matrix is the data it
-/// transposes 8x8 bits and mirrors them: bit i of byte j of the result is bit j of byte 7-i of the data.
+/// Bytes 1, 2, 4 to 128 in each quadword. As the operand of an affine instruction whose matrix is
+/// the data, they transpose and mirror 8x8 bits: bit i of byte j of the result is bit j of byte 7-i
+/// of the data.
 const UNIT_BYTES: i64 = 0x8040_2010_0804_0201_u64 as i64;
 
-/// Byte 8b + y is byte b of quadword 7-y: collects bit plane b in quadword b, quadwords mirrored too.
+/// A permutation that collects bit plane b in quadword b and mirrors the quadwords, too: byte 8b +
+/// y is byte b of quadword 7-y.
 const PLANES: [u8; 64] = {
     let mut permutation = [0; 64];
     let mut i = 0;
@@ -27,8 +30,8 @@ const PLANES: [u8; 64] = {
     permutation
 };
 
-/// Byte 8c + y is byte c of the 128-bit sum of plane 7-y, of the first eight c; even planes lie in the
-/// first operand, odd ones in the second, four each.
+/// A permutation over the first eight bytes of the sums: byte 8c + y is byte c of the 128-bit sum
+/// of plane 7-y. The first operand holds the four even planes, the second the four odd ones.
 const COLUMNS: [u8; 64] = {
     let mut permutation = [0; 64];
     let mut i = 0;
@@ -40,9 +43,11 @@ const COLUMNS: [u8; 64] = {
     permutation
 };
 
-/// The transposition mirrors the 64 lanes of a plane. Instead of turning them back, the key words are
-/// mirrored as well: a carry-less product of mirrored factors is the mirrored product, bit d of it being bit
-/// 126 - d of the true one. The last level wants w mirrored anyway.
+/// Computes the fingerprint of a grain.
+///
+/// The transposition mirrors the 64 lanes of a plane. Instead of mirroring them back, the key words
+/// are mirrored as well: a carry-less product of mirrored factors is the mirrored product, i.e. its
+/// bit d is bit 126 - d of the true product. The last level needs w mirrored anyway.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq")]
 pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
     let units = _mm512_set1_epi64(UNIT_BYTES);
@@ -57,10 +62,10 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
     let words_at = |t: usize| unsafe {
         _mm512_broadcast_i32x4(_mm_loadu_si128(words[t..t + 2].as_ptr().cast()))
     };
-    // Sums of products with K[t] and with K[t+1], of even and of odd planes each.
+    // The sums of products with K[t] and with K[t+1], each for even and for odd planes.
     let mut sums = [[_mm512_setzero_si512(); 2]; 2];
-    // Two vectors a and b together take three products for four: K[t] a + K[t+1] b = (K[t] + K[t+1]) a + K[t+1] (a + b), and
-    // K[t+1] a + K[t+2] b = (K[t+1] + K[t+2]) b + K[t+1] (a + b).
+    // Two vectors a and b together take three products instead of four: K[t] a + K[t+1] b = (K[t] +
+    // K[t+1]) a + K[t+1] (a + b), and K[t+1] a + K[t+2] b = (K[t+1] + K[t+2]) b + K[t+1] (a + b).
     let mut shared = [_mm512_setzero_si512(); 2];
     let mut pairs = grain.chunks_exact(2 * VECTOR);
     let mut t = 0;
@@ -99,7 +104,8 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         *even = _mm512_xor_si512(*even, shared[0]);
         *odd = _mm512_xor_si512(*odd, shared[1]);
     }
-    // w backwards with 15 zeros on either side: w[m] is at 270 - m, so bit d of half r is at 144 - 128 r + d.
+    // The bytes of w in reverse with 15 zeros on either side: w[m] is at 270 - m, so bit d of half
+    // r is at 144 - 128 r + d.
     let mut mirrored_w = [0; 15 + 256 + 15];
     for (r, [even, odd]) in sums.into_iter().enumerate() {
         for half in 0..2 {
@@ -114,7 +120,7 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
     last_level(key.tail(), &mirrored_w)
 }
 
-/// `F[j] = sum over s of H[s] * w[s-j]`: all 16 j at once, for one s after the other.
+/// Computes `F[j] = sum over s of H[s] * w[s-j]`, for all 16 j at once, for one s after the other.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,gfni,vpclmulqdq")]
 fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], mirrored_w: &[u8; 286]) -> [u8; 16] {
     let mut sum = _mm_setzero_si128();

@@ -1,10 +1,14 @@
-//! Straight-line programs, for any vector: all registers of a few vectors at once, so that what hops hand on stays in the processor's.
+//! Straight-line programs, for any vector type. All registers of the program are processed for a
+//! few vectors at a time, so that values between hops stay in the processor's registers.
 
-/// Pastes `run`, which runs a [`super::LineTask`], with instructions of `$features`, beside what [`loops`](super::loops) pastes and asks for;
-/// a register is `$wide` vectors at once, `$stream` where outputs go past the caches.
+/// Instantiates `run`, which runs a [`super::LineTask`], with instructions of `$features`. It needs
+/// the same definitions as [`loops`](super::loops), and uses the macro's output. A register of the
+/// program is `$wide` vectors at once, or `$stream` vectors when outputs are written by
+/// non-temporal stores.
 macro_rules! lines {
     ($features:literal, wide $wide:literal, stream $stream:literal) => {
-        /// Runs a straight-line program over as many bytes of the task as come out whole; answers with how many.
+        /// Runs a straight-line program over the bytes of the task, as far as whole passes reach.
+        /// Returns the number of bytes that are done.
         #[target_feature(enable = $features)]
         pub(super) fn run(task: &LineTask<'_>) -> usize {
             match task.way {
@@ -21,7 +25,8 @@ macro_rules! lines {
             }
         }
 
-        /// `W` vectors of each register at a time, from `at` on.
+        /// Processes `W` vectors of each register at a time, from `at` on. Returns the offset of
+        /// the first byte that is not done.
         #[target_feature(enable = $features)]
         fn line<const W: usize, const FAR: bool, const STREAM: bool>(
             task: &LineTask<'_>,
@@ -113,13 +118,13 @@ macro_rules! lines {
                 if FAR && w * VECTOR % LINE_BYTES == 0 {
                     fetch_ahead(source);
                 }
-                // SAFETY: at + W * VECTOR <= bytes, which can be read from each source.
+                // SAFETY: at + W * VECTOR <= bytes, and `bytes` bytes can be read from each source.
                 data[w] = unsafe { load(source) };
             }
             data
         }
 
-        /// Writes a result to its output, and keeps it where `kept` looks.
+        /// Writes a result to its output, and keeps it where `kept` looks it up.
         #[inline]
         #[target_feature(enable = $features)]
         fn put<const W: usize, const STREAM: bool>(
@@ -139,8 +144,9 @@ macro_rules! lines {
             }
         }
 
-        /// A result that was kept: in its output, if it has one that does not go past the caches, otherwise in its slot. That saves a store for
-        /// each block that later hops hold again.
+        /// Returns a result that was kept: from its output, if it has one and outputs are not
+        /// written past the caches, otherwise from its slot. Reading from the output saves a store
+        /// for each block that later hops hold again.
         #[inline]
         #[target_feature(enable = $features)]
         fn kept<const W: usize, const STREAM: bool>(
@@ -155,7 +161,8 @@ macro_rules! lines {
                     let source = task.targets[output].wrapping_add(at).cast_const();
                     let mut data = [zero(); W];
                     for w in 0..W {
-                        // SAFETY: at + W * VECTOR <= bytes, which can be read from each target.
+                        // SAFETY: at + W * VECTOR <= bytes, and `bytes` bytes can be read from each
+                        // target.
                         data[w] = unsafe { load(source.wrapping_add(w * VECTOR)) };
                     }
                     data
@@ -176,7 +183,8 @@ macro_rules! lines {
             let target = task.targets[output].wrapping_add(at);
             for w in 0..W {
                 let target = target.wrapping_add(w * VECTOR);
-                // SAFETY: the same bytes can be written to each target; they are aligned when the task says stream.
+                // SAFETY: the same bytes can be written to each target, and with `STREAM` the
+                // targets are aligned.
                 unsafe { if STREAM { stream(target, data[w]) } else { store(target, data[w]) } };
             }
         }

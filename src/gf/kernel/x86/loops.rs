@@ -1,11 +1,12 @@
-//! The loops over many bytes, for any vector.
+//! The loops over many bytes, for any vector type.
 //!
-//! They count with indices: what iterators are made of is compiled elsewhere, and not always inlined into functions with features.
+//! The loops use indices instead of iterators: the functions of an iterator are compiled without
+//! the target features, and are not always inlined into functions with features.
 
-/// Sources are fetched so far ahead of their loads when they come from memory.
+/// The distance in bytes between a prefetch and the load, for sources in memory.
 pub(super) const PREFETCH_BYTES: usize = 256;
 
-/// Functions of some features that are inlined into the loops.
+/// Defines functions with some target features that are inlined into the loops.
 macro_rules! inline {
     ($features:literal $($body:item)*) => {
         $(#[inline]
@@ -14,13 +15,15 @@ macro_rules! inline {
     };
 }
 
-/// Pastes `apply`, which runs a [`super::Task`], with instructions of `$features`. Around it must be: `Vector` of `VECTOR` bytes; `zero`,
-/// `load`, `store`, `stream`, `xor`; `xor3`, the sum of three, which is used where `HAS_XOR3`; `Factor`, made by `factor` from a constant, which `product`
-/// multiplies by.
+/// Instantiates `apply`, which runs a [`super::Task`], with instructions of `$features`. The
+/// surrounding module must define `Vector` of `VECTOR` bytes; `zero`, `load`, `store`, `stream` and
+/// `xor`; `xor3`, the sum of three, which is used if `HAS_XOR3`; and `Factor`, which `factor` makes
+/// from a constant and by which `product` multiplies.
 ///
-/// `$rows` are the numbers of rows that one pass can have, of which the last is the most; each with the vectors of a row that are summed at
-/// once, near and far. `$shapes` are those of hops, whose factors stay in registers: (rows, columns but for the plain ones, plain columns, vectors at
-/// once).
+/// `$rows` lists the possible numbers of rows of one pass, the last of which is the maximum, each
+/// with the number of vectors of a row that are summed at once, near and far. `$shapes` lists the
+/// shapes of hops, whose factors stay in registers: (rows, columns except the plain ones, plain
+/// columns, vectors at once).
 macro_rules! loops {
     ($features:literal, most $most:literal, rows $(($rows:literal, $near:literal, $far:literal))*,
      shapes $(($r:literal, $s:literal, $plain:literal, $wide:literal))*) => {
@@ -35,7 +38,8 @@ macro_rules! loops {
                 apply_part(&task.rows_from(&mut coefs, first, $most));
             }
             if task.way == Way::Stream {
-                // Stores past the caches are ordered with nothing else: whoever is told of the result must see it.
+                // Non-temporal stores are not ordered with other stores. The fence makes the result
+                // visible to every thread that learns of its completion.
                 _mm_sfence();
             }
         }
@@ -53,7 +57,7 @@ macro_rules! loops {
         fn apply_near(task: &Task<'_>) {
             let plain = if task.is_first_plain && !task.accumulate { task.per_buffer } else { 0 };
             match (task.rows, task.columns.wrapping_sub(plain), plain) {
-                // What is written over what was just read waits less when it comes in longer runs.
+                // A store over data that was just read stalls less when the runs are longer.
                 $(($r, $s, $plain) if task.sources[0] == task.targets[0].cast_const() => {
                     hop::<$r, $s, $plain, { STEP_BYTES / VECTOR / $plain }, false, false>(task)
                 })*
@@ -79,7 +83,8 @@ macro_rules! loops {
             }
         }
 
-        /// `R` rows of `P` plain columns, which count once in every row of their half, and `S` others; `W` vectors of each at a time.
+        /// Computes `R` rows from `P` plain columns, which have coefficient 1 in every row of their
+        /// half, and `S` other columns, `W` vectors of each at a time.
         #[target_feature(enable = $features)]
         fn hop<
             const R: usize,
@@ -118,7 +123,8 @@ macro_rules! loops {
                         if FAR {
                             fetch_ahead(source);
                         }
-                        // SAFETY: `at` is within the task's bytes, whose whole steps can be read from each source.
+                        // SAFETY: `at` is within the task's bytes, and whole steps of these can be
+                        // read from each source.
                         let data = unsafe { load(source) };
                         for r in 0..R {
                             if r % P == p {
@@ -141,7 +147,8 @@ macro_rules! loops {
                 for r in 0..R {
                     for w in 0..W {
                         let target = targets[r].wrapping_add(at + w * VECTOR * P);
-                        // SAFETY: the same steps of each target can be written; they are aligned when the task says stream.
+                        // SAFETY: the same steps can be written to each target, and with `STREAM`
+                        // the targets are aligned.
                         unsafe { if STREAM { stream(target, sums[r][w]) } else { store(target, sums[r][w]) } };
                     }
                 }
@@ -149,7 +156,7 @@ macro_rules! loops {
             }
         }
 
-        /// `R` rows of any columns, `W` vectors of each at a time.
+        /// Computes `R` rows from any number of columns, `W` vectors of each at a time.
         #[target_feature(enable = $features)]
         fn general<const R: usize, const W: usize, const FAR: bool, const STREAM: bool>(
             task: &Task<'_>,
@@ -170,14 +177,16 @@ macro_rules! loops {
                     for r in 0..R {
                         for w in 0..W {
                             let target = task.targets[r].wrapping_add(at + w * gap);
-                            // SAFETY: `at` is within the task's bytes, whose whole steps can be read from each target.
+                            // SAFETY: `at` is within the task's bytes, and whole steps of these can
+                            // be read from each target.
                             sums[r][w] = unsafe { load(target.cast_const()) };
                         }
                     }
                 }
                 let mut s = 0;
                 while HAS_XOR3 && s + 1 < columns {
-                    // SAFETY: both are below `columns`, and `bytes` is a multiple of `W * gap`.
+                    // SAFETY: both columns are below `columns`, and `bytes` is a multiple of `W *
+                    // gap`.
                     let (one, other) = unsafe {
                         (column::<W, FAR>(task, s, at), column::<W, FAR>(task, s + 1, at))
                     };
@@ -203,7 +212,8 @@ macro_rules! loops {
                 for r in 0..R {
                     for w in 0..W {
                         let target = task.targets[r].wrapping_add(at + w * gap);
-                        // SAFETY: the same steps of each target can be written; they are aligned when the task says stream.
+                        // SAFETY: the same steps can be written to each target, and with `STREAM`
+                        // the targets are aligned.
                         unsafe { if STREAM { stream(target, sums[r][w]) } else { store(target, sums[r][w]) } };
                     }
                 }
@@ -211,10 +221,10 @@ macro_rules! loops {
             }
         }
 
-        /// `W` vectors of a column.
+        /// Loads `W` vectors of a column.
         ///
         /// # Safety
-        /// The task has that column, and `W` vectors of each are left from `at` on.
+        /// The task must have that column, and at least `W` vectors of it from `at` on.
         #[inline]
         #[target_feature(enable = $features)]
         unsafe fn column<const W: usize, const FAR: bool>(
@@ -228,13 +238,14 @@ macro_rules! loops {
                 if FAR {
                     fetch_ahead(source);
                 }
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees it.
                 data[w] = unsafe { load(source) };
             }
             data
         }
 
-        /// May point past the source: fetching an address that is not mapped does nothing.
+        /// Prefetches ahead of `source`. The address may lie past the end: prefetching an unmapped
+        /// address has no effect.
         #[target_feature(enable = $features)]
         fn fetch_ahead(source: *const u8) {
             _mm_prefetch::<_MM_HINT_T0>(source.wrapping_add(PREFETCH_BYTES).cast());

@@ -1,5 +1,5 @@
-//! Kernels for x86-64: one set of loops ([`loops`], [`lines`]), pasted into a module for each instruction set, which says what a vector is and how
-//! a constant multiplies it.
+//! Kernels for x86-64: one set of loops ([`loops`], [`lines`]), instantiated in a module for each
+//! instruction set. The module defines the vector type and the multiplication by a constant.
 
 #[macro_use]
 mod loops;
@@ -18,27 +18,31 @@ use super::Mode;
 use super::group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, STEP_BYTES};
 use crate::gf::line::Line;
 
-/// A pass that touches more comes from memory: the smallest second-level cache that these processors have.
+/// A pass that touches more bytes than this reads from memory. The value is the smallest
+/// second-level cache of these processors.
 const FAR_BYTES: usize = 1 << 20;
 
-/// How a pass meets memory.
+/// The way in which a pass accesses memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// All of it lies in the caches.
+    /// All data is in the caches.
     Near,
-    /// It comes from memory. The processor's own prefetch gives up when there are many streams, so it is done by hand.
+    /// The data is in memory. The loops prefetch it explicitly, because the processor's own
+    /// prefetcher gives up when there are many streams.
     Far,
-    /// The same, and outputs go past the caches.
+    /// The data is in memory, and outputs are written by non-temporal stores.
     Stream,
 }
 
-/// What stores past the caches are aligned to, and sources are fetched in.
+/// The length of a cache line in bytes: the alignment of non-temporal stores and the unit of
+/// prefetching.
 const LINE_BYTES: usize = 64;
 
-/// A straight-line program and its buffers as the loops see them.
+/// A straight-line program and its buffers in the form that the loops use.
 ///
-/// Invariants that the loops rely on: there are as many sources and targets as the program names; `bytes` can be read from each, and written to
-/// each target, no other reference being used meanwhile; no target is a source; with [`Way::Stream`] targets are aligned to vectors.
+/// Invariants that the loops rely on: there are as many sources and targets as the program names;
+/// `bytes` can be read from each and written to each target, and no other reference to them is used
+/// meanwhile; no target is a source; with [`Way::Stream`] targets are aligned to vectors.
 struct LineTask<'a> {
     line: &'a Line,
     sources: Vec<*const u8>,
@@ -48,7 +52,8 @@ struct LineTask<'a> {
 }
 
 impl<'a> LineTask<'a> {
-    /// The buffers are at least `bytes` long, as many as the program has.
+    /// Returns the task for a program and its buffers. There must be as many buffers as the program
+    /// has, and each must be at least `bytes` long.
     fn of(
         line: &'a Line,
         inputs: &'a [&[u8]],
@@ -73,11 +78,14 @@ impl<'a> LineTask<'a> {
     }
 }
 
-/// The buffers of a group as the loops see them: an address for each column and row, all of which go forward alike.
+/// The buffers of a group in the form that the loops use: an address for each column and row, all
+/// of which advance by the same amount.
 ///
-/// Invariants that the loops rely on: `bytes` is a multiple of [`STEP_BYTES`]; `columns` sources and `rows` targets are set; the steps of
-/// `bytes` from each can be read, or written, and no other reference is used meanwhile; with [`Way::Stream`] targets are aligned to vectors.
-/// A source may be a target: what is written at an offset is read there before, and nowhere else.
+/// Invariants that the loops rely on: `bytes` is a multiple of [`STEP_BYTES`]; `columns` sources
+/// and `rows` targets are set; the steps of `bytes` from each can be read, or written, and no other
+/// reference to them is used meanwhile; with [`Way::Stream`] targets are aligned to vectors. A
+/// source may be a target: the bytes at an offset are read before that offset is written, and never
+/// after.
 struct Task<'a> {
     coefs: &'a Coefs,
     sources: [*const u8; GROUP_INPUTS],
@@ -85,16 +93,18 @@ struct Task<'a> {
     columns: usize,
     rows: usize,
     bytes: usize,
-    /// Columns and rows of a buffer: what lies between two vectors of one is the others'.
+    /// The number of columns or rows per buffer. Between two vectors of one of them lie the vectors
+    /// of the others.
     per_buffer: usize,
     way: Way,
     accumulate: bool,
-    /// The first buffer counts once in each output, as the stream that comes into a hop does.
+    /// Whether the first buffer has coefficient 1 in each output, as the stream that enters a hop
+    /// does.
     is_first_plain: bool,
 }
 
 impl<'a> Task<'a> {
-    /// `vector_bytes` is the length of the vectors that are stored.
+    /// Returns the task for a group. `vector_bytes` is the length of the vectors that are stored.
     fn of(group: Group<'a, '_, '_>, vector_bytes: usize) -> Self {
         let Group { coefs, planes, streams, inputs, outputs, range, mode } = group;
         let per_buffer = planes.per_buffer();
@@ -146,7 +156,8 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Only so many of the rows, from `first` on, with `coefs` for their coefficients.
+    /// Returns the task for at most `count` of the rows, from `first` on, with `coefs` as storage
+    /// for their coefficients.
     fn rows_from(&self, coefs: &'a mut Coefs, first: usize, count: usize) -> Task<'a> {
         let mut targets = [std::ptr::null_mut(); GROUP_OUTPUTS];
         let rows = count.min(self.rows - first);

@@ -1,9 +1,11 @@
-//! What constants multiply by: a bit matrix for the affine instruction, two tables of sixteen for the byte shuffle.
+//! Tables for the multiplication by constants: a bit matrix for the affine instruction, two tables
+//! of sixteen bytes for the byte shuffle.
 
 use crate::gf::field;
 
-/// `AFFINE[c]` is the bit matrix that multiplies by c, as the affine instruction reads it: bit i of the result is the parity of byte 7-i of
-/// the matrix AND the operand. This works for any field polynomial.
+/// The bit matrices that multiply by c, in the form that the affine instruction reads: in
+/// `AFFINE[c]`, bit i of the result is the parity of byte 7-i of the matrix AND the operand. This
+/// works for any field polynomial.
 pub(super) static AFFINE: [u64; 256] = affine_matrices();
 
 const fn affine_matrices() -> [u64; 256] {
@@ -28,7 +30,8 @@ const fn affine_matrices() -> [u64; 256] {
 /// The products of a constant with the sixteen values of a low and of a high half of a byte.
 pub(super) type Nibbles = [[u8; 16]; 2];
 
-/// `NIBBLES[c]` multiplies by c: the product with a byte is the sum of those with its halves.
+/// The tables that multiply by c: the product with a byte is the sum of the products with its
+/// halves, which `NIBBLES[c]` holds.
 pub(super) static NIBBLES: [Nibbles; 256] = nibble_products();
 
 const fn nibble_products() -> [Nibbles; 256] {

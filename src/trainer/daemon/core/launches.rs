@@ -1,4 +1,4 @@
-//! Members and launches: who may write for a job.
+//! Members and launches: which processes may write for a job.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -23,8 +23,9 @@ fn fenced(place: &Place) -> Failure {
 }
 
 impl Core {
-    /// Makes segments for a rank, and makes its launch the newest of the job. `is_unmapped` says of a segment that no process maps it;
-    /// `new_id` draws ids. [`ErrorKind::Busy`]: there is no room now.
+    /// Makes segments for a rank and makes its launch the newest of the job. `is_unmapped` returns
+    /// whether no process maps a segment; `new_id` draws ids. Fails with [`ErrorKind::Busy`] if
+    /// there is no room now.
     pub fn prepare(
         &mut self,
         member: MemberId,
@@ -39,7 +40,8 @@ impl Core {
         }
         self.take_over(prepare)?;
         self.join(member, place)?;
-        // A member that prepares again has another layout, or did not get the answer: what it has counts no more.
+        // A member prepares again because its layout changed or it did not get the answer. Its
+        // earlier segments are no longer used.
         for segment in self.owned(member) {
             let Some(found) = self.segments.get_mut(&segment) else { continue };
             found.is_current = false;
@@ -58,8 +60,8 @@ impl Core {
         Ok(made)
     }
 
-    /// Takes a rank's memory out of what its launch was promised: all of its ranks get theirs, or none does. Returns how many segments each
-    /// gets.
+    /// Takes a rank's share from the memory that is reserved for its launch. The launch gets memory
+    /// for all of its ranks or for none. Returns the number of segments for this rank.
     fn admit(
         &mut self,
         prepare: &Prepare,
@@ -74,7 +76,8 @@ impl Core {
             self.take(place, bytes.saturating_mul(count as u64));
             return Ok(count);
         }
-        // A rank that has taken its part, and did not get the answer or has let it go, needs that part alone.
+        // A rank that already took its share, and lost the answer or released the memory, needs
+        // only that share.
         let needed = if is_promised { bytes } else { prepare.launch_bytes };
         for count in (1..=SEGMENTS_A_RANK).rev() {
             let wanted = needed.saturating_mul(count as u64);
@@ -106,14 +109,14 @@ impl Core {
         self.jobs.get_mut(&place.job)?.launches.get_mut(&place.launch)
     }
 
-    /// Counts a segment.
+    /// Adds a segment, in the state *free*.
     pub fn add_segment(&mut self, id: SegmentId, owner: MemberId, place: &Place, len_bytes: u64) {
         let holds = Holds::new(&self.bell);
         let (place, state, is_current) = (place.clone(), Use::Free, true);
         self.segments.insert(id, Segment { owner, place, len_bytes, state, is_current, holds });
     }
 
-    /// A process says again who it is, after its connection had ended. Returns the segments that it has.
+    /// Identifies a member again after its connection ended. Returns the segments that it has.
     pub fn attach(&mut self, member: MemberId, place: &Place) -> Result<Vec<SegmentId>, Failure> {
         check_place(place)?;
         let is_newest =
@@ -170,12 +173,13 @@ impl Core {
         Ok(())
     }
 
-    /// Makes a launch the newest of its job, and ends what an older one was filling.
+    /// Makes a launch the newest of its job, and ends whatever older launches were filling.
     fn take_over(&mut self, prepare: &Prepare) -> Result<(), Failure> {
         let place = &prepare.place;
         let job = self.jobs.entry(place.job.clone()).or_default();
         if job.newest == Some(place.launch) {
-            // The ranks of a launch know the same; one that has loaded since knows better.
+            // All ranks of a launch report the same resume point. If a rank has loaded since, the
+            // state here is newer than this request.
             return Ok(());
         }
         let newest = job.newest.and_then(|newest| job.launches.get(&newest));
@@ -237,7 +241,8 @@ impl Core {
         free.into_iter().for_each(|segment| self.unlink(segment));
     }
 
-    /// A member is gone: what it was filling is dropped, and so is every step that needs a part of it that is not staged.
+    /// Removes a member. Drops the steps that it was filling and every other step that lacks its
+    /// part.
     pub fn gone(&mut self, member: MemberId, how: Ending) {
         let Some(Member { place, .. }) = self.members.remove(&member) else { return };
         let Some(job) = self.jobs.get_mut(&place.job) else { return };
@@ -263,7 +268,7 @@ impl Core {
         self.tidy(&place.job);
     }
 
-    /// Whether the newest launch of a member's job is its own.
+    /// Returns the member's rank. Fails unless its launch is the newest of the job.
     pub(super) fn writer(&self, member: MemberId) -> Result<Place, Failure> {
         let Some(found) = self.members.get(&member) else {
             return fail(
@@ -284,11 +289,13 @@ impl Core {
         own.filter(|(_, segment)| segment.state != Use::Doomed).map(|(id, _)| *id).collect()
     }
 
-    /// A rank of a launch loads a step: what the launch writes next is compared anew with what is committed. Steps that the rank has not
-    /// staged are dropped: it goes on from the one that it loads.
+    /// Records that a rank of a launch loads a step. The launch's next writes are compared again
+    /// with the committed steps. Drops the steps that the rank has not staged, because it continues
+    /// from the loaded one.
     pub fn loaded(&mut self, place: &Place, number: u32, resumed: Resumed) {
         let Some(launch) = self.launch_mut(place) else { return };
-        // A rank may open a load again, in another way, when others have finished it and save already.
+        // A rank may open the same load again, in another way, after other ranks have finished it
+        // and save already.
         if launch.loads.insert(place.rank, number) == Some(number) {
             return;
         }
@@ -307,20 +314,21 @@ impl Core {
         }
     }
 
-    /// What the launch of a step resumed from, until [`Core::checked`] was told.
+    /// Returns the member's rank and its launch's resume point while [`Core::checked`] has not been
+    /// called for the launch; `None` afterwards.
     pub fn unchecked(&self, member: MemberId) -> Option<(Place, Resumed)> {
         let place = self.place(member)?;
         let launch = self.jobs.get(&place.job)?.launches.get(&place.launch)?;
         launch.committed_before.is_none().then(|| (place.clone(), launch.resumed))
     }
 
-    /// How many committed steps a launch keeps; 0: all.
+    /// Returns how many committed steps a launch keeps; 0 means all.
     pub fn keep_of(&self, place: &Place) -> u32 {
         let launches = self.jobs.get(&place.job).map(|job| &job.launches);
         launches.and_then(|launches| launches.get(&place.launch)).map_or(0, |launch| launch.keep)
     }
 
-    /// Tells which committed steps a launch found and did not abandon, and which was the newest.
+    /// Records which committed steps the launch found and did not abandon, and the newest of all.
     pub fn checked(&mut self, place: &Place, committed: BTreeSet<Step>, newest: Option<Step>) {
         if let Some(launch) = self.launch_mut(place) {
             launch.committed_before = Some(committed);
@@ -329,7 +337,7 @@ impl Core {
         }
     }
 
-    /// An abandoned save is aborted or removed.
+    /// Records that an abandoned save is aborted or removed.
     pub fn forget_abandoned(&mut self, job: &Job, save: &(Step, SaveId)) {
         if let Some(state) = self.jobs.get_mut(job) {
             state.abandoned.retain(|other| other != save);
@@ -338,7 +346,8 @@ impl Core {
         }
     }
 
-    /// Steps in memory of launches before `newest` that all ranks have staged, later than `loaded`.
+    /// Returns the steps in memory that all ranks of another launch than `newest` have staged and
+    /// that are later than `loaded`.
     pub fn later_in_memory(&self, job: &Job, loaded: Option<Step>, newest: LaunchId) -> Vec<Step> {
         let keys = self.jobs.get(job).map(|state| {
             state.keys(job, |step, launch, found| {
@@ -348,8 +357,9 @@ impl Core {
         keys.unwrap_or_default().into_iter().map(|key| key.step).collect()
     }
 
-    /// Drops the steps of older launches that are later than `loaded`, and those that the newest launch has committed before it went back: the
-    /// job goes on from there. `committed`: saves that are to be removed. Nothing resumes from them from now on.
+    /// Abandons the steps later than `loaded`: drops those of launches other than `newest`, and
+    /// those that `newest` committed before it went back. The job continues from `loaded`.
+    /// `committed` are saves to remove; from now on no load resumes from them.
     pub fn abandon(
         &mut self,
         job: &Job,
@@ -371,7 +381,10 @@ impl Core {
         for key in later {
             let why = Failure::new(
                 ErrorKind::Fenced,
-                format!("step {} was abandoned: a newer launch went on from before it", key.step),
+                format!(
+                    "step {} was abandoned: a newer launch resumed from an earlier step",
+                    key.step
+                ),
                 "",
             );
             self.drop_step(&key, why);
@@ -391,7 +404,7 @@ fn check_place(place: &Place) -> Result<(), Failure> {
 }
 
 impl Core {
-    /// The failure of a request for memory that is not there.
+    /// Returns the failure of a request for memory when `wanted` bytes do not fit.
     pub fn no_room(&self, wanted: u64) -> Failure {
         let mut used: Vec<String> = self
             .status()

@@ -1,16 +1,18 @@
-//! What loads change: which step a launch was given, and which steps in memory count no more.
+//! The effects of loads on the state: the step that a launch is given, and the steps in memory that
+//! become invalid.
 
 use super::{Core, Effect, LoadAnswer, Phase, StepKey};
 use crate::id::{FillId, Job, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::Failure;
 
-/// Answers to loads that are kept for each job.
+/// Maximum number of answers to loads that are kept per job.
 const MAX_LOADS: usize = 64;
 
 impl Core {
-    /// Keeps the answer to a load of a launch, if it is the first. Returns the one that counts: ranks that ask at the same moment may find
-    /// different steps.
+    /// Records the answer to a load of a launch unless there is one already. Returns the recorded
+    /// answer: ranks that ask at the same time may find different steps, and all must get the same
+    /// one.
     pub fn answer_load(&mut self, job: &Job, answer: LoadAnswer) -> Option<Step> {
         let state = self.jobs.entry(job.clone()).or_default();
         let is_known =
@@ -26,13 +28,16 @@ impl Core {
         answer.step
     }
 
-    /// Returns how often this daemon has changed what is committed of a job, by a commit or a removal.
+    /// Returns how often this daemon has changed the job's committed steps, by a commit or a
+    /// removal.
     pub fn changes(&self, job: &Job) -> u64 {
         self.jobs.get(job).map_or(0, |state| state.changes)
     }
 
-    /// Gives up committed steps in memory whose saves are not what is committed: they were removed or replaced. `changes`: the number of
-    /// changes when the list of committed steps was asked for. Returns whether the list counts: one from before a change does not know it.
+    /// Releases the committed steps in memory whose saves are no longer the committed ones, because
+    /// they were removed or replaced. `changes` is the value of [`Core::changes`] when the list of
+    /// committed steps was requested. Returns whether the list is valid: it is outdated if a change
+    /// happened since.
     pub fn drop_replaced(
         &mut self,
         job: &Job,
@@ -55,18 +60,19 @@ impl Core {
         true
     }
 
-    /// Jobs that have abandoned saves.
+    /// Returns the jobs that have abandoned saves.
     pub fn with_abandoned(&self) -> Vec<Job> {
         let jobs = self.jobs.iter().filter(|(_, state)| !state.abandoned.is_empty());
         jobs.map(|(job, _)| job.clone()).collect()
     }
 
-    /// The latest save that the job has abandoned.
+    /// Returns the job's abandoned save with the highest step.
     pub fn next_abandoned(&self, job: &Job) -> Option<(Step, SaveId)> {
         self.jobs.get(job)?.abandoned.iter().max().copied()
     }
 
-    /// A committed step in memory cannot be verified: it is read from the cluster from now on. Returns whether it is committed.
+    /// Releases the memory of a committed step that cannot be verified there; later loads read it
+    /// from the cluster. Returns whether the step is committed.
     pub fn give_up_copy(&mut self, key: &StepKey) -> bool {
         let phase = self.step(key).map(|step| &step.phase);
         let is_committed = matches!(phase, Some(Phase::Committed { .. }));
@@ -76,8 +82,8 @@ impl Core {
         is_committed
     }
 
-    /// A step in memory has bytes that are not what was staged. A committed one is read from the cluster from now on; one that is not
-    /// committed is lost.
+    /// Gives up a step in memory whose bytes are not what was staged. If it is committed, later
+    /// loads read it from the cluster; if not, it is lost.
     pub fn give_up_memory(&mut self, fill: FillId, name: &str) {
         let mut keys = Vec::new();
         for (job, state) in &self.jobs {

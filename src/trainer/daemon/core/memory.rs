@@ -1,4 +1,4 @@
-//! Memory: what it holds, what may be evicted for something new, and the point from which a job would resume.
+//! Memory: its use, the eviction of steps, and the step from which a job would resume.
 
 use super::{Core, Effect, JobState, Phase, StepKey, Use};
 use crate::id::{Job, SegmentId};
@@ -6,37 +6,39 @@ use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Place};
 
 impl Core {
-    /// Memory that segments and fetched files take, also those whose files are gone while a process maps them.
+    /// Returns the memory that segments and fetched files use, in bytes, including doomed segments
+    /// that a process still maps.
     pub fn used_bytes(&self) -> u64 {
         let segments: u64 = self.segments.values().map(|segment| segment.len_bytes).sum();
         segments.saturating_add(self.fetched_bytes)
     }
 
-    /// Memory that launches were promised and have not taken yet.
+    /// Returns the memory that launches have reserved and not taken yet, in bytes.
     fn reserved_bytes(&self) -> u64 {
         let launches = self.jobs.values().flat_map(|job| job.launches.values());
         launches.map(|launch| launch.reserved_bytes).sum()
     }
 
-    /// The limit on it.
+    /// Returns the memory limit, in bytes.
     pub fn limit_bytes(&self) -> u64 {
         self.limits.memory_bytes
     }
 
-    /// Files that were read from the cluster take so much now.
+    /// Sets the memory that files read from the cluster use, in bytes.
     pub fn set_fetched_bytes(&mut self, bytes: u64) {
         self.fetched_bytes = bytes;
     }
 
-    /// The newest step in memory that all ranks have staged.
+    /// Returns the newest step in memory that all ranks have staged.
     pub fn resume_point(&self, job: &Job) -> Option<StepKey> {
         let state = self.jobs.get(job)?;
         newest(job, state, |phase| phase.is_complete())
     }
 
-    /// Evicts what may be evicted until `bytes` more fit. Returns whether they do; nothing is evicted when they would not.
+    /// Evicts steps until `bytes` more fit. Returns whether they fit; evicts nothing if they would
+    /// not.
     pub fn make_room(&mut self, bytes: u64, is_unmapped: &dyn Fn(SegmentId) -> bool) -> bool {
-        // Lengths come from outside.
+        // The lengths are untrusted, so the sums must not overflow.
         let taken_bytes = self.used_bytes().saturating_add(self.reserved_bytes());
         let missing = taken_bytes.saturating_add(bytes).saturating_sub(self.limits.memory_bytes);
         let (mut freed, mut victims) = (0u64, Vec::new());
@@ -56,15 +58,16 @@ impl Core {
         fits
     }
 
-    /// Returns whether waiting may free memory for a launch: processes of other launches have not ended yet, or steps are being saved.
+    /// Returns whether waiting may free memory for a launch: processes of other launches have not
+    /// ended yet, or steps are being saved.
     pub fn may_get_room(&self, place: &Place) -> bool {
         let is_other = |segment: &super::Segment| segment.place.launch != place.launch;
         let is_ending = self.segments.values().any(|s| is_other(s) && s.state == Use::Doomed);
         is_ending || !self.unsaved().is_empty()
     }
 
-    /// Committed steps that no process maps and no job would resume from, with the bytes of their segments; the one that was committed first
-    /// comes first.
+    /// Returns the committed steps that no process maps and no job would resume from, each with the
+    /// length of its segments in bytes, in the order of their commits.
     fn victims(&self, is_unmapped: &dyn Fn(SegmentId) -> bool) -> Vec<(u64, StepKey)> {
         let mut found = Vec::new();
         for (job, state) in &self.jobs {
@@ -86,7 +89,8 @@ impl Core {
         found.into_iter().map(|(_, key)| (len_bytes(&key), key)).collect()
     }
 
-    /// Ends a step that is over: the segments of live owners may be filled again, the others are unlinked.
+    /// Releases the memory of a step. Segments of live owners become free to be filled again; the
+    /// others are unlinked.
     pub(super) fn release_step(&mut self, key: &StepKey) {
         if self.step(key).is_none() {
             return;
@@ -100,7 +104,8 @@ impl Core {
             if found.state != Use::Held(key.clone()) {
                 continue;
             }
-            // A header that says staged, without a record, would be a step that was never saved to the next daemon.
+            // Without the record, the next daemon would take a header that says *staged* for a step
+            // that was never saved.
             self.effects.push(Effect::MarkFree(segment));
             let is_owned = self.members.contains_key(&found.owner);
             if is_owned && found.is_current && newest == Some(found.place.launch) {
@@ -112,7 +117,8 @@ impl Core {
         self.bell.ring();
     }
 
-    /// Ends the committed steps that nobody would resume from and whose segments nobody fills again.
+    /// Releases the committed steps from which no job would resume and whose segments no process
+    /// fills again.
     pub(super) fn tidy(&mut self, job: &Job) {
         let Some(state) = self.jobs.get(job) else { return };
         let protected = protected(job, state);
@@ -131,7 +137,7 @@ impl Core {
         over.iter().for_each(|key| self.release_step(key));
     }
 
-    /// Whether an upload or a reader uses a segment of the step.
+    /// Returns whether an upload or a reader uses a segment of the step.
     pub(super) fn is_held(&self, key: &StepKey) -> bool {
         self.step(key).is_some_and(|step| {
             step.parts.values().any(|id| self.segments.get(id).is_some_and(|s| s.holds.any()))
@@ -147,7 +153,7 @@ impl Core {
         }
     }
 
-    /// A segment that nobody uses was unlinked: its memory is free.
+    /// Records that a doomed segment was unlinked and its memory is free.
     pub fn freed(&mut self, segment: SegmentId) {
         if self.segments.get(&segment).is_some_and(|found| found.state == Use::Doomed) {
             self.segments.remove(&segment);
@@ -155,14 +161,16 @@ impl Core {
         }
     }
 
-    /// Segments that are to be unlinked when no process maps them any more. Those that an upload or a reader uses wait for it.
+    /// Returns the segments to be unlinked when no process maps them any more, without those that
+    /// an upload or a reader still uses.
     pub fn doomed(&self) -> Vec<SegmentId> {
         let is_it = |segment: &super::Segment| segment.state == Use::Doomed && !segment.holds.any();
         let doomed = self.segments.iter().filter(|(_, segment)| is_it(segment));
         doomed.map(|(id, _)| *id).collect()
     }
 
-    /// Gives back what a job holds and no process maps; steps that are not committed only if `with_unsaved`. Returns the bytes.
+    /// Frees the job's memory that no process maps. Frees uncommitted steps only if `with_unsaved`.
+    /// Returns the number of bytes freed.
     pub fn free_job(
         &mut self,
         job: &Job,
@@ -183,8 +191,11 @@ impl Core {
             if matches!(step.phase, Phase::Committed { .. }) {
                 self.release_step(&key);
             } else {
-                let why =
-                    Failure::new(ErrorKind::Unavailable, "its memory was given back by hand", "");
+                let why = Failure::new(
+                    ErrorKind::Unavailable,
+                    "its memory was freed with `rapidraid stage --free`",
+                    "",
+                );
                 self.drop_step(&key, why);
             }
         }
@@ -196,7 +207,8 @@ fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option
     state.keys(job, |_, _, step| is_it(&step.phase)).pop()
 }
 
-/// What may not be evicted: the step that the job would resume from, and when that is not committed, the newest one that is.
+/// Returns the steps that must not be evicted: the one that the job would resume from and, if that
+/// is uncommitted, also the newest committed one.
 fn protected(job: &Job, state: &JobState) -> Vec<StepKey> {
     let complete = newest(job, state, Phase::is_complete);
     let committed = newest(job, state, |phase| matches!(phase, Phase::Committed { .. }));

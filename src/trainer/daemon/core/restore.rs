@@ -1,4 +1,4 @@
-//! Taking up what a daemon before this one left.
+//! Restoring the state that a previous daemon left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -8,17 +8,17 @@ use crate::id::{FillId, Job, LaunchId, SegmentId, Step};
 use crate::trainer::daemon::hold::Hold;
 use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
 
-/// A step that was found.
+/// A step that was found in the staging folder.
 #[derive(Debug)]
 pub struct RestoredStep {
-    /// The segment of each rank.
+    /// The segments, by rank.
     pub parts: BTreeMap<u32, SegmentId>,
-    /// How far it had come.
+    /// The phase that the step had reached.
     pub phase: Phase,
 }
 
 impl Launch {
-    /// A launch of which nothing but its record is known.
+    /// Creates a launch from its record.
     pub(super) fn restored(record: LaunchRecord) -> Self {
         Self {
             world: record.world,
@@ -51,7 +51,7 @@ impl Launch {
 }
 
 impl Core {
-    /// Takes up a job.
+    /// Restores a job from its record.
     pub fn restore_job(&mut self, record: JobRecord) {
         let state = self.jobs.entry(record.job).or_default();
         state.newest = record.newest.as_ref().map(|newest| newest.launch);
@@ -64,14 +64,16 @@ impl Core {
         }
     }
 
-    /// Returns whether a step that is known by its headers alone may be taken up: its launch is known, and the filling was not dropped.
+    /// Returns whether a step that is known only from its headers may be restored: its launch must
+    /// be known and its filling must not have been dropped.
     pub fn may_restore(&self, key: &StepKey) -> bool {
         let Some(state) = self.jobs.get(&key.job) else { return false };
         let is_known = state.newest == Some(key.launch) || state.old.contains(&key.launch);
         is_known && !state.dropped.contains(&key.fill)
     }
 
-    /// Takes up a step, and has it saved if it is not committed. Returns whether it does: a filling that was dropped does not come back.
+    /// Restores a step, and has it saved if it is not committed. Returns false, and does nothing,
+    /// if the filling was dropped.
     pub fn restore_step(&mut self, key: StepKey, step: RestoredStep) -> bool {
         if self.jobs.get(&key.job).is_some_and(|job| job.dropped.contains(&key.fill)) {
             return false;
@@ -105,8 +107,8 @@ impl Core {
         true
     }
 
-    /// Drops the fillings that were not finished when the daemon before this one ended. Their ranks may go on writing for a while: what they
-    /// write then counts no more, neither for this daemon nor for the next one.
+    /// Drops the fillings that were unfinished when the previous daemon ended. Their ranks may
+    /// continue to write for a while; neither this daemon nor the next one accepts the result.
     pub fn drop_left(&mut self, filling_of: &dyn Fn(SegmentId) -> Option<FillId>) {
         for (id, segment) in &self.segments {
             if segment.state != Use::Free {
@@ -121,11 +123,11 @@ impl Core {
             }
             self.effects.push(Effect::MarkFree(*id));
         }
-        // Nothing is marked before all of them are kept.
+        // Write the records of all dropped fillings before any header is marked.
         self.effects.sort_by_key(|effect| matches!(effect, Effect::MarkFree(_)));
     }
 
-    /// The record of a step.
+    /// Returns the record of a step.
     pub fn record(&self, key: &StepKey, save: SaveState) -> Option<StepRecord> {
         let step = self.step(key)?;
         Some(StepRecord {
@@ -138,11 +140,12 @@ impl Core {
         })
     }
 
-    /// The record of a job.
+    /// Returns the record of a job.
     pub fn job_record(&self, job: &Job) -> Option<JobRecord> {
         let state = self.jobs.get(job)?;
         let record = |id: &LaunchId| state.launches.get(id).map(|launch| launch.record(*id));
-        // An older launch saves nothing any more: the steps that it may not save again are not kept.
+        // An older launch can no longer save, so its list of steps that it may not save again is
+        // not kept.
         let old = |id: &LaunchId| Some(LaunchRecord { committed_before: None, ..record(id)? });
         Some(JobRecord {
             job: job.clone(),
@@ -154,21 +157,23 @@ impl Core {
         })
     }
 
-    /// A share in each segment of a step that all ranks have staged, by rank, with the segment's length.
+    /// Returns a share in each segment of a step that all ranks have staged, with the segment's
+    /// length in bytes, in the order of the ranks.
     pub fn hold_step(&self, key: &StepKey) -> Option<Vec<(SegmentId, Hold, u64)>> {
         let step = self.step(key).filter(|step| step.phase.is_complete())?;
         let hold = |id: &SegmentId| self.hold(*id).map(|(hold, len)| (*id, hold, len));
         step.parts.values().map(hold).collect()
     }
 
-    /// A step in memory that all ranks of some launch have staged; of several launches, the newest one's.
+    /// Returns the key of a step in memory that all ranks of some launch have staged, preferably of
+    /// the newest launch.
     pub fn complete_step(&self, job: &Job, step: Step) -> Option<StepKey> {
         let state = self.jobs.get(job)?;
         let all = state.keys(job, |at, _, found| at == step && found.phase.is_complete());
         all.into_iter().max_by_key(|key| state.newest == Some(key.launch))
     }
 
-    /// Steps that are under way, in words.
+    /// Returns descriptions of the uncommitted steps, for people.
     pub fn unsaved(&self) -> Vec<String> {
         let mut left = Vec::new();
         for (job, state) in &self.jobs {
@@ -180,7 +185,8 @@ impl Core {
         left
     }
 
-    /// Unlinks segments whose owners are not connected, hold no part of a step, and that no process maps.
+    /// Unlinks the segments whose owners are not connected, that hold no part of a step, and that
+    /// no process maps.
     pub fn drop_orphans(&mut self, is_unmapped: &dyn Fn(SegmentId) -> bool) {
         let orphans: Vec<SegmentId> = self
             .segments

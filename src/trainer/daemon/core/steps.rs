@@ -1,4 +1,5 @@
-//! The life of a step: filled by its ranks, staged, hashed, saved, committed; or dropped whole.
+//! The life of a step: filled by its ranks, staged, hashed, saved and committed, or dropped as a
+//! whole.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -8,15 +9,18 @@ use crate::id::{FillId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Notice, Place, Sample};
 
-/// Dropped fillings that are remembered for each job: more than a folder has segments.
+/// Maximum number of dropped fillings that are remembered per job. More than a staging folder has
+/// segments.
 pub const MAX_DROPPED: usize = 1024;
-/// Ends of steps that are remembered for each launch.
+/// Maximum number of step outcomes that are remembered per launch.
 const MAX_OVER: usize = 256;
-/// Skipped steps that are remembered for each launch.
+/// Maximum number of skipped steps that are remembered per launch.
 const MAX_SKIPPED: usize = 64;
 
 impl Core {
-    /// A segment into which the member may write `step`; with `or_skip`, [`FillOutcome::Skipped`] where there is none. `new_fill` and `new_segment` draw ids.
+    /// Chooses a segment into which the member may write `step`. If there is none and `or_skip` is
+    /// set, skips the step and returns [`FillOutcome::Skipped`]. `new_fill` and `new_segment` draw
+    /// ids.
     #[expect(clippy::too_many_arguments, reason = "ids and looks at files come in from outside")]
     pub fn fill(
         &mut self,
@@ -67,7 +71,8 @@ impl Core {
         let Some(segment) = again.or_else(|| self.free_segment(member, is_unmapped)) else {
             let none = self.no_segment(member, segments_a_rank, is_unmapped, new_segment)?;
             return Ok(match none {
-                // A step that another rank has begun to fill is waited for.
+                // A step that another rank has begun to fill is not skipped: this rank waits for a
+                // segment.
                 FillOutcome::Full(why)
                     if or_skip && self.key_of(&place.job, step, place.launch).is_none() =>
                 {
@@ -108,7 +113,8 @@ impl Core {
         launch.skipped.insert(step, skipped);
     }
 
-    /// Returns why other ranks skip a step, once for each rank: one that asks again begins anew.
+    /// Returns the reason why other ranks skip a step, once for each rank. If a rank asks again,
+    /// the skip is forgotten and the step starts over.
     fn skipped_by_others(&mut self, place: &Place, step: Step) -> Option<String> {
         let launch = self.launch_mut(place)?;
         let skipped = launch.skipped.get_mut(&step)?;
@@ -119,8 +125,9 @@ impl Core {
         None
     }
 
-    /// The segment into which the member fills the step already: it asks again when the answer was lost. With another one there would be
-    /// two segments of one rank that say the same of themselves.
+    /// Returns the segment into which the member already fills the step. A member asks again when
+    /// the answer was lost. With a second segment, two segments of one rank would claim the same
+    /// part.
     fn filling_segment(&self, member: MemberId, place: &Place, step: Step) -> Option<SegmentId> {
         let is_it = |segment: &super::Segment| match &segment.state {
             Use::Filling(key) => (key.step, key.launch) == (step, place.launch),
@@ -130,8 +137,9 @@ impl Core {
         own.find(|(_, segment)| is_it(segment)).map(|(id, _)| *id)
     }
 
-    /// Drops the steps that the member has not staged and will not stage any more, because it begins `step`: earlier ones, and what it was
-    /// filling. Later ones may have been begun by ranks that are ahead of it.
+    /// Drops the steps that the member has not staged and will not stage, because it begins `step`:
+    /// earlier steps, and any that it was filling. Later steps are kept, because ranks that are
+    /// ahead may have begun them.
     fn went_on(&mut self, member: MemberId, place: &Place, step: Step) {
         let own = self.segments.iter_mut().filter(|(_, segment)| segment.owner == member);
         let mut given_up = Vec::new();
@@ -164,7 +172,8 @@ impl Core {
         }
     }
 
-    /// A free segment of the member; one of a committed step is made free when there is no other, the oldest first.
+    /// Returns a free segment of the member. If there is none, releases the member's oldest
+    /// committed step that is not in use.
     fn free_segment(
         &mut self,
         member: MemberId,
@@ -184,7 +193,7 @@ impl Core {
             matches!(phase, Some(Phase::Committed { .. })) && !self.is_held(key)
         });
         let resume = self.members.get(&member).and_then(|m| self.resume_point(&m.place.job));
-        // The copy in memory that is the quickest to resume from goes last.
+        // The resume point is released last, because resuming from memory is fastest.
         over.sort_by_key(|key| (Some(key) == resume.as_ref(), key.step));
         over.into_iter().find_map(|key| {
             self.release_step(&key);
@@ -192,7 +201,8 @@ impl Core {
         })
     }
 
-    /// A segment of the member that nobody uses. What the member does not know any more, because it prepared again, is unlinked.
+    /// Returns an unused segment of the member. Unlinks unused segments that the member no longer
+    /// knows, because it prepared again.
     fn idle_segment(
         &mut self,
         member: MemberId,
@@ -230,7 +240,7 @@ impl Core {
             && own.len() < super::SEGMENTS_A_RANK.max(segments_a_rank)
             && self.make_room(len_bytes, is_unmapped)
         {
-            // It counts from now on: other ranks ask for theirs at the same moment.
+            // Count the segment from now on, because other ranks ask for theirs at the same time.
             let segment = new_segment();
             if let Some(place) = self.place(member).cloned() {
                 self.add_segment(segment, member, &place, len_bytes);
@@ -247,12 +257,12 @@ impl Core {
         Ok(FillOutcome::Full(held.join("; ")))
     }
 
-    /// A segment that [`FillOutcome::Grow`] counted could not be made.
+    /// Records that a segment of [`FillOutcome::Grow`] could not be made.
     pub fn not_made(&mut self, segment: SegmentId) {
         self.unlink(segment);
     }
 
-    /// The member's part of the step is whole. Said twice, it counts once.
+    /// Records that the member's part of the step is staged. A repeated call has no effect.
     pub fn staged(
         &mut self,
         member: MemberId,
@@ -265,7 +275,7 @@ impl Core {
         let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
         let state = self.segments.get(&segment).filter(|s| s.owner == member).map(|s| &s.state);
         if state == Some(&Use::Held(key.clone())) {
-            // Its header was read before it said so.
+            // The part was accepted from its header before this report arrived.
             if let Some(found) = self.step_mut(&key)
                 && found.samples.get(&place.rank).is_none_or(Vec::is_empty)
             {
@@ -290,7 +300,8 @@ impl Core {
         Ok(())
     }
 
-    /// Counts a part of a step as staged, unless the step was dropped meanwhile: then the segment is free, or filled with another step.
+    /// Counts a part of a step as staged. Does nothing if the step was dropped meanwhile; the
+    /// segment then is free or being filled with another step.
     pub fn hold_part(
         &mut self,
         key: &StepKey,
@@ -319,8 +330,8 @@ impl Core {
         }
     }
 
-    /// Segments that are being filled, with the step and the rank: their headers may say that they are staged before their owners do.
-    /// `of`: those of this member only.
+    /// Returns the segments that are being filled, with step and rank, only those of member `of` if
+    /// given. Their headers may say *staged* before their owners report it.
     pub fn filling(&self, of: Option<MemberId>) -> Vec<(SegmentId, StepKey, u32)> {
         let is_it = |owner: MemberId| of.is_none_or(|of| of == owner);
         let filling = self.segments.iter().filter_map(|(id, segment)| match &segment.state {
@@ -332,7 +343,7 @@ impl Core {
         filling.collect()
     }
 
-    /// The member does not go on filling the step.
+    /// Drops a step that the member no longer fills.
     pub fn give_up(
         &mut self,
         member: MemberId,
@@ -352,8 +363,8 @@ impl Core {
         Ok(())
     }
 
-    /// Drops a step whole: its segments can be filled again, its ranks are told. Saves of it that have begun, or are committed, are
-    /// abandoned.
+    /// Drops a step as a whole: frees its segments, notifies its ranks, and abandons its saves,
+    /// whether begun or committed.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
         let Some(step) = self.step(key) else { return };
         let saves = match &step.phase {
@@ -363,7 +374,8 @@ impl Core {
         };
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
-        // Before anybody is told: a header that says staged later does not bring the step back.
+        // Record this before any rank is notified: a header that says *staged* later must not bring
+        // the step back.
         if let Some(job) = self.jobs.get_mut(&key.job) {
             job.drop_filling(key.fill);
             let new = saves.iter().map(|save| (key.step, *save));
@@ -398,7 +410,7 @@ impl Core {
         }
     }
 
-    /// Returns whether a step is late: [`Core::check_deadlines`] would drop it.
+    /// Returns whether a step is late, so that [`Core::check_deadlines`] would drop it.
     pub fn has_late(&self, now: Duration) -> bool {
         let mut steps = self.jobs.values().flat_map(|job| job.steps.values());
         steps.any(|step| {
@@ -406,7 +418,8 @@ impl Core {
         })
     }
 
-    /// Drops steps that not all ranks have staged in time, counted from the first rank that began.
+    /// Drops the steps that not all ranks have staged in time, counted from the first rank that
+    /// began.
     pub fn check_deadlines(&mut self, now: Duration) {
         let limit = self.limits.fill;
         let mut late = Vec::new();
@@ -423,7 +436,7 @@ impl Core {
         }
     }
 
-    /// The hashes of a step are kept.
+    /// Records that the hashes of a step are written.
     pub fn hashed(&mut self, key: &StepKey) {
         if let Some(step) = self.step_mut(key)
             && step.phase == Phase::Staged
@@ -433,7 +446,8 @@ impl Core {
         }
     }
 
-    /// A save of the step begins under the last of these ids, which are kept. Returns whether the step is still to be saved.
+    /// Records that a save of the step begins under the last of `saves`, which are already on
+    /// record. Returns false if the step was dropped, so that it must not be saved.
     pub fn saving(&mut self, key: &StepKey, saves: Vec<SaveId>) -> bool {
         let Some(step) = self.step_mut(key) else { return false };
         step.phase = Phase::Saving { saves };
@@ -441,7 +455,7 @@ impl Core {
         true
     }
 
-    /// All saves of the step that had begun were aborted.
+    /// Records that all saves of the step that had begun were aborted.
     pub fn settled(&mut self, key: &StepKey) {
         if let Some(step) = self.step_mut(key)
             && matches!(step.phase, Phase::Saving { .. })
@@ -450,7 +464,7 @@ impl Core {
         }
     }
 
-    /// An attempt to save the step has failed, and another one follows.
+    /// Records that an attempt to save the step failed and will be retried.
     pub fn troubled(&mut self, key: &StepKey, trouble: String) {
         if let Some(step) = self.step_mut(key) {
             step.trouble = Some(trouble);
@@ -458,7 +472,7 @@ impl Core {
         }
     }
 
-    /// The step is committed.
+    /// Records that the step is committed.
     pub fn committed(&mut self, key: &StepKey, save: SaveId, notes: Vec<String>, now: Duration) {
         let Some(step) = self.step_mut(key) else { return };
         step.phase = Phase::Committed { save, notes: notes.clone() };

@@ -1,4 +1,4 @@
-//! The rules of docs/staging.md, one by one, without files and sockets.
+//! Tests of the rules of docs/staging.md, one by one, without files and sockets.
 
 mod crashes;
 
@@ -7,11 +7,11 @@ use crate::trainer::protocol::Prepare;
 
 const MIB: u64 = 1 << 20;
 
-/// A core of one job, and the ids that it has drawn.
+/// A core with one job, and the ids that were drawn.
 struct World {
     core: Core,
     drawn: u8,
-    /// Segments that a process has.
+    /// The segments that a process has.
     mapped: BTreeSet<SegmentId>,
     now: Duration,
 }
@@ -231,19 +231,19 @@ fn a_step_is_skipped_by_all_ranks_or_by_none() {
     let is_skipped = |outcome: FillOutcome| matches!(outcome, FillOutcome::Skipped(_));
     assert!(is_skipped(world.fill_or_skip(16, 30, true).unwrap()));
     assert!(is_skipped(world.fill_or_skip(16, 40, true).unwrap()));
-    // There is room when the other rank comes, and it skips the same steps.
+    // There is room when the other rank asks, and it still skips the same steps.
     world.commit(1, 10);
     assert!(is_skipped(world.fill_or_skip(17, 30, true).unwrap()));
     assert!(is_skipped(world.fill_or_skip(17, 40, true).unwrap()));
     // A rank that asks again does not get an old answer.
     assert!(matches!(world.fill_or_skip(17, 40, true).unwrap(), FillOutcome::Segment(..)));
-    // A step that one rank fills is not skipped by another rank, which waits for a segment.
+    // Another rank does not skip a step that one rank fills; it waits for a segment.
     assert!(matches!(world.fill_or_skip(16, 40, true).unwrap(), FillOutcome::Segment(..)));
     world.stage(16, 40);
     world.stage(17, 40);
     assert!(is_skipped(world.fill_or_skip(16, 50, true).unwrap()));
     world.commit(1, 20);
-    // After a load the launch begins anew.
+    // After a load the launch starts over.
     let place = Place { job: job(), launch: launch(1), world: 2, rank: 1 };
     world.core.loaded(&place, 1, Resumed { loaded: Some(Step(20)), ..Resumed::default() });
     world.core.checked(&place, Default::default(), None);
@@ -323,7 +323,7 @@ fn a_slow_rank_may_lag_behind_by_one_step() {
     world.fill(17, 10).unwrap();
     world.stage(16, 20);
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("filling"), Some("filling")));
-    // Or begin a step that others have staged, when they are at the next one already.
+    // A rank may also begin a step that the others have staged and left behind.
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 2).unwrap();
     world.prepare(1, 1, 2).unwrap();
@@ -419,7 +419,7 @@ fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), None));
     let kept = world.core.job_record(&job()).unwrap().abandoned;
     assert_eq!(kept, [(Step(15), save(2)), (Step(20), save(1))], "in one record");
-    // Also what was committed since the launch has looked.
+    // Steps that were committed since the launch checked the cluster are abandoned too.
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 1).unwrap();
     world.stage(16, 20);

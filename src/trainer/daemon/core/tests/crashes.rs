@@ -1,4 +1,4 @@
-//! Races between requests, and what a crash between two effects leaves behind.
+//! Races between requests, and the state that a crash between two effects leaves behind.
 
 use super::*;
 use crate::trainer::daemon::core::restore::RestoredStep;
@@ -10,7 +10,7 @@ fn fresh(world: &mut World, launch_number: u8, ranks: u32) {
     world.effects();
 }
 
-/// The place of each effect for which `is_it` holds.
+/// Returns the index of each effect for which `is_it` holds.
 fn places(effects: &[Effect], is_it: impl Fn(&Effect) -> bool) -> Vec<usize> {
     (0..).zip(effects).filter(|(_, effect)| is_it(effect)).map(|(at, _)| at).collect()
 }
@@ -45,13 +45,14 @@ fn samples_that_come_after_the_header_was_read_are_kept() {
 fn a_step_that_is_asked_for_again_is_filled_into_the_same_segment() {
     let mut world = World::new(64 * MIB);
     fresh(&mut world, 1, 2);
-    // The segment with the lower id is not free at the first time.
+    // The segment with the lower id is not free at the time of the first request.
     world.stage(17, 5);
     let (low, _) = world.stage(16, 5);
     let FillOutcome::Segment(first, fill) = world.fill(16, 10).unwrap() else { panic!() };
     assert!(low < first);
     world.commit(1, 5);
-    // Another rank needs its segment: the step is over, and both of its segments are free.
+    // Another rank needs its segment: the committed step is released, and both of its segments are
+    // free.
     world.fill(17, 10).unwrap();
     let FillOutcome::Segment(again, same) = world.fill(16, 10).unwrap() else { panic!() };
     assert_eq!((again, same), (first, fill), "two headers of one rank would name one filling");
@@ -72,7 +73,7 @@ fn a_segment_that_its_owner_has_let_go_is_not_filled_again() {
     let mut world = World::new(64 * MIB);
     fresh(&mut world, 1, 1);
     let (first, _) = world.stage(16, 10);
-    // Another layout: the trainer closes what it has and prepares again.
+    // The layout changed: the trainer closes its segments and prepares again.
     world.mapped.clear();
     let new = world.prepare(1, 0, 1).unwrap();
     world.commit(1, 10);
@@ -88,7 +89,7 @@ fn a_segment_that_its_owner_has_let_go_is_not_filled_again() {
 fn a_rank_that_prepares_again_takes_no_memory_that_nobody_uses() {
     let mut world = World::new(6 * MIB);
     fresh(&mut world, 1, 2);
-    // Its first answer was lost.
+    // The answer to its first request was lost.
     world.mapped.clear();
     world.prepare(1, 0, 2).unwrap();
     for segment in world.core.doomed() {
@@ -119,7 +120,7 @@ fn a_length_out_of_all_reach_does_not_fit() {
     assert!(world.core.used_bytes() <= 64 * MIB);
 }
 
-/// Committed steps of a launch that is over, as a daemon finds them that starts.
+/// Restores committed steps of an ended launch, as a starting daemon finds them.
 fn restored(world: &mut World, steps: &[u64]) {
     let mut old = World::new(64 * MIB);
     fresh(&mut old, 1, 1);
@@ -167,7 +168,7 @@ fn headers_of_a_step_that_is_over_are_marked_before_its_record_goes() {
     let parts = [world.stage(16, 10).0, world.stage(17, 10).0];
     world.commit(1, 10);
     world.effects();
-    // Somebody removed the step: nothing brings it back after a crash.
+    // A client removed the step. After a crash nothing may bring it back.
     let changes = world.core.changes(&job());
     world.core.drop_replaced(&job(), changes, &|_| None);
     let effects = world.effects();
@@ -244,6 +245,6 @@ fn what_was_not_finished_when_a_daemon_ended_never_counts() {
     let kept = places(&effects, |effect| *effect == Effect::KeepJob(job()));
     let marked = places(&effects, |effect| matches!(effect, Effect::MarkFree(_)));
     assert!(kept.len() == 1 && marked.len() == 2 && kept[0] < marked[0], "{effects:?}");
-    // Rank 1 goes on and writes its header, and the daemon is killed once more.
+    // Rank 1 continues and writes its header, and the daemon is killed once more.
     assert!(!again.core.may_restore(&key));
 }

@@ -1,0 +1,96 @@
+//! Stores a missing or damaged replica again from another node.
+
+use super::put_block::{PUT_BYTES, STALL_LIMIT};
+use crate::clock::deadline;
+use crate::format::file::{FileKey, FileName};
+use crate::format::records::LAYOUT_STANDARD;
+use crate::kind::ErrorKind;
+use crate::net::call::address;
+use crate::node::Node;
+use crate::node::rpc::failure::remote_error;
+use crate::pipeline::read::report_damage;
+use crate::stage::{TracePoint, trace_point};
+use crate::store::BlockSpec;
+use crate::units::MAX_BLOCK_BYTES;
+use crate::wire::RemoteError;
+use crate::wire::calls::{CopyReplica, ReadFile, ReadFileAnswer};
+
+impl Node {
+    /// Recreates a replica on this node from the copy on another node. If that copy is damaged or
+    /// missing, rebuilds the replica from good grains.
+    pub(in crate::node) async fn copy_replica(&self, call: CopyReplica) -> Result<(), RemoteError> {
+        self.ensure_replicated(call.stripe).await?;
+        self.fencing.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
+        let copied = self.store_copy(&call).await;
+        let is_bad =
+            |error: &RemoteError| matches!(error.kind, ErrorKind::Corrupt | ErrorKind::NotFound);
+        match copied {
+            Err(error) if is_bad(&error) => {
+                // The source verifies its file itself, so that the next coordinator finds it
+                // damaged.
+                let file = FileName::Replica { block: call.block };
+                report_damage(&self.context.caller, &call.from, call.stripe, file).await;
+                tracing::info!(stripe = %call.stripe, %error, "cannot copy a replica: rebuilding it from grains");
+                self.rebuild_from_grains(call.stripe, call.block).await?;
+            }
+            copied => copied?,
+        }
+        self.fencing.ensure_not_removed(call.stripe.shard.save()).await?;
+        self.ensure_replicated(call.stripe).await
+    }
+
+    /// Copies a replica from another node and stores it if its root is that of the stripe's record.
+    async fn store_copy(&self, call: &CopyReplica) -> Result<(), RemoteError> {
+        if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
+            return Err(remote_error(
+                ErrorKind::Invalid,
+                format!("a block of {} bytes", call.len_bytes),
+            ));
+        }
+        // Allowed above the high-water mark too: that room is kept free of new saves for data that
+        // is already saved.
+        self.executor.check_room(call.len_bytes)?;
+        let key = FileKey::replica(call.stripe, call.block);
+        // A file of that name on this node is missing or was found damaged. Check it, so that its
+        // damage is noted before the good copy takes the name.
+        let _ = self.check_file(key).await;
+        let _memory = self.reserve_memory(&self.budgets.save, PUT_BYTES).await?;
+        let read = ReadFile {
+            stripe: call.stripe,
+            file: key.name,
+            from: 0,
+            len_bytes: call.len_bytes,
+            hashes: false,
+        };
+        let to = address(&call.from);
+        let mut exchange = self.context.caller.open(&to, &read).await?;
+        exchange.finish().await?;
+        let answer: ReadFileAnswer =
+            deadline(&*self.context.clock, STALL_LIMIT, exchange.answer()).await??;
+        if answer.len_bytes != call.len_bytes {
+            let text = format!(
+                "{key} on node {} has another length than the block in the record",
+                call.from.name
+            );
+            return Err(remote_error(ErrorKind::Corrupt, text));
+        }
+        let spec = BlockSpec {
+            stripe: call.stripe,
+            block: call.block,
+            layout: LAYOUT_STANDARD,
+            len_bytes: call.len_bytes,
+        };
+        let mut writer = self.context.on_store(move |store| store.write_block(spec, None)).await?;
+        let mut left = call.len_bytes;
+        while left > 0 {
+            let chunk = self.next_chunk(&mut exchange.recv, left).await?;
+            left -= chunk.len() as u64;
+            writer = self.write_chunk(writer, chunk).await?;
+        }
+        // Whatever the source sends, only bytes with the root of the record are stored.
+        let root = call.root;
+        trace_point(TracePoint::Fetch, key);
+        self.context.on_store(move |_| writer.finish(Some(root))).await?;
+        Ok(())
+    }
+}

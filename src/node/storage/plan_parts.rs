@@ -1,0 +1,100 @@
+//! The calls that reserve, run and release this node's part of a plan.
+
+use std::sync::Arc;
+
+use tokio_util::sync::CancellationToken;
+
+use super::fencing::receipt_name;
+use crate::format::file::{FileKey, FileName};
+use crate::kind::ErrorKind;
+use crate::node::Node;
+use crate::node::rpc::failure::remote_error;
+use crate::pipeline::executor::{HopError, RunError};
+use crate::plan::Input;
+use crate::store::{RecordScope, StoreError};
+use crate::wire::RemoteError;
+use crate::wire::calls::{ReleasePart, ReservePart, RunPart, VerifyFile};
+use crate::wire::order::RunReport;
+
+impl Node {
+    /// Reserves the memory and disk space of this node's part of a plan.
+    pub(in crate::node) async fn reserve_part(&self, call: ReservePart) -> Result<(), RemoteError> {
+        let order = call.order;
+        self.fencing.check_order(order.stripe.shard, order.generation, order.coordinator).await?;
+        Ok(self.executor.reserve(order).await?)
+    }
+
+    /// Runs a reserved part of a plan. Returns its report. The work runs in a task of its own: its
+    /// coordinator cancels the call on the first failure of any node, and this node still has to
+    /// check what it wrote and what it found corrupt.
+    pub(in crate::node) async fn run_part(
+        self: &Arc<Self>,
+        call: RunPart,
+    ) -> Result<RunReport, RemoteError> {
+        let given_up = self.stop.child_token();
+        let _when_dropped = given_up.clone().drop_guard();
+        let node = self.clone();
+        let work = self.tasks.spawn(async move { node.execute_part(call.run, &given_up).await });
+        work.await.map_err(|_| remote_error(ErrorKind::Internal, "the run's task did not end"))?
+    }
+
+    /// Runs a part of a plan and checks for late writes. After a failure, quarantines an unequal
+    /// piece and verifies the replicas that may be damaged.
+    async fn execute_part(
+        &self,
+        run: [u8; 16],
+        given_up: &CancellationToken,
+    ) -> Result<RunReport, RemoteError> {
+        let Some((stripe, blocks)) = self.executor.inputs(run) else {
+            return Err(RunError::Unknown.into());
+        };
+        let result = self.executor.run(run, given_up).await;
+        self.fencing.ensure_not_removed(stripe.shard.save()).await?;
+        if let Err(error) = &result {
+            tracing::warn!(node = %self.context.settings.name, %error, "a part of a plan failed");
+            if let RunError::Store(StoreError::Conflict { key })
+            | RunError::Hop { source: HopError::Store(StoreError::Conflict { key }), .. } = error
+            {
+                self.quarantine_unproven(*key).await?;
+            }
+            let rotten = match error {
+                RunError::Hop {
+                    source: HopError::Corrupt { input: Input::Block(block), .. },
+                    ..
+                } => vec![*block],
+                RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => blocks,
+                _ => Vec::new(),
+            };
+            for block in rotten {
+                // Note a damaged replica, so that the coordinator has it recreated.
+                let file = FileName::Replica { block };
+                let _ = self.verify_file(VerifyFile { stripe, file }).await;
+            }
+        }
+        Ok(result?)
+    }
+
+    /// Moves an unequal piece of an attempt without a receipt to quarantine. It was never proven,
+    /// and the next run needs its name.
+    async fn quarantine_unproven(&self, key: FileKey) -> Result<(), RemoteError> {
+        let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
+        self.context
+            .on_store(move |store| {
+                let judged = store.open_file(key)?;
+                let receipt = store
+                    .get_record_file(RecordScope::Stripe(key.stripe), &receipt_name(attempt))?;
+                if receipt.is_none() {
+                    let why = "another piece of the same attempt, never proven";
+                    store.quarantine(key, Some(&judged), why)?;
+                }
+                Ok::<_, StoreError>(())
+            })
+            .await
+    }
+
+    /// Releases the reservation of a part of a plan.
+    pub(in crate::node) async fn release_part(&self, call: ReleasePart) -> Result<(), RemoteError> {
+        self.executor.release(call.run);
+        Ok(())
+    }
+}

@@ -1,0 +1,319 @@
+//! Stores blocks: a client or node sends one, and this node forwards it while it stores it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use crate::budget::{Budget, Reservation};
+use crate::clock::deadline;
+use crate::format::records::LAYOUT_STANDARD;
+use crate::gf::{Fingerprint, FingerprintKey};
+use crate::id::NodeId;
+use crate::kind::ErrorKind;
+use crate::net::call::{CallError, Exchange, address};
+use crate::net::frame::FramedRecv;
+use crate::node::Node;
+use crate::node::rpc::dispatch::{OpenCall, Request};
+use crate::node::rpc::failure::remote_error;
+use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
+use crate::stage::{TracePoint, trace_point};
+use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
+use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
+use crate::wire::calls::{BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer};
+use crate::wire::{BULK_CHUNK_BYTES, NodeAddress, RemoteError, message_to_bytes, parse_message};
+
+/// Time without progress after which a peer has failed.
+pub(super) const STALL_LIMIT: Duration = Duration::from_secs(15);
+/// Maximum time that a block or a read waits for memory.
+const MEMORY_LIMIT: Duration = Duration::from_secs(6);
+/// Maximum time that the first holder of a block waits until the second has admitted it. It is
+/// longer than [`MEMORY_LIMIT`], so that the second holder's own answer comes first. Both together
+/// are shorter than a client waits.
+const FORWARD_LIMIT: Duration = Duration::from_secs(8);
+/// Working memory of one incoming block, in bytes: its stream, the stream to its second holder, the
+/// writer, the trailer, and chunks in transit.
+pub(in crate::node) const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
+    + SEND_BYTES
+    + BLOCK_WRITER_BYTES
+    + MAX_TRAILER_BYTES
+    + 3 * BULK_CHUNK_BYTES as u64;
+/// Maximum length of a [`BlockTrailer`]: a root, a count, and 16 bytes for each grain.
+const MAX_TRAILER_BYTES: u64 = 64 + 16 * (MAX_BLOCK_BYTES / GRAIN_BYTES);
+
+/// An admitted block: the memory reserved for it, and the call to its second holder.
+struct AdmittedBlock {
+    memory: Reservation,
+    forward: Option<Forward>,
+}
+
+impl Node {
+    /// Reserves `bytes` of memory from `share`. Returns the reservation.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`] if it is not free in time; [`ErrorKind::Invalid`] if the share is too
+    /// small.
+    pub(in crate::node) async fn reserve_memory(
+        &self,
+        share: &Arc<Budget>,
+        bytes: u64,
+    ) -> Result<Reservation, RemoteError> {
+        match deadline(&*self.context.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
+            Ok(Ok(reservation)) => Ok(reservation),
+            Ok(Err(never)) => Err(remote_error(ErrorKind::Invalid, never.to_string())),
+            Err(_) => Err(remote_error(
+                ErrorKind::Busy,
+                format!(
+                    "node {} has no memory free for this now: try again",
+                    self.context.settings.name
+                ),
+            )),
+        }
+    }
+
+    /// Reads the next chunk of at most `left` bytes.
+    pub(super) async fn next_chunk(
+        &self,
+        recv: &mut FramedRecv,
+        left: u64,
+    ) -> Result<Bytes, RemoteError> {
+        let want = left.min(BULK_CHUNK_BYTES as u64) as usize;
+        Ok(deadline(&*self.context.clock, STALL_LIMIT, recv.read_exact(want)).await??)
+    }
+
+    /// Stores a block that a client sends, and forwards it to its second holder if the call names
+    /// one.
+    pub(in crate::node) async fn put_block(
+        self: &Arc<Self>,
+        request: Request,
+        mut served: OpenCall,
+    ) {
+        let answer = match request.parse::<PutBlock>() {
+            Ok(call) => match self.store_block(call, &mut served).await {
+                Ok(Some(answer)) => Ok(answer),
+                Ok(None) => return,
+                Err(failure) => Err(failure),
+            },
+            Err(error) => Err(error.into()),
+        };
+        if let Err(failure) = &answer {
+            tracing::warn!(peer = %served.peer, %failure, "a block was not stored");
+        }
+        let stored = answer.is_ok();
+        if self.answer(&mut served, answer).await {
+            let _ = served.send.finish().await;
+        }
+        if !stored {
+            served.recv.stop(ErrorKind::Invalid.wire_code());
+        }
+    }
+
+    /// Checks that a new block of `bytes` bytes keeps the disk under its high-water mark.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if it does not.
+    fn check_room(&self, bytes: u64) -> Result<(), RemoteError> {
+        let space = self.context.store.space()?;
+        let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(bytes);
+        let limit = space.total_bytes / 100 * u64::from(self.context.settings.high_water_percent);
+        if used > limit {
+            let text = format!(
+                "the disk of node {} is over its high-water mark of {} %: archive or remove checkpoints, or add disk",
+                self.context.settings.name, self.context.settings.high_water_percent
+            );
+            // Not `Busy`: the disk does not become free while the client waits, and another node
+            // can take the block.
+            return Err(remote_error(ErrorKind::Unavailable, text));
+        }
+        Ok(())
+    }
+
+    /// Admits and stores a block. Returns `None` if the block was not admitted: the sender has the
+    /// answer already, or is gone.
+    async fn store_block(
+        self: &Arc<Self>,
+        call: PutBlock,
+        served: &mut OpenCall,
+    ) -> Result<Option<PutBlockAnswer>, RemoteError> {
+        if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
+            let text =
+                format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
+            return Err(remote_error(ErrorKind::Invalid, text));
+        }
+        self.fencing.check_writable(call.stripe.shard, call.generation).await?;
+        self.check_room(call.len_bytes)?;
+        let AdmittedBlock { memory: _memory, mut forward } = match self.admit_block(&call).await? {
+            Ok(admitted) => admitted,
+            Err(refused) => {
+                let answer = BlockAdmitted {
+                    second_refused: Some((refused.kind.wire_code(), refused.message)),
+                };
+                if self.answer(served, Ok(answer)).await {
+                    let _ = served.send.finish().await;
+                }
+                return Ok(None);
+            }
+        };
+        if !self.answer(served, Ok(BlockAdmitted { second_refused: None })).await {
+            return Ok(None);
+        }
+        let recv = &mut served.recv;
+        let key = Arc::new(FingerprintKey::derive(&call.fingerprint_key));
+        let found: Arc<Mutex<Vec<Fingerprint>>> = Arc::default();
+        let collect = found.clone();
+        let spec = BlockSpec {
+            stripe: call.stripe,
+            block: call.block,
+            layout: LAYOUT_STANDARD,
+            len_bytes: call.len_bytes,
+        };
+        let fingerprint = Box::new(move |_, grain: &[u8]| {
+            // The writer cuts the block into grains, so a grain is at most 64 KiB here.
+            let value = key.fingerprint(grain).unwrap_or(Fingerprint::ZERO);
+            collect.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+        });
+        let mut writer =
+            self.context.on_store(move |store| store.write_block(spec, Some(fingerprint))).await?;
+        let mut left = call.len_bytes;
+        while left > 0 {
+            let chunk = self.next_chunk(recv, left).await?;
+            left -= chunk.len() as u64;
+            let forwarding = async {
+                if let Some(forward) = &mut forward {
+                    forward.write(self, chunk.clone()).await;
+                }
+            };
+            let (stored, ()) = tokio::join!(self.write_chunk(writer, chunk.clone()), forwarding);
+            writer = stored?;
+        }
+        let frame = recv.read_frame(MAX_TRAILER_BYTES as usize);
+        let frame = deadline(&*self.context.clock, STALL_LIMIT, frame).await??;
+        let missing = || remote_error(ErrorKind::Invalid, "the block's trailer is missing");
+        let trailer: BlockTrailer =
+            parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
+        if *found.lock().unwrap_or_else(PoisonError::into_inner) != trailer.fingerprints {
+            let text = format!(
+                "the fingerprints of block {} of stripe {} differ from those that its sender computed: send it again",
+                call.block, call.stripe
+            );
+            return Err(remote_error(ErrorKind::Corrupt, text));
+        }
+        let root = trailer.root;
+        let forwarding = async {
+            match forward {
+                Some(forward) => Some(forward.finish(self, &trailer).await),
+                None => None,
+            }
+        };
+        trace_point(TracePoint::Block, format_args!("{}/{}", call.stripe, call.block));
+        let finishing = self.context.on_store(move |_| writer.finish(Some(root)));
+        let (stored, forwarded) = tokio::join!(finishing, forwarding);
+        stored?;
+        self.fencing.ensure_not_removed(call.stripe.shard.save()).await?;
+        Ok(Some(PutBlockAnswer { forwarded }))
+    }
+
+    /// Reserves the memory of a block on this node and on its second holder, in node-id order, so
+    /// that blocks from A to B and blocks from B to A never wait for each other. Returns the
+    /// admitted block. The inner error is the second holder's.
+    async fn admit_block(
+        &self,
+        call: &PutBlock,
+    ) -> Result<Result<AdmittedBlock, RemoteError>, RemoteError> {
+        let mine = || self.reserve_memory(&self.budgets.save, PUT_BYTES);
+        let Some(to) = &call.forward else {
+            return Ok(Ok(AdmittedBlock { memory: mine().await?, forward: None }));
+        };
+        let (memory, forward);
+        if self.context.id < NodeId::of(&to.name) {
+            memory = mine().await?;
+            forward = Forward::open(self, to, call).await;
+        } else {
+            forward = Forward::open(self, to, call).await;
+            memory = mine().await?;
+        }
+        Ok(forward.map(|forward| AdmittedBlock { memory, forward: Some(forward) }))
+    }
+
+    /// Appends a chunk to a block. Returns the writer.
+    pub(super) async fn write_chunk(
+        &self,
+        mut writer: BlockWriter,
+        chunk: Bytes,
+    ) -> Result<BlockWriter, RemoteError> {
+        self.context.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
+    }
+}
+
+/// The call that forwards a block to its second holder. Its failure does not prevent the first copy
+/// from being stored.
+struct Forward {
+    exchange: Result<Exchange, String>,
+}
+
+impl Forward {
+    /// Opens the call to the second holder. Returns when that node has reserved the memory for the
+    /// block.
+    async fn open(node: &Node, to: &NodeAddress, call: &PutBlock) -> Result<Self, RemoteError> {
+        let call = PutBlock { forward: None, ..call.clone() };
+        let open = async {
+            let mut exchange = node.context.caller.open(&address(to), &call).await?;
+            let _: BlockAdmitted = exchange.answer().await?;
+            Ok::<_, CallError>(exchange)
+        };
+        match deadline(&*node.context.clock, FORWARD_LIMIT, open).await {
+            Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
+            Ok(Err(CallError::Failed(refusal))) => Err(refusal),
+            // This node failed to make the call. The second holder must not count as having
+            // refused.
+            Ok(Err(error)) => Err(remote_error(ErrorKind::Timeout, error.to_string())),
+            Err(late) => Err(remote_error(ErrorKind::Timeout, format!("{}: {late}", to.name))),
+        }
+    }
+
+    /// Sends a chunk. After a failure it does nothing.
+    async fn write(&mut self, node: &Node, chunk: Bytes) {
+        if let Ok(exchange) = &mut self.exchange {
+            let failed =
+                match deadline(&*node.context.clock, STALL_LIMIT, exchange.write(chunk)).await {
+                    Ok(Ok(())) => return,
+                    Ok(Err(error)) => error.to_string(),
+                    Err(late) => late.to_string(),
+                };
+            self.exchange = Err(self.explain(node, failed).await);
+        }
+    }
+
+    /// Returns why the second holder ended the stream: its own error if it sent one, otherwise
+    /// `failed`. A holder that refuses answers before it stops the stream.
+    async fn explain(&mut self, node: &Node, failed: String) -> String {
+        let Ok(exchange) = &mut self.exchange else { return failed };
+        match deadline(
+            &*node.context.clock,
+            Duration::from_secs(1),
+            exchange.answer::<PutBlockAnswer>(),
+        )
+        .await
+        {
+            Ok(Err(error)) if !error.is_unanswered() => error.to_string(),
+            _ => failed,
+        }
+    }
+
+    /// Sends the trailer and waits until the second holder has stored the block.
+    async fn finish(self, node: &Node, trailer: &BlockTrailer) -> Result<(), String> {
+        let mut exchange = self.exchange?;
+        let frame =
+            message_to_bytes(trailer, "a block's trailer").map_err(|error| error.to_string())?;
+        let work = async {
+            exchange.write_frame(frame).await?;
+            exchange.finish().await?;
+            exchange.answer::<PutBlockAnswer>().await
+        };
+        match deadline(&*node.context.clock, STALL_LIMIT, work).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(late) => Err(late.to_string()),
+        }
+    }
+}

@@ -383,7 +383,7 @@ fn a_save_waits_for_one_whose_client_was_killed_and_refuses_what_it_cannot_trust
     let mut other = command.stdout(Stdio::null()).spawn().unwrap();
     cluster.until("a save under way", |_| {
         let refused = cluster.run("save job/1 small --replace");
-        refused.code == 1 && refused.err.contains("given up within 3 s")
+        refused.code == 1 && refused.err.contains("aborted within 3 s")
     });
     other.kill().unwrap();
     other.wait().unwrap();

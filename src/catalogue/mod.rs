@@ -8,7 +8,7 @@
 //! docs/semantics.md, section 2.
 
 pub mod evidence;
-pub mod key_scan;
+pub(crate) mod key_scan;
 pub mod local;
 pub mod map;
 pub mod records;

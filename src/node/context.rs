@@ -17,8 +17,7 @@ use crate::store::Store;
 use crate::wire::{NodeAddress, RemoteError};
 use crate::workers::Workers;
 
-/// The identity, the settings and the resources of a node, and its access to the catalogue. It
-/// holds no state of a service.
+/// The identity, the settings and the resources of a node, and its access to the catalogue.
 pub(super) struct NodeContext {
     pub(super) settings: NodeSettings,
     pub(super) id: NodeId,

@@ -147,9 +147,9 @@ fn requests_for_extents_that_make_no_sense(cluster: &Cluster, job: &str) {
     };
     refused(&mut session, ticket, vec![u32::MAX], "no extent");
     refused(&mut session, ticket, vec![0; MAX_WINDOW_EXTENTS + 1], "at most");
-    refused(&mut session, ticket + 1, vec![0], "not open");
+    refused(&mut session, ticket + 1, vec![0], "no longer open");
     release(&mut session, step);
-    refused(&mut session, ticket, vec![0], "not open");
+    refused(&mut session, ticket, vec![0], "no longer open");
     let whole = open(&mut session, &load_of(job, false));
     let ticket = whole.about.ticket;
     refused(&mut session, ticket, vec![0], "not by ranges");

@@ -463,9 +463,7 @@ impl SaveSession {
             Ok(true) => {}
             Ok(false) => return Err(SaveError::Changed { shard: name }.into()),
             Err(source) => {
-                return Err(
-                    SaveError::ShardSource { shard: name, offset: len_bytes, source }.into()
-                );
+                return Err(SaveError::Source { shard: name, offset: len_bytes, source }.into());
             }
         }
         let root = ShardRoot {

@@ -147,7 +147,7 @@ impl CatalogueServer {
     /// Steps down because the database is an old copy of the cluster's. It is not served.
     fn step_down_as_old_copy(&self, node: &PeerName, heard: u64, found: u64) {
         let why = format!(
-            "the catalogue here is an old copy (revision {found}; {node} has heard of revision {heard}): it is not served, and nothing is deleted; make it again with `rapidraid catalogue rebuild`"
+            "the catalogue here is an old copy (revision {found}; {node} has heard of revision {heard}): it is not served, and nothing is deleted; rebuild it with `rapidraid catalogue rebuild`"
         );
         tracing::error!(why, "stepping down");
         *self.state() = ServingState::NotServing(Some(why));
@@ -156,7 +156,7 @@ impl CatalogueServer {
     /// Steps down because the database was removed under the running daemon. It would answer for as
     /// long as the process lives, but nothing that it writes would last.
     fn step_down_as_lost(&self) {
-        let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; make it again with `rapidraid catalogue rebuild`";
+        let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; rebuild it with `rapidraid catalogue rebuild`";
         tracing::error!(why, "stepping down");
         *self.state() = ServingState::Missing(why.to_owned());
     }

@@ -94,7 +94,7 @@ pub(super) async fn probe_nodes(
             Ok(Some((node, answer))) => {
                 left.remove(&node);
                 match answer {
-                    ProbeAnswer::WantedFiles(files) => {
+                    ProbeAnswer::Files(files) => {
                         held.insert(node, files);
                         let took = clock.now().saturating_sub(asked) * SLOW_FACTOR;
                         patience = took.clamp(QUICK_PROBE_LIMIT, SLOW_PROBE_LIMIT);
@@ -123,7 +123,7 @@ pub(super) async fn probe_nodes(
 }
 
 enum ProbeAnswer {
-    WantedFiles(Vec<FoundFile>),
+    Files(Vec<FoundFile>),
     /// The node is too busy to list its files; it may have some. The text is its message.
     Busy(String),
     Silence,
@@ -180,7 +180,7 @@ async fn ask(
             reading.directory.heard(node, true);
             reading.record_answer(node);
             files.retain(|found| !reading.is_corrupt(stripe, node, found.file));
-            return ProbeAnswer::WantedFiles(files);
+            return ProbeAnswer::Files(files);
         }
         Err(error) if error.kind() == ErrorKind::Busy => {
             reading.record_answer(node);

@@ -91,7 +91,7 @@ impl ShardSource for Bytes {
 pub enum SaveError {
     /// Reading from the source failed.
     #[error("reading shard {shard} at byte {offset}: {source}")]
-    ShardSource {
+    Source {
         /// The shard's name.
         shard: String,
         /// The byte offset in the shard.
@@ -133,7 +133,7 @@ impl SaveError {
     /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            SaveError::ShardSource { .. } => ErrorKind::Io,
+            SaveError::Source { .. } => ErrorKind::Io,
             SaveError::Changed { .. } => ErrorKind::Invalid,
             SaveError::NoHolders { .. } => ErrorKind::Unavailable,
             SaveError::Refused(error) => error.kind(),
@@ -499,7 +499,7 @@ impl StripeUploader {
                 None => {
                     let mut bytes = vec![0; len as usize];
                     let read = source.read_at(start + offset, &mut bytes);
-                    read.map_err(|source| SaveError::ShardSource {
+                    read.map_err(|source| SaveError::Source {
                         shard: name,
                         offset: start + offset,
                         source,

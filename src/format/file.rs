@@ -49,7 +49,7 @@ pub enum Content {
     Piece {
         /// The piece's number, from 0.
         piece: u8,
-        /// The attempt that made it.
+        /// The archiving attempt that made the piece; part of the piece's file name.
         attempt: Attempt,
         /// The id of the code.
         code: u64,
@@ -78,7 +78,7 @@ pub enum FileName {
     Piece {
         /// The piece's number, from 0.
         piece: u8,
-        /// The attempt that made it.
+        /// The archiving attempt that made the piece; part of the piece's file name.
         attempt: Attempt,
     },
 }

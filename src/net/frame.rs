@@ -9,7 +9,8 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use super::{NetError, RecvStream, SendStream};
 
-/// Maximum number of bulk bytes that [`FramedRecv::read_exact`] returns in one contiguous slice.
+/// Maximum length of one [`FramedRecv::read_exact`], in bytes. A longer read is refused with
+/// [`NetError::FrameTooLong`].
 pub const MAX_CONTIGUOUS_BYTES: usize = 1 << 20;
 
 /// A received slice shorter than this many bytes is copied, because it may keep a 64 KiB batch of

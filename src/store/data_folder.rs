@@ -273,11 +273,11 @@ impl Store {
         Ok(removed)
     }
 
-    /// Removes the index entry of a file that is gone. If that fails, the file is still gone, and
-    /// the next start corrects the index.
+    /// Removes the index entry of a file that was removed or quarantined. If that fails, the next
+    /// start corrects the index.
     pub(super) fn unlist(&self, key: FileKey) {
         if let Err(error) = self.index().update(key, None) {
-            tracing::error!(%key, %error, "removed a file, but not its index entry: the next start corrects the index");
+            tracing::error!(%key, %error, "failed to remove the index entry of a file that was removed or quarantined: the next start corrects the index");
         }
     }
 

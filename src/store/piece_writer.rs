@@ -225,8 +225,8 @@ impl Extent {
         AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize)
     }
 
-    /// Syncs the extent, reads it from the medium, compares it with the written bytes and passes
-    /// each grain to `readback`.
+    /// Syncs the extent, reads its grains from the medium and compares each with the hash of what
+    /// was written. Passes each grain that matches to `readback`; stops at the first that does not.
     ///
     /// # Errors
     /// [`StoreError::ReadBack`] for a grain that differs from what was written, or the error of the

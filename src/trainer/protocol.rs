@@ -492,9 +492,9 @@ pub enum MessageError {
     /// The number of descriptors differs from the announced one, or exceeds the limit.
     #[error("a message came with {found} descriptors, {expected} expected")]
     Descriptors {
-        /// Number of descriptors found.
+        /// Number of file descriptors that came with the message.
         found: usize,
-        /// Number of descriptors announced or allowed.
+        /// Number that was announced, or that is allowed.
         expected: usize,
     },
 }

@@ -61,7 +61,8 @@ pub struct RestoreReport {
 
 /// The scope of a read.
 enum ReadScope<'a> {
-    /// The whole step, or the part that the request for files names.
+    /// Into this output: the shard and range that its [`RestoreRequest`] names, or the whole step
+    /// if it names none or there is no request.
     All(Output<'a>),
     /// Ranges of shards.
     Ranges(&'a [ReadRange]),

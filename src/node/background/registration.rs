@@ -208,7 +208,7 @@ impl Node {
                             }
                         }
                         Err(error) => {
-                            tracing::error!(%error, "the catalogue that answered is not this cluster's latest");
+                            tracing::error!(%error, "registered, but failed to record the catalogue's epoch and database");
                         }
                     }
                     if !told {

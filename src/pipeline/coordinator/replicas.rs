@@ -121,7 +121,7 @@ impl Coordinator {
             tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "recreating a replica");
             match self.copy_replica(shard, info, directory, node, block, from).await {
                 Err(error) if error.kind() == ErrorKind::Lost => {
-                    tracing::warn!(%stripe, block, %error, "a replica cannot be recreated from the copies on other nodes");
+                    tracing::warn!(%stripe, block, %error, "cannot recreate a replica: the other nodes have too few good grains of the block; the stripe is not archived now");
                     // The block counts as lost only if every node of the ring answers.
                     held.extend(self.list_files(directory, info, ring()).await);
                     return Err(lost_or_away(stripe, block, directory, &held));

@@ -44,7 +44,8 @@ enum Committed {
     Replaceable,
     /// Any other origin.
     Other,
-    /// No save is committed, or its origin cannot be determined now.
+    /// No committed save can be shown now, or the save is being removed. The step is tried again
+    /// later.
     Unknown,
 }
 

@@ -124,7 +124,7 @@ impl LocalCatalogue {
     /// had already begun may still be made.
     ///
     /// # Errors
-    /// Of kind `Unavailable` if the catalogue is read-only: it may be an outdated one that does not
+    /// Fails with kind `Unavailable` if the catalogue is read-only: it may be an outdated one that does not
     /// know yet that it is.
     pub async fn pause_writes(&self) -> Result<DbChecksum, CatalogueError> {
         self.table.refuse_if_read_only()?;
@@ -152,7 +152,7 @@ impl LocalCatalogue {
     /// Ends all changes for a transfer, if `copied` is the checksum of the current entries.
     ///
     /// # Errors
-    /// Of kind `Exists` if the copy differs from this database. Nothing has changed here then.
+    /// Fails with kind `Exists` if the copy differs from this database. Nothing has changed here then.
     pub async fn transfer(&self, copied: DbChecksum) -> Result<(), CatalogueError> {
         self.on_database(&self.changes, move |table| table.begin_transfer(copied)).await
     }

@@ -155,7 +155,7 @@ impl Client {
 
     /// Lets `keeper` renew the leases of this client's saves, in tasks on `runtime`. The other
     /// client has connections of its own, so no lease ends because threads of this client are slow.
-    /// Only the first call has an effect.
+    /// Later calls have no effect.
     pub fn keep_leases_by(&self, keeper: Client, runtime: Handle) {
         let _ = self.inner.lease_keeper.set(LeaseClient { client: keeper, runtime });
     }

@@ -132,7 +132,7 @@ impl Daemon {
     /// running daemon.
     ///
     /// # Errors
-    /// Of kind `Invalid` if the certificate names another node or cluster than `config`, or if no
+    /// Fails with kind `Invalid` if the certificate names another node or cluster than `config`, or if no
     /// certified chain of a configured code is known. Otherwise the error of the store, the index,
     /// the network transport or the catalogue that failed to open.
     pub async fn start(config: NodeConfig, identity: Identity) -> Result<Self, NodeError> {

@@ -210,7 +210,7 @@ impl Node {
     /// Returns the standings of all storage nodes among `nodes` that answer, and of this node.
     ///
     /// # Errors
-    /// Of kind `Unavailable` if a node that answers runs an older program or has noted a later
+    /// Fails with kind `Unavailable` if a node that answers runs an older program or has noted a later
     /// epoch.
     async fn witnesses(
         &self,
@@ -272,7 +272,7 @@ impl Node {
     /// storage nodes were heard, there is nothing to check.
     ///
     /// # Errors
-    /// Of kind `Unavailable` if a removal could be unknown to all nodes that were heard.
+    /// Fails with kind `Unavailable` if a removal could be unknown to all nodes that were heard.
     fn check_witnesses(
         &self,
         nodes: &[NodeRecord],

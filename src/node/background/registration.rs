@@ -232,7 +232,7 @@ impl Node {
     }
 
     /// Returns whether this node may have been taken off the list since its `last` registration.
-    /// Only a node whose lease is over can be taken off the list.
+    /// A node can be taken off the list only after its lease has ended.
     fn may_be_unregistered(&self, last: Option<(Duration, DbId)>) -> bool {
         let is_safe = |(at, _): (Duration, DbId)| {
             self.context.clock.now() < at + self.context.settings.lease / 2

@@ -236,7 +236,7 @@ impl Node {
     /// nodes that recorded the claim.
     ///
     /// # Errors
-    /// Of kind `Fenced` if a node refuses the epoch, and any failure of this node.
+    /// Fails with kind `Fenced` if a node refuses the epoch, and any failure of this node.
     async fn claim_epoch_on_nodes(
         &self,
         reached: &[NodeRecord],
@@ -310,7 +310,7 @@ impl Node {
     /// `accept_loss` nothing is checked.
     ///
     /// # Errors
-    /// Of kind `Unavailable` if more nodes have to be read, or `Lost` if a committed step cannot be
+    /// Fails with kind `Unavailable` if more nodes have to be read, or `Lost` if a committed step cannot be
     /// brought back whole.
     fn check_inventory(
         &self,

@@ -33,7 +33,7 @@ impl Node {
     /// Takes a node off the list of nodes.
     ///
     /// # Errors
-    /// Of kind `Busy` while the node is live or a save is open, of kind `Exists` while a checkpoint
+    /// Fails with kind `Busy` while the node is live or a save is open, of kind `Exists` while a checkpoint
     /// may lie on it, of kind `Unavailable` if too few of the other nodes catch up, and of kind
     /// `NotFound` if it is not on the list.
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
@@ -71,7 +71,7 @@ impl Node {
     /// still overlap with the nodes that a reader without a catalogue asks.
     ///
     /// # Errors
-    /// Of kind `Unavailable` if half or fewer of them catch up.
+    /// Fails with kind `Unavailable` if half or fewer of them catch up.
     async fn keep_majority_without(
         &self,
         catalogue: &dyn Catalogue,
@@ -114,7 +114,7 @@ impl Node {
     /// orphans that are kept until all nodes were asked for a mark.
     ///
     /// # Errors
-    /// Of kind `Busy` while a save is open.
+    /// Fails with kind `Busy` while a save is open.
     async fn checkpoints_on(
         &self,
         catalogue: &dyn Catalogue,

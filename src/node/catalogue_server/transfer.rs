@@ -163,7 +163,7 @@ impl Node {
     /// any node has heard.
     ///
     /// # Errors
-    /// Of kind `Busy` if this node has not noted that catalogue yet, and of kind `Fenced` if a node
+    /// Fails with kind `Busy` if this node has not noted that catalogue yet, and of kind `Fenced` if a node
     /// has heard of a later one. Of kind `Unavailable` if half or fewer of the storage nodes
     /// answer: without more than half, this daemon could change nothing afterwards.
     async fn next_epoch(&self, old: &NodeAddress) -> Result<Epoch, RemoteError> {
@@ -245,7 +245,7 @@ impl Node {
     /// answer is the same.
     ///
     /// # Errors
-    /// Of kind `Unavailable` if the old server did not answer in time, so that the outcome is
+    /// Fails with kind `Unavailable` if the old server did not answer in time, so that the outcome is
     /// unknown.
     async fn end_old_server(
         &self,

@@ -33,7 +33,7 @@ const KEPT: Duration = Duration::from_secs(60);
 pub enum FetchScope {
     /// All shards.
     Whole,
-    /// Only the table.
+    /// The table alone.
     Table,
 }
 

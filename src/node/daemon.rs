@@ -18,7 +18,7 @@ use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::store::{
     Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledKv, SledMaps, Store,
-    StoreError, adjust_reserve,
+    StoreError, adjust_reserve_at_start,
 };
 use crate::workers::Workers;
 
@@ -156,7 +156,7 @@ impl Daemon {
         let disk = Arc::new(disk);
         // The reserve is adjusted before sled opens: sled needs free space to open, and its first
         // failed write stops the daemon.
-        if let Err(error) = adjust_reserve(&*disk) {
+        if let Err(error) = adjust_reserve_at_start(&*disk) {
             tracing::warn!(%error, "failed to adjust the disk reserve");
         }
         let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);

@@ -67,7 +67,7 @@ pub use piece_writer::{Extent, PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
 pub use reconcile::{OpenFindings, Reconciled};
 pub use record_file::{MAX_RECORD_FILE_BYTES, RecordScope};
-pub use reserve::{ReserveState, adjust_reserve};
+pub use reserve::{ReserveState, adjust_reserve, adjust_reserve_at_start};
 pub use sled_kv::{SledKv, SledMaps};
 pub use stored_file::StoredFile;
 pub use temporary::StoreOutcome;

@@ -23,6 +23,38 @@ pub enum ReserveState {
     GivenUp,
 }
 
+/// Space that must be free when sled opens: a segment of each of the two folders, and records.
+const OPENING_BYTES: u64 = 2 << 20;
+
+/// Adjusts the reserve before sled opens. Other than [`adjust_reserve`] it also tries to allocate
+/// some space, since a quota refuses writes while the file system has free space.
+pub fn adjust_reserve_at_start(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
+    let state = adjust_reserve(disk)?;
+    if state == ReserveState::GivenUp {
+        return Ok(state);
+    }
+    disk.create_dir(TMP)?;
+    let probe = format!("{TMP}/{RESERVE}-probe");
+    let bytes = OPENING_BYTES.min(disk.space()?.total_bytes / RESERVE_PART);
+    let probed = disk.create_new(&probe).and_then(|file| file.reserve(bytes));
+    let _ = disk.remove(&probe);
+    match probed {
+        Err(DiskError::Full { .. }) => release_reserve(disk).map(|_| ReserveState::GivenUp),
+        probed => probed.map(|()| state),
+    }
+}
+
+/// Removes the reserve, if it is in place. Returns whether it was.
+pub fn release_reserve(disk: &dyn Disk) -> Result<bool, DiskError> {
+    let Some(file) = if_found(disk.open(RESERVE))? else { return Ok(false) };
+    if file.len_bytes()? > 0 {
+        return Ok(false);
+    }
+    disk.remove(RESERVE)?;
+    disk.sync_dir("")?;
+    Ok(true)
+}
+
 /// Removes the reserve when less space is free than it allocates, and recreates it when four times
 /// as much is free. Returns whether it is in place. A file of the same name that has bytes is
 /// foreign and is left alone.
@@ -40,13 +72,12 @@ pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
         return Ok(ReserveState::SetAside);
     }
     if is_there {
-        disk.remove(RESERVE)?;
+        release_reserve(disk)?;
         tracing::warn!(
             free_bytes = space.free_bytes,
             reserve_bytes = bytes,
             "the disk is nearly full: the reserve is given up, so that checkpoints can be removed"
         );
-        disk.sync_dir("")?;
         return Ok(ReserveState::GivenUp);
     }
     if space.free_bytes < PLENTY * bytes {
@@ -64,7 +95,11 @@ pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     if made.is_err() {
         let _ = disk.remove(&temporary);
     }
-    made.map(|()| ReserveState::SetAside)
+    match made {
+        // A quota leaves less room than the file system has.
+        Err(DiskError::Full { .. }) => Ok(ReserveState::GivenUp),
+        made => made.map(|()| ReserveState::SetAside),
+    }
 }
 
 #[cfg(test)]

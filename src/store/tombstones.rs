@@ -9,6 +9,7 @@ use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
 use super::paths::{if_found, shard_dir};
 use super::record_file::RecordScope;
+use super::reserve::release_reserve;
 use crate::format::envelope::record_len;
 use crate::format::records::{Record, Tombstone};
 use crate::id::{SaveId, ShardId};
@@ -148,11 +149,23 @@ impl Store {
     }
 
     /// Stores the tombstone of a save, in a slot if the disk is full, and returns once it is
-    /// durable.
+    /// durable. If no slot can be written, the reserve is released, and the tombstone takes its
+    /// space: a quota may be reached while the file system has room, and a file system that never
+    /// writes in place needs new blocks for a slot.
     ///
     /// # Errors
-    /// [`DiskError::Full`] if the disk is full and no slot is free.
+    /// [`DiskError::Full`] if the disk is full, no slot can be written and no reserve is in place.
     pub fn put_tombstone(&self, save: SaveId, bytes: &[u8]) -> Result<(), StoreError> {
+        match self.try_put_tombstone(save, bytes) {
+            Err(StoreError::Disk(DiskError::Full { .. })) if release_reserve(self.disk())? => {
+                tracing::warn!(%save, "released the disk reserve for a tombstone");
+                self.try_put_tombstone(save, bytes)
+            }
+            put => put,
+        }
+    }
+
+    fn try_put_tombstone(&self, save: SaveId, bytes: &[u8]) -> Result<(), StoreError> {
         let full = match self.put_record_file(scope_of(save), TOMBSTONE, bytes) {
             Err(full @ StoreError::Disk(DiskError::Full { .. })) => full,
             put => return put,
@@ -232,7 +245,7 @@ mod tests {
     use crate::format::records::RemoveReason;
     use crate::id::{ClusterId, Epoch, Generation};
     use crate::store::disk::{DiskEntry, DiskLock, Space};
-    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, ReserveState, adjust_reserve};
 
     const CAPACITY: u64 = 1 << 20;
 
@@ -292,6 +305,23 @@ mod tests {
         let there = [3, 5, 9].map(|number| store.tombstone(save(number)).unwrap().is_some());
         assert_eq!(there, [false, true, true]);
         assert!(store.is_recorded_removed(save(3)).unwrap());
+    }
+
+    #[test]
+    fn without_a_slot_a_tombstone_takes_the_space_of_the_reserve() {
+        let disk = MemoryDisk::new(CAPACITY);
+        let store = open(&disk);
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::SetAside);
+        fill(&disk);
+        let last = SLOT_COUNT as u8;
+        for number in 0..=last {
+            store.put_tombstone(save(number), &tombstone(number)).unwrap();
+            let is_released = number == last;
+            assert_eq!(disk.space().unwrap().free_bytes > 0, is_released, "{number}");
+        }
+        drop(store);
+        let store = open(&disk.crash());
+        assert!((0..=last).all(|number| store.tombstone(save(number)).unwrap().is_some()));
     }
 
     type Hook = Box<dyn FnOnce() + Send>;

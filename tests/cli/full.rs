@@ -40,6 +40,33 @@ impl Drop for Tmpfs {
     }
 }
 
+/// Runs a program. Returns `None` if it failed, and prints why.
+fn run(program: &str, arguments: &[&str], paths: &[&Path]) -> Option<()> {
+    let done = Command::new(program).args(arguments).args(paths).output();
+    let is_done = done.as_ref().is_ok_and(|done| done.status.success());
+    if !is_done {
+        eprintln!("skipped: {program} {}: {done:?}", arguments.join(" "));
+    }
+    is_done.then_some(())
+}
+
+/// A btrfs file system in an image, whose root has a quota below its size.
+struct Quota(Tmpfs);
+
+impl Quota {
+    /// Makes and mounts the file system. Returns `None` if that is impossible, and prints why.
+    fn mount(image: &Path, path: PathBuf, limit: &str) -> Option<Self> {
+        File::create(image).unwrap().set_len(512 << 20).unwrap();
+        std::fs::create_dir_all(&path).unwrap();
+        run("mkfs.btrfs", &["-q", "-m", "single"], &[image])?;
+        run("mount", &["-o", "loop"], &[image, &path])?;
+        let mounted = Self(Tmpfs(path));
+        run("btrfs", &["quota", "enable"], &[&mounted.0.0])?;
+        run("btrfs", &["qgroup", "limit", limit], &[&mounted.0.0])?;
+        Some(mounted)
+    }
+}
+
 /// Writes zeros until nothing more fits.
 fn fill(path: &Path) {
     let mut file = File::options().append(true).create(true).open(path).unwrap();
@@ -201,4 +228,41 @@ fn a_node_without_inodes_is_emptied() {
     until_fewer(&disk, before);
     cluster.run("restore job/2 --out out").ok();
     assert!(cluster.read("out/weights") == data);
+}
+
+/// A node's folder has a quota: the file system reports free space, and writes beyond the limit
+/// fail. btrfs also never writes in place, so no slot can be written. The node reports that its
+/// folder takes no writes, `archive` ends and names it, and `rm` frees space on it. The same holds
+/// for the catalogue server.
+#[test]
+fn a_node_beyond_its_quota_is_emptied() {
+    for at in [4, 1] {
+        let set = ["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"];
+        let cluster = Cluster::files(6, &set);
+        let folder = cluster.path(&format!("cluster/nodes/n{at}/data"));
+        let image = cluster.path("quota.img");
+        let Some(Quota(disk)) = Quota::mount(&image, folder, "48M") else { return };
+        let mut cluster = cluster.started(6);
+        let data = save_twice(&cluster, 6_000_000);
+        let before = stored(&disk);
+        assert!(before > 0);
+        fill(&disk.0.join("foreign"));
+        cluster.until("status says that the folder takes no writes", |nodes| {
+            nodes[at - 1]["notes"].to_string().contains("takes no writes")
+        });
+        if at != 1 {
+            cluster.run("archive job/2").fails(1, &["n4"]);
+        }
+        kill_and_start(&mut cluster, at);
+        cluster.until("it is back", |nodes| nodes.iter().all(|node| node["live"] == true));
+        cluster.run("restore job/2 --out out").ok();
+        assert!(cluster.read("out/weights") == data);
+        cluster.run("rm job/1").ok();
+        until_fewer(&disk, before);
+        cluster.run("save job/3 weights").ok();
+        std::fs::remove_file(disk.0.join("foreign")).unwrap();
+        cluster.until("nothing is left to say", |nodes| {
+            nodes[at - 1]["notes"] == serde_json::json!([])
+        });
+    }
 }

@@ -1,13 +1,16 @@
 //! Bytes that rot on disks are found, bypassed grain by grain, reported and mended. They never
 //! become part of restored or archived data.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use rapidraid::client::ArchiveReport;
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{Step, StripeId};
 use rapidraid::kind::ErrorKind;
+use rapidraid::net::Role;
 use rapidraid::store::Disk;
-use rapidraid::wire::calls::PlanChoice;
+use rapidraid::wire::calls::{PlanChoice, VerifyFile};
 
 use crate::world::{World, content, job, options, read_file, restore, restore_error, save};
 
@@ -110,6 +113,37 @@ async fn a_damaged_replica_is_found_by_restore_named_and_mended() {
         assert!(named >= 1, "{damage:?} was not noticed");
     }
     world.assert_idle().await;
+}
+
+/// A block has two damaged replicas, each with a grain that only the other one has. The node that
+/// is told of its damage cannot mend it while the other node is away. It tries again by itself.
+#[tokio::test(start_paused = true)]
+async fn a_mend_that_failed_is_tried_again() {
+    let mut world = World::start(6, &[(6, 4)], BLOCK).await;
+    let client = world.client();
+    let bytes = content(LEN, 8);
+    save(&client, 0, &[("weights", &bytes)]).await;
+    let holders = world.files_of_step(0, "00000000/block-02").await;
+    for ((machine, path), bit) in holders.iter().zip([0, 8 * 100_000]) {
+        world.machines[*machine].disk.flip_bit(path, bit).unwrap();
+    }
+    let (told, away) =
+        if holders[0].0 == 0 { (&holders[0], &holders[1]) } else { (&holders[1], &holders[0]) };
+    world.kill(away.0).await;
+    let store = world.nodes[&told.0].store().clone();
+    let key = key_of(&told.1);
+    let report = VerifyFile { stripe: key.stripe, file: key.name };
+    let reader = world.voice(Role::Client, "reader");
+    assert!(reader.ask(&world.node_address(told.0), &report).await.unwrap());
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    assert!(store.is_damaged(key), "one of its grains is on the node that is away");
+    let returned = tokio::time::Instant::now();
+    world.boot(away.0);
+    world.until("the replica mended", || !store.is_damaged(key)).await;
+    let minutes = returned.elapsed().as_secs() / 60;
+    assert!(minutes < 10, "the hourly check came first: {minutes} minutes");
+    let (out, _) = restore(&client, 0).await.unwrap();
+    assert!(read_file(&*out, "weights") == bytes);
 }
 
 #[tokio::test(start_paused = true)]

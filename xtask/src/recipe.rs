@@ -12,6 +12,10 @@ use crate::cargo::cargo;
 use crate::python::{self, Environment, Unable};
 use crate::tally::{self, Runner, Tally};
 
+/// The oldest cargo-deny (major and minor version) whose list of licences has all those in
+/// `deny.toml`.
+const OLDEST_DENY: (u32, u32) = (0, 18);
+
 /// A run of the recipe: its counts and the steps that it skipped.
 struct Run {
     root: PathBuf,
@@ -142,6 +146,10 @@ impl Run {
     }
 
     fn tests(&mut self) -> Result<()> {
+        let quota = Command::new("mkfs.btrfs").arg("--version").stdout(Stdio::null()).status();
+        if quota.is_err() {
+            self.skip("a node beyond its quota: mkfs.btrfs is not installed (package btrfs-progs)");
+        }
         if self.has(&["nextest", "--version"]) {
             let run =
                 ["nextest", "run", "--locked", "--workspace", "--no-fail-fast", "--no-tests=pass"];
@@ -241,8 +249,11 @@ impl Run {
     /// Checks licences, bans and sources without a network, and advisories if their database can be
     /// fetched.
     fn deny(&mut self) -> Result<()> {
-        if !self.has(&["deny", "--version"]) {
-            self.skip("licences, bans, sources and advisories: cargo-deny is not installed");
+        let wanted = format!("cargo-deny {}.{} or later", OLDEST_DENY.0, OLDEST_DENY.1);
+        if self.deny_version().is_none_or(|version| version < OLDEST_DENY) {
+            self.skip(&format!(
+                "licences, bans, sources and advisories: {wanted} is not installed"
+            ));
             return Ok(());
         }
         let check = ["deny", "--offline", "--locked", "check"];
@@ -253,6 +264,14 @@ impl Run {
             return Ok(());
         }
         self.cargo("advisories", &[&check[..], &["advisories"]].concat(), &[])
+    }
+
+    /// Returns the major and minor version of cargo-deny, if it is installed.
+    fn deny_version(&self) -> Option<(u32, u32)> {
+        let output = self.command(&["deny", "--version"]).stderr(Stdio::null()).output().ok()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let mut numbers = text.split_whitespace().last()?.split('.').map(str::parse);
+        Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
     }
 
     fn has(&self, arguments: &[&str]) -> bool {

@@ -1,6 +1,7 @@
 //! Damaged files of this node: checking them, reporting them to readers, and mending them from
 //! grains (docs/semantics.md, 6, *Damage*).
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,6 +17,7 @@ use crate::gf::FingerprintKey;
 use crate::id::StripeId;
 use crate::kind::ErrorKind;
 use crate::node::Node;
+use crate::node::background::retry::backoff;
 use crate::node::rpc::failure::remote_error;
 use crate::pipeline::read::{ReadError, ReadSession, Sink, StripeReader, find_stripe_state};
 use crate::pipeline::shard_records;
@@ -34,6 +36,12 @@ const MAX_WAITING: usize = 4096;
 const MAX_LOOKS: u32 = 3;
 /// Interval between checks of damaged files. A disk may have failed for a moment only.
 const LOOK_AGAIN: Duration = Duration::from_secs(3600);
+/// Wait before a mend that failed is tried again. It doubles with every failure in a row. A mend
+/// often fails for a moment only: a source is away, or another node mends the same block.
+const FIRST_RETRY: Duration = Duration::from_secs(2);
+/// Maximum number of failures in a row of one mend, the last one about nine minutes after the
+/// first. After that, only the next check of the file tries again.
+const MAX_MEND_FAILURES: u32 = 9;
 
 /// The queues of a node: files to check and damaged replicas to mend.
 #[derive(Default)]
@@ -41,20 +49,58 @@ pub(in crate::node) struct MendQueue {
     /// Held during a check. Checks read whole files, and a later one must not overtake an earlier
     /// one.
     looking: Arc<tokio::sync::Mutex<()>>,
-    waiting: Mutex<BTreeSet<(StripeId, u8)>>,
+    waiting: Mutex<BTreeMap<(StripeId, u8), MendTry>>,
     /// Files that wait to be checked.
     looks: Mutex<BTreeSet<FileKey>>,
     now: Notify,
 }
 
+/// A replica that waits to be mended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct MendTry {
+    due: Duration,
+    /// Failures in a row.
+    failures: u32,
+}
+
 impl MendQueue {
+    /// Queues a replica that was reported. It is due at once.
     fn add(&self, stripe: StripeId, block: u8) {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        if waiting.len() < MAX_WAITING {
-            waiting.insert((stripe, block));
-        }
-        drop(waiting);
+        self.insert(stripe, block, MendTry { due: Duration::ZERO, failures: 0 });
         self.now.notify_one();
+    }
+
+    /// Queues a replica again after a failure, unless it has failed `MAX_MEND_FAILURES` times or was
+    /// reported meanwhile. Returns the wait, if it was queued.
+    fn retry(
+        &self,
+        stripe: StripeId,
+        block: u8,
+        failed: MendTry,
+        now: Duration,
+    ) -> Option<Duration> {
+        let failures = failed.failures.saturating_add(1);
+        if failures >= MAX_MEND_FAILURES {
+            return None;
+        }
+        let wait = backoff(FIRST_RETRY, failures);
+        self.insert(stripe, block, MendTry { due: now.saturating_add(wait), failures });
+        Some(wait)
+    }
+
+    /// Queues a replica. One that is queued already is due at the earlier of both times.
+    fn insert(&self, stripe: StripeId, block: u8, attempt: MendTry) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_full = waiting.len() >= MAX_WAITING;
+        match waiting.entry((stripe, block)) {
+            Entry::Occupied(mut queued) if attempt.due < queued.get().due => {
+                queued.insert(attempt);
+            }
+            Entry::Vacant(place) if !is_full => {
+                place.insert(attempt);
+            }
+            _ => {}
+        }
     }
 
     fn add_check(&self, key: FileKey) {
@@ -70,8 +116,19 @@ impl MendQueue {
         self.looks.lock().unwrap_or_else(PoisonError::into_inner).pop_first()
     }
 
-    fn next(&self) -> Option<(StripeId, u8)> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_first()
+    /// Removes and returns a replica that is due.
+    fn next_due(&self, now: Duration) -> Option<(StripeId, u8, MendTry)> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = waiting.iter().find(|(_, attempt)| attempt.due <= now);
+        let (&(stripe, block), &attempt) = due?;
+        waiting.remove(&(stripe, block));
+        Some((stripe, block, attempt))
+    }
+
+    /// Returns the time at which the next replica is due.
+    fn earliest(&self) -> Option<Duration> {
+        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.values().map(|attempt| attempt.due).min()
     }
 }
 
@@ -131,31 +188,39 @@ impl Node {
     }
 
     /// Mends the reported replicas, one after the other, and checks damaged files again at
-    /// intervals.
+    /// intervals. A mend that fails is tried again after a wait.
     pub(in crate::node) async fn run_mending(self: Arc<Self>) {
         for key in self.context.store.unchecked_files() {
             self.check_again(key).await;
         }
         let mut next_round = self.context.clock.now() + LOOK_AGAIN;
         loop {
-            let left = next_round.saturating_sub(self.context.clock.now());
+            let next = self.mend_queue.earliest().map_or(next_round, |due| due.min(next_round));
+            let left = next.saturating_sub(self.context.clock.now());
             tokio::select! {
                 () = self.mend_queue.now.notified() => {}
-                () = self.context.clock.sleep(left) => {
-                    for (key, _) in self.context.store.damaged_files() {
-                        self.check_again(key).await;
-                    }
-                    next_round = self.context.clock.now() + LOOK_AGAIN;
+                () = self.context.clock.sleep(left) => {}
+            }
+            if self.context.clock.now() >= next_round {
+                for (key, _) in self.context.store.damaged_files() {
+                    self.check_again(key).await;
                 }
+                next_round = self.context.clock.now() + LOOK_AGAIN;
             }
             while let Some(key) = self.mend_queue.next_check() {
                 self.check_again(key).await;
             }
-            while let Some((stripe, block)) = self.mend_queue.next() {
+            while let Some((stripe, block, attempt)) =
+                self.mend_queue.next_due(self.context.clock.now())
+            {
                 match self.mend(stripe, block).await {
                     Ok(()) => tracing::info!(%stripe, block, "mended a damaged replica"),
                     Err(error) => {
-                        tracing::warn!(%stripe, block, %error, "a damaged replica is not mended");
+                        let now = self.context.clock.now();
+                        let retry_in = self.mend_queue.retry(stripe, block, attempt, now);
+                        tracing::warn!(
+                            %stripe, block, %error, ?retry_in, "a damaged replica is not mended"
+                        );
                     }
                 }
             }
@@ -368,6 +433,37 @@ mod tests {
     use super::*;
     use crate::id::{ClusterId, ShardId};
     use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_failed_mend_is_tried_again_with_growing_waits() {
+        let (queue, stripe) =
+            (MendQueue::default(), StripeId { shard: ShardId([5; 16]), index: 0 });
+        queue.add(stripe, 3);
+        let mut tries = Vec::new();
+        for at in 0..2000 {
+            while let Some((stripe, block, attempt)) = queue.next_due(at * SECOND) {
+                tries.push(at);
+                queue.retry(stripe, block, attempt, at * SECOND);
+            }
+        }
+        assert_eq!(tries, [0, 2, 6, 14, 30, 62, 126, 254, 510]);
+        assert_eq!(queue.earliest(), None);
+    }
+
+    #[test]
+    fn a_report_brings_a_retry_forward_and_a_retry_delays_no_report() {
+        let (queue, stripe) =
+            (MendQueue::default(), StripeId { shard: ShardId([5; 16]), index: 0 });
+        let failed = MendTry { due: Duration::ZERO, failures: 4 };
+        queue.retry(stripe, 3, failed, SECOND);
+        assert_eq!(queue.next_due(2 * SECOND), None);
+        queue.add(stripe, 3);
+        queue.retry(stripe, 3, failed, SECOND);
+        let reported = MendTry { due: Duration::ZERO, failures: 0 };
+        assert_eq!(queue.next_due(2 * SECOND), Some((stripe, 3, reported)));
+    }
 
     #[test]
     fn grains_are_written_in_order() {

@@ -2,15 +2,19 @@
 //! into n proven pieces (docs/semantics.md, section 4).
 //!
 //! `request` runs an archive request; `error` defines the errors that stop it; `owned_shard` owns a
-//! shard and commits its stripes; `stripe` archives one stripe; `orders` turns a plan into orders
-//! and verifies the proofs; `replicas` recreates missing replicas.
+//! shard and commits its stripes; `stripe_archiving` archives one stripe. Its steps: `replicas`
+//! recreates missing replicas; `orders` turns a plan into orders and verifies the proofs;
+//! `plan_execution` runs them; `receipts` stores and finds receipts; `drops` drops the replicas.
 
+mod drops;
 mod error;
 mod orders;
 mod owned_shard;
+mod plan_execution;
+mod receipts;
 mod replicas;
 mod request;
-mod stripe;
+mod stripe_archiving;
 
 pub use error::ArchiveError;
 pub use request::{Coordinator, Events, shard_roots};

@@ -2,16 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::owned_shard::OwnedShard;
-use super::{ArchiveError, Coordinator};
+use super::ArchiveError;
+use super::stripe_archiving::StripeArchiving;
 use crate::format::records::{PieceForm, ReceiptPiece, StripeFixed};
 use crate::gf::Fingerprint;
 use crate::id::NodeId;
 use crate::plan::check::Checked;
-use crate::plan::{Input, Output, Plan, StreamNo};
-use crate::topology::Directory;
+use crate::plan::{Hop, Input, Output, Plan, StreamNo};
 use crate::wire::NodeAddress;
-use crate::wire::calls::ArchiveOptions;
 use crate::wire::order::{HopOrder, InputOrder, Order, OutputOrder, PieceProof, RunReport};
 
 /// An order, and the node that receives it.
@@ -24,14 +22,6 @@ pub(super) struct NodeOrder {
     pub order: Order,
 }
 
-/// The input of orders and of the verification of proofs, besides the plan.
-pub(super) struct OrderContext<'a> {
-    pub shard: &'a OwnedShard,
-    pub fixed: &'a StripeFixed,
-    pub directory: &'a Directory,
-    pub options: ArchiveOptions,
-}
-
 /// Returns the fingerprint, at one grain, of the linear combination of the blocks with the
 /// coefficients `row`.
 fn combined(row: &[u8], fixed: &StripeFixed, grain: u64) -> Result<Fingerprint, ArchiveError> {
@@ -41,49 +31,16 @@ fn combined(row: &[u8], fixed: &StripeFixed, grain: u64) -> Result<Fingerprint, 
 
 /// Builds one order for each node of the plan. Returns the orders in node-id order.
 pub(super) fn build_orders(
-    coordinator: &Coordinator,
-    context: &OrderContext<'_>,
+    stripe: &StripeArchiving<'_>,
     plan: &Plan,
     checked: &Checked,
 ) -> Result<Vec<NodeOrder>, ArchiveError> {
-    let OrderContext { shard, fixed, directory, options } = context;
-    let mut receivers: BTreeMap<StreamNo, NodeId> = BTreeMap::new();
-    for hop in &plan.hops {
-        for input in &hop.inputs {
-            if let (Input::Stream(stream), Some(node)) = (input, hop.node) {
-                receivers.insert(*stream, node);
-            }
-        }
-    }
-    let unknown = |node| ArchiveError::Unregistered { node };
-    let address = |node: NodeId| directory.address(node).ok_or_else(|| unknown(node));
+    let receivers = stream_receivers(plan);
+    let (coordinator, shard) = (stripe.coordinator, stripe.shard);
     let run = coordinator.entropy.id();
-    let mut orders = Vec::new();
-    for node in plan.nodes() {
-        let mut hops = Vec::new();
-        for hop in plan.hops.iter().filter(|hop| hop.node == Some(node)) {
-            let mut inputs = Vec::with_capacity(hop.inputs.len());
-            for input in &hop.inputs {
-                let expected = hop.range().map(|grain| match *input {
-                    Input::Block(block) => Ok(fixed.fingerprint(block.into(), grain)),
-                    Input::Stream(stream) => combined(&checked.streams[&stream], fixed, grain),
-                    Input::Piece(piece) => {
-                        combined(shard.code.generator().row(piece.into()), fixed, grain)
-                    }
-                });
-                let expected = expected.collect::<Result<_, _>>()?;
-                inputs.push(InputOrder { input: *input, expected });
-            }
-            let mut outputs = Vec::with_capacity(hop.outputs.len());
-            for output in &hop.outputs {
-                let to = match output {
-                    Output::Stream(stream) => Some(address(receivers[stream])?),
-                    _ => None,
-                };
-                outputs.push(OutputOrder { output: *output, to });
-            }
-            hops.push(HopOrder { grains: hop.grains, inputs, outputs, matrix: hop.matrix.clone() });
-        }
+    let order = |node: NodeId| {
+        let hops = plan.hops.iter().filter(|hop| hop.node == Some(node));
+        let hops = hops.map(|hop| hop_order(stripe, hop, checked, &receivers));
         // A systematic piece is the replica of the block with the same number.
         let kept =
             plan.kept.iter().filter(|(_, at)| *at == node).map(|(piece, _)| (*piece, *piece));
@@ -96,23 +53,70 @@ pub(super) fn build_orders(
             code: plan.code,
             cut: plan.cut,
             fingerprint_key: shard.root.fingerprint_key,
-            codec: options.codec,
-            hops,
+            codec: stripe.options.codec,
+            hops: hops.collect::<Result<_, _>>()?,
             kept: kept.collect(),
         };
-        orders.push(NodeOrder { node, address: address(node)?, order });
+        Ok(NodeOrder { node, address: address_of(stripe, node)?, order })
+    };
+    plan.nodes().into_iter().map(order).collect()
+}
+
+/// Returns the node that receives each stream of the plan.
+fn stream_receivers(plan: &Plan) -> BTreeMap<StreamNo, NodeId> {
+    let mut receivers = BTreeMap::new();
+    for hop in &plan.hops {
+        for input in &hop.inputs {
+            if let (Input::Stream(stream), Some(node)) = (input, hop.node) {
+                receivers.insert(*stream, node);
+            }
+        }
     }
-    Ok(orders)
+    receivers
+}
+
+fn address_of(stripe: &StripeArchiving<'_>, node: NodeId) -> Result<NodeAddress, ArchiveError> {
+    stripe.directory.address(node).ok_or(ArchiveError::Unregistered { node })
+}
+
+/// Builds the order for one hop: the fingerprints that its inputs must have, and the nodes that its
+/// output streams go to.
+fn hop_order(
+    stripe: &StripeArchiving<'_>,
+    hop: &Hop,
+    checked: &Checked,
+    receivers: &BTreeMap<StreamNo, NodeId>,
+) -> Result<HopOrder, ArchiveError> {
+    let (fixed, generator) = (&stripe.info.fixed, stripe.shard.code.generator());
+    let mut inputs = Vec::with_capacity(hop.inputs.len());
+    for input in &hop.inputs {
+        let expected = hop.range().map(|grain| match *input {
+            Input::Block(block) => Ok(fixed.fingerprint(block.into(), grain)),
+            Input::Stream(stream) => combined(&checked.streams[&stream], fixed, grain),
+            Input::Piece(piece) => combined(generator.row(piece.into()), fixed, grain),
+        });
+        let expected = expected.collect::<Result<_, _>>()?;
+        inputs.push(InputOrder { input: *input, expected });
+    }
+    let mut outputs = Vec::with_capacity(hop.outputs.len());
+    for output in &hop.outputs {
+        let to = match output {
+            Output::Stream(stream) => Some(address_of(stripe, receivers[stream])?),
+            _ => None,
+        };
+        outputs.push(OutputOrder { output: *output, to });
+    }
+    Ok(HopOrder { grains: hop.grains, inputs, outputs, matrix: hop.matrix.clone() })
 }
 
 /// Verifies that each of the n pieces has the fingerprints that follow from its row of the
 /// generator and the fingerprints of the blocks. Returns all n pieces, for the receipt.
 pub(super) fn verify_proofs(
-    context: &OrderContext<'_>,
+    stripe: &StripeArchiving<'_>,
     plan: &Plan,
     reports: &[(NodeId, RunReport)],
 ) -> Result<Vec<ReceiptPiece>, ArchiveError> {
-    let OrderContext { shard, fixed, directory, .. } = context;
+    let (shard, fixed, directory) = (stripe.shard, &stripe.info.fixed, &stripe.directory);
     let mut proofs: BTreeMap<u8, (NodeId, &PieceProof)> = BTreeMap::new();
     for (node, report) in reports {
         for proof in &report.proofs {

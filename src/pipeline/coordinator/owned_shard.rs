@@ -9,7 +9,7 @@ use tokio::sync::{Mutex, OnceCell};
 use super::{ArchiveError, Coordinator};
 use crate::catalogue::CatalogueError;
 use crate::catalogue::records::{Written, read, state_key, write};
-use crate::code::{Code, Layout, RsCode, table};
+use crate::code::{Code, CodeId, Layout, RsCode, table};
 use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
@@ -51,6 +51,43 @@ fn code_for(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
     code.ok_or(ArchiveError::NoCode { n: root.n, k: root.k })
 }
 
+/// Returns an error if the shard has an owner whose lease is alive and is not `lease`.
+async fn ensure_not_owned_by_another(
+    coordinator: &Coordinator,
+    root: &ShardRoot,
+    state: &ShardState,
+    lease: LeaseId,
+) -> Result<(), ArchiveError> {
+    if let Some(owner) = &state.owner
+        && owner.lease != lease
+        && coordinator.catalogue.lease_touch(owner.lease, false).await?
+    {
+        let directory = coordinator.directory().await?;
+        let owner = directory.name(owner.node);
+        let what = format!("shard {}", root.name);
+        return Err(ArchiveError::Owned { what, owner });
+    }
+    Ok(())
+}
+
+/// Changes all stripes that are replicated, or that are being archived with another code, to
+/// `Archiving` under a new attempt.
+fn begin_archiving(state: &mut ShardState, attempt: Attempt, code: CodeId, generation: Generation) {
+    let begun = StripeState::Archiving { attempt, code, generation };
+    for run in &mut state.runs {
+        run.state = match run.state {
+            StripeState::Replicated => begun,
+            StripeState::Archiving { code: old, .. } if old != code => begun,
+            other => other,
+        };
+    }
+    state.runs.dedup_by(|next: &mut Run, last: &mut Run| {
+        let same = next.state == last.state;
+        last.count += if same { next.count } else { 0 };
+        same
+    });
+}
+
 impl OwnedShard {
     /// Takes ownership of the shard. The same compare-and-set changes its replicated stripes to
     /// `Archiving`. Returns the owned shard.
@@ -67,60 +104,28 @@ impl OwnedShard {
         let no_code = |_| ArchiveError::NoCode { n: root.n, k: root.k };
         let layout = Layout::new(root.n.into(), root.k.into()).map_err(no_code)?;
         let key = state_key(root.shard);
-        let fresh = Attempt(coordinator.entropy.id());
+        let attempt = Attempt(coordinator.entropy.id());
         let mut current = read::<ShardState>(catalogue, &key).await?;
-        loop {
+        let (generation, state) = loop {
             // The state is created together with the root. So an absent state means that the shard
             // was removed.
             let (mut state, revision) = current.ok_or_else(fenced)?;
             if state.deleting || state.states().count() as u64 != u64::from(geometry.stripes()) {
                 return Err(fenced());
             }
-            if let Some(owner) = &state.owner
-                && owner.lease != lease
-                && catalogue.lease_touch(owner.lease, false).await?
-            {
-                let directory = coordinator.directory().await?;
-                let owner = directory.name(owner.node);
-                let what = format!("shard {}", root.name);
-                return Err(ArchiveError::Owned { what, owner });
-            }
+            ensure_not_owned_by_another(coordinator, &root, &state, lease).await?;
             let generation = coordinator.next_generation(state.generation);
             state.generation = generation;
             state.owner = Some(Owner { node: coordinator.me, lease });
-            let begun = StripeState::Archiving { attempt: fresh, code: code.id(), generation };
-            for run in &mut state.runs {
-                run.state = match run.state {
-                    StripeState::Replicated => begun,
-                    StripeState::Archiving { code: old, .. } if old != code.id() => begun,
-                    other => other,
-                };
-            }
-            state.runs.dedup_by(|next: &mut Run, last: &mut Run| {
-                let same = next.state == last.state;
-                last.count += if same { next.count } else { 0 };
-                same
-            });
+            begin_archiving(&mut state, attempt, code.id(), generation);
             trace_point(TracePoint::Take, root.shard);
             match write(catalogue, &key, Some(revision), &state).await? {
-                Written::Set(revision) => {
-                    let (state, leaves) = (Mutex::new((state, revision)), OnceCell::new());
-                    let is_lost = AtomicBool::new(false);
-                    return Ok(Self {
-                        root,
-                        code,
-                        layout,
-                        generation,
-                        lease,
-                        is_lost,
-                        geometry,
-                        state,
-                        leaves,
-                    });
-                }
+                Written::Set(revision) => break (generation, Mutex::new((state, revision))),
                 Written::Other(other) => current = other,
             }
-        }
+        };
+        let (is_lost, leaves) = (AtomicBool::new(false), OnceCell::new());
+        Ok(Self { root, code, layout, generation, lease, is_lost, geometry, state, leaves })
     }
 
     /// Returns the stripes that are not archived, or whose replicas are not known to be dropped.

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 
-use super::owned_shard::OwnedShard;
+use super::stripe_archiving::StripeArchiving;
 use super::{ArchiveError, Coordinator};
 use crate::format::file::FileName;
 use crate::format::records::{Record, StripeRecord};
-use crate::id::{NodeId, StripeId};
+use crate::id::NodeId;
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::pipeline::shard_records::StripeInfo;
@@ -28,20 +28,11 @@ pub(super) type FilesByNode = BTreeMap<NodeId, Option<Vec<FileView>>>;
 /// A node with a damaged replica, by block.
 type Damaged = BTreeMap<usize, NodeId>;
 
-/// Returns the error for a block of which no node that answered has a good replica.
-fn lost_or_away(
-    stripe: StripeId,
+/// A replica that is to be recreated.
+struct Recreation {
     block: usize,
-    directory: &Directory,
-    held: &FilesByNode,
-) -> ArchiveError {
-    let silent = held.iter().filter(|(_, files)| files.is_none());
-    let silent: Vec<String> = silent.map(|(node, _)| directory.name(*node)).collect();
-    let block = block as u32;
-    match silent.is_empty() {
-        true => ArchiveError::BlockLost { stripe, block },
-        false => ArchiveError::Away { stripe, block, silent: silent.join(", ") },
-    }
+    from: NodeId,
+    to: NodeId,
 }
 
 impl Coordinator {
@@ -65,88 +56,73 @@ impl Coordinator {
         });
         join_all(ask).await.into_iter().collect()
     }
+}
 
+impl StripeArchiving<'_> {
     /// Ensures that every position of the stripe has its replicas. Puts spares in the places of
     /// nodes that do not answer, and records the new places. Returns the node of each position.
-    pub(super) async fn ensure_replicas(
-        &self,
-        shard: &OwnedShard,
-        info: &StripeInfo,
-        directory: &Directory,
-    ) -> Result<Vec<NodeId>, ArchiveError> {
-        let stripe = info.fixed.stripe;
-        let mut places = info.places.clone();
-        let mut held = self.list_files(directory, info, places.iter().copied()).await;
-        let ring = || shard.root.ring.iter().map(|member| member.node);
-        let missing = |held: &FilesByNode| -> Vec<usize> {
-            let blocks =
-                (0..info.fixed.blocks.len()).filter(|&b| info.fixed.blocks[b].len_bytes > 0);
-            blocks.filter(|&block| holder(info, held, block).is_none()).collect()
-        };
-        if !missing(&held).is_empty() {
+    pub(super) async fn ensure_replicas(&self) -> Result<Vec<NodeId>, ArchiveError> {
+        let mut held = self.list_files(self.info.places.iter().copied()).await;
+        if !self.missing_blocks(&held).is_empty() {
             // The record's places are a hint. Any node of the ring may have the blocks that are not
             // found there.
-            let rest: Vec<NodeId> = ring().filter(|node| !held.contains_key(node)).collect();
-            held.extend(self.list_files(directory, info, rest).await);
+            let rest: Vec<NodeId> = self.ring().filter(|node| !held.contains_key(node)).collect();
+            held.extend(self.list_files(rest).await);
         }
-        let missing = missing(&held);
+        let missing = self.missing_blocks(&held);
         let damaged = match missing.is_empty() {
             true => Damaged::new(),
-            false => self.damaged_replicas(directory, info, ring()).await,
+            false => self.damaged_replicas().await,
         };
         if let Some(&block) = missing.iter().find(|block| !damaged.contains_key(block)) {
-            return Err(lost_or_away(stripe, block, directory, &held));
+            return Err(self.lost_or_away(block, &held));
         }
-        let is_live = |node| directory.is_live(node);
-        let mut spares = Spares::new(&shard.root.ring, shard.layout, &places, is_live);
-        let mut fetches = Vec::new();
-        for position in 0..places.len() {
-            let node = places[position];
-            if held.get(&node).is_none_or(Option::is_none) {
-                let missing = format!("node {} does not answer", directory.name(node));
-                let spare = spares.take(&places, position, |_| false);
-                places[position] = spare.ok_or(ArchiveError::NoSpare { stripe, missing })?;
-            }
-            let to = places[position];
-            for block in shard.layout.blocks_at(position) {
-                if info.fixed.blocks[block].len_bytes > 0
-                    && !has_good(info, &held, to, block)
-                    && let Some(from) = holder(info, &held, block).or(damaged.get(&block).copied())
-                {
-                    fetches.push((to, block, from));
-                }
-            }
+        let places = self.replace_absent_nodes(&held)?;
+        for recreation in self.plan_recreations(&places, &held, &damaged) {
+            self.recreate_replica(recreation, &mut held).await?;
         }
-        for (node, block, from) in fetches {
-            tracing::info!(%stripe, block, from = directory.name(from), to = directory.name(node), "recreating a replica");
-            match self.copy_replica(shard, info, directory, node, block, from).await {
-                Err(error) if error.kind() == ErrorKind::Lost => {
-                    tracing::warn!(%stripe, block, %error, "cannot recreate a replica: the other nodes have too few good grains of the block; the stripe is not archived now");
-                    // The block counts as lost only if every node of the ring answers.
-                    held.extend(self.list_files(directory, info, ring()).await);
-                    return Err(lost_or_away(stripe, block, directory, &held));
-                }
-                fetched => fetched?,
-            }
-        }
-        if places != info.places {
-            self.put_places(shard, info, directory, &places).await?;
+        if places != self.info.places {
+            self.put_places(&places).await?;
         }
         Ok(places)
     }
 
+    fn ring(&self) -> impl Iterator<Item = NodeId> {
+        self.shard.root.ring.iter().map(|member| member.node)
+    }
+
+    async fn list_files(&self, nodes: impl IntoIterator<Item = NodeId>) -> FilesByNode {
+        self.coordinator.list_files(&self.directory, &self.info, nodes).await
+    }
+
+    /// Returns the blocks of which no node in `held` has a good replica.
+    fn missing_blocks(&self, held: &FilesByNode) -> Vec<usize> {
+        let blocks = &self.info.fixed.blocks;
+        let blocks = (0..blocks.len()).filter(|&block| blocks[block].len_bytes > 0);
+        blocks.filter(|&block| holder(&self.info, held, block).is_none()).collect()
+    }
+
+    /// Returns the error for a block of which no node that answered has a good replica.
+    fn lost_or_away(&self, block: usize, held: &FilesByNode) -> ArchiveError {
+        let stripe = self.info.fixed.stripe;
+        let silent = held.iter().filter(|(_, files)| files.is_none());
+        let silent: Vec<String> = silent.map(|(node, _)| self.directory.name(*node)).collect();
+        let block = block as u32;
+        match silent.is_empty() {
+            true => ArchiveError::BlockLost { stripe, block },
+            false => ArchiveError::Away { stripe, block, silent: silent.join(", ") },
+        }
+    }
+
     /// Returns, for each block, the first node of the ring that has a damaged replica of it. Other
     /// nodes may have the grains that are damaged there.
-    async fn damaged_replicas(
-        &self,
-        directory: &Directory,
-        info: &StripeInfo,
-        ring: impl Iterator<Item = NodeId>,
-    ) -> Damaged {
-        let stripe = info.fixed.stripe;
-        let asks = ring.filter(|node| directory.is_live(*node)).filter_map(|node| {
-            let to = directory.address(node)?;
-            Some(async move { (node, self.caller.call(&to, &ListSources { stripe }).await) })
+    async fn damaged_replicas(&self) -> Damaged {
+        let stripe = self.info.fixed.stripe;
+        let caller = &self.coordinator.caller;
+        let live = self.ring().filter(|node| self.directory.is_live(*node));
+        let asks = live.filter_map(|node| {
+            let to = self.directory.address(node)?;
+            Some(async move { (node, caller.call(&to, &ListSources { stripe }).await) })
         });
         let asks: Vec<_> = asks.collect();
         let mut damaged = Damaged::new();
@@ -160,50 +136,104 @@ impl Coordinator {
         damaged
     }
 
+    /// Returns the stripe's places, with a spare in the place of each node that does not answer.
+    fn replace_absent_nodes(&self, held: &FilesByNode) -> Result<Vec<NodeId>, ArchiveError> {
+        let mut places = self.info.places.clone();
+        let is_live = |node| self.directory.is_live(node);
+        let (ring, layout) = (&self.shard.root.ring, self.shard.layout);
+        let mut spares = Spares::new(ring, layout, &places, is_live);
+        for position in 0..places.len() {
+            let node = places[position];
+            if held.get(&node).is_some_and(Option::is_some) {
+                continue;
+            }
+            let missing = format!("node {} does not answer", self.directory.name(node));
+            let stripe = self.info.fixed.stripe;
+            let spare = spares.take(&places, position, |_| false);
+            places[position] = spare.ok_or(ArchiveError::NoSpare { stripe, missing })?;
+        }
+        Ok(places)
+    }
+
+    /// Returns the replicas that nodes in `places` lack, each with a node to copy it from. A
+    /// damaged replica is a source too: its node gathers the good grains of all nodes.
+    fn plan_recreations(
+        &self,
+        places: &[NodeId],
+        held: &FilesByNode,
+        damaged: &Damaged,
+    ) -> Vec<Recreation> {
+        let mut recreations = Vec::new();
+        for (position, &to) in places.iter().enumerate() {
+            for block in self.shard.layout.blocks_at(position) {
+                if self.info.fixed.blocks[block].len_bytes > 0
+                    && !has_good(&self.info, held, to, block)
+                    && let Some(from) =
+                        holder(&self.info, held, block).or(damaged.get(&block).copied())
+                {
+                    recreations.push(Recreation { block, from, to });
+                }
+            }
+        }
+        recreations
+    }
+
+    async fn recreate_replica(
+        &self,
+        recreation: Recreation,
+        held: &mut FilesByNode,
+    ) -> Result<(), ArchiveError> {
+        let Recreation { block, from, to } = recreation;
+        let (stripe, name) = (self.info.fixed.stripe, |node| self.directory.name(node));
+        tracing::info!(%stripe, block, from = name(from), to = name(to), "recreating a replica");
+        match self.copy_replica(to, block, from).await {
+            Err(error) if error.kind() == ErrorKind::Lost => {
+                tracing::warn!(%stripe, block, %error, "cannot recreate a replica: the other nodes have too few good grains of the block; the stripe is not archived now");
+                // The block counts as lost only if every node of the ring answers.
+                held.extend(self.list_files(self.ring()).await);
+                Err(self.lost_or_away(block, held))
+            }
+            copied => copied,
+        }
+    }
+
     async fn copy_replica(
         &self,
-        shard: &OwnedShard,
-        info: &StripeInfo,
-        directory: &Directory,
         to: NodeId,
         block: usize,
         from: NodeId,
     ) -> Result<(), ArchiveError> {
-        let source = directory.address(from).ok_or(ArchiveError::Unregistered { node: from })?;
-        let target = directory.address(to).ok_or(ArchiveError::Unregistered { node: to })?;
-        let expected = &info.fixed.blocks[block];
+        let unknown = |node| ArchiveError::Unregistered { node };
+        let source = self.directory.address(from).ok_or_else(|| unknown(from))?;
+        let target = self.directory.address(to).ok_or_else(|| unknown(to))?;
+        let expected = &self.info.fixed.blocks[block];
         let call = CopyReplica {
-            stripe: info.fixed.stripe,
+            stripe: self.info.fixed.stripe,
             block: block as u8,
             len_bytes: expected.len_bytes,
             root: expected.root,
-            generation: shard.generation,
-            coordinator: self.me,
+            generation: self.shard.generation,
+            coordinator: self.coordinator.me,
             from: source,
         };
-        Ok(self.caller.call_within(&address(&target), &call, FETCH_LIMIT).await?)
+        let caller = &self.coordinator.caller;
+        Ok(caller.call_within(&address(&target), &call, FETCH_LIMIT).await?)
     }
 
     /// Writes the stripe's record with its new places to n-k+1 of them.
-    async fn put_places(
-        &self,
-        shard: &OwnedShard,
-        info: &StripeInfo,
-        directory: &Directory,
-        places: &[NodeId],
-    ) -> Result<(), ArchiveError> {
+    async fn put_places(&self, places: &[NodeId]) -> Result<(), ArchiveError> {
         let format = |error: crate::format::FormatError| ArchiveError::Format(error.to_string());
-        let record = StripeRecord::new(&info.fixed, places.to_vec()).map_err(format)?;
+        let record = StripeRecord::new(&self.info.fixed, places.to_vec()).map_err(format)?;
         let call = PutPlaces {
-            stripe: info.fixed.stripe,
-            generation: shard.generation,
-            coordinator: self.me,
+            stripe: self.info.fixed.stripe,
+            generation: self.shard.generation,
+            coordinator: self.coordinator.me,
             bytes: record.to_bytes().map_err(format)?,
         };
-        let enough = shard.layout.n() - shard.layout.k() + 1;
+        let enough = self.shard.layout.n() - self.shard.layout.k() + 1;
         for &node in places.iter().take(enough) {
-            let to = directory.address(node).ok_or(ArchiveError::Unregistered { node })?;
-            self.caller.call(&to, &call).await?;
+            let to = self.directory.address(node).ok_or(ArchiveError::Unregistered { node })?;
+            self.coordinator.caller.call(&to, &call).await?;
         }
         Ok(())
     }

@@ -1,0 +1,275 @@
+//! The archiving of one stripe, in this order: replicas, plan, admission, run, proof, receipts,
+//! commit, drop.
+
+use std::time::Duration;
+
+use super::orders::{NodeOrder, build_orders, verify_proofs};
+use super::owned_shard::OwnedShard;
+use super::{ArchiveError, Coordinator, Events};
+use crate::entropy::Entropy;
+use crate::format::records::{Receipt, StripeState};
+use crate::id::{Attempt, Generation, NodeId, StripeId};
+use crate::kind::ErrorKind;
+use crate::pipeline::shard_records::{self, StripeInfo};
+use crate::plan::check::{Goal, check};
+use crate::plan::{Output, Plan};
+use crate::planner::{self, Subject};
+use crate::stage::{TracePoint, trace_point};
+use crate::topology::Directory;
+use crate::wire::calls::{ArchiveEvent, ArchiveOptions, HopView, PlanChoice, StripeReport};
+use crate::wire::order::RunReport;
+
+/// Maximum number of tries per stripe. Each try first recreates missing replicas.
+const TRIES: u32 = 4;
+/// Wait before the second try. It doubles for each further try.
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+
+/// Whether the receipt of an earlier owner may stand for a run of the plan. Only the first try
+/// reuses one: if its nodes reject it after all, the next try makes the pieces anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ReceiptReuse {
+    Allowed,
+    Forbidden,
+}
+
+impl Coordinator {
+    /// Archives stripe `index`. Only completes the drop if the stripe is archived already.
+    pub(super) async fn archive_stripe(
+        &self,
+        shard: &OwnedShard,
+        index: u32,
+        options: ArchiveOptions,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let mut wait = FIRST_WAIT;
+        let mut reuse = ReceiptReuse::Allowed;
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            shard.ensure_owned()?;
+            let stripe = StripeArchiving::open(self, shard, index, options).await;
+            let tried = match &stripe {
+                Ok(stripe) => stripe.advance(events, reuse).await,
+                Err(_) => Ok(()),
+            };
+            let Err(error) = stripe.map(|_| ()).and(tried) else { return Ok(()) };
+            if !is_worth_a_retry(&error) {
+                return Err(error);
+            }
+            tracing::warn!(shard = %shard.root.name, stripe = index, tries, %error, "archiving a stripe failed");
+            if tries == TRIES {
+                let stripe = StripeId { shard: shard.root.shard, index };
+                let kind = error.kind();
+                return Err(ArchiveError::Stripe { stripe, tries, last: error.to_string(), kind });
+            }
+            let note = format!("stripe {index} of {}: {error}; trying again", shard.root.name);
+            let _ = events.send(ArchiveEvent::Note(note)).await;
+            self.clock.sleep(wait).await;
+            wait *= 2;
+            reuse = ReceiptReuse::Forbidden;
+        }
+    }
+}
+
+fn is_worth_a_retry(error: &ArchiveError) -> bool {
+    let may_pass = matches!(
+        error,
+        ArchiveError::Call(_) | ArchiveError::Part { .. } | ArchiveError::Unproven { .. }
+    );
+    let is_final =
+        matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Invalid | ErrorKind::Denied);
+    may_pass && !is_final
+}
+
+/// One try to archive a stripe: the stripe's record, and the nodes as they are at its begin.
+pub(super) struct StripeArchiving<'a> {
+    pub coordinator: &'a Coordinator,
+    pub shard: &'a OwnedShard,
+    pub info: StripeInfo,
+    pub directory: Directory,
+    pub options: ArchiveOptions,
+}
+
+/// Proven pieces, and how they were made.
+struct ProvenPieces {
+    receipt: Receipt,
+    /// Empty if the receipt is an earlier owner's.
+    reports: Vec<(NodeId, RunReport)>,
+    /// The time at which all parts were reserved.
+    reserved_at: Duration,
+}
+
+impl<'a> StripeArchiving<'a> {
+    async fn open(
+        coordinator: &'a Coordinator,
+        shard: &'a OwnedShard,
+        index: u32,
+        options: ArchiveOptions,
+    ) -> Result<Self, ArchiveError> {
+        let directory = coordinator.directory().await?;
+        let leaves = shard.fetch_leaves(coordinator, &directory).await?;
+        let (caller, root) = (&coordinator.caller, &shard.root);
+        let info =
+            shard_records::fetch_stripe_record(caller, &directory, root, leaves, index).await?;
+        Ok(Self { coordinator, shard, info, directory, options })
+    }
+
+    /// Returns the stripe's number in its shard.
+    pub fn index(&self) -> u32 {
+        self.info.fixed.stripe.index
+    }
+
+    /// Archives the stripe, or completes its drop if it is archived already. Does nothing to a
+    /// stripe that is neither.
+    async fn advance(&self, events: &Events, reuse: ReceiptReuse) -> Result<(), ArchiveError> {
+        match self.shard.stripe(self.index()).await {
+            Some(StripeState::Archiving { attempt, generation, .. }) => {
+                self.archive(attempt, generation, events, reuse).await
+            }
+            Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
+                self.complete_drop(attempt, generation, events).await
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Drops the replicas of a stripe that was archived before. This run did not prove the pieces,
+    /// so the replicas stay unless the pieces found now can rebuild every block.
+    async fn complete_drop(
+        &self,
+        attempt: Attempt,
+        generation: Generation,
+        events: &Events,
+    ) -> Result<(), ArchiveError> {
+        let receipt = self.fetch_receipt(attempt).await?;
+        if receipt.generation == generation && self.can_read_from_pieces(&receipt).await {
+            return self.drop_replicas(&receipt, &[]).await;
+        }
+        let text = format!(
+            "stripe {} of {}: too few of its pieces are reachable; its replicas are kept for now",
+            self.index(),
+            self.shard.root.name
+        );
+        let _ = events.send(ArchiveEvent::Note(text)).await;
+        Ok(())
+    }
+
+    async fn archive(
+        &self,
+        attempt: Attempt,
+        generation: Generation,
+        events: &Events,
+        reuse: ReceiptReuse,
+    ) -> Result<(), ArchiveError> {
+        let clock = &self.coordinator.clock;
+        let stripe = self.info.fixed.stripe;
+        trace_point(TracePoint::Replicas, stripe);
+        let places = self.ensure_replicas().await?;
+        let plan = self.build_plan(attempt, &places)?;
+        let checked = check(&plan, &self.shard.code, Goal::Archive)
+            .map_err(|source| ArchiveError::Plan { stripe, source })?;
+        let orders = build_orders(self, &plan, &checked)?;
+
+        let started_at = clock.now();
+        let proven = self.prove_pieces(&plan, &orders, generation, reuse).await?;
+        let proven_at = clock.now();
+        self.put_receipts(&orders, &proven.receipt).await?;
+        let archived =
+            StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
+        trace_point(TracePoint::Archived, stripe);
+        self.shard.set_stripes(self.coordinator, self.index(), archived).await?;
+        let committed_at = clock.now();
+        self.drop_replicas(&proven.receipt, &places).await?;
+        let phases = [
+            proven.reserved_at - started_at,
+            proven_at - proven.reserved_at,
+            committed_at - proven_at,
+            clock.now() - committed_at,
+        ];
+        let report = StripeReport {
+            stripe,
+            code: plan.code,
+            block_bytes: plan.cut.block_bytes,
+            hops: hop_views(&plan, &proven.reports, &self.directory),
+            phases_us: phases.map(|phase| phase.as_micros() as u64),
+        };
+        let _ = events.send(ArchiveEvent::Stripe(report)).await;
+        Ok(())
+    }
+
+    fn build_plan(&self, attempt: Attempt, places: &[NodeId]) -> Result<Plan, ArchiveError> {
+        let fixed = &self.info.fixed;
+        let (stripe, cut, code) = (fixed.stripe, fixed.cut, &self.shard.code);
+        let subject = Subject { stripe, attempt, cut, places, code };
+        Ok(build_plan(&subject, self.options.plan, &*self.coordinator.entropy)?)
+    }
+
+    /// Returns proven pieces: those of an earlier owner's receipt if it stands, or else those that
+    /// a run of the plan makes.
+    async fn prove_pieces(
+        &self,
+        plan: &Plan,
+        orders: &[NodeOrder],
+        generation: Generation,
+        reuse: ReceiptReuse,
+    ) -> Result<ProvenPieces, ArchiveError> {
+        let (coordinator, stripe) = (self.coordinator, self.info.fixed.stripe);
+        if reuse == ReceiptReuse::Allowed
+            && generation != self.shard.generation
+            && let Some(receipt) = self.find_previous_receipt(plan, generation).await
+        {
+            let reserved_at = coordinator.clock.now();
+            return Ok(ProvenPieces { receipt, reports: Vec::new(), reserved_at });
+        }
+        trace_point(TracePoint::Reserve, stripe);
+        coordinator.reserve_parts(orders).await?;
+        let reserved_at = coordinator.clock.now();
+        trace_point(TracePoint::Run, stripe);
+        let reports = coordinator.run_parts(orders, plan, &self.directory).await?;
+        trace_point(TracePoint::Proof, stripe);
+        let pieces = verify_proofs(self, plan, &reports)?;
+        let (cluster, attempt, code) = (coordinator.cluster, plan.attempt, plan.code);
+        let receipt = Receipt { cluster, stripe, attempt, generation, code, pieces };
+        Ok(ProvenPieces { receipt, reports, reserved_at })
+    }
+}
+
+fn build_plan(
+    subject: &Subject<'_>,
+    plan: PlanChoice,
+    entropy: &dyn Entropy,
+) -> Result<Plan, planner::PlannerError> {
+    // The coder of a star is always at the same position. Placement rotates the ring from stripe to
+    // stripe, so that all nodes encode equally often.
+    match plan {
+        PlanChoice::Chain => planner::chain(subject),
+        PlanChoice::NaiveStar => planner::naive_star(subject, 0),
+        PlanChoice::BestStar => planner::best_star(subject, 0),
+        PlanChoice::StripedStar => planner::striped_star(subject),
+        PlanChoice::RandomStar => {
+            let homes = subject.code.n() - subject.code.k();
+            planner::naive_star(subject, entropy.below(homes as u64) as usize)
+        }
+    }
+}
+
+fn hop_views(plan: &Plan, reports: &[(NodeId, RunReport)], directory: &Directory) -> Vec<HopView> {
+    let mut views = Vec::with_capacity(plan.hops.len());
+    let mut next: std::collections::HashMap<NodeId, u32> = std::collections::HashMap::new();
+    for hop in &plan.hops {
+        let Some(node) = hop.node else { continue };
+        let number = next.entry(node).or_default();
+        let report = reports
+            .iter()
+            .find(|(reporter, _)| *reporter == node)
+            .and_then(|(_, report)| report.hops.iter().find(|hop| hop.hop == *number));
+        *number += 1;
+        let (Some(report), Some(name)) = (report, directory.peer_name(node)) else { continue };
+        let pieces = hop.outputs.iter().filter_map(|output| match output {
+            Output::Store(piece) => Some(*piece),
+            _ => None,
+        });
+        views.push(HopView { node: name, pieces: pieces.collect(), work: report.work.clone() });
+    }
+    views
+}

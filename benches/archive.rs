@@ -94,7 +94,7 @@ async fn save_and_archive(
     let began = Instant::now();
     cluster.client.archive(&job, Some(Step(step)), options, &mut |_| ()).await.unwrap();
     let took = began.elapsed();
-    cluster.client.remove(&job, Step(step)).await.unwrap();
+    cluster.client.remove_step(&job, Step(step)).await.unwrap();
     took
 }
 

@@ -35,7 +35,7 @@ async fn a_client_does_not_end_an_epoch() {
             bytes: Vec::new(),
         };
         assert_eq!(caller.call(&to, &call).await.unwrap_err().kind(), ErrorKind::Invalid);
-        assert_eq!(world.nodes[&index].store().epoch(), Epoch(1));
+        assert_eq!(world.nodes[&index].store().highest_seen_epoch(), Epoch(1));
     }
     save(&world.client(), 1, &[("shard", &content(1000, 1))]).await;
 }

@@ -123,7 +123,7 @@ fn every_record_is_on_its_page() {
     types_have_their_rows("docs/format.md", "src/format/cluster.rs", &of_the_cluster);
     types_have_their_rows("docs/format.md", "src/format/file.rs", &["FileHeader", "Content"]);
     types_have_their_rows("docs/format.md", "src/format/geometry.rs", &["StripeCut"]);
-    types_have_their_rows("docs/format.md", "src/catalogue/records.rs", &["Archiving"]);
+    types_have_their_rows("docs/format.md", "src/catalogue/record_access.rs", &["ArchiveRequest"]);
     types_have_their_rows("docs/format.md", "src/wire/answers.rs", &["ArchiveOptions"]);
     types_have_their_rows("docs/format.md", "src/store/data_folder.rs", &["NodeIdentity"]);
     types_have_their_rows("docs/format.md", "src/store/removed_saves.rs", &["RemovedSaves"]);

@@ -20,8 +20,8 @@ use rapidraid::format::tree::GrainTree;
 use rapidraid::id::{Attempt, ClusterId, PeerName, ShardId, StripeId};
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::{
-    BlockSpec, Disk, Extent, Kv, MemoryDisk, MemoryKv, PieceSpec, Reconciled, Store, StoreError,
-    StoreOutcome, StoredFile,
+    BlockSpec, Disk, Extent, Kv, MemoryDisk, MemoryKv, PieceSpec, ReconcileCounts, Store,
+    StoreError, StoreOutcome, StoredFile,
 };
 use rapidraid::units::{GRAIN_BYTES, grains};
 
@@ -39,14 +39,14 @@ fn name(text: &str) -> PeerName {
     text.parse().unwrap()
 }
 
-fn open_with(disk: &dyn Disk, shared: Arc<dyn Disk>, kv: Arc<dyn Kv>) -> (Store, Reconciled) {
+fn open_with(disk: &dyn Disk, shared: Arc<dyn Disk>, kv: Arc<dyn Kv>) -> (Store, ReconcileCounts) {
     let lock = disk.lock("lock").unwrap();
     Store::open(shared, lock, kv, CLUSTER, &name("n1")).unwrap()
 }
 
 /// Opens the store on a memory disk with an empty index. Returns the store and the report of its
 /// reconciliation.
-fn open(disk: &MemoryDisk) -> (Store, Reconciled) {
+fn open(disk: &MemoryDisk) -> (Store, ReconcileCounts) {
     open_with(disk, Arc::new(disk.clone()), Arc::new(MemoryKv::new()))
 }
 
@@ -76,7 +76,7 @@ fn piece_key() -> FileKey {
 }
 
 fn write_block(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
-    let mut writer = store.write_block(block_spec(data.len()), None)?;
+    let mut writer = store.create_block_writer(block_spec(data.len()), None)?;
     // The chunk length is deliberately neither a multiple of a grain nor a power of two.
     data.chunks(50_021).try_for_each(|chunk| writer.write(chunk))?;
     writer.finish(Some(GrainTree::of(data).root()))
@@ -88,15 +88,15 @@ fn write_piece(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
     let mut readback = |grain: u64, bytes: &[u8]| {
         assert!(back.insert(grain, bytes.to_vec()).is_none(), "grain {grain} twice");
     };
-    let mut writer = store.write_piece(piece_spec(data.len()))?;
-    let mut buffer = Extent::buffer(data.len() as u64);
-    writer.set_extent_bytes(2 * GRAIN_BYTES);
+    let mut writer = store.create_piece_writer(piece_spec(data.len()))?;
+    let mut buffer = Extent::new_buffer(data.len() as u64);
+    writer.set_min_extent_bytes(2 * GRAIN_BYTES);
     let all: Vec<(u64, &[u8])> = (0..).zip(data.chunks(G)).collect();
     for hop in [1, 2, 0] {
         for (index, grain) in all.iter().filter(|(index, _)| index % 3 == hop) {
             writer.write_grain(*index, grain)?;
-            if let Some(extent) = writer.extent()? {
-                extent.prove(&mut buffer, &mut readback)?;
+            if let Some(extent) = writer.take_extent_to_prove()? {
+                extent.sync_and_read_back(&mut buffer, &mut readback)?;
             }
         }
     }
@@ -111,27 +111,31 @@ fn read_verified(file: &StoredFile, from: usize, out: &mut [u8]) -> Result<(), S
     for grain in from as u64 / GRAIN_BYTES..grains((from + out.len()) as u64) {
         let first = grain * GRAIN_BYTES;
         let mut bytes = vec![0; (len_bytes.saturating_sub(first)).min(GRAIN_BYTES) as usize];
-        file.read(first, &mut bytes)?;
+        file.read_unverified(first, &mut bytes)?;
         if !file.tree().verify_grain(grain, &bytes) {
             return Err(StoreError::Grain { key: file.key(), grain });
         }
     }
-    file.read(from as u64, out)
+    file.read_unverified(from as u64, out)
 }
 
 /// Asserts that the file is found and opens, and that every byte of it verifies.
 fn assert_whole(store: &Store, key: FileKey, data: &[u8]) {
-    let file = store.open_file(key).unwrap();
+    let file = store.open_undamaged_file(key).unwrap();
     let mut bytes = vec![0; data.len()];
     read_verified(&file, 0, &mut bytes).unwrap();
     assert!(bytes == data, "{key} has other bytes");
     assert_eq!(file.scrub(), Vec::<u64>::new());
-    assert!(store.find(key.stripe).unwrap().contains(&file.info()), "{key} is not in the index");
+    assert!(
+        store.list_undamaged_files(key.stripe).unwrap().contains(&file.index_entry()),
+        "{key} is not in the index"
+    );
 }
 
 fn is_absent(store: &Store, key: FileKey) -> bool {
-    let indexed = store.find(key.stripe).unwrap().iter().any(|info| info.key() == key);
-    match store.open_file(key) {
+    let indexed =
+        store.list_undamaged_files(key.stripe).unwrap().iter().any(|info| info.key() == key);
+    match store.open_undamaged_file(key) {
         Ok(_) => false,
         Err(error) => error.kind() == ErrorKind::NotFound && !indexed,
     }

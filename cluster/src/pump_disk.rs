@@ -30,14 +30,14 @@ fn write(folder: &Path, bytes: u64) -> Result<f64> {
     let attempt = Attempt([1; 16]);
     let began = Instant::now();
     let spec = PieceSpec { stripe, piece: 0, attempt, code: 0, layout: 1, len_bytes: bytes };
-    let mut piece = store.write_piece(spec)?;
-    let mut buffer = Extent::buffer(bytes);
+    let mut piece = store.create_piece_writer(spec)?;
+    let mut buffer = Extent::new_buffer(bytes);
     let grain = vec![0x5a; GRAIN_BYTES as usize];
     for index in 0..bytes.div_ceil(GRAIN_BYTES) {
         let len = (bytes - index * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
         piece.write_grain(index, &grain[..len])?;
-        if let Some(extent) = piece.extent()? {
-            extent.prove(&mut buffer, &mut |_, _| ())?;
+        if let Some(extent) = piece.take_extent_to_prove()? {
+            extent.sync_and_read_back(&mut buffer, &mut |_, _| ())?;
         }
     }
     piece.finish(&mut |_, _| ())?;

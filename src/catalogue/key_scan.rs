@@ -15,12 +15,12 @@ pub struct KeyScan<'a> {
 
 impl<'a> KeyScan<'a> {
     /// Returns a scan over all keys of `prefix`.
-    pub fn over(catalogue: &'a dyn Catalogue, prefix: impl Into<String>) -> Self {
+    pub fn of_prefix(catalogue: &'a dyn Catalogue, prefix: impl Into<String>) -> Self {
         Self { catalogue, prefix: prefix.into(), after: None, page: Vec::new().into_iter() }
     }
 
     /// Restricts the scan to the keys after `key`.
-    pub fn after(self, key: String) -> Self {
+    pub fn starting_after(self, key: String) -> Self {
         Self { after: Some(key), ..self }
     }
 
@@ -28,7 +28,7 @@ impl<'a> KeyScan<'a> {
     pub async fn next(&mut self) -> Result<Option<(String, Entry)>, CatalogueError> {
         if self.page.len() == 0 {
             let after = self.after.as_deref();
-            let page = self.catalogue.list(&self.prefix, after, MAX_PAGE).await?;
+            let page = self.catalogue.list_entries(&self.prefix, after, MAX_PAGE).await?;
             let Some((last, _)) = page.last() else { return Ok(None) };
             self.after = Some(last.clone());
             self.page = page.into_iter();
@@ -62,14 +62,14 @@ mod tests {
         for key in keys.iter().map(String::as_str).chain(["j/1", "l/1"]) {
             catalogue.compare_and_set(key, None, Some(vec![1])).await.unwrap();
         }
-        let mut walk = KeyScan::over(&catalogue, "k/");
+        let mut walk = KeyScan::of_prefix(&catalogue, "k/");
         let mut found = Vec::new();
         while let Some((key, _)) = walk.next().await.unwrap() {
             found.push(key);
         }
         assert_eq!(found, keys);
-        let mut rest = KeyScan::over(&catalogue, "k/").after(keys[499].clone());
+        let mut rest = KeyScan::of_prefix(&catalogue, "k/").starting_after(keys[499].clone());
         assert_eq!(rest.next().await.unwrap().unwrap().0, keys[500]);
-        assert_eq!(KeyScan::over(&catalogue, "m/").next().await.unwrap(), None);
+        assert_eq!(KeyScan::of_prefix(&catalogue, "m/").next().await.unwrap(), None);
     }
 }

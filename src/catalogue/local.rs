@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::map::{DbWriter, current_epoch};
-use super::records::{NODES, NOTHING_FORGOTTEN, parse};
-use super::table::{Database, being_transferred};
+use super::database::{Database, transfer_error};
+use super::database_format::{DbWriter, read_epoch_and_id};
+use super::record_access::{NODES, NOTHING_FORGOTTEN, parse_record};
 use super::{Catalogue, CatalogueError, Entry, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
@@ -38,20 +38,20 @@ const PAUSE_CHECK: Duration = Duration::from_millis(20);
 
 /// The engine of the catalogue server.
 pub struct LocalCatalogue {
-    table: Arc<Database>,
+    database: Arc<Database>,
     /// Workers with one slot: a change waits for other changes and their syncs, a read waits for
     /// neither.
-    changes: Workers,
-    reads: Workers,
+    write_workers: Workers,
+    read_workers: Workers,
     clock: Arc<dyn Clock>,
     entropy: Arc<dyn Entropy>,
     epoch: Epoch,
-    map: DbId,
-    lease: Duration,
+    db_id: DbId,
+    lease_period: Duration,
     started: Duration,
-    leases: Mutex<HashMap<LeaseId, Duration>>,
-    seen: Mutex<HashMap<NodeId, Duration>>,
-    still_until: Mutex<Duration>,
+    lease_ends: Mutex<HashMap<LeaseId, Duration>>,
+    node_live_until: Mutex<HashMap<NodeId, Duration>>,
+    paused_until: Mutex<Duration>,
 }
 
 impl LocalCatalogue {
@@ -59,65 +59,65 @@ impl LocalCatalogue {
     /// The engine's work runs beside that of `workers`.
     ///
     /// A node that has `seen` an epoch was part of a cluster. An empty or older database is then
-    /// not the cluster's, and is refused with [`CatalogueError::Gone`]. A database whose sum is
+    /// not the cluster's, and is refused with [`CatalogueError::StaleDatabase`]. A database whose sum is
     /// wrong is refused with [`CatalogueError::Incomplete`].
     pub fn open(
         kv: Arc<dyn Kv>,
         clock: Arc<dyn Clock>,
         entropy: Arc<dyn Entropy>,
         workers: &Workers,
-        lease: Duration,
-        seen: Epoch,
+        lease_period: Duration,
+        seen_epoch: Epoch,
     ) -> Result<Self, CatalogueError> {
-        let (epoch, map) = match current_epoch(&*kv)? {
-            Some((epoch, map)) if epoch >= seen => (epoch, map),
-            None if seen == Epoch::default() => {
+        let (epoch, map) = match read_epoch_and_id(&*kv)? {
+            Some((epoch, map)) if epoch >= seen_epoch => (epoch, map),
+            None if seen_epoch == Epoch::default() => {
                 let map = DbId(entropy.id());
-                let mut first = DbWriter::copy(kv.clone(), 0);
-                first.put(NOTHING_FORGOTTEN, &[])?;
+                let mut first = DbWriter::for_copy(kv.clone(), 0);
+                first.put_entry(NOTHING_FORGOTTEN, &[])?;
                 first.finish(Epoch(1), map)?;
                 (Epoch(1), map)
             }
             found => {
                 let found = found.map_or(Epoch::default(), |(epoch, _)| epoch);
-                return Err(CatalogueError::Gone { seen, found });
+                return Err(CatalogueError::StaleDatabase { seen: seen_epoch, found });
             }
         };
         let started = clock.now();
         Ok(Self {
-            table: Arc::new(Database::open(kv)?),
-            changes: workers.beside(1),
-            reads: workers.beside(READS_AT_ONCE),
+            database: Arc::new(Database::open(kv)?),
+            write_workers: workers.beside(1),
+            read_workers: workers.beside(READS_AT_ONCE),
             clock,
             entropy,
             epoch,
-            map,
-            lease,
+            db_id: map,
+            lease_period,
             started,
-            leases: Mutex::default(),
-            seen: Mutex::default(),
-            still_until: Mutex::default(),
+            lease_ends: Mutex::default(),
+            node_live_until: Mutex::default(),
+            paused_until: Mutex::default(),
         })
     }
 
     /// Returns the id of the database.
     pub fn db_id(&self) -> DbId {
-        self.map
+        self.db_id
     }
 
     /// Returns the revision of the last change.
     pub fn revision(&self) -> u64 {
-        self.table.revision()
+        self.database.revision()
     }
 
     /// Returns whether the catalogue is read-only, because it has not heard from enough nodes.
     pub fn is_read_only(&self) -> bool {
-        self.table.is_read_only()
+        self.database.is_read_only()
     }
 
     /// Makes the catalogue read-only, or allows changes.
     pub fn set_read_only(&self, is_read_only: bool) {
-        self.table.set_read_only(is_read_only);
+        self.database.set_read_only(is_read_only);
     }
 
     /// Pauses changes for the next ten seconds. Returns the checksum of the entries. A change that
@@ -127,9 +127,10 @@ impl LocalCatalogue {
     /// Fails with kind `Unavailable` if the catalogue is read-only: it may be an outdated one that does not
     /// know yet that it is.
     pub async fn pause_writes(&self) -> Result<DbChecksum, CatalogueError> {
-        self.table.refuse_if_read_only()?;
-        *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = self.clock.now() + PAUSE;
-        self.on_database(&self.changes, |table| Ok(table.sum())).await
+        self.database.refuse_if_read_only()?;
+        *self.paused_until.lock().unwrap_or_else(PoisonError::into_inner) =
+            self.clock.now() + PAUSE;
+        self.run_on_database(&self.write_workers, |table| Ok(table.checksum())).await
     }
 
     /// Waits until changes are no longer paused. A transfer completes soon or not at all, so that
@@ -139,11 +140,11 @@ impl LocalCatalogue {
         let until = self.clock.now() + PAUSE_LIMIT;
         loop {
             let now = self.clock.now();
-            if now >= *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) {
+            if now >= *self.paused_until.lock().unwrap_or_else(PoisonError::into_inner) {
                 return Ok(());
             }
             if now >= until {
-                return Err(being_transferred());
+                return Err(transfer_error());
             }
             self.clock.sleep(PAUSE_CHECK).await;
         }
@@ -153,32 +154,38 @@ impl LocalCatalogue {
     ///
     /// # Errors
     /// Fails with kind `Exists` if the copy differs from this database. Nothing has changed here then.
-    pub async fn transfer(&self, copied: DbChecksum) -> Result<(), CatalogueError> {
-        self.on_database(&self.changes, move |table| table.begin_transfer(copied)).await
+    pub async fn stop_writes_for_transfer(
+        &self,
+        copy_checksum: DbChecksum,
+    ) -> Result<(), CatalogueError> {
+        self.run_on_database(&self.write_workers, move |table| {
+            table.stop_writes_for_transfer(copy_checksum)
+        })
+        .await
     }
 
     /// Ends the pause after a transfer. With `is_here` the transfer failed and this catalogue
     /// accepts changes again; otherwise the catalogue is served elsewhere.
-    pub fn transferred(&self, is_here: bool) {
-        if is_here {
-            self.table.cancel_transfer();
+    pub fn end_transfer(&self, has_failed: bool) {
+        if has_failed {
+            self.database.cancel_transfer();
         }
-        *self.still_until.lock().unwrap_or_else(PoisonError::into_inner) = Duration::ZERO;
+        *self.paused_until.lock().unwrap_or_else(PoisonError::into_inner) = Duration::ZERO;
     }
 
-    async fn on_database<T: Send + 'static>(
+    async fn run_on_database<T: Send + 'static>(
         &self,
         workers: &Workers,
         work: impl FnOnce(&Database) -> Result<T, CatalogueError> + Send + 'static,
     ) -> Result<T, CatalogueError> {
-        let table = self.table.clone();
+        let table = self.database.clone();
         let done = workers.run(move || work(&table)).await;
         done.map_err(|died| CatalogueError::Store(died.to_string()))?
     }
 
-    fn expired(&self, until: Option<&Duration>) -> bool {
+    fn is_lease_expired(&self, lease_end: Option<&Duration>) -> bool {
         // Unknown leases are older than this start. They get one full period from it.
-        let until = until.copied().unwrap_or(self.started + self.lease);
+        let until = lease_end.copied().unwrap_or(self.started + self.lease_period);
         self.clock.now() >= until
     }
 }
@@ -191,7 +198,7 @@ impl Catalogue for LocalCatalogue {
 
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
         let key = key.to_owned();
-        self.on_database(&self.reads, move |table| table.get(&key)).await
+        self.run_on_database(&self.read_workers, move |table| table.get(&key)).await
     }
 
     async fn compare_and_set(
@@ -202,28 +209,32 @@ impl Catalogue for LocalCatalogue {
     ) -> Result<SetOutcome, CatalogueError> {
         self.wait_while_paused().await?;
         let key = key.to_owned();
-        self.on_database(&self.changes, move |table| table.compare_and_set(&key, expected, value))
-            .await
+        self.run_on_database(&self.write_workers, move |table| {
+            table.compare_and_set(&key, expected, value)
+        })
+        .await
     }
 
-    async fn list(
+    async fn list_entries(
         &self,
         prefix: &str,
         after: Option<&str>,
         limit: u32,
     ) -> Result<Vec<(String, Entry)>, CatalogueError> {
         let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
-        self.on_database(&self.reads, move |table| table.list(&prefix, after.as_deref(), limit))
-            .await
+        self.run_on_database(&self.read_workers, move |table| {
+            table.list_entries(&prefix, after.as_deref(), limit)
+        })
+        .await
     }
 
-    async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
-        self.table.refuse_if_read_only()?;
-        let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
+    async fn grant_lease(&self) -> Result<(LeaseId, Duration), CatalogueError> {
+        self.database.refuse_if_read_only()?;
+        let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.clock.now();
         // During the first period after the start, unknown leases count as alive. Revoked ones must
         // stay known until it has passed.
-        if now >= self.started + self.lease {
+        if now >= self.started + self.lease_period {
             leases.retain(|_, until| *until > now);
         }
         if leases.len() >= MAX_LEASES {
@@ -231,35 +242,40 @@ impl Catalogue for LocalCatalogue {
             return Err(CatalogueError::Refused { kind: ErrorKind::Busy, message });
         }
         let lease = LeaseId(self.entropy.id());
-        leases.insert(lease, now + self.lease);
-        Ok((lease, self.lease))
+        leases.insert(lease, now + self.lease_period);
+        Ok((lease, self.lease_period))
     }
 
-    async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError> {
-        let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.expired(leases.get(&lease)) {
+    async fn renew_lease(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
+        let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_lease_expired(leases.get(&lease)) {
             return Ok(false);
         }
-        if keep {
-            leases.insert(lease, self.clock.now() + self.lease);
-        }
+        leases.insert(lease, self.clock.now() + self.lease_period);
         Ok(true)
     }
 
-    async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError> {
-        let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
+    async fn is_lease_alive(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
+        let leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(!self.is_lease_expired(leases.get(&lease)))
+    }
+
+    async fn revoke_lease(&self, lease: LeaseId) -> Result<(), CatalogueError> {
+        let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
         leases.insert(lease, Duration::ZERO);
         Ok(())
     }
 
-    async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
-        self.table.refuse_if_read_only()?;
+    async fn register_node(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
+        self.database.refuse_if_read_only()?;
         let key = format!("{NODES}{}", node.name);
         let id = NodeId::of(&node.name);
         loop {
             let current = self.get(&key).await?;
-            let known =
-                current.as_ref().map(|entry| parse::<Node>(&key, &entry.value)).transpose()?;
+            let known = current
+                .as_ref()
+                .map(|entry| parse_record::<Node>(&key, &entry.value))
+                .transpose()?;
             if known.as_ref() == Some(node) {
                 break;
             }
@@ -271,7 +287,7 @@ impl Catalogue for LocalCatalogue {
                 return Err(CatalogueError::Refused { kind: ErrorKind::Exists, message });
             }
             if known.is_none() {
-                let others = self.nodes().await?;
+                let others = self.list_nodes().await?;
                 if others.len() >= MAX_NODES
                     || others.iter().any(|view| NodeId::of(&view.node.name) == id)
                 {
@@ -287,32 +303,32 @@ impl Catalogue for LocalCatalogue {
                 break;
             }
         }
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.insert(id, self.clock.now() + self.lease);
+        let mut seen = self.node_live_until.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.insert(id, self.clock.now() + self.lease_period);
         Ok(RegisterAnswer {
             epoch: self.epoch,
-            map: self.map,
+            map: self.db_id,
             revision: self.revision(),
-            members: self.table.members_revision(),
-            lease_ms: self.lease.as_millis() as u64,
+            members: self.database.members_revision(),
+            lease_ms: self.lease_period.as_millis() as u64,
         })
     }
 
-    async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
+    async fn list_nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
         let mut views = Vec::new();
         let mut after: Option<String> = None;
         loop {
-            let page = self.list(NODES, after.as_deref(), MAX_PAGE).await?;
+            let page = self.list_entries(NODES, after.as_deref(), MAX_PAGE).await?;
             let Some((last, _)) = page.last() else { break };
             after = Some(last.clone());
             let now = self.clock.now();
-            let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+            let seen = self.node_live_until.lock().unwrap_or_else(PoisonError::into_inner);
             for (key, entry) in &page {
-                let node: Node = parse(key, &entry.value)?;
+                let node: Node = parse_record(key, &entry.value)?;
                 // Right after the start no node has been heard. Registered nodes count as live for
                 // one period.
                 let until = seen.get(&NodeId::of(&node.name)).copied();
-                let live = now < until.unwrap_or(self.started + self.lease);
+                let live = now < until.unwrap_or(self.started + self.lease_period);
                 views.push(NodeView { node, live });
             }
         }
@@ -427,33 +443,33 @@ mod tests {
         }
         open(&kv, 0).unwrap();
         open(&kv, 1).unwrap();
-        assert!(matches!(open(&kv, 2), Err(CatalogueError::Gone { .. })));
+        assert!(matches!(open(&kv, 2), Err(CatalogueError::StaleDatabase { .. })));
     }
 
     #[tokio::test(start_paused = true)]
     async fn leases_end_unless_they_are_kept_and_a_restart_renews_them() {
         let kv = Arc::new(MemoryKv::new());
         let catalogue = open(&kv).unwrap();
-        let (lease, period) = catalogue.lease_grant().await.unwrap();
+        let (lease, period) = catalogue.grant_lease().await.unwrap();
         tokio::time::advance(period / 2).await;
-        assert!(catalogue.lease_touch(lease, true).await.unwrap());
+        assert!(catalogue.renew_lease(lease).await.unwrap());
         tokio::time::advance(period * 3 / 4).await;
-        assert!(catalogue.lease_touch(lease, false).await.unwrap());
+        assert!(catalogue.is_lease_alive(lease).await.unwrap());
         tokio::time::advance(period / 2).await;
-        assert!(!catalogue.lease_touch(lease, true).await.unwrap());
+        assert!(!catalogue.renew_lease(lease).await.unwrap());
         let again = open(&kv).unwrap();
-        assert!(again.lease_touch(lease, false).await.unwrap());
+        assert!(again.is_lease_alive(lease).await.unwrap());
         tokio::time::advance(period).await;
-        assert!(!again.lease_touch(lease, false).await.unwrap());
-        let (revoked, _) = again.lease_grant().await.unwrap();
-        again.lease_revoke(revoked).await.unwrap();
-        assert!(!again.lease_touch(revoked, false).await.unwrap());
+        assert!(!again.is_lease_alive(lease).await.unwrap());
+        let (revoked, _) = again.grant_lease().await.unwrap();
+        again.revoke_lease(revoked).await.unwrap();
+        assert!(!again.is_lease_alive(revoked).await.unwrap());
         // Right after a start, when unknown leases count as alive, a revoked lease is remembered
         // too.
         let third = open(&kv).unwrap();
         let older = LeaseId([9; 16]);
-        third.lease_revoke(older).await.unwrap();
-        third.lease_grant().await.unwrap();
-        assert!(!third.lease_touch(older, false).await.unwrap());
+        third.revoke_lease(older).await.unwrap();
+        third.grant_lease().await.unwrap();
+        assert!(!third.is_lease_alive(older).await.unwrap());
     }
 }

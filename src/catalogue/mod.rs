@@ -2,18 +2,18 @@
 //! with compare-and-set, leases, and the registration of nodes.
 //!
 //! The trait [`Catalogue`] has two engines: [`local`] over the key-value store of the catalogue
-//! server, and [`remote`] for the other daemons. [`evidence`] judges what the nodes hold, so that a
+//! server, and [`remote`] for the other daemons. [`save_evidence`] judges what the nodes hold, so that a
 //! lost catalogue can be rebuilt. A compare-and-set that returned is durable. If its answer was
 //! lost, its outcome is unknown: read the key before acting. Keys and records are those of
 //! docs/semantics.md, section 2.
 
-pub mod evidence;
+mod database;
+pub mod database_format;
 pub(crate) mod key_scan;
 pub mod local;
-pub mod map;
-pub mod records;
+pub mod record_access;
 pub mod remote;
-mod table;
+pub mod save_evidence;
 
 use std::time::Duration;
 
@@ -99,7 +99,7 @@ pub enum CatalogueError {
     #[error(
         "the catalogue database here is of epoch {found}, this node has seen epoch {seen}: the database was lost or is an old copy, and is not served; if no other daemon serves the catalogue, rebuild it with `rapidraid catalogue rebuild`. Nothing is deleted"
     )]
-    Gone {
+    StaleDatabase {
         /// The highest epoch that the node has seen.
         seen: Epoch,
         /// The epoch of the database; 0 if it is empty.
@@ -132,7 +132,7 @@ impl CatalogueError {
             CatalogueError::Unreachable { .. } => ErrorKind::Unavailable,
             CatalogueError::Refused { kind, .. } => *kind,
             CatalogueError::Store(_) => ErrorKind::Io,
-            CatalogueError::Gone { .. } => ErrorKind::Lost,
+            CatalogueError::StaleDatabase { .. } => ErrorKind::Lost,
             CatalogueError::Incomplete { .. }
             | CatalogueError::Damaged { .. }
             | CatalogueError::Record { .. } => ErrorKind::Corrupt,
@@ -170,7 +170,7 @@ pub trait Catalogue: Send + Sync + 'static {
 
     /// Returns the keys of `prefix` after `after` with their entries, in order. Returns at most
     /// `limit` and at most [`MAX_PAGE`] entries.
-    async fn list(
+    async fn list_entries(
         &self,
         prefix: &str,
         after: Option<&str>,
@@ -178,17 +178,20 @@ pub trait Catalogue: Send + Sync + 'static {
     ) -> Result<Vec<(String, Entry)>, CatalogueError>;
 
     /// Grants a lease. Returns its id and its lifetime without renewal.
-    async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError>;
+    async fn grant_lease(&self) -> Result<(LeaseId, Duration), CatalogueError>;
 
-    /// Returns whether a lease is alive. With `keep` a live lease is renewed for its full lifetime.
-    async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError>;
+    /// Renews a live lease for its full lifetime. Returns whether it was alive.
+    async fn renew_lease(&self, lease: LeaseId) -> Result<bool, CatalogueError>;
+
+    /// Returns whether a lease is alive.
+    async fn is_lease_alive(&self, lease: LeaseId) -> Result<bool, CatalogueError>;
 
     /// Ends a lease.
-    async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError>;
+    async fn revoke_lease(&self, lease: LeaseId) -> Result<(), CatalogueError>;
 
     /// Registers a node, or renews its registration.
-    async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError>;
+    async fn register_node(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError>;
 
     /// Returns all registered nodes, and which are live.
-    async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError>;
+    async fn list_nodes(&self) -> Result<Vec<NodeView>, CatalogueError>;
 }

@@ -43,16 +43,16 @@ const MAX_KNOWN: usize = 64;
 /// The catalogue as the daemons that do not serve it see it.
 pub struct RemoteCatalogue {
     caller: Arc<Caller>,
-    me: Node,
+    own_node: Node,
     seeds: Vec<String>,
-    home: Mutex<Option<(Epoch, NodeAddress)>>,
+    server: Mutex<Option<(Epoch, NodeAddress)>>,
     /// The server that was forgotten last.
-    previous: Mutex<Option<NodeAddress>>,
+    previous_server: Mutex<Option<NodeAddress>>,
     /// The connection over which the server has proven which database it serves. On the next
     /// connection another process may answer.
-    proven: Mutex<Option<Weak<dyn Connection>>>,
+    proven_connection: Mutex<Option<Weak<dyn Connection>>>,
     /// Nodes to ask when no seed knows the server.
-    known: Mutex<BTreeMap<PeerName, NodeAddress>>,
+    fallback_nodes: Mutex<BTreeMap<PeerName, NodeAddress>>,
     epoch: Mutex<Epoch>,
     /// The epoch and database of the catalogue that this node belongs to. Another or older
     /// catalogue is not trusted.
@@ -62,21 +62,32 @@ pub struct RemoteCatalogue {
 impl RemoteCatalogue {
     /// Returns an engine for the catalogue that the daemons at `seeds` (HOST:PORT) know. `me` is
     /// the node that asks.
-    pub fn new(caller: Arc<Caller>, me: Node, seeds: Vec<String>) -> Self {
-        let (home, previous, proven, known, epoch, expected) = Default::default();
-        Self { caller, me, seeds, home, previous, proven, known, epoch, expected }
+    pub fn new(caller: Arc<Caller>, own_node: Node, seeds: Vec<String>) -> Self {
+        let (server, previous_server, proven_connection, fallback_nodes, epoch, expected) =
+            Default::default();
+        Self {
+            caller,
+            own_node,
+            seeds,
+            server,
+            previous_server,
+            proven_connection,
+            fallback_nodes,
+            epoch,
+            expected,
+        }
     }
 
     /// Returns the server where the catalogue was last found, unless that was in an epoch before
     /// `epoch`.
-    pub fn server(&self, epoch: Epoch) -> Option<NodeAddress> {
-        let home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
-        home.as_ref().filter(|(found, _)| *found >= epoch).map(|(_, home)| home.clone())
+    pub fn known_server(&self, min_epoch: Epoch) -> Option<NodeAddress> {
+        let home = self.server.lock().unwrap_or_else(PoisonError::into_inner);
+        home.as_ref().filter(|(found, _)| *found >= min_epoch).map(|(_, home)| home.clone())
     }
 
     /// Adds nodes to ask when no seed knows the server.
-    pub fn add_endpoints(&self, nodes: impl IntoIterator<Item = NodeAddress>) {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn add_fallback_nodes(&self, nodes: impl IntoIterator<Item = NodeAddress>) {
+        let mut known = self.fallback_nodes.lock().unwrap_or_else(PoisonError::into_inner);
         for node in nodes {
             if known.len() < MAX_KNOWN || known.contains_key(&node.name) {
                 known.insert(node.name.clone(), node);
@@ -86,14 +97,14 @@ impl RemoteCatalogue {
 
     /// Restricts trust to the catalogue of `epoch` with the database `map` (`None`: any), and to
     /// catalogues of later epochs.
-    pub fn set_expected_epoch(&self, epoch: Epoch, map: Option<DbId>) {
+    pub fn set_expected_epoch(&self, epoch: Epoch, db_id: Option<DbId>) {
         let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         if epoch >= expected.0 {
-            *expected = (epoch, map);
+            *expected = (epoch, db_id);
         }
     }
 
-    fn is_plausible(&self, hello: &HelloAnswer) -> bool {
+    fn is_expected_catalogue(&self, hello: &HelloAnswer) -> bool {
         let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = map.is_none_or(|map| hello.map.is_none_or(|found| found == map));
         hello.epoch.is_near(epoch) && (hello.epoch > epoch || hello.epoch == epoch && is_same)
@@ -102,34 +113,35 @@ impl RemoteCatalogue {
     /// Returns whether a server that answers `hello` is proven to serve the expected catalogue. A
     /// server that knows only the epoch, from another node's order, may serve any database. It is
     /// asked again once it has registered with itself.
-    fn is_proof(&self, hello: &HelloAnswer) -> bool {
+    fn is_proven_server(&self, hello: &HelloAnswer) -> bool {
         let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let is_told = map.is_none() || hello.map.is_some() || hello.epoch > epoch;
-        self.is_plausible(hello) && is_told
+        self.is_expected_catalogue(hello) && is_told
     }
 
     /// Takes `home` for the catalogue server of `epoch`, without asking it.
-    pub fn set_server(&self, epoch: Epoch, home: NodeAddress) {
-        self.saw(epoch);
-        *self.home.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, home));
+    pub fn set_server(&self, epoch: Epoch, server: NodeAddress) {
+        self.raise_known_epoch(epoch);
+        *self.server.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, server));
     }
 
-    fn forget(&self) {
-        let home = self.home.lock().unwrap_or_else(PoisonError::into_inner).take();
+    fn forget_server(&self) {
+        let home = self.server.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some((_, home)) = home {
-            *self.previous.lock().unwrap_or_else(PoisonError::into_inner) = Some(home);
+            *self.previous_server.lock().unwrap_or_else(PoisonError::into_inner) = Some(home);
         }
     }
 
     /// Asks the server that was forgotten last whether it still serves the catalogue. A read-only
     /// server refuses changes but still answers, while asking seeds that are down takes seconds.
     /// Returns the server if it does.
-    async fn rediscover(&self) -> Option<NodeAddress> {
-        let previous = self.previous.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
-        let hello = Hello { me: Some(self.me.clone()) };
+    async fn ask_previous_server(&self) -> Option<NodeAddress> {
+        let previous =
+            self.previous_server.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+        let hello = Hello { me: Some(self.own_node.clone()) };
         let said = self.caller.call_within(&address(&previous), &hello, HELLO_LIMIT).await.ok()?;
         let serves = said.catalogue.as_ref().is_some_and(|home| home.name == said.node);
-        if !serves || !self.is_plausible(&said) {
+        if !serves || !self.is_expected_catalogue(&said) {
             return None;
         }
         self.set_server(said.epoch, previous.clone());
@@ -138,52 +150,55 @@ impl RemoteCatalogue {
 
     /// Returns a connection to `home` over which the server has proven that it serves the database
     /// that this node belongs to.
-    async fn reach(&self, home: &NodeAddress) -> Result<Arc<dyn Connection>, String> {
-        let connection = self.caller.connection(home).await.map_err(|error| error.to_string())?;
-        let proven = || self.proven.lock().unwrap_or_else(PoisonError::into_inner);
+    async fn connect_proven(&self, server: &NodeAddress) -> Result<Arc<dyn Connection>, String> {
+        let connection = self.caller.connection(server).await.map_err(|error| error.to_string())?;
+        let proven = || self.proven_connection.lock().unwrap_or_else(PoisonError::into_inner);
         let this = Arc::downgrade(&connection);
         if proven().as_ref().is_some_and(|proven| proven.ptr_eq(&this)) {
             return Ok(connection);
         }
-        let (to, hello) = (address(home), Hello { me: Some(self.me.clone()) });
+        let (to, hello) = (address(server), Hello { me: Some(self.own_node.clone()) });
         let said = self.caller.call_on(&*connection, &to, &hello, HELLO_LIMIT).await;
         let said = said.map_err(|error| error.to_string())?;
-        if !self.is_proof(&said) {
-            return Err(format!("{} serves another catalogue than the cluster's", home.name));
+        if !self.is_proven_server(&said) {
+            return Err(format!("{} serves another catalogue than the cluster's", server.name));
         }
         *proven() = Some(this);
         Ok(connection)
     }
 
-    fn saw(&self, epoch: Epoch) {
+    fn raise_known_epoch(&self, epoch: Epoch) {
         let mut known = self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
         *known = epoch.max(*known);
     }
 
     /// Finds the catalogue server unless it is known. Asks all seeds and trusts the answer of the
     /// highest epoch. If no seed knows the server, asks the other known nodes.
-    async fn find(&self) -> Result<NodeAddress, CatalogueError> {
-        if let Some(home) = self.server(Epoch::default()) {
+    async fn find_server(&self) -> Result<NodeAddress, CatalogueError> {
+        if let Some(home) = self.known_server(Epoch::default()) {
             return Ok(home);
         }
         let seeds = self.seeds.iter().map(|seed| Address { host_port: seed.clone(), node: None });
-        let mut found = self.ask_where(seeds.collect()).await;
+        let mut found = self.ask_for_server(seeds.collect()).await;
         if found.is_err() {
             let known: Vec<Address> = {
-                let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+                let known = self.fallback_nodes.lock().unwrap_or_else(PoisonError::into_inner);
                 known.values().map(address).collect()
             };
-            found = self.ask_where(known).await.or(found);
+            found = self.ask_for_server(known).await.or(found);
         }
-        let (epoch, home) = found.map_err(|reason| self.unreachable(reason))?;
+        let (epoch, home) = found.map_err(|reason| self.unreachable_error(reason))?;
         self.set_server(epoch, home.clone());
         Ok(home)
     }
 
     /// Asks the nodes at `addresses` for the catalogue server. Returns the answer of the highest
     /// epoch. Within an epoch the server's own answer counts before those of other nodes.
-    async fn ask_where(&self, addresses: Vec<Address>) -> Result<(Epoch, NodeAddress), String> {
-        let hello = Hello { me: Some(self.me.clone()) };
+    async fn ask_for_server(
+        &self,
+        addresses: Vec<Address>,
+    ) -> Result<(Epoch, NodeAddress), String> {
+        let hello = Hello { me: Some(self.own_node.clone()) };
         let asks: Vec<_> =
             addresses.iter().map(|to| self.caller.call_within(to, &hello, HELLO_LIMIT)).collect();
         let mut answers = stream::iter(asks).buffer_unordered(ASK_AT_ONCE);
@@ -192,7 +207,7 @@ impl RemoteCatalogue {
         while let Some(answer) = answers.next().await {
             match answer {
                 Ok(hello) => {
-                    if self.is_plausible(&hello)
+                    if self.is_expected_catalogue(&hello)
                         && let Some(home) = hello.catalogue
                     {
                         let rank = (hello.epoch, home.name == hello.node);
@@ -207,35 +222,36 @@ impl RemoteCatalogue {
         best.map(|((epoch, _), home)| (epoch, home)).ok_or(reason)
     }
 
-    async fn ask<C: Call>(&self, call: &C) -> Result<C::Answer, CatalogueError> {
-        self.ask_within(call, self.caller.limit()).await
+    async fn call_server<C: Call>(&self, call: &C) -> Result<C::Answer, CatalogueError> {
+        self.call_server_within(call, self.caller.limit()).await
     }
 
     /// Makes a call to the catalogue server. Each attempt may take `limit`.
-    async fn ask_within<C: Call>(
+    async fn call_server_within<C: Call>(
         &self,
         call: &C,
         limit: Duration,
     ) -> Result<C::Answer, CatalogueError> {
         let mut last = None;
-        let attempts = self.attempts(call, limit, &mut last);
+        let attempts = self.call_with_retries(call, limit, &mut last);
         if let Ok(Ok(answer)) = deadline(&**self.caller.clock(), ASK_LIMIT, attempts).await {
             return Ok(answer);
         }
-        Err(last.unwrap_or_else(|| self.unreachable(format!("no answer within {ASK_LIMIT:?}"))))
+        Err(last
+            .unwrap_or_else(|| self.unreachable_error(format!("no answer within {ASK_LIMIT:?}"))))
     }
 
-    fn unreachable(&self, reason: String) -> CatalogueError {
+    fn unreachable_error(&self, reason: String) -> CatalogueError {
         CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason }
     }
 
     /// Makes the attempts of a call. `last` receives the reason of each failed attempt, and keeps
     /// it if a time limit cancels the next one.
-    async fn attempts<C: Call>(
+    async fn call_with_retries<C: Call>(
         &self,
         call: &C,
         limit: Duration,
-        last: &mut Option<CatalogueError>,
+        last_error: &mut Option<CatalogueError>,
     ) -> Result<C::Answer, ()> {
         let mut wait = FIRST_WAIT;
         for attempt in 0..ATTEMPTS {
@@ -245,27 +261,27 @@ impl RemoteCatalogue {
             }
             // The first two attempts try the previous server. Later ones ask all nodes for a newer
             // server.
-            let again = if attempt < 2 && self.server(Epoch::default()).is_none() {
-                self.rediscover().await
+            let again = if attempt < 2 && self.known_server(Epoch::default()).is_none() {
+                self.ask_previous_server().await
             } else {
                 None
             };
             let found = match again {
                 Some(home) => Ok(home),
-                None => self.find().await,
+                None => self.find_server().await,
             };
             let home = match found {
                 Ok(home) => home,
                 Err(error) => {
-                    *last = Some(error);
+                    *last_error = Some(error);
                     continue;
                 }
             };
-            let connection = match self.reach(&home).await {
+            let connection = match self.connect_proven(&home).await {
                 Ok(connection) => connection,
                 Err(reason) => {
-                    self.forget();
-                    *last = Some(self.unreachable(reason));
+                    self.forget_server();
+                    *last_error = Some(self.unreachable_error(reason));
                     continue;
                 }
             };
@@ -273,17 +289,17 @@ impl RemoteCatalogue {
                 Ok(answer) => return Ok(answer),
                 Err(CallError::Failed(failure)) if !failure.kind.is_transient() => {
                     let (kind, message) = (failure.kind, failure.message);
-                    *last = Some(CatalogueError::Refused { kind, message });
+                    *last_error = Some(CatalogueError::Refused { kind, message });
                     return Err(());
                 }
                 // The catalogue may be in transfer to another server.
                 Err(CallError::Failed(RemoteError { kind: ErrorKind::Busy, message })) => {
-                    self.forget();
-                    *last = Some(CatalogueError::Refused { kind: ErrorKind::Busy, message });
+                    self.forget_server();
+                    *last_error = Some(CatalogueError::Refused { kind: ErrorKind::Busy, message });
                 }
                 Err(error) => {
-                    self.forget();
-                    *last = Some(self.unreachable(error.to_string()));
+                    self.forget_server();
+                    *last_error = Some(self.unreachable_error(error.to_string()));
                 }
             }
         }
@@ -298,7 +314,7 @@ impl Catalogue for RemoteCatalogue {
     }
 
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
-        let found = self.ask(&GetKey { key: key.to_owned() }).await?;
+        let found = self.call_server(&GetKey { key: key.to_owned() }).await?;
         Ok(found.map(|(value, revision)| Entry { value, revision }))
     }
 
@@ -311,7 +327,7 @@ impl Catalogue for RemoteCatalogue {
         let call = CompareAndSetKey { key: key.to_owned(), expected, value };
         // A retry inside `ask` may meet the effect of this call's first attempt. The value found is
         // then this call's own.
-        match self.ask(&call).await? {
+        match self.call_server(&call).await? {
             CompareAndSetAnswer::Set(revision) => Ok(SetOutcome::Set(revision)),
             CompareAndSetAnswer::Conflict(Some((value, revision)))
                 if Some(&value) == call.value.as_ref() =>
@@ -325,45 +341,50 @@ impl Catalogue for RemoteCatalogue {
         }
     }
 
-    async fn list(
+    async fn list_entries(
         &self,
         prefix: &str,
         after: Option<&str>,
         limit: u32,
     ) -> Result<Vec<(String, Entry)>, CatalogueError> {
         let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
-        let page = self.ask(&ListKeys { prefix, after, limit }).await?;
+        let page = self.call_server(&ListKeys { prefix, after, limit }).await?;
         Ok(page
             .into_iter()
             .map(|(key, value, revision)| (key, Entry { value, revision }))
             .collect())
     }
 
-    async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
-        let (lease, ms) = self.ask(&GrantLease {}).await?;
+    async fn grant_lease(&self) -> Result<(LeaseId, Duration), CatalogueError> {
+        let (lease, ms) = self.call_server(&GrantLease {}).await?;
         Ok((lease, Duration::from_millis(ms)))
     }
 
-    async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError> {
-        self.ask_within(&TouchLease { lease, keep }, LEASE_LIMIT).await
+    async fn renew_lease(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
+        self.call_server_within(&TouchLease { lease, keep: true }, LEASE_LIMIT).await
     }
 
-    async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError> {
-        self.ask(&RevokeLease { lease }).await
+    async fn is_lease_alive(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
+        self.call_server_within(&TouchLease { lease, keep: false }, LEASE_LIMIT).await
     }
 
-    async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
-        let answer = self.ask_within(&RegisterNode { node: node.clone() }, LEASE_LIMIT).await?;
-        self.saw(answer.epoch);
+    async fn revoke_lease(&self, lease: LeaseId) -> Result<(), CatalogueError> {
+        self.call_server(&RevokeLease { lease }).await
+    }
+
+    async fn register_node(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
+        let answer =
+            self.call_server_within(&RegisterNode { node: node.clone() }, LEASE_LIMIT).await?;
+        self.raise_known_epoch(answer.epoch);
         // A server that had just begun its epoch answered `Hello` with the epoch before.
-        if let Some((found, _)) = &mut *self.home.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some((found, _)) = &mut *self.server.lock().unwrap_or_else(PoisonError::into_inner) {
             *found = answer.epoch.max(*found);
         }
         Ok(answer)
     }
 
-    async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
-        self.ask(&ListNodes {}).await
+    async fn list_nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
+        self.call_server(&ListNodes {}).await
     }
 }
 
@@ -444,7 +465,7 @@ mod tests {
             says(&network, "first", late, "rumour", None);
             says(&network, "home", 4, "home", None);
             says(&network, "last", 4, "rumour", None);
-            let home = asks(&network, &["first", "home", "last"]).find().await.unwrap();
+            let home = asks(&network, &["first", "home", "last"]).find_server().await.unwrap();
             assert_eq!(home, at(found), "epoch {late}");
         }
     }
@@ -463,9 +484,9 @@ mod tests {
         let registered = answer_to_bytes(&Ok(registered)).unwrap();
         answers(&network, "home", vec![early(), early(), registered]);
         let catalogue = asks(&network, &["home"]);
-        catalogue.register(&catalogue.me).await.unwrap();
-        assert_eq!(catalogue.server(Epoch(1)), Some(at("home")));
-        assert_eq!(catalogue.server(Epoch(2)), None);
+        catalogue.register_node(&catalogue.own_node).await.unwrap();
+        assert_eq!(catalogue.known_server(Epoch(1)), Some(at("home")));
+        assert_eq!(catalogue.known_server(Epoch(2)), None);
     }
 
     #[tokio::test]
@@ -483,7 +504,7 @@ mod tests {
             says(&network, "home", epoch, "home", map);
             let catalogue = asks(&network, &[]);
             catalogue.set_expected_epoch(Epoch(4), expected);
-            let reached = catalogue.reach(&at("home")).await;
+            let reached = catalogue.connect_proven(&at("home")).await;
             assert_eq!(reached.is_ok(), is_taken, "{expected:?}: epoch {epoch}, {map:?}");
         }
     }

@@ -13,7 +13,7 @@ use super::args::Connect;
 use super::printer::CommandFailure;
 use super::words::Setting;
 use super::{files, known_nodes};
-use crate::client::{Client, ClientError, join_some};
+use crate::client::{Client, ClientError, summarize_addresses};
 use crate::clock::{SystemClock, deadline};
 use crate::config::{ClientConfig, ConfigError, MAX_FILE_BYTES, Membership, Sources};
 use crate::kind::ErrorKind;
@@ -124,12 +124,12 @@ pub async fn client_beside(
     let identity = identity(&config.membership)?;
     let mut seeds: Vec<String> = config.membership.seeds.iter().map(ToString::to_string).collect();
     seeds.extend(others);
-    let tried = join_some(&seeds);
+    let tried = summarize_addresses(&seeds);
     let hint = format!(
         "start the daemons (`rapidraid node --config ...`), or correct `seeds` in {}",
         file.display()
     );
-    let connecting = Client::connect_by(&identity, seeds, config.congestion);
+    let connecting = Client::connect_with_congestion(&identity, seeds, config.congestion);
     match deadline(&*SystemClock::new(), CONNECT_LIMIT, connecting).await {
         Ok(Ok(client)) => {
             known_nodes::learn(&client, &file).await;

@@ -40,7 +40,7 @@ pub async fn learn(client: &Client, config: &Path) {
     if age.and_then(|at| at.elapsed().ok()).is_some_and(|age| age < FRESH) {
         return;
     }
-    let asked = deadline(&*SystemClock::new(), ASK_LIMIT, client.members()).await;
+    let asked = deadline(&*SystemClock::new(), ASK_LIMIT, client.fetch_members()).await;
     let Ok(Ok(mut nodes)) = asked else { return };
     nodes.sort_by(|a, b| a.name.cmp(&b.name));
     let lines = nodes.iter().take(MAX_KNOWN).map(|node| format!("{}\n", node.address));

@@ -93,7 +93,7 @@ pub async fn run(front: &mut Front, options: NodeOptions) -> Outcome {
         }
     };
     tokio::select! {
-        () = daemon.stopped() => {
+        () = daemon.wait_until_stopping() => {
             let message = format!("node {name} stopped by itself: its log above says why");
             return Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint("correct the cause, then start it again"));
         }

@@ -117,7 +117,10 @@ async fn is_being_saved(
     // A step that is already committed is refused as well, and waiting would not help.
     is_refused
         && (options.replace
-            || client.show(job, Some(step)).await.is_err_and(|e| e.kind() == ErrorKind::NotFound))
+            || client
+                .show_step(job, Some(step))
+                .await
+                .is_err_and(|e| e.kind() == ErrorKind::NotFound))
 }
 
 fn write_record(file: File, path: &Path, record: &SaveRecord) -> Result<(), CommandFailure> {

@@ -98,7 +98,7 @@ async fn serve(
     let background = priority::Background::start(config.staging.nice).map_err(failed)?;
     let keeper = client_on(Handle::current(), &identity, config).await?;
     let client = client_on(background.handle(), &identity, config).await?;
-    client.keep_leases_by(keeper.clone(), Handle::current());
+    client.set_lease_keeper(keeper.clone(), Handle::current());
     let parent = dir.parent().map(PathBuf::from).unwrap_or_default();
     let memory_bytes = match config.staging.memory_bytes {
         Some(bytes) => bytes,

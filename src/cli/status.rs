@@ -63,7 +63,7 @@ fn node_json(report: &NodeReport) -> Value {
 /// Returns the state of a node as text. A catalogue that changes nothing renews no leases, so then
 /// the leases say nothing about the nodes.
 fn state(report: &StatusReport, node: &NodeReport) -> &'static str {
-    let has_lease = node.view.live || report.catalogue.unchanged.is_some();
+    let has_lease = node.view.live || report.catalogue.read_only_reason.is_some();
     match (has_lease, &node.hello) {
         (true, Some(_)) => "up",
         (false, Some(_)) => "not registered",
@@ -88,7 +88,7 @@ fn mixed(report: &StatusReport) -> Option<String> {
 impl CommandOutput for Nodes {
     fn json(&self) -> Map<String, Value> {
         let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
-        let fields = json!({ "catalogue": self.0.catalogue.home, "unchanged": self.0.catalogue.unchanged,
+        let fields = json!({ "catalogue": self.0.catalogue.catalogue_server, "unchanged": self.0.catalogue.read_only_reason,
                 "epoch": self.0.epoch, "nodes": nodes,
                 "policy": self.0.policy.as_ref().map(rules::json) });
         fields.as_object().cloned().unwrap_or_default()
@@ -142,7 +142,7 @@ impl CommandOutput for Nodes {
             table.row(row);
         }
         let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();
-        let catalogue = report.catalogue.home.as_ref();
+        let catalogue = report.catalogue.catalogue_server.as_ref();
         let catalogue = catalogue.map_or("nowhere to be found", PeerName::as_str);
         // A node that does not answer may hold data, so the sum is only a lower bound.
         let all_answer = report.nodes.iter().all(|node| node.held.is_some());
@@ -154,7 +154,7 @@ impl CommandOutput for Nodes {
             ByteCount(stored_bytes(report)),
             report.epoch,
         );
-        if let Some(why) = &report.catalogue.unchanged {
+        if let Some(why) = &report.catalogue.read_only_reason {
             let text = format!("nothing can be saved, archived or removed now: {}", shown(why));
             out.push_str(&format!("{}\n", paint.tint(Tint::Yellow, &text)));
         }

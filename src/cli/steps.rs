@@ -27,7 +27,7 @@ const BY_MARKS: &str = "the catalogue does not answer: this list is from the nod
 /// Runs the command `ls`.
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let steps = connect::ask(client.list(options.job.as_ref())).await;
+    let steps = connect::ask(client.list_steps(options.job.as_ref())).await;
     connect::close(&client).await;
     Ok(Box::new(Steps(steps?)))
 }
@@ -38,7 +38,7 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
         return tensors::show(front, options).await;
     }
     let client = connect::client(&options.connect, &front.env).await?;
-    let report = connect::ask(client.show(&options.step.job, options.step.step)).await;
+    let report = connect::ask(client.show_step(&options.step.job, options.step.step)).await;
     connect::close(&client).await;
     let style = Style::of_env(&front.env, front.printer.paint());
     Ok(Box::new(Shown { report: report?, style }))
@@ -47,7 +47,7 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
 /// Runs the command `rm`.
 pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let answer = client.remove(&options.step.job, options.step.step).await;
+    let answer = client.remove_step(&options.step.job, options.step.step).await;
     connect::close(&client).await;
     let answer = answer.map_err(|error| match error.kind() {
         ErrorKind::Fenced => connect::failure(&error).with_hint(format!(
@@ -129,7 +129,7 @@ impl CommandOutput for Shown {
         let mut fields = step_json(&report.step);
         // The list of shards replaces the number of shards.
         fields.insert("shards".to_owned(), report.shards.iter().map(shard).collect());
-        fields.insert("unchanged".to_owned(), json!(report.unchanged));
+        fields.insert("unchanged".to_owned(), json!(report.read_only_reason));
         fields
     }
 
@@ -168,7 +168,7 @@ impl CommandOutput for Shown {
         if view.by_marks {
             out.push_str(BY_MARKS);
         }
-        if let Some(why) = &report.unchanged {
+        if let Some(why) = &report.read_only_reason {
             let answering = report.nodes.iter().filter(|view| view.live).count();
             let nodes = counted(report.nodes.len() as u64, "node");
             out.push_str(&format!("{answering} of {nodes} answer; {}\n", shown(why)));

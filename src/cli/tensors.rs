@@ -11,7 +11,7 @@ use super::steps::step_json;
 use super::table::{Paint, Table, Tint};
 use super::transfer::{self, counted};
 use super::{Front, Outcome, connect};
-use crate::client::Index;
+use crate::client::CheckpointIndex;
 use crate::format::table::{Extent, Form, Name, NameKind, Region, Space};
 use crate::units::ByteCount;
 
@@ -28,7 +28,7 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
 }
 
 struct Tensors {
-    index: Index,
+    index: CheckpointIndex,
     /// Selects the names that are listed.
     pattern: WildMatch,
 }
@@ -182,7 +182,7 @@ mod tests {
         };
         let step = StepView { job: "gpt".parse().unwrap(), step: Step(7), saved, by_marks: false };
         let table = builder.build().unwrap();
-        Tensors { index: Index { step, table }, pattern: WildMatch::new(pattern) }
+        Tensors { index: CheckpointIndex { step, table }, pattern: WildMatch::new(pattern) }
     }
 
     #[test]

@@ -122,7 +122,7 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     let restored = match (&record, &options.step) {
         (Some(record), _) => {
             let name = named(record.job(), Some(record.step()));
-            client.restore_record(record, request, watch(front, format!("restore {name}"))).await
+            client.restore_by_record(record, request, watch(front, format!("restore {name}"))).await
         }
         (None, Some(AnyStep { job, step })) => {
             let progress = watch(front, format!("restore {}", named(job, *step)));
@@ -166,7 +166,7 @@ pub async fn read_through(front: &mut Front, options: Verify) -> Outcome {
     let (job, step) = (&options.step.job, options.step.step);
     let progress = watch(front, format!("verify {}", named(job, step)));
     let clock = SystemClock::new();
-    let verified = client.read_through(job, step, progress).await;
+    let verified = client.read_without_output(job, step, progress).await;
     let took = clock.now();
     connect::close(&client).await;
     let report = verified.map_err(|error| connect::failure(&error))?;

@@ -36,33 +36,36 @@ impl Client {
     /// rebuild continues even if fewer nodes are reached than it needs, or roots are missing.
     pub async fn rebuild_catalogue(
         &self,
-        on: Option<&Address>,
+        daemon: Option<&Address>,
         accept_loss: bool,
     ) -> Result<RebuildAnswer, ClientError> {
         let call = RebuildCatalogue { accept_loss };
-        match on {
+        match daemon {
             Some(on) => Ok(self.caller().call_within(on, &call, REBUILD_LIMIT).await?),
-            None => self.ask_once(&call, REBUILD_LIMIT).await,
+            None => self.call_gateway_once(&call, REBUILD_LIMIT).await,
         }
     }
 
     /// Makes the daemon `on` copy the catalogue from the daemon that serves it, and serve it from
     /// then on (docs/semantics.md, 8).
-    pub async fn move_catalogue(&self, on: &Address) -> Result<MoveCatalogueAnswer, ClientError> {
-        Ok(self.caller().call_within(on, &MoveCatalogue {}, REBUILD_LIMIT).await?)
+    pub async fn move_catalogue(
+        &self,
+        new_server: &Address,
+    ) -> Result<MoveCatalogueAnswer, ClientError> {
+        Ok(self.caller().call_within(new_server, &MoveCatalogue {}, REBUILD_LIMIT).await?)
     }
 
     /// Removes a node from the list of members. The node must not be live, and no checkpoint may
     /// have data on it (docs/semantics.md, 10).
     pub async fn remove_node(&self, name: &PeerName) -> Result<(), ClientError> {
-        self.ask_once(&RemoveNode { name: name.clone() }, LONG_LIMIT).await
+        self.call_gateway_once(&RemoveNode { name: name.clone() }, LONG_LIMIT).await
     }
 
     /// Returns the state of the cluster. Asks the nodes themselves, so that the call also works
     /// while no catalogue answers, or a read-only one.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
-        let nodes = self.fetch_node_reports(self.known_nodes().await?).await;
-        let hello = self.ask(&Hello { me: None }).await?;
+        let nodes = self.fetch_node_reports(self.fetch_known_nodes().await?).await;
+        let hello = self.call_gateway(&Hello { me: None }).await?;
         let policy = match &hello.catalogue {
             Some(home) => {
                 let to = address(home);

@@ -38,7 +38,7 @@ impl Client {
             Some(step) => step,
             None => self.fetch_step(job, None).await?.step.step,
         };
-        let report = self.watch_archive(job, step, options, on_event).await;
+        let report = self.start_and_watch_archive(job, step, options, on_event).await;
         if let Err(ClientError::Call(error)) = &report
             && error.is_unanswered()
         {
@@ -47,7 +47,7 @@ impl Client {
         report
     }
 
-    async fn watch_archive(
+    async fn start_and_watch_archive(
         &self,
         job: &Job,
         step: Step,

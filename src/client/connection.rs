@@ -58,7 +58,7 @@ pub struct Progress {
 pub type ProgressFn = Arc<dyn Fn(Progress) + Send + Sync>;
 
 /// Returns the addresses as text for an error message: the first few, and the number of the others.
-pub fn join_some(addresses: &[String]) -> String {
+pub fn summarize_addresses(addresses: &[String]) -> String {
     let shown = addresses.iter().take(SHOWN_SEEDS).cloned().collect::<Vec<_>>().join(", ");
     match addresses.len().saturating_sub(SHOWN_SEEDS) {
         0 => shown,
@@ -91,7 +91,7 @@ struct LeaseClient {
 
 /// Returns the transport limits of a client. A restore reads up to four files from one node at
 /// once, with one window each. Together they fit into the connection's window.
-fn limits(congestion: Congestion) -> TransportLimits {
+fn client_transport_limits(congestion: Congestion) -> TransportLimits {
     TransportLimits {
         stream_window_bytes: STREAM_WINDOW_BYTES as u32,
         connection_window_bytes: 4 << 20,
@@ -105,12 +105,12 @@ impl Client {
     /// Connects to a cluster as `identity`. `seeds` are the addresses, HOST:PORT, of some of its
     /// daemons.
     pub async fn connect(identity: &Identity, seeds: Vec<String>) -> Result<Self, ClientError> {
-        Self::connect_by(identity, seeds, Congestion::default()).await
+        Self::connect_with_congestion(identity, seeds, Congestion::default()).await
     }
 
     /// Connects as [`Client::connect`] does, with a congestion control that suits a link whose
     /// packet loss is known.
-    pub async fn connect_by(
+    pub async fn connect_with_congestion(
         identity: &Identity,
         seeds: Vec<String>,
         congestion: Congestion,
@@ -128,7 +128,7 @@ impl Client {
         congestion: Congestion,
     ) -> Result<Self, ClientError> {
         let clock = SystemClock::new();
-        let limits = limits(congestion);
+        let limits = client_transport_limits(congestion);
         let transport = QuicTransport::connect_only(identity, &limits, clock.clone()).await?;
         let (transport, entropy) = (Arc::new(transport), Arc::new(SystemEntropy));
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -156,7 +156,7 @@ impl Client {
     /// Lets `keeper` renew the leases of this client's saves, in tasks on `runtime`. The other
     /// client has connections of its own, so no lease ends because threads of this client are slow.
     /// Later calls have no effect.
-    pub fn keep_leases_by(&self, keeper: Client, runtime: Handle) {
+    pub fn set_lease_keeper(&self, keeper: Client, runtime: Handle) {
         let _ = self.inner.lease_keeper.set(LeaseClient { client: keeper, runtime });
     }
 
@@ -184,8 +184,8 @@ impl Client {
 
     /// Returns the nodes of the cluster as far as the gateway knows them. The call also works while
     /// no catalogue answers.
-    pub async fn members(&self) -> Result<Vec<Node>, ClientError> {
-        self.ask(&ListMembers {}).await
+    pub async fn fetch_members(&self) -> Result<Vec<Node>, ClientError> {
+        self.call_gateway(&ListMembers {}).await
     }
 
     /// Returns a daemon that answers. Asks a few seeds at once, and more and more of them while
@@ -243,7 +243,7 @@ impl Client {
                     return Err(denied.into());
                 }
                 return Err(ClientError::Unreachable {
-                    seeds: join_some(&self.inner.seeds),
+                    seeds: summarize_addresses(&self.inner.seeds),
                     reason,
                 });
             }
@@ -252,7 +252,7 @@ impl Client {
 
     /// Sends a call to the gateway, and to another one if that gateway does not answer. Each
     /// attempt may take `limit`.
-    pub(super) async fn ask_within<C: Call>(
+    pub(super) async fn call_gateway_within<C: Call>(
         &self,
         call: &C,
         limit: Duration,
@@ -270,7 +270,7 @@ impl Client {
     }
 
     /// Sends a call to one gateway, once: for operations that must not happen twice.
-    pub(super) async fn ask_once<C: Call>(
+    pub(super) async fn call_gateway_once<C: Call>(
         &self,
         call: &C,
         limit: Duration,
@@ -283,20 +283,20 @@ impl Client {
         Ok(answer?)
     }
 
-    pub(super) async fn ask<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
-        self.ask_within(call, CALL_LIMIT).await
+    pub(super) async fn call_gateway<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
+        self.call_gateway_within(call, CALL_LIMIT).await
     }
 
     /// Returns the cluster's id, as the first gateway reported it.
     pub(super) async fn fetch_cluster_id(&self) -> Result<ClusterId, ClientError> {
         match self.inner.cluster.get() {
             Some(known) => Ok(*known),
-            None => Ok(self.ask(&Hello { me: None }).await?.cluster),
+            None => Ok(self.call_gateway(&Hello { me: None }).await?.cluster),
         }
     }
 
     pub(super) async fn fetch_directory(&self) -> Result<Directory, ClientError> {
-        Ok(Directory::new(self.ask(&ListNodes {}).await?))
+        Ok(Directory::new(self.call_gateway(&ListNodes {}).await?))
     }
 
     /// Closes all connections.

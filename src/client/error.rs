@@ -10,8 +10,8 @@ use crate::id::{ClusterId, Job, ShardName, Step};
 use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::net::call::CallError;
-use crate::pipeline::read::{Lost, ReadError};
-use crate::pipeline::shard_records::RecordsError;
+use crate::pipeline::read::{ReadError, UnreadableStripe};
+use crate::pipeline::record_fetch::RecordsError;
 use crate::pipeline::upload::SaveError;
 use crate::placement::PlacementError;
 use crate::store::DiskError;
@@ -125,10 +125,10 @@ pub enum ClientError {
         len_bytes: u64,
     },
     /// Stripes cannot be read. Nothing was written.
-    #[error("{} of {total} stripes cannot be read, nothing was written:\n{}", lost.len(), lines(lost))]
+    #[error("{} of {total} stripes cannot be read, nothing was written:\n{}", lost.len(), format_unreadable_stripes(lost))]
     Lost {
         /// The stripes and what each of them lacks.
-        lost: Vec<Lost>,
+        lost: Vec<UnreadableStripe>,
         /// Number of stripes in the request.
         total: usize,
     },
@@ -200,7 +200,7 @@ pub enum ClientError {
     Worker(#[from] WorkerDied),
 }
 
-fn lines(lost: &[Lost]) -> String {
+fn format_unreadable_stripes(lost: &[UnreadableStripe]) -> String {
     const SHOWN: usize = 20;
     let mut lines: Vec<String> = lost.iter().take(SHOWN).map(|lost| format!("  {lost}")).collect();
     if lost.len() > SHOWN {

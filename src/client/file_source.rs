@@ -25,7 +25,7 @@ struct FileStamp {
 }
 
 impl FileStamp {
-    fn at(metadata: &Metadata) -> Self {
+    fn from_metadata(metadata: &Metadata) -> Self {
         Self {
             len_bytes: metadata.len(),
             modified: (metadata.mtime(), metadata.mtime_nsec()),
@@ -47,7 +47,7 @@ impl FileSource {
         if metadata.len() == 0 && file.read_at(&mut [0], 0)? > 0 {
             return refuse("it has bytes and says that its length is 0: copy it to a disk first");
         }
-        Ok(Self { file, opened_as: FileStamp::at(&metadata), may_change: false })
+        Ok(Self { file, opened_as: FileStamp::from_metadata(&metadata), may_change: false })
     }
 
     /// Returns the source with changes allowed: the file is saved even if it changes meanwhile, and
@@ -58,7 +58,7 @@ impl FileSource {
 
     /// Returns whether the file's length or times differ from those when it was opened.
     pub fn has_changed(&self) -> io::Result<bool> {
-        Ok(FileStamp::at(&self.file.metadata()?) != self.opened_as)
+        Ok(FileStamp::from_metadata(&self.file.metadata()?) != self.opened_as)
     }
 }
 

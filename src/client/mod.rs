@@ -24,18 +24,18 @@ mod file_source;
 mod node_reports;
 mod restore;
 mod save;
-mod steps;
+mod step_requests;
 mod verify;
 
 pub use admin::StatusReport;
 pub use archive::ArchiveReport;
-pub use connection::{Client, Progress, ProgressFn, join_some};
+pub use connection::{Client, Progress, ProgressFn, summarize_addresses};
 pub use error::ClientError;
 pub use file_source::FileSource;
 pub use node_reports::{CatalogueReport, NodeReport};
-pub use restore::{Index, MemorySink, ReadRange, RestoreReport, RestoreRequest};
+pub use restore::{CheckpointIndex, MemorySink, ReadRange, RestoreReport, RestoreRequest};
 pub use save::{NewShard, SaveCode, SaveDriver, SaveFate, SaveOptions, SaveReport};
-pub use steps::ShowReport;
+pub use step_requests::ShowReport;
 pub use verify::{AbsentNode, Fault, HeldItem, Problem, VerifyReport};
 
 pub use crate::pipeline::read::Sink;

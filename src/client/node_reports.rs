@@ -35,9 +35,9 @@ pub struct NodeReport {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CatalogueReport {
     /// The node that serves the catalogue, as far as it is known.
-    pub home: Option<PeerName>,
+    pub catalogue_server: Option<PeerName>,
     /// The reason why nothing can be saved, archived or removed now.
-    pub unchanged: Option<String>,
+    pub read_only_reason: Option<String>,
 }
 
 fn node_address(node: &Node) -> NodeAddress {
@@ -47,11 +47,11 @@ fn node_address(node: &Node) -> NodeAddress {
 impl Client {
     /// Returns the nodes on the catalogue's list, or those that the gateway remembers if no
     /// catalogue answers.
-    pub(super) async fn known_nodes(&self) -> Result<Vec<NodeView>, ClientError> {
-        match self.ask(&ListNodes {}).await {
+    pub(super) async fn fetch_known_nodes(&self) -> Result<Vec<NodeView>, ClientError> {
+        match self.call_gateway(&ListNodes {}).await {
             Ok(nodes) => Ok(nodes),
             Err(error) if error.kind().is_transient() => {
-                let members = self.members().await.map_err(|_| error)?;
+                let members = self.fetch_members().await.map_err(|_| error)?;
                 Ok(members.into_iter().map(|node| NodeView { node, live: false }).collect())
             }
             Err(error) => Err(error),
@@ -102,9 +102,12 @@ impl Client {
 
     /// Returns the state of the catalogue.
     pub(super) async fn fetch_catalogue_report(&self) -> Result<CatalogueReport, ClientError> {
-        let Some(home) = self.ask(&Hello { me: None }).await?.catalogue else {
+        let Some(home) = self.call_gateway(&Hello { me: None }).await?.catalogue else {
             let why = "no node serves the catalogue: start the daemon that did, or `rapidraid catalogue rebuild`";
-            return Ok(CatalogueReport { home: None, unchanged: Some(why.to_owned()) });
+            return Ok(CatalogueReport {
+                catalogue_server: None,
+                read_only_reason: Some(why.to_owned()),
+            });
         };
         let asked =
             self.caller().call_within(&address(&home), &GetNodeStatus {}, HELLO_LIMIT).await;
@@ -115,6 +118,6 @@ impl Client {
                 home.name
             )),
         };
-        Ok(CatalogueReport { home: Some(home.name), unchanged })
+        Ok(CatalogueReport { catalogue_server: Some(home.name), read_only_reason: unchanged })
     }
 }

@@ -9,21 +9,21 @@ use crate::id::SaveId;
 pub(in crate::node) type ActiveSaves = Arc<Mutex<HashSet<SaveId>>>;
 
 /// A task's claim on a save. Dropping it releases the save.
-pub(in crate::node) struct ActiveSave {
-    all: ActiveSaves,
+pub(in crate::node) struct ActiveSaveGuard {
+    active_saves: ActiveSaves,
     save: SaveId,
 }
 
-impl ActiveSave {
+impl ActiveSaveGuard {
     /// Claims `save`. Returns `None` if another task of this node has claimed it.
-    pub(in crate::node) fn begin(all: &ActiveSaves, save: SaveId) -> Option<Self> {
-        let is_new = all.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
-        is_new.then(|| Self { all: all.clone(), save })
+    pub(in crate::node) fn try_claim(active_saves: &ActiveSaves, save: SaveId) -> Option<Self> {
+        let is_new = active_saves.lock().unwrap_or_else(PoisonError::into_inner).insert(save);
+        is_new.then(|| Self { active_saves: active_saves.clone(), save })
     }
 }
 
-impl Drop for ActiveSave {
+impl Drop for ActiveSaveGuard {
     fn drop(&mut self) {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.save);
+        self.active_saves.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.save);
     }
 }

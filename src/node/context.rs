@@ -43,23 +43,23 @@ impl NodeContext {
 
     /// Returns the catalogue if this node serves it.
     pub(super) fn local_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
-        self.catalogue_server.served(&self.store)
+        self.catalogue_server.served_or_step_down(&self.store)
     }
 
     /// Returns the address of the catalogue server, as far as this node knows it.
-    pub(super) fn catalogue_address(&self) -> Option<NodeAddress> {
+    pub(super) fn catalogue_server_address(&self) -> Option<NodeAddress> {
         if self.local_catalogue().is_some() {
-            return Some(self.address());
+            return Some(self.own_address());
         }
-        self.remote.server(self.store.epoch())
+        self.remote.known_server(self.store.highest_seen_epoch())
     }
 
-    pub(super) fn address(&self) -> NodeAddress {
+    pub(super) fn own_address(&self) -> NodeAddress {
         NodeAddress { name: self.settings.name.clone(), host_port: self.settings.advertise.clone() }
     }
 
-    pub(super) fn record(&self) -> formats::Node {
-        record_of(&self.settings)
+    pub(super) fn own_node_record(&self) -> formats::Node {
+        node_record_from_settings(&self.settings)
     }
 
     pub(super) fn coordinator(&self) -> Coordinator {
@@ -88,7 +88,7 @@ impl NodeContext {
     }
 }
 
-pub(super) fn record_of(settings: &NodeSettings) -> formats::Node {
+pub(super) fn node_record_from_settings(settings: &NodeSettings) -> formats::Node {
     formats::Node {
         name: settings.name.clone(),
         address: settings.advertise.clone(),

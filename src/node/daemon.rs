@@ -17,8 +17,8 @@ use crate::net::identity::Identity;
 use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::store::{
-    Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledKv, SledMaps, Store,
-    StoreError, adjust_reserve_at_start,
+    Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledCatalogueStorage, SledKv,
+    Store, StoreError, adjust_and_probe_reserve,
 };
 use crate::workers::Workers;
 
@@ -94,8 +94,8 @@ impl NodeError {
 impl Node {
     /// Stops the node when the index or the catalogue database has failed. What the failed one
     /// answers may differ from what is on disk; the next start repairs that.
-    async fn stop_when(self: Arc<Self>, failed: [CancellationToken; 2]) {
-        let [index, map] = &failed;
+    async fn stop_on_db_failure(self: Arc<Self>, db_failures: [CancellationToken; 2]) {
+        let [index, map] = &db_failures;
         tokio::select! {
             () = index.cancelled() => tracing::error!("the index has failed: stopping; the next start brings it in line with the files"),
             () = map.cancelled() => tracing::error!("the catalogue database has failed: stopping; the next start opens what is on disk"),
@@ -113,7 +113,7 @@ pub struct Daemon {
 /// Returns the transport limits for this memory. All streams that the budgets can admit fit into
 /// the windows and the stream count of one connection, even if all of them come from one node. A
 /// stream that stalls because its hop waits therefore takes nothing that another stream needs.
-fn limits(memory_bytes: u64, congestion: Congestion) -> TransportLimits {
+fn transport_limits(memory_bytes: u64, congestion: Congestion) -> TransportLimits {
     let admitted_bytes = archive_share_bytes(memory_bytes) + save_share_bytes(memory_bytes);
     let window_bytes = admitted_bytes + CONTROL_WINDOW_BYTES;
     let streams = archive_share_bytes(memory_bytes) / STREAM_WINDOW_BYTES + SPARE_STREAMS;
@@ -156,19 +156,19 @@ impl Daemon {
         let disk = Arc::new(disk);
         // The reserve is adjusted before sled opens: sled needs free space to open, and its first
         // failed write stops the daemon.
-        if let Err(error) = adjust_reserve_at_start(&*disk) {
+        if let Err(error) = adjust_and_probe_reserve(&*disk) {
             tracing::warn!(%error, "failed to adjust the disk reserve");
         }
-        let maps = SledMaps::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
+        let maps = SledCatalogueStorage::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
         let opened = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes);
-        let is_index_in_memory = opened.as_ref().is_err_and(KvError::is_full);
+        let is_index_in_memory = opened.as_ref().is_err_and(KvError::is_disk_full);
         let (index, index_failed): (Arc<dyn Kv>, _) = match opened {
             Ok((index, opened)) => {
                 tracing::info!(?opened, "index opened");
-                let failed = index.failed();
+                let failed = index.failure_token();
                 (Arc::new(index), failed)
             }
-            Err(error) if error.is_full() => {
+            Err(error) if error.is_disk_full() => {
                 tracing::error!(%error, "the disk has no room for the index: it is kept in memory");
                 let bytes = config.memory_bytes / INDEX_IN_MEMORY_PART;
                 let index = MemoryKv::bounded(usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -176,7 +176,7 @@ impl Daemon {
             }
             Err(error) => return Err(error.into()),
         };
-        let failed = [index_failed, maps.failed()];
+        let failed = [index_failed, maps.failure_token()];
         let (cluster, name) = (membership.cluster, &membership.name);
         let (store, found) = Store::open(disk.clone(), lock, index, cluster, name)?;
         tracing::info!(?found, "data folder opened");
@@ -184,7 +184,7 @@ impl Daemon {
         let transport = QuicTransport::listen(
             config.listen,
             &identity,
-            &limits(config.memory_bytes, config.congestion),
+            &transport_limits(config.memory_bytes, config.congestion),
             clock.clone(),
         )
         .await?;
@@ -208,7 +208,7 @@ impl Daemon {
         };
         let parts = NodeParts {
             store,
-            maps: Arc::new(maps),
+            db_location: Arc::new(maps),
             transport: Arc::new(transport),
             clock,
             entropy: Arc::new(SystemEntropy),
@@ -216,11 +216,11 @@ impl Daemon {
             segmentation_offload,
         };
         let node = Node::start(settings, parts)?;
-        node.spawn(|node| node.stop_when(failed));
+        node.spawn_until_stop(|node| node.stop_on_db_failure(failed));
         if is_index_in_memory {
-            node.disk_space.note_index_in_memory();
+            node.full_disk.note_index_in_memory();
         }
-        node.spawn(|node| node.run_reserve(disk));
+        node.spawn_until_stop(|node| node.run_reserve_adjustment(disk));
         Ok(Self { node, address })
     }
 
@@ -235,7 +235,7 @@ impl Daemon {
     }
 
     /// Waits until the daemon has stopped serving.
-    pub async fn stopped(&self) {
+    pub async fn wait_until_stopping(&self) {
         self.node.stop.cancelled().await;
     }
 

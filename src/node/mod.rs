@@ -20,10 +20,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use active_saves::ActiveSaves;
-use background::catch_up::CatchingUp;
-use background::registration::Registration;
+use background::catch_up::CatchUpState;
+use background::registration_and_takeover::Registration;
 use catalogue_server::serving::CatalogueServer;
-use context::{NodeContext, record_of};
+use context::{NodeContext, node_record_from_settings};
 pub use daemon::{Daemon, NodeError};
 use storage::fencing::Fencing;
 use tokio::task::JoinHandle;
@@ -43,7 +43,7 @@ use crate::net::Transport;
 use crate::net::call::Caller;
 use crate::net::pool::Pool;
 use crate::pipeline::executor::Executor;
-use crate::store::{Maps, Store};
+use crate::store::{CatalogueStorage, Store};
 use crate::wire::NodeAddress;
 use crate::workers::Workers;
 
@@ -91,7 +91,7 @@ pub struct NodeParts {
     /// The data folder.
     pub store: Store,
     /// The place of the catalogue database, which need not exist.
-    pub maps: Arc<dyn Maps>,
+    pub db_location: Arc<dyn CatalogueStorage>,
     /// The network.
     pub transport: Arc<dyn Transport>,
     /// The clock.
@@ -147,18 +147,18 @@ pub struct Node {
     /// The saves that save recovery works on now.
     recovering: ActiveSaves,
     /// The removals that save recovery retries.
-    removal_retries: Mutex<background::retry::RetrySchedule>,
+    removal_retries: Mutex<background::retry_schedule::RetrySchedule>,
     rebuilding: tokio::sync::Mutex<()>,
     /// The nodes that introduced themselves.
     introduced: Mutex<BTreeMap<PeerName, formats::Node>>,
-    retention: Mutex<background::retention::Retention>,
+    retention: Mutex<background::retention::RetentionState>,
     retained: Mutex<BTreeMap<SaveId, background::orphan_gc::RetainReason>>,
-    outage_reader: gateway::without_catalogue::OutageReader,
-    catching_up: Arc<CatchingUp>,
-    mend_queue: storage::damage::MendQueue,
-    damaged_records: storage::examine::DamagedRecords,
-    exam_limit: storage::examine::ExamLimit,
-    disk_space: storage::disk_space::DiskSpace,
+    outage_cache: gateway::reads_without_catalogue::OutageCache,
+    catching_up: Arc<CatchUpState>,
+    mend_queue: storage::damage_mending::MendQueue,
+    damaged_records: storage::examine_stripe::DamagedRecords,
+    exam_limit: storage::examine_stripe::ExamLimit,
+    full_disk: storage::full_disk::FullDiskState,
     /// Whether the node has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -173,29 +173,37 @@ impl Node {
     /// # Errors
     /// If the catalogue database of this node fails to open.
     pub fn start(settings: NodeSettings, parts: NodeParts) -> Result<Arc<Self>, CatalogueError> {
-        let NodeParts { store, maps, transport, clock, entropy, workers, segmentation_offload } =
-            parts;
+        let NodeParts {
+            store,
+            db_location: maps,
+            transport,
+            clock,
+            entropy,
+            workers,
+            segmentation_offload,
+        } = parts;
         let pool = Pool::new(transport.clone(), clock.clone());
         let caller = Caller::new(pool, clock.clone(), CALL_LIMIT);
-        let seen = store.epoch();
+        let seen = store.highest_seen_epoch();
         let open = |kv| {
             let (clock, entropy) = (clock.clone(), entropy.clone());
             LocalCatalogue::open(kv, clock, entropy, &workers, settings.lease, seen)
         };
-        let catalogue_server = CatalogueServer::start(maps, settings.begin_catalogue, seen, &open)?;
+        let catalogue_server =
+            CatalogueServer::open_or_create(maps, settings.begin_catalogue, seen, &open)?;
         let remote = Arc::new(RemoteCatalogue::new(
             caller.clone(),
-            record_of(&settings),
+            node_record_from_settings(&settings),
             settings.seeds.clone(),
         ));
         remote.set_expected_epoch(seen, store.last_db_id());
         if let Some(home) = store.last_catalogue_server() {
-            remote.add_endpoints([NodeAddress { name: home.name, host_port: home.address }]);
+            remote.add_fallback_nodes([NodeAddress { name: home.name, host_port: home.address }]);
         }
         // The stored members only help to find the catalogue. A record of them that does not open
         // is ignored here, and is written anew later.
-        let members = store.members().unwrap_or_default().nodes.into_iter();
-        remote.add_endpoints(
+        let members = store.read_members().unwrap_or_default().nodes.into_iter();
+        remote.add_fallback_nodes(
             members.map(|node| NodeAddress { name: node.name, host_port: node.address }),
         );
         let budgets = Budgets::new(settings.memory_bytes);
@@ -206,8 +214,8 @@ impl Node {
             clock.clone(),
             budgets.archive.clone(),
         );
-        let policy = background::retention::Retention::new(settings.lease);
-        let removals = Mutex::new(background::retry::RetrySchedule::new(settings.lease));
+        let policy = background::retention::RetentionState::new(settings.lease);
+        let removals = Mutex::new(background::retry_schedule::RetrySchedule::new(settings.lease));
         let context = Arc::new(NodeContext {
             id: NodeId::of(&settings.name),
             settings,
@@ -219,7 +227,7 @@ impl Node {
             catalogue_server,
             remote,
         });
-        let catching_up = Arc::new(CatchingUp::default());
+        let catching_up = Arc::new(CatchUpState::default());
         let registration = Arc::new(Registration::new(context.clone(), catching_up.clone()));
         let fencing = Arc::new(Fencing::new(context.clone(), registration.clone()));
         let node = Arc::new(Self {
@@ -236,30 +244,30 @@ impl Node {
             introduced: Mutex::default(),
             retention: policy,
             retained: Mutex::default(),
-            outage_reader: gateway::without_catalogue::OutageReader::default(),
-            mend_queue: storage::damage::MendQueue::default(),
-            damaged_records: storage::examine::DamagedRecords::default(),
-            exam_limit: storage::examine::ExamLimit::default(),
-            disk_space: storage::disk_space::DiskSpace::default(),
+            outage_cache: gateway::reads_without_catalogue::OutageCache::default(),
+            mend_queue: storage::damage_mending::MendQueue::default(),
+            damaged_records: storage::examine_stripe::DamagedRecords::default(),
+            exam_limit: storage::examine_stripe::ExamLimit::default(),
+            full_disk: storage::full_disk::FullDiskState::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
         });
-        node.spawn(Self::accept);
-        node.spawn(Self::keep_registered);
-        node.spawn(Self::run_takeover);
-        node.spawn(Self::run_catalogue_server);
-        node.spawn(Self::run_save_recovery);
-        node.spawn(Self::run_orphan_gc);
-        node.spawn(Self::run_replica_gc);
-        node.spawn(Self::run_catch_up);
-        node.spawn(Self::run_mending);
+        node.spawn_until_stop(Self::accept_connections);
+        node.spawn_until_stop(Self::keep_registered);
+        node.spawn_until_stop(Self::run_archiving_takeover);
+        node.spawn_until_stop(Self::run_majority_checks);
+        node.spawn_until_stop(Self::run_save_recovery);
+        node.spawn_until_stop(Self::run_orphan_gc);
+        node.spawn_until_stop(Self::run_replica_gc);
+        node.spawn_until_stop(Self::run_catch_up);
+        node.spawn_until_stop(Self::run_mending);
         Ok(node)
     }
 
     /// Spawns `work`, which runs until it ends or the node stops. Returns the handle of its task.
-    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F) -> JoinHandle<()>
+    fn spawn_until_stop<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F) -> JoinHandle<()>
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -299,13 +307,13 @@ impl Node {
     }
 
     /// Returns whether the node serves the catalogue and accepts changes of it.
-    pub fn serves_catalogue(&self) -> bool {
+    pub fn is_writable_catalogue_server(&self) -> bool {
         self.context.local_catalogue().is_some_and(|local| !local.is_read_only())
     }
 
     /// Returns the bytes in use in each memory share: archive, save, restore, control and requests.
     /// All are zero when nothing runs.
-    pub fn memory_in_use(&self) -> [u64; 5] {
+    pub fn used_memory_by_share(&self) -> [u64; 5] {
         let Budgets { archive, save, restore, control, requests } = &self.budgets;
         [archive, save, restore, control, requests].map(|share| share.used_bytes())
     }
@@ -315,7 +323,7 @@ impl Node {
 mod tests {
     use super::archive_share_bytes;
     use crate::gf::Fingerprint;
-    use crate::pipeline::executor::hop_bytes;
+    use crate::pipeline::executor::hop_memory_bytes;
     use crate::plan::{Input, Output};
     use crate::store::PIECE_WRITER_BYTES;
     use crate::units::MIB;
@@ -337,7 +345,7 @@ mod tests {
                 outputs: (blocks..31).map(stream).chain([stored]).collect(),
                 matrix: Vec::new(),
             };
-            let bytes = hop_bytes(&coder) + PIECE_WRITER_BYTES;
+            let bytes = hop_memory_bytes(&coder) + PIECE_WRITER_BYTES;
             assert!(bytes <= archive_share_bytes(64 * MIB), "{bytes} with {blocks} blocks");
         }
     }

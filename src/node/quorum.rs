@@ -9,7 +9,7 @@ use futures_util::stream;
 
 use super::Node;
 use super::catalogue_server::cluster_inventory::node_address;
-use super::catalogue_server::serving::tolerated;
+use super::catalogue_server::serving::tolerated_losses;
 use crate::format::records::{Node as NodeRecord, Standing};
 use crate::id::PeerName;
 use crate::kind::ErrorKind;
@@ -31,14 +31,14 @@ pub(super) struct Quorum {
     storage: Vec<PeerName>,
     standings: BTreeMap<PeerName, Standing>,
     /// The older bound: the number of nodes that may be missing while too few nodes have caught up.
-    may_miss: usize,
+    max_missing: usize,
 }
 
 /// The report that too few nodes were heard.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct TooFew {
+pub(super) struct TooFewNodes {
     storage: usize,
-    may_miss: usize,
+    max_missing: usize,
     caught_up: usize,
     silent: Vec<PeerName>,
     behind: Vec<PeerName>,
@@ -49,15 +49,18 @@ impl Quorum {
     /// `answers` come from the storage nodes among them. A node that is not on the latest list was
     /// taken off it, and knows only what it knew then: it counts as behind.
     pub(super) fn new(members: &[NodeRecord], answers: &[(NodeRecord, StandingAnswer)]) -> Self {
-        Self::of(members, answers, |name| is_on_latest_list(answers, name))
+        Self::from_answers(members, answers, |name| is_on_latest_list(answers, name))
     }
 
     /// Creates a quorum from `nodes`, the list that the catalogue has.
-    pub(super) fn of_list(nodes: &[NodeRecord], answers: &[(NodeRecord, StandingAnswer)]) -> Self {
-        Self::of(nodes, answers, |_| true)
+    pub(super) fn from_catalogue_list(
+        nodes: &[NodeRecord],
+        answers: &[(NodeRecord, StandingAnswer)],
+    ) -> Self {
+        Self::from_answers(nodes, answers, |_| true)
     }
 
-    fn of(
+    fn from_answers(
         members: &[NodeRecord],
         answers: &[(NodeRecord, StandingAnswer)],
         is_listed: impl Fn(&PeerName) -> bool,
@@ -73,17 +76,17 @@ impl Quorum {
         Self {
             storage: storage.map(|node| node.name.clone()).collect(),
             standings: answers.iter().map(standing).collect(),
-            may_miss: 0,
+            max_missing: 0,
         }
     }
 
     /// Sets the older bound from `codes`: the configured codes, and those that were found.
-    pub(super) fn bound(&mut self, codes: impl IntoIterator<Item = (u8, u8)>) {
-        self.may_miss = tolerated(codes);
+    pub(super) fn set_max_missing(&mut self, codes: impl IntoIterator<Item = (u8, u8)>) {
+        self.max_missing = tolerated_losses(codes);
     }
 
     /// Returns whether no storage node is known.
-    pub(super) fn is_empty(&self) -> bool {
+    pub(super) fn has_no_storage_nodes(&self) -> bool {
         self.storage.is_empty()
     }
 
@@ -91,14 +94,18 @@ impl Quorum {
     /// that were `heard`.
     ///
     /// # Errors
-    /// [`TooFew`] if a committed save or a removal could be unknown to all of them.
-    pub(super) fn check(&self, heard: impl Fn(&PeerName) -> bool) -> Result<(), TooFew> {
-        let standing = |name: &PeerName| self.standings.get(name).filter(|_| heard(name)).copied();
-        let mut too_few = TooFew {
+    /// [`TooFewNodes`] if a committed save or a removal could be unknown to all of them.
+    pub(super) fn check_enough_heard(
+        &self,
+        is_heard: impl Fn(&PeerName) -> bool,
+    ) -> Result<(), TooFewNodes> {
+        let standing =
+            |name: &PeerName| self.standings.get(name).filter(|_| is_heard(name)).copied();
+        let mut too_few = TooFewNodes {
             storage: self.storage.len(),
             // The bound is always less than half of the nodes, whatever the codes: another rebuild
             // may reach the other half.
-            may_miss: self.may_miss.min(self.storage.len().saturating_sub(1) / 2),
+            max_missing: self.max_missing.min(self.storage.len().saturating_sub(1) / 2),
             caught_up: 0,
             silent: Vec::new(),
             behind: Vec::new(),
@@ -112,7 +119,7 @@ impl Quorum {
             }
         }
         let missing = too_few.silent.len() + too_few.behind.len();
-        match too_few.caught_up >= majority(self.storage.len()) || missing <= too_few.may_miss {
+        match too_few.caught_up >= majority(self.storage.len()) || missing <= too_few.max_missing {
             true => Ok(()),
             false => Err(too_few),
         }
@@ -130,9 +137,9 @@ pub(super) fn is_on_latest_list(answers: &[(NodeRecord, StandingAnswer)], name: 
     latest.is_none_or(|latest| latest.listed.contains(name))
 }
 
-impl fmt::Display for TooFew {
+impl fmt::Display for TooFewNodes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { storage, may_miss, caught_up, silent, behind } = self;
+        let Self { storage, max_missing: may_miss, caught_up, silent, behind } = self;
         let missing = silent.len() + behind.len();
         if storage - missing > *caught_up {
             // Some data folders are from before catch-up records existed, so the older bound is
@@ -170,10 +177,10 @@ impl Node {
             .on_store(|store| {
                 // The list is stored before the revision. Reading the revision first ensures that
                 // the list is at least as new as the reported revision.
-                let (epoch, revision) = (store.epoch(), store.list_revision());
-                let nodes = store.members().unwrap_or_default().nodes;
+                let (epoch, revision) = (store.highest_seen_epoch(), store.revision_of_any_db());
+                let nodes = store.read_members().unwrap_or_default().nodes;
                 let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
-                let (standing, listed) = (store.standing(), listed.collect());
+                let (standing, listed) = (store.catch_up_standing(), listed.collect());
                 Ok::<_, RemoteError>(StandingAnswer { standing, epoch, revision, listed })
             })
             .await
@@ -246,7 +253,11 @@ mod tests {
                 .collect();
             for heard in 0..=all {
                 let quorum = Quorum::new(&members, &answers[..heard]);
-                assert_eq!(quorum.check(|_| true).is_ok(), heard * 2 > all, "{heard} of {all}");
+                assert_eq!(
+                    quorum.check_enough_heard(|_| true).is_ok(),
+                    heard * 2 > all,
+                    "{heard} of {all}"
+                );
             }
         }
     }
@@ -256,15 +267,16 @@ mod tests {
         let members: Vec<_> = (0..5).map(node).collect();
         let caught_up = |index| (node(index), says(Standing::CaughtUp, 5, 0..5));
         let mut answers = vec![caught_up(0), caught_up(1), caught_up(2)];
-        assert_eq!(Quorum::new(&members, &answers).check(|_| true), Ok(()));
+        assert_eq!(Quorum::new(&members, &answers).check_enough_heard(|_| true), Ok(()));
         answers[2].1.standing = Standing::Behind;
-        let refused = Quorum::new(&members, &answers).check(|_| true).unwrap_err().to_string();
+        let refused =
+            Quorum::new(&members, &answers).check_enough_heard(|_| true).unwrap_err().to_string();
         assert!(refused.contains("2 of 5") && refused.contains("start n3, n4"), "{refused}");
         assert!(refused.contains("behind") && refused.ends_with("n2"), "{refused}");
         // The list of the node that has heard of a later revision does not contain n2.
         answers[2] = caught_up(2);
         answers[0].1 = says(Standing::CaughtUp, 6, 0..2);
-        assert!(Quorum::new(&members, &answers).check(|_| true).is_err());
+        assert!(Quorum::new(&members, &answers).check_enough_heard(|_| true).is_err());
     }
 
     #[test]
@@ -274,8 +286,8 @@ mod tests {
             (0..5).map(|index| (node(index), says(Standing::Unknown, 5, 0..6))).collect();
         let check = |answers: &[_]| {
             let mut quorum = Quorum::new(&members, answers);
-            quorum.bound([(6, 4), (4, 2)]);
-            quorum.check(|_| true).map_err(|too_few| too_few.to_string())
+            quorum.set_max_missing([(6, 4), (4, 2)]);
+            quorum.check_enough_heard(|_| true).map_err(|too_few| too_few.to_string())
         };
         assert_eq!(check(&answers), Ok(()));
         answers[0].1.standing = Standing::Behind;
@@ -283,7 +295,7 @@ mod tests {
         assert!(refused.contains("at most 1 may be"), "{refused}");
         // A code that needs more nodes than there are does not allow half of them to be missing.
         let mut few = Quorum::new(&members[..4], &answers[1..3]);
-        few.bound([(16, 11)]);
-        assert!(few.check(|_| true).is_err());
+        few.set_max_missing([(16, 11)]);
+        assert!(few.check_enough_heard(|_| true).is_err());
     }
 }

@@ -34,7 +34,7 @@ impl BusyRetry {
 
     /// Waits before the next try and returns `true`. Returns `false` at once if the time limit of
     /// [`BUSY_LIMIT`] has passed.
-    pub async fn wait(&mut self) -> bool {
+    pub async fn wait_unless_expired(&mut self) -> bool {
         if self.clock.now() - self.began > BUSY_LIMIT {
             return false;
         }
@@ -61,7 +61,7 @@ mod tests {
             let mut patience = BusyRetry::new(clock.clone(), Arc::new(SeededEntropy::new(seed)));
             let mut waits = Vec::new();
             let mut last = clock.now();
-            while patience.wait().await {
+            while patience.wait_unless_expired().await {
                 waits.push(clock.now() - last);
                 last = clock.now();
             }

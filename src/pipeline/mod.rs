@@ -5,5 +5,5 @@ pub mod busy_retry;
 pub mod coordinator;
 pub mod executor;
 pub mod read;
-pub mod shard_records;
+pub mod record_fetch;
 pub mod upload;

@@ -2,8 +2,8 @@
 
 use super::StoreError;
 use super::data_folder::Store;
-use super::error::root_error;
-use super::temporary::{FileSpec, StoreOutcome, Temporary};
+use super::error::root_mismatch_error;
+use super::temporary_file::{FileSpec, StoreOutcome, TemporaryFile};
 use crate::format::file::{Content, MAX_TAIL_BYTES};
 use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
 use crate::id::StripeId;
@@ -31,41 +31,42 @@ pub struct BlockSpec {
 
 /// A writer of one replica. Dropping it before [`finish`](Self::finish) leaves nothing.
 pub struct BlockWriter {
-    temporary: Temporary,
+    temporary: TemporaryFile,
     fingerprint: Option<FingerprintFn>,
     hashes: Vec<Hash>,
     /// The received part of the next grain, always shorter than the grain.
     partial: Vec<u8>,
     /// Set after a failed write: the contents of the file are unknown.
-    broken: bool,
+    has_failed: bool,
 }
 
 impl Store {
     /// Begins to write a replica and reserves space for all of it. Returns its writer.
-    pub fn write_block(
+    pub fn create_block_writer(
         &self,
         spec: BlockSpec,
         fingerprint: Option<FingerprintFn>,
     ) -> Result<BlockWriter, StoreError> {
         let content = Content::Replica { block: spec.block };
         let BlockSpec { stripe, layout, len_bytes, .. } = spec;
-        let temporary = Temporary::create(self, FileSpec { stripe, content, layout, len_bytes })?;
+        let temporary =
+            TemporaryFile::create(self, FileSpec { stripe, content, layout, len_bytes })?;
         Ok(BlockWriter {
             temporary,
             fingerprint,
             hashes: Vec::new(),
             partial: Vec::new(),
-            broken: false,
+            has_failed: false,
         })
     }
 }
 
 impl BlockWriter {
-    fn misuse(&self, why: &'static str) -> StoreError {
+    fn misuse_error(&self, why: &'static str) -> StoreError {
         StoreError::Misuse { key: self.temporary.key(), why }
     }
 
-    fn written_bytes(&self) -> u64 {
+    fn received_bytes(&self) -> u64 {
         self.hashes.len() as u64 * GRAIN_BYTES + self.partial.len() as u64
     }
 
@@ -74,32 +75,32 @@ impl BlockWriter {
     /// # Errors
     /// [`StoreError::Misuse`] if there are more bytes than announced, or a write failed before.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
-        if self.broken {
-            return Err(self.misuse("a write has failed before: begin again"));
+        if self.has_failed {
+            return Err(self.misuse_error("a write has failed before: begin again"));
         }
         if bytes.len() as u64 > self.missing_bytes() {
-            return Err(self.misuse("more bytes than announced"));
+            return Err(self.misuse_error("more bytes than announced"));
         }
-        self.broken = true;
-        let done = self.take(bytes);
-        self.broken = done.is_err();
+        self.has_failed = true;
+        let done = self.append_by_grains(bytes);
+        self.has_failed = done.is_err();
         done
     }
 
     /// Returns the number of bytes that are still missing.
     pub fn missing_bytes(&self) -> u64 {
-        // A short last grain counts as a whole one in `written_bytes`, which may therefore exceed
+        // A short last grain counts as a whole one in `received_bytes`, which may therefore exceed
         // the length.
-        self.temporary.len_bytes().saturating_sub(self.written_bytes())
+        self.temporary.len_bytes().saturating_sub(self.received_bytes())
     }
 
-    fn take(&mut self, mut bytes: &[u8]) -> Result<(), StoreError> {
+    fn append_by_grains(&mut self, mut bytes: &[u8]) -> Result<(), StoreError> {
         while !bytes.is_empty() {
             let grain = grain_len(self.temporary.len_bytes(), self.hashes.len() as u64) as usize;
             if self.partial.is_empty()
                 && let Some((whole, rest)) = bytes.split_at_checked(grain)
             {
-                self.grain(whole)?;
+                self.write_grain(whole)?;
                 bytes = rest;
                 continue;
             }
@@ -108,7 +109,7 @@ impl BlockWriter {
             bytes = rest;
             if self.partial.len() == grain {
                 let mut whole = std::mem::take(&mut self.partial);
-                self.grain(&whole)?;
+                self.write_grain(&whole)?;
                 whole.clear();
                 self.partial = whole;
             }
@@ -116,10 +117,10 @@ impl BlockWriter {
         Ok(())
     }
 
-    fn grain(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
+    fn write_grain(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
         let index = self.hashes.len() as u64;
         let hash = grain_hash(self.temporary.len_bytes(), index, bytes)
-            .ok_or_else(|| self.misuse("a grain of the wrong length"))?;
+            .ok_or_else(|| self.misuse_error("a grain of the wrong length"))?;
         if let Some(fingerprint) = &mut self.fingerprint {
             fingerprint(index, bytes);
         }
@@ -135,18 +136,18 @@ impl BlockWriter {
     /// [`StoreError::Root`] if the root differs from the announced one, and [`StoreError::Misuse`]
     /// if bytes are missing; nothing is left behind.
     pub fn finish(mut self, expected_root: Option<Hash>) -> Result<StoreOutcome, StoreError> {
-        if self.broken || self.missing_bytes() > 0 {
-            return Err(self.misuse("fewer bytes than announced"));
+        if self.has_failed || self.missing_bytes() > 0 {
+            return Err(self.misuse_error("fewer bytes than announced"));
         }
         let key = self.temporary.key();
         let hashes = std::mem::take(&mut self.hashes);
         let tree = GrainTree::from_hashes(self.temporary.len_bytes(), hashes)
-            .map_err(|_| self.misuse("fewer bytes than announced"))?;
+            .map_err(|_| self.misuse_error("fewer bytes than announced"))?;
         if let Some(expected) = expected_root.filter(|expected| *expected != tree.root()) {
-            return Err(root_error(key, expected, tree.root()));
+            return Err(root_mismatch_error(key, expected, tree.root()));
         }
         let tail = self.temporary.write_tail(&tree)?;
         self.temporary.file().sync()?;
-        self.temporary.publish(&tail)
+        self.temporary.publish_under_key(&tail)
     }
 }

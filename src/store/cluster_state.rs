@@ -13,7 +13,7 @@ const CATCH_UP: &str = "catch-up";
 
 impl Store {
     /// Returns the epoch record on disk, or `None`.
-    pub(super) fn seen_on_disk(&self) -> Result<Option<SeenEpoch>, StoreError> {
+    pub(super) fn read_seen_epoch(&self) -> Result<Option<SeenEpoch>, StoreError> {
         let noted = self.get_sealed(EPOCH, RecordKind::Epoch);
         noted.map_err(|error| match error {
             StoreError::Format { path, source } => StoreError::Epoch { path, source },
@@ -23,52 +23,55 @@ impl Store {
 
     /// Returns the record of the last catalogue revision. A record that does not open counts as
     /// missing: the record helps to detect an old copy of the catalogue, but nothing depends on it.
-    pub(super) fn heard_on_disk(&self) -> Option<Heard> {
+    pub(super) fn read_last_revision(&self) -> Option<Heard> {
         self.get_sealed(HEARD, RecordKind::Heard).ok().flatten()
     }
 
     /// Returns the last revision that this node knows of the catalogue database of its epoch; 0 if
     /// it knows none.
-    pub fn revision(&self) -> u64 {
-        let (map, heard) = (self.last_db_id(), *self.heard());
+    pub fn revision_of_current_db(&self) -> u64 {
+        let (map, heard) = (self.last_db_id(), *self.lock_last_revision());
         heard.filter(|heard| map == Some(heard.map)).map_or(0, |heard| heard.revision)
     }
 
     /// Returns the last catalogue revision that this node knows, of any catalogue database;
     /// revisions grow from one database to the next. The node's list of members is at least as new.
     /// Returns 0 if it knows none.
-    pub fn list_revision(&self) -> u64 {
-        self.heard().map_or(0, |heard| heard.revision)
+    pub fn revision_of_any_db(&self) -> u64 {
+        self.lock_last_revision().map_or(0, |heard| heard.revision)
     }
 
     /// Records durably that the catalogue database `map` has reached `revision`. Does nothing if
     /// the node already knows that revision or a higher one of the same database.
-    pub fn note_revision(&self, map: DbId, revision: u64) -> Result<(), StoreError> {
+    pub fn record_revision(&self, db_id: DbId, revision: u64) -> Result<(), StoreError> {
         // One writer at a time. Readers of the revision do not wait for the disk.
-        let _noting = self.noting();
-        if self.heard().is_some_and(|heard| map == heard.map && revision <= heard.revision) {
+        let _noting = self.lock_revision_writer();
+        if self
+            .lock_last_revision()
+            .is_some_and(|heard| db_id == heard.map && revision <= heard.revision)
+        {
             return Ok(());
         }
-        let now = Heard { map, revision };
+        let now = Heard { map: db_id, revision };
         self.put_sealed(HEARD, RecordKind::Heard, &now)?;
-        *self.heard() = Some(now);
+        *self.lock_last_revision() = Some(now);
         Ok(())
     }
 
     /// Returns the highest catalogue epoch that this node has seen.
-    pub fn epoch(&self) -> Epoch {
-        self.seen().epoch
+    pub fn highest_seen_epoch(&self) -> Epoch {
+        self.lock_seen_epoch().epoch
     }
 
     /// Returns the catalogue server that claimed that epoch from this node, if any.
     pub fn last_catalogue_server(&self) -> Option<Home> {
-        self.seen().home.clone()
+        self.lock_seen_epoch().home.clone()
     }
 
     /// Returns the id of that epoch's catalogue database, or `None` if this node does not know it
     /// yet.
     pub fn last_db_id(&self) -> Option<DbId> {
-        self.seen().map
+        self.lock_seen_epoch().map
     }
 
     /// Records that `epoch` was seen, durably if it is new.
@@ -76,10 +79,10 @@ impl Store {
     /// # Errors
     /// [`StoreError::StaleEpoch`] if a later epoch was seen.
     pub fn raise_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
-        let mut seen = self.seen();
-        refuse_older(&seen, epoch)?;
+        let mut seen = self.lock_seen_epoch();
+        refuse_older_epoch(&seen, epoch)?;
         if epoch > seen.epoch {
-            self.note(&mut seen, SeenEpoch { epoch, map: None, home: None })?;
+            self.write_seen_epoch(&mut seen, SeenEpoch { epoch, map: None, home: None })?;
         }
         Ok(())
     }
@@ -87,48 +90,48 @@ impl Store {
     /// Records durably that `map` is the catalogue database of `epoch`.
     ///
     /// # Errors
-    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::OtherMap`] if
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::OtherDatabase`] if
     /// `epoch` has another database.
-    pub fn note_db_id(&self, epoch: Epoch, map: DbId) -> Result<(), StoreError> {
-        self.note_catalogue_server(epoch, map, None)
+    pub fn record_db_id(&self, epoch: Epoch, db_id: DbId) -> Result<(), StoreError> {
+        self.record_db_and_server(epoch, db_id, None)
     }
 
-    /// Records the same as [`note_db_id`](Self::note_db_id), and that the catalogue server `home`
+    /// Records the same as [`record_db_id`](Self::record_db_id), and that the catalogue server `home`
     /// serves the database.
-    pub fn claim_epoch(&self, epoch: Epoch, map: DbId, home: Home) -> Result<(), StoreError> {
-        self.note_catalogue_server(epoch, map, Some(home))
+    pub fn claim_epoch(&self, epoch: Epoch, db_id: DbId, server: Home) -> Result<(), StoreError> {
+        self.record_db_and_server(epoch, db_id, Some(server))
     }
 
-    fn note_catalogue_server(
+    fn record_db_and_server(
         &self,
         epoch: Epoch,
-        map: DbId,
-        home: Option<Home>,
+        db_id: DbId,
+        server: Option<Home>,
     ) -> Result<(), StoreError> {
-        let mut seen = self.seen();
-        refuse_older(&seen, epoch)?;
+        let mut seen = self.lock_seen_epoch();
+        refuse_older_epoch(&seen, epoch)?;
         let is_known = epoch == seen.epoch && seen.map.is_some();
-        if is_known && seen.map != Some(map) {
-            return Err(StoreError::OtherMap { epoch });
+        if is_known && seen.map != Some(db_id) {
+            return Err(StoreError::OtherDatabase { epoch });
         }
-        if is_known && (home.is_none() || home == seen.home) {
+        if is_known && (server.is_none() || server == seen.home) {
             return Ok(());
         }
-        self.note(&mut seen, SeenEpoch { epoch, map: Some(map), home })
+        self.write_seen_epoch(&mut seen, SeenEpoch { epoch, map: Some(db_id), home: server })
     }
 
-    fn note(&self, seen: &mut SeenEpoch, now: SeenEpoch) -> Result<(), StoreError> {
-        if !now.epoch.is_near(seen.epoch) {
-            return Err(StoreError::FarEpoch { seen: seen.epoch, given: now.epoch });
+    fn write_seen_epoch(&self, seen: &mut SeenEpoch, new: SeenEpoch) -> Result<(), StoreError> {
+        if !new.epoch.is_near(seen.epoch) {
+            return Err(StoreError::FarEpoch { seen: seen.epoch, given: new.epoch });
         }
-        self.put_sealed(EPOCH, RecordKind::Epoch, &now)?;
-        *seen = now;
+        self.put_sealed(EPOCH, RecordKind::Epoch, &new)?;
+        *seen = new;
         Ok(())
     }
 
     /// Returns whether this node has caught up with the committed and the removed saves. A record
     /// that does not open counts as [`Standing::Behind`].
-    pub fn standing(&self) -> Standing {
+    pub fn catch_up_standing(&self) -> Standing {
         match self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp) {
             Ok(None) => Standing::Unknown,
             Ok(Some(CatchUp { registered: Some(_) })) => Standing::CaughtUp,
@@ -138,42 +141,42 @@ impl Store {
 
     /// Returns the number of the registration under which this node caught up, or `None` if it has
     /// not.
-    pub fn caught_up_as(&self) -> Option<u64> {
+    pub fn caught_up_registration(&self) -> Option<u64> {
         let record = self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp);
         record.ok().flatten().and_then(|record| record.registered)
     }
 
     /// Records durably that this node has caught up under a registration, if `epoch` is still the
     /// highest that it has seen.
-    pub fn note_caught_up(&self, epoch: Epoch, registered: u64) -> Result<(), StoreError> {
+    pub fn record_caught_up(&self, epoch: Epoch, registered: u64) -> Result<(), StoreError> {
         // Held during the write, so that a concurrent claim comes after it and its rebuild finds
         // the record.
-        let seen = self.seen();
-        refuse_older(&seen, epoch)?;
+        let seen = self.lock_seen_epoch();
+        refuse_older_epoch(&seen, epoch)?;
         let record = CatchUp { registered: Some(registered) };
         self.put_sealed(CATCH_UP, RecordKind::CatchUp, &record)
     }
 
     /// Records durably that this node is behind.
-    pub fn note_behind(&self) -> Result<(), StoreError> {
+    pub fn record_behind(&self) -> Result<(), StoreError> {
         self.put_sealed(CATCH_UP, RecordKind::CatchUp, &CatchUp { registered: None })
     }
 
     /// Returns the nodes of the cluster as this node last heard; empty if it never did.
-    pub fn members(&self) -> Result<Members, StoreError> {
+    pub fn read_members(&self) -> Result<Members, StoreError> {
         Ok(self.get_sealed(MEMBERS, RecordKind::Members)?.unwrap_or_default())
     }
 
     /// Records the nodes of the cluster durably.
     pub fn put_members(&self, members: &Members) -> Result<(), StoreError> {
-        if self.members().is_ok_and(|known| known == *members) {
+        if self.read_members().is_ok_and(|known| known == *members) {
             return Ok(());
         }
         self.put_sealed(MEMBERS, RecordKind::Members, members)
     }
 }
 
-pub(super) fn refuse_older(seen: &SeenEpoch, epoch: Epoch) -> Result<(), StoreError> {
+pub(super) fn refuse_older_epoch(seen: &SeenEpoch, epoch: Epoch) -> Result<(), StoreError> {
     if epoch < seen.epoch {
         return Err(StoreError::StaleEpoch { seen: seen.epoch, given: epoch });
     }
@@ -216,16 +219,19 @@ mod tests {
         drop(store);
         let store = open(&disk);
         assert!(store.put_members(&Members::default()).is_err());
-        assert!(store.note_revision(DbId([1; 16]), 9).is_err());
-        assert!(store.note_behind().is_err() && store.note_caught_up(Epoch(1), 4).is_err());
-        assert_eq!((store.revision(), store.standing()), (0, Standing::Behind));
+        assert!(store.record_revision(DbId([1; 16]), 9).is_err());
+        assert!(store.record_behind().is_err() && store.record_caught_up(Epoch(1), 4).is_err());
+        assert_eq!(
+            (store.revision_of_current_db(), store.catch_up_standing()),
+            (0, Standing::Behind)
+        );
         for (path, kind) in notes {
             assert_eq!(store.get_record(path).unwrap(), Some(later(kind)), "{path}");
         }
         // A damaged record is written anew.
         store.put_record(HEARD, b"rot").unwrap();
-        store.note_revision(DbId([1; 16]), 9).unwrap();
-        assert_eq!(store.revision(), 9);
+        store.record_revision(DbId([1; 16]), 9).unwrap();
+        assert_eq!(store.revision_of_current_db(), 9);
     }
 
     #[test]
@@ -236,17 +242,17 @@ mod tests {
         store.raise_epoch(Epoch(2)).unwrap();
         // The epoch is known, but no catalogue server has claimed it yet.
         store.claim_epoch(Epoch(2), ours, home("a")).unwrap();
-        store.note_db_id(Epoch(2), ours).unwrap();
+        store.record_db_id(Epoch(2), ours).unwrap();
         for other in
-            [store.claim_epoch(Epoch(2), theirs, home("b")), store.note_db_id(Epoch(2), theirs)]
+            [store.claim_epoch(Epoch(2), theirs, home("b")), store.record_db_id(Epoch(2), theirs)]
         {
-            assert!(matches!(other, Err(StoreError::OtherMap { epoch: Epoch(2) })));
+            assert!(matches!(other, Err(StoreError::OtherDatabase { epoch: Epoch(2) })));
         }
         drop(store);
         let disk = Arc::new(disk.crash());
         let store = open(&disk);
         assert_eq!(
-            (store.epoch(), store.last_db_id(), store.last_catalogue_server()),
+            (store.highest_seen_epoch(), store.last_db_id(), store.last_catalogue_server()),
             (Epoch(2), Some(ours), Some(home("a")))
         );
         let older = store.claim_epoch(Epoch(1), ours, home("a"));
@@ -256,23 +262,23 @@ mod tests {
         store.claim_epoch(Epoch(3), theirs, home("b")).unwrap();
         store.raise_epoch(Epoch(4)).unwrap();
         assert_eq!(
-            (store.epoch(), store.last_db_id(), store.last_catalogue_server()),
+            (store.highest_seen_epoch(), store.last_db_id(), store.last_catalogue_server()),
             (Epoch(4), None, None)
         );
         store.claim_epoch(Epoch(4), ours, home("a")).unwrap();
-        assert_eq!(store.revision(), 0);
+        assert_eq!(store.revision_of_current_db(), 0);
         for (map, revision, last) in [(ours, 7, 7), (ours, 5, 7), (theirs, 9, 0), (ours, 8, 8)] {
-            store.note_revision(map, revision).unwrap();
-            assert_eq!(store.revision(), last);
+            store.record_revision(map, revision).unwrap();
+            assert_eq!(store.revision_of_current_db(), last);
         }
         drop(store);
         let disk = Arc::new(disk.crash());
         let store = open(&disk);
-        assert_eq!(store.revision(), 8);
+        assert_eq!(store.revision_of_current_db(), 8);
         // No epoch can follow the highest number.
-        for far in [store.raise_epoch(Epoch(u64::MAX)), store.note_db_id(Epoch(1 << 40), ours)] {
+        for far in [store.raise_epoch(Epoch(u64::MAX)), store.record_db_id(Epoch(1 << 40), ours)] {
             assert!(matches!(far, Err(StoreError::FarEpoch { .. })));
         }
-        assert_eq!(store.epoch(), Epoch(4));
+        assert_eq!(store.highest_seen_epoch(), Epoch(4));
     }
 }

@@ -7,19 +7,19 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
-use super::damage::NotedFiles;
+use super::damage_notes::DamageNotes;
 use super::disk::{Disk, DiskEntry, DiskLock, Space};
-use super::index::{FileInfo, Index, Totals};
-use super::kv::Kv;
-use super::paths::if_found;
-use super::paths::{
+use super::durable_paths::if_found;
+use super::durable_paths::{
     FileNames, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
 };
+use super::file_index::{FileInfo, Index, Totals};
+use super::kv::Kv;
 use super::real_disk::RealDisk;
-use super::reconcile::{OpenFindings, Reconciled};
+use super::reconcile_index::{OpenFindings, ReconcileCounts};
 use super::sled_kv::{Opened, SledKv};
 use super::stored_file::StoredFile;
-use super::tombstones::Slots;
+use super::tombstones::TombstoneSlots;
 use crate::format::FormatError;
 use crate::format::envelope::{RecordKind, open_envelope, open_record, seal_record};
 use crate::format::file::FileKey;
@@ -57,14 +57,14 @@ struct Inner {
     index: Index,
     cluster: ClusterId,
     node: NodeId,
-    seen: Mutex<SeenEpoch>,
-    heard: Mutex<Option<Heard>>,
-    noting: Mutex<()>,
+    seen_epoch: Mutex<SeenEpoch>,
+    last_revision: Mutex<Option<Heard>>,
+    revision_writer: Mutex<()>,
     next_quarantine: AtomicU64,
-    graves: Mutex<()>,
-    slots: Mutex<Slots>,
-    damaged: Mutex<NotedFiles>,
-    found: OnceLock<OpenFindings>,
+    removed_saves_lock: Mutex<()>,
+    slots: Mutex<TombstoneSlots>,
+    damage_notes: Mutex<DamageNotes>,
+    open_findings: OnceLock<OpenFindings>,
     _lock: DiskLock,
 }
 
@@ -77,7 +77,7 @@ impl Store {
         index_cache_bytes: u64,
         cluster: ClusterId,
         name: &PeerName,
-    ) -> Result<(Self, Reconciled, Opened), StoreError> {
+    ) -> Result<(Self, ReconcileCounts, Opened), StoreError> {
         let disk = RealDisk::open(path)?;
         let lock = disk.lock(LOCK_FILE)?;
         let (kv, opened) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), index_cache_bytes)?;
@@ -101,7 +101,7 @@ impl Store {
         kv: Arc<dyn Kv>,
         cluster: ClusterId,
         name: &PeerName,
-    ) -> Result<(Self, Reconciled), StoreError> {
+    ) -> Result<(Self, ReconcileCounts), StoreError> {
         disk.sync_all()?;
         let identity = NodeIdentity { cluster, name: name.clone(), format: FOLDER_FORMAT };
         let inner = Inner {
@@ -110,28 +110,28 @@ impl Store {
             disk,
             cluster,
             node: NodeId::of(name),
-            seen: Mutex::default(),
-            heard: Mutex::default(),
-            noting: Mutex::default(),
+            seen_epoch: Mutex::default(),
+            last_revision: Mutex::default(),
+            revision_writer: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
-            graves: Mutex::default(),
+            removed_saves_lock: Mutex::default(),
             slots: Mutex::default(),
-            damaged: Mutex::default(),
-            found: OnceLock::new(),
+            damage_notes: Mutex::default(),
+            open_findings: OnceLock::new(),
             _lock: lock,
         };
         let store = Self { inner: Arc::new(inner) };
-        store.check_identity(&identity)?;
-        *store.seen() = store.seen_on_disk()?.unwrap_or_default();
-        *store.heard() = store.heard_on_disk();
-        store.open_slots()?;
-        let found = store.reconcile()?;
+        store.check_or_claim_folder(&identity)?;
+        *store.lock_seen_epoch() = store.read_seen_epoch()?.unwrap_or_default();
+        *store.lock_last_revision() = store.read_last_revision();
+        store.load_or_create_slots()?;
+        let found = store.reconcile_index()?;
         let counts = found.counts;
-        let _ = store.inner.found.set(found);
+        let _ = store.inner.open_findings.set(found);
         Ok((store, counts))
     }
 
-    fn check_identity(&self, ours: &NodeIdentity) -> Result<(), StoreError> {
+    fn check_or_claim_folder(&self, ours: &NodeIdentity) -> Result<(), StoreError> {
         let found: Option<NodeIdentity> = self.get_sealed(IDENTITY, RecordKind::NodeIdentity)?;
         let fresh = found.is_none();
         match found {
@@ -167,7 +167,7 @@ impl Store {
         if fresh {
             // Written before the identity: a new node knows of no save, whatever a node of the same
             // name was told before.
-            self.note_behind()?;
+            self.record_behind()?;
             self.put_sealed(IDENTITY, RecordKind::NodeIdentity, ours)?;
         }
         Ok(())
@@ -201,23 +201,23 @@ impl Store {
         self.put_record(path, &bytes).map(drop)
     }
 
-    pub(super) fn seen(&self) -> MutexGuard<'_, SeenEpoch> {
-        self.inner.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock_seen_epoch(&self) -> MutexGuard<'_, SeenEpoch> {
+        self.inner.seen_epoch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn heard(&self) -> MutexGuard<'_, Option<Heard>> {
-        self.inner.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock_last_revision(&self) -> MutexGuard<'_, Option<Heard>> {
+        self.inner.last_revision.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn noting(&self) -> MutexGuard<'_, ()> {
-        self.inner.noting.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock_revision_writer(&self) -> MutexGuard<'_, ()> {
+        self.inner.revision_writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn disk(&self) -> &dyn Disk {
         self.inner.disk.as_ref()
     }
 
-    pub(super) fn names(&self) -> &FileNames {
+    pub(super) fn durable_names(&self) -> &FileNames {
         &self.inner.names
     }
 
@@ -225,20 +225,20 @@ impl Store {
         &self.inner.index
     }
 
-    pub(super) fn damaged(&self) -> &Mutex<NotedFiles> {
-        &self.inner.damaged
+    pub(super) fn damage_notes_mutex(&self) -> &Mutex<DamageNotes> {
+        &self.inner.damage_notes
     }
 
     /// Returns the lock that is held during a change of the removed-save set.
-    pub(super) fn graves(&self) -> &Mutex<()> {
-        &self.inner.graves
+    pub(super) fn removed_saves_lock(&self) -> &Mutex<()> {
+        &self.inner.removed_saves_lock
     }
 
-    pub(super) fn slots_of_folder(&self) -> &Mutex<Slots> {
+    pub(super) fn slots_mutex(&self) -> &Mutex<TombstoneSlots> {
         &self.inner.slots
     }
 
-    pub(super) fn next_quarantine(&self) -> &AtomicU64 {
+    pub(super) fn next_quarantine_number(&self) -> &AtomicU64 {
         &self.inner.next_quarantine
     }
 
@@ -257,7 +257,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError::Damaged`] if the file has a damage note, or the error that opening it gives.
-    pub fn open_file(&self, key: FileKey) -> Result<StoredFile, StoreError> {
+    pub fn open_undamaged_file(&self, key: FileKey) -> Result<StoredFile, StoreError> {
         if self.is_damaged(key) {
             return Err(StoreError::Damaged { key });
         }
@@ -266,37 +266,38 @@ impl Store {
 
     /// Removes a file and returns once the removal is durable. Returns `false` if there was none.
     /// The caller decides whether the file may be removed.
-    pub fn remove(&self, key: FileKey) -> Result<bool, StoreError> {
-        let removed = self.names().remove(&file_path(key))?;
-        self.unlist(key);
-        self.forget_note(key, |_| self.number_of(key).is_none())?;
+    pub fn remove_file(&self, key: FileKey) -> Result<bool, StoreError> {
+        let removed = self.durable_names().remove_durably(&file_path(key))?;
+        self.remove_index_entry(key);
+        self.remove_damage_note_if(key, |_| self.current_inode_number(key).is_none())?;
         Ok(removed)
     }
 
     /// Removes the index entry of a file that was removed or quarantined. If that fails, the next
     /// start corrects the index.
-    pub(super) fn unlist(&self, key: FileKey) {
-        if let Err(error) = self.index().update(key, None) {
+    pub(super) fn remove_index_entry(&self, key: FileKey) {
+        if let Err(error) = self.index().reconcile_entry(key, None) {
             tracing::error!(%key, %error, "failed to remove the index entry of a file that was removed or quarantined: the next start corrects the index");
         }
     }
 
     /// Corrects the index entry of `key` to match the file. Never changes the file.
-    pub fn correct_index(&self, key: FileKey) -> Result<(), StoreError> {
-        let info = |store: &Self| store.open_file(key).ok().map(|file| file.info());
+    pub fn correct_index_entry(&self, key: FileKey) -> Result<(), StoreError> {
+        let info =
+            |store: &Self| store.open_undamaged_file(key).ok().map(|file| file.index_entry());
         let before = info(self);
-        self.index().update(key, before)?;
+        self.index().reconcile_entry(key, before)?;
         // A file may have been published between the read and the update: it counts.
         match info(self) {
-            after if after != before => self.index().update(key, after),
+            after if after != before => self.index().reconcile_entry(key, after),
             _ => Ok(()),
         }
     }
 
     /// Returns the replica and piece files of a stripe that count, ordered by name, from the index.
-    pub fn find(&self, stripe: StripeId) -> Result<Vec<FileInfo>, StoreError> {
-        let mut found = self.index().find(stripe)?;
-        let notes = self.notes();
+    pub fn list_undamaged_files(&self, stripe: StripeId) -> Result<Vec<FileInfo>, StoreError> {
+        let mut found = self.index().list_stripe_files(stripe)?;
+        let notes = self.lock_damage_notes();
         found.retain(|info| !notes.contains_key(&info.key()));
         Ok(found)
     }
@@ -304,7 +305,7 @@ impl Store {
     /// Returns the replica and piece files of a stripe that the folder has or the index names, with
     /// their lengths in bytes. A removal uses this list. A file that only the index names has
     /// length 0.
-    pub fn every_file(&self, stripe: StripeId) -> Result<Vec<(FileKey, u64)>, StoreError> {
+    pub fn list_all_files(&self, stripe: StripeId) -> Result<Vec<(FileKey, u64)>, StoreError> {
         let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
         let on_disk = entries.into_iter().filter(|entry| !entry.is_dir);
         let key = |entry: DiskEntry| {
@@ -313,7 +314,7 @@ impl Store {
         };
         let mut files: Vec<(FileKey, u64)> = on_disk.filter_map(key).collect();
         // A failed index contributes nothing; the next start corrects it.
-        for info in self.index().find(stripe).unwrap_or_default() {
+        for info in self.index().list_stripe_files(stripe).unwrap_or_default() {
             if files.iter().all(|(key, _)| *key != info.key()) {
                 files.push((info.key(), 0));
             }
@@ -323,13 +324,13 @@ impl Store {
 
     /// Returns the shards of which this folder holds anything, in order, from the first one after
     /// `after`. All names are read at once.
-    pub fn shards(
+    pub fn shards_after(
         &self,
         after: Option<ShardId>,
     ) -> Result<impl Iterator<Item = ShardId>, StoreError> {
         // Read the slots first: a tombstone's file is written before its slot is freed.
         let in_slots = self.shards_in_slots();
-        let names = self.disk().folders(SHARDS)?;
+        let names = self.disk().list_folders(SHARDS)?;
         let mut shards: Vec<ShardId> = names.iter().filter_map(|name| name.parse().ok()).collect();
         if !in_slots.is_empty() {
             shards.extend(in_slots);
@@ -339,13 +340,13 @@ impl Store {
         Ok(shards.into_iter().filter(move |shard| after.is_none_or(|after| *shard > after)))
     }
 
-    /// Returns at most the first `limit` of [`Store::shards`].
+    /// Returns at most the first `limit` of [`Store::shards_after`].
     pub fn list_shards(
         &self,
         after: Option<ShardId>,
         limit: usize,
     ) -> Result<Vec<ShardId>, StoreError> {
-        Ok(self.shards(after)?.take(limit).collect())
+        Ok(self.shards_after(after)?.take(limit).collect())
     }
 
     /// Returns at most `limit` stripes of a shard of which this folder holds anything, in order,
@@ -356,15 +357,15 @@ impl Store {
         after: Option<u32>,
         limit: usize,
     ) -> Result<Vec<StripeId>, StoreError> {
-        let names = if_found(self.disk().folders(&shard_dir(shard)))?.unwrap_or_default();
+        let names = if_found(self.disk().list_folders(&shard_dir(shard)))?.unwrap_or_default();
         let stripes = names.iter().filter_map(|name| parse_stripe_index(name));
         let stripes = stripes.filter(|index| after.is_none_or(|after| *index > after));
         Ok(stripes.map(|index| StripeId { shard, index }).take(limit).collect())
     }
 
     /// Returns the findings of the last open.
-    pub fn found(&self) -> OpenFindings {
-        self.inner.found.get().cloned().unwrap_or_default()
+    pub fn open_findings(&self) -> OpenFindings {
+        self.inner.open_findings.get().cloned().unwrap_or_default()
     }
 
     /// Returns the totals of the folder.
@@ -373,7 +374,7 @@ impl Store {
     }
 
     /// Returns the size of the disk and its free space.
-    pub fn space(&self) -> Result<Space, StoreError> {
+    pub fn disk_space(&self) -> Result<Space, StoreError> {
         Ok(self.disk().space()?)
     }
 }
@@ -424,7 +425,7 @@ mod tests {
         let stripe = StripeId { shard: ShardId([5; 16]), index: 3 };
         let write = |block| {
             let spec = BlockSpec { stripe, block, layout: 1, len_bytes: 3 };
-            let mut writer = store.write_block(spec, None)?;
+            let mut writer = store.create_block_writer(spec, None)?;
             writer.write(b"abc")?;
             writer.finish(None)
         };
@@ -432,19 +433,19 @@ mod tests {
         kv.1.store(true, Ordering::Relaxed);
         assert!(matches!(write(2), Err(StoreError::Index(_))));
         let keys = [1, 2].map(|block| FileKey::replica(stripe, block));
-        let files = store.every_file(stripe).unwrap();
+        let files = store.list_all_files(stripe).unwrap();
         assert_eq!(files.iter().map(|(key, _)| *key).collect::<Vec<_>>(), keys);
         for (key, len_bytes) in files {
-            assert_eq!(len_bytes, store.open_file(key).unwrap().info().file_bytes);
-            assert!(store.remove(key).unwrap());
+            assert_eq!(len_bytes, store.open_undamaged_file(key).unwrap().index_entry().file_bytes);
+            assert!(store.remove_file(key).unwrap());
         }
-        assert_eq!(store.every_file(stripe).unwrap(), []);
+        assert_eq!(store.list_all_files(stripe).unwrap(), []);
         // An index that answers again still names the file that was written before it failed. The
         // next removal corrects it.
         kv.1.store(false, Ordering::Relaxed);
-        assert_eq!(store.every_file(stripe).unwrap(), [(keys[0], 0)]);
-        assert!(!store.remove(keys[0]).unwrap());
-        assert_eq!(store.every_file(stripe).unwrap(), []);
+        assert_eq!(store.list_all_files(stripe).unwrap(), [(keys[0], 0)]);
+        assert!(!store.remove_file(keys[0]).unwrap());
+        assert_eq!(store.list_all_files(stripe).unwrap(), []);
         assert_eq!(store.list_shards(None, 9).unwrap(), []);
     }
 }

@@ -81,7 +81,7 @@ impl DiskError {
 
     /// Returns whether the process or the system has too many open files. Such an error says
     /// nothing about the file itself.
-    pub fn is_exhaustion(&self) -> bool {
+    pub fn is_too_many_files(&self) -> bool {
         use rustix::io::Errno;
         let number = match self {
             Self::Io { source, .. } => source.raw_os_error(),
@@ -170,7 +170,7 @@ pub trait Disk: Send + Sync + 'static {
 
     /// Returns the names of the subfolders of a folder, in order. An implementation overrides this
     /// if it can tell folders from files without a separate call for each entry.
-    fn folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
+    fn list_folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
         let entries = self.list(path)?.into_iter().filter(|entry| entry.is_dir);
         Ok(entries.map(|entry| entry.name).collect())
     }
@@ -217,7 +217,7 @@ pub trait DiskFile: Send + Sync {
 
     /// Reserves space for `len_bytes`, so that no later write within them fails because the disk is
     /// full. The length of the file stays. Does nothing on a file system that cannot reserve space.
-    fn reserve(&self, len_bytes: u64) -> Result<(), DiskError>;
+    fn reserve_space(&self, len_bytes: u64) -> Result<(), DiskError>;
 
     /// Makes the bytes and the length durable (not the name).
     fn sync(&self) -> Result<(), DiskError>;
@@ -227,7 +227,7 @@ pub trait DiskFile: Send + Sync {
 
     /// Returns a number that no other file on the disk has while this one is open, regardless of
     /// its name.
-    fn number(&self) -> Result<u64, DiskError>;
+    fn inode_number(&self) -> Result<u64, DiskError>;
 }
 
 /// A buffer of fixed length whose address suits direct reads.
@@ -279,7 +279,7 @@ mod tests {
 
         let file = disk.create_new("a/one").unwrap();
         assert!(matches!(disk.create_new("a/one"), Err(DiskError::Exists { .. })));
-        file.reserve(20_000).unwrap();
+        file.reserve_space(20_000).unwrap();
         file.write_at(b"world", 9_995).unwrap();
         file.write_at(b"hello", 0).unwrap();
         file.sync().unwrap();
@@ -314,14 +314,14 @@ mod tests {
         disk.rename("three", "two").unwrap();
         let two = disk.open("two").unwrap();
         assert_eq!(two.len_bytes().unwrap(), 5);
-        assert_eq!(two.number().unwrap(), other.number().unwrap());
-        assert_ne!(two.number().unwrap(), file.number().unwrap());
+        assert_eq!(two.inode_number().unwrap(), other.inode_number().unwrap());
+        assert_ne!(two.inode_number().unwrap(), file.inode_number().unwrap());
         let listed = disk.list("").unwrap();
         let names: Vec<_> =
             listed.iter().map(|e| (e.name.as_str(), e.is_dir, e.len_bytes)).collect();
         assert_eq!(names, [("a", true, 0), ("two", false, 5)]);
-        assert_eq!(disk.folders("").unwrap(), ["a"]);
-        assert!(matches!(disk.folders("b"), Err(DiskError::NotFound { .. })));
+        assert_eq!(disk.list_folders("").unwrap(), ["a"]);
+        assert!(matches!(disk.list_folders("b"), Err(DiskError::NotFound { .. })));
 
         disk.create_new("a/more").unwrap();
         assert!(!disk.remove_dir_if_empty("a").unwrap());

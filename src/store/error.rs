@@ -96,7 +96,7 @@ pub enum StoreError {
     },
     /// A record that never changes already exists with other content.
     #[error("{path} already exists with other content and never changes: it is kept")]
-    Fixed {
+    ImmutableRecord {
         /// The path of the record.
         path: String,
     },
@@ -135,13 +135,13 @@ pub enum StoreError {
     #[error(
         "epoch {epoch} already has another catalogue database: this one was created or rebuilt beside it and is refused; rebuild again if the other one is lost"
     )]
-    OtherMap {
+    OtherDatabase {
         /// The epoch.
         epoch: Epoch,
     },
     /// A record of the removed-save set has no room for another id.
     #[error("{path} is full: it takes no more removed saves")]
-    GravesFull {
+    RemovedSavesFull {
         /// Its path in the data folder.
         path: String,
     },
@@ -171,19 +171,19 @@ impl StoreError {
             | Self::Damaged { .. }
             | Self::ReadBack { .. }
             | Self::Root { .. } => ErrorKind::Corrupt,
-            Self::Conflict { .. } | Self::Fixed { .. } => ErrorKind::Exists,
+            Self::Conflict { .. } | Self::ImmutableRecord { .. } => ErrorKind::Exists,
             Self::Foreign { .. } | Self::NoIdentity => ErrorKind::Denied,
-            Self::StaleEpoch { .. } | Self::OtherMap { .. } => ErrorKind::Fenced,
+            Self::StaleEpoch { .. } | Self::OtherDatabase { .. } => ErrorKind::Fenced,
             Self::Misuse { .. }
             | Self::Name { .. }
             | Self::TooLong { .. }
-            | Self::GravesFull { .. }
+            | Self::RemovedSavesFull { .. }
             | Self::FarEpoch { .. } => ErrorKind::Invalid,
         }
     }
 }
 
 /// Returns the error for two roots that differ.
-pub(super) fn root_error(key: FileKey, expected: Hash, found: Hash) -> StoreError {
+pub(super) fn root_mismatch_error(key: FileKey, expected: Hash, found: Hash) -> StoreError {
     StoreError::Root { key, expected: expected.into(), found: found.into() }
 }

@@ -85,24 +85,24 @@ impl KvError {
     }
 
     /// Returns whether the disk or a quota is full.
-    pub fn is_full(&self) -> bool {
+    pub fn is_disk_full(&self) -> bool {
         use std::io::ErrorKind::{QuotaExceeded, StorageFull};
         matches!(self, Self::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
     }
 }
 
 /// The place where a daemon keeps its catalogue database.
-pub trait Maps: Send + Sync + 'static {
+pub trait CatalogueStorage: Send + Sync + 'static {
     /// Opens the database that is there. Returns `None` if there is none. A damaged one stays in
-    /// place, for [`fresh`](Self::fresh) to move aside.
-    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError>;
+    /// place, for [`move_aside_and_create`](Self::move_aside_and_create) to move aside.
+    fn open_existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError>;
 
     /// Creates a new, empty database. Moves an existing one aside.
-    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError>;
+    fn move_aside_and_create(&self) -> Result<Arc<dyn Kv>, KvError>;
 
     /// Returns whether the database's folder is gone. An open handle on the old database lives only
     /// as long as this process.
-    fn is_gone(&self) -> bool;
+    fn is_folder_gone(&self) -> bool;
 }
 
 /// A set of changes that are applied atomically.
@@ -140,11 +140,11 @@ impl Batch {
     }
 
     /// Returns whether the batch sets `key` to `value`.
-    pub fn puts(&self, key: &[u8], value: &[u8]) -> bool {
+    pub fn contains_put(&self, key: &[u8], value: &[u8]) -> bool {
         matches!(self.changes.get(key), Some(Some(new)) if new == value)
     }
 
-    pub(super) fn check(&self) -> Result<(), KvError> {
+    pub(super) fn check_lengths(&self) -> Result<(), KvError> {
         let within = |part, bytes: usize, limit_bytes| {
             if bytes <= limit_bytes {
                 return Ok(());
@@ -176,7 +176,7 @@ pub trait Kv: Send + Sync + 'static {
 }
 
 /// Returns the lower bound of a scan.
-pub(super) fn scan_start<'a>(prefix: &'a [u8], after: Option<&'a [u8]>) -> Bound<&'a [u8]> {
+pub(super) fn scan_lower_bound<'a>(prefix: &'a [u8], after: Option<&'a [u8]>) -> Bound<&'a [u8]> {
     match after {
         Some(after) if after >= prefix => Bound::Excluded(after),
         _ => Bound::Included(prefix),

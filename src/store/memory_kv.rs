@@ -6,7 +6,7 @@ use std::ops::Bound;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::kv::{Batch, Kv, KvError, MAX_PAGE, Pair, scan_start};
+use super::kv::{Batch, Kv, KvError, MAX_PAGE, Pair, scan_lower_bound};
 
 /// Estimated overhead of a pair in bytes: two vectors and a share of a tree node.
 const PAIR_BYTES: usize = 96;
@@ -39,22 +39,22 @@ impl MemoryKv {
     /// Returns an independent copy with the present contents, as a backup.
     pub fn copy(&self) -> Self {
         let bytes = self.bytes.load(Ordering::Relaxed).into();
-        Self { pairs: Mutex::new(self.pairs().clone()), bytes, limit_bytes: self.limit_bytes }
+        Self { pairs: Mutex::new(self.lock_pairs().clone()), bytes, limit_bytes: self.limit_bytes }
     }
 
-    fn pairs(&self) -> MutexGuard<'_, BTreeMap<Vec<u8>, Vec<u8>>> {
+    fn lock_pairs(&self) -> MutexGuard<'_, BTreeMap<Vec<u8>, Vec<u8>>> {
         self.pairs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Kv for MemoryKv {
     fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError> {
-        Ok(self.pairs().get(key).cloned())
+        Ok(self.lock_pairs().get(key).cloned())
     }
 
     fn apply(&self, batch: &Batch) -> Result<(), KvError> {
-        batch.check()?;
-        let mut pairs = self.pairs();
+        batch.check_lengths()?;
+        let mut pairs = self.lock_pairs();
         let more = batch.changes.iter().map(|(key, value)| match value {
             Some(value) => pair_bytes(key, value),
             None => 0,
@@ -85,8 +85,8 @@ impl Kv for MemoryKv {
         after: Option<&[u8]>,
         limit: usize,
     ) -> Result<Vec<Pair>, KvError> {
-        let pairs = self.pairs();
-        let range = pairs.range::<[u8], _>((scan_start(prefix, after), Bound::Unbounded));
+        let pairs = self.lock_pairs();
+        let range = pairs.range::<[u8], _>((scan_lower_bound(prefix, after), Bound::Unbounded));
         let within = range.take_while(|(key, _)| key.starts_with(prefix));
         Ok(within.take(limit.min(MAX_PAGE)).map(|(k, v)| (k.clone(), v.clone())).collect())
     }

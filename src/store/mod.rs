@@ -5,7 +5,7 @@
 //!   folders above it were synced, in this order.
 //! - Anything that a failed or interrupted call leaves behind is removed or invisible.
 //! - Bytes that do not match their hashes are an error and are never returned as data.
-//! - Nothing is deleted except by [`Store::remove`] and [`Store::remove_record_file`]; a damage
+//! - Nothing is deleted except by [`Store::remove_file`] and [`Store::remove_record_file`]; a damage
 //!   note follows the state of the file that it describes.
 //!
 //! The index is a cache of the folders and is rebuilt from them.
@@ -33,41 +33,41 @@
 
 mod block_writer;
 mod cluster_state;
-mod damage;
+mod damage_notes;
 mod data_folder;
 pub mod disk;
+mod disk_reserve;
+mod durable_paths;
 mod error;
-mod index;
+mod file_index;
 pub mod kv;
 mod memory_disk;
 mod memory_kv;
-mod paths;
 mod piece_writer;
 mod quarantine;
 mod real_disk;
-mod reconcile;
+mod reconcile_index;
 mod record_file;
 mod removed_saves;
-mod reserve;
 pub mod sled_kv;
 mod stored_file;
-mod temporary;
+mod temporary_file;
 mod tombstones;
 
 pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FingerprintFn};
-pub use damage::{FileCheck, GrainSource, SourceFile};
+pub use damage_notes::{FileCheck, GrainSource, SourceFile};
 pub use data_folder::{INDEX_DIR, LOCK_FILE, Store};
 pub use disk::{Disk, DiskError, DiskFile};
+pub use disk_reserve::{ReserveState, adjust_and_probe_reserve, adjust_reserve};
 pub use error::StoreError;
-pub use index::{FileInfo, Totals};
-pub use kv::{Kv, KvError, Maps};
+pub use file_index::{FileInfo, Totals};
+pub use kv::{CatalogueStorage, Kv, KvError};
 pub use memory_disk::MemoryDisk;
 pub use memory_kv::MemoryKv;
 pub use piece_writer::{Extent, PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
-pub use reconcile::{OpenFindings, Reconciled};
+pub use reconcile_index::{OpenFindings, ReconcileCounts};
 pub use record_file::{MAX_RECORD_FILE_BYTES, RecordScope};
-pub use reserve::{ReserveState, adjust_reserve, adjust_reserve_at_start};
-pub use sled_kv::{SledKv, SledMaps};
+pub use sled_kv::{SledCatalogueStorage, SledKv};
 pub use stored_file::StoredFile;
-pub use temporary::StoreOutcome;
+pub use temporary_file::StoreOutcome;

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::StoreError;
 use super::data_folder::Store;
 use super::disk::{AlignedBuffer, DiskFile};
-use super::temporary::{FileSpec, StoreOutcome, Temporary};
+use super::temporary_file::{FileSpec, StoreOutcome, TemporaryFile};
 use crate::format::file::{Content, FileKey, MAX_TAIL_BYTES};
 use crate::format::tree::{GrainTree, Hash, grain_hash, grain_len};
 use crate::id::{Attempt, StripeId};
@@ -51,53 +51,54 @@ pub struct PieceSpec {
 
 /// A writer of one piece. Dropping it before [`finish`](Self::finish) leaves nothing.
 pub struct PieceWriter {
-    temporary: Temporary,
+    temporary: TemporaryFile,
     hashes: Vec<Option<Hash>>,
     /// Numbers of the grains that are not verified yet, and the bytes written since the last sync.
     unsynced: Vec<u64>,
     unsynced_bytes: u64,
-    extent_bytes: u64,
+    min_extent_bytes: u64,
     /// Number of grains that were read back as written.
-    proven: Arc<AtomicU64>,
+    proven_grains: Arc<AtomicU64>,
     /// The gathered grains, which are not written yet.
     buffer: AlignedBuffer,
-    gathered: GatheredRun,
+    gathered: GatheredGrains,
 }
 
 /// A run of consecutive whole grains in the buffer.
 #[derive(Debug, Clone, Copy, Default)]
-struct GatheredRun {
+struct GatheredGrains {
     first: u64,
     count: u64,
 }
 
 impl Store {
     /// Begins to write a piece and reserves space for all of it. Returns its writer.
-    pub fn write_piece(&self, spec: PieceSpec) -> Result<PieceWriter, StoreError> {
+    pub fn create_piece_writer(&self, spec: PieceSpec) -> Result<PieceWriter, StoreError> {
         let PieceSpec { stripe, piece, attempt, code, layout, len_bytes } = spec;
         let content = Content::Piece { piece, attempt, code };
-        let temporary = Temporary::create(self, FileSpec { stripe, content, layout, len_bytes })?;
+        let temporary =
+            TemporaryFile::create(self, FileSpec { stripe, content, layout, len_bytes })?;
         Ok(PieceWriter {
             temporary,
             hashes: vec![None; grains(len_bytes) as usize],
             unsynced: Vec::new(),
             unsynced_bytes: 0,
-            extent_bytes: EXTENT_BYTES,
-            proven: Arc::default(),
+            min_extent_bytes: EXTENT_BYTES,
+            proven_grains: Arc::default(),
             buffer: AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize),
-            gathered: GatheredRun::default(),
+            gathered: GatheredGrains::default(),
         })
     }
 }
 
 impl PieceWriter {
-    fn misuse(&self, why: &'static str) -> StoreError {
+    fn misuse_error(&self, why: &'static str) -> StoreError {
         StoreError::Misuse { key: self.temporary.key(), why }
     }
 
-    /// Sets the minimum length of an [`extent`](Self::extent) in bytes. The default is 8 MiB.
-    pub fn set_extent_bytes(&mut self, extent_bytes: u64) {
-        self.extent_bytes = extent_bytes;
+    /// Sets the minimum length of an [`take_extent_to_prove`](Self::take_extent_to_prove) in bytes. The default is 8 MiB.
+    pub fn set_min_extent_bytes(&mut self, extent_bytes: u64) {
+        self.min_extent_bytes = extent_bytes;
     }
 
     /// Writes the whole grain `index`.
@@ -107,26 +108,26 @@ impl PieceWriter {
     /// before.
     pub fn write_grain(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
         let hash = grain_hash(self.temporary.len_bytes(), index, bytes)
-            .ok_or_else(|| self.misuse("a grain of the wrong length, or behind the end"))?;
+            .ok_or_else(|| self.misuse_error("a grain of the wrong length, or behind the end"))?;
         let slot = usize::try_from(index).ok().and_then(|at| self.hashes.get_mut(at));
         match slot {
             Some(slot @ None) => *slot = Some(hash),
-            _ => return Err(self.misuse("a grain was given twice")),
+            _ => return Err(self.misuse_error("a grain was given twice")),
         }
         self.unsynced.push(index);
         self.unsynced_bytes += bytes.len() as u64;
-        self.gather(index, bytes)
+        self.buffer_grain(index, bytes)
     }
 
-    fn gather(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
+    fn buffer_grain(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
         if (bytes.len() as u64) < GRAIN_BYTES {
             // The last grain, whose length may not be aligned.
             return Ok(self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?);
         }
-        let GatheredRun { first, count } = self.gathered;
+        let GatheredGrains { first, count } = self.gathered;
         let is_full = (count + 1) * GRAIN_BYTES > self.buffer.bytes().len() as u64;
         if is_full || index != first + count {
-            self.write_gathered()?;
+            self.write_buffered_grains()?;
         }
         if self.gathered.count == 0 {
             self.gathered.first = index;
@@ -137,8 +138,8 @@ impl PieceWriter {
         Ok(())
     }
 
-    fn write_gathered(&mut self) -> Result<(), StoreError> {
-        let GatheredRun { first, count } = std::mem::take(&mut self.gathered);
+    fn write_buffered_grains(&mut self) -> Result<(), StoreError> {
+        let GatheredGrains { first, count } = std::mem::take(&mut self.gathered);
         if count > 0 {
             let bytes = &self.buffer.bytes()[..(count * GRAIN_BYTES) as usize];
             self.temporary.file().write_past_cache_at(bytes, first * GRAIN_BYTES)?;
@@ -148,12 +149,14 @@ impl PieceWriter {
 
     /// Returns the extent to verify now, while writing continues, or `None` if too few bytes were
     /// written since the last one.
-    pub fn extent(&mut self) -> Result<Option<Extent>, StoreError> {
-        if self.unsynced_bytes < self.extent_bytes {
+    pub fn take_extent_to_prove(&mut self) -> Result<Option<Extent>, StoreError> {
+        if self.unsynced_bytes < self.min_extent_bytes {
             return Ok(None);
         }
-        self.write_gathered()?;
-        Ok(Some(self.unproven(Some(grains(self.temporary.len_bytes()).saturating_sub(1)))))
+        self.write_buffered_grains()?;
+        Ok(Some(
+            self.take_unproven_extent(Some(grains(self.temporary.len_bytes()).saturating_sub(1))),
+        ))
     }
 
     /// Verifies the remaining grains, passes them to `readback`, and makes the piece durable under
@@ -166,14 +169,14 @@ impl PieceWriter {
         let hashes: Option<Vec<Hash>> = self.hashes.iter().copied().collect();
         let tree = hashes
             .and_then(|hashes| GrainTree::from_hashes(self.temporary.len_bytes(), hashes).ok())
-            .ok_or_else(|| self.misuse("not every grain was written"))?;
-        self.write_gathered()?;
+            .ok_or_else(|| self.misuse_error("not every grain was written"))?;
+        self.write_buffered_grains()?;
         let tail = self.temporary.write_tail(&tree)?;
         self.temporary.file().sync()?;
-        let last = self.unproven(None);
+        let last = self.take_unproven_extent(None);
         last.read_back(&mut self.buffer, readback)?;
-        if self.proven.load(Ordering::Acquire) != grains(self.temporary.len_bytes()) {
-            return Err(self.misuse("an earlier grain failed its read-back: begin again"));
+        if self.proven_grains.load(Ordering::Acquire) != grains(self.temporary.len_bytes()) {
+            return Err(self.misuse_error("an earlier grain failed its read-back: begin again"));
         }
         let mut found = AlignedBuffer::new(tail.bytes.len());
         let file = self.temporary.file();
@@ -182,16 +185,16 @@ impl PieceWriter {
             let (key, grain) = (self.temporary.key(), grains(self.temporary.len_bytes()));
             return Err(StoreError::ReadBack { key, grain });
         }
-        self.temporary.publish(&tail)
+        self.temporary.publish_under_key(&tail)
     }
 
     /// Returns an extent with everything that was written since the last one, except the grain
     /// `later`.
-    fn unproven(&mut self, later: Option<u64>) -> Extent {
+    fn take_unproven_extent(&mut self, except_grain: Option<u64>) -> Extent {
         let mut written = std::mem::take(&mut self.unsynced);
         self.unsynced_bytes = 0;
         written.retain(|grain| {
-            let wait = Some(*grain) == later;
+            let wait = Some(*grain) == except_grain;
             if wait {
                 self.unsynced.push(*grain);
             }
@@ -204,7 +207,7 @@ impl PieceWriter {
             key: self.temporary.key(),
             len_bytes: self.temporary.len_bytes(),
             grains: written.into_iter().map(|grain| (grain, hash(grain))).collect(),
-            proven: self.proven.clone(),
+            proven_grains: self.proven_grains.clone(),
         }
     }
 }
@@ -216,12 +219,12 @@ pub struct Extent {
     len_bytes: u64,
     /// The grains in ascending order, with the hashes of the written bytes.
     grains: Vec<(u64, Option<Hash>)>,
-    proven: Arc<AtomicU64>,
+    proven_grains: Arc<AtomicU64>,
 }
 
 impl Extent {
-    /// Returns a buffer for [`prove`](Self::prove) that suits pieces of `len_bytes`.
-    pub fn buffer(len_bytes: u64) -> AlignedBuffer {
+    /// Returns a buffer for [`sync_and_read_back`](Self::sync_and_read_back) that suits pieces of `len_bytes`.
+    pub fn new_buffer(len_bytes: u64) -> AlignedBuffer {
         AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize)
     }
 
@@ -231,7 +234,7 @@ impl Extent {
     /// # Errors
     /// [`StoreError::ReadBack`] for a grain that differs from what was written, or the error of the
     /// disk.
-    pub fn prove(
+    pub fn sync_and_read_back(
         self,
         buffer: &mut AlignedBuffer,
         readback: &mut dyn FnMut(u64, &[u8]),
@@ -247,11 +250,11 @@ impl Extent {
     ) -> Result<(), StoreError> {
         let most = (BUFFER_BYTES / GRAIN_BYTES) as usize;
         let runs = self.grains.chunk_by(|a, b| a.0 + 1 == b.0).flat_map(|run| run.chunks(most));
-        runs.into_iter().try_for_each(|run| self.read_run(run, buffer, readback))
+        runs.into_iter().try_for_each(|run| self.read_back_run(run, buffer, readback))
     }
 
     /// Reads and checks a run of consecutive grains with one read.
-    fn read_run(
+    fn read_back_run(
         &self,
         run: &[(u64, Option<Hash>)],
         buffer: &mut AlignedBuffer,
@@ -269,7 +272,7 @@ impl Extent {
                 return Err(StoreError::ReadBack { key, grain });
             }
             readback(grain, bytes);
-            self.proven.fetch_add(1, Ordering::AcqRel);
+            self.proven_grains.fetch_add(1, Ordering::AcqRel);
         }
         Ok(())
     }

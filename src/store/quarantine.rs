@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use super::StoreError;
 use super::data_folder::Store;
 use super::disk::DiskEntry;
-use super::paths::{QUARANTINE, file_path};
-use super::reconcile::NAMED;
+use super::durable_paths::{QUARANTINE, file_path};
+use super::reconcile_index::NAMED;
 use super::stored_file::StoredFile;
 use crate::format::file::FileKey;
 use crate::kind::ErrorKind;
@@ -25,34 +25,34 @@ impl Store {
     /// the move is durable. `judged` is the file that was inspected; `None` stands for a file that
     /// does not open because it is corrupt. Returns `false` if that file is gone; a good file may
     /// have its name now.
-    pub fn quarantine(
+    pub fn quarantine_file(
         &self,
         key: FileKey,
-        judged: Option<&StoredFile>,
+        inspected: Option<&StoredFile>,
         why: &str,
     ) -> Result<bool, StoreError> {
-        let moved = self.move_to_quarantine(key, judged, why)?;
+        let moved = self.move_to_quarantine(key, inspected, why)?;
         if moved {
-            self.forget_note(key, |_| self.number_of(key).is_none())?;
-            self.index().count_quarantined();
-            self.unlist(key);
+            self.remove_damage_note_if(key, |_| self.current_inode_number(key).is_none())?;
+            self.index().increment_quarantined();
+            self.remove_index_entry(key);
         }
         Ok(moved)
     }
 
-    /// Moves a file like [`quarantine`](Self::quarantine), but leaves the counts and the index to
+    /// Moves a file like [`quarantine_file`](Self::quarantine_file), but leaves the counts and the index to
     /// the caller.
     pub(super) fn move_to_quarantine(
         &self,
         key: FileKey,
-        judged: Option<&StoredFile>,
+        inspected: Option<&StoredFile>,
         why: &str,
     ) -> Result<bool, StoreError> {
-        let number = self.next_quarantine().fetch_add(1, Ordering::Relaxed);
+        let number = self.next_quarantine_number().fetch_add(1, Ordering::Relaxed);
         let aside = format!("{QUARANTINE}/{number:06}-{}", key.to_string().replace('/', "-"));
         let there = || StoredFile::open(self.disk(), self.cluster(), key);
-        let is_it = || match (there(), judged) {
-            (Ok(there), Some(judged)) => there.is_same_as(judged),
+        let is_it = || match (there(), inspected) {
+            (Ok(there), Some(judged)) => there.is_same_file(judged),
             (Ok(_), None) => Ok(false),
             (Err(error), judged) => match error.kind() {
                 ErrorKind::Corrupt => Ok(judged.is_none()),
@@ -60,7 +60,7 @@ impl Store {
                 _ => Err(error),
             },
         };
-        if !self.names().move_out(&file_path(key), &aside, is_it)? {
+        if !self.durable_names().move_out_durably(&file_path(key), &aside, is_it)? {
             return Ok(false);
         }
         tracing::warn!(%key, aside, why, "moved a file to quarantine");
@@ -73,7 +73,7 @@ impl Store {
     }
 
     /// Returns the names of the first files in quarantine, each with the reason from its note.
-    pub fn quarantined(&self) -> Result<Vec<String>, StoreError> {
+    pub fn first_quarantined_files(&self) -> Result<Vec<String>, StoreError> {
         let mut names: Vec<String> =
             self.disk().list(QUARANTINE)?.into_iter().map(|entry| entry.name).collect();
         names.retain(|name| !name.ends_with(NOTE));
@@ -93,11 +93,11 @@ impl Store {
 
     /// Returns the number of files in quarantine, and sets the next number so that none is used
     /// twice.
-    pub(super) fn count_quarantine(&self) -> Result<u64, StoreError> {
+    pub(super) fn count_and_resume_numbering(&self) -> Result<u64, StoreError> {
         let entries = self.disk().list(QUARANTINE)?;
         let number = |entry: &DiskEntry| entry.name.split('-').next()?.parse::<u64>().ok();
         let highest = entries.iter().filter_map(number).max().unwrap_or(0);
-        self.next_quarantine().fetch_max(highest.saturating_add(1), Ordering::Relaxed);
+        self.next_quarantine_number().fetch_max(highest.saturating_add(1), Ordering::Relaxed);
         Ok(entries.iter().filter(|entry| !entry.name.ends_with(NOTE)).count() as u64)
     }
 }
@@ -114,7 +114,7 @@ mod tests {
 
     fn write(store: &Store) {
         let spec = BlockSpec { stripe: STRIPE, block: 1, layout: 1, len_bytes: 3 };
-        let mut writer = store.write_block(spec, None).unwrap();
+        let mut writer = store.create_block_writer(spec, None).unwrap();
         writer.write(b"abc").unwrap();
         writer.finish(None).unwrap();
     }
@@ -126,20 +126,26 @@ mod tests {
         let (kv, disk) = (Arc::new(MemoryKv::new()), Arc::new(disk));
         let (store, _) = Store::open(disk.clone(), lock, kv, ClusterId([1; 16]), &name).unwrap();
         let key = FileKey::replica(STRIPE, 1);
-        assert!(!store.quarantine(key, None, "nothing is there").unwrap());
+        assert!(!store.quarantine_file(key, None, "nothing is there").unwrap());
         write(&store);
-        let judged = store.open_file(key).unwrap();
+        let judged = store.open_undamaged_file(key).unwrap();
         write(&store);
-        assert!(!store.quarantine(key, Some(&judged), "it was replaced").unwrap());
-        assert!(!store.quarantine(key, None, "it opens").unwrap());
-        assert_eq!(store.find(STRIPE).unwrap(), [store.open_file(key).unwrap().info()]);
+        assert!(!store.quarantine_file(key, Some(&judged), "it was replaced").unwrap());
+        assert!(!store.quarantine_file(key, None, "it opens").unwrap());
+        assert_eq!(
+            store.list_undamaged_files(STRIPE).unwrap(),
+            [store.open_undamaged_file(key).unwrap().index_entry()]
+        );
 
-        let judged = store.open_file(key).unwrap();
-        assert!(store.quarantine(key, Some(&judged), "it is the one").unwrap());
+        let judged = store.open_undamaged_file(key).unwrap();
+        assert!(store.quarantine_file(key, Some(&judged), "it is the one").unwrap());
         write(&store);
-        disk.truncate(&file_path(key), 7).unwrap();
-        assert!(!store.quarantine(key, Some(&judged), "that one is gone").unwrap());
-        assert!(store.quarantine(key, None, "it does not open").unwrap());
-        assert_eq!((store.totals().quarantined, store.find(STRIPE).unwrap()), (2, vec![]));
+        disk.set_file_len(&file_path(key), 7).unwrap();
+        assert!(!store.quarantine_file(key, Some(&judged), "that one is gone").unwrap());
+        assert!(store.quarantine_file(key, None, "it does not open").unwrap());
+        assert_eq!(
+            (store.totals().quarantined, store.list_undamaged_files(STRIPE).unwrap()),
+            (2, vec![])
+        );
     }
 }

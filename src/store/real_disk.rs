@@ -42,13 +42,13 @@ impl RealDisk {
         &self.root
     }
 
-    fn full(&self, path: &str) -> Result<PathBuf, DiskError> {
+    fn absolute_path(&self, path: &str) -> Result<PathBuf, DiskError> {
         check_path(path)?;
         Ok(self.root.join(path))
     }
 
-    fn dir(&self, path: &str) -> Result<PathBuf, DiskError> {
-        if path.is_empty() { Ok(self.root.clone()) } else { self.full(path) }
+    fn absolute_dir_path(&self, path: &str) -> Result<PathBuf, DiskError> {
+        if path.is_empty() { Ok(self.root.clone()) } else { self.absolute_path(path) }
     }
 }
 
@@ -57,60 +57,60 @@ fn text(path: &Path) -> String {
 }
 
 /// Returns a function that adds the operation and the path to an error of the operating system.
-fn during<'a>(op: &'static str, path: &'a Path) -> impl Fn(io::Error) -> DiskError + 'a {
+fn io_error_mapper<'a>(op: &'static str, path: &'a Path) -> impl Fn(io::Error) -> DiskError + 'a {
     move |error| DiskError::from_io(op, text(path), error)
 }
 
 impl Disk for RealDisk {
     fn create_new(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
-        let path = self.full(path)?;
+        let path = self.absolute_path(path)?;
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path);
-        Ok(Box::new(RealFile::new(file.map_err(during("create", &path))?, path, true)))
+        Ok(Box::new(RealFile::new(file.map_err(io_error_mapper("create", &path))?, path, true)))
     }
 
     fn open(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
-        let path = self.full(path)?;
-        let file = File::open(&path).map_err(during("open", &path))?;
+        let path = self.absolute_path(path)?;
+        let file = File::open(&path).map_err(io_error_mapper("open", &path))?;
         Ok(Box::new(RealFile::new(file, path, false)))
     }
 
     fn open_to_write(&self, path: &str) -> Result<Box<dyn DiskFile>, DiskError> {
-        let path = self.full(path)?;
+        let path = self.absolute_path(path)?;
         let file = OpenOptions::new().read(true).write(true).open(&path);
-        Ok(Box::new(RealFile::new(file.map_err(during("open", &path))?, path, true)))
+        Ok(Box::new(RealFile::new(file.map_err(io_error_mapper("open", &path))?, path, true)))
     }
 
     fn rename(&self, from: &str, to: &str) -> Result<(), DiskError> {
-        let (from, to) = (self.full(from)?, self.full(to)?);
-        fs::rename(&from, &to).map_err(during("rename", &from))
+        let (from, to) = (self.absolute_path(from)?, self.absolute_path(to)?);
+        fs::rename(&from, &to).map_err(io_error_mapper("rename", &from))
     }
 
     fn remove(&self, path: &str) -> Result<(), DiskError> {
-        let path = self.full(path)?;
-        fs::remove_file(&path).map_err(during("remove", &path))
+        let path = self.absolute_path(path)?;
+        fs::remove_file(&path).map_err(io_error_mapper("remove", &path))
     }
 
     fn create_dir(&self, path: &str) -> Result<bool, DiskError> {
-        let path = self.full(path)?;
+        let path = self.absolute_path(path)?;
         match fs::create_dir(&path) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-            Err(error) => Err(during("create", &path)(error)),
+            Err(error) => Err(io_error_mapper("create", &path)(error)),
         }
     }
 
     fn remove_dir_if_empty(&self, path: &str) -> Result<bool, DiskError> {
-        let path = self.full(path)?;
+        let path = self.absolute_path(path)?;
         match fs::remove_dir(&path) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(false),
-            Err(error) => Err(during("remove", &path)(error)),
+            Err(error) => Err(io_error_mapper("remove", &path)(error)),
         }
     }
 
     fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError> {
-        let path = self.dir(path)?;
-        let fail = during("list", &path);
+        let path = self.absolute_dir_path(path)?;
+        let fail = io_error_mapper("list", &path);
         let mut entries = Vec::new();
         for entry in fs::read_dir(&path).map_err(&fail)? {
             let entry = entry.map_err(&fail)?;
@@ -130,9 +130,9 @@ impl Disk for RealDisk {
         Ok(entries)
     }
 
-    fn folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
-        let path = self.dir(path)?;
-        let fail = during("list", &path);
+    fn list_folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
+        let path = self.absolute_dir_path(path)?;
+        let fail = io_error_mapper("list", &path);
         let mut names = Vec::new();
         for entry in fs::read_dir(&path).map_err(&fail)? {
             let entry = entry.map_err(&fail)?;
@@ -152,19 +152,19 @@ impl Disk for RealDisk {
     }
 
     fn sync_dir(&self, path: &str) -> Result<(), DiskError> {
-        let path = self.dir(path)?;
-        File::open(&path).and_then(|dir| dir.sync_all()).map_err(during("sync", &path))
+        let path = self.absolute_dir_path(path)?;
+        File::open(&path).and_then(|dir| dir.sync_all()).map_err(io_error_mapper("sync", &path))
     }
 
     fn sync_all(&self) -> Result<(), DiskError> {
-        let fail = during("sync", &self.root);
+        let fail = io_error_mapper("sync", &self.root);
         let root = File::open(&self.root).map_err(&fail)?;
         rustix::fs::syncfs(&root).map_err(|errno| fail(errno.into()))
     }
 
     fn space(&self) -> Result<Space, DiskError> {
         let stat = rustix::fs::statvfs(&self.root)
-            .map_err(|errno| during("measure", &self.root)(errno.into()))?;
+            .map_err(|errno| io_error_mapper("measure", &self.root)(errno.into()))?;
         // Count as `df` does: blocks reserved for root are neither used nor available to us.
         let used = stat.f_blocks.saturating_sub(stat.f_bfree);
         Ok(Space {
@@ -174,8 +174,8 @@ impl Disk for RealDisk {
     }
 
     fn lock(&self, path: &str) -> Result<DiskLock, DiskError> {
-        let path = self.full(path)?;
-        let fail = during("lock", &path);
+        let path = self.absolute_path(path)?;
+        let fail = io_error_mapper("lock", &path);
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create(true).truncate(false).open(&path);
         let file = file.map_err(&fail)?;
@@ -190,31 +190,31 @@ impl Disk for RealDisk {
 struct RealFile {
     file: File,
     path: PathBuf,
-    is_written: bool,
+    is_writable: bool,
     /// The descriptor for direct reads and writes, opened on first use; `None` if there can be
     /// none.
-    direct: OnceLock<Option<File>>,
+    direct_file: OnceLock<Option<File>>,
 }
 
 impl RealFile {
-    fn new(file: File, path: PathBuf, is_written: bool) -> Self {
-        Self { file, path, is_written, direct: OnceLock::new() }
+    fn new(file: File, path: PathBuf, is_writable: bool) -> Self {
+        Self { file, path, is_writable, direct_file: OnceLock::new() }
     }
 
-    fn direct(&self) -> Option<&File> {
+    fn direct_io_file(&self) -> Option<&File> {
         let open = || {
             let flags = OFlags::DIRECT.bits() as i32;
             let mut options = OpenOptions::new();
-            options.read(true).write(self.is_written).custom_flags(flags);
+            options.read(true).write(self.is_writable).custom_flags(flags);
             let direct = options.open(&self.path).ok()?;
             let (ours, found) = (self.file.metadata().ok()?, direct.metadata().ok()?);
             // Another file may have taken the name meanwhile.
             ((ours.dev(), ours.ino()) == (found.dev(), found.ino())).then_some(direct)
         };
-        self.direct.get_or_init(open).as_ref()
+        self.direct_file.get_or_init(open).as_ref()
     }
 
-    fn short_or_io(&self, buf: &[u8], offset: u64, error: io::Error) -> DiskError {
+    fn read_error(&self, buf: &[u8], offset: u64, error: io::Error) -> DiskError {
         match error.kind() {
             io::ErrorKind::UnexpectedEof => DiskError::Short {
                 path: text(&self.path),
@@ -259,27 +259,27 @@ fn read_direct(direct: &File, buf: &mut [u8], offset: u64) -> io::Result<()> {
 impl DiskFile for RealFile {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError> {
         let read = self.file.read_exact_at(buf, offset);
-        read.map_err(|error| self.short_or_io(buf, offset, error))
+        read.map_err(|error| self.read_error(buf, offset, error))
     }
 
     fn read_past_cache_at(&self, buf: &mut [u8], offset: u64) -> Result<(), DiskError> {
-        if let Some(direct) = self.direct() {
+        if let Some(direct) = self.direct_io_file() {
             match read_direct(direct, buf, offset) {
                 // The file system accepted the flag, but not this read.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
-                done => return done.map_err(|error| self.short_or_io(buf, offset, error)),
+                done => return done.map_err(|error| self.read_error(buf, offset, error)),
             }
         }
         // Only whole pages are dropped: extend the range to page boundaries.
         let start = offset - offset % DIRECT_ALIGN_BYTES as u64;
         let len = (offset - start + buf.len() as u64).next_multiple_of(DIRECT_ALIGN_BYTES as u64);
         rustix::fs::fadvise(&self.file, start, NonZeroU64::new(len), Advice::DontNeed)
-            .map_err(|errno| during("read past the cache", &self.path)(errno.into()))?;
+            .map_err(|errno| io_error_mapper("read past the cache", &self.path)(errno.into()))?;
         self.read_at(buf, offset)
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
-        self.file.write_all_at(bytes, offset).map_err(during("write", &self.path))
+        self.file.write_all_at(bytes, offset).map_err(io_error_mapper("write", &self.path))
     }
 
     fn write_past_cache_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
@@ -287,38 +287,38 @@ impl DiskFile for RealFile {
         let suits = bytes.as_ptr().align_offset(ALIGN) == 0
             && bytes.len().is_multiple_of(ALIGN)
             && offset.is_multiple_of(ALIGN as u64);
-        if suits && let Some(direct) = self.direct() {
+        if suits && let Some(direct) = self.direct_io_file() {
             match direct.write_all_at(bytes, offset) {
                 // The file system accepted the flag, but not this write.
                 Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
-                done => return done.map_err(during("write", &self.path)),
+                done => return done.map_err(io_error_mapper("write", &self.path)),
             }
         }
         self.write_at(bytes, offset)
     }
 
-    fn reserve(&self, len_bytes: u64) -> Result<(), DiskError> {
+    fn reserve_space(&self, len_bytes: u64) -> Result<(), DiskError> {
         use rustix::io::Errno;
         if len_bytes == 0 {
             return Ok(());
         }
         match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, 0, len_bytes) {
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-            Err(errno) => Err(during("reserve space for", &self.path)(errno.into())),
+            Err(errno) => Err(io_error_mapper("reserve space for", &self.path)(errno.into())),
         }
     }
 
     fn sync(&self) -> Result<(), DiskError> {
-        self.file.sync_data().map_err(during("sync", &self.path))
+        self.file.sync_data().map_err(io_error_mapper("sync", &self.path))
     }
 
     fn len_bytes(&self) -> Result<u64, DiskError> {
-        let meta = self.file.metadata().map_err(during("measure", &self.path))?;
+        let meta = self.file.metadata().map_err(io_error_mapper("measure", &self.path))?;
         Ok(meta.len())
     }
 
-    fn number(&self) -> Result<u64, DiskError> {
-        let meta = self.file.metadata().map_err(during("measure", &self.path))?;
+    fn inode_number(&self) -> Result<u64, DiskError> {
+        let meta = self.file.metadata().map_err(io_error_mapper("measure", &self.path))?;
         Ok(meta.ino())
     }
 }
@@ -342,18 +342,18 @@ mod tests {
             return;
         }
         let disk = RealDisk::open(folder.path()).unwrap();
-        let path = disk.full("file").unwrap();
+        let path = disk.absolute_path("file").unwrap();
         let file = RealFile::new(File::create_new(&path).unwrap(), path.clone(), true);
         file.write_at(&[7; 5000], 0).unwrap();
         file.sync().unwrap();
         let mut buf = [0; 5000];
-        read_direct(file.direct().unwrap(), &mut buf, 0).unwrap();
+        read_direct(file.direct_io_file().unwrap(), &mut buf, 0).unwrap();
         assert_eq!(buf, [7; 5000]);
 
         let moved = RealFile::new(File::open(&path).unwrap(), path.clone(), false);
         fs::rename(&path, folder.path().join("else")).unwrap();
         File::create_new(&path).unwrap();
-        assert!(moved.direct().is_none(), "another file has the name now");
+        assert!(moved.direct_io_file().is_none(), "another file has the name now");
         moved.read_past_cache_at(&mut buf, 0).unwrap();
     }
 }

@@ -6,7 +6,7 @@
 use super::StoreError;
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::paths::{if_found, is_record_name, shard_dir, stripe_dir};
+use super::durable_paths::{if_found, is_record_name, shard_dir, stripe_dir};
 use crate::format::envelope::MAX_RECORD_BYTES;
 use crate::id::{ShardId, StripeId};
 
@@ -30,7 +30,7 @@ impl RecordScope {
         }
     }
 
-    fn path(self, name: &str) -> Result<String, StoreError> {
+    fn record_path(self, name: &str) -> Result<String, StoreError> {
         if !is_record_name(name) {
             return Err(StoreError::Name { name: name.chars().take(128).collect() });
         }
@@ -39,11 +39,11 @@ impl RecordScope {
 }
 
 /// Reads a whole small file.
-pub(super) fn read_all(file: &dyn DiskFile) -> Result<Vec<u8>, StoreError> {
-    read_with(file, |out| file.read_at(out, 0))
+pub(super) fn read_small_file(file: &dyn DiskFile) -> Result<Vec<u8>, StoreError> {
+    read_small_file_with(file, |out| file.read_at(out, 0))
 }
 
-fn read_with(
+fn read_small_file_with(
     file: &dyn DiskFile,
     read: impl FnOnce(&mut [u8]) -> Result<(), DiskError>,
 ) -> Result<Vec<u8>, StoreError> {
@@ -66,9 +66,9 @@ impl Store {
         name: &str,
         bytes: &[u8],
     ) -> Result<(), StoreError> {
-        let path = scope.path(name)?;
+        let path = scope.record_path(name)?;
         let old_bytes = self.put_record(&path, bytes)?;
-        self.index().count_small(old_bytes, Some(bytes.len() as u64));
+        self.index().adjust_record_bytes(old_bytes, Some(bytes.len() as u64));
         Ok(())
     }
 
@@ -76,7 +76,7 @@ impl Store {
     /// existing record only if `may_replace` accepts its bytes.
     ///
     /// # Errors
-    /// [`StoreError::Fixed`] if `may_replace` refuses; the existing record stays.
+    /// [`StoreError::ImmutableRecord`] if `may_replace` refuses; the existing record stays.
     pub fn put_record_file_if(
         &self,
         scope: RecordScope,
@@ -84,13 +84,14 @@ impl Store {
         bytes: &[u8],
         may_replace: impl FnOnce(&[u8]) -> bool,
     ) -> Result<(), StoreError> {
-        let path = scope.path(name)?;
-        let old_bytes = self.put_record_if(&path, bytes, |old| {
+        let path = scope.record_path(name)?;
+        let old_bytes = self.put_record_checking_old(&path, bytes, |old| {
             // A file longer than the limit is not a record, and may be replaced.
-            let fits = old.len_bytes()? > MAX_RECORD_FILE_BYTES || may_replace(&read_all(old)?);
-            if fits { Ok(()) } else { Err(StoreError::Fixed { path: path.clone() }) }
+            let fits =
+                old.len_bytes()? > MAX_RECORD_FILE_BYTES || may_replace(&read_small_file(old)?);
+            if fits { Ok(()) } else { Err(StoreError::ImmutableRecord { path: path.clone() }) }
         })?;
-        self.index().count_small(old_bytes, Some(bytes.len() as u64));
+        self.index().adjust_record_bytes(old_bytes, Some(bytes.len() as u64));
         Ok(())
     }
 
@@ -100,12 +101,12 @@ impl Store {
         scope: RecordScope,
         name: &str,
     ) -> Result<Option<Vec<u8>>, StoreError> {
-        self.get_record(&scope.path(name)?)
+        self.get_record(&scope.record_path(name)?)
     }
 
     /// Checks that the folder accepts writes, by writing a temporary file and removing it.
-    pub fn try_to_write(&self) -> Result<(), StoreError> {
-        let temporary = self.names().temporary();
+    pub fn probe_writable(&self) -> Result<(), StoreError> {
+        let temporary = self.durable_names().next_temporary_path();
         let written = self.disk().create_new(&temporary).and_then(|file| file.write_at(&[1], 0));
         // If the file could not be created, there is nothing to remove.
         let _ = self.disk().remove(&temporary);
@@ -119,22 +120,24 @@ impl Store {
         scope: RecordScope,
         name: &str,
     ) -> Result<Option<Vec<u8>>, StoreError> {
-        let Some(file) = if_found(self.disk().open(&scope.path(name)?))? else { return Ok(None) };
+        let Some(file) = if_found(self.disk().open(&scope.record_path(name)?))? else {
+            return Ok(None);
+        };
         let read = |out: &mut [u8]| file.read_past_cache_at(out, 0);
-        read_with(file.as_ref(), read).map(Some)
+        read_small_file_with(file.as_ref(), read).map(Some)
     }
 
     /// Removes a small record and returns once the removal is durable. Returns `false` if there was
     /// none.
     pub fn remove_record_file(&self, scope: RecordScope, name: &str) -> Result<bool, StoreError> {
-        let path = scope.path(name)?;
+        let path = scope.record_path(name)?;
         let bytes = match if_found(self.disk().open(&path))? {
             Some(file) => file.len_bytes()?,
             None => 0,
         };
-        let removed = self.names().remove(&path)?;
+        let removed = self.durable_names().remove_durably(&path)?;
         if removed {
-            self.index().count_small(Some(bytes), None);
+            self.index().adjust_record_bytes(Some(bytes), None);
         }
         Ok(removed)
     }
@@ -149,19 +152,19 @@ impl Store {
     /// Writes a record at any path in the folder. Returns the length of the record that it
     /// replaced.
     pub(super) fn put_record(&self, path: &str, bytes: &[u8]) -> Result<Option<u64>, StoreError> {
-        self.put_record_if(path, bytes, |_| Ok(()))
+        self.put_record_checking_old(path, bytes, |_| Ok(()))
     }
 
     /// Writes a record like [`put_record`](Self::put_record), but only if `check`, which runs while
     /// no name can change, succeeds.
-    pub(super) fn put_record_when(
+    pub(super) fn put_record_checked(
         &self,
         path: &str,
         bytes: &[u8],
-        check: impl FnOnce() -> Result<(), StoreError>,
+        check_locked: impl FnOnce() -> Result<(), StoreError>,
     ) -> Result<Option<u64>, StoreError> {
         self.write_record(path, bytes, |path| {
-            check()?;
+            check_locked()?;
             let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
             Ok(Some(file.len_bytes()?))
         })
@@ -169,38 +172,38 @@ impl Store {
 
     /// Writes a record like [`put_record`](Self::put_record). If a record exists, `check` inspects
     /// it while no name can change; its error prevents the write.
-    fn put_record_if(
+    fn put_record_checking_old(
         &self,
         path: &str,
         bytes: &[u8],
-        check: impl FnOnce(&dyn DiskFile) -> Result<(), StoreError>,
+        check_old: impl FnOnce(&dyn DiskFile) -> Result<(), StoreError>,
     ) -> Result<Option<u64>, StoreError> {
         self.write_record(path, bytes, |path| {
             let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
-            check(file.as_ref())?;
+            check_old(file.as_ref())?;
             Ok(Some(file.len_bytes()?))
         })
     }
 
-    /// Writes a record unless `old_len`, which runs while no name can change, returns an error.
-    /// Returns the length that `old_len` found.
+    /// Writes a record unless `check_and_measure_old`, which runs while no name can change, returns an error.
+    /// Returns the length that `check_and_measure_old` found.
     fn write_record(
         &self,
         path: &str,
         bytes: &[u8],
-        old_len: impl FnOnce(&str) -> Result<Option<u64>, StoreError>,
+        check_and_measure_old: impl FnOnce(&str) -> Result<Option<u64>, StoreError>,
     ) -> Result<Option<u64>, StoreError> {
         if bytes.len() as u64 > MAX_RECORD_FILE_BYTES {
             return Err(StoreError::TooLong { bytes: bytes.len() as u64 });
         }
-        let temporary = self.names().temporary();
+        let temporary = self.durable_names().next_temporary_path();
         let written = self.disk().create_new(&temporary).and_then(|file| {
             file.write_at(bytes, 0)?;
             file.sync()
         });
-        let done = written
-            .map_err(StoreError::from)
-            .and_then(|()| self.names().publish(&temporary, path, || old_len(path)));
+        let done = written.map_err(StoreError::from).and_then(|()| {
+            self.durable_names().rename_durably(&temporary, path, || check_and_measure_old(path))
+        });
         if done.is_err() {
             // A file that stays in `tmp/` is removed at the next open.
             let _ = self.disk().remove(&temporary);
@@ -211,7 +214,7 @@ impl Store {
     /// Reads a record at any path in the folder. Returns `None` if there is none.
     pub(super) fn get_record(&self, path: &str) -> Result<Option<Vec<u8>>, StoreError> {
         match if_found(self.disk().open(path))? {
-            Some(file) => read_all(file.as_ref()).map(Some),
+            Some(file) => read_small_file(file.as_ref()).map(Some),
             None => Ok(None),
         }
     }

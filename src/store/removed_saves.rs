@@ -11,9 +11,9 @@ use std::sync::PoisonError;
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
-use super::cluster_state::refuse_older;
+use super::cluster_state::refuse_older_epoch;
 use super::data_folder::Store;
-use super::paths::GRAVES;
+use super::durable_paths::GRAVES;
 use crate::format::envelope::RecordKind;
 use crate::id::{Epoch, SaveId};
 
@@ -26,16 +26,17 @@ struct RemovedSaves {
     saves: Vec<SaveId>,
 }
 
-fn path_of(save: SaveId) -> String {
+fn removed_saves_path(save: SaveId) -> String {
     format!("{GRAVES}/{:02x}", save.0[0])
 }
 
 impl Store {
     /// Records durably and permanently that a save was removed and purged. Returns `false` if there
     /// is no room for its id.
-    pub fn record_removed(&self, save: SaveId) -> Result<bool, StoreError> {
-        let _one_at_a_time = self.graves().lock().unwrap_or_else(PoisonError::into_inner);
-        let path = path_of(save);
+    pub fn try_record_removed(&self, save: SaveId) -> Result<bool, StoreError> {
+        let _one_at_a_time =
+            self.removed_saves_lock().lock().unwrap_or_else(PoisonError::into_inner);
+        let path = removed_saves_path(save);
         let mut graves: RemovedSaves =
             self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
         if let Err(at) = graves.saves.binary_search(&save) {
@@ -50,12 +51,12 @@ impl Store {
         Ok(true)
     }
 
-    /// Records many saves as [`Store::record_removed`] does, but only while no later epoch than
+    /// Records many saves as [`Store::try_record_removed`] does, but only while no later epoch than
     /// `epoch` was seen, because a rebuild that claimed a later epoch may have read this set
     /// already. Writes each record at most once.
     ///
     /// # Errors
-    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::GravesFull`] if
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::RemovedSavesFull`] if
     /// there is no room for one of the ids.
     pub fn record_all_removed(
         &self,
@@ -63,13 +64,14 @@ impl Store {
         saves: impl IntoIterator<Item = SaveId>,
     ) -> Result<(), StoreError> {
         // Held during the writes, so that a claim comes before all of them or after all of them.
-        let seen = self.seen();
-        refuse_older(&seen, epoch)?;
+        let seen = self.lock_seen_epoch();
+        refuse_older_epoch(&seen, epoch)?;
         let saves: BTreeSet<SaveId> = saves.into_iter().collect();
         let saves: Vec<SaveId> = saves.into_iter().collect();
         for ours in saves.chunk_by(|a, b| a.0[0] == b.0[0]) {
-            let _one_at_a_time = self.graves().lock().unwrap_or_else(PoisonError::into_inner);
-            let path = path_of(ours[0]);
+            let _one_at_a_time =
+                self.removed_saves_lock().lock().unwrap_or_else(PoisonError::into_inner);
+            let path = removed_saves_path(ours[0]);
             let mut graves: RemovedSaves =
                 self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
             let is_known = |save: &SaveId| graves.saves.binary_search(save).is_ok();
@@ -79,7 +81,7 @@ impl Store {
                 continue;
             }
             if graves.saves.len() + missing.len() > MAX_REMOVED_PER_FILE {
-                return Err(StoreError::GravesFull { path });
+                return Err(StoreError::RemovedSavesFull { path });
             }
             graves.saves.extend(missing);
             graves.saves.sort_unstable();
@@ -96,7 +98,7 @@ impl Store {
     ) -> Result<Vec<SaveId>, StoreError> {
         let mut saves = Vec::new();
         for first in after.map_or(0, |after| after.0[0])..=u8::MAX {
-            let path = path_of(SaveId([first; 12]));
+            let path = removed_saves_path(SaveId([first; 12]));
             let graves: Option<RemovedSaves> = self.get_sealed(&path, RecordKind::Graves)?;
             let behind = graves.unwrap_or_default().saves.into_iter();
             saves.extend(behind.filter(|save| after.is_none_or(|after| *save > after)));
@@ -111,7 +113,8 @@ impl Store {
     /// Returns whether the save is in the removed-save set. A record that does not parse is an
     /// error, because any save could be in it.
     pub fn is_recorded_removed(&self, save: SaveId) -> Result<bool, StoreError> {
-        let graves: Option<RemovedSaves> = self.get_sealed(&path_of(save), RecordKind::Graves)?;
+        let graves: Option<RemovedSaves> =
+            self.get_sealed(&removed_saves_path(save), RecordKind::Graves)?;
         Ok(graves.is_some_and(|graves| graves.saves.binary_search(&save).is_ok()))
     }
 }
@@ -140,9 +143,9 @@ mod tests {
         let disk = MemoryDisk::new(1 << 20);
         let store = open(&disk);
         for number in [7, 3, 9, 3] {
-            assert!(store.record_removed(save(0x5a, number)).unwrap());
+            assert!(store.try_record_removed(save(0x5a, number)).unwrap());
         }
-        assert!(store.record_removed(save(0x5b, 1)).unwrap());
+        assert!(store.try_record_removed(save(0x5b, 1)).unwrap());
         drop(store);
         let store = open(&disk.crash());
         let found: Vec<u8> =
@@ -157,9 +160,9 @@ mod tests {
         for failing in 0..12 {
             let disk = MemoryDisk::new(1 << 20);
             let store = open(&disk);
-            store.record_removed(save(1, 1)).unwrap();
-            disk.fail_after(failing);
-            let second = store.record_removed(save(1, 2));
+            store.try_record_removed(save(1, 1)).unwrap();
+            disk.fail_once_after(failing);
+            let second = store.try_record_removed(save(1, 2));
             drop(store);
             let store = open(&disk.crash());
             assert!(store.is_recorded_removed(save(1, 1)).unwrap(), "operation {failing}");
@@ -173,7 +176,7 @@ mod tests {
         let store = open(&disk);
         let all: Vec<SaveId> =
             (0..=255).flat_map(|first| [save(first, 2), save(first, 9)]).collect();
-        store.record_removed(all[9]).unwrap();
+        store.try_record_removed(all[9]).unwrap();
         store.record_all_removed(Epoch(2), all.iter().rev().copied().chain([all[3]])).unwrap();
         store.record_all_removed(Epoch(2), []).unwrap();
         store.raise_epoch(Epoch(3)).unwrap();
@@ -202,12 +205,12 @@ mod tests {
             })
             .collect();
         store.put_sealed("graves/02", RecordKind::Graves, &RemovedSaves { saves: full }).unwrap();
-        assert!(store.record_removed(save(2, 0)).unwrap());
-        assert!(!store.record_removed(SaveId([2; 12])).unwrap());
+        assert!(store.try_record_removed(save(2, 0)).unwrap());
+        assert!(!store.try_record_removed(SaveId([2; 12])).unwrap());
         assert!(!store.is_recorded_removed(SaveId([2; 12])).unwrap());
         let file = disk.open("graves/02").unwrap();
         file.write_at(b"x", 100).unwrap();
         assert!(store.is_recorded_removed(save(2, 0)).is_err());
-        assert!(store.record_removed(SaveId([2; 12])).is_err());
+        assert!(store.try_record_removed(SaveId([2; 12])).is_err());
     }
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::disk::DiskLock;
-use super::kv::{Batch, Kv, KvError, MAX_PAGE, Maps, Pair, scan_start};
+use super::kv::{Batch, CatalogueStorage, Kv, KvError, MAX_PAGE, Pair, scan_lower_bound};
 
 /// Maximum number of broken folders that are kept before opening fails. That many are not an
 /// accident.
@@ -49,10 +49,10 @@ pub struct SledKv {
     db: sled::Db,
     /// Our own descriptor of sled's file, for the sync that sled leaves out.
     file: File,
-    sync: fn(&File) -> std::io::Result<()>,
+    sync_work: fn(&File) -> std::io::Result<()>,
     /// Held during a batch. With one writer at a time, a leaf never grows beyond what
     /// [`MAX_VALUE_BYTES`](super::kv::MAX_VALUE_BYTES) assumes.
-    writing: Mutex<()>,
+    write_lock: Mutex<()>,
     /// Cancelled by the first failure, after which sled's memory may differ from what is on disk.
     failed: CancellationToken,
 }
@@ -74,8 +74,8 @@ impl SledKv {
         cache_capacity_bytes: u64,
     ) -> Result<(Self, Opened), KvError> {
         let existed = path.exists();
-        refuse_if_in_use(path)?;
-        let open = || open_checked(path, cache_capacity_bytes, CancellationToken::new());
+        wait_until_unlocked(path)?;
+        let open = || open_reading_all(path, cache_capacity_bytes, CancellationToken::new());
         let damage = match open() {
             Ok(kv) if existed => return Ok((kv, Opened::Recovered)),
             Ok(kv) => return Ok((kv, Opened::Created)),
@@ -89,7 +89,7 @@ impl SledKv {
 
     /// Returns a token that is cancelled when the database has failed and refuses all further
     /// calls.
-    pub fn failed(&self) -> CancellationToken {
+    pub fn failure_token(&self) -> CancellationToken {
         self.failed.clone()
     }
 
@@ -101,35 +101,36 @@ impl SledKv {
     }
 
     /// Records a failure of sled. From here on all reads and writes are refused.
-    fn fail(&self, error: KvError) -> KvError {
+    fn record_failure(&self, error: KvError) -> KvError {
         tracing::error!(%error, "a database has failed; it is not used until the daemon is started again");
         self.failed.cancel();
         error
     }
 
-    fn sled<T>(&self, result: sled::Result<T>) -> Result<T, KvError> {
-        result.map_err(|error| self.fail(sled_error("use", &self.path, error)))
+    fn fail_on_sled_error<T>(&self, result: sled::Result<T>) -> Result<T, KvError> {
+        result.map_err(|error| self.record_failure(sled_error("use", &self.path, error)))
     }
 
-    fn barrier(&self) -> Result<(), KvError> {
-        self.sled(self.db.flush())?;
-        (self.sync)(&self.file).map_err(|error| self.fail(io_error("sync", &self.path, error)))
+    fn flush_and_sync(&self) -> Result<(), KvError> {
+        self.fail_on_sled_error(self.db.flush())?;
+        (self.sync_work)(&self.file)
+            .map_err(|error| self.record_failure(io_error("sync", &self.path, error)))
     }
 
     #[cfg(test)]
     pub(crate) fn fail_syncs(&mut self) {
-        self.sync = |_| Err(std::io::Error::other("a test"));
+        self.sync_work = |_| Err(std::io::Error::other("a test"));
     }
 }
 
 /// The catalogue database in its own folder below the data folder.
-pub struct SledMaps {
+pub struct SledCatalogueStorage {
     path: PathBuf,
     cache_capacity_bytes: u64,
     failed: CancellationToken,
 }
 
-impl SledMaps {
+impl SledCatalogueStorage {
     /// Returns the place of the database at `path`. `_held` is the lock of the data folder around
     /// it.
     pub fn new(_held: &DiskLock, path: PathBuf, cache_capacity_bytes: u64) -> Self {
@@ -138,34 +139,34 @@ impl SledMaps {
 
     /// Returns a token that is cancelled when a database that was opened here has failed and
     /// refuses all further calls.
-    pub fn failed(&self) -> CancellationToken {
+    pub fn failure_token(&self) -> CancellationToken {
         self.failed.clone()
     }
 
-    fn open(&self) -> Result<Arc<dyn Kv>, KvError> {
-        let kv = open_checked(&self.path, self.cache_capacity_bytes, self.failed.clone())?;
+    fn open_database(&self) -> Result<Arc<dyn Kv>, KvError> {
+        let kv = open_reading_all(&self.path, self.cache_capacity_bytes, self.failed.clone())?;
         Ok(Arc::new(kv))
     }
 }
 
-impl Maps for SledMaps {
-    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
+impl CatalogueStorage for SledCatalogueStorage {
+    fn open_existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
         if !self.path.exists() {
             return Ok(None);
         }
-        refuse_if_in_use(&self.path)?;
-        self.open().map(Some)
+        wait_until_unlocked(&self.path)?;
+        self.open_database().map(Some)
     }
 
-    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
+    fn move_aside_and_create(&self) -> Result<Arc<dyn Kv>, KvError> {
         if self.path.exists() {
             let moved_to = move_aside(&self.path)?;
             tracing::warn!(path = ?self.path, ?moved_to, "moved an older catalogue database aside");
         }
-        self.open()
+        self.open_database()
     }
 
-    fn is_gone(&self) -> bool {
+    fn is_folder_gone(&self) -> bool {
         matches!(self.path.try_exists(), Ok(false))
     }
 }
@@ -174,7 +175,7 @@ fn io_error(op: &'static str, path: &Path, source: std::io::Error) -> KvError {
     KvError::Io { op, path: path.display().to_string(), source }
 }
 
-fn damaged(path: &Path, why: String) -> KvError {
+fn damaged_error(path: &Path, why: String) -> KvError {
     KvError::Damaged { path: path.display().to_string(), why }
 }
 
@@ -187,7 +188,7 @@ fn sled_error(op: &'static str, path: &Path, error: sled::Error) -> KvError {
         sled::Error::Io(source) if !matches!(source.kind(), Other | UnexpectedEof) => {
             io_error(op, path, source)
         }
-        other => damaged(path, other.to_string()),
+        other => damaged_error(path, other.to_string()),
     }
 }
 
@@ -199,7 +200,7 @@ fn open_file(path: &Path) -> std::io::Result<File> {
 /// Refuses a database that another process has open. sled locks its file with `flock`; trying the
 /// same lock tells a folder in use from a broken one.
 #[allow(clippy::disallowed_methods)] // sled's threads run on the machine's clock
-fn refuse_if_in_use(path: &Path) -> Result<(), KvError> {
+fn wait_until_unlocked(path: &Path) -> Result<(), KvError> {
     let Ok(file) = open_file(&path.join("db")) else { return Ok(()) };
     for _ in 0..LOCK_TRIES {
         match file.try_lock() {
@@ -212,7 +213,7 @@ fn refuse_if_in_use(path: &Path) -> Result<(), KvError> {
 
 /// Opens the database, reads every entry once and makes the folder itself durable. The full read
 /// reveals damage now, while the database can still be replaced.
-fn open_checked(
+fn open_reading_all(
     path: &Path,
     cache_capacity_bytes: u64,
     failed: CancellationToken,
@@ -229,7 +230,7 @@ fn open_checked(
     remove_unfinished_snapshots(path)?;
     // sled panics on some kinds of damage.
     let opened = catch_unwind(AssertUnwindSafe(open))
-        .map_err(|_| damaged(path, "it panicked while it was opened".to_owned()))
+        .map_err(|_| damaged_error(path, "it panicked while it was opened".to_owned()))
         .and_then(|opened| opened.map_err(|error| sled_error("open", path, error)));
     if opened.is_err() {
         remove_unfinished_snapshots(path)?;
@@ -244,8 +245,8 @@ fn open_checked(
             .map_err(|error| io_error("sync", folder, error))?;
     }
     let (path, sync) = (path.to_owned(), File::sync_data);
-    let kv = SledKv { path, db, file, sync, writing: Mutex::new(()), failed };
-    kv.barrier()?;
+    let kv = SledKv { path, db, file, sync_work: sync, write_lock: Mutex::new(()), failed };
+    kv.flush_and_sync()?;
     Ok(kv)
 }
 
@@ -275,7 +276,7 @@ fn move_aside(path: &Path) -> Result<PathBuf, KvError> {
         .map(|number| path.with_added_extension(format!("broken-{number}")))
         .find(|aside| !aside.exists());
     let aside = free.ok_or_else(|| {
-        damaged(
+        damaged_error(
             path,
             format!("and {MAX_ASIDE} broken folders are already beside it: check the disk"),
         )
@@ -288,12 +289,12 @@ fn move_aside(path: &Path) -> Result<PathBuf, KvError> {
 impl Kv for SledKv {
     fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>, KvError> {
         self.refuse_if_failed()?;
-        let value = self.sled(self.db.get(key))?;
+        let value = self.fail_on_sled_error(self.db.get(key))?;
         Ok(value.map(|value| value.to_vec()))
     }
 
     fn apply(&self, batch: &Batch) -> Result<(), KvError> {
-        batch.check()?;
+        batch.check_lengths()?;
         if batch.is_empty() {
             return Ok(());
         }
@@ -304,10 +305,10 @@ impl Kv for SledKv {
                 None => changes.remove(key.as_slice()),
             }
         }
-        let _one = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.write_lock.lock().unwrap_or_else(PoisonError::into_inner);
         self.refuse_if_failed()?;
-        self.sled(self.db.apply_batch(changes))?;
-        self.barrier()
+        self.fail_on_sled_error(self.db.apply_batch(changes))?;
+        self.flush_and_sync()
     }
 
     fn scan(
@@ -317,10 +318,10 @@ impl Kv for SledKv {
         limit: usize,
     ) -> Result<Vec<Pair>, KvError> {
         self.refuse_if_failed()?;
-        let range = (scan_start(prefix, after), Bound::Unbounded);
+        let range = (scan_lower_bound(prefix, after), Bound::Unbounded);
         let mut page = Vec::new();
         for pair in self.db.range::<&[u8], _>(range).take(limit.min(MAX_PAGE)) {
-            let (key, value) = self.sled(pair)?;
+            let (key, value) = self.fail_on_sled_error(pair)?;
             if !key.starts_with(prefix) {
                 break;
             }
@@ -494,18 +495,18 @@ mod tests {
     fn what_the_system_refuses_moves_nothing_and_a_damaged_map_of_the_catalogue_stays() {
         let folder = tempfile::tempdir().unwrap();
         let (lock, path) = (held(folder.path()), folder.path().join("kv"));
-        let maps = SledMaps::new(&lock, path.clone(), 1 << 20);
+        let maps = SledCatalogueStorage::new(&lock, path.clone(), 1 << 20);
         std::fs::write(&path, b"not a folder").unwrap();
-        for refused in [SledKv::open(&lock, &path, 1 << 20).err(), maps.existing().err()] {
+        for refused in [SledKv::open(&lock, &path, 1 << 20).err(), maps.open_existing().err()] {
             assert!(matches!(refused, Some(KvError::Io { .. })), "{refused:?}");
         }
         assert_eq!(std::fs::read(&path).unwrap(), b"not a folder");
         std::fs::remove_file(&path).unwrap();
         drop(SledKv::open(&lock, &path, 1 << 20).unwrap());
         std::fs::write(path.join("conf"), vec![0x5a; 40]).unwrap();
-        assert!(matches!(maps.existing().err(), Some(KvError::Damaged { .. })));
+        assert!(matches!(maps.open_existing().err(), Some(KvError::Damaged { .. })));
         assert!(path.join("conf").exists());
-        maps.fresh().unwrap().apply(Batch::new().put("k", "v")).unwrap();
+        maps.move_aside_and_create().unwrap().apply(Batch::new().put("k", "v")).unwrap();
         assert!(folder.path().join("kv.broken-1/conf").exists());
     }
 
@@ -528,11 +529,11 @@ mod tests {
         let (lock, path) = (held(folder.path()), folder.path().join("kv"));
         let (mut kv, _) = SledKv::open(&lock, &path, 1 << 20).unwrap();
         kv.apply(Batch::new().put("k", "old")).unwrap();
-        let failed = kv.failed();
+        let failed = kv.failure_token();
         kv.fail_syncs();
         let error = kv.apply(Batch::new().put("k", "new")).unwrap_err();
         assert!(matches!(error, KvError::Io { op: "sync", .. }) && failed.is_cancelled());
-        kv.sync = File::sync_data;
+        kv.sync_work = File::sync_data;
         let refused = [
             kv.get(b"k").err(),
             kv.scan(b"", None, 1).err(),

@@ -2,10 +2,10 @@
 //! with this cluster. Its data is verified grain by grain as it is read.
 
 use super::StoreError;
-use super::damage::SourceFile;
+use super::damage_notes::SourceFile;
 use super::disk::{AlignedBuffer, Disk, DiskError, DiskFile};
-use super::index::FileInfo;
-use super::paths::file_path;
+use super::durable_paths::file_path;
+use super::file_index::FileInfo;
 use crate::format::FormatError;
 use crate::format::file::{FileHeader, FileKey, TRAILER_BYTES, Trailer, parse_tail};
 use crate::format::grain_set::GrainSet;
@@ -36,7 +36,7 @@ impl StoredFile {
         let file = disk.open(&path)?;
         let file_bytes = file.len_bytes()?;
         let (header, tree) = read_tail(file.as_ref(), file_bytes, &path)?;
-        Self::check_name(&header, cluster, key)?;
+        Self::check_header_matches(&header, cluster, key)?;
         Ok(Self { file, key, header, tree, file_bytes })
     }
 
@@ -52,7 +52,7 @@ impl StoredFile {
     }
 
     /// Refuses a header that does not belong to the file named `key` of this cluster.
-    pub(super) fn check_name(
+    pub(super) fn check_header_matches(
         header: &FileHeader,
         cluster: ClusterId,
         key: FileKey,
@@ -85,21 +85,21 @@ impl StoredFile {
     }
 
     /// Returns the entry that the index keeps for it.
-    pub fn info(&self) -> FileInfo {
-        FileInfo::of(&self.header, self.file_bytes)
+    pub fn index_entry(&self) -> FileInfo {
+        FileInfo::from_header(&self.header, self.file_bytes)
     }
 
     /// Reads a range of the data without verifying it, for callers that check the bytes in another
     /// way.
-    pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {
+    pub fn read_unverified(&self, offset: u64, buf: &mut [u8]) -> Result<(), StoreError> {
         self.check_range(offset, buf.len())?;
         Ok(self.file.read_at(buf, offset)?)
     }
 
     /// Returns whether this is the same file as `other`, and not another file with the same name or
     /// bytes.
-    pub(super) fn is_same_as(&self, other: &Self) -> Result<bool, StoreError> {
-        Ok(self.file.number()? == other.file.number()?)
+    pub(super) fn is_same_file(&self, other: &Self) -> Result<bool, StoreError> {
+        Ok(self.file.inode_number()? == other.file.inode_number()?)
     }
 
     /// Fills `buf` with as many whole grains as fit, beginning with grain `first`, from the medium
@@ -109,8 +109,12 @@ impl StoredFile {
     /// # Errors
     /// [`StoreError::Grain`] for the first grain that does not match its hash, or the error of the
     /// disk.
-    pub fn read_grains_past_cache(&self, first: u64, buf: &mut [u8]) -> Result<usize, StoreError> {
-        let start = first.saturating_mul(GRAIN_BYTES);
+    pub fn read_verified_past_cache(
+        &self,
+        first_grain: u64,
+        buf: &mut [u8],
+    ) -> Result<usize, StoreError> {
+        let start = first_grain.saturating_mul(GRAIN_BYTES);
         let left = self.header.len_bytes.saturating_sub(start);
         let len = if left <= buf.len() as u64 {
             left as usize
@@ -119,7 +123,7 @@ impl StoredFile {
         };
         let Some(buf) = buf.get_mut(..len).filter(|buf| !buf.is_empty()) else { return Ok(0) };
         self.file.read_past_cache_at(buf, start)?;
-        for (grain, bytes) in (first..).zip(buf.chunks(GRAIN_BYTES as usize)) {
+        for (grain, bytes) in (first_grain..).zip(buf.chunks(GRAIN_BYTES as usize)) {
             debug_assert_eq!(bytes.len() as u64, grain_len(self.header.len_bytes, grain));
             if !self.tree.verify_grain(grain, bytes) {
                 return Err(StoreError::Grain { key: self.key, grain });
@@ -136,13 +140,13 @@ impl StoredFile {
         let all = grains(self.header.len_bytes);
         let step = SCRUB_BYTES / GRAIN_BYTES;
         for first in (0..all).step_by(step as usize) {
-            if self.read_grains_past_cache(first, buffer.bytes()).is_ok() {
+            if self.read_verified_past_cache(first, buffer.bytes()).is_ok() {
                 continue;
             }
             // A grain in this run is damaged: read the run again grain by grain to find it.
             for grain in first..all.min(first + step) {
                 let one = buffer.bytes().get_mut(..GRAIN_BYTES as usize).unwrap_or_default();
-                if self.read_grains_past_cache(grain, one).is_err() {
+                if self.read_verified_past_cache(grain, one).is_err() {
                     damaged.push(grain);
                 }
             }
@@ -165,7 +169,7 @@ pub(super) fn read_tail(
     file_bytes: u64,
     path: &str,
 ) -> Result<(FileHeader, GrainTree), StoreError> {
-    parse_tail_of(file_bytes, path, |buf, offset| file.read_at(buf, offset))
+    read_tail_with(file_bytes, path, |buf, offset| file.read_at(buf, offset))
 }
 
 /// Reads and parses the tail like [`read_tail`], but from the medium instead of the page cache.
@@ -174,10 +178,10 @@ pub(super) fn read_tail_past_cache(
     file_bytes: u64,
     path: &str,
 ) -> Result<(FileHeader, GrainTree), StoreError> {
-    parse_tail_of(file_bytes, path, |buf, offset| file.read_past_cache_at(buf, offset))
+    read_tail_with(file_bytes, path, |buf, offset| file.read_past_cache_at(buf, offset))
 }
 
-fn parse_tail_of(
+fn read_tail_with(
     file_bytes: u64,
     path: &str,
     read: impl Fn(&mut [u8], u64) -> Result<(), DiskError>,

@@ -7,9 +7,9 @@ use std::sync::{MutexGuard, PoisonError};
 use super::StoreError;
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::paths::{if_found, shard_dir};
+use super::disk_reserve::release_reserve;
+use super::durable_paths::{if_found, shard_dir};
 use super::record_file::RecordScope;
-use super::reserve::release_reserve;
 use crate::format::envelope::record_len;
 use crate::format::records::{Record, Tombstone};
 use crate::id::{SaveId, ShardId};
@@ -27,21 +27,21 @@ const TOMBSTONE: &str = "tombstone";
 
 /// The slots of a data folder. Without the file there are none.
 #[derive(Default)]
-pub(super) struct Slots {
+pub(super) struct TombstoneSlots {
     file: Option<Box<dyn DiskFile>>,
-    held: BTreeMap<SaveId, Slot>,
+    used: BTreeMap<SaveId, TombstoneSlot>,
     /// Slots that are not used because their contents are unknown or must be kept: the last read or
     /// write failed, or a later release wrote them. The next start reads them again.
-    unknown: BTreeSet<usize>,
+    unusable: BTreeSet<usize>,
 }
 
-struct Slot {
+struct TombstoneSlot {
     number: usize,
     bytes: Vec<u8>,
 }
 
-impl Slots {
-    fn write(&mut self, number: usize, bytes: &[u8]) -> Result<(), StoreError> {
+impl TombstoneSlots {
+    fn write_slot(&mut self, number: usize, bytes: &[u8]) -> Result<(), StoreError> {
         let path = || SLOTS.to_owned();
         let file = self.file.as_ref().ok_or_else(|| DiskError::Full { path: path() })?;
         let mut slot = bytes.to_vec();
@@ -49,28 +49,28 @@ impl Slots {
         let written = file.write_at(&slot, (number * SLOT_BYTES) as u64);
         let written = written.and_then(|()| file.sync());
         if written.is_err() {
-            self.unknown.insert(number);
+            self.unusable.insert(number);
         }
         Ok(written?)
     }
 
     fn first_free(&self) -> Option<usize> {
-        let held: BTreeSet<usize> = self.held.values().map(|slot| slot.number).collect();
-        (0..SLOT_COUNT).find(|number| !held.contains(number) && !self.unknown.contains(number))
+        let held: BTreeSet<usize> = self.used.values().map(|slot| slot.number).collect();
+        (0..SLOT_COUNT).find(|number| !held.contains(number) && !self.unusable.contains(number))
     }
 
     /// Registers the tombstone that a slot of the file holds, if any.
-    fn take(&mut self, number: usize, slot: &[u8]) {
+    fn load_slot(&mut self, number: usize, slot: &[u8]) {
         let Some(bytes) = record_len(slot).and_then(|len| slot.get(..len)) else { return };
         match Tombstone::parse(bytes) {
             Ok(tombstone) => {
-                self.held.insert(tombstone.save, Slot { number, bytes: bytes.to_vec() });
+                self.used.insert(tombstone.save, TombstoneSlot { number, bytes: bytes.to_vec() });
             }
             Err(error) => {
                 tracing::warn!(number, %error, "cannot parse the tombstone in a slot");
                 // A tombstone of a later release is kept: its slot is not reused.
                 if error.kind() != ErrorKind::Corrupt {
-                    self.unknown.insert(number);
+                    self.unusable.insert(number);
                 }
             }
         }
@@ -78,39 +78,39 @@ impl Slots {
 }
 
 /// Returns the scope of records about a save as a whole.
-fn scope_of(save: SaveId) -> RecordScope {
-    RecordScope::Shard(shard_of(save))
+fn tombstone_scope(save: SaveId) -> RecordScope {
+    RecordScope::Shard(tombstone_shard(save))
 }
 
-fn shard_of(save: SaveId) -> ShardId {
+fn tombstone_shard(save: SaveId) -> ShardId {
     ShardId::new(save, u32::MAX)
 }
 
 impl Store {
-    fn slots(&self) -> MutexGuard<'_, Slots> {
-        self.slots_of_folder().lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_slots(&self) -> MutexGuard<'_, TombstoneSlots> {
+        self.slots_mutex().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads the slots at start, and creates their file if there is none.
-    pub(super) fn open_slots(&self) -> Result<(), StoreError> {
-        let mut slots = Slots::default();
+    pub(super) fn load_or_create_slots(&self) -> Result<(), StoreError> {
+        let mut slots = TombstoneSlots::default();
         if let Some(file) = if_found(self.disk().open_to_write(SLOTS))? {
             let mut slot = [0; SLOT_BYTES];
             let mut is_whole = true;
             for number in 0..SLOT_COUNT {
                 match file.read_at(&mut slot, (number * SLOT_BYTES) as u64) {
-                    Ok(()) => slots.take(number, &slot),
+                    Ok(()) => slots.load_slot(number, &slot),
                     Err(DiskError::Short { .. }) => is_whole = false,
                     Err(error) => {
                         tracing::warn!(number, %error, "cannot read a slot");
-                        slots.unknown.insert(number);
+                        slots.unusable.insert(number);
                     }
                 }
             }
             slots.file = is_whole.then_some(file);
         }
-        *self.slots() = slots;
-        if let Err(error) = self.make_slots() {
+        *self.lock_slots() = slots;
+        if let Err(error) = self.create_slot_file() {
             tracing::warn!(%error, "cannot create the slots: removals may fail when the disk is full");
         }
         Ok(())
@@ -118,33 +118,34 @@ impl Store {
 
     /// Returns whether the file of the slots exists, so that a tombstone can be stored on a full
     /// disk.
-    pub fn has_slots(&self) -> bool {
-        self.slots().file.is_some()
+    pub fn has_slot_file(&self) -> bool {
+        self.lock_slots().file.is_some()
     }
 
     /// Creates the file of the slots if there is none, with the tombstones that a truncated file
     /// held.
-    fn make_slots(&self) -> Result<(), StoreError> {
-        let mut slots = self.slots();
+    fn create_slot_file(&self) -> Result<(), StoreError> {
+        let mut slots = self.lock_slots();
         if slots.file.is_some() {
             return Ok(());
         }
         let mut bytes = vec![0; SLOT_BYTES * SLOT_COUNT];
-        for slot in slots.held.values() {
+        for slot in slots.used.values() {
             bytes[slot.number * SLOT_BYTES..][..slot.bytes.len()].copy_from_slice(&slot.bytes);
         }
-        let temporary = self.names().temporary();
+        let temporary = self.durable_names().next_temporary_path();
         let made = self.disk().create_new(&temporary).and_then(|file| {
             file.write_at(&bytes, 0)?;
             file.sync()
         });
-        let made = made.and_then(|()| self.names().publish(&temporary, SLOTS, || Ok(())));
+        let made =
+            made.and_then(|()| self.durable_names().rename_durably(&temporary, SLOTS, || Ok(())));
         if made.is_err() {
             let _ = self.disk().remove(&temporary);
         }
         made?;
         slots.file = Some(self.disk().open_to_write(SLOTS)?);
-        slots.unknown.clear();
+        slots.unusable.clear();
         Ok(())
     }
 
@@ -166,63 +167,65 @@ impl Store {
     }
 
     fn try_put_tombstone(&self, save: SaveId, bytes: &[u8]) -> Result<(), StoreError> {
-        let full = match self.put_record_file(scope_of(save), TOMBSTONE, bytes) {
+        let full = match self.put_record_file(tombstone_scope(save), TOMBSTONE, bytes) {
             Err(full @ StoreError::Disk(DiskError::Full { .. })) => full,
             put => return put,
         };
-        let file = self.get_record_file(scope_of(save), TOMBSTONE)?;
+        let file = self.get_record_file(tombstone_scope(save), TOMBSTONE)?;
         if file.is_some_and(|bytes| Tombstone::parse(&bytes).is_ok()) {
             // The name of the existing file may not be durable yet.
-            return Ok(self.names().sync(&format!("{}/{TOMBSTONE}", shard_dir(shard_of(save))))?);
+            return Ok(self
+                .durable_names()
+                .sync_name(&format!("{}/{TOMBSTONE}", shard_dir(tombstone_shard(save))))?);
         }
-        let mut slots = self.slots();
-        if slots.held.contains_key(&save) {
+        let mut slots = self.lock_slots();
+        if slots.used.contains_key(&save) {
             return Ok(());
         }
         let number =
             slots.first_free().filter(|_| slots.file.is_some() && bytes.len() <= SLOT_BYTES);
         let Some(number) = number else { return Err(full) };
-        slots.write(number, bytes)?;
-        slots.held.insert(save, Slot { number, bytes: bytes.to_vec() });
+        slots.write_slot(number, bytes)?;
+        slots.used.insert(save, TombstoneSlot { number, bytes: bytes.to_vec() });
         tracing::warn!(%save, number, "the disk is full: stored a tombstone in a slot");
         Ok(())
     }
 
     /// Returns the tombstone of a save, or `None`.
-    pub fn tombstone(&self, save: SaveId) -> Result<Option<Vec<u8>>, StoreError> {
+    pub fn get_tombstone(&self, save: SaveId) -> Result<Option<Vec<u8>>, StoreError> {
         // Read the slot first: a tombstone's file is written before its slot is freed.
-        let slot = self.slots().held.get(&save).map(|slot| slot.bytes.clone());
+        let slot = self.lock_slots().used.get(&save).map(|slot| slot.bytes.clone());
         match slot {
             Some(bytes) => Ok(Some(bytes)),
-            None => self.get_record_file(scope_of(save), TOMBSTONE),
+            None => self.get_record_file(tombstone_scope(save), TOMBSTONE),
         }
     }
 
     /// Removes the tombstone of a save and returns once the removal is durable.
     pub fn remove_tombstone(&self, save: SaveId) -> Result<(), StoreError> {
-        self.remove_record_file(scope_of(save), TOMBSTONE)?;
+        self.remove_record_file(tombstone_scope(save), TOMBSTONE)?;
         self.free_slot(save)
     }
 
     fn free_slot(&self, save: SaveId) -> Result<(), StoreError> {
-        let mut slots = self.slots();
-        let Some(number) = slots.held.get(&save).map(|slot| slot.number) else { return Ok(()) };
-        slots.write(number, &[])?;
-        slots.held.remove(&save);
+        let mut slots = self.lock_slots();
+        let Some(number) = slots.used.get(&save).map(|slot| slot.number) else { return Ok(()) };
+        slots.write_slot(number, &[])?;
+        slots.used.remove(&save);
         Ok(())
     }
 
     /// Creates the slots if there are none. Then writes each tombstone from its slot to a file and
     /// frees the slot. The slot of a save that is in the removed-save set is freed directly.
     /// Continues after a failure and returns the last error.
-    pub fn empty_slots(&self) -> Result<(), StoreError> {
-        let mut result = self.make_slots();
+    pub fn move_slots_to_files(&self) -> Result<(), StoreError> {
+        let mut result = self.create_slot_file();
         let held: Vec<(SaveId, Vec<u8>)> =
-            self.slots().held.iter().map(|(save, slot)| (*save, slot.bytes.clone())).collect();
+            self.lock_slots().used.iter().map(|(save, slot)| (*save, slot.bytes.clone())).collect();
         for (save, bytes) in held {
             let emptied = self.is_recorded_removed(save).and_then(|is_removed| {
                 if !is_removed {
-                    self.put_record_file(scope_of(save), TOMBSTONE, &bytes)?;
+                    self.put_record_file(tombstone_scope(save), TOMBSTONE, &bytes)?;
                 }
                 self.free_slot(save)
             });
@@ -233,7 +236,7 @@ impl Store {
 
     /// Returns the shards under which the tombstones in slots are listed, in order.
     pub(super) fn shards_in_slots(&self) -> BTreeSet<ShardId> {
-        self.slots().held.keys().map(|save| shard_of(*save)).collect()
+        self.lock_slots().used.keys().map(|save| tombstone_shard(*save)).collect()
     }
 }
 
@@ -283,26 +286,27 @@ mod tests {
         let disk = disk.crash();
         let store = open(&disk);
         for number in [3, 5, 9] {
-            assert_eq!(store.tombstone(save(number)).unwrap(), Some(tombstone(number)));
+            assert_eq!(store.get_tombstone(save(number)).unwrap(), Some(tombstone(number)));
         }
-        assert_eq!(store.tombstone(save(4)).unwrap(), None);
-        let listed: Vec<ShardId> = store.shards(None).unwrap().collect();
-        assert_eq!(listed, [3, 5, 9].map(|number| shard_of(save(number))));
-        let behind: Vec<ShardId> = store.shards(Some(shard_of(save(3)))).unwrap().collect();
-        assert_eq!(behind, [5, 9].map(|number| shard_of(save(number))));
-        assert!(store.empty_slots().is_err(), "there is still no room");
+        assert_eq!(store.get_tombstone(save(4)).unwrap(), None);
+        let listed: Vec<ShardId> = store.shards_after(None).unwrap().collect();
+        assert_eq!(listed, [3, 5, 9].map(|number| tombstone_shard(save(number))));
+        let behind: Vec<ShardId> =
+            store.shards_after(Some(tombstone_shard(save(3)))).unwrap().collect();
+        assert_eq!(behind, [5, 9].map(|number| tombstone_shard(save(number))));
+        assert!(store.move_slots_to_files().is_err(), "there is still no room");
         // With room, each tombstone gets a file or its save joins the removed-save set, and the
         // slots are free.
         disk.set_capacity(CAPACITY);
-        assert!(store.record_removed(save(3)).unwrap());
+        assert!(store.try_record_removed(save(3)).unwrap());
         store.remove_tombstone(save(3)).unwrap();
-        store.empty_slots().unwrap();
-        assert!(store.slots().held.is_empty());
+        store.move_slots_to_files().unwrap();
+        assert!(store.lock_slots().used.is_empty());
         drop(store);
         let disk = disk.crash();
         let store = open(&disk);
-        assert!(store.slots().held.is_empty());
-        let there = [3, 5, 9].map(|number| store.tombstone(save(number)).unwrap().is_some());
+        assert!(store.lock_slots().used.is_empty());
+        let there = [3, 5, 9].map(|number| store.get_tombstone(save(number)).unwrap().is_some());
         assert_eq!(there, [false, true, true]);
         assert!(store.is_recorded_removed(save(3)).unwrap());
     }
@@ -311,7 +315,7 @@ mod tests {
     fn without_a_slot_a_tombstone_takes_the_space_of_the_reserve() {
         let disk = MemoryDisk::new(CAPACITY);
         let store = open(&disk);
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::SetAside);
+        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::InPlace);
         fill(&disk);
         let last = SLOT_COUNT as u8;
         for number in 0..=last {
@@ -321,7 +325,7 @@ mod tests {
         }
         drop(store);
         let store = open(&disk.crash());
-        assert!((0..=last).all(|number| store.tombstone(save(number)).unwrap().is_some()));
+        assert!((0..=last).all(|number| store.get_tombstone(save(number)).unwrap().is_some()));
     }
 
     type Hook = Box<dyn FnOnce() + Send>;
@@ -368,8 +372,8 @@ mod tests {
         fn list(&self, path: &str) -> Result<Vec<DiskEntry>, DiskError> {
             self.inner.list(path)
         }
-        fn folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
-            self.ran(true, self.inner.folders(path))
+        fn list_folders(&self, path: &str) -> Result<Vec<String>, DiskError> {
+            self.ran(true, self.inner.list_folders(path))
         }
         fn sync_dir(&self, path: &str) -> Result<(), DiskError> {
             self.inner.sync_dir(path)
@@ -397,18 +401,21 @@ mod tests {
             store.put_tombstone(save(7), &tombstone(7)).unwrap();
             inner.set_capacity(CAPACITY);
             let mover = store.clone();
-            let moves: Hook = Box::new(move || mover.empty_slots().unwrap());
+            let moves: Hook = Box::new(move || mover.move_slots_to_files().unwrap());
             *hook.lock().unwrap() = Some(moves);
             let is_seen = match lists {
-                false => store.tombstone(save(7)).unwrap().is_some(),
-                true => store.shards(None).unwrap().any(|shard| shard.save() == save(7)),
+                false => store.get_tombstone(save(7)).unwrap().is_some(),
+                true => store.shards_after(None).unwrap().any(|shard| shard.save() == save(7)),
             };
             assert!(is_seen, "lists: {lists}");
             // A reader that needed no file did not run the hook. The hook must not run within a
             // change of names.
             hook.lock().unwrap().take();
-            store.empty_slots().unwrap();
-            assert!(store.slots().held.is_empty() && store.tombstone(save(7)).unwrap().is_some());
+            store.move_slots_to_files().unwrap();
+            assert!(
+                store.lock_slots().used.is_empty()
+                    && store.get_tombstone(save(7)).unwrap().is_some()
+            );
         }
     }
 
@@ -419,24 +426,24 @@ mod tests {
         store.put_tombstone(save(1), &tombstone(1)).unwrap();
         fill(&disk);
         store.put_tombstone(save(1), &tombstone(1)).unwrap();
-        assert!(store.slots().held.is_empty());
+        assert!(store.lock_slots().used.is_empty());
         store.put_tombstone(save(2), &tombstone(2)).unwrap();
         drop(store);
         let disk = disk.crash();
-        disk.fail_sector(SLOTS, 5 * SLOT_BYTES as u64).unwrap();
+        disk.make_sector_unreadable(SLOTS, 5 * SLOT_BYTES as u64).unwrap();
         let store = open(&disk);
-        assert!(store.tombstone(save(2)).unwrap().is_some());
-        assert!(store.slots().unknown.contains(&5));
+        assert!(store.get_tombstone(save(2)).unwrap().is_some());
+        assert!(store.lock_slots().unusable.contains(&5));
         // A node whose disk was full when it was upgraded gets its slots later.
         drop(store);
         disk.remove(SLOTS).unwrap();
         disk.sync_dir("").unwrap();
         fill(&disk);
         let store = open(&disk);
-        assert!(!store.has_slots());
+        assert!(!store.has_slot_file());
         disk.set_capacity(CAPACITY);
-        store.empty_slots().unwrap();
-        assert!(store.has_slots());
+        store.move_slots_to_files().unwrap();
+        assert!(store.has_slot_file());
     }
 
     #[test]
@@ -453,8 +460,8 @@ mod tests {
         store.put_tombstone(save(200), &tombstone(200)).unwrap();
         drop(store);
         let store = open(&disk.crash());
-        assert!(store.tombstone(save(200)).unwrap().is_some());
-        assert!(store.tombstone(save(70)).unwrap().is_none());
+        assert!(store.get_tombstone(save(200)).unwrap().is_some());
+        assert!(store.get_tombstone(save(70)).unwrap().is_none());
     }
 
     #[test]
@@ -465,12 +472,12 @@ mod tests {
                 let store = open(&disk);
                 fill(&disk);
                 store.put_tombstone(save(1), &tombstone(1)).unwrap();
-                disk.fail_after(failing);
+                disk.fail_once_after(failing);
                 let second = store.put_tombstone(save(2), &tombstone(2));
                 let is_gone = store.remove_tombstone(save(1)).is_ok();
                 drop(store);
                 let store = open(&disk.crash_torn(seed));
-                let has = |number| store.tombstone(save(number)).unwrap().is_some();
+                let has = |number| store.get_tombstone(save(number)).unwrap().is_some();
                 assert!(second.is_err() || has(2), "operation {failing}, {seed}");
                 assert!(has(1) || is_gone || second.is_ok() || failing > 0);
             }
@@ -484,18 +491,18 @@ mod tests {
         fill(&disk);
         store.put_tombstone(save(1), &tombstone(1)).unwrap();
         drop(store);
-        disk.truncate(SLOTS, 3 * SLOT_BYTES as u64 + 9).unwrap();
+        disk.set_file_len(SLOTS, 3 * SLOT_BYTES as u64 + 9).unwrap();
         disk.set_capacity(CAPACITY);
         let store = open(&disk);
-        assert!(store.tombstone(save(1)).unwrap().is_some());
+        assert!(store.get_tombstone(save(1)).unwrap().is_some());
         drop(store);
         let disk = disk.crash();
         let len = disk.open(SLOTS).unwrap().len_bytes().unwrap();
         assert_eq!(len, (SLOT_BYTES * SLOT_COUNT) as u64);
-        assert!(open(&disk).tombstone(save(1)).unwrap().is_some());
+        assert!(open(&disk).get_tombstone(save(1)).unwrap().is_some());
         // Foreign bytes are not tombstones and do not prevent the start.
         let file = disk.open(SLOTS).unwrap();
         file.write_at(&[0xff; SLOT_BYTES * SLOT_COUNT], 0).unwrap();
-        assert!(open(&disk).tombstone(save(1)).unwrap().is_none());
+        assert!(open(&disk).get_tombstone(save(1)).unwrap().is_none());
     }
 }

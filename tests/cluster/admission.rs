@@ -61,7 +61,7 @@ async fn a_block_without_memory_at_its_second_holder_is_refused_before_its_bytes
     let forwarded = PutBlock { block: 1, forward: Some(two.clone()), ..call.clone() };
     let refusal = voice.admission(&one, &forwarded).await.unwrap().1.second_refused;
     assert_eq!(refusal.map(|(code, _)| code), Some(ErrorKind::Busy.wire_code()));
-    assert_eq!(world.nodes[&1].memory_in_use(), [0; 5], "all or none");
+    assert_eq!(world.nodes[&1].used_memory_by_share(), [0; 5], "all or none");
     finish_block(&mut first, &bytes, &bytes).await.unwrap();
     world.assert_idle().await;
 }
@@ -103,7 +103,7 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     let client = world.client();
     let voice = world.voice(Role::Client, "rewriter");
     save(&client, 1, &[("weights", &content(100_000, 1))]).await;
-    let shown = client.show(&job(), None).await.unwrap();
+    let shown = client.show_step(&job(), None).await.unwrap();
     let (generation, root) = (shown.step.saved.generation, shown.shards[0].0.clone());
     let to = world.node_address(2);
     let mark =
@@ -150,7 +150,7 @@ async fn short_requests_do_not_wait_for_long_ones() {
         send.write(Bytes::copy_from_slice(&(700u32 << 10).to_le_bytes())).await.unwrap();
         open.push((send, recv));
     }
-    world.until("a long request", || world.nodes[&2].memory_in_use()[3] != 0).await;
+    world.until("a long request", || world.nodes[&2].used_memory_by_share()[3] != 0).await;
     let began = Instant::now();
     for _ in 0..20 {
         voice.ask(&to, &Hello { me: None }).await.unwrap();
@@ -164,7 +164,8 @@ async fn short_requests_do_not_wait_for_long_ones() {
 /// them open for `held`.
 async fn read_slowly(world: &World, step: u64, nodes: RangeInclusive<usize>, held: Duration) {
     let voice = world.voice(Role::Client, &format!("slow{step}-{}", nodes.start()));
-    let root = &world.client().show(&job(), Some(Step(step))).await.unwrap().shards[0].0.clone();
+    let root =
+        &world.client().show_step(&job(), Some(Step(step))).await.unwrap().shards[0].0.clone();
     let stripe = StripeId { shard: root.shard, index: 0 };
     let mut open = Vec::new();
     for index in nodes {
@@ -175,7 +176,7 @@ async fn read_slowly(world: &World, step: u64, nodes: RangeInclusive<usize>, hel
         let mut exchange = voice.open(&to, &call).await;
         exchange.finish().await.unwrap();
         exchange.answer::<ReadFileAnswer>().await.unwrap();
-        assert_ne!(world.nodes[&index].memory_in_use()[2], 0);
+        assert_ne!(world.nodes[&index].used_memory_by_share()[2], 0);
         open.push(exchange);
     }
     tokio::spawn(async move {

@@ -9,7 +9,7 @@ use rapidraid::format::records::{Node as NodeRecord, SaveHead, ShardState, Strip
 use rapidraid::format::save_record::SaveRecord;
 use rapidraid::id::{Attempt, ClusterId, NodeId, Step};
 use rapidraid::kind::ErrorKind;
-use rapidraid::net::Role;
+use rapidraid::net::{Address, Role};
 use rapidraid::placement::place;
 use rapidraid::store::{MemoryDisk, RecordScope};
 use rapidraid::wire::calls::PlanChoice;
@@ -45,20 +45,20 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
     client.save(&job(), Step(4), replaced, SaveOptions { replace: true }, quiet()).await.unwrap();
     world.until("the replaced save gone", || world.catalogue_keys("s/").len() == 5 + 4).await;
     world.kill(6).await;
-    client.remove(&job(), Step(5)).await.unwrap();
+    client.remove_step(&job(), Step(5)).await.unwrap();
     world.boot(6);
     world.until_live(6).await;
-    let before = client.list(None).await.unwrap();
-    let shown = client.show(&job(), Some(Step(1))).await.unwrap();
+    let before = client.list_steps(None).await.unwrap();
+    let shown = client.show_step(&job(), Some(Step(1))).await.unwrap();
 
     world.kill(0).await;
     let client = world.client_of(1);
-    let mut listed = client.list(None).await.unwrap();
+    let mut listed = client.list_steps(None).await.unwrap();
     assert!(listed.iter().all(|view| view.by_marks));
     listed.iter_mut().for_each(|view| view.by_marks = false);
     assert_eq!(listed, before);
-    assert_eq!(client.list(Some(&"other".parse().unwrap())).await.unwrap(), []);
-    let found = client.show(&job(), Some(Step(1))).await.unwrap();
+    assert_eq!(client.list_steps(Some(&"other".parse().unwrap())).await.unwrap(), []);
+    let found = client.show_step(&job(), Some(Step(1))).await.unwrap();
     for ((root, state), (known, before)) in found.shards.iter().zip(&shown.shards) {
         assert_eq!(root, known);
         let attempts = |state: &ShardState| -> Vec<Option<Attempt>> {
@@ -74,7 +74,7 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
         assert_exact(&client, step, seed).await;
     }
     assert_eq!(restore_error(&client, 5).await.kind(), ErrorKind::NotFound);
-    assert_eq!(client.show(&job(), None).await.unwrap().step.step, Step(4));
+    assert_eq!(client.show_step(&job(), None).await.unwrap().step.step, Step(4));
 
     // As many nodes as the code survives may be down: more than half of the nodes still know what
     // is committed.
@@ -91,14 +91,14 @@ async fn checkpoints_are_found_and_read_without_a_catalogue() {
         assert!(refused.to_string().contains(name), "{refused}");
     }
     // Changes need the catalogue.
-    let refused = client.remove(&job(), Step(1)).await.unwrap_err();
+    let refused = client.remove_step(&job(), Step(1)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     for index in [0, 2, 3, 4] {
         world.boot(index);
     }
     world.until_live(6).await;
     let client = world.client();
-    assert_eq!(client.list(None).await.unwrap(), before);
+    assert_eq!(client.list_steps(None).await.unwrap(), before);
     let (_, report) = restore(&client, 1).await.unwrap();
     assert_eq!(report.incidents, Vec::<String>::new());
 }
@@ -122,7 +122,7 @@ async fn what_was_not_committed_is_not_found_and_one_mark_is_enough() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let root = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
+    let root = client.show_step(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
     // A save of step 2 that has stored one block.
     let voice = world.voice(Role::Client, "slow");
     let to = world.node_address(1);
@@ -146,7 +146,7 @@ async fn what_was_not_committed_is_not_found_and_one_mark_is_enough() {
     }
     let client = world.client_of(2);
     let steps: Vec<Step> =
-        client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
+        client.list_steps(None).await.unwrap().into_iter().map(|view| view.step).collect();
     assert_eq!(steps, [Step(1)]);
     assert_exact(&client, 1, 1).await;
     assert_eq!(restore_error(&client, 2).await.kind(), ErrorKind::NotFound);
@@ -160,10 +160,12 @@ async fn a_home_that_changes_nothing_is_asked_all_the_same() {
     for index in [4, 5, 6] {
         world.kill(index).await;
     }
-    world.until("a home that changes nothing", || !world.nodes[&0].serves_catalogue()).await;
+    world
+        .until("a home that changes nothing", || !world.nodes[&0].is_writable_catalogue_server())
+        .await;
     tokio::time::sleep(3 * world.lease).await;
     let client = world.client_of(1);
-    let listed = client.list(None).await.unwrap();
+    let listed = client.list_steps(None).await.unwrap();
     assert!(listed.len() == 1 && !listed[0].by_marks, "{listed:?}");
 }
 
@@ -172,9 +174,9 @@ async fn what_a_removed_step_was_before_does_not_come_back() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     replace_and_die(&mut world, LEN).await;
     let client = world.client_of(2);
-    client.remove(&job(), Step(1)).await.unwrap();
+    client.remove_step(&job(), Step(1)).await.unwrap();
     world.kill(0).await;
-    assert_eq!(client.list(None).await.unwrap(), []);
+    assert_eq!(client.list_steps(None).await.unwrap(), []);
 }
 
 async fn save_with_record(client: &Client, step: u64, len: usize, replace: bool) -> SaveRecord {
@@ -192,7 +194,7 @@ async fn by_record(
 ) -> Result<(Arc<MemoryDisk>, RestoreReport), ClientError> {
     let out = Arc::new(MemoryDisk::new(DISK_BYTES));
     let request = RestoreRequest { out: out.clone(), force: false, shard: None, range: None };
-    let report = client.restore_record(record, request, quiet()).await?;
+    let report = client.restore_by_record(record, request, quiet()).await?;
     Ok((out, report))
 }
 
@@ -237,7 +239,7 @@ async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
     let left: Vec<usize> = (1..=6).filter(|index| !gone.contains(index)).collect();
     // With a third node behind, the other half of the nodes is too few to find the step by its
     // marks.
-    world.nodes[&left[1]].store().note_behind().unwrap();
+    world.nodes[&left[1]].store().record_behind().unwrap();
     let client = world.client_of(left[0]);
     assert_eq!(restore_error(&client, 1).await.kind(), ErrorKind::Unavailable);
     assert_by_record(&client, &replicated, small).await;
@@ -266,7 +268,7 @@ async fn a_record_of_a_removed_or_replaced_save_says_so() {
     let replaced = save_with_record(&client, 2, LEN, false).await;
     // Node 6 is down during the removals and knows nothing of them. Other nodes do.
     world.kill(6).await;
-    client.remove(&job(), Step(1)).await.unwrap();
+    client.remove_step(&job(), Step(1)).await.unwrap();
     let newer = save_with_record(&client, 2, LEN, true).await;
     world.boot(6);
     world.kill(0).await;
@@ -312,4 +314,29 @@ async fn a_record_is_read_where_its_nodes_are_now_and_only_in_its_cluster() {
     let nowhere = with_head(&record, CLUSTER, Vec::new());
     let error = by_record(&client, &nowhere).await.map(|(_, report)| report).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn members_that_nobody_knows_keep_a_rebuild_from_going_on() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    world.kill(0).await;
+    world.machines[0].catalogue.set(None);
+    for index in [5, 6] {
+        world.kill(index).await;
+    }
+    let gone: Vec<_> = [0, 5, 6].map(|index| world.machines[index].name.clone()).into();
+    for index in 1..=4 {
+        world.kill(index).await;
+        world.boot(index);
+        let store = world.nodes[&index].store();
+        let mut members = store.read_members().unwrap();
+        members.nodes.retain(|node| !gone.contains(&node.name));
+        store.put_members(&members).unwrap();
+    }
+    let on = Address { host_port: address(1), node: None };
+    let refused = world.client_of(1).rebuild_catalogue(Some(&on), false).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+    assert!(refused.to_string().contains("known to none"), "{refused}");
 }

@@ -35,7 +35,7 @@ async fn with_step() -> (World, ShardRoot) {
     let world = World::start(4, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let root = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
+    let root = client.show_step(&job(), Some(Step(1))).await.unwrap().shards[0].0.clone();
     (world, root)
 }
 
@@ -53,7 +53,7 @@ async fn archived(world: &World) -> (Attempt, Generation, u64) {
     let client = world.client();
     let chain = options(PlanChoice::Chain);
     client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await.unwrap();
-    let state = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].1.stripe(0);
+    let state = client.show_step(&job(), Some(Step(1))).await.unwrap().shards[0].1.stripe(0);
     let Some(StripeState::Archived { attempt, generation, code, .. }) = state else {
         panic!("{state:?}")
     };
@@ -95,7 +95,7 @@ async fn a_node_whose_proof_does_not_fit_is_named_and_nothing_is_dropped() {
         assert!(error.to_string().contains(named), "{error}");
         assert_eq!(of_names(&world, ".rep"), before);
         assert_eq!(of_names(&world, "receipt-"), []);
-        let state = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].1.stripe(0);
+        let state = client.show_step(&job(), Some(Step(1))).await.unwrap().shards[0].1.stripe(0);
         assert!(matches!(state, Some(StripeState::Archiving { .. })), "{state:?}");
         assert_exact(&world).await;
     }
@@ -126,7 +126,7 @@ async fn a_stripe_is_archived_only_when_all_its_nodes_have_the_receipt() {
     let error = ended.unwrap_err();
     assert!(error.to_string().contains("no receipt is kept here"), "{error}");
     assert_eq!(of_names(&world, ".rep"), before);
-    let state = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].1.stripe(0);
+    let state = client.show_step(&job(), Some(Step(1))).await.unwrap().shards[0].1.stripe(0);
     assert!(matches!(state, Some(StripeState::Archiving { .. })), "{state:?}");
 }
 
@@ -185,10 +185,10 @@ async fn what_was_admitted_before_a_claim_and_written_after_it_is_not_answered_f
     let refused = |answer: Result<(), rapidraid::net::call::CallError>, index: usize| {
         let error = answer.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
-        assert_eq!(world.nodes[&index].store().epoch(), Epoch(2));
+        assert_eq!(world.nodes[&index].store().highest_seen_epoch(), Epoch(2));
     };
 
-    let saved = world.client().show(&job(), Some(Step(1))).await.unwrap().step.saved;
+    let saved = world.client().show_step(&job(), Some(Step(1))).await.unwrap().step.saved;
     let mark = CommitMark { cluster: CLUSTER, saved, root: root.clone() };
     let mark = PutMark { bytes: mark.to_bytes().unwrap(), epoch: Epoch(1) };
     claim_before_the_next_change(&world, 2);
@@ -217,19 +217,19 @@ async fn a_rebuild_that_too_few_nodes_have_claimed_ends() {
     world.kill(0).await;
     world.machines[0].catalogue.set(None);
     for machine in &world.machines[3..=6] {
-        machine.disk.set_guard(|changes| !changes);
+        machine.disk.set_call_guard(|changes| !changes);
     }
     let client = world.client_of(1);
     let on = Address { host_port: address(1), node: None };
     let refused = client.rebuild_catalogue(Some(&on), false).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("2 of 6 storage nodes"), "{refused}");
-    assert!(world.nodes.values().all(|node| !node.serves_catalogue()));
+    assert!(world.nodes.values().all(|node| !node.is_writable_catalogue_server()));
     // A catalogue database without entries and without an epoch.
     let map = world.machines[1].catalogue.get().unwrap();
     assert!(map.scan(b"", None, 10).unwrap().is_empty());
     for machine in &world.machines[3..=6] {
-        machine.disk.set_guard(|_| true);
+        machine.disk.set_call_guard(|_| true);
     }
     let report = client.rebuild_catalogue(Some(&on), false).await.unwrap();
     assert_eq!((report.epoch, report.reached.len()), (Epoch(3), 6));
@@ -261,7 +261,7 @@ async fn replicas_stay_where_the_piece_or_its_receipt_is_not() {
     let stripe = StripeId { shard: root.shard, index: 0 };
     let spec = BlockSpec { stripe, block: 0, layout: LAYOUT_STANDARD, len_bytes: 1000 };
     for (index, part) in [(2, "/piece-"), (3, "/receipt-")] {
-        let mut writer = world.nodes[&index].store().write_block(spec, None).unwrap();
+        let mut writer = world.nodes[&index].store().create_block_writer(spec, None).unwrap();
         writer.write(&content(1000, 5)).unwrap();
         writer.finish(None).unwrap();
         let found = of_names(&world, part).into_iter().find(|(machine, _)| *machine == index);
@@ -356,7 +356,7 @@ async fn a_replica_is_made_again_of_the_bytes_that_were_saved_or_not_at_all() {
     let [(here, path), (source, _)] = &holders[..] else { panic!("{holders:?}") };
     let key = FileKey::replica(stripe, 0);
     let (len_bytes, expected) = {
-        let info = world.nodes[source].store().open_file(key).unwrap().info();
+        let info = world.nodes[source].store().open_undamaged_file(key).unwrap().index_entry();
         (info.len_bytes, info.root)
     };
     world.machines[*here].disk.remove(path).unwrap();
@@ -398,11 +398,11 @@ async fn decoded_bytes_are_what_was_saved_or_none() {
                 .unwrap();
             let name = FileName::Piece { piece, attempt };
             let key = FileKey { stripe, name };
-            let Ok(file) = store.open_file(key) else { continue };
-            let (layout, len_bytes) = (LAYOUT_STANDARD, file.info().len_bytes);
-            store.remove(key).unwrap();
+            let Ok(file) = store.open_undamaged_file(key) else { continue };
+            let (layout, len_bytes) = (LAYOUT_STANDARD, file.index_entry().len_bytes);
+            store.remove_file(key).unwrap();
             let spec = PieceSpec { stripe, piece, attempt, code, layout, len_bytes };
-            let mut writer = store.write_piece(spec).unwrap();
+            let mut writer = store.create_piece_writer(spec).unwrap();
             writer.write_grain(0, &content(len_bytes as usize, 9)).unwrap();
             writer.finish(&mut |_, _| ()).unwrap();
         }
@@ -427,7 +427,7 @@ async fn a_plan_that_one_node_refuses_holds_nothing_on_the_others() {
     let error = ended.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     // The memory is released at once, not after a timeout.
-    let held: Vec<_> = world.nodes.values().map(|node| node.memory_in_use()[0]).collect();
+    let held: Vec<_> = world.nodes.values().map(|node| node.used_memory_by_share()[0]).collect();
     assert_eq!(held, [0; 5]);
     assert_exact(&world).await;
 }

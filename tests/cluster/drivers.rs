@@ -40,19 +40,19 @@ impl Driver {
 
 #[async_trait]
 impl SaveDriver for Driver {
-    fn begin(&self, attempt: u32) -> io::Result<SaveId> {
+    fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId> {
         let mut begun = self.begun.lock().unwrap();
         assert_eq!(begun.len(), attempt as usize);
         begun.push(SaveId([attempt as u8 + 1; 12]));
         Ok(begun[begun.len() - 1])
     }
 
-    fn shards(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
+    fn shards_for_code(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
         *self.code.lock().unwrap() = Some(code);
         Ok(vec![shard("weights", &self.bytes)])
     }
 
-    async fn confirm(&self) -> Result<(), String> {
+    async fn confirm_commit(&self) -> Result<(), String> {
         if self.refuses { Err("embed.weight was changed".into()) } else { Ok(()) }
     }
 }
@@ -77,7 +77,8 @@ async fn a_save_has_the_id_that_its_driver_gave_and_can_be_asked_for_by_it() {
     let client = world.client();
     let driver = Driver::new(&content(5 * BLOCK as usize, 1), false);
     let options = SaveOptions::default();
-    let report = client.save_with(&job(), Step(1), options, driver.clone(), quiet()).await.unwrap();
+    let report =
+        client.save_with_driver(&job(), Step(1), options, driver.clone(), quiet()).await.unwrap();
     assert_eq!(report.save, driver.last());
     let code = driver.code.lock().unwrap().unwrap();
     assert_eq!((code.n, code.k, code.block_bytes), (4, 2, BLOCK));
@@ -96,11 +97,11 @@ async fn a_save_that_is_not_confirmed_leaves_nothing() {
     let client = world.client();
     let driver = Driver::new(&content(5 * BLOCK as usize, 1), true);
     let options = SaveOptions::default();
-    let error = client.save_with(&job(), Step(1), options, driver.clone(), quiet()).await;
+    let error = client.save_with_driver(&job(), Step(1), options, driver.clone(), quiet()).await;
     assert!(error.unwrap_err().to_string().contains("embed.weight was changed"));
     let fate = client.settle_save(&job(), Step(1), driver.last()).await.unwrap();
     assert_eq!(fate, SaveFate::Aborted);
-    assert_eq!(client.list(Some(&job())).await.unwrap().len(), 0);
+    assert_eq!(client.list_steps(Some(&job())).await.unwrap().len(), 0);
     world.assert_swept(&client).await;
 }
 
@@ -118,7 +119,7 @@ async fn an_open_save_is_settled_as_aborted_and_never_commits() {
     }
     assert_eq!(client.settle_save(&job(), Step(1), begun.save).await.unwrap(), SaveFate::Aborted);
     assert_eq!(voice.ask(&to, &commit(1)).await.unwrap_err().kind(), ErrorKind::NotFound);
-    assert_eq!(client.list(Some(&job())).await.unwrap().len(), 0);
+    assert_eq!(client.list_steps(Some(&job())).await.unwrap().len(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -141,7 +142,7 @@ async fn ranges_of_several_shards_are_read_into_memory() {
         .map(|((shard, range), to)| ReadRange {
             shard: ["a", "b"][*shard].parse().unwrap(),
             range: range.clone(),
-            to: to.clone(),
+            sink: to.clone(),
         })
         .collect();
     client.read_ranges(&job(), Some(Step(1)), &ranges, quiet()).await.unwrap();
@@ -150,7 +151,7 @@ async fn ranges_of_several_shards_are_read_into_memory() {
         assert!(*memory.bytes.lock().unwrap() == expected, "{shard} {range:?}");
     }
     let beyond =
-        ReadRange { shard: "b".parse().unwrap(), range: 0..3 * BLOCK + 1, to: memory[2].clone() };
+        ReadRange { shard: "b".parse().unwrap(), range: 0..3 * BLOCK + 1, sink: memory[2].clone() };
     let error = client.read_ranges(&job(), Some(Step(1)), &[beyond], quiet()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
 }

@@ -45,7 +45,7 @@ fn strike(world: &World, draw: &SeededEntropy, file: &Held, good: &mut BTreeSet<
         // A sector anywhere in the file: data, table, header or trailer.
         6 if file_bytes > 0 => {
             let byte = draw.below(file_bytes);
-            disk.fail_sector(&file.path, byte).unwrap();
+            disk.make_sector_unreadable(&file.path, byte).unwrap();
             let first = byte / 512 * 512;
             if first < file.len_bytes {
                 good.remove(&(first / GRAIN_BYTES));
@@ -60,7 +60,7 @@ fn strike(world: &World, draw: &SeededEntropy, file: &Held, good: &mut BTreeSet<
         }
         1 => {
             let cut = draw.below(file_bytes);
-            disk.truncate(&file.path, cut).unwrap();
+            disk.set_file_len(&file.path, cut).unwrap();
             good.retain(|grain| file.len_bytes.min((grain + 1) * GRAIN_BYTES) <= cut);
             format!("cut at {cut}")
         }
@@ -76,14 +76,14 @@ fn strike(world: &World, draw: &SeededEntropy, file: &Held, good: &mut BTreeSet<
 
 /// Returns the files of stripe 0 of a step.
 async fn files(world: &World, client: &Client, step: u64) -> Vec<Held> {
-    let shown = client.show(&job(), Some(Step(step))).await.unwrap();
+    let shown = client.show_step(&job(), Some(Step(step))).await.unwrap();
     let stripe = StripeId { shard: shown.shards[0].0.shard, index: 0 };
     let folder = format!("shards/{}/00000000/", stripe.shard);
     let mut held = Vec::new();
     for (machine, path) in world.files(|path| path.starts_with(&folder)) {
         let Ok(name) = path[folder.len()..].parse::<FileName>() else { continue };
         let key = FileKey { stripe, name };
-        let info = world.nodes[&machine].store().open_file(key).unwrap().info();
+        let info = world.nodes[&machine].store().open_undamaged_file(key).unwrap().index_entry();
         held.push(Held { machine, path, key, len_bytes: info.len_bytes });
     }
     held
@@ -127,7 +127,7 @@ async fn play(world: &mut World, seed: u64) -> bool {
     let count = |len: u64| len.div_ceil(GRAIN_BYTES);
     let mut good: Vec<BTreeSet<u64>> =
         held.iter().map(|file| (0..count(file.len_bytes)).collect()).collect();
-    let shown = client.show(&job, Some(Step(seed))).await.unwrap();
+    let shown = client.show_step(&job, Some(Step(seed))).await.unwrap();
     let cut = shown.shards[0].0.geometry().unwrap().stripe(0).unwrap();
     let grains: [u64; K] = std::array::from_fn(|block| count(cut.block_len(block as u8)));
     let mut told = Vec::new();
@@ -142,7 +142,9 @@ async fn play(world: &mut World, seed: u64) -> bool {
         }
         match draw.below(3) {
             // The node has already found the damage.
-            0 => drop(world.nodes[&held[at].machine].store().check_file(held[at].key).unwrap()),
+            0 => drop(
+                world.nodes[&held[at].machine].store().check_and_note_damage(held[at].key).unwrap(),
+            ),
             1 => {
                 world.kill(held[at].machine).await;
                 world.boot(held[at].machine);

@@ -41,14 +41,14 @@ async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
     // The purge of removed steps waits for the stopped node. When the node leaves the cluster,
     // nothing waits any more.
     for step in [1, 2] {
-        client.remove(&job(), Step(step)).await.unwrap();
+        client.remove_step(&job(), Step(step)).await.unwrap();
     }
     save(&client, 3, &[("weights", &content(LEN, 3))]).await;
     tokio::time::sleep(2 * world.lease).await;
     assert!(world.catalogue_keys("s/").len() > 1);
     client.remove_node(&name).await.unwrap();
     world.until("nothing to remove", || world.catalogue_keys("s/").len() == 1).await;
-    let nodes = client.show(&job(), None).await.unwrap().nodes;
+    let nodes = client.show_step(&job(), None).await.unwrap().nodes;
     assert!(nodes.iter().all(|view| view.node.name != name));
     let (out, _) = restore(&client, 3).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 3));
@@ -63,7 +63,7 @@ async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
     world.until("what it had of removed saves gone", is_gone).await;
     save(&client, 4, &[("weights", &content(LEN, 4))]).await;
     for step in [1, 2] {
-        assert!(client.show(&job(), Some(Step(step))).await.is_err());
+        assert!(client.show_step(&job(), Some(Step(step))).await.is_err());
     }
     let (out, _) = restore(&client, 4).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, 4));
@@ -107,7 +107,7 @@ async fn a_node_that_was_away_for_long_brings_back_what_counts_and_nothing_else(
     }
     world.kill(5).await;
     tokio::time::sleep(2 * world.lease).await;
-    client.remove(&job(), Step(1)).await.unwrap();
+    client.remove_step(&job(), Step(1)).await.unwrap();
     client.archive(&job(), Some(Step(2)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
     save(&client, 4, &[("weights", &content(LEN, 4))]).await;
     tokio::time::sleep(LONG).await;

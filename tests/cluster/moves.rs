@@ -50,8 +50,8 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
     client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
     // A removal waits for node 6.
     world.kill(6).await;
-    client.remove(&job(), Step(4)).await.unwrap();
-    let listed = client.list(None).await.unwrap();
+    client.remove_step(&job(), Step(4)).await.unwrap();
+    let listed = client.list_steps(None).await.unwrap();
     let keys = |world: &World| {
         ["n/", "c/", "s/", "t/", "nothing"].map(|prefix| world.catalogue_keys(prefix))
     };
@@ -63,8 +63,11 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
         (Epoch(2), "node03", "node00")
     );
     assert_eq!(moved.entries, before.iter().map(|keys| keys.len() as u64).sum::<u64>());
-    assert!(world.nodes[&3].serves_catalogue() && !world.nodes[&0].serves_catalogue());
-    assert_eq!((client.list(None).await.unwrap(), keys(&world)), (listed.clone(), before));
+    assert!(
+        world.nodes[&3].is_writable_catalogue_server()
+            && !world.nodes[&0].is_writable_catalogue_server()
+    );
+    assert_eq!((client.list_steps(None).await.unwrap(), keys(&world)), (listed.clone(), before));
     for step in 1..=3 {
         world.assert_invariant(&client, step).await;
         assert_exact(&client, step).await;
@@ -81,14 +84,14 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
     world.kill(0).await;
     world.boot(0);
     tokio::time::sleep(2 * world.lease).await;
-    assert!(!world.nodes[&0].serves_catalogue());
+    assert!(!world.nodes[&0].is_writable_catalogue_server());
     let back = move_to(&client, 0).await.unwrap();
     assert_eq!(
         (back.epoch, back.home.as_str(), back.from.as_str()),
         (Epoch(3), "node00", "node03")
     );
     assert_exact(&world.client_of(3), 5).await;
-    client.remove(&job(), Step(5)).await.unwrap();
+    client.remove_step(&job(), Step(5)).await.unwrap();
     world.assert_idle().await;
 }
 
@@ -110,7 +113,7 @@ async fn a_save_that_a_move_meets_is_whole_afterwards() {
         saving.await.unwrap().unwrap();
         assert_exact(&client, step).await;
     }
-    assert_eq!(client.list(None).await.unwrap().len(), 40);
+    assert_eq!(client.list_steps(None).await.unwrap().len(), 40);
     world.kill(0).await;
 }
 
@@ -184,20 +187,20 @@ async fn a_home_hands_over_only_for_a_whole_copy() {
     tokio::time::sleep(Duration::from_secs(10)).await;
     try_save(&client, 2).await.unwrap();
     assert_eq!(voice.ask(&to, &order(held, 2)).await.unwrap_err().kind(), ErrorKind::Exists);
-    assert!(world.nodes[&0].serves_catalogue());
+    assert!(world.nodes[&0].is_writable_catalogue_server());
     // The catalogue server hears only half of the nodes. A later catalogue may exist, and a copy of
     // this one must not succeed it.
     let held = voice.ask(&to, &PauseWrites {}).await.unwrap();
     for index in [4, 5, 6] {
         world.kill(index).await;
     }
-    world.until("it changes nothing", || !world.nodes[&0].serves_catalogue()).await;
+    world.until("it changes nothing", || !world.nodes[&0].is_writable_catalogue_server()).await;
     let refused = voice.ask(&to, &PauseWrites {}).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     let refused = voice.ask(&to, &order(held, 2)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     world.boot(4);
-    world.until("it serves again", || world.nodes[&0].serves_catalogue()).await;
+    world.until("it serves again", || world.nodes[&0].is_writable_catalogue_server()).await;
 }
 
 /// A rebuild has begun elsewhere while the old catalogue server was cut off. The transfer is
@@ -213,7 +216,7 @@ async fn an_older_catalogue_than_nodes_have_heard_of_is_not_moved() {
     let refused = move_to(&client, 3).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
     assert!(refused.to_string().contains("node06"), "{refused}");
-    assert_eq!(world.nodes[&3].store().epoch(), Epoch(1));
+    assert_eq!(world.nodes[&3].store().highest_seen_epoch(), Epoch(1));
 }
 
 /// The new catalogue server dies just after the old one has stepped down. The new server's copy is
@@ -235,7 +238,7 @@ async fn a_move_that_ends_in_the_middle_leaves_everything_to_a_rebuild() {
     for _ in 0..2 {
         voice.ask(&to, &order).await.unwrap();
     }
-    assert!(!world.nodes[&0].serves_catalogue());
+    assert!(!world.nodes[&0].is_writable_catalogue_server());
     let other = TransferCatalogue { map: DbId([8; 16]), ..order };
     assert_eq!(voice.ask(&to, &other).await.unwrap_err().kind(), ErrorKind::Fenced);
     assert_eq!(try_save(&client, 2).await.unwrap_err().kind(), ErrorKind::Unavailable);
@@ -245,7 +248,7 @@ async fn a_move_that_ends_in_the_middle_leaves_everything_to_a_rebuild() {
     rebuild_on(&client, 4).await;
     assert_exact(&client, 1).await;
     try_save(&client, 2).await.unwrap();
-    assert_eq!(world.nodes[&0].store().epoch(), Epoch(3));
+    assert_eq!(world.nodes[&0].store().highest_seen_epoch(), Epoch(3));
 }
 
 #[tokio::test(start_paused = true)]
@@ -291,7 +294,7 @@ async fn an_old_copy_of_the_catalogue_is_not_served() {
             world.boot(index);
         }
         tokio::time::sleep(20 * world.lease).await;
-        assert!(!world.nodes[&0].serves_catalogue());
+        assert!(!world.nodes[&0].is_writable_catalogue_server());
         assert_eq!(world.files(|_| true), files);
         let status = world.client_of(0).status().await.unwrap();
         let notes: Vec<String> = status
@@ -328,7 +331,7 @@ async fn an_epoch_out_of_all_reach_ends_nothing() {
     file.write_at(&bytes, 0).unwrap();
     world.boot(6);
     tokio::time::sleep(5 * world.lease).await;
-    assert!(world.nodes[&0].serves_catalogue());
+    assert!(world.nodes[&0].is_writable_catalogue_server());
     try_save(&client, 2).await.unwrap();
     world.kill(0).await;
     world.machines[0].catalogue.set(None);
@@ -336,7 +339,7 @@ async fn an_epoch_out_of_all_reach_ends_nothing() {
     for step in [1, 2] {
         assert_exact(&client, step).await;
     }
-    assert_eq!(world.nodes[&1].store().epoch(), Epoch(2));
+    assert_eq!(world.nodes[&1].store().highest_seen_epoch(), Epoch(2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -344,7 +347,9 @@ async fn a_map_that_is_taken_away_under_its_daemon_is_missed() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
     world.machines[0].catalogue.set(None);
-    world.until("a home that serves nothing", || !world.nodes[&0].serves_catalogue()).await;
+    world
+        .until("a home that serves nothing", || !world.nodes[&0].is_writable_catalogue_server())
+        .await;
     let status = world.client_of(1).status().await.unwrap();
     let home = status.nodes.iter().find(|node| node.view.node.name == world.machines[0].name);
     let notes = &home.unwrap().held.as_ref().unwrap().notes;

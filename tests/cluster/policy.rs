@@ -45,14 +45,14 @@ async fn save_steps(client: &Client, steps: impl IntoIterator<Item = u64>) {
 }
 
 async fn steps(client: &Client, job: &Job) -> Vec<u64> {
-    client.list(Some(job)).await.unwrap().iter().map(|view| view.step.0).collect()
+    client.list_steps(Some(job)).await.unwrap().iter().map(|view| view.step.0).collect()
 }
 
 /// Returns the steps whose stripes are all archived, with their replicas dropped.
 async fn archived(client: &Client) -> Vec<u64> {
     let mut archived = Vec::new();
     for step in steps(client, &job()).await {
-        let report = client.show(&job(), Some(Step(step))).await.unwrap();
+        let report = client.show_step(&job(), Some(Step(step))).await.unwrap();
         let done =
             |state: StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
         if report.shards.iter().all(|(_, state)| state.states().all(done)) {
@@ -143,7 +143,7 @@ async fn the_newest_and_every_fourth_step_are_kept_and_others_go() {
     save_steps(&client, [14]).await;
     until_left(&client, &job(), &[0, 4, 8, 12, 13, 14]).await;
     until_archived(&client, &world, &[0, 4, 8]).await;
-    let gone = client.show(&job(), Some(Step(5))).await.unwrap_err();
+    let gone = client.show_step(&job(), Some(Step(5))).await.unwrap_err();
     assert_eq!(gone.kind(), rapidraid::kind::ErrorKind::NotFound);
     let answer = policy(&client).await;
     assert_eq!((answer.to_retire, answer.removing, answer.waiting), (0, 0, vec![]));
@@ -232,7 +232,7 @@ async fn a_node_that_is_gone_for_good_stops_no_archiving_where_another_takes_its
     let proven = |state: StripeState| matches!(state, StripeState::Archived { .. });
     for step in 1..=9 {
         for wait in 0.. {
-            let report = client.show(&job(), Some(Step(step))).await.unwrap();
+            let report = client.show_step(&job(), Some(Step(step))).await.unwrap();
             if report.shards.iter().all(|(_, state)| state.states().all(proven)) {
                 break;
             }
@@ -265,7 +265,7 @@ async fn retention_goes_on_with_a_node_away_and_its_files_wait() {
     let left = |machine: &(usize, String)| machine.0 != 3;
     let of_others: Vec<_> =
         world.files(|path| path.ends_with(".rep")).into_iter().filter(left).collect();
-    let newest = client.list(None).await.unwrap()[0].saved.save.to_string();
+    let newest = client.list_steps(None).await.unwrap()[0].saved.save.to_string();
     assert!(of_others.iter().all(|(_, path)| path.contains(&newest)), "{of_others:?}");
     world.boot(3);
     tokio::time::sleep(Duration::from_secs(11 * 60)).await;

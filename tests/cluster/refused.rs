@@ -72,7 +72,7 @@ async fn world_with_steps() -> (World, ShardRoot) {
         save(&client, step, &[("weights", &content(300_000, step))]).await;
     }
     client.archive(&job(), Some(Step(1)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
-    let shown = client.show(&job(), Some(Step(2))).await.unwrap();
+    let shown = client.show_step(&job(), Some(Step(2))).await.unwrap();
     (world, shown.shards[0].0.clone())
 }
 
@@ -393,7 +393,7 @@ async fn a_frame_beyond_the_limit_and_a_request_that_never_comes_end() {
     // A block whose bytes never arrive releases its memory.
     let begun = client.begin(&to, 9).await.unwrap();
     let exchange = client.open(&to, &block_call(&begun, 60_000)).await;
-    world.until("a block under way", || world.nodes[&2].memory_in_use()[1] != 0).await;
+    world.until("a block under way", || world.nodes[&2].used_memory_by_share()[1] != 0).await;
     world.assert_idle().await;
     drop(exchange);
     assert_both_steps(&world).await;
@@ -413,7 +413,7 @@ async fn evidence_of_another_cluster_is_none() {
     assert_eq!(kind_of(node.ask(&to, &PutTombstone { bytes }).await), ErrorKind::Denied);
     assert_eq!(kind_of(node.ask(&to, &PurgeSave { save }).await), ErrorKind::Denied);
     let client = world.client();
-    let saved = client.show(&job(), Some(Step(2))).await.unwrap().step.saved;
+    let saved = client.show_step(&job(), Some(Step(2))).await.unwrap().step.saved;
     let mark = CommitMark { cluster: other, saved, root: root.clone() };
     let bytes = mark.to_bytes().unwrap();
     assert_eq!(
@@ -431,7 +431,7 @@ async fn evidence_of_another_cluster_is_none() {
     let stripe = StripeId { shard: root.shard, index: 0 };
     let call = DropReplicas { stripe, attempt: Attempt([1; 16]), generation: GENERATION };
     assert_eq!(kind_of(node.ask(&to, &call).await), ErrorKind::Fenced);
-    let archived = client.show(&job(), Some(Step(1))).await.unwrap().shards.remove(0);
+    let archived = client.show_step(&job(), Some(Step(1))).await.unwrap().shards.remove(0);
     let Some(StripeState::Archived { attempt, generation, .. }) = archived.1.stripe(0) else {
         panic!("step 1 is archived");
     };

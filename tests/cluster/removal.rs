@@ -38,13 +38,13 @@ async fn rm_leaves_nothing_but_graves_and_touches_nothing_else() {
         let (step, chain) = (Some(Step(step)), options(PlanChoice::Chain));
         client.archive(&job(), step, chain, &mut |_| ()).await.unwrap();
     }
-    let listed = client.list(None).await.unwrap();
+    let listed = client.list_steps(None).await.unwrap();
     let saves: Vec<SaveId> = listed.iter().map(|view| view.saved.save).collect();
     for step in [1, 2] {
-        let removed = client.remove(&job(), Step(step)).await.unwrap();
+        let removed = client.remove_step(&job(), Step(step)).await.unwrap();
         assert_eq!((removed.confirmed, removed.waiting), (6, vec![]));
         assert_eq!(restore_error(&client, step).await.kind(), ErrorKind::NotFound);
-        let error = client.remove(&job(), Step(step)).await.unwrap_err();
+        let error = client.remove_step(&job(), Step(step)).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
     }
     world.assert_swept(&client).await;
@@ -72,7 +72,7 @@ async fn a_removal_that_comes_late_leaves_the_newer_save() {
     let client = world.client();
     let [old, new] = [content(100_000, 1), content(100_000, 2)];
     save(&client, 1, &[("weights", &old)]).await;
-    let of = client.list(None).await.unwrap()[0].saved.save;
+    let of = client.list_steps(None).await.unwrap()[0].saved.save;
     let again = vec![shard("weights", &new)];
     let replace = SaveOptions { replace: true };
     client.save(&job(), Step(1), again, replace, quiet()).await.unwrap();
@@ -83,7 +83,7 @@ async fn a_removal_that_comes_late_leaves_the_newer_save() {
     let (out, _) = restore(&client, 1).await.unwrap();
     assert_eq!(read_file(&*out, "weights"), new);
     // A removal request that arrives again during its own removal joins that removal.
-    let of = client.list(None).await.unwrap()[0].saved.save;
+    let of = client.list_steps(None).await.unwrap()[0].saved.save;
     world.kill(4).await;
     let now = RemoveStep { job: job(), step: Step(1), save: of };
     for _ in 0..2 {
@@ -102,7 +102,7 @@ async fn requests_that_come_again_after_a_removal_leave_nothing() {
     // network.
     let client = world.client_of(2);
     save(&client, 1, &[("weights", &content(700_000, 1)), ("empty", &Bytes::new())]).await;
-    client.remove(&job(), Step(1)).await.unwrap();
+    client.remove_step(&job(), Step(1)).await.unwrap();
     world.assert_swept(&client).await;
     world.echo.all(&world.network, &SeededEntropy::new(1)).await;
     let keys = [world.catalogue_keys("s/"), world.catalogue_keys("t/")];
@@ -118,9 +118,9 @@ async fn a_node_that_was_away_removes_when_it_is_back() {
     let client = world.client_of(0);
     let bytes = content(700_000, 1);
     save(&client, 1, &[("weights", &bytes)]).await;
-    let save_id = client.list(None).await.unwrap()[0].saved.save;
+    let save_id = client.list_steps(None).await.unwrap()[0].saved.save;
     world.kill(3).await;
-    let removed = client.remove(&job(), Step(1)).await.unwrap();
+    let removed = client.remove_step(&job(), Step(1)).await.unwrap();
     let waiting: Vec<&str> = removed.waiting.iter().map(|name| name.as_str()).collect();
     assert_eq!((removed.confirmed, waiting), (5, vec!["node03"]));
     assert_eq!(restore_error(&client, 1).await.kind(), ErrorKind::NotFound);
@@ -142,7 +142,7 @@ async fn with_too_many_nodes_away_rm_says_so_and_goes_on_later() {
     save(&client, 1, &[("weights", &content(700_000, 1))]).await;
     world.kill(2).await;
     world.kill(3).await;
-    let error = client.remove(&job(), Step(1)).await.unwrap_err();
+    let error = client.remove_step(&job(), Step(1)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(error.to_string().contains("node02, node03"), "{error}");
     assert_eq!(restore_error(&client, 1).await.kind(), ErrorKind::NotFound);
@@ -177,9 +177,9 @@ async fn a_step_that_cannot_go_on_does_not_stop_the_removal_of_others() {
     assert_eq!(voice.ask(&gateway, &commit).await.unwrap_err().kind(), ErrorKind::Unavailable);
 
     save(&client, 2, &[("weights", &content(300_000, 1))]).await;
-    let save_id = client.list(None).await.unwrap()[0].saved.save;
+    let save_id = client.list_steps(None).await.unwrap()[0].saved.save;
     world.kill(3).await;
-    client.remove(&job(), Step(2)).await.unwrap();
+    client.remove_step(&job(), Step(2)).await.unwrap();
     tokio::time::sleep(5 * world.lease).await;
     world.boot(3);
     world.until("the files of step 2 gone", || world.files_of(save_id).is_empty()).await;
@@ -218,7 +218,7 @@ async fn a_replica_that_is_made_again_while_its_save_is_removed_does_not_stay() 
         let save = SaveId([turns; 12]);
         let stripe = StripeId { shard: ShardId::new(save, 0), index: 0 };
         let spec = BlockSpec { stripe, block: 0, layout: LAYOUT_STANDARD, len_bytes: 300_000 };
-        let mut writer = world.nodes[&3].store().write_block(spec, None).unwrap();
+        let mut writer = world.nodes[&3].store().create_block_writer(spec, None).unwrap();
         writer.write(&bytes).unwrap();
         writer.finish(None).unwrap();
         let fetch = CopyReplica {
@@ -306,7 +306,8 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
                     let (from, len_bytes) = (world.node_address(3), 300_000);
                     let bytes = content(300_000, 1);
                     let spec = BlockSpec { stripe, block: 0, layout: LAYOUT_STANDARD, len_bytes };
-                    let mut writer = world.nodes[&3].store().write_block(spec, None).unwrap();
+                    let mut writer =
+                        world.nodes[&3].store().create_block_writer(spec, None).unwrap();
                     writer.write(&bytes).unwrap();
                     writer.finish(None).unwrap();
                     let (block, root) = (0, trailer(&bytes).root);
@@ -420,7 +421,7 @@ async fn whatever_fails_in_a_sweep_tombstone_or_grave_is_there() {
         };
         let tombstone = PutTombstone { bytes: tombstone.to_bytes().unwrap() };
         node.ask(&holder, &tombstone).await.unwrap();
-        world.machines[2].disk.fail_after(failing);
+        world.machines[2].disk.fail_once_after(failing);
         let swept = node.ask(&holder, &PurgeSave { save }).await;
         let left = world.machines[2].after_power_cut();
         let has_tombstone = || {

@@ -80,9 +80,9 @@ async fn above_the_mark_a_lost_replica_is_made_again_and_archived() {
     let bytes = content(10_000_000, 1);
     save(&client, 1, &[("a", &bytes)]).await;
     shrink_disks(&world);
-    let shard = client.show(&job(), None).await.unwrap().shards[0].0.shard;
+    let shard = client.show_step(&job(), None).await.unwrap().shards[0].0.shard;
     let lost = FileKey::replica(StripeId { shard, index: 0 }, 0);
-    assert!(world.nodes.values().any(|node| node.store().remove(lost).unwrap()));
+    assert!(world.nodes.values().any(|node| node.store().remove_file(lost).unwrap()));
     fill_disks(&world);
     let refused = save_step_2(&client, 1000).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
@@ -131,7 +131,7 @@ async fn full_disks_are_emptied_by_removals() {
         machine.disk.set_capacity(used_bytes(&*machine.disk));
     }
     let before: Vec<u64> = world.machines[1..].iter().map(|m| used_bytes(&*m.disk)).collect();
-    let answer = client.remove(&job(), Step(1)).await.unwrap();
+    let answer = client.remove_step(&job(), Step(1)).await.unwrap();
     assert_eq!((answer.confirmed, answer.waiting), (6, vec![]));
     for (machine, before) in world.machines[1..].iter().zip(before) {
         assert!(used_bytes(&*machine.disk) < before, "{} has removed nothing", machine.name);
@@ -141,7 +141,7 @@ async fn full_disks_are_emptied_by_removals() {
         machine.disk.set_capacity(used_bytes(&*machine.disk));
     }
     world.kill(5).await;
-    let removed = client.remove(&job(), Step(2)).await.unwrap();
+    let removed = client.remove_step(&job(), Step(2)).await.unwrap();
     assert_eq!(removed.waiting.len(), 1);
     world.lose_unsynced(4, Leaves::Synced).await;
     world.boot(4);
@@ -175,7 +175,7 @@ async fn a_node_whose_disk_is_full_stays_registered() {
     assert!(notes.contains("takes no writes") && notes.contains("no space left"), "{notes}");
     disk.set_capacity(1 << 30);
     let store = world.nodes[&3].store().clone();
-    world.until("the list is stored", || store.members().unwrap().nodes.len() == 7).await;
+    world.until("the list is stored", || store.read_members().unwrap().nodes.len() == 7).await;
     world.assert_idle().await;
 }
 
@@ -187,15 +187,15 @@ struct FillsDisks {
 
 #[async_trait]
 impl SaveDriver for FillsDisks {
-    fn begin(&self, attempt: u32) -> io::Result<SaveId> {
+    fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId> {
         Ok(SaveId([attempt as u8 + 1; 12]))
     }
 
-    fn shards(&self, _code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
+    fn shards_for_code(&self, _code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
         Ok(vec![shard("a", &self.bytes)])
     }
 
-    async fn confirm(&self) -> Result<(), String> {
+    async fn confirm_commit(&self) -> Result<(), String> {
         self.disks.iter().for_each(|disk| disk.set_capacity(used_bytes(&**disk)));
         Ok(())
     }
@@ -210,16 +210,17 @@ async fn a_save_whose_marks_fit_nowhere_waits_and_says_so() {
     let bytes = content(500_000, 1);
     let disks = world.machines[1..].iter().map(|machine| machine.disk.clone()).collect();
     let driver = Arc::new(FillsDisks { bytes: bytes.clone(), disks });
-    let saved = client.save_with(&job(), Step(1), SaveOptions::default(), driver, quiet()).await;
+    let saved =
+        client.save_with_driver(&job(), Step(1), SaveOptions::default(), driver, quiet()).await;
     let refused = saved.unwrap_err();
     let text = refused.to_string();
     assert!(text.contains("no commit mark") && text.contains("no space left"), "{text}");
     assert!(text.contains("becomes visible"), "{text}");
-    assert_eq!(client.list(Some(&job())).await.unwrap().len(), 0);
+    assert_eq!(client.list_steps(Some(&job())).await.unwrap().len(), 0);
     world.machines.iter().for_each(|machine| machine.disk.set_capacity(1 << 30));
     let mut listed = 0;
     for _ in 0..100 {
-        listed = client.list(Some(&job())).await.unwrap().len();
+        listed = client.list_steps(Some(&job())).await.unwrap().len();
         if listed > 0 {
             break;
         }

@@ -52,8 +52,8 @@ impl Damage {
             Damage::LastDataBit => disk.flip_bit(path, 8 * 58_000 + 5).unwrap(),
             Damage::Hashes => disk.flip_bit(path, 8 * (len - 250)).unwrap(),
             Damage::LastBit => disk.flip_bit(path, 8 * len - 1).unwrap(),
-            Damage::Truncated => disk.truncate(path, len - 1).unwrap(),
-            Damage::Emptied => disk.truncate(path, 0).unwrap(),
+            Damage::Truncated => disk.set_file_len(path, len - 1).unwrap(),
+            Damage::Emptied => disk.set_file_len(path, 0).unwrap(),
             Damage::Gone => disk.remove(path).unwrap(),
         }
     }
@@ -99,7 +99,8 @@ async fn a_damaged_replica_is_found_by_restore_named_and_mended() {
                 let key = key_of(&victim.1);
                 let store = world.nodes[&victim.0].store().clone();
                 let is_whole = || {
-                    let is_clean = store.open_file(key).is_ok_and(|file| file.scrub().is_empty());
+                    let is_clean =
+                        store.open_undamaged_file(key).is_ok_and(|file| file.scrub().is_empty());
                     is_clean && !store.is_damaged(key)
                 };
                 if !damage.is_gone() {
@@ -208,7 +209,7 @@ async fn a_block_whose_two_replicas_rotted_is_named_and_nothing_is_dropped() {
             let after: Vec<_> = world.files(|path| others(path) && path.contains("/00000000/"));
             assert_eq!(after, before, "{damages:?}");
             // The other stripe is still archived.
-            let shown = client.show(&job(), None).await.unwrap();
+            let shown = client.show_step(&job(), None).await.unwrap();
             let states: Vec<String> =
                 shown.shards[0].1.states().map(|state| format!("{state:?}")).collect();
             assert!(
@@ -231,7 +232,7 @@ async fn a_medium_that_spoils_what_it_syncs_archives_nothing_wrong() {
     for step in 0..8 {
         save(&client, step, &[("weights", &bytes)]).await;
         for (index, machine) in world.machines.iter().enumerate().skip(1) {
-            machine.disk.spoil_sync_after((step + index as u64) % 4);
+            machine.disk.corrupt_sync_after((step + index as u64) % 4);
         }
         let report = archive(&world, step, PlanChoice::Chain).await;
         assert_eq!((report.stripes, report.undropped), (2, 0));
@@ -317,7 +318,7 @@ async fn pieces_of_other_stripes_or_attempts_are_not_used() {
     // Pieces of an attempt that the catalogue does not name exist and are not read.
     save(&client, 1, &[("weights", &bytes)]).await;
     let stale = world.files_of_step(20, "00000000/piece-").await;
-    let shown = client.show(&job(), Some(Step(1))).await.unwrap();
+    let shown = client.show_step(&job(), Some(Step(1))).await.unwrap();
     let shard = shown.shards[0].0.shard;
     for (machine, path) in stale {
         let name = path.rsplit('/').next().unwrap();
@@ -361,7 +362,7 @@ async fn of_each_record_one_good_copy_is_enough() {
         for kept in [0, 5] {
             let step = 2 * round + u64::from(kept == 0);
             archived(&world, step, &bytes).await;
-            let shown = client.show(&job(), Some(Step(step))).await.unwrap();
+            let shown = client.show_step(&job(), Some(Step(step))).await.unwrap();
             let folder = format!("shards/{}/", shown.shards[0].0.shard);
             for record in ["leaves", "00000000/record", "00000001/record", "00000000/receipt-"] {
                 let copies = world.files(|path| path.starts_with(&format!("{folder}{record}")));

@@ -31,7 +31,7 @@ fn writing(world: &World) -> Vec<usize> {
 
 /// Returns the bytes of memory that plans hold on machine `index`.
 fn plans(world: &World, index: usize) -> u64 {
-    world.nodes[&index].memory_in_use()[0]
+    world.nodes[&index].used_memory_by_share()[0]
 }
 
 /// Returns whether the reserved plan lets this node send a stream to another node.
@@ -145,11 +145,11 @@ async fn runs_with_a_takeover(loses_a_piece: bool) -> usize {
     assert!(world.files(|path| path.contains("receipt-")).len() < 4, "too late");
     if loses_a_piece {
         let (index, _) = world.files(|path| path.contains("receipt-")).remove(0);
-        let shard = client.show(&job(), None).await.unwrap().shards[0].0.shard;
+        let shard = client.show_step(&job(), None).await.unwrap().shards[0].0.shard;
         let store = world.nodes[&index].store();
-        let files = store.find(StripeId { shard, index: 0 }).unwrap();
+        let files = store.list_undamaged_files(StripeId { shard, index: 0 }).unwrap();
         let is_piece = |info: &&FileInfo| matches!(info.key().name, FileName::Piece { .. });
-        assert!(store.remove(files.iter().find(is_piece).unwrap().key()).unwrap());
+        assert!(store.remove_file(files.iter().find(is_piece).unwrap().key()).unwrap());
     }
     until_archived(&world, &client, &bytes).await;
     world.requests.of::<RunPart>().len()

@@ -123,7 +123,7 @@ async fn a_committed_step_is_not_saved_again_unless_it_is_to_be_replaced() {
     assert_eq!(world.files_of(first.save), []);
     assert_restores(&client, 7, &new).await;
     world.assert_invariant(&client, 7).await;
-    assert_eq!(client.list(None).await.unwrap().len(), 1);
+    assert_eq!(client.list_steps(None).await.unwrap().len(), 1);
     world.assert_idle().await;
 }
 
@@ -215,7 +215,7 @@ async fn a_save_that_nobody_follows_is_collected_and_its_late_writes_are_refused
     let abort = AbortSave { job: job(), step: Step(3), save: begun.save };
     voice.ask(&gateway, &abort).await.unwrap();
     assert_restores(&client, 3, &bytes).await;
-    assert_eq!(client.list(None).await.unwrap()[0].saved.save, saved.save);
+    assert_eq!(client.list_steps(None).await.unwrap()[0].saved.save, saved.save);
     world.assert_idle().await;
 }
 
@@ -396,7 +396,7 @@ async fn a_save_of_several_shards_is_visible_whole_or_not_at_all() {
         saver.save(&job(), Step(1), shards, KEEP, quiet()).await
     });
     gate.reached.notified().await;
-    assert_eq!(client.list(None).await.unwrap(), []);
+    assert_eq!(client.list_steps(None).await.unwrap(), []);
     let error = restore_error(&client, 1).await.to_string();
     assert!(error.contains("job/1 is not committed"), "{error}");
     gate.open();
@@ -425,7 +425,7 @@ async fn a_save_needs_marks_on_all_nodes_but_so_few() {
             committed.unwrap();
         } else {
             assert_eq!(committed.unwrap_err().kind(), ErrorKind::Unavailable);
-            let steps = world.client().list(None).await.unwrap();
+            let steps = world.client().list_steps(None).await.unwrap();
             assert_eq!(steps.iter().map(|view| view.step).collect::<Vec<_>>(), [Step(1)]);
         }
         for index in away {
@@ -434,5 +434,5 @@ async fn a_save_needs_marks_on_all_nodes_but_so_few() {
         world.until_live(6).await;
         voice.ask(&gateway, &commit).await.unwrap();
     }
-    assert_eq!(world.client().list(None).await.unwrap().len(), 2);
+    assert_eq!(world.client().list_steps(None).await.unwrap().len(), 2);
 }

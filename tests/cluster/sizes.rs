@@ -61,7 +61,7 @@ async fn every_size_comes_back(n: u8, k: u8, block_bytes: u64) {
             }
             lost.iter().for_each(|&node| world.network.heal(&own, &address(node)));
         }
-        let verified = client.read_through(&job(), Some(Step(step)), quiet()).await.unwrap();
+        let verified = client.read_without_output(&job(), Some(Step(step)), quiet()).await.unwrap();
         assert_eq!((verified.len_bytes, verified.incidents), (sizes.iter().sum(), vec![]));
     }
     world.assert_idle().await;

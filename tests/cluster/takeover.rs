@@ -221,7 +221,7 @@ async fn what_nobody_asks_a_node_to_drop_goes_all_the_same() {
         save(&client, step, &[("weights", &content(LEN, step))]).await;
     }
     let is_replica = |path: &str| path.ends_with(".rep");
-    let newer = client.list(None).await.unwrap().remove(1).saved.save.to_string();
+    let newer = client.list_steps(None).await.unwrap().remove(1).saved.save.to_string();
     let kept = world.files(|path| is_replica(path) && path.contains(&newer));
     let (holder, left) = world.files(|path| is_replica(path) && !path.contains(&newer)).remove(0);
     let bytes = read_file(&*world.machines[holder].disk, &left);
@@ -317,7 +317,7 @@ async fn a_step_that_is_removed_in_mid_archiving_is_gone() {
         let world = World::start(4, &[(4, 2)], BLOCK).await;
         let client = world.client();
         let task = archiving_at(&world, &client, point).await;
-        client.remove(&job(), Step(1)).await.unwrap();
+        client.remove_step(&job(), Step(1)).await.unwrap();
         let ended = task.await.unwrap();
         let kind = ended.unwrap_err().kind();
         assert!(
@@ -513,7 +513,7 @@ async fn a_restore_goes_on_when_replicas_are_dropped_under_it() {
         world.boot(index);
     }
     world.until_live(4).await;
-    let shown = client.show(&job(), None).await.unwrap();
+    let shown = client.show_step(&job(), None).await.unwrap();
     let shard = shown.shards[0].0.shard;
     let nodes: Vec<_> = world.nodes.values().cloned().collect();
     let drop = async move {
@@ -523,7 +523,7 @@ async fn a_restore_goes_on_when_replicas_are_dropped_under_it() {
                 let stripe = StripeId { shard, index };
                 for block in 0..2 {
                     let key = FileKey::replica(stripe, block);
-                    dropped += usize::from(node.store().remove(key).unwrap());
+                    dropped += usize::from(node.store().remove_file(key).unwrap());
                 }
             }
         }
@@ -549,7 +549,7 @@ async fn a_restore_says_so_when_the_step_is_removed_under_it() {
             client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
         }
         let remover = world.client();
-        let remove = async move { drop(remover.remove(&job(), Step(1)).await.unwrap()) };
+        let remove = async move { drop(remover.remove_step(&job(), Step(1)).await.unwrap()) };
         let error = restore_across(&client, moment, remove).await.map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
         assert!(error.to_string().contains("removed or replaced meanwhile"), "{error}");

@@ -92,7 +92,7 @@ async fn a_node_tells_of_strange_names_and_of_what_is_in_quarantine() {
     disk.create_new("shards/somebody's").unwrap();
     let (_, rotten) =
         world.files(|path| path.ends_with(".rep")).into_iter().find(|(at, _)| *at == 3).unwrap();
-    disk.truncate(&rotten, 10).unwrap();
+    disk.set_file_len(&rotten, 10).unwrap();
     // A whole file under another file's name goes to quarantine.
     let (folder, name) = rotten.rsplit_once('/').unwrap();
     let other = world.files(|path| path.starts_with(folder) && path.ends_with(".rep"));

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use rapidraid::catalogue::records::{Archiving, archiving_key, checkpoint_key};
+use rapidraid::catalogue::record_access::{ArchiveRequest, archive_request_key, checkpoint_key};
 use rapidraid::format::records::{Checkpoint, Record, Writing};
 use rapidraid::id::{NodeId, Step};
 use rapidraid::kind::ErrorKind;
@@ -138,16 +138,16 @@ async fn an_archiving_goes_on() {
             let chain = options(PlanChoice::Chain);
             let _ = client.archive(&job(), Some(Step(step)), chain, &mut |_| ()).await;
         });
-        let key = archiving_key(&job(), Step(step));
+        let key = archive_request_key(&job(), Step(step));
         let victim = NodeId::of(&world.machines[VICTIM].name);
         let is_his = |world: &World| {
-            record::<Archiving>(world, &key).is_some_and(|record| record.node == victim)
+            record::<ArchiveRequest>(world, &key).is_some_and(|record| record.node == victim)
         };
         at_once("the wish", || is_his(&world)).await;
         vanishes(&mut world, "the archiving is another's", |world| !is_his(world)).await;
         archiving.abort();
         comes_back(&mut world, step).await;
-        world.until("its end", || record::<Archiving>(&world, &key).is_none()).await;
+        world.until("its end", || record::<ArchiveRequest>(&world, &key).is_none()).await;
         let (out, _) = restore(&world.client_of(0), step).await.unwrap();
         assert!(read_file(&*out, "weights") == bytes);
     }
@@ -162,7 +162,8 @@ async fn a_removal_goes_on() {
         save(&world.client_of(0), step, &[("weights", &bytes)]).await;
         let id = checkpoint(&world, step).committed.unwrap().save;
         let client = world.client_of(VICTIM);
-        let removing = tokio::spawn(async move { drop(client.remove(&job(), Step(step)).await) });
+        let removing =
+            tokio::spawn(async move { drop(client.remove_step(&job(), Step(step)).await) });
         at_once("the removal", || !checkpoint(&world, step).removing.is_empty()).await;
         removing.abort();
         vanishes(&mut world, "all others have removed it", |world| {
@@ -187,7 +188,7 @@ async fn removals_that_take_long_hold_up_nothing_else() {
     let _silent = world.silence(6).await;
     for step in 1..=LONG_REMOVALS {
         let client = world.client_of(VICTIM);
-        tokio::spawn(async move { drop(client.remove(&job(), Step(step)).await) });
+        tokio::spawn(async move { drop(client.remove_step(&job(), Step(step)).await) });
     }
     let is_removing = |step: u64| !checkpoint(&world, step).removing.is_empty();
     world.until("the removals", || (1..=LONG_REMOVALS).all(is_removing)).await;

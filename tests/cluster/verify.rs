@@ -196,7 +196,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     // An unreadable sector, and a byte of the tail that is good only in the page cache.
     let sectors = world.files_of_step(1, "00000001/block-02").await;
     let disk = |at: usize| &world.machines[sectors[at].0].disk;
-    disk(0).fail_sector(&sectors[0].1, 3).unwrap();
+    disk(0).make_sector_unreadable(&sectors[0].1, 3).unwrap();
     let len = disk(1).open(&sectors[1].1).unwrap().len_bytes().unwrap();
     disk(1).flip_bit_on_medium(&sectors[1].1, 8 * (len - 20)).unwrap();
     let report = verify(&client, 1).await;
@@ -208,10 +208,10 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     let other = world.files_of_step(1, "00000000/block-00").await.remove(0);
     let store = world.nodes[&other.0].store();
     world.machines[other.0].disk.remove(&other.1).unwrap();
-    let shown = client.show(&job(), Some(Step(1))).await.unwrap();
+    let shown = client.show_step(&job(), Some(Step(1))).await.unwrap();
     let stripe = StripeId { shard: shown.shards[0].0.shard, index: 0 };
     let mut writer = store
-        .write_block(BlockSpec { stripe, block: 0, layout: 1, len_bytes: BLOCK }, None)
+        .create_block_writer(BlockSpec { stripe, block: 0, layout: 1, len_bytes: BLOCK }, None)
         .unwrap();
     writer.write(&vec![1; BLOCK as usize]).unwrap();
     writer.finish(None).unwrap();
@@ -238,7 +238,7 @@ async fn missing_and_foreign_files_are_named_and_stay_where_they_are() {
     let pieces = world.files_of_step(1, "00000000/piece-").await;
     let disk = |at: usize| &world.machines[pieces[at].0].disk;
     disk(0).remove(&pieces[0].1).unwrap();
-    disk(1).truncate(&pieces[1].1, 10).unwrap();
+    disk(1).set_file_len(&pieces[1].1, 10).unwrap();
     // The file of another stripe.
     let other = world.files_of_step(1, "00000001/piece-").await;
     let of_same = other.iter().find(|(machine, _)| *machine == pieces[2].0).unwrap();
@@ -313,7 +313,7 @@ async fn replicas_that_wait_for_their_drop_stay_while_pieces_are_missing() {
     world.boot(holder);
     world.until_live(7).await;
     client.verify_and_mend(&job(), Some(Step(1)), quiet()).await.unwrap();
-    let stripe = client.show(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
+    let stripe = client.show_step(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
     let file = missed[0].1.rsplit('/').next().unwrap().parse().unwrap();
     let suspect = VerifyFile { stripe: StripeId { shard: stripe, index: 0 }, file };
     let voice = world.voice(Role::Client, "reader");
@@ -336,7 +336,7 @@ async fn nodes_that_come_and_go_are_judged_by_what_they_say_last() {
     let pieces = world.files_of_step(1, "00000000/piece-").await;
     let gone = pieces.iter().map(|(machine, _)| *machine).find(|machine| *machine > 0).unwrap();
     let disk = world.machines[gone].disk.clone();
-    disk.set_guard(|_| false);
+    disk.set_call_guard(|_| false);
     let report = verify(&client, 1).await;
     assert_eq!((report.away, report.fault_count, report.failures.len()), (vec![], 0, 2));
     assert!(report.failures.iter().all(|failure| failure.node == name(&world, gone)));

@@ -107,7 +107,7 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
     }
     tokio::time::sleep(2 * world.lease).await;
     save(&world.client(), 2, &[("weights", &content(LEN, 2))]).await;
-    let shown = world.client().show(&job(), Some(Step(2))).await.unwrap();
+    let shown = world.client().show_step(&job(), Some(Step(2))).await.unwrap();
     let root = shown.shards[0].0.clone();
     assert_eq!((root.n, root.k), (12, 8));
     let with_mark = marked_live(&world, root.shard);
@@ -127,7 +127,7 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
     let (mut refused, mut restored) = (0, 0);
     for gone in drawn() {
         let (asked, client, own) = world.reader_without(&gone).await;
-        let latest = client.show(&job(), None).await;
+        let latest = client.show_step(&job(), None).await;
         match latest {
             Ok(found) => {
                 assert_eq!(found.step.step, Step(2), "{gone:?}");
@@ -176,14 +176,15 @@ async fn a_removed_step_never_comes_back() {
     for index in 10..=16 {
         world.kill(index).await;
     }
-    world.client().remove(&job(), Step(2)).await.unwrap();
+    world.client().remove_step(&job(), Step(2)).await.unwrap();
     world.kill(0).await;
     for index in 10..=16 {
         world.boot(index);
     }
     for gone in drawn() {
         let (asked, client, own) = world.reader_without(&gone).await;
-        let latest = client.show(&job(), None).await.unwrap_or_else(|e| panic!("{gone:?}: {e}"));
+        let latest =
+            client.show_step(&job(), None).await.unwrap_or_else(|e| panic!("{gone:?}: {e}"));
         assert_eq!(latest.step.step, Step(1), "{gone:?}");
         world.reach_again(asked, &own, &gone);
     }
@@ -198,7 +199,7 @@ async fn six_nodes_with_one_away_save_remove_and_grow_to_sixteen() {
     world.kill(6).await;
     tokio::time::sleep(2 * world.lease).await;
     save(&client, 3, &[("weights", &content(LEN, 3))]).await;
-    client.remove(&job(), Step(1)).await.unwrap();
+    client.remove_step(&job(), Step(1)).await.unwrap();
     // All six nodes run again and catch up. Then ten nodes join.
     world.boot(6);
     world.until_live(6).await;
@@ -213,7 +214,7 @@ async fn six_nodes_with_one_away_save_remove_and_grow_to_sixteen() {
     }
     let client = world.client_of(12);
     let steps: Vec<Step> =
-        client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
+        client.list_steps(None).await.unwrap().into_iter().map(|view| view.step).collect();
     assert_eq!(steps, [Step(2), Step(3)]);
     for index in 3..=6 {
         world.kill(index).await;
@@ -221,7 +222,7 @@ async fn six_nodes_with_one_away_save_remove_and_grow_to_sixteen() {
     tokio::time::sleep(Duration::from_secs(6)).await;
     // No node that held the steps is left. The new nodes still know what is committed.
     let steps: Vec<Step> =
-        client.list(None).await.unwrap().into_iter().map(|view| view.step).collect();
+        client.list_steps(None).await.unwrap().into_iter().map(|view| view.step).collect();
     assert_eq!(steps, [Step(2), Step(3)]);
 }
 
@@ -231,24 +232,24 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     save(&client, 2, &[("weights", &content(LEN, 2))]).await;
-    let shard = client.show(&job(), Some(Step(2))).await.unwrap().shards[0].0.shard;
+    let shard = client.show_step(&job(), Some(Step(2))).await.unwrap().shards[0].0.shard;
     let mark = world.nodes[&5]
         .store()
         .get_record_file(RecordScope::Shard(shard), "commit")
         .unwrap()
         .unwrap();
-    client.remove(&job(), Step(2)).await.unwrap();
+    client.remove_step(&job(), Step(2)).await.unwrap();
     world.until("forgotten", || world.catalogue_keys("nothing").is_empty()).await;
     world.kill(0).await;
     world.kill(5).await;
     world.replace(5);
     world.boot(5);
     let client = world.client_of(1);
-    assert_eq!(client.list(None).await.unwrap().len(), 1);
+    assert_eq!(client.list_steps(None).await.unwrap().len(), 1);
     world.kill(4).await;
     world.kill(3).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    let refused = client.list(None).await.unwrap_err();
+    let refused = client.list_steps(None).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable);
     let text = refused.to_string();
     assert!(text.contains("2 of 5") && text.contains("start node03, node04"), "{text}");
@@ -270,7 +271,7 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
         world.kill(index).await;
     }
     let client = world.client_of(5);
-    let listed = client.list(None).await.unwrap();
+    let listed = client.list_steps(None).await.unwrap();
     assert_eq!(listed.iter().map(|view| view.step).collect::<Vec<_>>(), [Step(1)]);
 }
 
@@ -278,7 +279,7 @@ async fn an_emptied_node_counts_as_missing_until_it_has_caught_up() {
 async fn a_mark_that_does_not_parse_is_missing_for_its_save_and_written_again() {
     let mut world = World::start(5, &[(4, 2)], BLOCK).await;
     save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
-    let shard = world.client().show(&job(), None).await.unwrap().shards[0].0.shard;
+    let shard = world.client().show_step(&job(), None).await.unwrap().shards[0].0.shard;
     world.kill(0).await;
     let spoil = |world: &World, index: usize| {
         let path = format!("shards/{shard}/commit");
@@ -289,12 +290,12 @@ async fn a_mark_that_does_not_parse_is_missing_for_its_save_and_written_again() 
         spoil(&world, index);
     }
     // Two nodes have a good mark.
-    assert_eq!(world.client_of(1).list(None).await.unwrap().len(), 1);
+    assert_eq!(world.client_of(1).list_steps(None).await.unwrap().len(), 1);
     for index in [4, 5] {
         spoil(&world, index);
     }
     tokio::time::sleep(Duration::from_secs(6)).await;
-    let refused = world.client_of(1).list(None).await.unwrap_err().to_string();
+    let refused = world.client_of(1).list_steps(None).await.unwrap_err().to_string();
     assert!(
         refused.contains("does not parse") && refused.contains(&shard.save().to_string()),
         "{refused}"
@@ -327,7 +328,7 @@ async fn a_node_that_was_taken_off_the_list_catches_up_anew() {
     for index in [1, 2, 3] {
         world.kill(index).await;
     }
-    let refused = world.client_of(5).list(None).await.unwrap_err().to_string();
+    let refused = world.client_of(5).list_steps(None).await.unwrap_err().to_string();
     assert!(refused.contains("behind") && refused.contains("node05"), "{refused}");
     for index in 0..=3 {
         world.boot(index);
@@ -337,7 +338,7 @@ async fn a_node_that_was_taken_off_the_list_catches_up_anew() {
     for index in 0..=2 {
         world.kill(index).await;
     }
-    assert_eq!(world.client_of(5).list(None).await.unwrap().len(), 1);
+    assert_eq!(world.client_of(5).list_steps(None).await.unwrap().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -353,11 +354,11 @@ async fn a_save_that_half_of_the_nodes_know_is_not_published() {
     let commit = CommitSave { job: job(), step: Step(1), save: begun.save, shards: 1 };
     let refused = voice.ask(&gateway, &commit).await.unwrap_err().to_string();
     assert!(refused.contains("4 of 8") && refused.contains("5 are needed"), "{refused}");
-    assert_eq!(world.client().list(None).await.unwrap(), []);
+    assert_eq!(world.client().list_steps(None).await.unwrap(), []);
     world.boot(5);
     world.until_live(5).await;
     voice.ask(&gateway, &commit).await.unwrap();
-    assert_eq!(world.client().list(None).await.unwrap().len(), 1);
+    assert_eq!(world.client().list_steps(None).await.unwrap().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -368,7 +369,7 @@ async fn a_removal_that_half_of_the_nodes_know_is_not_reported() {
     for index in 5..=8 {
         world.kill(index).await;
     }
-    let refused = client.remove(&job(), Step(1)).await.unwrap_err();
+    let refused = client.remove_step(&job(), Step(1)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     for index in 5..=8 {
         world.boot(index);
@@ -387,7 +388,7 @@ async fn older_folders_go_by_the_older_bound() {
     }
     tokio::time::sleep(2 * world.lease).await;
     save(&world.client(), 2, &[("weights", &content(LEN, 2))]).await;
-    let root = world.client().show(&job(), Some(Step(2))).await.unwrap().shards[0].0.clone();
+    let root = world.client().show_step(&job(), Some(Step(2))).await.unwrap().shards[0].0.clone();
     assert_eq!((root.n, root.k, root.ring.len()), (4, 2, 4));
     // By the older rule, one node of the ring may have missed the mark.
     world.nodes[&4].store().remove_record_file(RecordScope::Shard(root.shard), "commit").unwrap();
@@ -404,7 +405,7 @@ async fn older_folders_go_by_the_older_bound() {
         }
         tokio::time::sleep(Duration::from_secs(6)).await;
         let asked = if gone.contains(&7) { 6 } else { 7 };
-        match world.client_of(asked).show(&job(), None).await {
+        match world.client_of(asked).show_step(&job(), None).await {
             Ok(found) => assert!(found.step.step == Step(2) && gone.len() == 1, "{gone:?}"),
             Err(error) => {
                 assert!(gone.len() == 3, "{gone:?}: {error}");
@@ -424,7 +425,7 @@ async fn a_removal_that_a_rebuild_undid_spreads_no_further() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    let save_id = client.show(&job(), None).await.unwrap().step.saved.save;
+    let save_id = client.show_step(&job(), None).await.unwrap().step.saved.save;
     let generation = Generation { epoch: Epoch(1), counter: 900 };
     let reason = RemoveReason::Deleted;
     let tombstone = Tombstone { cluster: CLUSTER, save: save_id, generation, reason };
@@ -455,7 +456,7 @@ async fn a_node_that_was_taken_off_takes_its_note_back_before_anything_else() {
     let mut world = World::start(5, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
-    client.remove(&job(), Step(1)).await.unwrap();
+    client.remove_step(&job(), Step(1)).await.unwrap();
     world.until("forgotten", || world.catalogue_keys("nothing").is_empty()).await;
     world.kill(5).await;
     tokio::time::sleep(8 * world.lease).await;
@@ -468,7 +469,7 @@ async fn a_node_that_was_taken_off_takes_its_note_back_before_anything_else() {
     world.boot(5);
     world.until_live(5).await;
     tokio::time::sleep(3 * world.lease).await;
-    assert_eq!(world.nodes[&5].store().standing(), Standing::Behind);
+    assert_eq!(world.nodes[&5].store().catch_up_standing(), Standing::Behind);
     for other in 1..=4 {
         world.network.heal(&address(5), &address(other));
     }
@@ -516,14 +517,14 @@ async fn retention_goes_on_with_one_of_six_away() {
     }
     tokio::time::sleep(4 * world.lease).await;
     let steps = |listed: Vec<StepView>| listed.iter().map(|view| view.step.0).collect::<Vec<_>>();
-    assert_eq!(steps(world.client().list(None).await.unwrap()), [3, 4]);
+    assert_eq!(steps(world.client().list_steps(None).await.unwrap()), [3, 4]);
     // The node with the marks of step 1 is back, and the catalogue is lost.
     world.kill(0).await;
     world.boot(6);
     for index in [1, 2] {
         world.kill(index).await;
     }
-    assert_eq!(steps(world.client_of(6).list(None).await.unwrap()), [3, 4]);
+    assert_eq!(steps(world.client_of(6).list_steps(None).await.unwrap()), [3, 4]);
 }
 
 /// The codes in a reader's configuration say nothing about the steps that others saved.
@@ -538,12 +539,12 @@ async fn a_list_of_codes_that_changes_hides_no_step() {
             world.boot(index);
         }
         world.until_live(8).await;
-        let newest = world.client().list(None).await.unwrap().len() as u64 + 1;
+        let newest = world.client().list_steps(None).await.unwrap().len() as u64 + 1;
         save(&world.client(), newest, &[("weights", &content(LEN, newest))]).await;
         for index in 0..=3 {
             world.kill(index).await;
         }
-        let listed = world.client_of(8).list(None).await.unwrap();
+        let listed = world.client_of(8).list_steps(None).await.unwrap();
         assert_eq!(listed.last().map(|view| view.step), Some(Step(newest)), "{:?}", world.codes);
         assert_eq!(listed.len() as u64, newest, "{:?}", world.codes);
         for index in 0..=3 {

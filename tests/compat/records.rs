@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rapidraid::catalogue::records::Archiving;
+use rapidraid::catalogue::record_access::ArchiveRequest;
 use rapidraid::code::CodeId;
 use rapidraid::format::FormatError;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
@@ -155,10 +155,10 @@ fn receipt() -> Receipt {
     Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces }
 }
 
-fn archiving(failures: u32, waiting: Option<String>) -> Archiving {
+fn archiving(failures: u32, waiting: Option<String>) -> ArchiveRequest {
     let (plan, codec) = (PlanChoice::StripedStar, Codec::ReedSolomonErasure);
     let options = ArchiveOptions { plan, codec, parallel: 300 };
-    Archiving { node: node_id("node-1"), lease: LEASE, save: SAVE, options, failures, waiting }
+    ArchiveRequest { node: node_id("node-1"), lease: LEASE, save: SAVE, options, failures, waiting }
 }
 
 fn record<R: Record + PartialEq + 'static>(name: &str, value: R) -> Case {
@@ -208,9 +208,9 @@ fn folder_record(name: &str, path: &'static str) -> Case {
     let home = Home { name: "node-1".parse().unwrap(), address: "node-1.example.org:7440".into() };
     let store = open(&disk).unwrap();
     store.claim_epoch(SEEN, MAP, home.clone()).unwrap();
-    store.note_revision(MAP, REVISION).unwrap();
-    assert!(store.record_removed(SAVE).unwrap());
-    store.note_caught_up(SEEN, REVISION).unwrap();
+    store.record_revision(MAP, REVISION).unwrap();
+    assert!(store.try_record_removed(SAVE).unwrap());
+    store.record_caught_up(SEEN, REVISION).unwrap();
     let file = disk.open(path).unwrap();
     let mut bytes = vec![0; file.len_bytes().unwrap() as usize];
     file.read_at(&mut bytes, 0).unwrap();
@@ -221,13 +221,13 @@ fn folder_record(name: &str, path: &'static str) -> Case {
         disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
         let store = open(&disk)?;
         match path {
-            "epoch" => Ok(store.epoch() == SEEN),
+            "epoch" => Ok(store.highest_seen_epoch() == SEEN),
             "catch-up" => {
                 // A new folder has a record of its own from the start.
                 disk.remove(path).unwrap();
                 disk.create_new(path).unwrap().write_at(bytes, 0).unwrap();
                 // A record that does not open means that the node is behind.
-                match store.caught_up_as() {
+                match store.caught_up_registration() {
                     None => Err(ErrorKind::Corrupt),
                     Some(revision) => Ok(revision == REVISION),
                 }
@@ -235,7 +235,7 @@ fn folder_record(name: &str, path: &'static str) -> Case {
             "heard" => {
                 store.claim_epoch(SEEN, MAP, home).unwrap();
                 // A record that does not open counts as missing.
-                match store.revision() {
+                match store.revision_of_current_db() {
                     0 => Err(ErrorKind::Corrupt),
                     revision => Ok(revision == REVISION),
                 }

@@ -24,7 +24,7 @@ fn open(disk: &MemoryDisk, header: &FileHeader) -> Result<(Store, StoredFile), S
     let lock = disk.lock(LOCK_FILE)?;
     let kv = Arc::new(MemoryKv::new());
     let (store, _) = Store::open(Arc::new(disk.clone()), lock, kv, header.cluster, &name)?;
-    let file = store.open_file(header.key())?;
+    let file = store.open_undamaged_file(header.key())?;
     Ok((store, file))
 }
 
@@ -56,7 +56,7 @@ pub fn files() -> Target {
         let (header, tail) = tail_of(whole);
         let (opened, peak_bytes) = within(memory, bytes.len(), || {
             let (store, file) = open(&disk_with(&header, bytes), &header).ok()?;
-            let listed = store.find(header.stripe).ok()?.len();
+            let listed = store.list_undamaged_files(header.stripe).ok()?.len();
             Some((file.header() == &header, listed, file.scrub()))
         })?;
         let Some((is_golden, listed, found)) = opened else { return Ok(Seen::default()) };

@@ -17,7 +17,7 @@ use rapidraid::net::call::Caller;
 use rapidraid::net::memory::MemoryNetwork;
 use rapidraid::net::pool::Pool;
 use rapidraid::net::{Peer, Role};
-use rapidraid::pipeline::executor::{Executor, RunError, order_bytes};
+use rapidraid::pipeline::executor::{Executor, RunError, order_memory_bytes};
 use rapidraid::plan::{Input, Output};
 use rapidraid::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
 use rapidraid::units::GRAIN_BYTES;
@@ -61,7 +61,7 @@ fn disk() -> MemoryDisk {
         let data = block(number);
         let len_bytes = data.len() as u64;
         let spec = BlockSpec { stripe: STRIPE, block: number, layout: 1, len_bytes };
-        let mut writer = store.write_block(spec, None).unwrap();
+        let mut writer = store.create_block_writer(spec, None).unwrap();
         writer.write(&data).unwrap();
         writer.finish(Some(GrainTree::of(&data).root())).unwrap();
     }
@@ -149,15 +149,15 @@ async fn run(disk: &MemoryDisk, order: Order) -> Result<bool, String> {
     let runs = Executor::new(store.clone(), Workers::inline(), caller, clock, budget.clone());
     let (number, stripe, attempt, cut) = (order.run, order.stripe, order.attempt, order.cut);
     let is_ours = |error: &RunError| error.kind() == ErrorKind::Internal;
-    match runs.reserve(order).await {
+    match runs.reserve_part(order).await {
         Err(error) if is_ours(&error) => return Err(format!("it is called a defect: {error}")),
         Err(_) => return Ok(false),
         Ok(()) => {}
     }
-    if runs.inputs(number).is_none_or(|(of, _)| of != stripe) {
+    if runs.part_input_blocks(number).is_none_or(|(of, _)| of != stripe) {
         return Err("what was admitted is another stripe".into());
     }
-    match runs.run(number, &CancellationToken::new()).await {
+    match runs.run_reserved(number, &CancellationToken::new()).await {
         Err(error) if is_ours(&error) => return Err(format!("it is called a defect: {error}")),
         Err(_) => {}
         Ok(report) => {
@@ -168,7 +168,8 @@ async fn run(disk: &MemoryDisk, order: Order) -> Result<bool, String> {
                     Some(block) => FileKey::replica(stripe, block),
                     None => FileKey::piece(stripe, proof.piece, attempt),
                 };
-                let file = store.open_file(key).map_err(|error| format!("proven: {error}"))?;
+                let file =
+                    store.open_undamaged_file(key).map_err(|error| format!("proven: {error}"))?;
                 if file.tree().root() != proof.root || !file.scrub().is_empty() {
                     return Err(format!("{key} is not what was proven"));
                 }
@@ -187,10 +188,11 @@ fn check(disk: &MemoryDisk, runtime: &tokio::runtime::Runtime, frame: &[u8]) -> 
     let Ok(ReservePart { order }) = parsed else { return Ok(Seen::default()) };
     // Memory beyond the order's reservation: the copy of the disk, the order itself, and an idle
     // node.
-    let base_bytes = order_bytes(&order).min(BUDGET_BYTES) as usize + 2 * DISK_BYTES as usize;
+    let base_bytes =
+        order_memory_bytes(&order).min(BUDGET_BYTES) as usize + 2 * DISK_BYTES as usize;
     let memory = Memory { base_bytes: base_bytes + (1 << 20), ..MESSAGE };
     let (done, run_bytes) = within(memory, frame.len(), || {
-        let disk = disk.crash_late();
+        let disk = disk.crash_after_writeback();
         runtime.block_on(run(&disk, order))
     })?;
     Ok(Seen { accepted: done?, peak_bytes: peak_bytes.max(run_bytes) })

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use rapidraid::catalogue::records::Archiving;
+use rapidraid::catalogue::record_access::ArchiveRequest;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::FileHeader;
 use rapidraid::format::records::{
@@ -81,7 +81,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
         }
         Some(11) => record(bytes, |value: Node| plain(&value)),
         Some(13) => record(bytes, |leaves: Leaves| use_root(leaves.root)),
-        Some(14) => record(bytes, |value: Archiving| plain(&value)),
+        Some(14) => record(bytes, |value: ArchiveRequest| plain(&value)),
         Some(15) => record(bytes, |value: Removing| plain(&value)),
         Some(16) => record(bytes, |value: Members| plain(&value)),
         Some(25) => record(bytes, |value: Damage| plain(&value)),
@@ -192,10 +192,15 @@ fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     let name: PeerName = "node-1".parse().unwrap();
     let lock = disk.lock(LOCK_FILE)?;
     let (store, _) = Store::open(disk, lock, kv, ClusterId([0xc1; 16]), &name)?;
-    let _ = (store.epoch(), store.last_catalogue_server(), store.last_db_id(), store.totals());
-    let _ = (store.standing(), store.caught_up_as());
-    store.members()?;
-    if store.record_removed(SAVE)? && !store.is_recorded_removed(SAVE)? {
+    let _ = (
+        store.highest_seen_epoch(),
+        store.last_catalogue_server(),
+        store.last_db_id(),
+        store.totals(),
+    );
+    let _ = (store.catch_up_standing(), store.caught_up_registration());
+    store.read_members()?;
+    if store.try_record_removed(SAVE)? && !store.is_recorded_removed(SAVE)? {
         return Err(StoreError::NoIdentity);
     }
     Ok(())

@@ -6,8 +6,8 @@ use std::fmt::{Debug, Display};
 use std::path::{Component, Path};
 use std::str::FromStr;
 
-use rapidraid::catalogue::records::{
-    archiving_key, checkpoint_key, parse_archiving_key, parse_checkpoint_key,
+use rapidraid::catalogue::record_access::{
+    archive_request_key, checkpoint_key, parse_archive_request_key, parse_checkpoint_key,
 };
 use rapidraid::cli::words::{AnyStep, ByteRange, ExactStep, NewNode, Setting, Shape};
 use rapidraid::code::{Code, CodeId, show, table};
@@ -69,7 +69,8 @@ fn keys(text: &[u8]) -> Verdict {
         if again == Some((job, step)) { Ok(true) } else { Err(format!("{text:?}: {again:?}")) }
     };
     let checkpoint = of(parse_checkpoint_key(text), checkpoint_key, parse_checkpoint_key)?;
-    let archiving = of(parse_archiving_key(text), archiving_key, parse_archiving_key)?;
+    let archiving =
+        of(parse_archive_request_key(text), archive_request_key, parse_archive_request_key)?;
     Ok(Seen { accepted: checkpoint || archiving, peak_bytes: 0 })
 }
 

@@ -1,7 +1,7 @@
 //! Targets for messages: requests and answers of every call, other frames, and the verdicts of a
 //! catalogue rebuild about the inventories that nodes report.
 
-use rapidraid::catalogue::evidence::SaveEvidence;
+use rapidraid::catalogue::save_evidence::SaveEvidence;
 use rapidraid::id::{ClusterId, Epoch, Generation, NodeId};
 use rapidraid::wire::calls::*;
 use rapidraid::wire::{
@@ -176,7 +176,7 @@ fn judge(page: InventoryPage) {
     let Some(save) = page.shards.first().map(|held| held.shard.save()) else { return };
     let mut evidence = SaveEvidence::default();
     for held in &page.shards {
-        evidence.add(ClusterId([0xc1; 16]), NodeId(1), held);
+        evidence.add_holdings(ClusterId([0xc1; 16]), NodeId(1), held);
     }
     evidence.judge(save, Generation { epoch: Epoch(4), counter: 1 });
 }

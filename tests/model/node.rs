@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use rapidraid::catalogue::records::state_key;
+use rapidraid::catalogue::record_access::shard_state_key;
 use rapidraid::code::table;
 use rapidraid::format::file::FileName;
 use rapidraid::format::records::{LAYOUT_STANDARD, Record, Run, ShardState, StripeState};
@@ -45,11 +45,11 @@ impl Subject {
             let state = StripeState::Archived { attempt, code, generation, dropped: false };
             let runs = [state, StripeState::Replicated].map(|state| Run { count: 1, state }).into();
             let state = ShardState { generation, owner: None, deleting: false, runs };
-            let (key, value) = (state_key(stripe.shard), Some(state.to_bytes().unwrap()));
+            let (key, value) = (shard_state_key(stripe.shard), Some(state.to_bytes().unwrap()));
             peer.ask(&home, &CompareAndSetKey { key, expected: None, value }).await.unwrap();
         }
         let store = world.nodes[&NODE].store();
-        let (epoch, map, held) = (store.epoch(), store.last_db_id(), Held::new());
+        let (epoch, map, held) = (store.highest_seen_epoch(), store.last_db_id(), Held::new());
         let me = NodeId::of(&world.machines[NODE].name);
         assert!(map.is_some());
         Self { world, client, peer, to, model: State { me, held, epoch, map, archived } }
@@ -78,7 +78,7 @@ impl Subject {
                 };
                 // This write is no request, so it gives no answer. The test infers from the
                 // holdings afterwards whether the power failed.
-                let written = self.store().write_piece(spec).and_then(|mut writer| {
+                let written = self.store().create_piece_writer(spec).and_then(|mut writer| {
                     writer.write_grain(0, bytes)?;
                     writer.finish(&mut |_, _| ())
                 });
@@ -144,7 +144,8 @@ impl Subject {
             assert_eq!(expected, Ok(()), "{deed:?}");
             return;
         }
-        let (held, epoch, map) = (self.held(), self.store().epoch(), self.store().last_db_id());
+        let (held, epoch, map) =
+            (self.held(), self.store().highest_seen_epoch(), self.store().last_db_id());
         for path in held.keys().chain(before.held.keys()).chain(after.held.keys()) {
             let found = held.get(path);
             let is_either = found == before.held.get(path) || found == after.held.get(path);
@@ -174,10 +175,10 @@ impl Subject {
                     &|name| state::of_stripe(stripe, name),
                     &mut held,
                 );
-                for (key, _) in store.every_file(stripe).unwrap() {
-                    let file = store.open_file(key).unwrap();
+                for (key, _) in store.list_all_files(stripe).unwrap() {
+                    let file = store.open_undamaged_file(key).unwrap();
                     assert_eq!(file.scrub(), Vec::<u64>::new(), "{key}");
-                    held.insert(state::file(stripe, key.name), file.info().root.to_vec());
+                    held.insert(state::file(stripe, key.name), file.index_entry().root.to_vec());
                 }
             }
         }
@@ -198,7 +199,7 @@ impl Subject {
         assert_eq!(self.held(), self.model.held, "{}", when());
         let store = self.store();
         assert_eq!(
-            (store.epoch(), store.last_db_id()),
+            (store.highest_seen_epoch(), store.last_db_id()),
             (self.model.epoch, self.model.map),
             "{}",
             when()

@@ -69,7 +69,7 @@ const CALLS: [Call; 7] = [
     Call {
         what: "the removal of a file",
         before: |store| _ = write_block(store, &content(LEN)).unwrap(),
-        run: |store| store.remove(REPLICA).map(drop),
+        run: |store| store.remove_file(REPLICA).map(drop),
         done: |store| !done_file(store, REPLICA),
     },
     Call {
@@ -86,7 +86,7 @@ const CALLS: [Call; 7] = [
         what: "an epoch",
         before: |store| store.raise_epoch(Epoch(3)).unwrap(),
         run: |store| store.raise_epoch(Epoch(5)),
-        done: |store| match store.epoch() {
+        done: |store| match store.highest_seen_epoch() {
             Epoch(3) => false,
             epoch => epoch == Epoch(5) || panic!("{epoch}"),
         },
@@ -135,10 +135,10 @@ fn a_failing_operation_fails_the_call_and_the_next_one_succeeds() {
         for operation in 0.. {
             let (disk, store) = new_store();
             before(&store);
-            let (operations, _) = disk.operations();
-            disk.fail_after(operation);
+            let (operations, _) = disk.operation_and_sync_counts();
+            disk.fail_once_after(operation);
             failed += u64::from(run(&store).is_err());
-            if disk.operations().0 - operations <= operation {
+            if disk.operation_and_sync_counts().0 - operations <= operation {
                 break;
             }
             run(&store).unwrap_or_else(|error| panic!("{what}, operation {operation}: {error}"));
@@ -159,10 +159,10 @@ fn every_sync_is_needed() {
         for sync in 0.. {
             let (disk, store) = new_store();
             before(&store);
-            let (_, syncs) = disk.operations();
+            let (_, syncs) = disk.operation_and_sync_counts();
             disk.skip_sync_after(sync);
             let result = run(&store);
-            if disk.operations().1 - syncs <= sync {
+            if disk.operation_and_sync_counts().1 - syncs <= sync {
                 assert!(sync > 0, "{what} syncs nothing");
                 break;
             }
@@ -193,9 +193,9 @@ fn a_crash_on_the_way_to_quarantine_never_loses_the_file() {
     for operation in 0..20 {
         let (disk, store) = new_store();
         write_block(&store, &content(LEN)).unwrap();
-        let judged = store.open_file(REPLICA).ok();
+        let judged = store.open_undamaged_file(REPLICA).ok();
         disk.stop_after(operation);
-        let result = store.quarantine(REPLICA, judged.as_ref(), "a test");
+        let result = store.quarantine_file(REPLICA, judged.as_ref(), "a test");
         let (after, _) = open(&disk.crash());
         if !done_file(&after, REPLICA) {
             assert_eq!(after.totals().quarantined, 1, "operation {operation}");

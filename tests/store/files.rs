@@ -9,7 +9,7 @@ use rapidraid::id::{ShardId, StripeId};
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::sled_kv::Opened;
 use rapidraid::store::{
-    BlockSpec, Disk, Extent, MemoryDisk, MemoryKv, RealDisk, Reconciled, RecordScope, Store,
+    BlockSpec, Disk, Extent, MemoryDisk, MemoryKv, RealDisk, ReconcileCounts, RecordScope, Store,
     StoreError,
 };
 use rapidraid::units::{GRAIN_BYTES, grains};
@@ -30,7 +30,8 @@ fn awkward_sizes(store: &Store) {
             assert_eq!(grain, seen.len() as u64 / GRAIN_BYTES);
             seen.extend_from_slice(bytes);
         };
-        let mut writer = store.write_block(block_spec(len), Some(Box::new(fingerprint))).unwrap();
+        let mut writer =
+            store.create_block_writer(block_spec(len), Some(Box::new(fingerprint))).unwrap();
         for chunk in data.chunks(G + 11) {
             writer.write(&chunk[..chunk.len() / 3]).unwrap();
             writer.write(&chunk[chunk.len() / 3..]).unwrap();
@@ -43,7 +44,7 @@ fn awkward_sizes(store: &Store) {
         let stored = write_piece(store, &data).unwrap();
         assert_eq!((stored.key, stored.len_bytes), (piece_key(), len as u64));
         assert_whole(store, piece_key(), &data);
-        let file = store.open_file(piece_key()).unwrap();
+        let file = store.open_undamaged_file(piece_key()).unwrap();
         let header = file.header();
         assert_eq!(header.content, Content::Piece { piece: 7, attempt: ATTEMPT, code: 42 });
         assert_eq!((header.written_by, header.layout), (store.node(), 1));
@@ -56,10 +57,10 @@ fn awkward_sizes(store: &Store) {
             read_verified(&file, from, &mut buf).unwrap();
             assert_eq!(buf, data[from..from + buf.len()], "{len}: {from}..{to}");
         }
-        assert!(file.read(len as u64, &mut [0]).is_err());
-        assert!(file.read(u64::MAX, &mut [0]).is_err());
-        assert!(store.remove(piece_key()).unwrap() && store.remove(REPLICA).unwrap());
-        assert!(is_absent(store, REPLICA) && !store.remove(REPLICA).unwrap());
+        assert!(file.read_unverified(len as u64, &mut [0]).is_err());
+        assert!(file.read_unverified(u64::MAX, &mut [0]).is_err());
+        assert!(store.remove_file(piece_key()).unwrap() && store.remove_file(REPLICA).unwrap());
+        assert!(is_absent(store, REPLICA) && !store.remove_file(REPLICA).unwrap());
         assert_eq!(store.list_shards(None, 9).unwrap(), []);
     }
     assert_eq!(store.totals(), Default::default());
@@ -85,22 +86,22 @@ fn every_awkward_size_on_a_real_disk() {
 fn what_was_not_announced_is_refused_and_leaves_nothing() {
     let (disk, store) = new_store();
     let data = content(G + 9);
-    let mut writer = store.write_block(block_spec(data.len()), None).unwrap();
+    let mut writer = store.create_block_writer(block_spec(data.len()), None).unwrap();
     writer.write(&data[1..]).unwrap();
     assert_eq!(writer.write(&data[..2]).unwrap_err().kind(), ErrorKind::Invalid);
     assert!(writer.finish(None).is_err(), "a byte is missing");
-    let mut writer = store.write_block(block_spec(data.len()), None).unwrap();
+    let mut writer = store.create_block_writer(block_spec(data.len()), None).unwrap();
     writer.write(&data).unwrap();
     assert_eq!(writer.finish(Some([1; 32])).unwrap_err().kind(), ErrorKind::Corrupt);
 
-    let mut writer = store.write_piece(piece_spec(data.len())).unwrap();
+    let mut writer = store.create_piece_writer(piece_spec(data.len())).unwrap();
     writer.write_grain(1, &data[G..]).unwrap();
     for (index, bytes) in [(1, &data[G..]), (0, &data[..G - 1]), (2, &data[..1]), (u64::MAX, &[])] {
         assert_eq!(writer.write_grain(index, bytes).unwrap_err().kind(), ErrorKind::Invalid);
     }
     assert!(writer.finish(&mut |_, _| {}).is_err(), "a grain is missing");
-    drop(store.write_block(block_spec(5), None).unwrap());
-    assert!(store.write_block(block_spec(usize::MAX / 2), None).is_err());
+    drop(store.create_block_writer(block_spec(5), None).unwrap());
+    assert!(store.create_block_writer(block_spec(usize::MAX / 2), None).is_err());
     assert_eq!((disk.list("tmp").unwrap(), disk.list("shards").unwrap()), (vec![], vec![]));
 }
 
@@ -108,22 +109,22 @@ fn what_was_not_announced_is_refused_and_leaves_nothing() {
 fn the_same_again_is_fine_another_one_is_not_and_a_broken_one_makes_room() {
     let (disk, store) = new_store();
     let data = content(3 * G);
-    assert!(!write_block(&store, &data).unwrap().was_there);
+    assert!(!write_block(&store, &data).unwrap().already_existed);
     let path = format!("shards/{REPLICA}");
     disk.flip_bit(&path, 77).unwrap();
-    assert!(write_block(&store, &data).unwrap().was_there);
+    assert!(write_block(&store, &data).unwrap().already_existed);
     assert_whole(&store, REPLICA, &data);
 
     let error = write_block(&store, &content(3 * G - 1)).unwrap_err();
     assert!(matches!(error, StoreError::Conflict { .. }) && error.kind() == ErrorKind::Exists);
     assert_whole(&store, REPLICA, &data);
 
-    disk.truncate(&path, 1000).unwrap();
-    assert!(!write_block(&store, &data).unwrap().was_there);
+    disk.set_file_len(&path, 1000).unwrap();
+    assert!(!write_block(&store, &data).unwrap().already_existed);
     assert_whole(&store, REPLICA, &data);
     assert_eq!(store.totals().quarantined, 1);
     assert_eq!(disk.list("quarantine").unwrap().len(), 2, "the file and its note");
-    let named = store.quarantined().unwrap();
+    let named = store.first_quarantined_files().unwrap();
     assert!(named.len() == 1 && named[0].contains("block-"), "{named:?}");
     assert!(named[0].contains(".rep (") && named[0].ends_with(')'), "{named:?}");
 }
@@ -142,15 +143,17 @@ fn extents_are_proven_while_the_next_ones_are_written() {
             "grain {grain} twice"
         );
     };
-    let mut writer = store.write_piece(piece_spec(data.len())).unwrap();
-    writer.set_extent_bytes(5 * GRAIN_BYTES);
+    let mut writer = store.create_piece_writer(piece_spec(data.len())).unwrap();
+    writer.set_min_extent_bytes(5 * GRAIN_BYTES);
     std::thread::scope(|scope| {
         for (index, grain) in (0..).zip(data.chunks(G)) {
             writer.write_grain(index, grain).unwrap();
-            if let Some(extent) = writer.extent().unwrap() {
+            if let Some(extent) = writer.take_extent_to_prove().unwrap() {
                 let len_bytes = data.len() as u64;
                 let mut take = take;
-                scope.spawn(move || extent.prove(&mut Extent::buffer(len_bytes), &mut take));
+                scope.spawn(move || {
+                    extent.sync_and_read_back(&mut Extent::new_buffer(len_bytes), &mut take)
+                });
             }
         }
     });
@@ -164,12 +167,12 @@ fn a_full_disk_is_noticed_before_the_first_byte() {
     let disk = MemoryDisk::new(10 * G as u64);
     let (store, _) = open(&disk);
     write_block(&store, &content(6 * G)).unwrap();
-    let error = store.write_piece(piece_spec(6 * G)).err().unwrap();
+    let error = store.create_piece_writer(piece_spec(6 * G)).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Io);
     assert_eq!(disk.list("tmp").unwrap(), []);
     disk.set_capacity(20 * G as u64);
     write_piece(&store, &content(6 * G)).unwrap();
-    assert!(store.space().unwrap().free_bytes < 8 * GRAIN_BYTES);
+    assert!(store.disk_space().unwrap().free_bytes < 8 * GRAIN_BYTES);
 }
 
 #[test]
@@ -180,7 +183,7 @@ fn numbers_and_lists_follow_what_is_there() {
         for index in [7, 0, 255] {
             let stripe = StripeId { shard: shard(byte), index };
             let spec = BlockSpec { stripe, ..block_spec(100) };
-            let mut writer = store.write_block(spec, None).unwrap();
+            let mut writer = store.create_block_writer(spec, None).unwrap();
             writer.write(&content(100)).unwrap();
             writer.finish(None).unwrap();
         }
@@ -192,7 +195,7 @@ fn numbers_and_lists_follow_what_is_there() {
 
     assert_eq!(store.list_shards(None, 2).unwrap(), [shard(1), shard(2)]);
     assert_eq!(store.list_shards(Some(shard(2)), 9).unwrap(), [shard(3), STRIPE.shard]);
-    assert_eq!(store.shards(Some(shard(1))).unwrap().next(), Some(shard(2)));
+    assert_eq!(store.shards_after(Some(shard(1))).unwrap().next(), Some(shard(2)));
     let indexes = |after, limit| -> Vec<u32> {
         let stripes = store.list_stripes(shard(1), after, limit).unwrap();
         stripes.into_iter().map(|stripe| stripe.index).collect()
@@ -213,7 +216,9 @@ fn numbers_and_lists_follow_what_is_there() {
     }
 
     let totals = store.totals();
-    let files = |stripe| store.find(stripe).unwrap().into_iter().map(|info| info.file_bytes);
+    let files = |stripe| {
+        store.list_undamaged_files(stripe).unwrap().into_iter().map(|info| info.file_bytes)
+    };
     let all: u64 = store
         .list_shards(None, 99)
         .unwrap()
@@ -232,16 +237,16 @@ fn numbers_and_lists_follow_what_is_there() {
     disk.create_new(&format!("shards/{}/Stranger", STRIPE.shard)).unwrap();
     drop(store);
     let (store, report) = open(&disk);
-    assert_eq!(report, Reconciled { added: 10, strangers: 2, ..Default::default() });
-    let found = store.found();
+    assert_eq!(report, ReconcileCounts { added: 10, strangers: 2, ..Default::default() });
+    let found = store.open_findings();
     let strangers = ["shards/stranger".to_owned(), format!("shards/{}/Stranger", STRIPE.shard)];
-    assert_eq!((found.counts, found.strangers.len()), (report, 2));
-    assert!(strangers.iter().all(|name| found.strangers.contains(name)), "{found:?}");
+    assert_eq!((found.counts, found.unknown_files.len()), (report, 2));
+    assert!(strangers.iter().all(|name| found.unknown_files.contains(name)), "{found:?}");
     assert_eq!(store.totals(), totals);
 
-    let judged = store.open_file(piece_key()).unwrap();
-    assert!(store.quarantine(piece_key(), Some(&judged), "a test").unwrap());
-    store.remove(FileKey::replica(StripeId { shard: shard(1), index: 7 }, 2)).unwrap();
+    let judged = store.open_undamaged_file(piece_key()).unwrap();
+    assert!(store.quarantine_file(piece_key(), Some(&judged), "a test").unwrap());
+    store.remove_file(FileKey::replica(StripeId { shard: shard(1), index: 7 }, 2)).unwrap();
     assert!(store.remove_record_file(RecordScope::Shard(shard(1)), "commit").unwrap());
     assert!(!store.remove_record_file(RecordScope::Shard(shard(1)), "commit").unwrap());
     let totals = store.totals();
@@ -264,7 +269,7 @@ fn writers_and_removers_of_one_file_leave_index_and_disk_agreed() {
                         write_block(&store, data).unwrap();
                         store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"x").unwrap();
                     } else {
-                        store.remove(REPLICA).unwrap();
+                        store.remove_file(REPLICA).unwrap();
                         store.remove_record_file(RecordScope::Stripe(STRIPE), "record").unwrap();
                     }
                 }
@@ -272,7 +277,7 @@ fn writers_and_removers_of_one_file_leave_index_and_disk_agreed() {
         }
     });
     let there = disk.open(&format!("shards/{REPLICA}")).is_ok();
-    assert_eq!(store.find(STRIPE).unwrap().len(), usize::from(there));
+    assert_eq!(store.list_undamaged_files(STRIPE).unwrap().len(), usize::from(there));
     assert_eq!(store.totals().replica_files, u64::from(there));
     write_block(&store, &data).unwrap();
     assert_whole(&open(&disk.crash()).0, REPLICA, &data);

@@ -7,7 +7,7 @@ use rapidraid::id::{ClusterId, Epoch};
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::sled_kv::Opened;
 use rapidraid::store::{
-    Disk, MemoryDisk, MemoryKv, RealDisk, Reconciled, RecordScope, Store, StoreError,
+    Disk, MemoryDisk, MemoryKv, RealDisk, ReconcileCounts, RecordScope, Store, StoreError,
 };
 
 use super::{
@@ -33,7 +33,7 @@ fn the_folder_knows_whose_it_is_and_which_epoch_it_has_seen() {
         );
     }
     let crashed = disk.crash();
-    assert_eq!(open(&crashed).0.epoch(), Epoch(4));
+    assert_eq!(open(&crashed).0.highest_seen_epoch(), Epoch(4));
     crashed.flip_bit("epoch", 90).unwrap();
     let lock = crashed.lock("lock").unwrap();
     let kv = Arc::new(MemoryKv::new());
@@ -76,7 +76,7 @@ fn a_crash_while_a_folder_becomes_a_nodes_leaves_it_open_to_that_node() {
     assert_whole(&open(&disk.crash()).0, REPLICA, &content(G));
 }
 
-fn open_folder(folder: &Path) -> Result<(Store, Reconciled, Opened), StoreError> {
+fn open_folder(folder: &Path) -> Result<(Store, ReconcileCounts, Opened), StoreError> {
     Store::open_folder(folder, CACHE_BYTES, CLUSTER, &name("n1"))
 }
 
@@ -89,21 +89,24 @@ fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
     write_block(&store, &data).unwrap();
     write_piece(&store, &data).unwrap();
     store.put_record_file(RecordScope::Stripe(STRIPE), "record", b"123").unwrap();
-    let (totals, found) = (store.totals(), store.find(STRIPE).unwrap());
+    let (totals, found) = (store.totals(), store.list_undamaged_files(STRIPE).unwrap());
     let second = open_folder(folder.path()).err().unwrap();
     assert_eq!(second.kind(), ErrorKind::Exists);
     assert!(second.to_string().contains("locked by another process"), "{second}");
     drop(store);
 
     let (store, report, opened) = open_folder(folder.path()).unwrap();
-    assert_eq!((report, opened), (Reconciled::default(), Opened::Recovered));
-    assert_eq!(store.find(STRIPE).unwrap(), found);
+    assert_eq!((report, opened), (ReconcileCounts::default(), Opened::Recovered));
+    assert_eq!(store.list_undamaged_files(STRIPE).unwrap(), found);
     drop(store);
 
     std::fs::remove_dir_all(folder.path().join("index")).unwrap();
     let (store, report, opened) = open_folder(folder.path()).unwrap();
     assert_eq!((report.added, opened), (2, Opened::Created));
-    assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found.clone()));
+    assert_eq!(
+        (store.totals(), store.list_undamaged_files(STRIPE).unwrap()),
+        (totals, found.clone())
+    );
     drop(store);
 
     // If its log is damaged in the middle, sled returns the part before the damage and reports no
@@ -114,14 +117,14 @@ fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
     std::fs::write(&log, bytes).unwrap();
     let (store, report, _) = open_folder(folder.path()).unwrap();
     assert_eq!(report.added, 2);
-    assert_eq!((store.totals(), store.find(STRIPE).unwrap()), (totals, found));
+    assert_eq!((store.totals(), store.list_undamaged_files(STRIPE).unwrap()), (totals, found));
     drop(store);
 
     // A file that is removed while the store is closed leaves an index entry, which the next open
     // drops.
     RealDisk::open(folder.path()).unwrap().remove(&format!("shards/{REPLICA}")).unwrap();
     let (store, report, _) = open_folder(folder.path()).unwrap();
-    assert_eq!(report, Reconciled { dropped: 1, ..Default::default() });
+    assert_eq!(report, ReconcileCounts { dropped: 1, ..Default::default() });
     assert!(is_absent(&store, REPLICA));
     assert_whole(&store, piece_key(), &data);
     std::fs::remove_dir_all(folder.path().join("shards")).unwrap();

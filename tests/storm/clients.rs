@@ -73,7 +73,7 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
         }
         Deed::Remove { step } => {
             let begun = ledger.lock().unwrap().remove(step);
-            let ended = client.remove(&job, Step(step)).await;
+            let ended = client.remove_step(&job, Step(step)).await;
             ledger.lock().unwrap().removed(step, &begun, &ended);
             let there = !begun.before.contains(&None);
             // Another save or removal of the step runs at the same time.

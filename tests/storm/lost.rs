@@ -105,7 +105,7 @@ impl Director {
         if let [home] = serving[..] {
             self.lost.home = home;
             self.report.lock().unwrap().home = home;
-            let epoch = self.world.nodes[&home].store().epoch();
+            let epoch = self.world.nodes[&home].store().highest_seen_epoch();
             let copy =
                 || Some((epoch, Arc::new(self.world.machines[home].catalogue.get()?.copy())));
             if !self.lost.copies.contains_key(&home) {
@@ -167,7 +167,7 @@ impl Director {
         let (epoch, copy) = self.lost.copies.get(&home)?;
         let storage = self.world.machines.len() - 1;
         let nodes = self.world.nodes.iter().filter(|(index, _)| **index != 0);
-        let later = nodes.filter(|(_, node)| node.store().epoch() > *epoch).count();
+        let later = nodes.filter(|(_, node)| node.store().highest_seen_epoch() > *epoch).count();
         (later * 2 > storage).then(|| copy.clone())
     }
 

@@ -268,9 +268,9 @@ impl Director {
         for _ in 0..if is_mark { 1 } else { 1 + coin.below(4) } {
             let byte = coin.below(len_bytes);
             match coin.below(5) {
-                3 if !is_mark => disk.fail_sector(path, byte).unwrap(),
+                3 if !is_mark => disk.make_sector_unreadable(path, byte).unwrap(),
                 4 if !is_mark => {
-                    disk.truncate(path, byte).unwrap();
+                    disk.set_file_len(path, byte).unwrap();
                     break;
                 }
                 _ => disk.flip_bit(path, byte * 8 + coin.below(8)).unwrap(),

@@ -83,7 +83,7 @@ async fn save(
 
 async fn remove(client: &Client, ledger: &Shared, step: u64) -> Result<(), ClientError> {
     let before = ledger.lock().unwrap().remove(step);
-    let ended = patient("a removal", client.remove(&job(), Step(step))).await;
+    let ended = patient("a removal", client.remove_step(&job(), Step(step))).await;
     assert_told("a removal", &ended, false);
     ledger.lock().unwrap().removed(step, &before, &ended);
     ended.map(drop)

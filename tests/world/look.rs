@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rapidraid::catalogue::records::{checkpoint_key, root_key, state_key};
+use rapidraid::catalogue::record_access::{checkpoint_key, shard_root_key, shard_state_key};
 use rapidraid::client::Client;
 use rapidraid::code::{Code, reconstruct, table};
 use rapidraid::format::file::FileName;
@@ -85,7 +85,7 @@ impl World {
 
     /// Returns the machines whose daemons serve a catalogue.
     pub fn serving(&self) -> Vec<usize> {
-        let serving = self.nodes.iter().filter(|(_, node)| node.serves_catalogue());
+        let serving = self.nodes.iter().filter(|(_, node)| node.is_writable_catalogue_server());
         serving.map(|(index, _)| *index).collect()
     }
 
@@ -93,7 +93,8 @@ impl World {
     /// them would not know which others to ask.
     pub async fn until_acquainted(&self) {
         let all = self.machines.len();
-        let knows = |store: &Store| store.members().is_ok_and(|members| members.nodes.len() == all);
+        let knows =
+            |store: &Store| store.read_members().is_ok_and(|members| members.nodes.len() == all);
         let acquainted = || self.nodes.values().all(|node| knows(node.store()));
         self.until("all nodes know each other", acquainted).await;
     }
@@ -101,8 +102,9 @@ impl World {
     /// Returns the catalogue database of the running daemon that serves a catalogue, or of machine
     /// 0 if no daemon serves one.
     pub fn map(&self) -> Arc<MemoryKv> {
-        let serves =
-            |index: &usize| self.nodes.get(index).is_some_and(|node| node.serves_catalogue());
+        let serves = |index: &usize| {
+            self.nodes.get(index).is_some_and(|node| node.is_writable_catalogue_server())
+        };
         let home = (0..self.machines.len()).find(serves).unwrap_or(0);
         self.machines[home].catalogue.get().unwrap()
     }
@@ -117,7 +119,7 @@ impl World {
     /// Returns the files of a step's first shard whose path within the shard's folder begins with
     /// `begins`, in order of machines.
     pub async fn files_of_step(&self, step: u64, begins: &str) -> Vec<(usize, String)> {
-        let shown = self.client().show(&job(), Some(Step(step))).await.unwrap();
+        let shown = self.client().show_step(&job(), Some(Step(step))).await.unwrap();
         let start = format!("shards/{}/{begins}", shown.shards[0].0.shard);
         self.files(|path| path.starts_with(&start))
     }
@@ -155,14 +157,14 @@ impl World {
 
     /// Waits until all nodes have released all memory.
     pub async fn assert_idle(&self) {
-        let idle = || self.nodes.values().all(|node| node.memory_in_use() == [0; 5]);
+        let idle = || self.nodes.values().all(|node| node.used_memory_by_share() == [0; 5]);
         self.until("all memory given back", idle).await;
     }
 
     /// Waits until every save that is not committed is purged: its files from all disks, its keys
     /// from the catalogue.
     pub async fn assert_swept(&self, client: &Client) {
-        let listed = client.list(None).await.unwrap();
+        let listed = client.list_steps(None).await.unwrap();
         let kept: Vec<String> = listed.iter().map(|step| step.saved.save.to_string()).collect();
         let foreign = |text: &str| !kept.iter().any(|save| text.contains(save.as_str()));
         let left = || {
@@ -186,10 +188,11 @@ impl World {
         let value = kv.get(format!("k/{}", checkpoint_key(&job(), Step(step))).as_bytes());
         let saved = Checkpoint::parse(&value.unwrap()?[8..]).unwrap().committed?;
         let shard = |index| {
-            let root = kv.get(format!("k/{}", root_key(saved.save, index)).as_bytes()).unwrap();
+            let root =
+                kv.get(format!("k/{}", shard_root_key(saved.save, index)).as_bytes()).unwrap();
             let root = ShardRoot::parse(&root.expect("a committed step without a root")[8..]);
             let root = root.unwrap();
-            let state = kv.get(format!("k/{}", state_key(root.shard)).as_bytes()).unwrap();
+            let state = kv.get(format!("k/{}", shard_state_key(root.shard)).as_bytes()).unwrap();
             let state = ShardState::parse(&state.expect("a committed step without a state")[8..]);
             (root, state.unwrap())
         };
@@ -231,9 +234,9 @@ impl World {
     /// stripe has a whole good replica of each block. The check reads the state that a power cut
     /// would leave on all machines, running or not. Returns the counts.
     pub async fn assert_invariant(&self, client: &Client, step: u64) -> Held {
-        let before = client.show(&job(), Some(Step(step))).await.unwrap();
+        let before = client.show_step(&job(), Some(Step(step))).await.unwrap();
         let images: Vec<_> = self.machines[1..].iter().map(Machine::after_power_cut).collect();
-        let after = client.show(&job(), Some(Step(step))).await.unwrap();
+        let after = client.show_step(&job(), Some(Step(step))).await.unwrap();
         let mut held = Held::default();
         for ((root, state), (_, later)) in before.shards.iter().zip(&after.shards) {
             let stripes = root.geometry().unwrap().stripes();
@@ -288,8 +291,9 @@ fn look(images: &[Store], root: &ShardRoot, index: u32, states: [&ShardState; 2]
     let mut found = Found::default();
     let mut good: Vec<(FileName, [u8; 32])> = Vec::new();
     for store in images {
-        for info in store.find(stripe).unwrap() {
-            let whole = store.open_file(info.key()).is_ok_and(|file| file.scrub().is_empty());
+        for info in store.list_undamaged_files(stripe).unwrap() {
+            let whole =
+                store.open_undamaged_file(info.key()).is_ok_and(|file| file.scrub().is_empty());
             if whole {
                 good.push((info.content.name(), info.root));
             }

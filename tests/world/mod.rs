@@ -32,7 +32,9 @@ use rapidraid::id::{ClusterId, Job, PeerName, Step};
 use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
-use rapidraid::store::{Disk, Kv, KvError, LOCK_FILE, Maps, MemoryDisk, MemoryKv, Store};
+use rapidraid::store::{
+    CatalogueStorage, Disk, Kv, KvError, LOCK_FILE, MemoryDisk, MemoryKv, Store,
+};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 use rapidraid::workers::Workers;
@@ -93,18 +95,18 @@ impl SlotMaps {
     }
 }
 
-impl Maps for SlotMaps {
-    fn existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
+impl CatalogueStorage for SlotMaps {
+    fn open_existing(&self) -> Result<Option<Arc<dyn Kv>>, KvError> {
         Ok(self.slot.get().map(|map| self.powered(map)))
     }
 
-    fn fresh(&self) -> Result<Arc<dyn Kv>, KvError> {
+    fn move_aside_and_create(&self) -> Result<Arc<dyn Kv>, KvError> {
         let map = Arc::new(MemoryKv::new());
         self.slot.set(Some(map.clone()));
         Ok(self.powered(map))
     }
 
-    fn is_gone(&self) -> bool {
+    fn is_folder_gone(&self) -> bool {
         self.slot.get().is_none()
     }
 }
@@ -252,7 +254,7 @@ impl World {
         };
         let index_map = Arc::new(PoweredKv { map: machine.index, host: host.clone() });
         let (disk, guard): (Arc<dyn Disk>, _) = (machine.disk.clone(), power);
-        machine.disk.set_guard(move |change| guard.passes(change));
+        machine.disk.set_call_guard(move |change| guard.passes(change));
         let lock = disk.lock(LOCK_FILE).unwrap();
         let (store, _) = Store::open(disk, lock, index_map, CLUSTER, &machine.name)?;
         self.boots += 1;
@@ -275,7 +277,7 @@ impl World {
         };
         let parts = NodeParts {
             store,
-            maps: Arc::new(SlotMaps { slot: machine.catalogue.clone(), host }),
+            db_location: Arc::new(SlotMaps { slot: machine.catalogue.clone(), host }),
             transport: self.spied(peer, &self.door(index)),
             clock: machine.time.clock(),
             // No two boots draw the same random numbers.
@@ -373,7 +375,9 @@ impl World {
     pub async fn until_caught_up(&self) {
         let all = || {
             let stores = self.nodes.iter().filter(|(index, _)| **index != 0);
-            stores.into_iter().all(|(_, node)| node.store().standing() == Standing::CaughtUp)
+            stores
+                .into_iter()
+                .all(|(_, node)| node.store().catch_up_standing() == Standing::CaughtUp)
         };
         self.until("all nodes caught up", all).await;
     }

@@ -26,7 +26,7 @@ impl Leaves {
         match self {
             Leaves::Synced => Arc::new(disk.crash()),
             Leaves::Torn(seed) => Arc::new(disk.crash_torn(seed)),
-            Leaves::All => Arc::new(disk.crash_late()),
+            Leaves::All => Arc::new(disk.crash_after_writeback()),
             Leaves::Cache => disk.clone(),
         }
     }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use rapidraid::catalogue::records::{Archiving, parse};
+use rapidraid::catalogue::record_access::{ArchiveRequest, parse_record};
 use rapidraid::client::{ArchiveReport, Client};
 use rapidraid::format::file::FileName;
 use rapidraid::format::records::{
@@ -26,7 +26,7 @@ impl World {
         let mut left = self.catalogue_keys("x/");
         for (key, value) in kv.scan(b"k/a/", None, 1000).unwrap() {
             let key = String::from_utf8_lossy(&key).into_owned();
-            let wish: Archiving = parse(&key, &value[8..]).unwrap();
+            let wish: ArchiveRequest = parse_record(&key, &value[8..]).unwrap();
             left.extend((!rotted || wish.waiting.is_none()).then_some(key));
         }
         for (key, value) in kv.scan(b"k/c/", None, 1000).unwrap() {
@@ -48,7 +48,7 @@ impl World {
         tokio::time::sleep(self.lease).await;
         let at_rest = || self.unfinished(rotted).is_empty();
         self.until_or("rest", at_rest, || format!("{:?}", self.unfinished(rotted))).await;
-        let listed = client.list(None).await.unwrap();
+        let listed = client.list_steps(None).await.unwrap();
         let saves: BTreeMap<u64, SaveId> =
             listed.iter().map(|view| (view.step.0, view.saved.save)).collect();
         for step in ledger.steps() {
@@ -104,7 +104,8 @@ impl World {
                             }
                     })
                 };
-                let files = store.find(stripe).unwrap().into_iter().map(|info| info.key());
+                let files =
+                    store.list_undamaged_files(stripe).unwrap().into_iter().map(|info| info.key());
                 let files = files.filter(|key| !is_ours(key.name));
                 left.extend(files.map(|key| format!("{key} on {}", store.node())));
             }
@@ -141,7 +142,7 @@ impl World {
     /// remain. Where a file has `rotted`, a piece may be lost and its replicas stay: pieces are
     /// never recreated.
     pub async fn assert_archivable(&self, client: &Client, ledger: &mut Ledger, rotted: bool) {
-        let listed = client.list(None).await.unwrap();
+        let listed = client.list_steps(None).await.unwrap();
         for view in &listed {
             let archived = self.archived_by_then(client, view.step).await;
             assert!(archived.undropped == 0 || rotted, "step {}: {archived:?}", view.step);
@@ -154,7 +155,7 @@ impl World {
             self.until_or("the replicas are dropped", dropped, || format!("{:?}", left())).await;
         }
         self.assert_rest(client, ledger, rotted).await;
-        assert_eq!(client.list(None).await.unwrap().len(), listed.len());
+        assert_eq!(client.list_steps(None).await.unwrap().len(), listed.len());
     }
 
     /// Saves a step of one shard while all nodes run.

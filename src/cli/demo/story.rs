@@ -150,7 +150,7 @@ impl Story<'_> {
             "{} in {pace}; stored {times}: each block on two nodes",
             ByteCount(input_bytes)
         ));
-        let map = first_stripe(&connect::ask(client.show(&self.job, Some(STEP))).await?);
+        let map = first_stripe(&connect::ask(client.show_step(&self.job, Some(STEP))).await?);
         self.picture(&picture::map(&map, self.style));
         Ok(Save { n: saved.n, k: saved.k, input_bytes, stored_bytes, took })
     }
@@ -220,7 +220,7 @@ impl Story<'_> {
         killed: &[PeerName],
     ) -> Result<(), CommandFailure> {
         let names: Vec<&str> = killed.iter().map(PeerName::as_str).collect();
-        let show = connect::ask(client.show(&self.job, Some(STEP))).await?;
+        let show = connect::ask(client.show_step(&self.job, Some(STEP))).await?;
         connect::close(client).await;
         self.chapter(4, "Lose five nodes", &format!("kill -9 {}", names.join(" ")));
         daemons.kill(killed);

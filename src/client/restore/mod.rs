@@ -1,12 +1,12 @@
 //! Restoring: from the catalogue or by a save record, whole or by ranges.
 
-mod by_record;
-mod index;
+mod by_save_record;
+mod checkpoint_index;
 mod output;
-pub(super) mod read;
+pub(super) mod plan_and_read;
 pub(super) mod selection;
 
-pub use index::Index;
+pub use checkpoint_index::CheckpointIndex;
 pub use output::RestoreRequest;
-pub use read::RestoreReport;
+pub use plan_and_read::RestoreReport;
 pub use selection::{MemorySink, ReadRange};

@@ -36,7 +36,7 @@ pub(in crate::client) enum Output<'a> {
 
 impl<'a> Output<'a> {
     /// Returns the request for files, if files are the destination.
-    pub(in crate::client) fn files(&self) -> Option<&'a RestoreRequest> {
+    pub(in crate::client) fn file_request(&self) -> Option<&'a RestoreRequest> {
         match self {
             Output::Files(request) => Some(request),
             _ => None,
@@ -74,11 +74,11 @@ impl Sink for FileSink {
 }
 
 /// A sink that counts the bytes and keeps none of them.
-pub(in crate::client) struct NoSink {
+pub(in crate::client) struct DiscardSink {
     pub done: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
-impl Sink for NoSink {
+impl Sink for DiscardSink {
     fn write_at(&self, _offset: u64, bytes: &[u8]) -> io::Result<()> {
         (self.done)(bytes.len() as u64);
         Ok(())
@@ -122,12 +122,12 @@ pub(in crate::client) fn check_output(
 pub(in crate::client) fn finish_output(
     output: &RestoreRequest,
     parts: &[ShardSelection],
-    opened: &[usize],
-    whole: bool,
+    opened_parts: &[usize],
+    is_complete: bool,
 ) -> Result<(), ClientError> {
-    let parts: Vec<&ShardSelection> = opened.iter().filter_map(|&at| parts.get(at)).collect();
-    let finished = if whole { publish(&*output.out, &parts) } else { Ok(()) };
-    if !whole || finished.is_err() {
+    let parts: Vec<&ShardSelection> = opened_parts.iter().filter_map(|&at| parts.get(at)).collect();
+    let finished = if is_complete { publish_files(&*output.out, &parts) } else { Ok(()) };
+    if !is_complete || finished.is_err() {
         for part in parts {
             // A file that has its final name is not there any more, so the removal fails for it.
             let _ = output.out.remove(&part.temporary);
@@ -136,7 +136,7 @@ pub(in crate::client) fn finish_output(
     finished
 }
 
-fn publish(out: &dyn Disk, parts: &[&ShardSelection]) -> Result<(), ClientError> {
+fn publish_files(out: &dyn Disk, parts: &[&ShardSelection]) -> Result<(), ClientError> {
     let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
     let failed =
         |part: &ShardSelection, source| ClientError::Output { path: part.path.clone(), source };

@@ -22,7 +22,7 @@ pub struct ReadRange {
     /// The range of bytes.
     pub range: Range<u64>,
     /// The sink that receives the bytes, with their offsets in the shard.
-    pub to: Arc<dyn Sink>,
+    pub sink: Arc<dyn Sink>,
 }
 
 /// A sink that keeps a range of a shard in memory.
@@ -39,7 +39,7 @@ impl MemorySink {
     }
 
     /// Takes the bytes that were read.
-    pub fn take(&self) -> Vec<u8> {
+    pub fn take_bytes(&self) -> Vec<u8> {
         std::mem::take(&mut *self.bytes.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -77,7 +77,7 @@ pub(in crate::client) struct StripeSlice {
 
 /// Returns the blocks and grains of `cut` that hold bytes of `range`, a range of the shard. Returns
 /// `None` if there are none.
-pub(in crate::client) fn cut_slice(
+pub(in crate::client) fn slice_for_range(
     stripe: u32,
     cut: &StripeCut,
     range: &Range<u64>,
@@ -100,7 +100,7 @@ pub(in crate::client) fn cut_slice(
 
 impl Client {
     /// Returns the parts of `shards` that `output` requests: all shards if it names none.
-    pub(in crate::client) fn select_all(
+    pub(in crate::client) fn select_requested(
         &self,
         job: &Job,
         step: Step,
@@ -118,7 +118,7 @@ impl Client {
                 continue;
             }
             let range = range.clone().unwrap_or(0..root.len_bytes);
-            parts.push(self.select_shard(Arc::new(root), state, range)?);
+            parts.push(self.select_shard_range(Arc::new(root), state, range)?);
         }
         match only {
             Some(name) if parts.is_empty() => {
@@ -130,7 +130,7 @@ impl Client {
 
     /// Returns the part of a shard that `range` selects, or [`ClientError::Range`] if the range is
     /// not within the shard.
-    fn select_shard(
+    fn select_shard_range(
         &self,
         root: Arc<ShardRoot>,
         state: Option<ShardState>,
@@ -169,7 +169,7 @@ impl Client {
                 step,
                 name: shard.clone(),
             })?;
-            self.select_shard(found.0.clone(), found.1.clone(), range.clone())
+            self.select_shard_range(found.0.clone(), found.1.clone(), range.clone())
         });
         parts.collect()
     }
@@ -184,11 +184,11 @@ mod tests {
     fn a_small_range_is_a_small_read() {
         let geometry = Geometry::checked(10_000_000, 1 << 20, 6, 4).unwrap();
         let cut = geometry.stripe(0).unwrap();
-        let one = cut_slice(0, &cut, &(1_048_576 + 70_000..1_048_576 + 70_001)).unwrap();
+        let one = slice_for_range(0, &cut, &(1_048_576 + 70_000..1_048_576 + 70_001)).unwrap();
         assert_eq!((one.blocks, one.grains), (vec![1], 1..2));
-        let two = cut_slice(0, &cut, &(1_048_575..1_048_577)).unwrap();
+        let two = slice_for_range(0, &cut, &(1_048_575..1_048_577)).unwrap();
         assert_eq!((two.blocks, two.grains), (vec![0, 1], 0..16));
-        assert!(cut_slice(1, &geometry.stripe(1).unwrap(), &(0..4_194_304)).is_none());
-        assert!(cut_slice(0, &cut, &(5..5)).is_none());
+        assert!(slice_for_range(1, &geometry.stripe(1).unwrap(), &(0..4_194_304)).is_none());
+        assert!(slice_for_range(0, &cut, &(5..5)).is_none());
     }
 }

@@ -1,7 +1,7 @@
 //! Saving a checkpoint: its stripes, leaves, completion and commit.
 
-mod driver;
-mod session;
+mod save_driver;
+mod save_session;
 
-pub use driver::{NewShard, SaveCode, SaveDriver, SaveFate};
-pub use session::{SaveOptions, SaveReport};
+pub use save_driver::{NewShard, SaveCode, SaveDriver, SaveFate};
+pub use save_session::{SaveOptions, SaveReport};

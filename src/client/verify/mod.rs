@@ -1,9 +1,9 @@
 //! Verifying a checkpoint in place.
 
-mod examine;
-mod judge;
-mod mend;
+mod examine_stripes;
+mod judge_stripe;
+mod mend_replicas;
 mod report;
 
-pub use judge::{HeldItem, Problem};
+pub use judge_stripe::{HeldItem, Problem};
 pub use report::{AbsentNode, Fault, VerifyReport};

@@ -1,6 +1,6 @@
 //! The result of a verification.
 
-use super::judge::{HeldItem, Problem};
+use super::judge_stripe::{HeldItem, Problem};
 use crate::id::{Job, PeerName, ShardName, Step};
 
 /// A defective or missing part of a checkpoint, on a node that answers.

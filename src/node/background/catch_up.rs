@@ -11,10 +11,12 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use super::retry::{backoff, scan_interval};
+use super::retry_schedule::{backoff, scan_interval};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::records::{CHECKPOINTS, NOTHING_FORGOTTEN, ORPHANS, parse, read, root_key};
+use crate::catalogue::record_access::{
+    CHECKPOINTS, NOTHING_FORGOTTEN, ORPHANS, parse_record, read_record, shard_root_key,
+};
 use crate::format::records::{
     Checkpoint, CommitMark, Node as NodeRecord, Record, RemoveReason, Removing, Saved, ShardRoot,
     Standing, Writing,
@@ -25,9 +27,9 @@ use crate::net::call::address;
 use crate::node::Node;
 use crate::node::catalogue_server::cluster_inventory::node_address;
 use crate::node::quorum::Quorum;
-use crate::node::rpc::failure::remote_error;
-use crate::node::storage::fencing::marked_save;
-use crate::node::storage::inventory;
+use crate::node::rpc::remote_errors::remote_error;
+use crate::node::storage::fencing::read_marked_save;
+use crate::node::storage::node_inventory;
 use crate::store::{Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, ListRemovedSaves, PutMark, StandingAnswer};
@@ -45,17 +47,17 @@ const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// The state of catching up: whether a round runs, and whether another one is due.
 #[derive(Default)]
-pub(in crate::node) struct CatchingUp {
+pub(in crate::node) struct CatchUpState {
     alone: tokio::sync::Mutex<()>,
     is_due: AtomicBool,
-    now: Notify,
+    wake: Notify,
 }
 
-impl CatchingUp {
+impl CatchUpState {
     /// Makes a round due. If one runs now, another follows it.
-    pub(in crate::node) fn request(&self) {
+    pub(in crate::node) fn request_catch_up(&self) {
         self.is_due.store(true, Ordering::Relaxed);
-        self.now.notify_one();
+        self.wake.notify_one();
     }
 }
 
@@ -78,13 +80,13 @@ impl Node {
         loop {
             let wait = backoff(look, failures).clamp(look, LONGEST_WAIT);
             tokio::select! {
-                () = self.catching_up.now.notified() => {}
+                () = self.catching_up.wake.notified() => {}
                 () = self.context.clock.sleep(wait) => {}
             }
             if !self.catching_up.is_due.swap(false, Ordering::Relaxed) {
                 continue;
             }
-            match self.catch_up(None).await {
+            match self.run_catch_up_round(None).await {
                 Ok(()) => failures = 0,
                 Err(error) => {
                     tracing::info!(%error, "failed to catch up; retrying");
@@ -95,14 +97,17 @@ impl Node {
         }
     }
 
-    pub(in crate::node) async fn catch_up_for(&self, call: CatchUp) -> Result<(), RemoteError> {
-        self.catch_up(call.without.as_ref()).await
+    pub(in crate::node) async fn catch_up_on_request(
+        &self,
+        call: CatchUp,
+    ) -> Result<(), RemoteError> {
+        self.run_catch_up_round(call.without.as_ref()).await
     }
 
     /// Runs one round of catching up, without asking the node `without`. The keys are read before
     /// the removed-save sets: a removal that the catalogue forgets before its key is read is in
     /// those sets by then.
-    async fn catch_up(&self, without: Option<&PeerName>) -> Result<(), RemoteError> {
+    async fn run_catch_up_round(&self, leaving_node: Option<&PeerName>) -> Result<(), RemoteError> {
         let _alone = self.catching_up.alone.lock().await;
         let catalogue = self.context.catalogue();
         let epoch = catalogue.epoch();
@@ -110,23 +115,25 @@ impl Node {
             let text = format!("node {} is not registered", self.context.settings.name);
             remote_error(ErrorKind::Unavailable, text)
         };
-        let registered = self.registration.registration().await?.ok_or_else(not_registered)?;
-        let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
-        let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != without).collect();
+        let registered =
+            self.registration.fetch_registration_revision().await?.ok_or_else(not_registered)?;
+        let nodes = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
+        let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != leaving_node).collect();
         let is_complete =
             || async { Ok::<_, RemoteError>(catalogue.get(NOTHING_FORGOTTEN).await?.is_some()) };
         // The witnesses are asked before the steps are read, so that a node that cannot catch up
         // now does not read the steps in vain at every try.
         let witnesses = match is_complete().await? {
             true => None,
-            false => Some(self.witnesses(&nodes, epoch).await?),
+            false => Some(self.fetch_witness_standings(&nodes, epoch).await?),
         };
         let marked = self.context.on_store(local_marks).await?;
-        let committed = self.mark_committed_saves(&*catalogue, epoch, &marked.saves).await?;
+        let committed =
+            self.record_committed_and_removed(&*catalogue, epoch, &marked.saves).await?;
         match witnesses {
             Some(witnesses) => {
-                let heard = self.fetch_removed_saves(&witnesses, epoch, &committed).await?;
-                self.check_witnesses(&nodes, &heard, &marked.codes)?;
+                let heard = self.copy_removed_from_witnesses(&witnesses, epoch, &committed).await?;
+                self.check_enough_witnesses(&nodes, &heard, &marked.codes)?;
             }
             None if is_complete().await? => {}
             None => {
@@ -134,11 +141,11 @@ impl Node {
                 return Err(remote_error(ErrorKind::Busy, text));
             }
         }
-        if self.registration.registration().await? != Some(registered) {
+        if self.registration.fetch_registration_revision().await? != Some(registered) {
             return Err(not_registered());
         }
-        let was = self.context.store.standing();
-        self.context.on_store(move |store| store.note_caught_up(epoch, registered)).await?;
+        let was = self.context.store.catch_up_standing();
+        self.context.on_store(move |store| store.record_caught_up(epoch, registered)).await?;
         if was != Standing::CaughtUp {
             tracing::info!(%epoch, "this node knows what is committed and what was removed");
         }
@@ -148,11 +155,11 @@ impl Node {
     /// Writes a mark of each committed or decided save on this node, and records as removed each
     /// save whose removal is under way, unless it was aborted. Returns the committed and decided
     /// saves.
-    async fn mark_committed_saves(
+    async fn record_committed_and_removed(
         &self,
         catalogue: &dyn Catalogue,
         epoch: Epoch,
-        marked: &BTreeSet<SaveId>,
+        already_marked: &BTreeSet<SaveId>,
     ) -> Result<BTreeSet<SaveId>, RemoteError> {
         let (mut wanted, mut removed) = (BTreeSet::new(), Vec::new());
         let mut note = |removing: &Removing| {
@@ -160,9 +167,9 @@ impl Node {
                 removed.push(removing.save);
             }
         };
-        let mut checkpoints = KeyScan::over(catalogue, CHECKPOINTS);
+        let mut checkpoints = KeyScan::of_prefix(catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
-            let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             checkpoint.removing.iter().for_each(&mut note);
             let decided = checkpoint.writing.and_then(|writing| match writing {
                 Writing::Decided { saved } => Some(saved),
@@ -170,14 +177,14 @@ impl Node {
             });
             for saved in checkpoint.committed.into_iter().chain(decided) {
                 wanted.insert(saved.save);
-                if !marked.contains(&saved.save) {
+                if !already_marked.contains(&saved.save) {
                     self.put_mark_locally(catalogue, epoch, saved).await?;
                 }
             }
         }
-        let mut orphans = KeyScan::over(catalogue, ORPHANS);
+        let mut orphans = KeyScan::of_prefix(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
-            note(&parse(&key, &entry.value)?);
+            note(&parse_record(&key, &entry.value)?);
         }
         self.record_removed_locally(removed, epoch).await?;
         Ok(wanted)
@@ -191,7 +198,9 @@ impl Node {
         saved: Saved,
     ) -> Result<(), RemoteError> {
         // A save without a root was removed and forgotten since its step was read.
-        let Some((root, _)) = read::<ShardRoot>(catalogue, &root_key(saved.save, 0)).await? else {
+        let Some((root, _)) =
+            read_record::<ShardRoot>(catalogue, &shard_root_key(saved.save, 0)).await?
+        else {
             return Ok(());
         };
         let save = saved.save;
@@ -212,7 +221,7 @@ impl Node {
     /// # Errors
     /// Fails with kind `Unavailable` if a node that answers runs an older program or has noted a later
     /// epoch.
-    async fn witnesses(
+    async fn fetch_witness_standings(
         &self,
         nodes: &[NodeRecord],
         epoch: Epoch,
@@ -232,7 +241,7 @@ impl Node {
             };
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
-        answers.push((self.context.record(), self.get_standing().await?));
+        answers.push((self.context.own_node_record(), self.get_standing().await?));
         answers.retain(|(node, _)| node.storage);
         Ok(answers)
     }
@@ -241,7 +250,7 @@ impl Node {
     /// `committed` when the steps were read: such a removal was undone by a rebuild, or began later
     /// and will reach this node by itself. Returns the witnesses that reported all of their
     /// removals and whose standing is the same afterwards as before.
-    async fn fetch_removed_saves(
+    async fn copy_removed_from_witnesses(
         &self,
         witnesses: &[(NodeRecord, StandingAnswer)],
         epoch: Epoch,
@@ -252,14 +261,14 @@ impl Node {
             if node.name == self.context.settings.name {
                 continue;
             }
-            match self.copy_removed_saves(node, epoch, committed).await {
+            match self.copy_removed_from_node(node, epoch, committed).await {
                 Ok(()) => told.push(node.clone()),
                 Err(error) => {
                     tracing::info!(node = %node.name, %error, "failed to read the node's removals");
                 }
             }
         }
-        let mut after = self.witnesses(&told, epoch).await?;
+        let mut after = self.fetch_witness_standings(&told, epoch).await?;
         let before = |name: &PeerName| {
             let found = witnesses.iter().find(|(node, _)| node.name == *name);
             found.map(|(_, answer)| answer.standing)
@@ -273,17 +282,17 @@ impl Node {
     ///
     /// # Errors
     /// Fails with kind `Unavailable` if a removal could be unknown to all nodes that were heard.
-    fn check_witnesses(
+    fn check_enough_witnesses(
         &self,
         nodes: &[NodeRecord],
         heard: &[(NodeRecord, StandingAnswer)],
         codes: &BTreeSet<(u8, u8)>,
     ) -> Result<(), RemoteError> {
-        let mut quorum = Quorum::of_list(nodes, heard);
-        quorum.bound(codes.iter().chain(&self.context.settings.codes).copied());
+        let mut quorum = Quorum::from_catalogue_list(nodes, heard);
+        quorum.set_max_missing(codes.iter().chain(&self.context.settings.codes).copied());
         let is_heard = |name: &PeerName| heard.iter().any(|(node, _)| node.name == *name);
         let is_all = nodes.iter().all(|node| !node.storage || is_heard(&node.name));
-        match quorum.check(is_heard) {
+        match quorum.check_enough_heard(is_heard) {
             Err(too_few) if !is_all => {
                 Err(remote_error(ErrorKind::Unavailable, too_few.to_string()))
             }
@@ -292,7 +301,7 @@ impl Node {
     }
 
     /// Copies the removals that `node` knows, page by page, except those of `committed` saves.
-    async fn copy_removed_saves(
+    async fn copy_removed_from_node(
         &self,
         node: &NodeRecord,
         epoch: Epoch,
@@ -324,7 +333,7 @@ impl Node {
     ) -> Result<(), RemoteError> {
         let removed = saves.clone();
         self.context.on_store(move |store| store.record_all_removed(epoch, removed)).await?;
-        saves.into_iter().for_each(|save| self.fencing.cache_tombstone(save, true));
+        saves.into_iter().for_each(|save| self.fencing.cache_is_removed(save, true));
         Ok(())
     }
 
@@ -338,13 +347,13 @@ impl Node {
     }
 
     pub(in crate::node) async fn list_damaged_marks(&self) -> Result<Vec<SaveId>, RemoteError> {
-        let damaged = self.context.on_store(inventory::find_damaged_marks).await?;
+        let damaged = self.context.on_store(node_inventory::find_damaged_mark_saves).await?;
         if !damaged.is_empty() {
             tracing::warn!(
                 saves = damaged.len(),
                 "commit marks do not parse: they are written again"
             );
-            self.catching_up.request();
+            self.catching_up.request_catch_up();
         }
         if damaged.len() > MAX_DAMAGED {
             let text = format!("commit marks of {} saves do not parse here", damaged.len());
@@ -362,8 +371,8 @@ fn is_of_an_older_program(answer: &StandingAnswer) -> bool {
 /// absent; it is written again.
 fn local_marks(store: &Store) -> Result<LocalMarks, StoreError> {
     let mut marked = LocalMarks::default();
-    for shard in store.shards(None)? {
-        if let Ok(Some(found)) = marked_save(store, shard) {
+    for shard in store.shards_after(None)? {
+        if let Ok(Some(found)) = read_marked_save(store, shard) {
             marked.saves.insert(found.saved.save);
             marked.codes.insert((found.n, found.k));
         }
@@ -381,8 +390,8 @@ fn local_removed_saves(
 ) -> Result<Vec<SaveId>, StoreError> {
     let mut saves = BTreeSet::new();
     let from = after.map(|after| ShardId::new(after, u32::MAX));
-    for shard in store.shards(from)?.filter(|shard| shard.index() == u32::MAX) {
-        if store.tombstone(shard.save())?.is_some() {
+    for shard in store.shards_after(from)?.filter(|shard| shard.index() == u32::MAX) {
+        if store.get_tombstone(shard.save())?.is_some() {
             saves.insert(shard.save());
         }
     }

@@ -4,8 +4,8 @@
 
 pub(super) mod catch_up;
 pub(super) mod orphan_gc;
-pub(super) mod registration;
+pub(super) mod registration_and_takeover;
 pub(super) mod replica_gc;
 pub(super) mod retention;
-pub(super) mod retry;
+pub(super) mod retry_schedule;
 pub(super) mod save_recovery;

@@ -7,15 +7,17 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::retry::backoff;
+use super::retry_schedule::backoff;
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::records::{CHECKPOINTS, NODES, ORPHANS, ROOTS, STATES, orphan_key, parse};
+use crate::catalogue::record_access::{
+    CHECKPOINTS, NODES, ORPHANS, SHARD_ROOTS, SHARD_STATES, orphan_key, parse_record,
+};
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::node::Node;
 use crate::node::catalogue_server::cluster_inventory::node_address;
-use crate::node::gateway::removal::record_forgotten;
+use crate::node::gateway::removal::clear_nothing_forgotten;
 use crate::wire::RemoteError;
 use crate::wire::calls::FindRemovedSaves;
 
@@ -28,7 +30,7 @@ const COMPARED_A_ROUND: usize = 1;
 /// The nodes whose saves were compared with the catalogue of an epoch, and those of their saves
 /// that wait for a verdict.
 #[derive(Default)]
-struct InventoryCursor {
+struct InventoryComparison {
     epoch: Epoch,
     /// The compared nodes, with the revision of their record in the catalogue. A node that has left
     /// the list and come back has another revision.
@@ -53,7 +55,7 @@ pub(in crate::node) enum RetainReason {
     /// No node has a commit mark of the save, and nothing shows that the save was given up.
     Unmarked,
     /// Not all nodes have reported yet whether they have a commit mark of the save.
-    Unasked,
+    NotAllAsked,
 }
 
 impl fmt::Display for RetainReason {
@@ -65,7 +67,9 @@ impl fmt::Display for RetainReason {
             Self::Unmarked => {
                 "of which no node has a commit mark: a rebuild of the catalogue removes it"
             }
-            Self::Unasked => "until every storage node has said whether it has a commit mark of it",
+            Self::NotAllAsked => {
+                "until every storage node has said whether it has a commit mark of it"
+            }
         })
     }
 }
@@ -78,28 +82,29 @@ struct StrayKeyScan {
 
 /// The verdict on a save that no step's record names.
 enum OrphanVerdict {
-    Goes(RemoveReason),
-    Stays(RetainReason),
+    Remove(RemoveReason),
+    Retain(RetainReason),
 }
 
 impl Node {
     /// Removes stray keys and orphans, once per lease period, while this daemon serves the
     /// catalogue. Runs until the node stops.
     pub(in crate::node) async fn run_orphan_gc(self: Arc<Self>) {
-        let (mut compared, mut stray_keys) = (InventoryCursor::default(), StrayKeyScan::default());
+        let (mut compared, mut stray_keys) =
+            (InventoryComparison::default(), StrayKeyScan::default());
         loop {
             self.context.clock.sleep(self.context.settings.lease).await;
-            if !self.serves_catalogue() {
+            if !self.is_writable_catalogue_server() {
                 continue;
             }
             let catalogue = self.context.catalogue();
-            if let Err(error) = self.forget_stray_keys(&*catalogue, &mut stray_keys).await {
+            if let Err(error) = self.remove_stray_keys(&*catalogue, &mut stray_keys).await {
                 tracing::warn!(%error, "failed to remove stray keys");
             }
-            if let Err(error) = self.compare_with_catalogue(&*catalogue, &mut compared).await {
+            if let Err(error) = self.find_and_record_orphans(&*catalogue, &mut compared).await {
                 tracing::warn!(%error, "failed to compare the saves on the nodes with the catalogue");
             }
-            if let Err(error) = self.collect_orphans(&*catalogue).await {
+            if let Err(error) = self.remove_recorded_orphans(&*catalogue).await {
                 tracing::warn!(%error, "failed to remove orphans");
             }
         }
@@ -114,68 +119,68 @@ impl Node {
     /// catalogue, which began without the saves that were never decided. In the first epoch nothing
     /// explains such a save, and it is kept. No save is removed merely because the catalogue does
     /// not know it.
-    async fn compare_with_catalogue(
+    async fn find_and_record_orphans(
         &self,
         catalogue: &dyn Catalogue,
-        compared: &mut InventoryCursor,
+        comparison: &mut InventoryComparison,
     ) -> Result<(), RemoteError> {
         let epoch = catalogue.epoch();
-        if compared.epoch != epoch {
-            *compared = InventoryCursor { epoch, ..InventoryCursor::default() };
+        if comparison.epoch != epoch {
+            *comparison = InventoryComparison { epoch, ..InventoryComparison::default() };
             self.lock_retained().clear();
         }
         let mut storage: Vec<NodeRecord> = Vec::new();
         let mut fresh = Vec::new();
-        let mut nodes = KeyScan::over(catalogue, NODES);
+        let mut nodes = KeyScan::of_prefix(catalogue, NODES);
         while let Some((key, entry)) = nodes.next().await? {
-            let node: NodeRecord = parse(&key, &entry.value)?;
+            let node: NodeRecord = parse_record(&key, &entry.value)?;
             if node.storage {
-                if compared.nodes.get(&node.name) != Some(&entry.revision) {
+                if comparison.nodes.get(&node.name) != Some(&entry.revision) {
                     fresh.push((node.clone(), entry.revision));
                 }
                 storage.push(node);
             }
         }
-        compared.nodes.retain(|name, _| storage.iter().any(|node| node.name == *name));
+        comparison.nodes.retain(|name, _| storage.iter().any(|node| node.name == *name));
         let mut looks = 0;
         for (node, revision) in &fresh {
             if looks == COMPARED_A_ROUND {
                 break;
             }
-            let Ok(held) = self.saves_on(node).await else { continue };
+            let Ok(held) = self.fetch_saves_on(node).await else { continue };
             looks += 1;
             // A step's record names a save before any node has a file of it. The records are read
             // after the node's saves, so they name every save of a step among them.
             let known = known_saves(catalogue).await?;
             for save in held.difference(&known) {
-                compared.waiting.entry(*save).or_default();
+                comparison.waiting.entry(*save).or_default();
             }
-            compared.nodes.insert(node.name.clone(), *revision);
+            comparison.nodes.insert(node.name.clone(), *revision);
         }
         let now = self.context.clock.now();
-        let due = compared.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
+        let due = comparison.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
         let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
         for save in due {
             let reason = match self.judge_orphan(&storage, save).await {
-                OrphanVerdict::Goes(RemoveReason::Aborted) if epoch <= Epoch(1) => {
+                OrphanVerdict::Remove(RemoveReason::Aborted) if epoch <= Epoch(1) => {
                     Err(RetainReason::Unmarked)
                 }
-                OrphanVerdict::Goes(reason) => Ok(reason),
-                OrphanVerdict::Stays(why) => Err(why),
+                OrphanVerdict::Remove(reason) => Ok(reason),
+                OrphanVerdict::Retain(why) => Err(why),
             };
             match reason {
                 Ok(reason) => {
                     let generation = Generation { epoch, counter: 0 };
                     let bytes = Removing { save, generation, reason }.to_bytes()?;
                     catalogue.compare_and_set(&orphan_key(save), None, Some(bytes)).await?;
-                    compared.waiting.remove(&save);
+                    comparison.waiting.remove(&save);
                     self.lock_retained().remove(&save);
                 }
                 Err(why) => {
                     if self.lock_retained().insert(save, why) != Some(why) {
                         tracing::warn!(%save, %why, "a save that no step has is kept");
                     }
-                    let unknown = compared.waiting.entry(save).or_default();
+                    let unknown = comparison.waiting.entry(save).or_default();
                     unknown.looks = unknown.looks.saturating_add(1);
                     unknown.due =
                         now.saturating_add(backoff(self.context.settings.lease, unknown.looks));
@@ -188,14 +193,14 @@ impl Node {
     /// Removes the roots and states of saves that no step's record names, one page of each per
     /// round. A gateway that was paused while it completed a shard may write such keys after the
     /// save is removed and forgotten. The gateway removes them itself, unless it dies.
-    async fn forget_stray_keys(
+    async fn remove_stray_keys(
         &self,
         catalogue: &dyn Catalogue,
-        stray_keys: &mut StrayKeyScan,
+        scan: &mut StrayKeyScan,
     ) -> Result<(), RemoteError> {
         let mut found = Vec::new();
-        for (prefix, after) in [ROOTS, STATES].into_iter().zip(&mut stray_keys.after) {
-            let page = catalogue.list(prefix, after.as_deref(), MAX_PAGE).await?;
+        for (prefix, after) in [SHARD_ROOTS, SHARD_STATES].into_iter().zip(&mut scan.after) {
+            let page = catalogue.list_entries(prefix, after.as_deref(), MAX_PAGE).await?;
             *after = page.last().map(|(key, _)| key.clone());
             let save =
                 |key: &str| key.get(prefix.len()..)?.get(..2 * size_of::<SaveId>())?.parse().ok();
@@ -220,35 +225,35 @@ impl Node {
 
     /// Returns the verdict on a save that no step's record names, from what the storage nodes
     /// report.
-    async fn judge_orphan(&self, storage: &[NodeRecord], save: SaveId) -> OrphanVerdict {
-        for node in storage {
+    async fn judge_orphan(&self, storage_nodes: &[NodeRecord], save: SaveId) -> OrphanVerdict {
+        for node in storage_nodes {
             let call = FindRemovedSaves { saves: vec![save] };
             let removed = self.context.caller.call(&node_address(node), &call).await;
             if removed.is_ok_and(|removed| !removed.is_empty()) {
-                return OrphanVerdict::Goes(RemoveReason::Deleted);
+                return OrphanVerdict::Remove(RemoveReason::Deleted);
             }
         }
-        match self.is_marked_on_any(storage, save).await {
-            Some(true) => OrphanVerdict::Stays(RetainReason::Marked),
-            Some(false) => OrphanVerdict::Goes(RemoveReason::Aborted),
-            None => OrphanVerdict::Stays(RetainReason::Unasked),
+        match self.is_marked_on_any(storage_nodes, save).await {
+            Some(true) => OrphanVerdict::Retain(RetainReason::Marked),
+            Some(false) => OrphanVerdict::Remove(RemoveReason::Aborted),
+            None => OrphanVerdict::Retain(RetainReason::NotAllAsked),
         }
     }
 
     /// Continues the removal of all orphans, as far as possible now. An orphan stays on the list
     /// until every node has removed it.
-    async fn collect_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), RemoteError> {
-        let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
+    async fn remove_recorded_orphans(&self, catalogue: &dyn Catalogue) -> Result<(), RemoteError> {
+        let nodes = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
         let storage: Vec<_> = nodes.filter(|node| node.storage).collect();
-        let mut orphans = KeyScan::over(catalogue, ORPHANS);
+        let mut orphans = KeyScan::of_prefix(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
-            let mut removing: Removing = parse(&key, &entry.value)?;
+            let mut removing: Removing = parse_record(&key, &entry.value)?;
             // The absence of marks is evidence only if all nodes have reported it. A node's record
             // that the save was removed always is evidence.
             if removing.reason == RemoveReason::Aborted {
                 match self.judge_orphan(&storage, removing.save).await {
-                    OrphanVerdict::Goes(reason) => removing.reason = reason,
-                    OrphanVerdict::Stays(why) => {
+                    OrphanVerdict::Remove(reason) => removing.reason = reason,
+                    OrphanVerdict::Retain(why) => {
                         tracing::info!(save = %removing.save, %why, "an orphan is kept");
                         self.lock_retained().insert(removing.save, why);
                         continue;
@@ -258,7 +263,7 @@ impl Node {
             }
             match self.finish_orphan_removal(&removing).await {
                 Ok(true) => {
-                    record_forgotten(catalogue).await?;
+                    clear_nothing_forgotten(catalogue).await?;
                     catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
                 }
                 Ok(false) => {}
@@ -274,16 +279,16 @@ impl Node {
 /// Returns the saves that a step's record names, or that are already listed as orphans.
 async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, RemoteError> {
     let mut known = BTreeSet::new();
-    let mut checkpoints = KeyScan::over(catalogue, CHECKPOINTS);
+    let mut checkpoints = KeyScan::of_prefix(catalogue, CHECKPOINTS);
     while let Some((key, entry)) = checkpoints.next().await? {
-        let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+        let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
         known.extend(checkpoint.committed.map(|saved| saved.save));
         known.extend(checkpoint.removing.iter().map(|removing| removing.save));
         known.extend(checkpoint.writing.map(|writing| writing.save()));
     }
-    let mut orphans = KeyScan::over(catalogue, ORPHANS);
+    let mut orphans = KeyScan::of_prefix(catalogue, ORPHANS);
     while let Some((key, entry)) = orphans.next().await? {
-        known.insert(parse::<Removing>(&key, &entry.value)?.save);
+        known.insert(parse_record::<Removing>(&key, &entry.value)?.save);
     }
     Ok(known)
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::catalogue::Catalogue;
-use crate::catalogue::records::{read, root_key, state_key};
+use crate::catalogue::record_access::{read_record, shard_root_key, shard_state_key};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, ShardId, StripeId};
@@ -37,29 +37,29 @@ struct GcCursor {
 
 /// The receipts that may account for a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ReferencedBy {
+enum ReceiptFilter {
     /// No receipt: every file is in question.
-    Nothing,
+    NoReceipt,
     /// Any receipt on this node.
     AnyReceipt,
     /// The receipt of this attempt.
-    Attempt(Attempt),
+    OfAttempt(Attempt),
 }
 
 impl Node {
     /// Scans the files of this node, round after round, and drops those that are not needed. Runs
     /// until the node stops.
     pub(in crate::node) async fn run_replica_gc(self: Arc<Self>) {
-        let (mut cursor, mut by) = (GcCursor::default(), ReferencedBy::Nothing);
+        let (mut cursor, mut by) = (GcCursor::default(), ReceiptFilter::NoReceipt);
         loop {
             self.context.clock.sleep(self.context.settings.lease).await;
-            self.empty_slots().await;
+            self.move_tombstones_to_files().await;
             if self.has_returned.swap(false, Ordering::Relaxed) {
-                (cursor, by) = (GcCursor::default(), ReferencedBy::Nothing);
+                (cursor, by) = (GcCursor::default(), ReceiptFilter::NoReceipt);
             }
             let found = self
                 .context
-                .on_store(move |store| unreferenced(store, by, cursor, LOOKED_AT))
+                .on_store(move |store| scan_unreferenced_stripes(store, by, cursor, LOOKED_AT))
                 .await;
             let (stripes, next) = match found {
                 Ok(found) => found,
@@ -70,10 +70,10 @@ impl Node {
             };
             cursor = next;
             if cursor == GcCursor::default() {
-                by = ReferencedBy::AnyReceipt;
+                by = ReceiptFilter::AnyReceipt;
             }
             for of_shard in stripes.chunk_by(|a, b| a.shard == b.shard) {
-                if let Err(error) = self.drop_unreferenced(of_shard).await {
+                if let Err(error) = self.drop_unreferenced_files(of_shard).await {
                     tracing::info!(%error, "files that may be unreferenced are kept for now");
                 }
             }
@@ -81,10 +81,12 @@ impl Node {
     }
 
     /// Drops the files that are not needed of these stripes, which all belong to one shard.
-    async fn drop_unreferenced(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
+    async fn drop_unreferenced_files(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
         let catalogue = self.context.catalogue();
-        let Some((state, _)) = read::<ShardState>(&*catalogue, &state_key(shard)).await? else {
+        let Some((state, _)) =
+            read_record::<ShardState>(&*catalogue, &shard_state_key(shard)).await?
+        else {
             return Ok(());
         };
         for &stripe in stripes {
@@ -94,13 +96,14 @@ impl Node {
             else {
                 continue;
             };
-            let by = ReferencedBy::Attempt(attempt);
-            if !self.context.on_store(move |store| is_unreferenced(store, stripe, by)).await? {
+            let by = ReceiptFilter::OfAttempt(attempt);
+            if !self.context.on_store(move |store| has_unreferenced_file(store, stripe, by)).await?
+            {
                 continue;
             }
             // A stripe that cannot be dropped does not keep the others from being dropped.
             match self
-                .drop_on_evidence(&*catalogue, DropReplicas { stripe, attempt, generation })
+                .drop_fetching_receipt(&*catalogue, DropReplicas { stripe, attempt, generation })
                 .await
             {
                 Ok(files) => tracing::info!(%stripe, files, "dropped unreferenced files"),
@@ -114,14 +117,14 @@ impl Node {
 
     /// Drops the files of a stripe by the receipt on this node, or by one that it fetches from
     /// another node. Returns the number of files dropped.
-    async fn drop_on_evidence(
+    async fn drop_fetching_receipt(
         &self,
         catalogue: &dyn Catalogue,
         call: DropReplicas,
     ) -> Result<u32, RemoteError> {
         let mut dropped = self.drop_replicas(call.clone()).await;
         if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
-            && self.fetch_receipt(catalogue, &call).await?
+            && self.fetch_and_store_receipt(catalogue, &call).await?
         {
             dropped = self.drop_replicas(call).await;
         }
@@ -131,12 +134,12 @@ impl Node {
     /// Fetches the stripe's receipt from another node if this node has none. Returns whether it
     /// fetched one. The receipt may be an earlier one of the same attempt, which does not ascribe a
     /// piece to this node. It therefore counts only if all pieces that it names are where it says.
-    async fn fetch_receipt(
+    async fn fetch_and_store_receipt(
         &self,
         catalogue: &dyn Catalogue,
-        of: &DropReplicas,
+        call: &DropReplicas,
     ) -> Result<bool, RemoteError> {
-        let DropReplicas { stripe, attempt, .. } = *of;
+        let DropReplicas { stripe, attempt, .. } = *call;
         let (shard, save, name) = (stripe.shard, stripe.shard.save(), receipt_name(attempt));
         let scope = RecordScope::Stripe(stripe);
         let here = name.clone();
@@ -144,7 +147,8 @@ impl Node {
         {
             return Ok(false);
         }
-        let root = read::<ShardRoot>(catalogue, &root_key(save, shard.index())).await?;
+        let root =
+            read_record::<ShardRoot>(catalogue, &shard_root_key(save, shard.index())).await?;
         let Some((root, _)) = root else { return Ok(false) };
         let receipt =
             self.context.coordinator().find_complete_receipt(&root, stripe.index, attempt).await?;
@@ -156,27 +160,27 @@ impl Node {
                 store.put_record_file(scope, &name, &bytes)
             })
             .await?;
-        self.fencing.ensure_not_removed(save).await?;
+        self.fencing.refuse_and_purge_removed(save).await?;
         Ok(true)
     }
 }
 
 /// Checks up to `limit` stripes from behind `after`. Returns those with a file on this node that no
 /// receipt accounts for, and the new position. Behind the last stripe the scan begins anew.
-fn unreferenced(
+fn scan_unreferenced_stripes(
     store: &Store,
-    by: ReferencedBy,
+    filter: ReceiptFilter,
     after: GcCursor,
-    limit: usize,
+    max_stripes: usize,
 ) -> Result<(Vec<StripeId>, GcCursor), StoreError> {
     let mut found = Vec::new();
-    let mut room = limit;
+    let mut room = max_stripes;
     let rest = after.shard.filter(|_| after.stripe.is_some()).into_iter();
-    for shard in rest.chain(store.shards(after.shard)?) {
+    for shard in rest.chain(store.shards_after(after.shard)?) {
         let behind = after.stripe.filter(|_| after.shard == Some(shard));
         let stripes = store.list_stripes(shard, behind, room)?;
         for &stripe in &stripes {
-            if is_unreferenced(store, stripe, by)? {
+            if has_unreferenced_file(store, stripe, filter)? {
                 found.push(stripe);
             }
         }
@@ -193,14 +197,18 @@ fn unreferenced(
 
 /// Returns whether this node has a file of the stripe that none of the receipts selected by `by`
 /// ascribes to it.
-fn is_unreferenced(store: &Store, stripe: StripeId, by: ReferencedBy) -> Result<bool, StoreError> {
+fn has_unreferenced_file(
+    store: &Store,
+    stripe: StripeId,
+    filter: ReceiptFilter,
+) -> Result<bool, StoreError> {
     let scope = RecordScope::Stripe(stripe);
-    let names = match by {
-        ReferencedBy::Nothing => Vec::new(),
-        ReferencedBy::AnyReceipt => {
+    let names = match filter {
+        ReceiptFilter::NoReceipt => Vec::new(),
+        ReceiptFilter::AnyReceipt => {
             store.list_record_files(scope)?.into_iter().map(|(name, _)| name).collect()
         }
-        ReferencedBy::Attempt(attempt) => vec![receipt_name(attempt)],
+        ReceiptFilter::OfAttempt(attempt) => vec![receipt_name(attempt)],
     };
     let mut ours = Vec::new();
     for name in names.iter().filter(|name| name.starts_with(RECEIPT_PREFIX)) {
@@ -214,8 +222,8 @@ fn is_unreferenced(store: &Store, stripe: StripeId, by: ReferencedBy) -> Result<
             PieceForm::Replica { block } => FileName::Replica { block },
         }));
     }
-    let counting = store.find(stripe)?.into_iter().map(|info| info.content.name());
-    let mut files = counting.chain(store.damaged_of(stripe));
+    let counting = store.list_undamaged_files(stripe)?.into_iter().map(|info| info.content.name());
+    let mut files = counting.chain(store.damaged_files_of_stripe(stripe));
     Ok(files.any(|file| !ours.contains(&file)))
 }
 
@@ -231,7 +239,7 @@ mod tests {
 
     fn write_replica(store: &Store, stripe: StripeId, block: u8) {
         let spec = BlockSpec { stripe, block, layout: 1, len_bytes: 3 };
-        let mut writer = store.write_block(spec, None).unwrap();
+        let mut writer = store.create_block_writer(spec, None).unwrap();
         writer.write(b"abc").unwrap();
         writer.finish(None).unwrap();
     }
@@ -275,11 +283,13 @@ mod tests {
                 }
             }
         }
-        let (of, another) =
-            (ReferencedBy::Attempt(Attempt([9; 16])), ReferencedBy::Attempt(Attempt([8; 16])));
+        let (of, another) = (
+            ReceiptFilter::OfAttempt(Attempt([9; 16])),
+            ReceiptFilter::OfAttempt(Attempt([8; 16])),
+        );
         let cases = [
-            (ReferencedBy::Nothing, &all),
-            (ReferencedBy::AnyReceipt, &unreceipted),
+            (ReceiptFilter::NoReceipt, &all),
+            (ReceiptFilter::AnyReceipt, &unreceipted),
             (of, &unreceipted),
             (another, &all),
         ];
@@ -288,7 +298,7 @@ mod tests {
         {
             let (mut found, mut cursor) = (Vec::new(), GcCursor::default());
             loop {
-                let (stripes, next) = unreferenced(&store, by, cursor, limit).unwrap();
+                let (stripes, next) = scan_unreferenced_stripes(&store, by, cursor, limit).unwrap();
                 assert!(stripes.len() <= limit);
                 found.extend(stripes.iter().map(|stripe| (stripe.shard, stripe.index)));
                 cursor = next;

@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::retry::RetrySchedule;
+use super::retry_schedule::RetrySchedule;
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::records::{
-    ARCHIVINGS, Archiving, CHECKPOINTS, checkpoint_key, parse, parse_archiving_key,
-    parse_checkpoint_key, read, roots_prefix, state_key,
+use crate::catalogue::record_access::{
+    ARCHIVE_REQUESTS, ArchiveRequest, CHECKPOINTS, checkpoint_key, parse_archive_request_key,
+    parse_checkpoint_key, parse_record, read_record, shard_roots_prefix, shard_state_key,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::config::{Fate, Rule};
@@ -23,8 +23,8 @@ use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardSt
 use crate::id::{Job, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::gateway::steps::Unpublished;
-use crate::node::rpc::failure::remote_error;
+use crate::node::gateway::committed_steps::UnpublishOutcome;
+use crate::node::rpc::remote_errors::remote_error;
 use crate::wire::RemoteError;
 use crate::wire::calls::{ArchiveOptions, GetPolicyStatus, PlanChoice};
 use crate::wire::order::Codec;
@@ -49,7 +49,7 @@ const OPTIONS: ArchiveOptions =
 
 /// The counts from a scan over all checkpoints.
 #[derive(Default)]
-pub(in crate::node) struct ScanCounts {
+pub(in crate::node) struct CheckpointCounts {
     /// Number of committed steps, by job.
     pub(in crate::node) committed: BTreeMap<Job, u64>,
     /// Number of removals that are under way.
@@ -66,23 +66,23 @@ pub(in crate::node) struct RetentionCache {
 }
 
 /// The state that the rounds share with the archiving under way and with the calls that report it.
-pub(in crate::node) struct Retention {
+pub(in crate::node) struct RetentionState {
     waits: RetrySchedule,
     answer: PolicyAnswer,
 }
 
-impl Retention {
+impl RetentionState {
     pub(in crate::node) fn new(lease: std::time::Duration) -> Mutex<Self> {
         Mutex::new(Self { waits: RetrySchedule::new(lease), answer: PolicyAnswer::default() })
     }
 }
 
 /// The job and the step of an archive request, and the request.
-type OpenRequest = (Job, Step, Archiving);
+type OpenArchiveRequest = (Job, Step, ArchiveRequest);
 
 /// The progress of one round.
 #[derive(Default)]
-struct Round {
+struct RetentionRound {
     retired: Vec<SaveId>,
     to_retire: u64,
     to_archive: u64,
@@ -94,54 +94,60 @@ struct Round {
 }
 
 impl Node {
-    fn retention(&self) -> MutexGuard<'_, Retention> {
+    fn lock_retention(&self) -> MutexGuard<'_, RetentionState> {
         self.retention.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs one round. Returns the saves that it retired.
     pub(in crate::node) async fn run_retention_round(
         self: &Arc<Self>,
-        survey: &ScanCounts,
-        memory: &mut RetentionCache,
+        counts: &CheckpointCounts,
+        cache: &mut RetentionCache,
     ) -> Result<Vec<SaveId>, RemoteError> {
         let catalogue = self.context.catalogue();
-        let requests = list_open_requests(&*catalogue).await?;
-        let mut round = Round::default();
-        for (job, count) in &survey.committed {
+        let requests = list_archive_requests(&*catalogue).await?;
+        let mut round = RetentionRound::default();
+        for (job, count) in &counts.committed {
             let rule = self.context.settings.policy.of(job);
             if (0..*count).next_back().is_some_and(|newer| rule.touches(newer)) {
-                self.scan_steps(&*catalogue, (job, *count, rule), &requests, memory, &mut round)
-                    .await?;
+                self.apply_rule_to_steps(
+                    &*catalogue,
+                    (job, *count, rule),
+                    &requests,
+                    cache,
+                    &mut round,
+                )
+                .await?;
             }
         }
-        memory.archived = std::mem::take(&mut round.still_archived);
-        memory.cursor = round.stopped_at.take();
-        if memory.archiving.as_ref().is_none_or(JoinHandle::is_finished)
+        cache.archived = std::mem::take(&mut round.still_archived);
+        cache.cursor = round.stopped_at.take();
+        if cache.archiving.as_ref().is_none_or(JoinHandle::is_finished)
             && requests.iter().filter(|(_, _, request)| request.failures == 0).count()
                 < MAX_OPEN_REQUESTS
             && requests.len() < MAX_PAGE as usize
             && let Some((job, step, save)) = round.next.take()
         {
-            memory.archiving = Some(self.archive_by_policy(job, step, save));
+            cache.archiving = Some(self.spawn_policy_archiving(job, step, save));
         }
-        let removing = survey.removing + round.retired.len() as u64;
-        self.report(&round, &requests, removing);
+        let removing = counts.removing + round.retired.len() as u64;
+        self.update_policy_answer(&round, &requests, removing);
         Ok(round.retired)
     }
 
     /// Applies `rule` to all committed steps of one job, oldest first.
-    async fn scan_steps(
+    async fn apply_rule_to_steps(
         &self,
         catalogue: &dyn Catalogue,
         (job, count, rule): (&Job, u64, Rule),
-        requests: &[OpenRequest],
-        memory: &RetentionCache,
-        round: &mut Round,
+        requests: &[OpenArchiveRequest],
+        cache: &RetentionCache,
+        round: &mut RetentionRound,
     ) -> Result<(), RemoteError> {
         let mut newer = count;
-        let mut steps = KeyScan::over(catalogue, format!("{CHECKPOINTS}{job}/"));
+        let mut steps = KeyScan::of_prefix(catalogue, format!("{CHECKPOINTS}{job}/"));
         while let Some((key, entry)) = steps.next().await? {
-            let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let (Some((_, step)), Some(saved)) = (parse_checkpoint_key(&key), checkpoint.committed)
             else {
                 continue;
@@ -149,19 +155,24 @@ impl Node {
             newer = newer.saturating_sub(1);
             match rule.fate(step, newer) {
                 Fate::Stays => {}
-                Fate::Retired => self.retire(catalogue, job, step, &saved, rule, round).await?,
-                Fate::Archived if memory.archived.contains(&saved.save) => {
+                Fate::Retired => {
+                    self.retire_step(catalogue, job, step, &saved, rule, round).await?
+                }
+                Fate::Archived if cache.archived.contains(&saved.save) => {
                     round.still_archived.insert(saved.save);
                 }
                 Fate::Archived => {
                     round.to_archive += 1;
                     let passed = |(j, s): &(Job, Step)| (job, step) <= (j, *s);
-                    let is_new = !memory.cursor.as_ref().is_some_and(passed);
-                    let is_due =
-                        self.retention().waits.is_due(saved.save, self.context.clock.now());
+                    let is_new = !cache.cursor.as_ref().is_some_and(passed);
+                    let is_due = self
+                        .lock_retention()
+                        .waits
+                        .mark_seen_is_due(saved.save, self.context.clock.now());
                     let is_asked = requests.iter().any(|(j, s, _)| (j, *s) == (job, step));
                     if is_new && is_due && !is_asked && round.next.is_none() {
-                        self.look_at_step(catalogue, (job, step, saved.save), round).await?;
+                        self.choose_if_unarchived(catalogue, (job, step, saved.save), round)
+                            .await?;
                     }
                 }
             }
@@ -170,11 +181,11 @@ impl Node {
     }
 
     /// Reads whether a step is archived already. If it is not, makes it the next step to archive.
-    async fn look_at_step(
+    async fn choose_if_unarchived(
         &self,
         catalogue: &dyn Catalogue,
         (job, step, save): (&Job, Step, SaveId),
-        round: &mut Round,
+        round: &mut RetentionRound,
     ) -> Result<(), RemoteError> {
         if round.looked >= LOOKED_AT_ONCE {
             return Ok(());
@@ -183,7 +194,7 @@ impl Node {
         if round.looked == LOOKED_AT_ONCE {
             round.stopped_at = Some((job.clone(), step));
         }
-        if !is_archived(catalogue, save).await? {
+        if !is_fully_archived(catalogue, save).await? {
             round.next = Some((job.clone(), step, save));
         } else {
             round.to_archive -= 1;
@@ -194,14 +205,14 @@ impl Node {
         Ok(())
     }
 
-    async fn retire(
+    async fn retire_step(
         &self,
         catalogue: &dyn Catalogue,
         job: &Job,
         step: Step,
         saved: &Saved,
         rule: Rule,
-        round: &mut Round,
+        round: &mut RetentionRound,
     ) -> Result<(), RemoteError> {
         let Some(keep_newest) = rule.keep_newest else { return Ok(()) };
         if round.retired.len() >= RETIRED_AT_ONCE {
@@ -209,12 +220,12 @@ impl Node {
             return Ok(());
         }
         // The count may be outdated: newer steps may have been removed since the scan.
-        if !has_newer(catalogue, job, step, u64::from(keep_newest.max(1))).await? {
+        if !has_newer_steps(catalogue, job, step, u64::from(keep_newest.max(1))).await? {
             return Ok(());
         }
         let reason = RemoveReason::Retired;
         let found = self.unpublish(job, step, saved.save, reason).await?;
-        if let Unpublished::Removing(entry) = found {
+        if let UnpublishOutcome::Removing(entry) = found {
             tracing::info!(
                 %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
                 "retired by the policy: enough newer steps are committed"
@@ -226,51 +237,61 @@ impl Node {
 
     /// Archives a step in a task of its own. The archive request is recorded as a client's is, so
     /// that another daemon takes it over if this one vanishes. Returns the handle of the task.
-    fn archive_by_policy(self: &Arc<Self>, job: Job, step: Step, save: SaveId) -> JoinHandle<()> {
+    fn spawn_policy_archiving(
+        self: &Arc<Self>,
+        job: Job,
+        step: Step,
+        save: SaveId,
+    ) -> JoinHandle<()> {
         let archive_all_but = self.context.settings.policy.of(&job).archive_all_but;
         tracing::info!(%job, %step, %save, archive_all_but, "archived by the policy: enough newer steps are committed");
         let coordinator = self.context.coordinator();
-        self.spawn(|node| async move {
+        self.spawn_until_stop(|node| async move {
             // No client watches this archiving, so its events are discarded.
             let (events, _) = mpsc::channel(1);
-            let archived = coordinator.archive(&job, step, OPTIONS, &events).await;
+            let archived = coordinator.archive_step(&job, step, OPTIONS, &events).await;
             let left = match archived {
-                Ok(()) => match is_archived(&*node.context.catalogue(), save).await {
+                Ok(()) => match is_fully_archived(&*node.context.catalogue(), save).await {
                     Ok(true) => None,
                     Ok(false) => Some("unreachable nodes still have replicas of it".to_owned()),
                     Err(error) => Some(error.to_string()),
                 },
                 Err(error) => Some(error.to_string()),
             };
-            let waits = &mut node.retention().waits;
+            let waits = &mut node.lock_retention().waits;
             match left {
                 None => {
                     tracing::info!(%job, %step, "archived by the policy");
-                    waits.ended(save);
+                    waits.forget_finished(save);
                 }
                 Some(why) => {
                     tracing::warn!(%job, %step, why, "archiving by the policy deferred");
-                    waits.failed(save, (&job, step), node.context.clock.now(), why);
+                    waits.record_failure(save, (&job, step), node.context.clock.now(), why);
                 }
             }
         })
     }
 
-    pub(in crate::node) fn removals(&self) -> MutexGuard<'_, RetrySchedule> {
+    pub(in crate::node) fn lock_removal_retries(&self) -> MutexGuard<'_, RetrySchedule> {
         self.removal_retries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn report(&self, round: &Round, requests: &[OpenRequest], removing: u64) {
-        let mut desk = self.retention();
-        desk.waits.end_round();
+    fn update_policy_answer(
+        &self,
+        round: &RetentionRound,
+        requests: &[OpenArchiveRequest],
+        removing: u64,
+    ) {
+        let mut desk = self.lock_retention();
+        desk.waits.forget_unseen();
         // For a step with an archive request, the catalogue has the current state. The failures
         // that are remembered here are older.
         let is_asked = |wait: &PolicyWait| {
             requests.iter().any(|(job, step, _)| (job, *step) == (&wait.job, wait.step))
         };
         let mut waiting: Vec<PolicyWait> =
-            desk.waits.views().filter(|wait| !is_asked(wait)).collect();
-        waiting.extend(self.removals().views());
+            desk.waits.policy_waits().filter(|wait| !is_asked(wait)).collect();
+        waiting.extend(self.lock_removal_retries().policy_waits());
         waiting.extend(requests.iter().filter_map(|(job, step, request)| {
             let (failures, why) = (request.failures, request.waiting.clone()?);
             Some(PolicyWait { job: job.clone(), step: *step, failures, why })
@@ -290,7 +311,7 @@ impl Node {
         &self,
         _: GetPolicyStatus,
     ) -> Result<PolicyAnswer, RemoteError> {
-        if !self.serves_catalogue() {
+        if !self.is_writable_catalogue_server() {
             let text = "this node does not serve the catalogue, and applies no policy";
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
@@ -303,17 +324,19 @@ impl Node {
         let policy = &self.context.settings.policy;
         let single = policy.jobs.iter().map(|(job, of_job)| rule(Some(job), of_job));
         let rules = std::iter::once(rule(None, &policy.rule)).chain(single).collect();
-        Ok(PolicyAnswer { rules, ..self.retention().answer.clone() })
+        Ok(PolicyAnswer { rules, ..self.lock_retention().answer.clone() })
     }
 }
 
 /// Returns the first page of the archive requests. While that page is full, the policy begins no
 /// archiving.
-async fn list_open_requests(catalogue: &dyn Catalogue) -> Result<Vec<OpenRequest>, RemoteError> {
+async fn list_archive_requests(
+    catalogue: &dyn Catalogue,
+) -> Result<Vec<OpenArchiveRequest>, RemoteError> {
     let mut requests = Vec::new();
-    for (key, entry) in catalogue.list(ARCHIVINGS, None, MAX_PAGE).await? {
-        let archiving: Archiving = parse(&key, &entry.value)?;
-        if let Some((job, step)) = parse_archiving_key(&key) {
+    for (key, entry) in catalogue.list_entries(ARCHIVE_REQUESTS, None, MAX_PAGE).await? {
+        let archiving: ArchiveRequest = parse_record(&key, &entry.value)?;
+        if let Some((job, step)) = parse_archive_request_key(&key) {
             requests.push((job, step, archiving));
         }
     }
@@ -321,12 +344,12 @@ async fn list_open_requests(catalogue: &dyn Catalogue) -> Result<Vec<OpenRequest
 }
 
 /// Returns whether nothing of a save is left to archive or to drop.
-async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, RemoteError> {
-    let mut roots = KeyScan::over(catalogue, roots_prefix(save));
+async fn is_fully_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, RemoteError> {
+    let mut roots = KeyScan::of_prefix(catalogue, shard_roots_prefix(save));
     while let Some((key, entry)) = roots.next().await? {
-        let root: ShardRoot = parse(&key, &entry.value)?;
+        let root: ShardRoot = parse_record(&key, &entry.value)?;
         // An absent state means that the save was removed.
-        let state = read::<ShardState>(catalogue, &state_key(root.shard)).await?;
+        let state = read_record::<ShardState>(catalogue, &shard_state_key(root.shard)).await?;
         let is_done =
             |state: StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
         if state.is_some_and(|(state, _)| !state.runs.iter().all(|run| is_done(run.state))) {
@@ -337,18 +360,18 @@ async fn is_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, Re
 }
 
 /// Returns whether at least `enough` steps of the job after `step` are committed now.
-async fn has_newer(
+async fn has_newer_steps(
     catalogue: &dyn Catalogue,
     job: &Job,
     step: Step,
-    enough: u64,
+    min_count: u64,
 ) -> Result<bool, RemoteError> {
-    let steps = KeyScan::over(catalogue, format!("{CHECKPOINTS}{job}/"));
-    let mut steps = steps.after(checkpoint_key(job, step));
+    let steps = KeyScan::of_prefix(catalogue, format!("{CHECKPOINTS}{job}/"));
+    let mut steps = steps.starting_after(checkpoint_key(job, step));
     let mut newer = 0;
-    while newer < enough {
+    while newer < min_count {
         let Some((key, entry)) = steps.next().await? else { return Ok(false) };
-        newer += u64::from(parse::<Checkpoint>(&key, &entry.value)?.committed.is_some());
+        newer += u64::from(parse_record::<Checkpoint>(&key, &entry.value)?.committed.is_some());
     }
     Ok(true)
 }

@@ -13,15 +13,17 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::retention::{RetentionCache, ScanCounts};
-use super::retry::{SCANS_PER_LEASE, scan_interval};
+use super::retention::{CheckpointCounts, RetentionCache};
+use super::retry_schedule::{SCANS_PER_LEASE, scan_interval};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::records::{CHECKPOINTS, checkpoint_key, parse, parse_checkpoint_key, update};
+use crate::catalogue::record_access::{
+    CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, update_record,
+};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::node::Node;
-use crate::node::active_saves::ActiveSave;
+use crate::node::active_saves::ActiveSaveGuard;
 use crate::node::gateway::removal::RemovalOutcome;
 use crate::wire::RemoteError;
 
@@ -38,7 +40,7 @@ struct RecoveryState {
 impl RecoveryState {
     /// Returns whether the originator of this decided save or removal has had one lease period to
     /// finish it.
-    fn is_unattended(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
+    fn is_grace_period_over(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
         self.since.get(&save).is_some_and(|since| now >= since.saturating_add(lease))
     }
 }
@@ -52,10 +54,10 @@ impl Node {
         let mut looked = RetentionCache::default();
         for number in (1..=SCANS_PER_LEASE).cycle() {
             self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
-            if !self.serves_catalogue() {
+            if !self.is_writable_catalogue_server() {
                 continue;
             }
-            let survey = match self.recovery_round(&mut collector).await {
+            let survey = match self.run_recovery_round(&mut collector).await {
                 Ok(survey) => survey,
                 Err(error) => {
                     tracing::warn!(%error, "failed to scan for unfinished saves and removals");
@@ -77,32 +79,35 @@ impl Node {
 
     /// Scans all checkpoints once. Aborts expired saves, and continues the removals and decided
     /// saves that are due. Returns the counts that the policy needs.
-    async fn recovery_round(
+    async fn run_recovery_round(
         self: &Arc<Self>,
-        collector: &mut RecoveryState,
-    ) -> Result<ScanCounts, RemoteError> {
+        state: &mut RecoveryState,
+    ) -> Result<CheckpointCounts, RemoteError> {
         let catalogue = self.context.catalogue();
-        let (mut survey, mut since) = (ScanCounts::default(), HashMap::new());
+        let (mut survey, mut since) = (CheckpointCounts::default(), HashMap::new());
         let mut note = |save: SaveId, at: Duration| {
             since.insert(save, at);
         };
-        let mut checkpoints = KeyScan::over(&*catalogue, CHECKPOINTS);
+        let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
-            let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let now = self.context.clock.now();
-            let seen = |save| collector.since.get(&save).copied().unwrap_or(now);
+            let seen = |save| state.since.get(&save).copied().unwrap_or(now);
             for entry in checkpoint.removing {
                 survey.removing += 1;
                 note(entry.save, seen(entry.save));
-                let is_due = self.removals().is_due(entry.save, now);
-                if is_due && collector.is_unattended(entry.save, now, self.context.settings.lease) {
-                    self.resume_removal(&collector.slots, &job, step, entry);
+                let is_due = self.lock_removal_retries().mark_seen_is_due(entry.save, now);
+                if is_due
+                    && state.is_grace_period_over(entry.save, now, self.context.settings.lease)
+                {
+                    self.resume_removal(&state.slots, &job, step, entry);
                 }
             }
             match checkpoint.writing {
                 Some(Writing::Open { save, lease, .. }) => {
-                    match self.abort_expired(&*catalogue, (&job, step), save, lease).await {
+                    match self.abort_if_lease_expired(&*catalogue, (&job, step), save, lease).await
+                    {
                         // No other daemon removes the files of this save, so there is no originator
                         // to wait for.
                         Ok(true) => note(save, Duration::ZERO),
@@ -114,9 +119,9 @@ impl Node {
                 }
                 Some(Writing::Decided { saved }) => {
                     let is_left =
-                        collector.is_unattended(saved.save, now, self.context.settings.lease);
+                        state.is_grace_period_over(saved.save, now, self.context.settings.lease);
                     let is_tried =
-                        is_left && self.resume_publishing(&collector.slots, &job, step, &saved);
+                        is_left && self.try_resume_publishing(&state.slots, &job, step, &saved);
                     note(saved.save, if is_tried { now } else { seen(saved.save) });
                 }
                 None => {}
@@ -125,8 +130,8 @@ impl Node {
                 *survey.committed.entry(job).or_default() += 1;
             }
         }
-        collector.since = since;
-        self.removals().end_round();
+        state.since = since;
+        self.lock_removal_retries().forget_unseen();
         Ok(survey)
     }
 
@@ -139,14 +144,14 @@ impl Node {
         step: Step,
         entry: Removing,
     ) {
-        let Some(mark) = ActiveSave::begin(&self.recovering, entry.save) else { return };
+        let Some(mark) = ActiveSaveGuard::try_claim(&self.recovering, entry.save) else { return };
         let Ok(slot) = slots.clone().try_acquire_owned() else { return };
         let job = job.clone();
-        self.spawn(|node| async move {
+        self.spawn_until_stop(|node| async move {
             let _held = (mark, slot);
             let why = match node.finish_removal(&job, step, &entry).await {
                 Ok(RemovalOutcome { is_complete: true, .. }) => {
-                    node.removals().ended(entry.save);
+                    node.lock_removal_retries().forget_finished(entry.save);
                     return;
                 }
                 Ok(RemovalOutcome { answer, .. }) => {
@@ -157,25 +162,32 @@ impl Node {
                 Err(error) => error.to_string(),
             };
             tracing::info!(%job, %step, why, "removal deferred");
-            node.removals().failed(entry.save, (&job, step), node.context.clock.now(), why);
+            node.lock_removal_retries().record_failure(
+                entry.save,
+                (&job, step),
+                node.context.clock.now(),
+                why,
+            );
         });
     }
 
     /// Publishes a decided save in a task of its own, unless this node works on it already or too
     /// many such tasks run. Returns whether the task was started.
-    fn resume_publishing(
+    fn try_resume_publishing(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
         job: &Job,
         step: Step,
         saved: &Saved,
     ) -> bool {
-        let Some(mark) = ActiveSave::begin(&self.recovering, saved.save) else { return false };
+        let Some(mark) = ActiveSaveGuard::try_claim(&self.recovering, saved.save) else {
+            return false;
+        };
         let Ok(slot) = slots.clone().try_acquire_owned() else { return false };
         let (job, saved) = (job.clone(), saved.clone());
-        self.spawn(|node| async move {
+        self.spawn_until_stop(|node| async move {
             let _held = (mark, slot);
-            if let Err(error) = node.publish(&job, step, saved).await {
+            if let Err(error) = node.mark_and_publish(&job, step, saved).await {
                 tracing::warn!(%job, %step, %error, "failed to publish a decided save; retrying after a lease period");
             }
         });
@@ -183,21 +195,21 @@ impl Node {
     }
 
     /// Aborts an open save if its lease is over. Returns whether it aborted the save.
-    async fn abort_expired(
+    async fn abort_if_lease_expired(
         &self,
         catalogue: &dyn Catalogue,
         (job, step): (&Job, Step),
-        of: SaveId,
+        expired_save: SaveId,
         lease: LeaseId,
     ) -> Result<bool, RemoteError> {
-        if catalogue.lease_touch(lease, false).await? {
+        if catalogue.is_lease_alive(lease).await? {
             return Ok(false);
         }
         let mut is_aborted = false;
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             match checkpoint.writing.take() {
                 Some(Writing::Open { save, generation, lease: over })
-                    if save == of && lease == over =>
+                    if save == expired_save && lease == over =>
                 {
                     let reason = RemoveReason::Aborted;
                     checkpoint.removing.push(Removing { save, generation, reason });
@@ -210,7 +222,7 @@ impl Node {
                 }
             }
         };
-        update(catalogue, &checkpoint_key(job, step), change).await?;
+        update_record(catalogue, &checkpoint_key(job, step), change).await?;
         Ok(is_aborted)
     }
 }

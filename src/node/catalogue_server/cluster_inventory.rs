@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 
-use crate::catalogue::evidence::{Committed, SaveEvidence, Verdict};
+use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
 use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
@@ -21,7 +21,7 @@ const PAGE_LIMIT: Duration = Duration::from_secs(60);
 
 /// A node, and the position in its inventory: the rest of the current page, and where the next page
 /// begins.
-struct NodePages {
+struct NodeInventoryPager {
     node: NodeRecord,
     page: VecDeque<ShardHolding>,
     next: Option<(ShardId, Option<u32>)>,
@@ -45,7 +45,7 @@ pub(in crate::node) struct ClusterInventory {
 }
 
 impl ClusterInventory {
-    fn add(&mut self, verdict: Verdict) {
+    fn add_verdict(&mut self, verdict: Verdict) {
         match verdict {
             Verdict::Orphan(removing) => self.orphans.push(removing),
             Verdict::Removing { job, step, removing } => {
@@ -62,13 +62,13 @@ impl ClusterInventory {
                 };
                 let is_newer = committed.saved.generation > other.saved.generation;
                 let (newer, older) = if is_newer { (committed, other) } else { (other, committed) };
-                self.supersede(key.clone(), &older.saved);
+                self.record_superseded(key.clone(), &older.saved);
                 self.steps.insert(key, newer);
             }
         }
     }
 
-    fn supersede(&mut self, step: (Job, Step), older: &Saved) {
+    fn record_superseded(&mut self, step: (Job, Step), older: &Saved) {
         let &Saved { save, generation, .. } = older;
         let removing = Removing { save, generation, reason: RemoveReason::Superseded };
         self.removing.entry(step).or_default().push(removing);
@@ -76,12 +76,12 @@ impl ClusterInventory {
 
     /// Completes the inventory after all saves are judged. An incomplete save that a newer one
     /// superseded is not needed any more, and becomes a removal.
-    fn finish(&mut self) {
+    fn settle_superseded(&mut self) {
         for (job, step, saved, why) in std::mem::take(&mut self.incomplete) {
             let key = (job, step);
             let newer = self.steps.get(&key).map(|committed| committed.saved.generation);
             if newer.is_some_and(|newer| newer > saved.generation) {
-                self.supersede(key, &saved);
+                self.record_superseded(key, &saved);
             } else {
                 let (job, step) = key;
                 self.incomplete.push((job, step, saved, why));
@@ -93,17 +93,17 @@ impl ClusterInventory {
     }
 
     /// Returns the committed steps that cannot be brought back, each with the reason.
-    pub(in crate::node) fn incomplete(&self) -> impl Iterator<Item = String> + '_ {
+    pub(in crate::node) fn describe_incomplete_steps(&self) -> impl Iterator<Item = String> + '_ {
         self.incomplete.iter().map(|(job, step, _, why)| format!("{job}/{step}: {why}"))
     }
 
     /// Returns the number of saves that are to be removed.
-    pub(in crate::node) fn to_remove(&self) -> usize {
+    pub(in crate::node) fn count_to_remove(&self) -> usize {
         self.orphans.len() + self.removing.values().map(Vec::len).sum::<usize>()
     }
 
     /// Returns the nodes in the rings of the committed shards.
-    pub(in crate::node) fn ring(&self) -> impl Iterator<Item = NodeId> + '_ {
+    pub(in crate::node) fn ring_nodes(&self) -> impl Iterator<Item = NodeId> + '_ {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);
         shards.flat_map(|shard| shard.root.ring.iter().map(|member| member.node))
     }
@@ -125,27 +125,32 @@ impl Node {
         nodes: &[NodeRecord],
         generation: Generation,
     ) -> Result<ClusterInventory, RemoteError> {
-        let mut sources: Vec<NodePages> = nodes
+        let mut sources: Vec<NodeInventoryPager> = nodes
             .iter()
-            .map(|node| NodePages {
+            .map(|node| NodeInventoryPager {
                 node: node.clone(),
                 page: VecDeque::new(),
                 next: None,
                 is_done: false,
             })
             .collect();
-        try_join_all(sources.iter_mut().map(|source| self.fetch_page(source))).await?;
+        try_join_all(sources.iter_mut().map(|source| self.fetch_page_if_empty(source))).await?;
         let mut census = ClusterInventory::default();
-        while let Some((save, evidence)) = self.next_save(&mut sources).await? {
-            census.doubts.extend(evidence.doubts().map(|nodes| (save, nodes.clone())));
-            census.add(evidence.judge(save, generation));
+        while let Some((save, evidence)) = self.collect_next_save(&mut sources).await? {
+            census
+                .doubts
+                .extend(evidence.unresolved_damaged_marks().map(|nodes| (save, nodes.clone())));
+            census.add_verdict(evidence.judge(save, generation));
         }
-        census.finish();
+        census.settle_superseded();
         Ok(census)
     }
 
     /// Fetches the next page of a source whose current page is empty.
-    async fn fetch_page(&self, source: &mut NodePages) -> Result<(), RemoteError> {
+    async fn fetch_page_if_empty(
+        &self,
+        source: &mut NodeInventoryPager,
+    ) -> Result<(), RemoteError> {
         while source.page.is_empty() && !source.is_done {
             let call = ListInventory { after: source.next, only: None };
             let to = address(&node_address(&source.node));
@@ -159,9 +164,9 @@ impl Node {
 
     /// Reads all that the sources hold of the next save. Returns the evidence, or `None` at the
     /// end.
-    async fn next_save(
+    async fn collect_next_save(
         &self,
-        sources: &mut [NodePages],
+        sources: &mut [NodeInventoryPager],
     ) -> Result<Option<(SaveId, SaveEvidence)>, RemoteError> {
         let first = sources.iter().filter_map(|source| source.page.front()).map(|held| held.shard);
         let Some(save) = first.min().map(ShardId::save) else { return Ok(None) };
@@ -170,13 +175,13 @@ impl Node {
         for source in sources {
             let node = NodeId::of(&source.node.name);
             while let Some(held) = source.page.pop_front_if(|held| held.shard.save() == save) {
-                evidence.add(self.context.settings.cluster, node, &held);
-                self.fetch_page(source).await?;
+                evidence.add_holdings(self.context.settings.cluster, node, &held);
+                self.fetch_page_if_empty(source).await?;
             }
         }
         // A node that has purged a removed save lists nothing of it, so the removed-save sets are
         // read, too.
-        if evidence.is_marked() || evidence.doubts().is_some() {
+        if evidence.has_commit_mark() || evidence.unresolved_damaged_marks().is_some() {
             let asks = asked.iter().map(|node| async move {
                 let to = address(&node_address(node));
                 self.context
@@ -196,14 +201,14 @@ impl Node {
         &self,
         node: &NodeRecord,
         save: SaveId,
-        mut read: impl FnMut(&ShardHolding),
+        mut visit: impl FnMut(&ShardHolding),
     ) -> Result<(), RemoteError> {
         let mut after = None;
         loop {
             let call = ListInventory { after, only: Some(save) };
             let to = address(&node_address(node));
             let page = self.context.caller.call_within(&to, &call, PAGE_LIMIT).await?;
-            page.shards.iter().for_each(&mut read);
+            page.shards.iter().for_each(&mut visit);
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) => after = Some(next),
                 None => return Ok(()),
@@ -212,7 +217,7 @@ impl Node {
     }
 
     /// Returns the saves of which `node` holds anything.
-    pub(in crate::node) async fn saves_on(
+    pub(in crate::node) async fn fetch_saves_on(
         &self,
         node: &NodeRecord,
     ) -> Result<BTreeSet<SaveId>, RemoteError> {

@@ -6,13 +6,14 @@ use std::sync::{Arc, PoisonError};
 use futures_util::future::join_all;
 
 use super::cluster_inventory::{ClusterInventory, node_address};
-use super::serving::tolerated;
-use crate::catalogue::evidence::Committed;
+use super::serving::tolerated_losses;
+use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
-use crate::catalogue::map::DbWriter;
-use crate::catalogue::records::{
-    Archiving, NODES, archiving_key, checkpoint_key, orphan_key, root_key, state_key,
+use crate::catalogue::record_access::{
+    ArchiveRequest, NODES, archive_request_key, checkpoint_key, orphan_key, shard_root_key,
+    shard_state_key,
 };
+use crate::catalogue::save_evidence::Committed;
 use crate::code::{Code, CodeId, table};
 use crate::format::records::{
     Checkpoint, CommitMark, Home, Node as NodeRecord, Record, StripeState,
@@ -21,7 +22,7 @@ use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, S
 use crate::kind::ErrorKind;
 use crate::node::Node;
 use crate::node::quorum::{Quorum, is_on_latest_list, majority};
-use crate::node::rpc::failure::remote_error;
+use crate::node::rpc::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::Kv;
 use crate::wire::RemoteError;
@@ -39,22 +40,22 @@ const MAX_LISTED: usize = 1000;
 impl Node {
     pub(in crate::node) async fn claim_epoch(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
         trace_point(TracePoint::Claim, call.epoch);
-        self.store_claim(call).await
+        self.store_claim_and_server(call).await
     }
 
-    async fn store_claim(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
+    async fn store_claim_and_server(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
         let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
         self.context.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
         self.context.remote.set_expected_epoch(call.epoch, Some(call.map));
-        self.context.remote.add_endpoints([call.home.clone()]);
+        self.context.remote.add_fallback_nodes([call.home.clone()]);
         self.context.remote.set_server(call.epoch, call.home);
         // From now on readers ask the new catalogue server first.
-        self.outage_reader.set_answering(true);
+        self.outage_cache.record_catalogue_answering(true);
         Ok(())
     }
 
     pub(in crate::node) async fn list_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
-        let mut nodes = self.context.on_store(|store| store.members()).await?.nodes;
+        let mut nodes = self.context.on_store(|store| store.read_members()).await?.nodes;
         let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, node) in met.iter() {
             if !nodes.iter().any(|known| known.name == *name) {
@@ -89,34 +90,34 @@ impl Node {
     }
 
     async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, RemoteError> {
-        if self.context.catalogue().nodes().await.is_ok() {
+        if self.context.catalogue().list_nodes().await.is_ok() {
             // The catalogue server has just answered, but may not have told this node its newest
             // epoch yet.
             let home = self
                 .context
-                .catalogue_address()
-                .or_else(|| self.context.remote.server(Epoch::default()));
+                .catalogue_server_address()
+                .or_else(|| self.context.remote.known_server(Epoch::default()));
             let home =
                 home.map_or_else(|| "another daemon".to_owned(), |home| home.name.to_string());
             let text = format!("the catalogue is served by {home}: there is nothing to rebuild");
             return Err(remote_error(ErrorKind::Exists, text));
         }
-        let (members, heard) = self.gather_members().await?;
+        let (members, heard) = self.discover_members().await?;
         let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
-        let epoch = latest.max(self.context.store.epoch()).next();
+        let epoch = latest.max(self.context.store.highest_seen_epoch()).next();
         let generation = Generation { epoch, counter: 0 };
-        let reached = former_members(heard);
-        refuse_without_storage(&members)?;
+        let reached = filter_former_members(heard);
+        ensure_storage_node_known(&members)?;
         // The inventory is checked once before an epoch is claimed: if steps cannot be brought
         // back, that is no reason to end an epoch.
         let preview = self.read_cluster_inventory(&storage_nodes(&reached), generation).await?;
         let standings = self.fetch_standings(&storage_nodes(&reached)).await;
-        self.check_inventory(&preview, &members, &reached, &standings, accept_loss)?;
+        self.check_inventory_suffices(&preview, &members, &reached, &standings, accept_loss)?;
         drop(preview);
 
         // The database is created before the claim: if there is no room for it, no epoch is
         // claimed.
-        let fresh = self.fresh_db().await?;
+        let fresh = self.create_empty_db().await?;
         let map = DbId(self.context.entropy.id());
         let claimed = self.claim_epoch_on_nodes(&reached, epoch, map).await?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
@@ -126,7 +127,7 @@ impl Node {
         let sources = storage_nodes(&claimed);
         let census = self.read_cluster_inventory(&sources, generation).await?;
         let standings = self.fetch_standings(&sources).await;
-        self.check_inventory(&census, &members, &claimed, &standings, accept_loss)?;
+        self.check_inventory_suffices(&census, &members, &claimed, &standings, accept_loss)?;
         // A node that was taken off the list is left out here. It registers anew, and catches up.
         let is_listed =
             |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
@@ -138,18 +139,20 @@ impl Node {
             epoch,
             home: self.context.settings.name.to_string(),
             reached: sources.iter().map(|node| node.name.clone()).collect(),
-            missing: not_reached(&members, &claimed).map(|node| node.name.clone()).collect(),
-            orphans: u32::try_from(census.to_remove()).unwrap_or(u32::MAX),
-            incomplete: census.incomplete().collect(),
+            missing: unreached_storage_nodes(&members, &claimed)
+                .map(|node| node.name.clone())
+                .collect(),
+            orphans: u32::try_from(census.count_to_remove()).unwrap_or(u32::MAX),
+            incomplete: census.describe_incomplete_steps().collect(),
             ..RebuildAnswer::default()
         };
         let mut writer = DbWriter::new(fresh, epoch);
         for node in &members {
-            writer.put(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
+            writer.put_entry(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
         let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
         for (step, committed) in census.steps {
-            let marked = self.mark_committed_again(&sources, &committed, epoch).await;
+            let marked = self.put_missing_marks(&sources, &committed, epoch).await;
             let marked = marked.intersection(&listed).count();
             if marked < needed && !accept_loss {
                 let text = format!(
@@ -161,36 +164,38 @@ impl Node {
                 return Err(remote_error(ErrorKind::Unavailable, text));
             }
             checkpoints.entry(step).or_default().committed = Some(committed.saved.clone());
-            self.write_step(&mut writer, *committed, &mut answer)?;
+            self.write_step_records(&mut writer, *committed, &mut answer)?;
         }
         for (step, removing) in census.removing {
             checkpoints.entry(step).or_default().removing = removing;
         }
         for ((job, step), checkpoint) in &checkpoints {
-            writer.put(&checkpoint_key(job, *step), &checkpoint.to_bytes()?)?;
+            writer.put_entry(&checkpoint_key(job, *step), &checkpoint.to_bytes()?)?;
         }
         for removing in &census.orphans {
-            writer.put(&orphan_key(removing.save), &removing.to_bytes()?)?;
+            writer.put_entry(&orphan_key(removing.save), &removing.to_bytes()?)?;
         }
         answer.incomplete.truncate(MAX_LISTED);
         answer.damaged.truncate(MAX_LISTED);
         trace_point(TracePoint::Map, epoch);
-        self.context.catalogue_server.serve(self.open_db(writer.finish(epoch, map)?, epoch).await?);
+        self.context
+            .catalogue_server
+            .start_serving(self.open_local_catalogue(writer.finish(epoch, map)?, epoch).await?);
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
     }
 
     /// Creates an empty catalogue database. Moves an existing one aside. Returns the empty one.
-    pub(in crate::node) async fn fresh_db(&self) -> Result<Arc<dyn Kv>, RemoteError> {
-        let maps = self.context.catalogue_server.maps().clone();
-        let fresh = self.context.workers.run(move || maps.fresh()).await?;
+    pub(in crate::node) async fn create_empty_db(&self) -> Result<Arc<dyn Kv>, RemoteError> {
+        let maps = self.context.catalogue_server.db_location().clone();
+        let fresh = self.context.workers.run(move || maps.move_aside_and_create()).await?;
         fresh.map_err(|error| {
             remote_error(ErrorKind::Io, format!("failed to create the catalogue database: {error}"))
         })
     }
 
     /// Opens the finished catalogue database of `epoch` in `kv`. Returns its catalogue.
-    pub(in crate::node) async fn open_db(
+    pub(in crate::node) async fn open_local_catalogue(
         &self,
         kv: Arc<dyn Kv>,
         epoch: Epoch,
@@ -203,7 +208,7 @@ impl Node {
 
     /// Returns all nodes that any reached node has heard of, and the answers of those that were
     /// reached.
-    pub(in crate::node) async fn gather_members(
+    pub(in crate::node) async fn discover_members(
         &self,
     ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {
         let mut known: BTreeMap<_, NodeRecord> = BTreeMap::new();
@@ -214,12 +219,12 @@ impl Node {
             }
             known.len() > before
         };
-        add(vec![self.context.record()], &mut known);
+        add(vec![self.context.own_node_record()], &mut known);
         add(self.list_members().await?, &mut known);
         let mut reached = Vec::new();
         for _ in 0..MEMBER_ROUNDS {
             let nodes: Vec<NodeRecord> = known.values().cloned().collect();
-            reached = self.hello_all(&nodes).await;
+            reached = self.exchange_hellos(&nodes).await;
             let asks = reached.iter().map(|(node, _)| async {
                 let to = node_address(node);
                 self.context.caller.call(&to, &ListMembers {}).await.unwrap_or_default()
@@ -241,11 +246,11 @@ impl Node {
         &self,
         reached: &[NodeRecord],
         epoch: Epoch,
-        map: DbId,
+        db_id: DbId,
     ) -> Result<Vec<NodeRecord>, RemoteError> {
-        let call = ClaimEpoch { epoch, map, home: self.context.address() };
+        let call = ClaimEpoch { epoch, map: db_id, home: self.context.own_address() };
         // This node claims first: if it cannot, the epoch is claimed nowhere.
-        self.store_claim(call.clone()).await?;
+        self.store_claim_and_server(call.clone()).await?;
         let asks = reached.iter().map(|node| {
             let call = &call;
             async move { (node, self.context.caller.call(&node_address(node), call).await) }
@@ -269,7 +274,7 @@ impl Node {
     /// Writes the missing commit marks of a save, as far as nodes can be reached: each shard's mark
     /// on the nodes of its ring, and one shard's mark on all other nodes. Returns the nodes that
     /// have a mark then.
-    async fn mark_committed_again(
+    async fn put_missing_marks(
         &self,
         sources: &[NodeRecord],
         committed: &Committed,
@@ -312,9 +317,9 @@ impl Node {
     /// # Errors
     /// Fails with kind `Unavailable` if more nodes have to be read, or `Lost` if a committed step cannot be
     /// brought back whole.
-    fn check_inventory(
+    fn check_inventory_suffices(
         &self,
-        census: &ClusterInventory,
+        inventory: &ClusterInventory,
         members: &[NodeRecord],
         reached: &[NodeRecord],
         standings: &[(NodeRecord, StandingAnswer)],
@@ -324,14 +329,15 @@ impl Node {
             return Ok(());
         }
         let mut quorum = Quorum::new(members, standings);
-        quorum.bound(census.codes().chain(self.context.settings.codes.iter().copied()));
+        quorum
+            .set_max_missing(inventory.codes().chain(self.context.settings.codes.iter().copied()));
         let is_reached = |name: &PeerName| reached.iter().any(|node| node.name == *name);
-        quorum.check(is_reached).map_err(|too_few| {
+        quorum.check_enough_heard(is_reached).map_err(|too_few| {
             remote_error(ErrorKind::Unavailable, format!("{too_few}; or use --accept-loss"))
         })?;
-        for (save, nodes) in &census.doubts {
+        for (save, nodes) in &inventory.doubts {
             let is_sound = |name: &PeerName| is_reached(name) && !nodes.contains(&NodeId::of(name));
-            quorum.check(is_sound).map_err(|too_few| {
+            quorum.check_enough_heard(is_sound).map_err(|too_few| {
                 let bad = reached.iter().filter(|node| nodes.contains(&NodeId::of(&node.name)));
                 let bad: Vec<&str> = bad.map(|node| node.name.as_str()).collect();
                 let text = format!(
@@ -342,7 +348,8 @@ impl Node {
             })?;
         }
         let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
-        let unknown = census.ring().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
+        let unknown =
+            inventory.ring_nodes().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
         if !unknown.is_empty() {
             let text = format!(
                 "{} nodes that hold checkpoints are known to none of those that were reached: start them, wait until they have made themselves known, or use --accept-loss",
@@ -351,7 +358,7 @@ impl Node {
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
         let reached: BTreeSet<NodeId> = reached.iter().map(|node| NodeId::of(&node.name)).collect();
-        if let Some((committed, shard, missing)) = thin_ring(census, &reached) {
+        if let Some((committed, shard, missing)) = find_doubtful_shard(inventory, &reached) {
             let name = |node: &NodeId| {
                 let known = members.iter().find(|member| NodeId::of(&member.name) == *node);
                 known.map_or_else(|| node.to_string(), |member| member.name.to_string())
@@ -366,18 +373,18 @@ impl Node {
             );
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
-        let Some(first) = census.incomplete().next() else { return Ok(()) };
+        let Some(first) = inventory.describe_incomplete_steps().next() else { return Ok(()) };
         let text = format!(
             "{} committed steps cannot be brought back whole from the nodes that were reached, the first is {first}; start the missing nodes, or use --accept-loss",
-            census.incomplete().count()
+            inventory.describe_incomplete_steps().count()
         );
         Err(remote_error(ErrorKind::Lost, text))
     }
 
     /// Writes the keys of a committed step into the new database, and counts them in `answer`.
-    fn write_step(
+    fn write_step_records(
         &self,
-        map: &mut DbWriter,
+        writer: &mut DbWriter,
         committed: Committed,
         answer: &mut RebuildAnswer,
     ) -> Result<(), RemoteError> {
@@ -386,8 +393,8 @@ impl Node {
         for shard in shards {
             let root = &shard.root;
             unfinished = unfinished.or_else(|| shard.state.states().find_map(unfinished_code));
-            map.put(&state_key(root.shard), &shard.state.to_bytes()?)?;
-            map.put(&root_key(root.save, root.index), &root.to_bytes()?)?;
+            writer.put_entry(&shard_state_key(root.shard), &shard.state.to_bytes()?)?;
+            writer.put_entry(&shard_root_key(root.save, root.index), &root.to_bytes()?)?;
             let damaged = shard.damaged.iter().map(|&index| StripeId { shard: root.shard, index });
             answer.damaged.extend(damaged);
             answer.shards += 1;
@@ -395,15 +402,15 @@ impl Node {
         if let Some(code) = unfinished {
             // This archive request has a lease that no coordinator renews. When the lease is over,
             // a daemon takes the request over.
-            let request = Archiving {
+            let request = ArchiveRequest {
                 node: self.context.id,
                 lease: LeaseId(self.context.entropy.id()),
                 save: saved.save,
-                options: options_for(code),
+                options: archive_options_for(code),
                 failures: 0,
                 waiting: None,
             };
-            map.put(&archiving_key(&job, step), &request.to_bytes()?)?;
+            writer.put_entry(&archive_request_key(&job, step), &request.to_bytes()?)?;
         }
         answer.steps += 1;
         Ok(())
@@ -411,7 +418,9 @@ impl Node {
 }
 
 /// Returns the nodes that have been part of the cluster. An empty node has no evidence to offer.
-pub(in crate::node) fn former_members(heard: Vec<(NodeRecord, HelloAnswer)>) -> Vec<NodeRecord> {
+pub(in crate::node) fn filter_former_members(
+    heard: Vec<(NodeRecord, HelloAnswer)>,
+) -> Vec<NodeRecord> {
     let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());
     has_seen.map(|(node, _)| node).collect()
 }
@@ -426,7 +435,7 @@ fn unfinished_code(state: StripeState) -> Option<CodeId> {
 }
 
 /// Returns the options with which an archiving into `code` resumes.
-fn options_for(code: CodeId) -> ArchiveOptions {
+fn archive_options_for(code: CodeId) -> ArchiveOptions {
     let plan = match table::by_id(code) {
         Some(Code::Rs(_)) => PlanChoice::BestStar,
         _ => PlanChoice::Chain,
@@ -439,7 +448,7 @@ fn storage_nodes(nodes: &[NodeRecord]) -> Vec<NodeRecord> {
 }
 
 /// Returns the storage nodes that are not among `reached`.
-pub(in crate::node) fn not_reached<'a>(
+pub(in crate::node) fn unreached_storage_nodes<'a>(
     members: &'a [NodeRecord],
     reached: &'a [NodeRecord],
 ) -> impl Iterator<Item = &'a NodeRecord> {
@@ -447,7 +456,7 @@ pub(in crate::node) fn not_reached<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
-fn refuse_without_storage(members: &[NodeRecord]) -> Result<(), RemoteError> {
+fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> {
     let all = members.iter().filter(|node| node.storage).count();
     if all == 0 {
         let text = "this daemon knows no storage node: rebuild on another one";
@@ -458,17 +467,17 @@ fn refuse_without_storage(members: &[NodeRecord]) -> Result<(), RemoteError> {
 
 /// Returns the first shard whose receipts leave a doubt and whose ring misses more nodes than the
 /// code tolerates, and the nodes that are missing.
-fn thin_ring<'a>(
-    census: &'a ClusterInventory,
+fn find_doubtful_shard<'a>(
+    inventory: &'a ClusterInventory,
     reached: &BTreeSet<NodeId>,
 ) -> Option<(&'a Committed, &'a str, Vec<NodeId>)> {
-    for committed in census.steps.values() {
+    for committed in inventory.steps.values() {
         for shard in committed.shards.iter().filter(|shard| shard.is_doubtful) {
             let root = &shard.root;
             let is_there = |node: &NodeId| reached.contains(node) && shard.holders.contains(node);
             let ring = root.ring.iter().map(|member| member.node);
             let missing: Vec<NodeId> = ring.filter(|node| !is_there(node)).collect();
-            if missing.len() > tolerated([(root.n, root.k)]) {
+            if missing.len() > tolerated_losses([(root.n, root.k)]) {
                 return Some((committed, root.name.as_str(), missing));
             }
         }

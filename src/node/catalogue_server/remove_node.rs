@@ -8,8 +8,8 @@ use futures_util::stream;
 
 use super::cluster_inventory::node_address;
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::records::{
-    CHECKPOINTS, NODES, ORPHANS, parse, parse_checkpoint_key, roots_prefix,
+use crate::catalogue::record_access::{
+    CHECKPOINTS, NODES, ORPHANS, parse_checkpoint_key, parse_record, shard_roots_prefix,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
@@ -18,7 +18,7 @@ use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
 use crate::node::quorum::majority;
-use crate::node::rpc::failure::remote_error;
+use crate::node::rpc::remote_errors::remote_error;
 use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, RemoveNode};
 
@@ -45,8 +45,8 @@ impl Node {
                 return Err(remote_error(ErrorKind::NotFound, text));
             };
             refuse_if_live(&*catalogue, &name).await?;
-            self.keep_majority_without(&*catalogue, &name).await?;
-            let (count, first) = self.checkpoints_on(&*catalogue, &name).await?;
+            self.catch_up_majority_without(&*catalogue, &name).await?;
+            let (count, first) = self.list_checkpoints_on(&*catalogue, &name).await?;
             if count > 0 {
                 let more = if count > first.len() { " and others" } else { "" };
                 let text = format!(
@@ -72,12 +72,12 @@ impl Node {
     ///
     /// # Errors
     /// Fails with kind `Unavailable` if half or fewer of them catch up.
-    async fn keep_majority_without(
+    async fn catch_up_majority_without(
         &self,
         catalogue: &dyn Catalogue,
         name: &PeerName,
     ) -> Result<(), RemoteError> {
-        let nodes = catalogue.nodes().await?.into_iter().map(|view| view.node);
+        let nodes = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
         let others: Vec<_> = nodes.filter(|node| node.storage && node.name != *name).collect();
         let call = CatchUp { without: Some(name.clone()) };
         let asks: Vec<_> = others
@@ -115,7 +115,7 @@ impl Node {
     ///
     /// # Errors
     /// Fails with kind `Busy` while a save is open.
-    async fn checkpoints_on(
+    async fn list_checkpoints_on(
         &self,
         catalogue: &dyn Catalogue,
         name: &PeerName,
@@ -129,16 +129,16 @@ impl Node {
             }
         };
         // A save without a known mark is kept until all nodes have been asked for a mark.
-        let mut orphans = KeyScan::over(catalogue, ORPHANS);
+        let mut orphans = KeyScan::of_prefix(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
-            let orphan: Removing = parse(&key, &entry.value)?;
+            let orphan: Removing = parse_record(&key, &entry.value)?;
             if orphan.reason == RemoveReason::Aborted {
                 note(format!("save {}", orphan.save));
             }
         }
-        let mut checkpoints = KeyScan::over(catalogue, CHECKPOINTS);
+        let mut checkpoints = KeyScan::of_prefix(catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
-            let checkpoint: Checkpoint = parse(&key, &entry.value)?;
+            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let saves = match checkpoint.writing {
                 // Only the client of an open save knows which nodes it uses.
@@ -150,7 +150,7 @@ impl Node {
                 None => Vec::new(),
             };
             for saved in saves.into_iter().chain(checkpoint.committed) {
-                if self.has_in_ring(catalogue, saved.save, node).await? {
+                if self.is_in_save_ring(catalogue, saved.save, node).await? {
                     note(format!("{job}/{step}"));
                 }
             }
@@ -158,15 +158,15 @@ impl Node {
         Ok((count, first))
     }
 
-    async fn has_in_ring(
+    async fn is_in_save_ring(
         &self,
         catalogue: &dyn Catalogue,
         save: SaveId,
         node: NodeId,
     ) -> Result<bool, RemoteError> {
-        let mut roots = KeyScan::over(catalogue, roots_prefix(save));
+        let mut roots = KeyScan::of_prefix(catalogue, shard_roots_prefix(save));
         while let Some((key, entry)) = roots.next().await? {
-            let root: ShardRoot = parse(&key, &entry.value)?;
+            let root: ShardRoot = parse_record(&key, &entry.value)?;
             if root.ring.iter().any(|member| member.node == node) {
                 return Ok(true);
             }
@@ -176,7 +176,7 @@ impl Node {
 }
 
 async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), RemoteError> {
-    let nodes = catalogue.nodes().await?;
+    let nodes = catalogue.list_nodes().await?;
     if nodes.iter().any(|view| view.node.name == *name && view.live) {
         let text =
             format!("node {name} is live: stop its daemon, and wait until its lease is over");

@@ -15,9 +15,9 @@ use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::{Epoch, PeerName};
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::background::retry::renewal_interval;
+use crate::node::background::retry_schedule::renewal_interval;
 use crate::node::quorum::majority;
-use crate::store::{Kv, Maps, Store};
+use crate::store::{CatalogueStorage, Kv, Store};
 use crate::wire::calls::{CHANGES_NOTHING, ClaimEpoch, Hello, HelloAnswer};
 
 /// Time limit for a node to answer with its epoch. A node that exceeds it is not counted.
@@ -33,7 +33,7 @@ const AT_ONCE: usize = 32;
 /// The catalogue server of a daemon, which may or may not serve the catalogue.
 pub(in crate::node) struct CatalogueServer {
     state: Mutex<ServingState>,
-    maps: Arc<dyn Maps>,
+    db_location: Arc<dyn CatalogueStorage>,
     /// Number of storage nodes that were heard in the last round, and number of all storage nodes.
     heard: Mutex<(usize, usize)>,
 }
@@ -50,7 +50,7 @@ enum ServingState {
 }
 
 /// The function that opens a database as a catalogue.
-type Open<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError>;
+type OpenCatalogue<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError>;
 
 impl CatalogueServer {
     /// Opens the database of this daemon. If there is none, one is created only if `begin` is set
@@ -60,17 +60,17 @@ impl CatalogueServer {
     ///
     /// # Errors
     /// If the database cannot be created, or cannot be opened for another reason than these.
-    pub(in crate::node) fn start(
-        maps: Arc<dyn Maps>,
-        begin: bool,
-        seen: Epoch,
-        open: Open<'_>,
+    pub(in crate::node) fn open_or_create(
+        maps: Arc<dyn CatalogueStorage>,
+        may_create: bool,
+        seen_epoch: Epoch,
+        open: OpenCatalogue<'_>,
     ) -> Result<Self, CatalogueError> {
-        let is_new = seen == Epoch::default();
-        let gone = || CatalogueError::Gone { seen, found: Epoch::default() };
-        let existing = maps.existing();
+        let is_new = seen_epoch == Epoch::default();
+        let gone = || CatalogueError::StaleDatabase { seen: seen_epoch, found: Epoch::default() };
+        let existing = maps.open_existing();
         if let Err(error) = &existing
-            && error.is_full()
+            && error.is_disk_full()
         {
             // The database is intact, and opens when there is room. No new one is created in its
             // place.
@@ -80,14 +80,14 @@ impl CatalogueServer {
             );
             return Ok(Self {
                 state: Mutex::new(ServingState::NotServing(Some(why))),
-                maps,
+                db_location: maps,
                 heard: Mutex::default(),
             });
         }
         let opened = match existing {
             Ok(Some(kv)) => open(kv).map(Some),
-            Ok(None) if begin && is_new => open(maps.fresh()?).map(Some),
-            Ok(None) if begin => Err(gone()),
+            Ok(None) if may_create && is_new => open(maps.move_aside_and_create()?).map(Some),
+            Ok(None) if may_create => Err(gone()),
             Ok(None) => Ok(None),
             Err(error) => Err(error.into()),
         };
@@ -100,13 +100,13 @@ impl CatalogueServer {
             }
             Ok(None) => ServingState::NotServing(None),
             Err(
-                error @ (CatalogueError::Gone { .. }
+                error @ (CatalogueError::StaleDatabase { .. }
                 | CatalogueError::Incomplete { .. }
                 | CatalogueError::Damaged { .. }),
             ) => {
                 tracing::error!(%error, "this daemon does not serve the catalogue");
                 match error {
-                    CatalogueError::Gone { found, .. } if found == Epoch::default() => {
+                    CatalogueError::StaleDatabase { found, .. } if found == Epoch::default() => {
                         ServingState::Missing(error.to_string())
                     }
                     _ => ServingState::NotServing(Some(error.to_string())),
@@ -114,23 +114,26 @@ impl CatalogueServer {
             }
             Err(error) => return Err(error),
         };
-        Ok(Self { state: Mutex::new(state), maps, heard: Mutex::default() })
+        Ok(Self { state: Mutex::new(state), db_location: maps, heard: Mutex::default() })
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, ServingState> {
+    fn lock_state(&self) -> std::sync::MutexGuard<'_, ServingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(in crate::node) fn maps(&self) -> &Arc<dyn Maps> {
-        &self.maps
+    pub(in crate::node) fn db_location(&self) -> &Arc<dyn CatalogueStorage> {
+        &self.db_location
     }
 
     /// Returns the catalogue if this daemon serves it. If the node has noted a later epoch, or
     /// another database of the same epoch, the daemon steps down here, and this returns `None`.
-    pub(in crate::node) fn served(&self, store: &Store) -> Option<Arc<LocalCatalogue>> {
-        let mut state = self.state();
+    pub(in crate::node) fn served_or_step_down(
+        &self,
+        store: &Store,
+    ) -> Option<Arc<LocalCatalogue>> {
+        let mut state = self.lock_state();
         let ServingState::Serving(local) = &*state else { return None };
-        let (epoch, map) = (store.epoch(), store.last_db_id());
+        let (epoch, map) = (store.highest_seen_epoch(), store.last_db_id());
         let is_other = epoch == local.epoch() && map.is_some_and(|map| map != local.db_id());
         if epoch <= local.epoch() && !is_other {
             return Some(local.clone());
@@ -145,12 +148,12 @@ impl CatalogueServer {
     }
 
     /// Steps down because the database is an old copy of the cluster's. It is not served.
-    fn step_down_as_old_copy(&self, node: &PeerName, heard: u64, found: u64) {
+    fn step_down_as_old_copy(&self, node: &PeerName, heard_revision: u64, own_revision: u64) {
         let why = format!(
-            "the catalogue here is an old copy (revision {found}; {node} has heard of revision {heard}): it is not served, and nothing is deleted; rebuild it with `rapidraid catalogue rebuild`"
+            "the catalogue here is an old copy (revision {own_revision}; {node} has heard of revision {heard_revision}): it is not served, and nothing is deleted; rebuild it with `rapidraid catalogue rebuild`"
         );
         tracing::error!(why, "stepping down");
-        *self.state() = ServingState::NotServing(Some(why));
+        *self.lock_state() = ServingState::NotServing(Some(why));
     }
 
     /// Steps down because the database was removed under the running daemon. It would answer for as
@@ -158,30 +161,30 @@ impl CatalogueServer {
     fn step_down_as_lost(&self) {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; rebuild it with `rapidraid catalogue rebuild`";
         tracing::error!(why, "stepping down");
-        *self.state() = ServingState::Missing(why.to_owned());
+        *self.lock_state() = ServingState::Missing(why.to_owned());
     }
 
     /// Makes this daemon serve `local` from now on.
-    pub(in crate::node) fn serve(&self, local: Arc<LocalCatalogue>) {
-        *self.state() = ServingState::Serving(local);
+    pub(in crate::node) fn start_serving(&self, local: Arc<LocalCatalogue>) {
+        *self.lock_state() = ServingState::Serving(local);
     }
 
     /// Clears the state [`ServingState::Missing`], because this node is a member of a catalogue
     /// that another daemon serves. The lack of a database here then needs no repair.
-    pub(in crate::node) fn clear_missing(&self) {
-        let mut state = self.state();
+    pub(in crate::node) fn clear_missing_state(&self) {
+        let mut state = self.lock_state();
         if matches!(&*state, ServingState::Missing(_)) {
             *state = ServingState::NotServing(None);
         }
     }
 
-    fn note_heard(&self, heard: usize, storage: usize) {
-        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = (heard, storage);
+    fn set_heard_counts(&self, heard: usize, storage_count: usize) {
+        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = (heard, storage_count);
     }
 
     /// Returns the warning that an operator should see, if there is one.
-    pub(in crate::node) fn note(&self) -> Option<String> {
-        match &*self.state() {
+    pub(in crate::node) fn serving_warning(&self) -> Option<String> {
+        match &*self.lock_state() {
             ServingState::NotServing(why) => why.clone(),
             ServingState::Missing(why) => Some(why.clone()),
             ServingState::Serving(local) if local.is_read_only() => {
@@ -198,7 +201,7 @@ impl CatalogueServer {
 
 /// Returns the number of storage nodes that a rebuild can do without. The others have a mark and
 /// n-k+1 receipts of everything that was committed.
-pub(in crate::node) fn tolerated(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
+pub(in crate::node) fn tolerated_losses(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
     let of = |(n, k): (u8, u8)| usize::from(n.saturating_sub(k).min(k.saturating_sub(1)));
     codes.into_iter().map(of).min().unwrap_or(0)
 }
@@ -208,18 +211,18 @@ impl Node {
     /// half of the storage nodes report that no other catalogue has begun. A rebuild needs more
     /// than half of them, too, so no two catalogues accept changes at the same time. Runs until the
     /// node stops.
-    pub(in crate::node) async fn run_catalogue_server(self: Arc<Self>) {
+    pub(in crate::node) async fn run_majority_checks(self: Arc<Self>) {
         let mut missed = 0;
         loop {
             let Some(local) = self.context.local_catalogue() else {
                 self.context.clock.sleep(self.context.settings.lease).await;
                 continue;
             };
-            if self.context.catalogue_server.maps().is_gone() {
+            if self.context.catalogue_server.db_location().is_folder_gone() {
                 self.context.catalogue_server.step_down_as_lost();
                 continue;
             }
-            let hears = self.has_majority(&local).await;
+            let hears = self.check_and_claim_majority(&local).await;
             missed = if hears { 0 } else { missed + 1 };
             if local.is_read_only() && hears {
                 tracing::info!(epoch = %local.epoch(), "the catalogue is served");
@@ -242,14 +245,14 @@ impl Node {
     /// not heard of it: otherwise a daemon on a new disk would serve an empty catalogue beside this
     /// one. Returns whether more than half of the storage nodes obey this catalogue, or there are
     /// none.
-    pub(in crate::node) async fn has_majority(&self, local: &LocalCatalogue) -> bool {
-        let Ok(nodes) = local.nodes().await else { return false };
+    pub(in crate::node) async fn check_and_claim_majority(&self, local: &LocalCatalogue) -> bool {
+        let Ok(nodes) = local.list_nodes().await else { return false };
         // A server that steps down must find the other server, and its only seed may be itself.
-        self.context.remote.add_endpoints(nodes.iter().map(|view| node_address(&view.node)));
+        self.context.remote.add_fallback_nodes(nodes.iter().map(|view| node_address(&view.node)));
         let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
         let storage = nodes.iter().filter(|node| node.storage).count();
         let (mut heard, mut behind) = (0, Vec::new());
-        for (node, hello) in self.hello_all(&nodes).await {
+        for (node, hello) in self.exchange_hellos(&nodes).await {
             if hello.map == Some(local.db_id()) && hello.revision > local.revision() {
                 self.context.catalogue_server.step_down_as_old_copy(
                     &node.name,
@@ -263,7 +266,7 @@ impl Node {
             if hello.epoch > local.epoch() || is_other {
                 tracing::warn!(node = %node.name, epoch = %hello.epoch, "another catalogue has begun");
                 let noted = self.context.on_store(move |store| match hello.map {
-                    Some(map) if !is_other => store.note_db_id(hello.epoch, map),
+                    Some(map) if !is_other => store.record_db_id(hello.epoch, map),
                     // Two databases have the same epoch: neither is served any more.
                     _ => store.raise_epoch(if is_other { hello.epoch.next() } else { hello.epoch }),
                 });
@@ -279,8 +282,11 @@ impl Node {
                 heard += usize::from(node.storage);
             }
         }
-        let call =
-            ClaimEpoch { epoch: local.epoch(), map: local.db_id(), home: self.context.address() };
+        let call = ClaimEpoch {
+            epoch: local.epoch(),
+            map: local.db_id(),
+            home: self.context.own_address(),
+        };
         let tells = behind.iter().map(|node| async {
             let to = node_address(node);
             let told = self.context.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
@@ -292,13 +298,13 @@ impl Node {
             usize::from(told.is_ok() && node.storage)
         });
         let heard = heard + join_all(tells).await.into_iter().sum::<usize>();
-        self.context.catalogue_server.note_heard(heard, storage);
+        self.context.catalogue_server.set_heard_counts(heard, storage);
         storage == 0 || heard >= majority(storage)
     }
 
     /// Introduces this node to `nodes`. Returns those that belong to this cluster and answer in
     /// time with a plausible epoch, with their answers.
-    pub(in crate::node) async fn hello_all(
+    pub(in crate::node) async fn exchange_hellos(
         &self,
         nodes: &[NodeRecord],
     ) -> Vec<(NodeRecord, HelloAnswer)> {
@@ -307,10 +313,14 @@ impl Node {
             let hello = self
                 .context
                 .caller
-                .call_within(&address(&to), &Hello { me: Some(self.context.record()) }, HELLO_LIMIT)
+                .call_within(
+                    &address(&to),
+                    &Hello { me: Some(self.context.own_node_record()) },
+                    HELLO_LIMIT,
+                )
                 .await
                 .ok()?;
-            let seen = self.context.store.epoch();
+            let seen = self.context.store.highest_seen_epoch();
             if !hello.epoch.is_near(seen) {
                 tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "the node reports an implausible epoch: its answer is ignored");
                 return None;
@@ -327,15 +337,23 @@ impl Node {
     }
 
     /// Stores the list of nodes, to be used when no catalogue answers.
-    pub(in crate::node) async fn remember_members(&self) -> Result<(), crate::wire::RemoteError> {
+    pub(in crate::node) async fn fetch_and_store_members(
+        &self,
+    ) -> Result<(), crate::wire::RemoteError> {
         let met_before: Vec<PeerName> = {
             let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
             met.keys().cloned().collect()
         };
-        let mut nodes: Vec<NodeRecord> =
-            self.context.catalogue().nodes().await?.into_iter().map(|view| view.node).collect();
+        let mut nodes: Vec<NodeRecord> = self
+            .context
+            .catalogue()
+            .list_nodes()
+            .await?
+            .into_iter()
+            .map(|view| view.node)
+            .collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
-        self.context.remote.add_endpoints(nodes.iter().map(node_address));
+        self.context.remote.add_fallback_nodes(nodes.iter().map(node_address));
         self.context.on_store(move |store| store.put_members(&Members { nodes })).await?;
         // A node that introduced itself before the list was read is on the list, or was taken off
         // it. In both cases its introduction is not needed any more.

@@ -6,16 +6,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::rebuild::not_reached;
+use super::rebuild::unreached_storage_nodes;
+use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
-use crate::catalogue::map::DbWriter;
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::Node as NodeRecord;
 use crate::id::{DbId, Epoch};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::node::Node;
-use crate::node::rpc::failure::remote_error;
+use crate::node::rpc::remote_errors::remote_error;
 use crate::wire::calls::{
     ClaimEpoch, DbChecksum, Hello, HelloAnswer, ListKeys, MoveCatalogueAnswer, PauseWrites,
     TransferCatalogue,
@@ -29,7 +29,7 @@ const TRANSFER_RETRY_WAIT: Duration = Duration::from_millis(500);
 
 /// A durable copy of another daemon's catalogue database, which is not a catalogue yet.
 struct DbCopy {
-    map: DbWriter,
+    writer: DbWriter,
     sum: DbChecksum,
     entries: u64,
 }
@@ -38,27 +38,27 @@ impl Node {
     /// Pauses changes of the catalogue for a while. Runs on the old server. Returns the checksum of
     /// the database.
     pub(in crate::node) async fn pause_writes(&self) -> Result<DbChecksum, RemoteError> {
-        Ok(self.served_catalogue()?.pause_writes().await?)
+        Ok(self.require_local_catalogue()?.pause_writes().await?)
     }
 
     /// Ends the catalogue on this daemon in favour of a complete copy of it. Runs on the old
     /// server, in a task of its own, because the caller may disconnect in the middle. A repeated
     /// call for the same copy has the same answer.
-    pub(in crate::node) async fn transfer_catalogue(
+    pub(in crate::node) async fn give_up_catalogue(
         self: &Arc<Self>,
         call: TransferCatalogue,
     ) -> Result<(), RemoteError> {
         let node = self.clone();
-        let work = self.tasks.spawn(async move { node.transfer_now(call).await });
+        let work = self.tasks.spawn(async move { node.end_catalogue_for_transfer(call).await });
         let died = |_| remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask it again");
         work.await.map_err(died)?
     }
 
-    async fn transfer_now(&self, call: TransferCatalogue) -> Result<(), RemoteError> {
+    async fn end_catalogue_for_transfer(&self, call: TransferCatalogue) -> Result<(), RemoteError> {
         let TransferCatalogue { copied, epoch, map, home } = call;
         let local = match self.context.local_catalogue() {
             Some(local) if epoch > local.epoch() && epoch.is_near(local.epoch()) => local,
-            None if self.context.store.epoch() == epoch
+            None if self.context.store.highest_seen_epoch() == epoch
                 && self.context.store.last_db_id() == Some(map) =>
             {
                 return Ok(());
@@ -72,9 +72,9 @@ impl Node {
             let text = "the catalogue here hears too few nodes to know that it is the latest";
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
-        local.transfer(copied).await?;
+        local.stop_writes_for_transfer(copied).await?;
         let claimed = self.claim_epoch(ClaimEpoch { epoch, map, home }).await;
-        local.transferred(claimed.is_err());
+        local.end_transfer(claimed.is_err());
         if claimed.is_ok() {
             tracing::warn!(%epoch, "the catalogue was transferred");
         }
@@ -84,7 +84,7 @@ impl Node {
     /// Moves the catalogue to this daemon, in a task of its own: an operator who disconnects must
     /// not leave the cluster between two catalogues. Returns the new epoch, both servers and the
     /// number of entries.
-    pub(in crate::node) async fn move_catalogue(
+    pub(in crate::node) async fn move_catalogue_here(
         self: &Arc<Self>,
     ) -> Result<MoveCatalogueAnswer, RemoteError> {
         let node = self.clone();
@@ -93,7 +93,7 @@ impl Node {
                 let text = "a move or rebuild is under way here: wait for it";
                 return Err(remote_error(ErrorKind::Exists, text));
             };
-            node.move_now().await
+            node.pull_catalogue_here().await
         });
         work.await.map_err(|_| {
             remote_error(
@@ -103,25 +103,25 @@ impl Node {
         })?
     }
 
-    async fn move_now(&self) -> Result<MoveCatalogueAnswer, RemoteError> {
+    async fn pull_catalogue_here(&self) -> Result<MoveCatalogueAnswer, RemoteError> {
         if self.context.local_catalogue().is_some() {
             return Err(remote_error(ErrorKind::Exists, "the catalogue is served here already"));
         }
         // The node that answers is the catalogue server, and its address is known afterwards.
-        self.context.catalogue().nodes().await?;
-        let Some(old) = self.context.catalogue_address() else {
+        self.context.catalogue().list_nodes().await?;
+        let Some(old) = self.context.catalogue_server_address() else {
             return Err(remote_error(
                 ErrorKind::Unavailable,
                 "the catalogue has just moved: try again",
             ));
         };
-        let epoch = self.next_epoch(&old).await?;
-        let copied = self.copy_from(&old).await?;
-        let (map, home) = (DbId(self.context.entropy.id()), self.context.address());
+        let epoch = self.check_and_choose_epoch(&old).await?;
+        let copied = self.copy_db_from(&old).await?;
+        let (map, home) = (DbId(self.context.entropy.id()), self.context.own_address());
         let order = TransferCatalogue { copied: copied.sum, epoch, map, home: home.clone() };
         self.end_old_server(&old, &order).await?;
         let entries = copied.entries;
-        let local = self.begin_copy(copied.map, ClaimEpoch { epoch, map, home }).await;
+        let local = self.claim_and_serve_copy(copied.writer, ClaimEpoch { epoch, map, home }).await;
         let local = local.map_err(|error| {
             let text = format!(
                 "{} has transferred the catalogue, but it could not be started here ({error}): run `rapidraid catalogue rebuild`, here or elsewhere",
@@ -132,7 +132,7 @@ impl Node {
         tracing::warn!(%epoch, from = %old.name, "the catalogue is served here");
         // The catalogue accepts no changes until more than half of the nodes have heard of it.
         // Telling them here saves the wait for the next round.
-        if self.has_majority(&local).await {
+        if self.check_and_claim_majority(&local).await {
             local.set_read_only(false);
         }
         Ok(MoveCatalogueAnswer {
@@ -145,7 +145,7 @@ impl Node {
 
     /// Claims the epoch for the copy and serves it, read-only at first. From here on the copy is
     /// the catalogue. Returns that catalogue.
-    async fn begin_copy(
+    async fn claim_and_serve_copy(
         &self,
         copy: DbWriter,
         claim: ClaimEpoch,
@@ -153,9 +153,9 @@ impl Node {
         let (epoch, map) = (claim.epoch, claim.map);
         self.claim_epoch(claim).await?;
         let kv = self.context.workers.run(move || copy.finish(epoch, map)).await??;
-        let local = self.open_db(kv, epoch).await?;
+        let local = self.open_local_catalogue(kv, epoch).await?;
         local.set_read_only(true);
-        self.context.catalogue_server.serve(local.clone());
+        self.context.catalogue_server.start_serving(local.clone());
         Ok(local)
     }
 
@@ -166,16 +166,16 @@ impl Node {
     /// Fails with kind `Busy` if this node has not noted that catalogue yet, and of kind `Fenced` if a node
     /// has heard of a later one. Of kind `Unavailable` if half or fewer of the storage nodes
     /// answer: without more than half, this daemon could change nothing afterwards.
-    async fn next_epoch(&self, old: &NodeAddress) -> Result<Epoch, RemoteError> {
-        let (members, heard) = self.gather_members().await?;
-        let hello = self.context.caller.call(old, &Hello { me: None }).await?;
+    async fn check_and_choose_epoch(&self, old_server: &NodeAddress) -> Result<Epoch, RemoteError> {
+        let (members, heard) = self.discover_members().await?;
+        let hello = self.context.caller.call(old_server, &Hello { me: None }).await?;
         if hello.map.is_none()
             || (hello.epoch, hello.map)
-                != (self.context.store.epoch(), self.context.store.last_db_id())
+                != (self.context.store.highest_seen_epoch(), self.context.store.last_db_id())
         {
             let text = format!(
                 "this daemon has not heard yet of the catalogue that {} serves: try again in some seconds",
-                old.name
+                old_server.name
             );
             return Err(remote_error(ErrorKind::Busy, text));
         }
@@ -186,14 +186,14 @@ impl Node {
         if let Some((node, other)) = heard.iter().find(|(_, other)| is_later(other)) {
             let text = format!(
                 "node {} has heard of a catalogue of epoch {}, other than the one that {} serves: `rapidraid status`",
-                node.name, other.epoch, old.name
+                node.name, other.epoch, old_server.name
             );
             return Err(remote_error(ErrorKind::Fenced, text));
         }
         let reached: Vec<NodeRecord> = heard.into_iter().map(|(node, _)| node).collect();
         let all = members.iter().filter(|node| node.storage).count();
         let missing: Vec<&str> =
-            not_reached(&members, &reached).map(|node| node.name.as_str()).collect();
+            unreached_storage_nodes(&members, &reached).map(|node| node.name.as_str()).collect();
         if missing.len() * 2 >= all {
             let text = format!(
                 "{} of {all} storage nodes are reached from here, more than half must be: start {}",
@@ -207,15 +207,15 @@ impl Node {
 
     /// Copies all entries of the catalogue at `old`, whose writes are paused meanwhile. Returns the
     /// copy with its checksum.
-    async fn copy_from(&self, old: &NodeAddress) -> Result<DbCopy, RemoteError> {
-        let held = self.context.caller.call(old, &PauseWrites {}).await?;
-        let fresh = self.fresh_db().await?;
-        let mut map = DbWriter::copy(fresh, held.revision);
+    async fn copy_db_from(&self, old_server: &NodeAddress) -> Result<DbCopy, RemoteError> {
+        let held = self.context.caller.call(old_server, &PauseWrites {}).await?;
+        let fresh = self.create_empty_db().await?;
+        let mut map = DbWriter::for_copy(fresh, held.revision);
         let (mut entries, mut after) = (0, None);
         loop {
             let page = ListKeys { prefix: String::new(), after: after.take(), limit: MAX_PAGE };
-            let page = self.context.caller.call(old, &page).await?;
-            self.context.caller.call(old, &PauseWrites {}).await?;
+            let page = self.context.caller.call(old_server, &page).await?;
+            self.context.caller.call(old_server, &PauseWrites {}).await?;
             let Some((last, ..)) = page.last() else { break };
             after = Some(last.clone());
             entries += page.len() as u64;
@@ -224,7 +224,7 @@ impl Node {
                 .workers
                 .run(move || {
                     for (key, value, revision) in &page {
-                        map.put_at(key, value, *revision)?;
+                        map.put_entry_at_revision(key, value, *revision)?;
                     }
                     Ok::<_, RemoteError>(map)
                 })
@@ -234,11 +234,11 @@ impl Node {
             .context
             .workers
             .run(move || {
-                let sum = map.sum()?;
+                let sum = map.flush_and_checksum()?;
                 Ok::<_, RemoteError>((map, sum))
             })
             .await??;
-        Ok(DbCopy { map, sum, entries })
+        Ok(DbCopy { writer: map, sum, entries })
     }
 
     /// Orders the old server to end its catalogue. Repeats the order if the answer is lost: the
@@ -249,16 +249,16 @@ impl Node {
     /// unknown.
     async fn end_old_server(
         &self,
-        old: &NodeAddress,
+        old_server: &NodeAddress,
         order: &TransferCatalogue,
     ) -> Result<(), RemoteError> {
         let until = self.context.clock.now() + TRANSFER_LIMIT;
         loop {
-            match self.context.caller.call(old, order).await {
+            match self.context.caller.call(old_server, order).await {
                 Ok(()) => return Ok(()),
                 Err(error) if !error.kind().is_transient() => return Err(error.into()),
                 Err(error) if self.context.clock.now() >= until => {
-                    return Err(unknown_outcome(old, &error));
+                    return Err(unknown_transfer_error(old_server, &error));
                 }
                 Err(error) => {
                     tracing::info!(%error, "the old catalogue server has not answered; retrying")
@@ -270,10 +270,10 @@ impl Node {
 }
 
 /// Returns the error for an old server that did not say whether it has ended its catalogue.
-fn unknown_outcome(old: &NodeAddress, error: &CallError) -> RemoteError {
+fn unknown_transfer_error(old_server: &NodeAddress, error: &CallError) -> RemoteError {
     let text = format!(
         "{} did not say whether it has transferred the catalogue ({error}): start it, and check `rapidraid status`; if no daemon serves the catalogue then, run `rapidraid catalogue rebuild`",
-        old.name
+        old_server.name
     );
     remote_error(ErrorKind::Unavailable, text)
 }

@@ -1,7 +1,7 @@
 //! The calls that any daemon serves for a client: saves, steps, removals, and reads while no
 //! catalogue answers.
 
+pub(super) mod committed_steps;
+pub(super) mod reads_without_catalogue;
 pub(super) mod removal;
-pub(super) mod saves;
-pub(super) mod steps;
-pub(super) mod without_catalogue;
+pub(super) mod save_lifecycle;

@@ -9,8 +9,9 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::records::{
-    NOTHING_FORGOTTEN, Written, checkpoint_key, read, roots_prefix, state_key, states_prefix, write,
+use crate::catalogue::record_access::{
+    NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record,
+    shard_roots_prefix, shard_state_key, shard_states_prefix,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
@@ -18,10 +19,10 @@ use crate::id::{Generation, Job, NodeId, PeerName, ShardId, Step};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::catalogue_server::serving::tolerated;
+use crate::node::catalogue_server::serving::tolerated_losses;
 use crate::node::quorum::majority;
-use crate::node::rpc::failure::remote_error;
-use crate::pipeline::coordinator::shard_roots;
+use crate::node::rpc::remote_errors::remote_error;
+use crate::pipeline::coordinator::list_shard_roots;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::{PurgeSave, PutTombstone, RemoveAnswer};
@@ -56,9 +57,9 @@ impl Node {
             self.unpublish(job, step, entry.save, entry.reason).await?;
             // Earlier committed saves of the step come first. Without tombstones, their marks would
             // speak for the step as soon as the marks of the newer save are gone.
-            for older in self.find_unfinished_removals(job, step, entry).await? {
+            for older in self.find_older_removals(job, step, entry).await? {
                 self.unpublish(job, step, older.save, older.reason).await?;
-                self.put_tombstones(&what, &older).await?;
+                self.fence_and_put_tombstones(&what, &older).await?;
             }
         }
         let answer = self.fence_and_purge(&what, entry).await?;
@@ -80,14 +81,15 @@ impl Node {
     }
 
     /// Returns the earlier committed saves of the step that are being removed too, oldest first.
-    async fn find_unfinished_removals(
+    async fn find_older_removals(
         &self,
         job: &Job,
         step: Step,
         entry: &Removing,
     ) -> Result<Vec<Removing>, RemoteError> {
         let found =
-            read::<Checkpoint>(&*self.context.catalogue(), &checkpoint_key(job, step)).await?;
+            read_record::<Checkpoint>(&*self.context.catalogue(), &checkpoint_key(job, step))
+                .await?;
         let mut removing = found.map(|(checkpoint, _)| checkpoint.removing).unwrap_or_default();
         let at = removing.iter().position(|other| other.save == entry.save);
         removing.truncate(at.unwrap_or_default());
@@ -99,12 +101,12 @@ impl Node {
     /// purged the save, and the names of those that have not.
     async fn fence_and_purge(
         &self,
-        what: &str,
+        label: &str,
         entry: &Removing,
     ) -> Result<RemoveAnswer, RemoteError> {
-        let (directory, marked) = self.put_tombstones(what, entry).await?;
-        let swept = self.order_all(&directory, &marked, &PurgeSave { save: entry.save }).await;
-        let waiting = not_reached(&directory, &swept);
+        let (directory, marked) = self.fence_and_put_tombstones(label, entry).await?;
+        let swept = self.call_nodes(&directory, &marked, &PurgeSave { save: entry.save }).await;
+        let waiting = unconfirmed_storage_nodes(&directory, &swept);
         Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
     }
 
@@ -113,13 +115,13 @@ impl Node {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if too few nodes have a tombstone.
-    async fn put_tombstones(
+    async fn fence_and_put_tombstones(
         &self,
-        what: &str,
+        label: &str,
         entry: &Removing,
     ) -> Result<(Directory, Vec<NodeId>), RemoteError> {
         let catalogue = self.context.catalogue();
-        let roots = shard_roots(&*catalogue, entry.save).await?;
+        let roots = list_shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
         for root in &roots {
             generation = generation.max(fence_deleted_shard(&*catalogue, root.shard).await?);
@@ -130,16 +132,16 @@ impl Node {
             generation: generation.next(catalogue.epoch()),
             reason: entry.reason,
         };
-        let directory = Directory::new(catalogue.nodes().await?);
+        let directory = Directory::new(catalogue.list_nodes().await?);
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
-        let marked = self.order_all(&directory, &directory.storage(), &call).await;
-        let missed = not_reached(&directory, &marked);
+        let marked = self.call_nodes(&directory, &directory.storage(), &call).await;
+        let missed = unconfirmed_storage_nodes(&directory, &marked);
         // Enough nodes must have a tombstone for a later rebuild to find one before it finds a
         // mark.
         let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
         let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
             RemoveReason::Aborted => usize::MAX,
-            _ => tolerated(self.context.settings.codes.iter().copied()),
+            _ => tolerated_losses(self.context.settings.codes.iter().copied()),
         });
         // Readers without a catalogue ask more than half of the nodes, and one of those must know
         // of the removal. An aborted save has no mark that a tombstone would have to outweigh.
@@ -151,7 +153,7 @@ impl Node {
         if missed.len() > may_miss {
             let names: Vec<&str> = missed.iter().map(|name| name.as_str()).collect();
             let text = format!(
-                "{what} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
+                "{label} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
                 names.join(", ")
             );
             return Err(remote_error(ErrorKind::Unavailable, text));
@@ -160,7 +162,7 @@ impl Node {
     }
 
     /// Sends `call` to each of `nodes`. Returns the nodes that carried it out.
-    async fn order_all<C: Call>(
+    async fn call_nodes<C: Call>(
         &self,
         directory: &Directory,
         nodes: &[NodeId],
@@ -193,18 +195,20 @@ impl Node {
     ) -> Result<(), RemoteError> {
         trace_point(TracePoint::Forget, entry.save);
         if entry.reason != RemoveReason::Aborted {
-            record_forgotten(catalogue).await?;
+            clear_nothing_forgotten(catalogue).await?;
         }
         // List by prefix: a save interrupted while its shards were completed has states without
         // roots.
-        for prefix in [states_prefix(entry.save), roots_prefix(entry.save)] {
-            let mut keys = KeyScan::over(catalogue, prefix);
+        for prefix in [shard_states_prefix(entry.save), shard_roots_prefix(entry.save)] {
+            let mut keys = KeyScan::of_prefix(catalogue, prefix);
             while let Some((key, found)) = keys.next().await? {
                 catalogue.compare_and_set(&key, Some(found.revision), None).await?;
             }
         }
         let key = checkpoint_key(job, step);
-        while let Some((mut checkpoint, revision)) = read::<Checkpoint>(catalogue, &key).await? {
+        while let Some((mut checkpoint, revision)) =
+            read_record::<Checkpoint>(catalogue, &key).await?
+        {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
             // As in `finish_removal`, a rebuilt catalogue may list it as committed. No node has
             // anything of it now.
@@ -224,8 +228,8 @@ impl Node {
     }
 
     /// Carries out the removal of `entry` in a background task.
-    pub(in crate::node) fn remove_later(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
-        self.spawn(|node| async move {
+    pub(in crate::node) fn spawn_removal(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
+        self.spawn_until_stop(|node| async move {
             if let Err(error) = node.finish_removal(&job, step, &entry).await {
                 tracing::warn!(%job, %step, %error, "a removal is not complete: the catalogue server continues it");
             }
@@ -235,7 +239,7 @@ impl Node {
 
 /// Records that the catalogue no longer knows every removal. Nodes that catch up from now on ask
 /// the other nodes (docs/semantics.md, 2).
-pub(in crate::node) async fn record_forgotten(
+pub(in crate::node) async fn clear_nothing_forgotten(
     catalogue: &dyn Catalogue,
 ) -> Result<(), RemoteError> {
     if let Some(found) = catalogue.get(NOTHING_FORGOTTEN).await? {
@@ -245,8 +249,8 @@ pub(in crate::node) async fn record_forgotten(
 }
 
 /// Returns the names of the storage nodes that are not in `done`.
-fn not_reached(directory: &Directory, done: &[NodeId]) -> Vec<PeerName> {
-    let missing = directory.storage().into_iter().filter(|node| !done.contains(node));
+fn unconfirmed_storage_nodes(directory: &Directory, confirmed: &[NodeId]) -> Vec<PeerName> {
+    let missing = directory.storage().into_iter().filter(|node| !confirmed.contains(node));
     missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
@@ -255,8 +259,8 @@ async fn fence_deleted_shard(
     catalogue: &dyn Catalogue,
     shard: ShardId,
 ) -> Result<Generation, RemoteError> {
-    let key = state_key(shard);
-    let mut current = read::<ShardState>(catalogue, &key).await?;
+    let key = shard_state_key(shard);
+    let mut current = read_record::<ShardState>(catalogue, &key).await?;
     loop {
         let Some((mut state, revision)) = current else { return Ok(Generation::default()) };
         if state.deleting {
@@ -266,9 +270,9 @@ async fn fence_deleted_shard(
         state.owner = None;
         state.generation = state.generation.next(catalogue.epoch());
         trace_point(TracePoint::Fence, shard);
-        match write(catalogue, &key, Some(revision), &state).await? {
-            Written::Set(_) => return Ok(state.generation),
-            Written::Other(other) => current = other,
+        match compare_and_set_record(catalogue, &key, Some(revision), &state).await? {
+            RecordSetOutcome::Set(_) => return Ok(state.generation),
+            RecordSetOutcome::Conflict(other) => current = other,
         }
     }
 }

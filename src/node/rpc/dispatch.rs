@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
-use super::failure::remote_error;
+use super::remote_errors::remote_error;
 use crate::budget::Reservation;
 use crate::clock::deadline;
 use crate::kind::ErrorKind;
@@ -62,7 +62,7 @@ impl Request {
 }
 
 /// An open call on the serving side.
-pub(in crate::node) struct OpenCall {
+pub(in crate::node) struct IncomingCall {
     /// The peer that made the call.
     pub peer: Peer,
     /// The stream for answers.
@@ -73,15 +73,15 @@ pub(in crate::node) struct OpenCall {
 
 impl Node {
     /// Accepts connections until the transport closes.
-    pub(in crate::node) async fn accept(self: Arc<Self>) {
+    pub(in crate::node) async fn accept_connections(self: Arc<Self>) {
         while let Some(connection) = self.transport.accept().await {
             let node = self.clone();
-            self.spawn(|_| node.serve(connection));
+            self.spawn_until_stop(|_| node.serve_connection(connection));
         }
     }
 
     /// Serves the streams and calls of one connection until it closes.
-    async fn serve(self: Arc<Self>, connection: Arc<dyn Connection>) {
+    async fn serve_connection(self: Arc<Self>, connection: Arc<dyn Connection>) {
         let peer = connection.peer().clone();
         tracing::debug!(%peer, "connected");
         let slots = Arc::new(Semaphore::new(CALLS_AT_ONCE));
@@ -91,18 +91,18 @@ impl Node {
                 stream = connection.accept_uni() => {
                     let Ok(stream) = stream else { break };
                     let (node, peer) = (self.clone(), peer.clone());
-                    self.spawn(|_| async move { node.stream(&peer, stream).await });
+                    self.spawn_until_stop(|_| async move { node.accept_hop_stream(&peer, stream).await });
                 }
                 stream = connection.accept_bi() => {
                     let Ok((send, recv)) = stream else { break };
                     let Ok(slot) = slots.clone().acquire_owned().await else { break };
                     let (node, peer, connection) = (self.clone(), peer.clone(), connection.clone());
-                    self.spawn(|_| async move {
-                        let served = OpenCall { peer, send, recv: FramedRecv::new(recv) };
+                    self.spawn_until_stop(|_| async move {
+                        let served = IncomingCall { peer, send, recv: FramedRecv::new(recv) };
                         tokio::select! {
                             biased;
                             () = connection.closed() => {}
-                            () = node.call(served) => {}
+                            () = node.serve_call(served) => {}
                         }
                         drop(slot);
                     });
@@ -113,7 +113,7 @@ impl Node {
     }
 
     /// Passes a stream to the hop that waits for it. Only nodes may open one.
-    async fn stream(&self, peer: &Peer, mut stream: Box<dyn RecvStream>) {
+    async fn accept_hop_stream(&self, peer: &Peer, mut stream: Box<dyn RecvStream>) {
         if peer.role != Role::Node {
             tracing::warn!(%peer, "a client opened a hop's stream");
             stream.stop(ErrorKind::Denied.wire_code());
@@ -136,9 +136,10 @@ impl Node {
     }
 
     /// Reads a request, checks the caller's permission and dispatches the call.
-    async fn call(self: &Arc<Self>, mut served: OpenCall) {
+    async fn serve_call(self: &Arc<Self>, mut served: IncomingCall) {
         let read =
-            deadline(&*self.context.clock, REQUEST_LIMIT, self.request(&mut served.recv)).await;
+            deadline(&*self.context.clock, REQUEST_LIMIT, self.read_request(&mut served.recv))
+                .await;
         let request = match read {
             Ok(Ok(Some(request))) => request,
             Ok(Ok(None)) => return,
@@ -176,7 +177,7 @@ impl Node {
     /// Reads a request. Returns `None` if the stream ended before one. Memory is reserved before
     /// the bytes are read, so long requests wait for each other instead of taking more memory, and
     /// short ones do not wait for long ones.
-    async fn request(&self, recv: &mut FramedRecv) -> Result<Option<Request>, NetError> {
+    async fn read_request(&self, recv: &mut FramedRecv) -> Result<Option<Request>, NetError> {
         let Some(len_bytes) = recv.frame_len(MAX_FRAME_BYTES).await? else { return Ok(None) };
         let is_short = len_bytes <= SHORT_REQUEST_BYTES;
         let share = if is_short { &self.budgets.requests } else { &self.budgets.control };
@@ -190,8 +191,8 @@ impl Node {
     }
 
     /// Answers a call with an error and ends its streams.
-    pub(in crate::node) async fn refuse(&self, mut served: OpenCall, refusal: RemoteError) {
-        if self.answer::<()>(&mut served, Err(refusal)).await {
+    pub(in crate::node) async fn refuse(&self, mut served: IncomingCall, refusal: RemoteError) {
+        if self.send_answer::<()>(&mut served, Err(refusal)).await {
             // Without a clean end, the caller would see a reset and lose the reason.
             let _ = served.send.finish().await;
         }
@@ -199,9 +200,9 @@ impl Node {
     }
 
     /// Writes an answer. Returns whether it was delivered to the stream; if not, the peer is gone.
-    pub(in crate::node) async fn answer<C: serde::Serialize>(
+    pub(in crate::node) async fn send_answer<C: serde::Serialize>(
         &self,
-        served: &mut OpenCall,
+        served: &mut IncomingCall,
         answer: Result<C, RemoteError>,
     ) -> bool {
         // Paths are the same on every machine, so the message names the node whose disk failed.
@@ -225,11 +226,11 @@ impl Node {
 
     /// Parses the request, does the work and answers. The work is cancelled if the caller resets
     /// its stream.
-    async fn reply<C, F>(
+    async fn run_and_answer<C, F>(
         self: &Arc<Self>,
         request: Request,
-        mut served: OpenCall,
-        work: impl FnOnce(C) -> F,
+        mut served: IncomingCall,
+        handler: impl FnOnce(C) -> F,
     ) where
         C: Call,
         F: Future<Output = Result<C::Answer, RemoteError>>,
@@ -238,7 +239,7 @@ impl Node {
             Ok(call) => call,
             Err(error) => return self.refuse(served, error.into()).await,
         };
-        let work = work(call);
+        let work = handler(call);
         tokio::pin!(work);
         let answer = tokio::select! {
             biased;
@@ -253,23 +254,23 @@ impl Node {
         if let Err(failure) = &answer {
             tracing::debug!(peer = %served.peer, call = C::NAME, %failure, "refused or failed");
         }
-        if self.answer(&mut served, answer).await {
+        if self.send_answer(&mut served, answer).await {
             let _ = served.send.finish().await;
         }
     }
 
     /// Calls the handler of the call with `number`.
-    async fn dispatch(self: &Arc<Self>, number: u8, request: Request, served: OpenCall) {
+    async fn dispatch(self: &Arc<Self>, number: u8, request: Request, served: IncomingCall) {
         macro_rules! reply {
             ($call:ident => $work:expr) => {
-                self.reply::<$call, _>(request, served, $work).await
+                self.run_and_answer::<$call, _>(request, served, $work).await
             };
         }
         match number {
             Hello::NUMBER => {
                 let peer = served.peer.clone();
                 let peer = &peer;
-                reply!(Hello => |call| self.hello(call, peer))
+                reply!(Hello => |call| self.record_introduction(call, peer))
             }
             BeginSave::NUMBER => reply!(BeginSave => |call| self.begin_save(call)),
             RenewLease::NUMBER => reply!(RenewLease => |call| self.renew_lease(call)),
@@ -292,7 +293,7 @@ impl Node {
             PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
             GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),
             ListFiles::NUMBER => reply!(ListFiles => |call| self.list_files(call)),
-            VerifyFile::NUMBER => reply!(VerifyFile => |call| self.verify_file(call)),
+            VerifyFile::NUMBER => reply!(VerifyFile => |call| self.check_reported_file(call)),
             ListSources::NUMBER => reply!(ListSources => |call| self.list_sources(call)),
             ExamineStripe::NUMBER => reply!(ExamineStripe => |call| self.examine_stripe(call)),
             RegisterNode::NUMBER => reply!(RegisterNode => |call| self.register_node(call)),
@@ -302,7 +303,7 @@ impl Node {
             }
             ListKeys::NUMBER => reply!(ListKeys => |call| self.list_keys(call)),
             GrantLease::NUMBER => reply!(GrantLease => |_| self.grant_lease()),
-            TouchLease::NUMBER => reply!(TouchLease => |call| self.touch_lease(call)),
+            TouchLease::NUMBER => reply!(TouchLease => |call| self.renew_or_check_lease(call)),
             RevokeLease::NUMBER => reply!(RevokeLease => |call| self.revoke_lease(call)),
             ReservePart::NUMBER => reply!(ReservePart => |call| self.reserve_part(call)),
             RunPart::NUMBER => reply!(RunPart => |call| self.run_part(call)),
@@ -317,10 +318,10 @@ impl Node {
             RebuildCatalogue::NUMBER => {
                 reply!(RebuildCatalogue => |call| self.rebuild_catalogue(call))
             }
-            MoveCatalogue::NUMBER => reply!(MoveCatalogue => |_| self.move_catalogue()),
+            MoveCatalogue::NUMBER => reply!(MoveCatalogue => |_| self.move_catalogue_here()),
             PauseWrites::NUMBER => reply!(PauseWrites => |_| self.pause_writes()),
             TransferCatalogue::NUMBER => {
-                reply!(TransferCatalogue => |call| self.transfer_catalogue(call))
+                reply!(TransferCatalogue => |call| self.give_up_catalogue(call))
             }
             ClaimEpoch::NUMBER => reply!(ClaimEpoch => |call| self.claim_epoch(call)),
             ListMembers::NUMBER => reply!(ListMembers => |_| self.list_members()),
@@ -331,7 +332,7 @@ impl Node {
             ListRemovedSaves::NUMBER => {
                 reply!(ListRemovedSaves => |call| self.list_removed_saves(call))
             }
-            CatchUp::NUMBER => reply!(CatchUp => |call| self.catch_up_for(call)),
+            CatchUp::NUMBER => reply!(CatchUp => |call| self.catch_up_on_request(call)),
             ListDamagedMarks::NUMBER => reply!(ListDamagedMarks => |_| self.list_damaged_marks()),
             ListMarkedSaves::NUMBER => {
                 reply!(ListMarkedSaves => |call| self.list_marked_saves(call))

@@ -1,14 +1,14 @@
 //! Stores a missing or damaged replica again from another node.
 
-use super::put_block::{PUT_BYTES, STALL_LIMIT};
+use super::put_block::{PUT_MEMORY_BYTES, STALL_LIMIT};
 use crate::clock::deadline;
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::rpc::failure::remote_error;
-use crate::pipeline::read::report_damage;
+use crate::node::rpc::remote_errors::remote_error;
+use crate::pipeline::read::request_verification;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::BlockSpec;
 use crate::units::MAX_BLOCK_BYTES;
@@ -19,9 +19,11 @@ impl Node {
     /// Recreates a replica on this node from the copy on another node. If that copy is damaged or
     /// missing, rebuilds the replica from good grains.
     pub(in crate::node) async fn copy_replica(&self, call: CopyReplica) -> Result<(), RemoteError> {
-        self.ensure_replicated(call.stripe).await?;
-        self.fencing.check_order(call.stripe.shard, call.generation, call.coordinator).await?;
-        let copied = self.store_copy(&call).await;
+        self.ensure_replicated_or_drop(call.stripe).await?;
+        self.fencing
+            .check_and_raise_fence(call.stripe.shard, call.generation, call.coordinator)
+            .await?;
+        let copied = self.fetch_and_store_replica(&call).await;
         let is_bad =
             |error: &RemoteError| matches!(error.kind, ErrorKind::Corrupt | ErrorKind::NotFound);
         match copied {
@@ -29,18 +31,18 @@ impl Node {
                 // The source verifies its file itself, so that the next coordinator finds it
                 // damaged.
                 let file = FileName::Replica { block: call.block };
-                report_damage(&self.context.caller, &call.from, call.stripe, file).await;
+                request_verification(&self.context.caller, &call.from, call.stripe, file).await;
                 tracing::info!(stripe = %call.stripe, %error, "cannot copy a replica: rebuilding it from grains");
-                self.rebuild_from_grains(call.stripe, call.block).await?;
+                self.rebuild_replica_from_grains(call.stripe, call.block).await?;
             }
             copied => copied?,
         }
-        self.fencing.ensure_not_removed(call.stripe.shard.save()).await?;
-        self.ensure_replicated(call.stripe).await
+        self.fencing.refuse_and_purge_removed(call.stripe.shard.save()).await?;
+        self.ensure_replicated_or_drop(call.stripe).await
     }
 
     /// Copies a replica from another node and stores it if its root is that of the stripe's record.
-    async fn store_copy(&self, call: &CopyReplica) -> Result<(), RemoteError> {
+    async fn fetch_and_store_replica(&self, call: &CopyReplica) -> Result<(), RemoteError> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             return Err(remote_error(
                 ErrorKind::Invalid,
@@ -49,12 +51,12 @@ impl Node {
         }
         // Allowed above the high-water mark too: that room is kept free of new saves for data that
         // is already saved.
-        self.executor.check_room(call.len_bytes)?;
+        self.executor.check_replica_room(call.len_bytes)?;
         let key = FileKey::replica(call.stripe, call.block);
         // A file of that name on this node is missing or was found damaged. Check it, so that its
         // damage is noted before the good copy takes the name.
-        let _ = self.check_file(key).await;
-        let _memory = self.reserve_memory(&self.budgets.save, PUT_BYTES).await?;
+        let _ = self.check_and_note_damage(key).await;
+        let _memory = self.reserve_memory(&self.budgets.save, PUT_MEMORY_BYTES).await?;
         let read = ReadFile {
             stripe: call.stripe,
             file: key.name,
@@ -80,10 +82,11 @@ impl Node {
             layout: LAYOUT_STANDARD,
             len_bytes: call.len_bytes,
         };
-        let mut writer = self.context.on_store(move |store| store.write_block(spec, None)).await?;
+        let mut writer =
+            self.context.on_store(move |store| store.create_block_writer(spec, None)).await?;
         let mut left = call.len_bytes;
         while left > 0 {
-            let chunk = self.next_chunk(&mut exchange.recv, left).await?;
+            let chunk = self.read_next_chunk(&mut exchange.recv, left).await?;
             left -= chunk.len() as u64;
             writer = self.write_chunk(writer, chunk).await?;
         }

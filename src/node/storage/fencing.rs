@@ -8,9 +8,9 @@ use crate::format::records::{CommitMark, Fence, Record, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::ErrorKind;
 use crate::node::active_saves::ActiveSaves;
-use crate::node::background::registration::Registration;
+use crate::node::background::registration_and_takeover::Registration;
 use crate::node::context::NodeContext;
-use crate::node::rpc::failure::remote_error;
+use crate::node::rpc::remote_errors::remote_error;
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
@@ -39,7 +39,7 @@ pub(in crate::node) struct Fencing {
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
     /// Held while a fence is read and raised. Two orders must not both read the old one.
-    raising: Arc<Mutex<()>>,
+    fence_lock: Arc<Mutex<()>>,
     registration: Arc<Registration>,
     pub(super) purging: ActiveSaves,
 }
@@ -47,42 +47,42 @@ pub(in crate::node) struct Fencing {
 impl Fencing {
     /// Creates the service with empty caches.
     pub(in crate::node) fn new(context: Arc<NodeContext>, registration: Arc<Registration>) -> Self {
-        let (fences, tombstones, raising, purging) = Default::default();
-        Self { context, fences, tombstones, raising, registration, purging }
+        let (fences, tombstones, fence_lock, purging) = Default::default();
+        Self { context, fences, tombstones, fence_lock, registration, purging }
     }
 
     /// Returns whether this node has a tombstone or a removed-save entry of the save.
     pub(in crate::node) async fn is_removed_save(&self, save: SaveId) -> Result<bool, RemoteError> {
-        if let Some(known) = self.cached_tombstone(save) {
+        if let Some(known) = self.cached_is_removed(save) {
             return Ok(known);
         }
         let found = self.context.on_store(move |store| is_removed(store, save)).await?;
-        self.cache_tombstone(save, found);
+        self.cache_is_removed(save, found);
         Ok(found)
     }
 
     /// Returns whether the save has a tombstone, if that is cached.
-    fn cached_tombstone(&self, save: SaveId) -> Option<bool> {
+    fn cached_is_removed(&self, save: SaveId) -> Option<bool> {
         let cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         cache.get(&save).copied()
     }
 
     /// Caches whether the save has a tombstone. A save that has one never loses it.
-    pub(in crate::node) fn cache_tombstone(&self, save: SaveId, is_there: bool) {
+    pub(in crate::node) fn cache_is_removed(&self, save: SaveId, is_removed: bool) {
         let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         if cache.len() >= MAX_CACHED_TOMBSTONES {
             cache.clear();
         }
         // A tombstone may be written between the disk read and this line, so `true` is never
         // replaced.
-        *cache.entry(save).or_default() |= is_there;
+        *cache.entry(save).or_default() |= is_removed;
     }
 
     /// Checks that the save was not removed and that the epoch is not over, and records the epoch.
     ///
     /// # Errors
     /// [`ErrorKind::Fenced`] if the save was removed; the store's error if the epoch is over.
-    pub(in crate::node) async fn check_not_removed(
+    pub(in crate::node) async fn check_not_removed_raising_epoch(
         &self,
         shard: ShardId,
         generation: Generation,
@@ -95,7 +95,7 @@ impl Fencing {
     }
 
     /// Checks that a client may write to a shard: besides
-    /// [`check_not_removed`](Self::check_not_removed), the node stores data, the epoch has begun, and
+    /// [`check_not_removed_raising_epoch`](Self::check_not_removed_raising_epoch), the node stores data, the epoch has begun, and
     /// the shard is not committed.
     ///
     /// # Errors
@@ -113,8 +113,8 @@ impl Fencing {
                 format!("node {name} stores no data (storage = false)"),
             ));
         }
-        self.check_epoch(generation.epoch).await?;
-        self.check_not_removed(shard, generation).await?;
+        self.check_epoch_has_begun(generation.epoch).await?;
+        self.check_not_removed_raising_epoch(shard, generation).await?;
         // Only committed shards get an owner, so a fence proves the commit as a mark does. Not
         // every node has the mark.
         let settled = self.context.on_store(move |store| {
@@ -134,13 +134,13 @@ impl Fencing {
 
     /// Checks that the epoch of a client's call has begun. A client names an epoch but cannot raise
     /// it: a wrong number would shut this node out of its own cluster permanently.
-    async fn check_epoch(&self, epoch: Epoch) -> Result<(), RemoteError> {
-        if epoch <= self.context.store.epoch() {
+    async fn check_epoch_has_begun(&self, epoch: Epoch) -> Result<(), RemoteError> {
+        if epoch <= self.context.store.highest_seen_epoch() {
             return Ok(());
         }
         // Registering returns the catalogue's epoch, which a node that has just started may not
         // know yet.
-        let answer = self.registration.register_here().await?;
+        let answer = self.registration.register_and_check().await?;
         if epoch > answer.epoch {
             let text = format!("epoch {epoch} has not begun: the catalogue is at {}", answer.epoch);
             return Err(remote_error(ErrorKind::Invalid, text));
@@ -153,13 +153,13 @@ impl Fencing {
     ///
     /// # Errors
     /// [`ErrorKind::Fenced`] if the generation is over or the save was removed.
-    pub(in crate::node) async fn check_order(
+    pub(in crate::node) async fn check_and_raise_fence(
         &self,
         shard: ShardId,
         generation: Generation,
-        holder: NodeId,
+        coordinator: NodeId,
     ) -> Result<(), RemoteError> {
-        self.check_not_removed(shard, generation).await?;
+        self.check_not_removed_raising_epoch(shard, generation).await?;
         let cached = {
             let fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
             fences.get(&shard).copied()
@@ -176,13 +176,13 @@ impl Fencing {
             Some(fence) if fence.generation > generation => return Err(refuse(&fence)),
             _ => {}
         }
-        let (next, raising) = (Fence { generation, holder }, self.raising.clone());
+        let (next, raising) = (Fence { generation, holder: coordinator }, self.fence_lock.clone());
         let fence = self.context.on_store(move |store| {
             let _one_at_a_time = raising.lock().unwrap_or_else(PoisonError::into_inner);
             raise_fence(store, shard, next)
         });
         let fence = fence.await?;
-        self.ensure_not_removed(shard.save()).await?;
+        self.refuse_and_purge_removed(shard.save()).await?;
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
         if fences.len() >= MAX_CACHED_TOMBSTONES {
             fences.clear();
@@ -212,12 +212,12 @@ fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Remo
 /// Returns whether the save has a tombstone, or the removed-save entry that replaced it after the
 /// purge.
 fn is_removed(store: &Store, save: SaveId) -> Result<bool, StoreError> {
-    Ok(store.tombstone(save)?.is_some() || store.is_recorded_removed(save)?)
+    Ok(store.get_tombstone(save)?.is_some() || store.is_recorded_removed(save)?)
 }
 
 /// Returns the save according to a shard's commit mark, if the shard has a good mark of this
 /// cluster.
-pub(in crate::node) fn marked_save(
+pub(in crate::node) fn read_marked_save(
     store: &Store,
     shard: ShardId,
 ) -> Result<Option<MarkedSave>, StoreError> {

@@ -8,7 +8,7 @@ use super::fencing::receipt_name;
 use crate::format::file::{FileKey, FileName};
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::failure::remote_error;
+use crate::node::rpc::remote_errors::remote_error;
 use crate::pipeline::executor::{HopError, RunError};
 use crate::plan::Input;
 use crate::store::{RecordScope, StoreError};
@@ -20,8 +20,10 @@ impl Node {
     /// Reserves the memory and disk space of this node's part of a plan.
     pub(in crate::node) async fn reserve_part(&self, call: ReservePart) -> Result<(), RemoteError> {
         let order = call.order;
-        self.fencing.check_order(order.stripe.shard, order.generation, order.coordinator).await?;
-        Ok(self.executor.reserve(order).await?)
+        self.fencing
+            .check_and_raise_fence(order.stripe.shard, order.generation, order.coordinator)
+            .await?;
+        Ok(self.executor.reserve_part(order).await?)
     }
 
     /// Runs a reserved part of a plan. Returns its report. The work runs in a task of its own: its
@@ -43,19 +45,19 @@ impl Node {
     async fn execute_part(
         &self,
         run: [u8; 16],
-        given_up: &CancellationToken,
+        cancelled: &CancellationToken,
     ) -> Result<RunReport, RemoteError> {
-        let Some((stripe, blocks)) = self.executor.inputs(run) else {
+        let Some((stripe, blocks)) = self.executor.part_input_blocks(run) else {
             return Err(RunError::Unknown.into());
         };
-        let result = self.executor.run(run, given_up).await;
-        self.fencing.ensure_not_removed(stripe.shard.save()).await?;
+        let result = self.executor.run_reserved(run, cancelled).await;
+        self.fencing.refuse_and_purge_removed(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.context.settings.name, %error, "a part of a plan failed");
             if let RunError::Store(StoreError::Conflict { key })
             | RunError::Hop { source: HopError::Store(StoreError::Conflict { key }), .. } = error
             {
-                self.quarantine_unproven(*key).await?;
+                self.quarantine_unproven_piece(*key).await?;
             }
             let rotten = match error {
                 RunError::Hop {
@@ -68,7 +70,7 @@ impl Node {
             for block in rotten {
                 // Note a damaged replica, so that the coordinator has it recreated.
                 let file = FileName::Replica { block };
-                let _ = self.verify_file(VerifyFile { stripe, file }).await;
+                let _ = self.check_reported_file(VerifyFile { stripe, file }).await;
             }
         }
         Ok(result?)
@@ -76,16 +78,16 @@ impl Node {
 
     /// Moves an unequal piece of an attempt without a receipt to quarantine. It was never proven,
     /// and the next run needs its name.
-    async fn quarantine_unproven(&self, key: FileKey) -> Result<(), RemoteError> {
+    async fn quarantine_unproven_piece(&self, key: FileKey) -> Result<(), RemoteError> {
         let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
         self.context
             .on_store(move |store| {
-                let judged = store.open_file(key)?;
+                let judged = store.open_undamaged_file(key)?;
                 let receipt = store
                     .get_record_file(RecordScope::Stripe(key.stripe), &receipt_name(attempt))?;
                 if receipt.is_none() {
                     let why = "another piece of the same attempt, never proven";
-                    store.quarantine(key, Some(&judged), why)?;
+                    store.quarantine_file(key, Some(&judged), why)?;
                 }
                 Ok::<_, StoreError>(())
             })
@@ -94,7 +96,7 @@ impl Node {
 
     /// Releases the reservation of a part of a plan.
     pub(in crate::node) async fn release_part(&self, call: ReleasePart) -> Result<(), RemoteError> {
-        self.executor.release(call.run);
+        self.executor.release_part(call.run);
         Ok(())
     }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::fencing::Fencing;
 use crate::id::{SaveId, ShardId};
 use crate::kind::ErrorKind;
-use crate::node::active_saves::ActiveSave;
-use crate::node::rpc::failure::remote_error;
+use crate::node::active_saves::ActiveSaveGuard;
+use crate::node::rpc::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store};
 use crate::wire::RemoteError;
@@ -27,7 +27,7 @@ impl Fencing {
     pub(in crate::node) async fn purge_save(&self, save: SaveId) -> Result<u64, RemoteError> {
         let mut waits = 0;
         let mark = loop {
-            match ActiveSave::begin(&self.purging, save) {
+            match ActiveSaveGuard::try_claim(&self.purging, save) {
                 Some(mark) => break mark,
                 None if waits == PURGE_WAITS => {
                     let text = format!("save {save} is being purged on this node: ask again");
@@ -42,7 +42,7 @@ impl Fencing {
         self.context
             .on_store(move |store| {
                 let _mark = mark;
-                purge_files(store, save)
+                purge_and_record_removed(store, save)
             })
             .await
     }
@@ -52,7 +52,7 @@ impl Fencing {
     ///
     /// # Errors
     /// [`ErrorKind::Fenced`] if the save was removed.
-    pub(in crate::node) async fn ensure_not_removed(
+    pub(in crate::node) async fn refuse_and_purge_removed(
         &self,
         save: SaveId,
     ) -> Result<(), RemoteError> {
@@ -69,10 +69,10 @@ impl Fencing {
 
 /// Removes all files of a save and adds it to the removed-save set. Returns the size of the removed
 /// files in bytes.
-fn purge_files(store: &Store, save: SaveId) -> Result<u64, RemoteError> {
+fn purge_and_record_removed(store: &Store, save: SaveId) -> Result<u64, RemoteError> {
     // The tombstone, or the removed-save entry that replaced it, must be durable on this node: it
     // is the evidence.
-    let has_tombstone = store.tombstone(save)?.is_some();
+    let has_tombstone = store.get_tombstone(save)?.is_some();
     if !has_tombstone && !store.is_recorded_removed(save)? {
         let text = format!("this node has no tombstone of save {save}: nothing is removed");
         return Err(remote_error(ErrorKind::Denied, text));
@@ -92,7 +92,7 @@ fn purge_files(store: &Store, save: SaveId) -> Result<u64, RemoteError> {
     trace_point(TracePoint::Grave, save);
     // No file is left. The removed-save entry replaces the tombstone, which is removed once the
     // entry is durable.
-    if has_tombstone && store.record_removed(save)? {
+    if has_tombstone && store.try_record_removed(save)? {
         store.remove_tombstone(save)?;
     }
     Ok(bytes)
@@ -107,8 +107,8 @@ fn purge_shard(store: &Store, shard: ShardId) -> Result<u64, RemoteError> {
         let Some(last) = page.last() else { break };
         after = Some(last.index);
         for stripe in page {
-            for (key, file_bytes) in store.every_file(stripe)? {
-                if store.remove(key)? {
+            for (key, file_bytes) in store.list_all_files(stripe)? {
+                if store.remove_file(key)? {
                     bytes += file_bytes;
                 }
             }

@@ -14,8 +14,8 @@ use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Exchange, address};
 use crate::net::frame::FramedRecv;
 use crate::node::Node;
-use crate::node::rpc::dispatch::{OpenCall, Request};
-use crate::node::rpc::failure::remote_error;
+use crate::node::rpc::dispatch::{IncomingCall, Request};
+use crate::node::rpc::remote_errors::remote_error;
 use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
@@ -33,7 +33,7 @@ const MEMORY_LIMIT: Duration = Duration::from_secs(6);
 const FORWARD_LIMIT: Duration = Duration::from_secs(8);
 /// Working memory of one incoming block, in bytes: its stream, the stream to its second holder, the
 /// writer, the trailer, and chunks in transit.
-pub(in crate::node) const PUT_BYTES: u64 = STREAM_WINDOW_BYTES
+pub(in crate::node) const PUT_MEMORY_BYTES: u64 = STREAM_WINDOW_BYTES
     + SEND_BYTES
     + BLOCK_WRITER_BYTES
     + MAX_TRAILER_BYTES
@@ -44,7 +44,7 @@ const MAX_TRAILER_BYTES: u64 = 64 + 16 * (MAX_BLOCK_BYTES / GRAIN_BYTES);
 /// An admitted block: the memory reserved for it, and the call to its second holder.
 struct AdmittedBlock {
     memory: Reservation,
-    forward: Option<Forward>,
+    forward: Option<BlockForward>,
 }
 
 impl Node {
@@ -72,12 +72,12 @@ impl Node {
     }
 
     /// Reads the next chunk of at most `left` bytes.
-    pub(super) async fn next_chunk(
+    pub(super) async fn read_next_chunk(
         &self,
         recv: &mut FramedRecv,
-        left: u64,
+        left_bytes: u64,
     ) -> Result<Bytes, RemoteError> {
-        let want = left.min(BULK_CHUNK_BYTES as u64) as usize;
+        let want = left_bytes.min(BULK_CHUNK_BYTES as u64) as usize;
         Ok(deadline(&*self.context.clock, STALL_LIMIT, recv.read_exact(want)).await??)
     }
 
@@ -86,10 +86,10 @@ impl Node {
     pub(in crate::node) async fn put_block(
         self: &Arc<Self>,
         request: Request,
-        mut served: OpenCall,
+        mut served: IncomingCall,
     ) {
         let answer = match request.parse::<PutBlock>() {
-            Ok(call) => match self.store_block(call, &mut served).await {
+            Ok(call) => match self.receive_and_store_block(call, &mut served).await {
                 Ok(Some(answer)) => Ok(answer),
                 Ok(None) => return,
                 Err(failure) => Err(failure),
@@ -100,7 +100,7 @@ impl Node {
             tracing::warn!(peer = %served.peer, %failure, "a block was not stored");
         }
         let stored = answer.is_ok();
-        if self.answer(&mut served, answer).await {
+        if self.send_answer(&mut served, answer).await {
             let _ = served.send.finish().await;
         }
         if !stored {
@@ -112,8 +112,8 @@ impl Node {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if it does not.
-    fn check_room(&self, bytes: u64) -> Result<(), RemoteError> {
-        let space = self.context.store.space()?;
+    fn check_below_high_water(&self, bytes: u64) -> Result<(), RemoteError> {
+        let space = self.context.store.disk_space()?;
         let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(bytes);
         let limit = space.total_bytes / 100 * u64::from(self.context.settings.high_water_percent);
         if used > limit {
@@ -130,10 +130,10 @@ impl Node {
 
     /// Admits and stores a block. Returns `None` if the block was not admitted: the sender has the
     /// answer already, or is gone.
-    async fn store_block(
+    async fn receive_and_store_block(
         self: &Arc<Self>,
         call: PutBlock,
-        served: &mut OpenCall,
+        served: &mut IncomingCall,
     ) -> Result<Option<PutBlockAnswer>, RemoteError> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             let text =
@@ -141,20 +141,21 @@ impl Node {
             return Err(remote_error(ErrorKind::Invalid, text));
         }
         self.fencing.check_writable(call.stripe.shard, call.generation).await?;
-        self.check_room(call.len_bytes)?;
-        let AdmittedBlock { memory: _memory, mut forward } = match self.admit_block(&call).await? {
-            Ok(admitted) => admitted,
-            Err(refused) => {
-                let answer = BlockAdmitted {
-                    second_refused: Some((refused.kind.wire_code(), refused.message)),
-                };
-                if self.answer(served, Ok(answer)).await {
-                    let _ = served.send.finish().await;
+        self.check_below_high_water(call.len_bytes)?;
+        let AdmittedBlock { memory: _memory, mut forward } =
+            match self.admit_on_both_holders(&call).await? {
+                Ok(admitted) => admitted,
+                Err(refused) => {
+                    let answer = BlockAdmitted {
+                        second_refused: Some((refused.kind.wire_code(), refused.message)),
+                    };
+                    if self.send_answer(served, Ok(answer)).await {
+                        let _ = served.send.finish().await;
+                    }
+                    return Ok(None);
                 }
-                return Ok(None);
-            }
-        };
-        if !self.answer(served, Ok(BlockAdmitted { second_refused: None })).await {
+            };
+        if !self.send_answer(served, Ok(BlockAdmitted { second_refused: None })).await {
             return Ok(None);
         }
         let recv = &mut served.recv;
@@ -172,15 +173,17 @@ impl Node {
             let value = key.fingerprint(grain).unwrap_or(Fingerprint::ZERO);
             collect.lock().unwrap_or_else(PoisonError::into_inner).push(value);
         });
-        let mut writer =
-            self.context.on_store(move |store| store.write_block(spec, Some(fingerprint))).await?;
+        let mut writer = self
+            .context
+            .on_store(move |store| store.create_block_writer(spec, Some(fingerprint)))
+            .await?;
         let mut left = call.len_bytes;
         while left > 0 {
-            let chunk = self.next_chunk(recv, left).await?;
+            let chunk = self.read_next_chunk(recv, left).await?;
             left -= chunk.len() as u64;
             let forwarding = async {
                 if let Some(forward) = &mut forward {
-                    forward.write(self, chunk.clone()).await;
+                    forward.send_chunk(self, chunk.clone()).await;
                 }
             };
             let (stored, ()) = tokio::join!(self.write_chunk(writer, chunk.clone()), forwarding);
@@ -201,7 +204,7 @@ impl Node {
         let root = trailer.root;
         let forwarding = async {
             match forward {
-                Some(forward) => Some(forward.finish(self, &trailer).await),
+                Some(forward) => Some(forward.send_trailer_and_finish(self, &trailer).await),
                 None => None,
             }
         };
@@ -209,27 +212,27 @@ impl Node {
         let finishing = self.context.on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
-        self.fencing.ensure_not_removed(call.stripe.shard.save()).await?;
+        self.fencing.refuse_and_purge_removed(call.stripe.shard.save()).await?;
         Ok(Some(PutBlockAnswer { forwarded }))
     }
 
     /// Reserves the memory of a block on this node and on its second holder, in node-id order, so
     /// that blocks from A to B and blocks from B to A never wait for each other. Returns the
     /// admitted block. The inner error is the second holder's.
-    async fn admit_block(
+    async fn admit_on_both_holders(
         &self,
         call: &PutBlock,
     ) -> Result<Result<AdmittedBlock, RemoteError>, RemoteError> {
-        let mine = || self.reserve_memory(&self.budgets.save, PUT_BYTES);
+        let mine = || self.reserve_memory(&self.budgets.save, PUT_MEMORY_BYTES);
         let Some(to) = &call.forward else {
             return Ok(Ok(AdmittedBlock { memory: mine().await?, forward: None }));
         };
         let (memory, forward);
         if self.context.id < NodeId::of(&to.name) {
             memory = mine().await?;
-            forward = Forward::open(self, to, call).await;
+            forward = BlockForward::open(self, to, call).await;
         } else {
-            forward = Forward::open(self, to, call).await;
+            forward = BlockForward::open(self, to, call).await;
             memory = mine().await?;
         }
         Ok(forward.map(|forward| AdmittedBlock { memory, forward: Some(forward) }))
@@ -247,11 +250,11 @@ impl Node {
 
 /// The call that forwards a block to its second holder. Its failure does not prevent the first copy
 /// from being stored.
-struct Forward {
+struct BlockForward {
     exchange: Result<Exchange, String>,
 }
 
-impl Forward {
+impl BlockForward {
     /// Opens the call to the second holder. Returns when that node has reserved the memory for the
     /// block.
     async fn open(node: &Node, to: &NodeAddress, call: &PutBlock) -> Result<Self, RemoteError> {
@@ -272,7 +275,7 @@ impl Forward {
     }
 
     /// Sends a chunk. After a failure it does nothing.
-    async fn write(&mut self, node: &Node, chunk: Bytes) {
+    async fn send_chunk(&mut self, node: &Node, chunk: Bytes) {
         if let Ok(exchange) = &mut self.exchange {
             let failed =
                 match deadline(&*node.context.clock, STALL_LIMIT, exchange.write(chunk)).await {
@@ -280,14 +283,14 @@ impl Forward {
                     Ok(Err(error)) => error.to_string(),
                     Err(late) => late.to_string(),
                 };
-            self.exchange = Err(self.explain(node, failed).await);
+            self.exchange = Err(self.fetch_failure_reason(node, failed).await);
         }
     }
 
     /// Returns why the second holder ended the stream: its own error if it sent one, otherwise
     /// `failed`. A holder that refuses answers before it stops the stream.
-    async fn explain(&mut self, node: &Node, failed: String) -> String {
-        let Ok(exchange) = &mut self.exchange else { return failed };
+    async fn fetch_failure_reason(&mut self, node: &Node, fallback: String) -> String {
+        let Ok(exchange) = &mut self.exchange else { return fallback };
         match deadline(
             &*node.context.clock,
             Duration::from_secs(1),
@@ -296,12 +299,16 @@ impl Forward {
         .await
         {
             Ok(Err(error)) if !error.is_unanswered() => error.to_string(),
-            _ => failed,
+            _ => fallback,
         }
     }
 
     /// Sends the trailer and waits until the second holder has stored the block.
-    async fn finish(self, node: &Node, trailer: &BlockTrailer) -> Result<(), String> {
+    async fn send_trailer_and_finish(
+        self,
+        node: &Node,
+        trailer: &BlockTrailer,
+    ) -> Result<(), String> {
         let mut exchange = self.exchange?;
         let frame =
             message_to_bytes(trailer, "a block's trailer").map_err(|error| error.to_string())?;

@@ -8,18 +8,18 @@ use crate::clock::deadline;
 use crate::format::file::FileKey;
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::dispatch::{OpenCall, Request};
-use crate::node::rpc::failure::remote_error;
+use crate::node::rpc::dispatch::{IncomingCall, Request};
+use crate::node::rpc::remote_errors::remote_error;
 use crate::store::{FileInfo, SourceFile, Store, StoreError};
 use crate::units::MAX_BLOCK_BYTES;
 use crate::wire::calls::{FileView, ListFiles, ReadFile, ReadFileAnswer, ReadSource};
 use crate::wire::{BULK_CHUNK_BYTES, RemoteError};
 
 /// Working memory of one read, in bytes.
-const READ_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
+const READ_MEMORY_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
 
 /// A part of a file that is sent to a reader, from byte `from` up to `end`.
-struct OpenRead {
+struct OpenFileRange {
     file: Arc<SourceFile>,
     from: u64,
     end: u64,
@@ -28,34 +28,42 @@ struct OpenRead {
 
 impl Node {
     /// Sends a part of a file that counts.
-    pub(in crate::node) async fn read_file(self: &Arc<Self>, request: Request, served: OpenCall) {
+    pub(in crate::node) async fn read_file(
+        self: &Arc<Self>,
+        request: Request,
+        served: IncomingCall,
+    ) {
         let prepared = match request.parse::<ReadFile>() {
-            Ok(call) => self.open_read(call).await,
+            Ok(call) => self.open_file_range(call).await,
             Err(error) => Err(error.into()),
         };
-        self.send_file(prepared, served).await;
+        self.send_file_range(prepared, served).await;
     }
 
     /// Sends a part of a file that may be damaged.
-    pub(in crate::node) async fn read_source(self: &Arc<Self>, request: Request, served: OpenCall) {
+    pub(in crate::node) async fn read_source(
+        self: &Arc<Self>,
+        request: Request,
+        served: IncomingCall,
+    ) {
         let prepared = match request.parse::<ReadSource>() {
-            Ok(call) => self.open_source(call).await,
+            Ok(call) => self.open_source_range(call).await,
             Err(error) => Err(error.into()),
         };
-        self.send_file(prepared, served).await;
+        self.send_file_range(prepared, served).await;
     }
 
     /// Sends the answer and then the bytes of a prepared read.
-    async fn send_file(
+    async fn send_file_range(
         self: &Arc<Self>,
-        prepared: Result<(OpenRead, ReadFileAnswer), RemoteError>,
-        mut served: OpenCall,
+        prepared: Result<(OpenFileRange, ReadFileAnswer), RemoteError>,
+        mut served: IncomingCall,
     ) {
-        let (OpenRead { file, mut from, end, memory: _memory }, answer) = match prepared {
+        let (OpenFileRange { file, mut from, end, memory: _memory }, answer) = match prepared {
             Ok(prepared) => prepared,
             Err(refusal) => return self.refuse(served, refusal).await,
         };
-        if !self.answer(&mut served, Ok(answer)).await {
+        if !self.send_answer(&mut served, Ok(answer)).await {
             return;
         }
         while from < end {
@@ -63,7 +71,7 @@ impl Node {
             let source = file.clone();
             let read = move |_: &Store| {
                 let mut chunk = vec![0; len as usize];
-                source.read(from, &mut chunk);
+                source.read_or_zero(from, &mut chunk);
                 Ok::<_, StoreError>(chunk)
             };
             let Ok(chunk) = self.context.on_store(read).await else {
@@ -79,11 +87,14 @@ impl Node {
     }
 
     /// Opens a file that counts and reserves memory. Returns the open read and its answer.
-    async fn open_read(&self, call: ReadFile) -> Result<(OpenRead, ReadFileAnswer), RemoteError> {
+    async fn open_file_range(
+        &self,
+        call: ReadFile,
+    ) -> Result<(OpenFileRange, ReadFileAnswer), RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
-        let memory = self.reserve_memory(&self.budgets.restore, READ_BYTES).await?;
-        let file = self.context.on_store(move |store| store.open_file(key)).await?;
-        let len_bytes = file.info().len_bytes;
+        let memory = self.reserve_memory(&self.budgets.restore, READ_MEMORY_BYTES).await?;
+        let file = self.context.on_store(move |store| store.open_undamaged_file(key)).await?;
+        let len_bytes = file.index_entry().len_bytes;
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
         let Some(end) = end else {
             let text = format!(
@@ -94,15 +105,15 @@ impl Node {
         };
         let hashes = if call.hashes { file.tree().hashes().to_vec() } else { Vec::new() };
         let file = Arc::new(file.into_source());
-        let sending = OpenRead { file, from: call.from, end, memory };
+        let sending = OpenFileRange { file, from: call.from, end, memory };
         Ok((sending, ReadFileAnswer { len_bytes, hashes }))
     }
 
     /// Opens a file that may be damaged and reserves memory. Returns the open read and its answer.
-    async fn open_source(
+    async fn open_source_range(
         &self,
         call: ReadSource,
-    ) -> Result<(OpenRead, ReadFileAnswer), RemoteError> {
+    ) -> Result<(OpenFileRange, ReadFileAnswer), RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= MAX_BLOCK_BYTES);
         let end = end.ok_or_else(|| {
@@ -110,8 +121,8 @@ impl Node {
                 format!("{} bytes from {} on are more than a block", call.len_bytes, call.from);
             remote_error(ErrorKind::Invalid, text)
         })?;
-        let memory = self.reserve_memory(&self.budgets.restore, READ_BYTES).await?;
-        let file = self.context.on_store(move |store| store.open_source(key)).await?;
+        let memory = self.reserve_memory(&self.budgets.restore, READ_MEMORY_BYTES).await?;
+        let file = self.context.on_store(move |store| store.open_grain_source(key)).await?;
         let answer = match file.tail() {
             Some((header, tree)) => {
                 let hashes = if call.hashes { tree.hashes().to_vec() } else { Vec::new() };
@@ -119,7 +130,7 @@ impl Node {
             }
             None => ReadFileAnswer { len_bytes: 0, hashes: Vec::new() },
         };
-        Ok((OpenRead { file: Arc::new(file), from: call.from, end, memory }, answer))
+        Ok((OpenFileRange { file: Arc::new(file), from: call.from, end, memory }, answer))
     }
 
     /// Returns the files of a stripe that count.
@@ -127,7 +138,8 @@ impl Node {
         &self,
         call: ListFiles,
     ) -> Result<Vec<FileView>, RemoteError> {
-        let files = self.context.on_store(move |store| store.find(call.stripe)).await?;
+        let files =
+            self.context.on_store(move |store| store.list_undamaged_files(call.stripe)).await?;
         let view = |info: &FileInfo| FileView {
             file: info.content.name(),
             len_bytes: info.len_bytes,

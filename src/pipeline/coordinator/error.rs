@@ -4,7 +4,7 @@ use crate::catalogue::CatalogueError;
 use crate::id::{Job, NodeId, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
-use crate::pipeline::shard_records::RecordsError;
+use crate::pipeline::record_fetch::RecordsError;
 use crate::plan::check::PlanError;
 use crate::planner::PlannerError;
 use crate::wire::RemoteError;
@@ -88,7 +88,7 @@ pub enum ArchiveError {
     #[error(
         "stripe {stripe}: no good replica of block {block} is on a node that answers, and {silent} do not answer; the stripe waits until they are back"
     )]
-    Away {
+    BlockUnreachable {
         /// The stripe.
         stripe: StripeId,
         /// The index of the block in the stripe, counted from 0.
@@ -123,7 +123,7 @@ pub enum ArchiveError {
     #[error(transparent)]
     Call(#[from] CallError),
     /// A node's part of a plan failed.
-    #[error("node {node}{}: {failure}", behind_nodes(before))]
+    #[error("node {node}{}: {failure}", format_sending_nodes(before))]
     Part {
         /// The node.
         node: String,
@@ -137,7 +137,7 @@ pub enum ArchiveError {
     Format(String),
 }
 
-fn behind_nodes(before: &[String]) -> String {
+fn format_sending_nodes(before: &[String]) -> String {
     if before.is_empty() { String::new() } else { format!(", behind {}", before.join(", ")) }
 }
 
@@ -150,7 +150,7 @@ impl ArchiveError {
             ArchiveError::Fenced { .. } => ErrorKind::Fenced,
             ArchiveError::NoCode { .. } => ErrorKind::Invalid,
             ArchiveError::NoSpare { .. }
-            | ArchiveError::Away { .. }
+            | ArchiveError::BlockUnreachable { .. }
             | ArchiveError::Unregistered { .. } => ErrorKind::Unavailable,
             // A node that did not answer may have the record.
             ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => ErrorKind::Unavailable,

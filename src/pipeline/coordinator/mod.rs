@@ -6,15 +6,15 @@
 //! recreates missing replicas; `orders` turns a plan into orders and verifies the proofs;
 //! `plan_execution` runs them; `receipts` stores and finds receipts; `drops` drops the replicas.
 
-mod drops;
+mod archive_request;
+mod drop_replicas;
+mod ensure_replicas;
 mod error;
-mod orders;
+mod orders_and_proofs;
 mod owned_shard;
 mod plan_execution;
 mod receipts;
-mod replicas;
-mod request;
 mod stripe_archiving;
 
+pub use archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 pub use error::ArchiveError;
-pub use request::{Coordinator, Events, shard_roots};

@@ -8,12 +8,14 @@ use tokio::sync::{Mutex, OnceCell};
 
 use super::{ArchiveError, Coordinator};
 use crate::catalogue::CatalogueError;
-use crate::catalogue::records::{Written, read, state_key, write};
+use crate::catalogue::record_access::{
+    RecordSetOutcome, compare_and_set_record, read_record, shard_state_key,
+};
 use crate::code::{Code, CodeId, Layout, RsCode, table};
 use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
-use crate::pipeline::shard_records;
+use crate::pipeline::record_fetch;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::calls::{ArchiveOptions, PlanChoice};
@@ -39,7 +41,7 @@ pub(super) struct OwnedShard {
     leaves: OnceCell<Leaves>,
 }
 
-fn code_for(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
+fn code_for_plan(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
     let (n, k) = (usize::from(root.n), usize::from(root.k));
     let code = match plan {
         PlanChoice::Chain => table::find(n, k).cloned().map(Code::Chain),
@@ -60,9 +62,9 @@ async fn ensure_not_owned_by_another(
 ) -> Result<(), ArchiveError> {
     if let Some(owner) = &state.owner
         && owner.lease != lease
-        && coordinator.catalogue.lease_touch(owner.lease, false).await?
+        && coordinator.catalogue.is_lease_alive(owner.lease).await?
     {
-        let directory = coordinator.directory().await?;
+        let directory = coordinator.fetch_directory().await?;
         let owner = directory.name(owner.node);
         let what = format!("shard {}", root.name);
         return Err(ArchiveError::Owned { what, owner });
@@ -91,7 +93,7 @@ fn begin_archiving(state: &mut ShardState, attempt: Attempt, code: CodeId, gener
 impl OwnedShard {
     /// Takes ownership of the shard. The same compare-and-set changes its replicated stripes to
     /// `Archiving`. Returns the owned shard.
-    pub async fn take(
+    pub async fn take_ownership(
         coordinator: &Coordinator,
         root: ShardRoot,
         options: ArchiveOptions,
@@ -100,12 +102,12 @@ impl OwnedShard {
         let catalogue = &*coordinator.catalogue;
         let fenced = || ArchiveError::Fenced { shard: root.name.to_string() };
         let geometry = root.geometry().map_err(|error| ArchiveError::Format(error.to_string()))?;
-        let code = code_for(&root, options.plan)?;
+        let code = code_for_plan(&root, options.plan)?;
         let no_code = |_| ArchiveError::NoCode { n: root.n, k: root.k };
         let layout = Layout::new(root.n.into(), root.k.into()).map_err(no_code)?;
-        let key = state_key(root.shard);
+        let key = shard_state_key(root.shard);
         let attempt = Attempt(coordinator.entropy.id());
-        let mut current = read::<ShardState>(catalogue, &key).await?;
+        let mut current = read_record::<ShardState>(catalogue, &key).await?;
         let (generation, state) = loop {
             // The state is created together with the root. So an absent state means that the shard
             // was removed.
@@ -119,9 +121,11 @@ impl OwnedShard {
             state.owner = Some(Owner { node: coordinator.me, lease });
             begin_archiving(&mut state, attempt, code.id(), generation);
             trace_point(TracePoint::Take, root.shard);
-            match write(catalogue, &key, Some(revision), &state).await? {
-                Written::Set(revision) => break (generation, Mutex::new((state, revision))),
-                Written::Other(other) => current = other,
+            match compare_and_set_record(catalogue, &key, Some(revision), &state).await? {
+                RecordSetOutcome::Set(revision) => {
+                    break (generation, Mutex::new((state, revision)));
+                }
+                RecordSetOutcome::Conflict(other) => current = other,
             }
         };
         let (is_lost, leaves) = (AtomicBool::new(false), OnceCell::new());
@@ -129,7 +133,7 @@ impl OwnedShard {
     }
 
     /// Returns the stripes that are not archived, or whose replicas are not known to be dropped.
-    pub async fn unfinished(&self) -> Vec<u32> {
+    pub async fn unfinished_stripes(&self) -> Vec<u32> {
         let state = self.state.lock().await;
         let finished =
             |state: &StripeState| matches!(state, StripeState::Archived { dropped: true, .. });
@@ -141,12 +145,12 @@ impl OwnedShard {
     }
 
     /// Returns the states of all stripes, in order.
-    pub async fn states(&self) -> Vec<StripeState> {
+    pub async fn stripe_states(&self) -> Vec<StripeState> {
         self.state.lock().await.0.states().collect()
     }
 
     /// Returns the state of one stripe.
-    pub async fn stripe(&self, index: u32) -> Option<StripeState> {
+    pub async fn stripe_state(&self, index: u32) -> Option<StripeState> {
         self.state.lock().await.0.stripe(index)
     }
 
@@ -161,7 +165,7 @@ impl OwnedShard {
         coordinator: &Coordinator,
         directory: &Directory,
     ) -> Result<&Leaves, ArchiveError> {
-        let fetch = shard_records::fetch_leaves(&coordinator.caller, directory, &self.root);
+        let fetch = record_fetch::fetch_leaves(&coordinator.caller, directory, &self.root);
         Ok(self.leaves.get_or_try_init(|| fetch).await?)
     }
 
@@ -174,7 +178,7 @@ impl OwnedShard {
     }
 
     /// Sets the state of one stripe by compare-and-set.
-    pub async fn set_stripes(
+    pub async fn set_stripe_state(
         &self,
         coordinator: &Coordinator,
         index: u32,
@@ -198,19 +202,19 @@ impl OwnedShard {
         coordinator: &Coordinator,
         change: impl Fn(&mut ShardState) -> Result<(), ArchiveError>,
     ) -> Result<(), ArchiveError> {
-        let (catalogue, key) = (&*coordinator.catalogue, state_key(self.root.shard));
+        let (catalogue, key) = (&*coordinator.catalogue, shard_state_key(self.root.shard));
         let mut state = self.state.lock().await;
         for _ in 0..TRIES {
             self.ensure_owned()?;
             let mut next = state.0.clone();
             change(&mut next)?;
-            let found = match write(catalogue, &key, Some(state.1), &next).await {
-                Ok(Written::Set(revision)) => {
+            let found = match compare_and_set_record(catalogue, &key, Some(state.1), &next).await {
+                Ok(RecordSetOutcome::Set(revision)) => {
                     *state = (next, revision);
                     return Ok(());
                 }
-                Ok(Written::Other(found)) => found,
-                Err(error) if error.kind().is_transient() => read(catalogue, &key).await?,
+                Ok(RecordSetOutcome::Conflict(found)) => found,
+                Err(error) if error.kind().is_transient() => read_record(catalogue, &key).await?,
                 Err(error) => return Err(error.into()),
             };
             match found {
@@ -218,7 +222,9 @@ impl OwnedShard {
                     *state = (found, revision);
                     return Ok(());
                 }
-                Some((found, revision)) if self.is_ours(&found) => *state = (found, revision),
+                Some((found, revision)) if self.is_owned_by_us(&found) => {
+                    *state = (found, revision)
+                }
                 _ => self.is_lost.store(true, Ordering::Relaxed),
             }
         }
@@ -227,13 +233,16 @@ impl OwnedShard {
         Err(CatalogueError::Unreachable { seeds, reason }.into())
     }
 
-    fn is_ours(&self, state: &ShardState) -> bool {
+    fn is_owned_by_us(&self, state: &ShardState) -> bool {
         let owner = state.owner.as_ref().map(|owner| owner.lease);
         !state.deleting && state.generation == self.generation && owner == Some(self.lease)
     }
 
     /// Releases the shard. If another owner has taken the shard in the meantime, this is no error.
-    pub async fn release(self: &Arc<Self>, coordinator: &Coordinator) -> Result<(), ArchiveError> {
+    pub async fn release_ownership(
+        self: &Arc<Self>,
+        coordinator: &Coordinator,
+    ) -> Result<(), ArchiveError> {
         let change = |next: &mut ShardState| {
             next.owner = None;
             Ok(())
@@ -298,28 +307,31 @@ mod tests {
             let outcome = self.inner.compare_and_set(key, expected, value).await;
             if self.after.swap(false, Ordering::Relaxed) { Err(lost()) } else { outcome }
         }
-        async fn list(
+        async fn list_entries(
             &self,
             prefix: &str,
             after: Option<&str>,
             limit: u32,
         ) -> Result<Vec<(String, Entry)>, CatalogueError> {
-            self.inner.list(prefix, after, limit).await
+            self.inner.list_entries(prefix, after, limit).await
         }
-        async fn lease_grant(&self) -> Result<(LeaseId, Duration), CatalogueError> {
-            self.inner.lease_grant().await
+        async fn grant_lease(&self) -> Result<(LeaseId, Duration), CatalogueError> {
+            self.inner.grant_lease().await
         }
-        async fn lease_touch(&self, lease: LeaseId, keep: bool) -> Result<bool, CatalogueError> {
-            self.inner.lease_touch(lease, keep).await
+        async fn renew_lease(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
+            self.inner.renew_lease(lease).await
         }
-        async fn lease_revoke(&self, lease: LeaseId) -> Result<(), CatalogueError> {
-            self.inner.lease_revoke(lease).await
+        async fn is_lease_alive(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
+            self.inner.is_lease_alive(lease).await
         }
-        async fn register(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
-            self.inner.register(node).await
+        async fn revoke_lease(&self, lease: LeaseId) -> Result<(), CatalogueError> {
+            self.inner.revoke_lease(lease).await
         }
-        async fn nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
-            self.inner.nodes().await
+        async fn register_node(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
+            self.inner.register_node(node).await
+        }
+        async fn list_nodes(&self) -> Result<Vec<NodeView>, CatalogueError> {
+            self.inner.list_nodes().await
         }
     }
 
@@ -367,32 +379,34 @@ mod tests {
             clock,
             entropy,
         };
-        let (root, key) = (root(), state_key(root().shard));
+        let (root, key) = (root(), shard_state_key(root().shard));
         let fresh = ShardState::fresh(Generation::default(), 3);
-        write(&*catalogue, &key, None, &fresh).await.unwrap();
+        compare_and_set_record(&*catalogue, &key, None, &fresh).await.unwrap();
         let options = ArchiveOptions { plan: PlanChoice::Chain, codec: Codec::Kernel, parallel: 0 };
-        let (lease, _) = catalogue.lease_grant().await.unwrap();
-        let shard = OwnedShard::take(&coordinator, root.clone(), options, lease).await.unwrap();
-        let state = async || read::<ShardState>(&*catalogue, &key).await.unwrap().unwrap().0;
+        let (lease, _) = catalogue.grant_lease().await.unwrap();
+        let shard =
+            OwnedShard::take_ownership(&coordinator, root.clone(), options, lease).await.unwrap();
+        let state = async || read_record::<ShardState>(&*catalogue, &key).await.unwrap().unwrap().0;
         for (index, flag) in (0..).zip([&catalogue.before, &catalogue.after]) {
             flag.store(true, Ordering::Relaxed);
-            shard.set_stripes(&coordinator, index, StripeState::Replicated).await.unwrap();
+            shard.set_stripe_state(&coordinator, index, StripeState::Replicated).await.unwrap();
             assert!(!flag.load(Ordering::Relaxed));
             assert_eq!(state().await.stripe(index), Some(StripeState::Replicated));
         }
 
         tokio::time::advance(Duration::from_secs(11)).await;
-        let (lease, _) = catalogue.lease_grant().await.unwrap();
-        let taken = OwnedShard::take(&coordinator, root, options, lease).await.unwrap();
+        let (lease, _) = catalogue.grant_lease().await.unwrap();
+        let taken = OwnedShard::take_ownership(&coordinator, root, options, lease).await.unwrap();
         let now = state().await;
         catalogue.before.store(true, Ordering::Relaxed);
-        let fenced = shard.set_stripes(&coordinator, 2, StripeState::Replicated).await.unwrap_err();
+        let fenced =
+            shard.set_stripe_state(&coordinator, 2, StripeState::Replicated).await.unwrap_err();
         assert!(matches!(fenced, ArchiveError::Fenced { .. }), "{fenced}");
         assert!(shard.ensure_owned().is_err() && taken.ensure_owned().is_ok());
         assert_eq!(state().await, now);
         let shards = [shard, taken].map(Arc::new);
         for shard in &shards {
-            shard.release(&coordinator).await.unwrap();
+            shard.release_ownership(&coordinator).await.unwrap();
         }
         assert_eq!(state().await.owner, None);
     }

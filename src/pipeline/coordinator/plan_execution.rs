@@ -7,7 +7,7 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 
-use super::orders::NodeOrder;
+use super::orders_and_proofs::NodeOrder;
 use super::{ArchiveError, Coordinator};
 use crate::clock::deadline;
 use crate::id::NodeId;
@@ -36,12 +36,12 @@ impl Coordinator {
     pub(super) async fn reserve_parts(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
         let mut patience = BusyRetry::new(self.clock.clone(), self.entropy.clone());
         loop {
-            let error = match self.reserve_all(orders).await {
+            let error = match self.try_reserve_parts(orders).await {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
             tracing::debug!(%error, "a plan was not admitted");
-            if error.kind() != ErrorKind::Busy || !patience.wait().await {
+            if error.kind() != ErrorKind::Busy || !patience.wait_unless_expired().await {
                 return Err(error.into());
             }
         }
@@ -50,7 +50,7 @@ impl Coordinator {
     /// Reserves in node-id order, on all nodes or none. A plan that holds a node waits only for
     /// nodes with greater ids, so that plans never wait for one another in a circle
     /// (docs/semantics.md, 7).
-    async fn reserve_all(&self, orders: &[NodeOrder]) -> Result<(), CallError> {
+    async fn try_reserve_parts(&self, orders: &[NodeOrder]) -> Result<(), CallError> {
         debug_assert!(orders.is_sorted_by_key(|order| order.node));
         let began = self.clock.now();
         for (at, NodeOrder { address: to, order, .. }) in orders.iter().enumerate() {
@@ -103,11 +103,11 @@ impl Coordinator {
             }
         };
         let find_root_cause = async {
-            while is_reached_by_others(&failed.1)
+            while can_be_secondary(&failed.1)
                 && let Some(next) = running.next().await
             {
                 if let Err(cause) = next
-                    && is_root_cause(plan, &cause, &failed)
+                    && is_better_cause(plan, &cause, &failed)
                 {
                     failed = cause;
                 }
@@ -129,7 +129,7 @@ impl Coordinator {
 
 /// Returns whether a node may have failed only because its neighbour failed, or because both waited
 /// for the same node.
-fn is_reached_by_others(error: &CallError) -> bool {
+fn can_be_secondary(error: &CallError) -> bool {
     let kinds = [ErrorKind::Unavailable, ErrorKind::Timeout];
     matches!(error, CallError::Failed(failure) if kinds.contains(&failure.kind))
 }
@@ -137,10 +137,14 @@ fn is_reached_by_others(error: &CallError) -> bool {
 /// Returns whether `cause` explains the plan's failure better than `first`. When a node stalls,
 /// every hop downstream times out at almost the same moment; the hop closest to it names the right
 /// node.
-fn is_root_cause(plan: &Plan, cause: &(NodeId, CallError), first: &(NodeId, CallError)) -> bool {
-    match (cause.1.kind(), first.1.kind()) {
-        (ErrorKind::Unavailable, _) if is_reached_by_others(&cause.1) => false,
-        (ErrorKind::Timeout, ErrorKind::Timeout) => plan.upstream(first.0).contains(&cause.0),
+fn is_better_cause(
+    plan: &Plan,
+    candidate: &(NodeId, CallError),
+    first: &(NodeId, CallError),
+) -> bool {
+    match (candidate.1.kind(), first.1.kind()) {
+        (ErrorKind::Unavailable, _) if can_be_secondary(&candidate.1) => false,
+        (ErrorKind::Timeout, ErrorKind::Timeout) => plan.upstream(first.0).contains(&candidate.0),
         _ => true,
     }
 }

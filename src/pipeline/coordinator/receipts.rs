@@ -5,21 +5,21 @@ use std::collections::BTreeSet;
 
 use futures_util::future::try_join_all;
 
-use super::orders::NodeOrder;
+use super::orders_and_proofs::NodeOrder;
 use super::stripe_archiving::StripeArchiving;
 use super::{ArchiveError, Coordinator};
 use crate::code::{reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot};
 use crate::id::{Attempt, Generation, NodeId};
-use crate::pipeline::shard_records::{self, StripeInfo};
+use crate::pipeline::record_fetch::{self, StripeInfo};
 use crate::plan::Plan;
 use crate::topology::Directory;
 use crate::wire::calls::PutReceipt;
 
 impl StripeArchiving<'_> {
     /// Returns the call that stores the receipt on a node.
-    pub(super) fn receipt_call(&self, receipt: &Receipt) -> Result<PutReceipt, ArchiveError> {
+    pub(super) fn build_put_receipt(&self, receipt: &Receipt) -> Result<PutReceipt, ArchiveError> {
         let bytes = receipt.to_bytes().map_err(|error| ArchiveError::Format(error.to_string()))?;
         let (owner, coordinator) = (self.shard.generation, self.coordinator.me);
         Ok(PutReceipt { bytes, owner, coordinator })
@@ -31,7 +31,7 @@ impl StripeArchiving<'_> {
         orders: &[NodeOrder],
         receipt: &Receipt,
     ) -> Result<(), ArchiveError> {
-        let call = self.receipt_call(receipt)?;
+        let call = self.build_put_receipt(receipt)?;
         let holders = orders
             .iter()
             .filter(|order| receipt.pieces.iter().any(|piece| piece.node == order.node));
@@ -44,7 +44,7 @@ impl StripeArchiving<'_> {
     pub(super) async fn fetch_receipt(&self, attempt: Attempt) -> Result<Receipt, ArchiveError> {
         let at = (self.index(), self.info.places.as_slice());
         let (caller, root) = (&self.coordinator.caller, &self.shard.root);
-        Ok(shard_records::fetch_receipt(caller, &self.directory, root, at, attempt).await?)
+        Ok(record_fetch::fetch_receipt(caller, &self.directory, root, at, attempt).await?)
     }
 
     /// Returns the receipt of an earlier owner's run, if all of its pieces are on the nodes that
@@ -61,20 +61,20 @@ impl StripeArchiving<'_> {
                 && receipt.code == plan.code
                 && receipt.pieces.iter().all(is_at_its_node)
         })?;
-        let present = self.present_pieces(&receipt).await;
+        let present = self.find_present_pieces(&receipt).await;
         (present.len() == receipt.pieces.len()).then_some(receipt)
     }
 
     /// Returns whether the receipt's pieces that nodes have now are enough to read every block.
-    pub(super) async fn can_read_from_pieces(&self, receipt: &Receipt) -> bool {
+    pub(super) async fn can_rebuild_blocks(&self, receipt: &Receipt) -> bool {
         let Some(code) = table::by_id(receipt.code) else { return false };
-        let present = self.present_pieces(receipt).await;
+        let present = self.find_present_pieces(receipt).await;
         let all: Vec<usize> = (0..code.k()).collect();
         reconstruct(&code, &present, &all).is_ok()
     }
 
-    async fn present_pieces(&self, receipt: &Receipt) -> Vec<usize> {
-        self.coordinator.present_pieces(&self.info, &self.directory, receipt).await
+    async fn find_present_pieces(&self, receipt: &Receipt) -> Vec<usize> {
+        self.coordinator.find_present_pieces(&self.info, &self.directory, receipt).await
     }
 }
 
@@ -91,20 +91,20 @@ impl Coordinator {
         index: u32,
         attempt: Attempt,
     ) -> Result<Option<Receipt>, ArchiveError> {
-        let directory = self.directory().await?;
-        let leaves = shard_records::fetch_leaves(&self.caller, &directory, root).await?;
+        let directory = self.fetch_directory().await?;
+        let leaves = record_fetch::fetch_leaves(&self.caller, &directory, root).await?;
         let info =
-            shard_records::fetch_stripe_record(&self.caller, &directory, root, &leaves, index)
+            record_fetch::fetch_stripe_record(&self.caller, &directory, root, &leaves, index)
                 .await?;
         let at = (index, info.places.as_slice());
         let receipt =
-            shard_records::fetch_receipt(&self.caller, &directory, root, at, attempt).await?;
-        let held = self.present_pieces(&info, &directory, &receipt).await;
+            record_fetch::fetch_receipt(&self.caller, &directory, root, at, attempt).await?;
+        let held = self.find_present_pieces(&info, &directory, &receipt).await;
         Ok((held.len() == receipt.pieces.len()).then_some(receipt))
     }
 
     /// Returns the numbers of the receipt's pieces that their nodes have now.
-    async fn present_pieces(
+    async fn find_present_pieces(
         &self,
         info: &StripeInfo,
         directory: &Directory,

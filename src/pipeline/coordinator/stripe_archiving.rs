@@ -3,14 +3,14 @@
 
 use std::time::Duration;
 
-use super::orders::{NodeOrder, build_orders, verify_proofs};
+use super::orders_and_proofs::{NodeOrder, build_orders, verify_proofs};
 use super::owned_shard::OwnedShard;
-use super::{ArchiveError, Coordinator, Events};
+use super::{ArchiveError, ArchiveEventSender, Coordinator};
 use crate::entropy::Entropy;
 use crate::format::records::{Receipt, StripeState};
 use crate::id::{Attempt, Generation, NodeId, StripeId};
 use crate::kind::ErrorKind;
-use crate::pipeline::shard_records::{self, StripeInfo};
+use crate::pipeline::record_fetch::{self, StripeInfo};
 use crate::plan::check::{Goal, check};
 use crate::plan::{Output, Plan};
 use crate::planner::{self, Subject};
@@ -39,7 +39,7 @@ impl Coordinator {
         shard: &OwnedShard,
         index: u32,
         options: ArchiveOptions,
-        events: &Events,
+        events: &ArchiveEventSender,
     ) -> Result<(), ArchiveError> {
         let mut wait = FIRST_WAIT;
         let mut reuse = ReceiptReuse::Allowed;
@@ -49,7 +49,7 @@ impl Coordinator {
             shard.ensure_owned()?;
             let stripe = StripeArchiving::open(self, shard, index, options).await;
             let tried = match &stripe {
-                Ok(stripe) => stripe.advance(events, reuse).await,
+                Ok(stripe) => stripe.archive_or_drop(events, reuse).await,
                 Err(_) => Ok(()),
             };
             let Err(error) = stripe.map(|_| ()).and(tried) else { return Ok(()) };
@@ -106,11 +106,11 @@ impl<'a> StripeArchiving<'a> {
         index: u32,
         options: ArchiveOptions,
     ) -> Result<Self, ArchiveError> {
-        let directory = coordinator.directory().await?;
+        let directory = coordinator.fetch_directory().await?;
         let leaves = shard.fetch_leaves(coordinator, &directory).await?;
         let (caller, root) = (&coordinator.caller, &shard.root);
         let info =
-            shard_records::fetch_stripe_record(caller, &directory, root, leaves, index).await?;
+            record_fetch::fetch_stripe_record(caller, &directory, root, leaves, index).await?;
         Ok(Self { coordinator, shard, info, directory, options })
     }
 
@@ -121,10 +121,14 @@ impl<'a> StripeArchiving<'a> {
 
     /// Archives the stripe, or completes its drop if it is archived already. Does nothing to a
     /// stripe that is neither.
-    async fn advance(&self, events: &Events, reuse: ReceiptReuse) -> Result<(), ArchiveError> {
-        match self.shard.stripe(self.index()).await {
+    async fn archive_or_drop(
+        &self,
+        events: &ArchiveEventSender,
+        reuse: ReceiptReuse,
+    ) -> Result<(), ArchiveError> {
+        match self.shard.stripe_state(self.index()).await {
             Some(StripeState::Archiving { attempt, generation, .. }) => {
-                self.archive(attempt, generation, events, reuse).await
+                self.archive_and_drop(attempt, generation, events, reuse).await
             }
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
                 self.complete_drop(attempt, generation, events).await
@@ -139,10 +143,10 @@ impl<'a> StripeArchiving<'a> {
         &self,
         attempt: Attempt,
         generation: Generation,
-        events: &Events,
+        events: &ArchiveEventSender,
     ) -> Result<(), ArchiveError> {
         let receipt = self.fetch_receipt(attempt).await?;
-        if receipt.generation == generation && self.can_read_from_pieces(&receipt).await {
+        if receipt.generation == generation && self.can_rebuild_blocks(&receipt).await {
             return self.drop_replicas(&receipt, &[]).await;
         }
         let text = format!(
@@ -154,11 +158,11 @@ impl<'a> StripeArchiving<'a> {
         Ok(())
     }
 
-    async fn archive(
+    async fn archive_and_drop(
         &self,
         attempt: Attempt,
         generation: Generation,
-        events: &Events,
+        events: &ArchiveEventSender,
         reuse: ReceiptReuse,
     ) -> Result<(), ArchiveError> {
         let clock = &self.coordinator.clock;
@@ -171,13 +175,13 @@ impl<'a> StripeArchiving<'a> {
         let orders = build_orders(self, &plan, &checked)?;
 
         let started_at = clock.now();
-        let proven = self.prove_pieces(&plan, &orders, generation, reuse).await?;
+        let proven = self.reuse_or_run_plan(&plan, &orders, generation, reuse).await?;
         let proven_at = clock.now();
         self.put_receipts(&orders, &proven.receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
         trace_point(TracePoint::Archived, stripe);
-        self.shard.set_stripes(self.coordinator, self.index(), archived).await?;
+        self.shard.set_stripe_state(self.coordinator, self.index(), archived).await?;
         let committed_at = clock.now();
         self.drop_replicas(&proven.receipt, &places).await?;
         let phases = [
@@ -190,7 +194,7 @@ impl<'a> StripeArchiving<'a> {
             stripe,
             code: plan.code,
             block_bytes: plan.cut.block_bytes,
-            hops: hop_views(&plan, &proven.reports, &self.directory),
+            hops: build_hop_views(&plan, &proven.reports, &self.directory),
             phases_us: phases.map(|phase| phase.as_micros() as u64),
         };
         let _ = events.send(ArchiveEvent::Stripe(report)).await;
@@ -206,7 +210,7 @@ impl<'a> StripeArchiving<'a> {
 
     /// Returns proven pieces: those of an earlier owner's receipt if it stands, or else those that
     /// a run of the plan makes.
-    async fn prove_pieces(
+    async fn reuse_or_run_plan(
         &self,
         plan: &Plan,
         orders: &[NodeOrder],
@@ -236,12 +240,12 @@ impl<'a> StripeArchiving<'a> {
 
 fn build_plan(
     subject: &Subject<'_>,
-    plan: PlanChoice,
+    choice: PlanChoice,
     entropy: &dyn Entropy,
 ) -> Result<Plan, planner::PlannerError> {
     // The coder of a star is always at the same position. Placement rotates the ring from stripe to
     // stripe, so that all nodes encode equally often.
-    match plan {
+    match choice {
         PlanChoice::Chain => planner::chain(subject),
         PlanChoice::NaiveStar => planner::naive_star(subject, 0),
         PlanChoice::BestStar => planner::best_star(subject, 0),
@@ -253,7 +257,11 @@ fn build_plan(
     }
 }
 
-fn hop_views(plan: &Plan, reports: &[(NodeId, RunReport)], directory: &Directory) -> Vec<HopView> {
+fn build_hop_views(
+    plan: &Plan,
+    reports: &[(NodeId, RunReport)],
+    directory: &Directory,
+) -> Vec<HopView> {
     let mut views = Vec::with_capacity(plan.hops.len());
     let mut next: std::collections::HashMap<NodeId, u32> = std::collections::HashMap::new();
     for hop in &plan.hops {

@@ -1,13 +1,13 @@
 //! A node's part of a plan: admission, its hops, and the proof of its pieces.
 
 mod error;
-mod hop;
 mod hop_error;
-mod piece_slot;
-mod run;
-mod timing;
+mod hop_execution;
+mod hop_timing;
+mod part_execution;
+mod proving_piece_writer;
 
 pub use error::RunError;
-pub use hop::{IncomingStream, SEND_BYTES, STREAM_WINDOW_BYTES, hop_bytes};
 pub use hop_error::HopError;
-pub use run::{ADMIT_ALL_LIMIT, Executor, order_bytes};
+pub use hop_execution::{IncomingStream, SEND_BYTES, STREAM_WINDOW_BYTES, hop_memory_bytes};
+pub use part_execution::{ADMIT_ALL_LIMIT, Executor, order_memory_bytes};

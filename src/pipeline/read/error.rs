@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::Lost;
+use super::UnreadableStripe;
 use crate::code::CodeError;
 use crate::id::StripeId;
 use crate::kind::ErrorKind;
@@ -16,7 +16,7 @@ use crate::workers::WorkerDied;
 pub enum ReadError {
     /// Too few good sources are left.
     #[error("{0}")]
-    Lost(Lost),
+    Lost(UnreadableStripe),
     /// A node whose files are needed was busy until the retries ended.
     #[error(
         "stripe {stripe}: node {node} has been busy for {BUSY_LIMIT:?} ({reason}): try again later"

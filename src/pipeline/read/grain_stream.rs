@@ -6,8 +6,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::ReadError;
-use super::reader::{MAX_REPAIRED_GRAINS, ReadCursor, ReadTarget, StripeReader};
-use super::source::{OpenFile, RoundEnd};
+use super::source_reader::{OpenFile, RoundEnd};
+use super::stripe_reader::{MAX_REPAIRED_GRAINS, ReadCursor, ReadTarget, StripeReader};
 use crate::code::{CodeError, Program};
 use crate::gf::Mode;
 use crate::units::GRAIN_BYTES;
@@ -35,14 +35,14 @@ impl StripeReader {
         let mut begun = InOrder::new(GRAINS_AT_ONCE);
         let (mut fetched, mut patches) = (Ok(()), 0);
         for grain in progress.left.clone() {
-            let inputs = match self.grains(&mut files, grain).await {
+            let inputs = match self.read_grain_from_all(&mut files, grain).await {
                 Ok(Some(inputs)) => inputs,
                 Ok(None) => {
                     while let Some(done) = begun.next().await? {
                         done?;
                         progress.left.start += 1;
                     }
-                    self.repair_grains(blocks, progress, target).await?;
+                    self.read_next_grain_elsewhere(blocks, progress, target).await?;
                     patches += 1;
                     // End the round: other sources may have less damage.
                     if patches == MAX_REPAIRED_GRAINS {
@@ -55,7 +55,7 @@ impl StripeReader {
                     break;
                 }
             };
-            let work = self.work(inputs, program.clone(), blocks, grain, target);
+            let work = self.decode_and_write_job(inputs, program.clone(), blocks, grain, target);
             if let Some(done) = begun.push(|| self.reading.workers.begin(work)).await? {
                 done?;
                 progress.left.start += 1;
@@ -70,7 +70,7 @@ impl StripeReader {
 
     /// Returns a job that decodes one grain, checks each block against the fingerprint of the save,
     /// and writes the bytes that `target` wants.
-    pub(super) fn work(
+    pub(super) fn decode_and_write_job(
         &self,
         inputs: Vec<Bytes>,
         program: Option<Arc<Program>>,
@@ -82,7 +82,7 @@ impl StripeReader {
         let (blocks, target) = (blocks.to_vec(), target.clone());
         move || {
             let decoded = match program {
-                Some(program) => decode(&program, &inputs, blocks.len())?,
+                Some(program) => decode_grain(&program, &inputs, blocks.len())?,
                 None => inputs,
             };
             let (cut, stripe) = (info.fixed.cut, info.fixed.stripe);
@@ -108,9 +108,13 @@ impl StripeReader {
 }
 
 /// Decodes one grain. Returns the grain of each wanted block.
-fn decode(program: &Program, inputs: &[Bytes], blocks: usize) -> Result<Vec<Bytes>, CodeError> {
+fn decode_grain(
+    program: &Program,
+    inputs: &[Bytes],
+    block_count: usize,
+) -> Result<Vec<Bytes>, CodeError> {
     let len = inputs.first().map_or(0, Bytes::len);
-    let mut decoded = vec![vec![0; len]; blocks];
+    let mut decoded = vec![vec![0; len]; block_count];
     let inputs: Vec<&[u8]> = inputs.iter().map(|bytes| &bytes[..]).collect();
     let mut targets: Vec<&mut [u8]> = decoded.iter_mut().map(|bytes| &mut bytes[..]).collect();
     program.run(&inputs, &mut targets, Mode::Overwrite)?;

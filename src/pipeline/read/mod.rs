@@ -1,17 +1,17 @@
 //! Reads stripes back from replicas or pieces, with every grain verified.
 
 mod error;
+mod file_probe;
 mod grain_stream;
-mod probe;
-mod reader;
-mod session;
-mod source;
-mod sources;
-mod state;
+mod read_session;
+mod source_reader;
+mod source_selection;
+mod stripe_reader;
+mod stripe_state_from_nodes;
 
 pub use error::ReadError;
-pub use probe::report_damage;
-pub use reader::{Sink, StripeReader};
-pub use session::ReadSession;
-pub use sources::Lost;
-pub use state::find_stripe_state;
+pub use file_probe::request_verification;
+pub use read_session::ReadSession;
+pub use source_selection::UnreadableStripe;
+pub use stripe_reader::{Sink, StripeReader};
+pub use stripe_state_from_nodes::find_stripe_state;

@@ -1,5 +1,5 @@
 //! The client's side of a save: sends blocks and records to their holders.
 
-mod stripe;
+mod stripe_uploader;
 
-pub use stripe::{FailedNodes, SaveError, ShardSource, StripeUploader};
+pub use stripe_uploader::{FailedNodes, SaveError, ShardSource, StripeUploader};

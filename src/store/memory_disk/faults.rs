@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::file::{FileState, SECTOR};
-use super::images::TreeNode;
-use super::{MemoryDisk, hold, wrong};
+use super::crash_image::TreeNode;
+use super::file_contents::{FileState, SECTOR};
+use super::{MemoryDisk, io_error, lock_ignoring_poison};
 use crate::store::disk::DiskError;
 
 /// The faults to inject, by the number of the operation or sync since the disk was made.
@@ -33,7 +33,7 @@ pub(super) enum Effect {
 
 /// The actual result of a call that reports success.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum InjectedOutcome {
     Done,
     Skipped,
     Spoilt,
@@ -43,39 +43,39 @@ impl MemoryDisk {
     /// Makes every call fail after the next `operations` operations, as if the power were off.
     /// Operations are all calls except reads.
     pub fn stop_after(&self, operations: u64) {
-        let mut faults = hold(&self.shared.faults);
+        let mut faults = lock_ignoring_poison(&self.shared.faults);
         faults.stop_at = Some(faults.operations + operations);
     }
 
     /// Makes the operation after the next `operations` fail once, without effect.
-    pub fn fail_after(&self, operations: u64) {
-        let mut faults = hold(&self.shared.faults);
+    pub fn fail_once_after(&self, operations: u64) {
+        let mut faults = lock_ignoring_poison(&self.shared.faults);
         faults.fail_at = Some(faults.operations + operations);
     }
 
     /// Makes the sync after the next `syncs` (of files and folders) report success once without
     /// doing anything.
     pub fn skip_sync_after(&self, syncs: u64) {
-        let mut faults = hold(&self.shared.faults);
+        let mut faults = lock_ignoring_poison(&self.shared.faults);
         faults.skip_sync_at = Some(faults.syncs + syncs);
     }
 
     /// Makes the sync after the next `syncs` flip one bit on the medium, if it is the sync of a
     /// file. The page cache keeps the right bit.
-    pub fn spoil_sync_after(&self, syncs: u64) {
-        let mut faults = hold(&self.shared.faults);
+    pub fn corrupt_sync_after(&self, syncs: u64) {
+        let mut faults = lock_ignoring_poison(&self.shared.faults);
         faults.spoil_sync_at = Some(faults.syncs + syncs);
     }
 
     /// Runs `guard` before each later call (with `true` if the call changes something). The guard
     /// may refuse the call.
-    pub fn set_guard(&self, guard: impl Fn(bool) -> bool + Send + Sync + 'static) {
-        *hold(&self.shared.guard) = Some(Arc::new(guard));
+    pub fn set_call_guard(&self, guard: impl Fn(bool) -> bool + Send + Sync + 'static) {
+        *lock_ignoring_poison(&self.shared.guard) = Some(Arc::new(guard));
     }
 
     /// Returns the number of operations and the number of syncs so far.
-    pub fn operations(&self) -> (u64, u64) {
-        let faults = hold(&self.shared.faults);
+    pub fn operation_and_sync_counts(&self) -> (u64, u64) {
+        let faults = lock_ignoring_poison(&self.shared.faults);
         (faults.operations, faults.syncs)
     }
 
@@ -84,88 +84,96 @@ impl MemoryDisk {
     /// # Errors
     /// [`DiskError::Short`] if the file has no such bit.
     pub fn flip_bit(&self, path: &str, bit: u64) -> Result<(), DiskError> {
-        self.with_file(path, |file| file.seen.flip(bit) | file.durable.flip(bit), bit / 8 + 1)
+        self.change_file_within_len(
+            path,
+            |file| file.visible.flip_bit(bit) | file.durable.flip_bit(bit),
+            bit / 8 + 1,
+        )
     }
 
     /// Flips one bit on the medium only; the page cache keeps the right bit.
     pub fn flip_bit_on_medium(&self, path: &str, bit: u64) -> Result<(), DiskError> {
-        self.with_file(path, |file| file.durable.flip(bit), bit / 8 + 1)
+        self.change_file_within_len(path, |file| file.durable.flip_bit(bit), bit / 8 + 1)
     }
 
     /// Makes the sector that holds byte `byte` of a file unreadable in both images: reads that
     /// touch it fail.
-    pub fn fail_sector(&self, path: &str, byte: u64) -> Result<(), DiskError> {
+    pub fn make_sector_unreadable(&self, path: &str, byte: u64) -> Result<(), DiskError> {
         let sector = byte / SECTOR as u64;
-        self.with_file(
+        self.change_file_within_len(
             path,
-            |file| byte < file.seen.len && file.unreadable.insert(sector) | true,
+            |file| byte < file.visible.len && file.unreadable.insert(sector) | true,
             byte + 1,
         )
     }
 
     /// Truncates a file to `len_bytes`, or extends it with zeros, in both images.
-    pub fn truncate(&self, path: &str, len_bytes: u64) -> Result<(), DiskError> {
-        let (before, after) = self.with_file_state(path, |file| {
-            let before = file.space();
-            file.set_len(len_bytes);
-            (before, file.space())
+    pub fn set_file_len(&self, path: &str, len_bytes: u64) -> Result<(), DiskError> {
+        let (before, after) = self.change_file_state(path, |file| {
+            let before = file.occupied_bytes();
+            file.resize_both_images(len_bytes);
+            (before, file.occupied_bytes())
         })?;
-        self.shared.used.fetch_add(after, Ordering::Relaxed);
-        self.shared.used.fetch_sub(before, Ordering::Relaxed);
+        self.shared.used_bytes.fetch_add(after, Ordering::Relaxed);
+        self.shared.used_bytes.fetch_sub(before, Ordering::Relaxed);
         Ok(())
     }
 
-    fn with_file(
+    fn change_file_within_len(
         &self,
         path: &str,
         change: impl FnOnce(&mut FileState) -> bool,
         end_bytes: u64,
     ) -> Result<(), DiskError> {
-        if self.with_file_state(path, change)? {
+        if self.change_file_state(path, change)? {
             return Ok(());
         }
         Err(DiskError::Short { path: path.to_owned(), end_bytes })
     }
 
-    fn with_file_state<T>(
+    fn change_file_state<T>(
         &self,
         path: &str,
         change: impl FnOnce(&mut FileState) -> T,
     ) -> Result<T, DiskError> {
-        match self.node(path)? {
-            TreeNode::File(file) => Ok(change(&mut hold(&file.state))),
-            TreeNode::Dir(_) => Err(wrong(path, "not a file")),
+        match self.find_node(path)? {
+            TreeNode::File(file) => Ok(change(&mut lock_ignoring_poison(&file.state))),
+            TreeNode::Dir(_) => Err(io_error(path, "not a file")),
         }
     }
 
     /// Counts an operation and applies the faults. Returns the outcome to simulate.
-    pub(super) fn begin(&self, path: &str, effect: Effect) -> Result<Outcome, DiskError> {
-        let guard = hold(&self.shared.guard).clone();
+    pub(super) fn count_and_inject_fault(
+        &self,
+        path: &str,
+        effect: Effect,
+    ) -> Result<InjectedOutcome, DiskError> {
+        let guard = lock_ignoring_poison(&self.shared.guard).clone();
         if guard.is_some_and(|guard| !guard(effect != Effect::Read)) {
-            return Err(wrong(path, "the disk is off"));
+            return Err(io_error(path, "the disk is off"));
         }
-        let mut faults = hold(&self.shared.faults);
+        let mut faults = lock_ignoring_poison(&self.shared.faults);
         let number = faults.operations;
         if faults.stop_at.is_some_and(|stop| number >= stop) {
-            return Err(wrong(path, "the disk is off"));
+            return Err(io_error(path, "the disk is off"));
         }
         if effect == Effect::Read {
-            return Ok(Outcome::Done);
+            return Ok(InjectedOutcome::Done);
         }
         faults.operations += 1;
         if faults.fail_at.take_if(|at| *at == number).is_some() {
-            return Err(wrong(path, "an injected fault"));
+            return Err(io_error(path, "an injected fault"));
         }
         if effect == Effect::Sync {
             let sync = faults.syncs;
             faults.syncs += 1;
             if faults.skip_sync_at.take_if(|at| *at == sync).is_some() {
-                return Ok(Outcome::Skipped);
+                return Ok(InjectedOutcome::Skipped);
             }
             if faults.spoil_sync_at.take_if(|at| *at == sync).is_some() {
-                return Ok(Outcome::Spoilt);
+                return Ok(InjectedOutcome::Spoilt);
             }
         }
-        Ok(Outcome::Done)
+        Ok(InjectedOutcome::Done)
     }
 }

@@ -209,7 +209,7 @@ pub async fn hash(step: &Assembled, workers: &Workers) -> Result<Vec<[u8; 32]>, 
 
 fn hash_extent(bytes: &Pieces, extent: &Extent) -> [u8; 32] {
     // An extent is always inside the memory of one rank.
-    let found = bytes.bytes_at(extent.offset_bytes, extent.len_bytes as usize);
+    let found = bytes.bytes_in_memory(extent.offset_bytes, extent.len_bytes as usize);
     *blake3::hash(&found.unwrap_or_default()).as_bytes()
 }
 

@@ -214,7 +214,7 @@ impl StagingDaemon {
             return Ok(fetch);
         }
         let shown =
-            self.client.show(job, Some(step)).await.map_err(|error| failed(step, &error))?;
+            self.client.show_step(job, Some(step)).await.map_err(|error| failed(step, &error))?;
         let save = shown.step.saved.save;
         let mut fetches = self.fetches();
         if let Some(fetch) = known(&fetches, save) {
@@ -374,7 +374,7 @@ impl StagingDaemon {
             };
             fetched.files.push((path, part));
             mapping::reserve(&file, bytes, || Ok(())).map_err(io_failed)?;
-            ranges.push(ReadRange { shard: name, range: 0..bytes, to: Arc::new(FileSink(file)) });
+            ranges.push(ReadRange { shard: name, range: 0..bytes, sink: Arc::new(FileSink(file)) });
         }
         let watched = fetch.clone();
         let progress = Arc::new(move |progress: Progress| {
@@ -417,12 +417,12 @@ impl StagingDaemon {
         let ranges: Vec<_> = wanted
             .into_iter()
             .zip(&sinks)
-            .map(|((shard, range), to)| ReadRange { shard: shard.clone(), range, to: to.clone() })
+            .map(|((shard, range), to)| ReadRange { shard: shard.clone(), range, sink: to.clone() })
             .collect();
         let read =
             self.client.read_ranges(&fetched.job, Some(fetched.step), &ranges, Arc::new(|_| ()));
         read.await.map_err(|error| failed(fetched.step, &error))?;
-        Ok(sinks.iter().map(|sink| sink.take()).collect())
+        Ok(sinks.iter().map(|sink| sink.take_bytes()).collect())
     }
 }
 

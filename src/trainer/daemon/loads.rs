@@ -319,7 +319,7 @@ impl StagingDaemon {
         self: &Arc<Self>,
         job: &Job,
     ) -> Result<Vec<(Step, SaveId)>, Failure> {
-        let steps = self.client.list(Some(job)).await.map_err(|error| {
+        let steps = self.client.list_steps(Some(job)).await.map_err(|error| {
             let message = format!("the cluster does not say which steps are committed: {error}");
             Failure::new(error.kind(), message, error.hint().unwrap_or_default())
         })?;
@@ -341,7 +341,7 @@ impl StagingDaemon {
         if keep == 0 {
             return Ok(());
         }
-        let newest = self.client.retention(&place.job).await.map_err(|error| {
+        let newest = self.client.fetch_keep_newest(&place.job).await.map_err(|error| {
             let message = format!("the cluster does not say what its policy keeps: {error}");
             Failure::new(error.kind(), message, error.hint().unwrap_or_default())
         })?;

@@ -186,7 +186,7 @@ impl StagingDaemon {
                 shard.ok_or_else(|| Failure::new(ErrorKind::Internal, "no shard", ""))?;
             let range = part.shard_offset..part.shard_offset + part.len_bytes;
             let to = Arc::new(WindowSink { file: file.clone(), part: *part });
-            ranges.push(ReadRange { shard: shard.clone(), range, to });
+            ranges.push(ReadRange { shard: shard.clone(), range, sink: to });
         }
         if !ranges.is_empty() {
             let watched = shared.clone();

@@ -493,11 +493,11 @@ impl StagingDaemon {
         step: Step,
         save: SaveId,
     ) -> Result<(), crate::client::ClientError> {
-        let views = self.client.list(Some(job)).await?;
+        let views = self.client.list_steps(Some(job)).await?;
         if !views.iter().any(|view| view.step == step && view.saved.save == save) {
             return Ok(());
         }
-        match self.client.remove(job, step).await {
+        match self.client.remove_step(job, step).await {
             // Another task removed it first, such as the one that continues after a launch stops
             // waiting.
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
@@ -529,7 +529,7 @@ impl StagingDaemon {
     }
 
     async fn steps(self: &Arc<Self>, job: &Job) -> Replied {
-        let views = self.client.list(Some(job)).await.map_err(|error| {
+        let views = self.client.list_steps(Some(job)).await.map_err(|error| {
             Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
         })?;
         let steps = views
@@ -545,7 +545,7 @@ impl StagingDaemon {
     }
 
     async fn remove(self: &Arc<Self>, job: &Job, step: Step) -> Replied {
-        self.client.remove(job, step).await.map_err(|error| {
+        self.client.remove_step(job, step).await.map_err(|error| {
             Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
         })?;
         plain(Answer::Done)

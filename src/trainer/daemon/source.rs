@@ -97,7 +97,7 @@ impl ShardSource for Pieces {
         Ok(())
     }
 
-    fn bytes_at(&self, offset: u64, len: usize) -> Option<Bytes> {
+    fn bytes_in_memory(&self, offset: u64, len: usize) -> Option<Bytes> {
         let (start, bytes) = self.pieces.get(self.at(offset))?;
         let from = usize::try_from(offset.checked_sub(*start)?).ok()?;
         (from.checked_add(len)? <= bytes.len()).then(|| bytes.slice(from..from + len))
@@ -125,7 +125,7 @@ mod tests {
                 let mut out = vec![1; to - from];
                 pieces.read_at(from as u64, &mut out).unwrap();
                 assert_eq!(out, &whole[from..to]);
-                if let Some(bytes) = pieces.bytes_at(from as u64, to - from) {
+                if let Some(bytes) = pieces.bytes_in_memory(from as u64, to - from) {
                     assert_eq!(bytes, &whole[from..to]);
                 }
                 let slice = pieces.slice(from as u64, to as u64);
@@ -137,7 +137,7 @@ mod tests {
                 );
             }
         }
-        assert!(pieces.bytes_at(5, 4).is_some() && pieces.bytes_at(2, 2).is_none());
+        assert!(pieces.bytes_in_memory(5, 4).is_some() && pieces.bytes_in_memory(2, 2).is_none());
         assert!(
             pieces.read_at(9, &mut [0]).is_err() && pieces.read_at(u64::MAX, &mut [0]).is_err()
         );

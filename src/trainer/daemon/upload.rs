@@ -160,7 +160,7 @@ impl StagingDaemon {
     /// of this host may be replaced if its step is later than the newest committed one that this
     /// launch saw.
     async fn committed_by(self: &Arc<Self>, key: &StepKey) -> Committed {
-        let Ok(shown) = self.client.show(&key.job, Some(key.step)).await else {
+        let Ok(shown) = self.client.show_step(&key.job, Some(key.step)).await else {
             return Committed::Unknown;
         };
         let save = shown.step.saved.save;
@@ -291,8 +291,10 @@ impl StagingDaemon {
         let (daemon, of) = (self.clone(), key.clone());
         let progress = Arc::new(move |progress: Progress| daemon.set_progress(&of, progress));
         let options = SaveOptions { replace };
-        let report =
-            self.client.save_with(&key.job, key.step, options, driver.clone(), progress).await?;
+        let report = self
+            .client
+            .save_with_driver(&key.job, key.step, options, driver.clone(), progress)
+            .await?;
         let attempts = driver.saves.lock().unwrap_or_else(PoisonError::into_inner).len();
         let notes = match attempts {
             0 | 1 => Vec::new(),
@@ -333,7 +335,7 @@ impl StagingDaemon {
     /// Removes the oldest of the committed steps before the one that was just committed, so that
     /// `keep` are left including it.
     async fn trim(&self, key: &StepKey, keep: u32) {
-        let steps = match self.client.list(Some(&key.job)).await {
+        let steps = match self.client.list_steps(Some(&key.job)).await {
             Ok(steps) => steps,
             Err(error) => {
                 return tracing::warn!(job = %key.job, %error, "cannot list the steps: older ones are kept for now");
@@ -343,7 +345,7 @@ impl StagingDaemon {
         before.retain(|step| *step < key.step);
         before.sort_unstable_by(|a, b| b.cmp(a));
         for step in before.into_iter().skip(keep.saturating_sub(1) as usize) {
-            if let Err(error) = self.client.remove(&key.job, step).await {
+            if let Err(error) = self.client.remove_step(&key.job, step).await {
                 tracing::warn!(job = %key.job, %step, %error, "cannot remove an older step");
             }
         }
@@ -374,7 +376,7 @@ struct Driver {
 
 #[async_trait]
 impl SaveDriver for Driver {
-    fn begin(&self, _attempt: u32) -> io::Result<SaveId> {
+    fn assign_save_id(&self, _attempt: u32) -> io::Result<SaveId> {
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the step was given up");
         let mut save = SaveId([0; 12]);
         self.daemon.entropy.fill(&mut save.0);
@@ -393,7 +395,7 @@ impl SaveDriver for Driver {
         Ok(save)
     }
 
-    fn shards(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
+    fn shards_for_code(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
         let wrong =
             |error: &dyn std::fmt::Display| ClientError::CalledOff { why: error.to_string() };
         let max_bytes = code.stripe_bytes().saturating_mul(MAX_SHARD_STRIPES);
@@ -413,7 +415,7 @@ impl SaveDriver for Driver {
         Ok(new)
     }
 
-    async fn confirm(&self) -> Result<(), String> {
+    async fn confirm_commit(&self) -> Result<(), String> {
         if self.daemon.with(|core| core.step(&self.key).is_none()) {
             return Err("the step was given up".into());
         }

@@ -106,7 +106,7 @@ async fn orders_with_absurd_numbers_are_refused() {
         let answer = node.ask(&to, &ReservePart { order: order.clone() }).await;
         assert_eq!(kind_of(answer), ErrorKind::Invalid, "order {at}");
         assert_eq!(kind_of(node.ask(&to, &RunPart { run: order.run }).await), ErrorKind::NotFound);
-        assert_eq!(world.nodes[&2].memory_in_use(), [0; 5], "order {at}");
+        assert_eq!(world.nodes[&2].used_memory_by_share(), [0; 5], "order {at}");
     }
     assert_alive(&node, &to).await;
     // Orders that are in bounds and make no sense end with an error and leave nothing.
@@ -159,7 +159,7 @@ async fn a_reservation_that_nobody_runs_is_given_back() {
         let order = Order { run: [run; 16], ..order(StripeId { shard: root.shard, index: 0 }) };
         node.ask(&to, &ReservePart { order }).await.unwrap();
     }
-    assert_ne!(world.nodes[&2].memory_in_use()[0], 0);
+    assert_ne!(world.nodes[&2].used_memory_by_share()[0], 0);
     // The daemon releases the reservation by itself.
     world.assert_idle().await;
     assert_eq!(kind_of(node.ask(&to, &RunPart { run: [0; 16] }).await), ErrorKind::NotFound);

@@ -1,0 +1,197 @@
+//! The entries of the catalogue in a key-value store, changed one at a time.
+//!
+//! An entry, the revision counter and a sum over all entries change in one durable batch. The sum
+//! is checked at the start, because a database that silently lost entries must not be served; sled
+//! can lose entries when its log is damaged. Functions that access entries block, and changes block
+//! until they are durable.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::database_format::{
+    DATA, REVISION, SUM, entry_checksum, parse_entry, parse_number, verify_checksum,
+};
+use super::record_access::NODES;
+use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES, SetOutcome};
+use crate::kind::ErrorKind;
+use crate::store::kv::{Batch, Kv};
+use crate::wire::calls::DbChecksum;
+
+/// The catalogue database: the entries and the counters that change with them.
+pub(super) struct Database {
+    kv: Arc<dyn Kv>,
+    is_read_only: AtomicBool,
+    /// The revision of the last durable change. It can be read while another change is being
+    /// written.
+    revision: AtomicU64,
+    /// The revision of the last change of a node's record.
+    members_revision: AtomicU64,
+    writer: Mutex<WriterState>,
+}
+
+/// The values that every batch changes besides an entry.
+struct WriterState {
+    revision: u64,
+    /// XOR of the first 16 bytes of BLAKE3 over each entry.
+    sum: u128,
+    /// Whether the catalogue was transferred to a copy. Nothing changes any more then.
+    is_transferred: bool,
+}
+
+impl WriterState {
+    fn checksum(&self) -> DbChecksum {
+        DbChecksum { revision: self.revision, sum: self.sum.to_be_bytes() }
+    }
+}
+
+impl Database {
+    /// Opens the database in `kv` and checks the sum of its entries. Returns
+    /// [`CatalogueError::Incomplete`] if the sum is wrong.
+    pub(super) fn open(kv: Arc<dyn Kv>) -> Result<Self, CatalogueError> {
+        let revision = parse_number(kv.get(REVISION)?).unwrap_or(0);
+        let sum = verify_checksum(&*kv)?;
+        Ok(Self {
+            kv,
+            is_read_only: AtomicBool::new(false),
+            revision: AtomicU64::new(revision),
+            // The last change of a node's record may be older. The value only has to differ from
+            // all earlier ones.
+            members_revision: AtomicU64::new(revision),
+            writer: Mutex::new(WriterState { revision, sum, is_transferred: false }),
+        })
+    }
+
+    pub(super) fn is_read_only(&self) -> bool {
+        self.is_read_only.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_read_only(&self, is_read_only: bool) {
+        self.is_read_only.store(is_read_only, Ordering::Release);
+    }
+
+    pub(super) fn refuse_if_read_only(&self) -> Result<(), CatalogueError> {
+        if self.is_read_only() {
+            let message = "the catalogue is read-only, because it hears from no more than half of the storage nodes: start more of them".to_owned();
+            return Err(CatalogueError::Refused { kind: ErrorKind::Unavailable, message });
+        }
+        Ok(())
+    }
+
+    /// Returns the revision of the last durable change. Does not block.
+    pub(super) fn revision(&self) -> u64 {
+        self.revision.load(Ordering::Acquire)
+    }
+
+    /// Returns the checksum of the entries.
+    pub(super) fn checksum(&self) -> DbChecksum {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner).checksum()
+    }
+
+    /// Ends all changes if `copied` is the checksum of the current entries. Returns an error of
+    /// kind `Exists` if it is not.
+    pub(super) fn stop_writes_for_transfer(
+        &self,
+        copy_checksum: DbChecksum,
+    ) -> Result<(), CatalogueError> {
+        let mut written = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        if written.checksum() != copy_checksum {
+            let message = "the catalogue has changed since it was copied, and stays where it is: move it again".to_owned();
+            return Err(CatalogueError::Refused { kind: ErrorKind::Exists, message });
+        }
+        written.is_transferred = true;
+        Ok(())
+    }
+
+    /// Allows changes again after a transfer that failed.
+    pub(super) fn cancel_transfer(&self) {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner).is_transferred = false;
+    }
+
+    /// Returns a number that differs after each change of a node's record.
+    pub(super) fn members_revision(&self) -> u64 {
+        self.members_revision.load(Ordering::Acquire)
+    }
+
+    pub(super) fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError> {
+        let bytes = self.kv.get(format!("{DATA}{key}").as_bytes())?;
+        Ok(bytes.as_deref().and_then(parse_entry))
+    }
+
+    /// See [`Catalogue::compare_and_set`](super::Catalogue::compare_and_set).
+    pub(super) fn compare_and_set(
+        &self,
+        key: &str,
+        expected: Option<u64>,
+        value: Option<Vec<u8>>,
+    ) -> Result<SetOutcome, CatalogueError> {
+        if key.len() > MAX_KEY_BYTES {
+            let what = key.chars().take(64).collect();
+            return Err(CatalogueError::TooLong { what, bytes: key.len(), limit: MAX_KEY_BYTES });
+        }
+        let value_bytes = value.as_ref().map_or(0, Vec::len);
+        if value_bytes > MAX_VALUE_BYTES {
+            let what = format!("value of {key}");
+            return Err(CatalogueError::TooLong {
+                what,
+                bytes: value_bytes,
+                limit: MAX_VALUE_BYTES,
+            });
+        }
+        self.refuse_if_read_only()?;
+        let mut written = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        if written.is_transferred {
+            return Err(transfer_error());
+        }
+        let full_key = format!("{DATA}{key}");
+        let before = self.kv.get(full_key.as_bytes())?;
+        let now = before.as_deref().and_then(parse_entry);
+        if now.as_ref().map(|entry| entry.revision) != expected {
+            return Ok(SetOutcome::Conflict(now));
+        }
+        let revision = written.revision + 1;
+        let after = value.map(|value| [&revision.to_be_bytes()[..], &value].concat());
+        let change = |stored: &Option<Vec<u8>>| {
+            stored.as_deref().map_or(0, |stored| entry_checksum(&full_key, stored))
+        };
+        let sum = written.sum ^ change(&before) ^ change(&after);
+        let mut batch = Batch::new();
+        batch.put(REVISION, revision.to_be_bytes()).put(SUM, sum.to_be_bytes());
+        match after {
+            Some(stored) => batch.put(full_key, stored),
+            None => batch.delete(full_key),
+        };
+        self.kv.apply(&batch)?;
+        *written = WriterState { revision, sum, is_transferred: false };
+        self.revision.store(revision, Ordering::Release);
+        if key.starts_with(NODES) {
+            self.members_revision.store(revision, Ordering::Release);
+        }
+        Ok(SetOutcome::Set(revision))
+    }
+
+    /// See [`Catalogue::list_entries`](super::Catalogue::list_entries).
+    pub(super) fn list_entries(
+        &self,
+        prefix: &str,
+        after: Option<&str>,
+        limit: u32,
+    ) -> Result<Vec<(String, Entry)>, CatalogueError> {
+        let after = after.map(|key| format!("{DATA}{key}"));
+        let page = self.kv.scan(
+            format!("{DATA}{prefix}").as_bytes(),
+            after.as_deref().map(str::as_bytes),
+            limit.min(MAX_PAGE) as usize,
+        )?;
+        let named = page.into_iter().filter_map(|(key, value)| {
+            let key = String::from_utf8(key).ok()?;
+            Some((key.strip_prefix(DATA)?.to_owned(), parse_entry(&value)?))
+        });
+        Ok(named.collect())
+    }
+}
+
+/// Returns the error for a caller that wants to change a key during a transfer.
+pub(super) fn transfer_error() -> CatalogueError {
+    let message = "the catalogue is being moved to another daemon: try again".to_owned();
+    CatalogueError::Refused { kind: ErrorKind::Busy, message }
+}

@@ -1,0 +1,188 @@
+//! The keys of the catalogue, and typed reads and writes of its records.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Catalogue, CatalogueError, SetOutcome};
+use crate::format::envelope::RecordKind;
+use crate::format::records::Record;
+use crate::id::{Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::wire::calls::ArchiveOptions;
+
+/// Prefix of the nodes' records.
+pub const NODES: &str = "n/";
+/// Prefix of the checkpoints' records.
+pub const CHECKPOINTS: &str = "c/";
+
+/// Returns the key of a step. The keys of a job's steps sort by step number.
+pub fn checkpoint_key(job: &Job, step: Step) -> String {
+    format!("{CHECKPOINTS}{job}/{:020}", step.0)
+}
+
+/// Parses the key of a checkpoint. Returns its job and step.
+pub fn parse_checkpoint_key(key: &str) -> Option<(Job, Step)> {
+    parse_job_and_step(key.strip_prefix(CHECKPOINTS)?)
+}
+
+/// Prefix of all shard roots.
+pub const SHARD_ROOTS: &str = "s/";
+/// Prefix of all shard states.
+pub const SHARD_STATES: &str = "t/";
+
+/// Returns the prefix of the shard roots of a save.
+pub fn shard_roots_prefix(save: SaveId) -> String {
+    format!("{SHARD_ROOTS}{save}/")
+}
+
+/// A key that a database has from its beginning until it forgets the first removal of a committed
+/// save. Until then the database has records of all such removals.
+pub const NOTHING_FORGOTTEN: &str = "nothing-forgotten";
+/// Prefix of the orphans: saves that are to be removed and belong to no step's record.
+pub const ORPHANS: &str = "x/";
+
+/// Returns the key of an orphan.
+pub fn orphan_key(save: SaveId) -> String {
+    format!("{ORPHANS}{save}")
+}
+
+/// Returns the key of a shard's root.
+pub fn shard_root_key(save: SaveId, index: u32) -> String {
+    format!("{SHARD_ROOTS}{save}/{index:08x}")
+}
+
+/// Returns the key of a shard's state.
+pub fn shard_state_key(shard: ShardId) -> String {
+    format!("{SHARD_STATES}{shard}")
+}
+
+/// Returns the prefix of the shard states of a save. A shard's id begins with its save's id.
+pub fn shard_states_prefix(save: SaveId) -> String {
+    format!("{SHARD_STATES}{save}")
+}
+
+/// Prefix of the archive requests.
+pub const ARCHIVE_REQUESTS: &str = "a/";
+
+/// Returns the key of a step's archive request.
+pub fn archive_request_key(job: &Job, step: Step) -> String {
+    format!("{ARCHIVE_REQUESTS}{job}/{:020}", step.0)
+}
+
+/// Parses the key of an archive request. Returns its job and step.
+pub fn parse_archive_request_key(key: &str) -> Option<(Job, Step)> {
+    parse_job_and_step(key.strip_prefix(ARCHIVE_REQUESTS)?)
+}
+
+fn parse_job_and_step(text: &str) -> Option<(Job, Step)> {
+    let (job, step) = text.rsplit_once('/')?;
+    Some((job.parse().ok()?, step.parse().ok()?))
+}
+
+/// An archive request: an archiving that was requested and has not ended. When its lease is over,
+/// any daemon may take it over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArchiveRequest {
+    /// The coordinator's node.
+    pub node: NodeId,
+    /// The coordinator's lease, which is also the lease of the shards it owns.
+    pub lease: LeaseId,
+    /// The save that is to be archived. Another save of the same step is not.
+    pub save: SaveId,
+    /// The plan and its parameters.
+    pub options: ArchiveOptions,
+    /// Number of consecutive failures.
+    pub failures: u32,
+    /// The reason of the last failure, in at most [`MAX_WHY_CHARS`] characters, if the request
+    /// waits for a retry. `None` while a coordinator works on the request, and also if that
+    /// coordinator died.
+    pub waiting: Option<String>,
+}
+
+/// Maximum length of the reason in a record, in characters. It keeps the record far below the
+/// longest value.
+pub const MAX_WHY_CHARS: usize = 500;
+
+impl Record for ArchiveRequest {
+    const KIND: RecordKind = RecordKind::Archiving;
+}
+
+/// Parses the record at `key`. Returns [`CatalogueError::Record`] if it does not parse.
+pub fn parse_record<R: Record>(key: &str, value: &[u8]) -> Result<R, CatalogueError> {
+    R::parse(value)
+        .map_err(|error| CatalogueError::Record { key: key.to_owned(), reason: error.to_string() })
+}
+
+/// Reads the record at `key`. Returns it with its revision, or `None` if the key does not exist.
+pub async fn read_record<R: Record>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+) -> Result<Option<(R, u64)>, CatalogueError> {
+    let entry = catalogue.get(key).await?;
+    entry.map(|entry| Ok((parse_record(key, &entry.value)?, entry.revision))).transpose()
+}
+
+/// The outcome of a typed compare-and-set.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RecordSetOutcome<R> {
+    /// The change is durable. The key's new revision.
+    Set(u64),
+    /// The key is not as expected. Its current record and revision.
+    Conflict(Option<(R, u64)>),
+}
+
+/// Writes a record by compare-and-set.
+pub async fn compare_and_set_record<R: Record>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    expected: Option<u64>,
+    record: &R,
+) -> Result<RecordSetOutcome<R>, CatalogueError> {
+    let value = record.to_bytes().map_err(|error| CatalogueError::Record {
+        key: key.to_owned(),
+        reason: error.to_string(),
+    })?;
+    match catalogue.compare_and_set(key, expected, Some(value)).await? {
+        SetOutcome::Set(revision) => Ok(RecordSetOutcome::Set(revision)),
+        SetOutcome::Conflict(entry) => {
+            let now = entry.map(|entry| Ok((parse_record(key, &entry.value)?, entry.revision)));
+            now.transpose().map(RecordSetOutcome::Conflict)
+        }
+    }
+}
+
+/// Changes a record: reads it, applies `change`, and writes the result by compare-and-set. Starts
+/// again when another writer was faster. `change` returns `None` to leave the record as it is.
+/// Returns the record as it is now.
+///
+/// After a lost answer the record is read again, so `change` may see a record that it has already
+/// changed. It must leave such a record as it is.
+pub async fn update_record<R: Record + Default + Clone, E: From<CatalogueError>>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    mut change: impl FnMut(R) -> Result<Option<R>, E>,
+) -> Result<R, E> {
+    let mut current: Option<(R, u64)> = read_record(catalogue, key).await?;
+    loop {
+        let before = current.as_ref().map(|(record, _)| record.clone()).unwrap_or_default();
+        let Some(after) = change(before.clone())? else { return Ok(before) };
+        let expected = current.map(|(_, revision)| revision);
+        match compare_and_set_record(catalogue, key, expected, &after).await? {
+            RecordSetOutcome::Set(_) => return Ok(after),
+            RecordSetOutcome::Conflict(now) => current = now,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checkpoint_keys_sort_by_step_and_parse_back() {
+        let job: Job = "a.b-c".parse().unwrap();
+        let keys: Vec<String> =
+            [9, 10, u64::MAX].iter().map(|&step| checkpoint_key(&job, Step(step))).collect();
+        assert!(keys.is_sorted());
+        assert_eq!(parse_checkpoint_key(&keys[1]), Some((job, Step(10))));
+        assert_eq!(parse_checkpoint_key("c/x"), None);
+    }
+}

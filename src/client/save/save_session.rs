@@ -1,0 +1,545 @@
+//! Saving a checkpoint: begin, upload of all stripes of all shards, leaves, completion of the
+//! shards, commit (docs/semantics.md, 3).
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream::{self, TryStreamExt};
+
+use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
+
+use super::save_driver::PlainSave;
+use crate::client::connection::LONG_LIMIT;
+use crate::client::{
+    Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDriver, SaveFate,
+};
+use crate::code::Layout;
+use crate::format::geometry::Geometry;
+use crate::format::records::{
+    FIELD_GF8, LAYOUT_STANDARD, Leaves, Node, Record, RingNode, Saved, ShardRoot, StripeRecord,
+    stripes_root,
+};
+use crate::format::save_record::{SaveHead, SaveRecord};
+use crate::gf::FingerprintKey;
+use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step, StripeId};
+use crate::kind::ErrorKind;
+use crate::net::Address;
+use crate::pipeline::upload::{FailedNodes, SaveError, StripeUploader};
+use crate::placement::{Spares, place, ring};
+use crate::stage::{TracePoint, trace_point};
+use crate::topology::Directory;
+use crate::wire::calls::{
+    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, Hello, NodeView, PutRecord,
+    RecordName, RenewLease,
+};
+
+/// Number of shards that are saved at once.
+const SHARDS_AT_ONCE: usize = 4;
+/// Number of stripes of one shard that are saved at once. While the slowest blocks of one stripe,
+/// and its records, are being sent, the other stripes keep the links of the other nodes busy. A
+/// single large shard, as a trainer saves it, may use all stripes of the save.
+const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
+/// Number of stripes of a save that are saved at once. A stripe sends at most 6 blocks at once.
+/// Each block keeps in memory two chunks of 256 KiB, unless the source hands out its own memory,
+/// and the bytes that the receiver has not acknowledged.
+const STRIPES_AT_ONCE: usize = 4;
+/// Time limit for a node to report its epoch. A later answer does not count when a save checks
+/// whether its epoch is over.
+const HELLO_LIMIT: Duration = Duration::from_secs(2);
+/// How long a save waits for the end of a catalogue transfer that it has met, and then for the new
+/// catalogue server.
+const MOVE_LIMIT: Duration = Duration::from_secs(10);
+/// Interval between two checks.
+const MOVE_LOOK: Duration = Duration::from_millis(250);
+/// Number of nodes that are asked for their epoch at once.
+const HELLOS_AT_ONCE: usize = 32;
+/// Maximum number of times that a save starts again after its nodes failed.
+const RESTARTS: u32 = 2;
+
+/// The options of a save.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SaveOptions {
+    /// Whether to replace the step if it is committed. The old save stays committed until the new
+    /// one is.
+    pub replace: bool,
+}
+
+/// The report about a save.
+#[derive(Debug, Clone)]
+pub struct SaveReport {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// The save.
+    pub save: SaveId,
+    /// Number of shards.
+    pub shards: u32,
+    /// Number of bytes of all shards.
+    pub len_bytes: u64,
+    /// Number of pieces of the code by which the save will be archived.
+    pub n: u8,
+    /// Number of blocks of that code.
+    pub k: u8,
+    /// The save's generation.
+    pub generation: Generation,
+    /// The record by which [`Client::restore_by_record`] reads the save when no catalogue answers.
+    pub record: SaveRecord,
+}
+
+/// A task that renews a save's lease until this is dropped. It is dropped with the save's future,
+/// so that the lease of an abandoned save ends.
+struct RunningLeaseKeeper(tokio::task::JoinHandle<()>);
+
+impl Drop for RunningLeaseKeeper {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// The outcome of a save whose epoch is over.
+enum SaveOutcome {
+    Committed(Saved),
+    /// The save is not open any more, and was not decided.
+    Gone,
+    /// No catalogue answered.
+    Unknown,
+}
+
+/// Returns whether an error may be due to the end of the save's epoch. Nodes then refuse the older
+/// epoch, and gateways lose the catalogue.
+fn can_be_epoch_end(kind: ErrorKind) -> bool {
+    kind == ErrorKind::Fenced || kind.is_transient()
+}
+
+/// A save between begin and commit.
+struct SaveSession {
+    client: Client,
+    job: Job,
+    step: Step,
+    cluster: ClusterId,
+    begun: BeginSaveAnswer,
+    /// The roots of the shards that are completed, or may be.
+    roots: Mutex<BTreeMap<u32, ShardRoot>>,
+    directory: Directory,
+    failures: Arc<FailedNodes>,
+    stripes: Semaphore,
+    progress: Arc<dyn Fn(u64) + Send + Sync>,
+}
+
+impl Client {
+    /// Saves a checkpoint. Returns its report when the save is committed and visible.
+    pub async fn save(
+        &self,
+        job: &Job,
+        step: Step,
+        shards: Vec<NewShard>,
+        options: SaveOptions,
+        progress: ProgressFn,
+    ) -> Result<SaveReport, ClientError> {
+        check_shard_names(&shards)?;
+        let entropy = self.entropy().clone();
+        let driver = Arc::new(PlainSave { shards, entropy });
+        self.save_with_driver(job, step, options, driver, progress).await
+    }
+
+    /// Saves a checkpoint as `driver` decides. Returns its report when the save is committed and
+    /// visible.
+    pub async fn save_with_driver(
+        &self,
+        job: &Job,
+        step: Step,
+        options: SaveOptions,
+        driver: Arc<dyn SaveDriver>,
+        progress: ProgressFn,
+    ) -> Result<SaveReport, ClientError> {
+        let (mut restarts, mut avoid, mut refused) = (0, Vec::new(), None);
+        loop {
+            let kept = driver.assign_save_id(restarts);
+            let save = kept.map_err(|source| ClientError::SaveId { source })?;
+            let mut saving = self.begin_save(job, step, options, &avoid, save).await?;
+            // No code of the cluster fits without the nodes that refused, and these would refuse
+            // again.
+            let needs = |node: &Node| avoid.contains(&NodeId::of(&node.name));
+            if let Some(error) = refused.take().filter(|_| saving.begun.nodes.iter().any(needs)) {
+                saving.abort_save().await;
+                return Err(error);
+            }
+            let lease = self.spawn_lease_keeper(&saving.begun);
+            let prepared = saving.prepare_shards(&*driver, &progress);
+            let shards = match prepared {
+                Ok(shards) => shards,
+                Err(error) => {
+                    saving.abort_save().await;
+                    return Err(error);
+                }
+            };
+            let result = saving.upload_and_commit(&shards, &*driver).await;
+            drop(lease);
+            let error = match result {
+                Ok(saved) => return saving.build_report(saved),
+                Err(error) => error,
+            };
+            restarts += 1;
+            if can_be_epoch_end(error.kind()) && saving.has_epoch_ended(error.kind()).await {
+                match saving.commit_or_abort(shards.len()).await {
+                    SaveOutcome::Committed(saved) => return saving.build_report(saved),
+                    SaveOutcome::Gone if restarts <= RESTARTS => {}
+                    _ => return Err(error),
+                }
+            } else {
+                // If the abort fails, the catalogue server aborts the save when its lease is over.
+                if error.kind() != ErrorKind::Fenced {
+                    let _ = saving.abort_save().await;
+                }
+                match &error {
+                    // Nodes failed and no spare was left. The next begin counts the live nodes and
+                    // may choose a smaller code. A node that refused, for example because its disk
+                    // is full, is not counted. A node that is down counts as live until its lease
+                    // is over, so wait for that long.
+                    ClientError::Save(SaveError::NoHolders { .. }) if restarts <= RESTARTS => {
+                        avoid.extend(saving.failures.refused_nodes());
+                        if saving.failures.has_only_refusals() {
+                            refused = Some(error);
+                            continue;
+                        }
+                        let lease = Duration::from_millis(saving.begun.lease_ms);
+                        self.caller().clock().sleep(lease).await;
+                    }
+                    _ => return Err(error),
+                }
+            }
+            tracing::warn!(%error, restarts, "the save starts again");
+        }
+    }
+
+    /// Determines the fate of a save whose client does not know it. Aborts a save that is still
+    /// open, and publishes one that is decided. An id that no gateway ever saw counts as aborted.
+    pub async fn settle_save(
+        &self,
+        job: &Job,
+        step: Step,
+        save: SaveId,
+    ) -> Result<SaveFate, ClientError> {
+        let aborted = self.call_gateway(&AbortSave { job: job.clone(), step, save }).await;
+        match aborted {
+            Ok(()) => Ok(SaveFate::Aborted),
+            Err(error) if error.kind() == ErrorKind::Exists => {
+                // A decided save is not checked against the number of its shards any more, so 0
+                // will do.
+                let commit = CommitSave { job: job.clone(), step, save, shards: 0 };
+                match self.call_gateway_within(&commit, LONG_LIMIT).await {
+                    Ok(_) => Ok(SaveFate::Committed),
+                    // The save was committed, and has been removed or replaced since.
+                    Err(error)
+                        if matches!(error.kind(), ErrorKind::Fenced | ErrorKind::NotFound) =>
+                    {
+                        Ok(SaveFate::Committed)
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn begin_save(
+        &self,
+        job: &Job,
+        step: Step,
+        options: SaveOptions,
+        avoid: &[NodeId],
+        save: SaveId,
+    ) -> Result<SaveSession, ClientError> {
+        let (job, avoid) = (job.clone(), avoid.to_vec());
+        let begin = BeginSave { job: job.clone(), step, replace: options.replace, save, avoid };
+        let begun = self.call_gateway(&begin).await?;
+        let cluster = self.fetch_cluster_id().await?;
+        let live = begun.nodes.iter().map(|node| NodeView { node: node.clone(), live: true });
+        Ok(SaveSession {
+            client: self.clone(),
+            job,
+            step,
+            cluster,
+            directory: Directory::new(live.collect()),
+            begun,
+            roots: Mutex::default(),
+            failures: Arc::default(),
+            stripes: Semaphore::new(STRIPES_AT_ONCE),
+            progress: Arc::new(|_| ()),
+        })
+    }
+
+    fn spawn_lease_keeper(&self, begun: &BeginSaveAnswer) -> RunningLeaseKeeper {
+        let lease = begun.lease;
+        let period = Duration::from_millis(begun.lease_ms / 3);
+        let (client, runtime) = match self.lease_keeper() {
+            Some((keeper, runtime)) => (keeper.clone(), runtime.clone()),
+            None => (self.clone(), Handle::current()),
+        };
+        RunningLeaseKeeper(runtime.spawn(async move {
+            loop {
+                client.caller().clock().sleep(period).await;
+                // The limit leaves time to ask another gateway if this one does not answer.
+                if let Err(error) = client.call_gateway_within(&RenewLease { lease }, period).await
+                    && error.kind() == ErrorKind::Fenced
+                {
+                    return;
+                }
+            }
+        }))
+    }
+}
+
+fn check_shard_names(shards: &[NewShard]) -> Result<(), ClientError> {
+    let mut names = HashSet::new();
+    if let Some(twice) = shards.iter().find(|shard| !names.insert(&shard.name)) {
+        return Err(ClientError::DuplicateName { name: twice.name.clone() });
+    }
+    if shards.is_empty() { Err(ClientError::NoShards) } else { Ok(()) }
+}
+
+impl SaveSession {
+    /// Returns the driver's shards. From here on the progress counts the bytes of all of them.
+    fn prepare_shards(
+        &mut self,
+        driver: &dyn SaveDriver,
+        progress: &ProgressFn,
+    ) -> Result<Vec<NewShard>, ClientError> {
+        let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
+        let shards = driver.shards_for_code(SaveCode { n, k, block_bytes })?;
+        check_shard_names(&shards)?;
+        let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
+        let (done, progress) = (AtomicU64::new(0), progress.clone());
+        self.progress = Arc::new(move |bytes| {
+            let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            progress(Progress { done_bytes, total_bytes });
+        });
+        Ok(shards)
+    }
+
+    async fn upload_and_commit(
+        &self,
+        shards: &[NewShard],
+        driver: &dyn SaveDriver,
+    ) -> Result<Saved, ClientError> {
+        let count = u32::try_from(shards.len()).unwrap_or(u32::MAX);
+        let work = (0u32..).zip(shards).map(|(index, shard)| self.save_shard(index, count, shard));
+        // Collected, so that the future of a save can be sent to another thread.
+        let work: Vec<_> = work.collect();
+        let done: Vec<()> =
+            stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
+        debug_assert_eq!(done.len(), shards.len());
+        driver.confirm_commit().await.map_err(|why| ClientError::CalledOff { why })?;
+        self.commit_save(shards.len()).await
+    }
+
+    /// Returns whether some node knows a later epoch, and so refuses what was begun in this one.
+    /// During a transfer no node knows one yet, and callers that want to change a key receive
+    /// `Busy`. If `failed` is `Busy`, this therefore waits up to [`MOVE_LIMIT`] for a later epoch.
+    async fn has_epoch_ended(&self, failed: ErrorKind) -> bool {
+        let clock = self.client.caller().clock();
+        let until = clock.now() + MOVE_LIMIT;
+        loop {
+            if self.has_later_epoch().await {
+                return true;
+            }
+            if failed != ErrorKind::Busy || clock.now() >= until {
+                return false;
+            }
+            clock.sleep(MOVE_LOOK).await;
+        }
+    }
+
+    async fn has_later_epoch(&self) -> bool {
+        let asks = self.begun.nodes.iter().map(|node| async {
+            let to = Address { host_port: node.address.clone(), node: Some(node.name.clone()) };
+            self.client.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await
+        });
+        let mut asks = stream::iter(asks.collect::<Vec<_>>()).buffer_unordered(HELLOS_AT_ONCE);
+        let epoch = self.begun.generation.epoch;
+        while let Some(hello) = asks.next().await {
+            if hello.is_ok_and(|hello| hello.epoch > epoch) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Asks the catalogue of the later epoch for the outcome of the save until it answers. If all
+    /// shards were completed, the save is committed as it would have been before the transfer.
+    async fn commit_or_abort(&self, shard_count: usize) -> SaveOutcome {
+        let clock = self.client.caller().clock();
+        let until = clock.now() + MOVE_LIMIT;
+        loop {
+            if let Ok(saved) = self.commit_save(shard_count).await {
+                return SaveOutcome::Committed(saved);
+            }
+            // The abort is refused if the save is decided. The save will be committed then.
+            if self.abort_save().await {
+                return SaveOutcome::Gone;
+            }
+            if clock.now() >= until {
+                return SaveOutcome::Unknown;
+            }
+            clock.sleep(MOVE_LOOK).await;
+        }
+    }
+
+    /// Aborts the save. Returns whether it is now known to be neither open nor decided.
+    async fn abort_save(&self) -> bool {
+        let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
+        self.client.call_gateway(&AbortSave { job, step, save }).await.is_ok()
+    }
+
+    fn lock_roots(&self) -> MutexGuard<'_, BTreeMap<u32, ShardRoot>> {
+        self.roots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn build_report(&self, saved: Saved) -> Result<SaveReport, ClientError> {
+        let BeginSaveAnswer { n, k, .. } = self.begun;
+        let Saved { save, shards, len_bytes, generation, .. } = saved;
+        let roots = std::mem::take(&mut *self.lock_roots()).into_values().collect();
+        let (cluster, nodes) = (self.cluster, self.begun.nodes.clone());
+        let record = SaveRecord::new(SaveHead { cluster, saved, nodes }, roots)?;
+        Ok(SaveReport {
+            job: self.job.clone(),
+            step: self.step,
+            save,
+            shards,
+            len_bytes,
+            n,
+            k,
+            generation,
+            record,
+        })
+    }
+
+    async fn commit_save(&self, shard_count: usize) -> Result<Saved, ClientError> {
+        let shards = u32::try_from(shard_count).unwrap_or(u32::MAX);
+        let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
+        self.client.call_gateway_within(&CommitSave { job, step, save, shards }, LONG_LIMIT).await
+    }
+
+    async fn save_shard(
+        &self,
+        index: u32,
+        shard_count: u32,
+        shard: &NewShard,
+    ) -> Result<(), ClientError> {
+        let BeginSaveAnswer { save, generation, n, k, block_bytes, .. } = self.begun;
+        let len_bytes = shard.source.len_bytes();
+        let geometry = Geometry::checked(len_bytes, block_bytes, n, k)?;
+        let id = ShardId::new(save, index);
+        let mut fingerprint_key = [0; 32];
+        self.client.entropy().fill(&mut fingerprint_key);
+        let ring = ring(&self.begun.nodes, index.into());
+        let upload = StripeUploader {
+            caller: self.client.caller().clone(),
+            workers: self.client.workers().clone(),
+            directory: self.directory.clone(),
+            source: shard.source.clone(),
+            name: shard.name.to_string(),
+            key: Arc::new(FingerprintKey::derive(&fingerprint_key)),
+            key_bytes: fingerprint_key,
+            generation,
+            layout: Layout::new(n.into(), k.into())?,
+            failures: self.failures.clone(),
+            progress: self.progress.clone(),
+        };
+        let stripes = (0..geometry.stripes()).map(|index| StripeId { shard: id, index });
+        let work =
+            stripes.map(|stripe| self.upload_stripe_and_record(&upload, &ring, &geometry, stripe));
+        let work: Vec<_> = work.collect();
+        let hashes: Vec<[u8; 32]> =
+            stream::iter(work).buffered(STRIPES_OF_A_SHARD).try_collect().await?;
+        let source = shard.source.clone();
+        let unchanged = self.client.workers().run(move || source.is_unchanged()).await?;
+        let name = shard.name.to_string();
+        match unchanged {
+            Ok(true) => {}
+            Ok(false) => return Err(SaveError::Changed { shard: name }.into()),
+            Err(source) => {
+                return Err(SaveError::Source { shard: name, offset: len_bytes, source }.into());
+            }
+        }
+        let root = ShardRoot {
+            job: self.job.clone(),
+            step: self.step,
+            save,
+            index,
+            shards: shard_count,
+            shard: id,
+            name: shard.name.clone(),
+            len_bytes,
+            block_bytes,
+            n,
+            k,
+            layout: LAYOUT_STANDARD,
+            field: FIELD_GF8,
+            fingerprint_key,
+            ring,
+            stripes_root: stripes_root(&hashes),
+        };
+        self.put_leaves(&root, hashes).await?;
+        self.lock_roots().insert(index, root.clone());
+        self.client.call_gateway(&CompleteShard { root }).await
+    }
+
+    async fn upload_stripe_and_record(
+        &self,
+        upload: &StripeUploader,
+        ring: &[RingNode],
+        geometry: &Geometry,
+        stripe: StripeId,
+    ) -> Result<[u8; 32], ClientError> {
+        // The semaphore is never closed while the save runs.
+        let _slot = self.stripes.acquire().await;
+        let (n, k) = (geometry.n.into(), geometry.k.into());
+        let mut places = place(ring, n, k, stripe.index)?;
+        let spares = Spares::new(ring, upload.layout, &places, |_| true);
+        let Some(cut) = geometry.stripe(stripe.index) else {
+            return Err(ClientError::NoShards);
+        };
+        trace_point(TracePoint::Send, stripe);
+        let fixed = upload.upload_stripe(stripe, cut, &mut places, spares).await?;
+        let record = StripeRecord::new(&fixed, places.clone())?;
+        upload.put_stripe_record(&fixed, &record, &places).await?;
+        Ok(record.leaf())
+    }
+
+    /// Puts the leaves on the nodes of the ring. Returns an error if more than k-1 nodes failed to
+    /// store them.
+    async fn put_leaves(&self, root: &ShardRoot, hashes: Vec<[u8; 32]>) -> Result<(), ClientError> {
+        let leaves = Leaves { root: root.clone(), hashes };
+        let call = PutRecord {
+            shard: root.shard,
+            record: RecordName::Leaves,
+            generation: self.begun.generation,
+            bytes: leaves.to_bytes()?,
+        };
+        let puts = root.ring.iter().map(|member| {
+            let call = &call;
+            async move {
+                let to = self.directory.address(member.node)?;
+                Some(self.client.caller().call(&to, call).await)
+            }
+        });
+        let mut puts = stream::iter(puts.collect::<Vec<_>>()).buffer_unordered(16);
+        let (mut missed, mut last) = (0, None);
+        while let Some(put) = puts.next().await {
+            if let Some(Err(error)) = put {
+                missed += 1;
+                last = Some(error);
+            }
+        }
+        match last {
+            Some(error) if missed > usize::from(root.k) - 1 => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The committed steps of a cluster: list, show and remove.
+
+use super::connection::{Client, LONG_LIMIT};
+use super::error::ClientError;
+use crate::format::records::{ShardRoot, ShardState};
+use crate::id::{Job, SaveId, Step};
+use crate::wire::calls::{
+    GetPolicyStatus, Hello, ListSteps, NodeView, RemoveAnswer, RemoveStep, ShowStep,
+    ShowStepAnswer, StepView,
+};
+
+/// All information about one step.
+#[derive(Debug, Clone)]
+pub struct ShowReport {
+    /// The step.
+    pub step: StepView,
+    /// The step's shards, and how far their archiving has come.
+    pub shards: Vec<(ShardRoot, ShardState)>,
+    /// The nodes. A node that answers counts as live, with or without a lease.
+    pub nodes: Vec<NodeView>,
+    /// The reason why nothing can be changed now. It is determined only if some node has no lease,
+    /// or no catalogue answers.
+    pub read_only_reason: Option<String>,
+}
+
+impl Client {
+    /// Returns the committed steps of a job (`None`: of all jobs), in order of job and step.
+    pub async fn list_steps(&self, job: Option<&Job>) -> Result<Vec<StepView>, ClientError> {
+        let (mut steps, mut after) = (Vec::new(), None);
+        loop {
+            let page = self.call_gateway(&ListSteps { job: job.cloned(), after }).await?;
+            steps.extend(page.steps);
+            match page.next {
+                Some(next) => after = Some(next),
+                None => return Ok(steps),
+            }
+        }
+    }
+
+    pub(super) async fn fetch_step(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+    ) -> Result<ShowStepAnswer, ClientError> {
+        let call = ShowStep { job: job.clone(), step, first_shard: 0 };
+        let mut answer = self.call_gateway(&call).await?;
+        while (answer.shards.len() as u64) < u64::from(answer.step.saved.shards) {
+            let first_shard = answer.shards.len() as u32;
+            let page = self
+                .call_gateway(&ShowStep {
+                    job: job.clone(),
+                    step: Some(answer.step.step),
+                    first_shard,
+                })
+                .await?;
+            if page.step.saved != answer.step.saved || page.shards.is_empty() {
+                return Err(ClientError::Removed { job: job.clone(), step: answer.step.step });
+            }
+            answer.shards.extend(page.shards);
+        }
+        Ok(answer)
+    }
+
+    /// Returns all information about a committed step (`None`: the latest).
+    pub async fn show_step(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+    ) -> Result<ShowReport, ClientError> {
+        let found = self.fetch_step(job, step).await?;
+        let step = found.step;
+        let shards = found.shards.into_iter().map(|(root, state)| match state {
+            Some(state) => Ok((root, state)),
+            None => Err(ClientError::Removed { job: job.clone(), step: step.step }),
+        });
+        let shards = shards.collect::<Result<_, _>>()?;
+        let nodes = self.fetch_known_nodes().await?;
+        // If all nodes have leases, the catalogue works and no node has to be asked.
+        let is_well = !step.by_marks && nodes.iter().all(|view| view.live);
+        let (nodes, unchanged) = match is_well {
+            true => (nodes, None),
+            false => (
+                self.probe_liveness(nodes).await,
+                self.fetch_catalogue_report().await?.read_only_reason,
+            ),
+        };
+        Ok(ShowReport { step, shards, nodes, read_only_reason: unchanged })
+    }
+
+    /// Removes the save that is now committed as the step. A save that replaces it meanwhile stays,
+    /// however late the request arrives. Returns the number of nodes that have removed all files,
+    /// and the nodes that will be asked again.
+    pub async fn remove_step(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
+        let save = self.find_committed_save(job, step).await?;
+        // Ask only once. A repeated request could report as missing what the first one has removed.
+        self.call_gateway_once(&RemoveStep { job: job.clone(), step, save }, LONG_LIMIT).await
+    }
+
+    /// Returns the id of the save that is committed as the step.
+    async fn find_committed_save(&self, job: &Job, step: Step) -> Result<SaveId, ClientError> {
+        let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
+        let page = self.call_gateway(&ListSteps { job: Some(job.clone()), after: before }).await?;
+        let found = page.steps.into_iter().find(|view| view.step == step);
+        let found = found.ok_or_else(|| ClientError::NoStep { job: job.clone(), step })?;
+        Ok(found.saved.save)
+    }
+
+    /// Returns how many of a job's newest steps the cluster's policy keeps, or `None` if the policy
+    /// retires none of them.
+    pub async fn fetch_keep_newest(&self, job: &Job) -> Result<Option<u32>, ClientError> {
+        let hello = self.call_gateway(&Hello { me: None }).await?;
+        let home = hello.catalogue.ok_or(ClientError::NoCatalogue)?;
+        let policy = self.caller().call(&home, &GetPolicyStatus {}).await?;
+        let own = policy.rules.iter().find(|rule| rule.job.as_ref() == Some(job));
+        Ok(own.or(policy.rules.first()).and_then(|rule| rule.keep_newest))
+    }
+}

@@ -1,0 +1,283 @@
+//! The calls of clients about committed checkpoints: list, show, archive, remove.
+
+use std::sync::Arc;
+
+use tokio::sync::mpsc;
+
+use crate::catalogue::record_access::{
+    CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, read_record, shard_state_key,
+    update_record,
+};
+use crate::catalogue::{Catalogue, MAX_PAGE};
+use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardState};
+use crate::id::{Job, SaveId, Step};
+use crate::kind::ErrorKind;
+use crate::net::Role;
+use crate::node::Node;
+use crate::node::rpc::dispatch::{IncomingCall, Request};
+use crate::node::rpc::remote_errors::remote_error;
+use crate::pipeline::coordinator::list_shard_roots;
+use crate::stage::{TracePoint, trace_point};
+use crate::wire::RemoteError;
+use crate::wire::calls::{
+    ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
+    RemoveStep, ShowStep, ShowStepAnswer, StepView,
+};
+
+/// Maximum number of shards in one page of an answer.
+pub(in crate::node) const SHARDS_SHOWN: usize = 128;
+/// Maximum number of queued events for a client that watches an archiving.
+const EVENTS: usize = 64;
+
+/// Returns the error for a step that is not committed.
+pub(in crate::node) fn not_committed_error(job: &Job, step: Step) -> RemoteError {
+    remote_error(
+        ErrorKind::NotFound,
+        format!("{job}/{step} is not committed: `rapidraid ls` shows what is"),
+    )
+}
+
+/// The result of making a committed save invisible.
+pub(in crate::node) enum UnpublishOutcome {
+    /// The save is being removed, from now on or already before.
+    Removing(Removing),
+    /// Another save of the step is committed.
+    OtherSave,
+    /// No save of the step is committed, and this one is not being removed.
+    NotCommitted,
+}
+
+impl Node {
+    /// Removes a committed step. Returns how many nodes have purged it, and which have not. The
+    /// work continues if the client disconnects.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] if nothing is committed; [`ErrorKind::Fenced`] if another save of
+    /// the step is committed.
+    pub(in crate::node) async fn remove_step(
+        self: &Arc<Self>,
+        call: RemoveStep,
+    ) -> Result<RemoveAnswer, RemoteError> {
+        let RemoveStep { job, step, save } = &call;
+        let entry = match self.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
+            UnpublishOutcome::Removing(entry) => entry,
+            UnpublishOutcome::OtherSave => {
+                let text = format!(
+                    "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to be removed as well"
+                );
+                return Err(remote_error(ErrorKind::Fenced, text));
+            }
+            UnpublishOutcome::NotCommitted => return Err(not_committed_error(job, *step)),
+        };
+        let node = self.clone();
+        let work = self
+            .tasks
+            .spawn(async move { node.finish_removal(&call.job, call.step, &entry).await });
+        let removed = work.await.map_err(|_| {
+            remote_error(
+                ErrorKind::Unavailable,
+                "the daemon is stopping: the removal continues later",
+            )
+        })?;
+        Ok(removed?.answer)
+    }
+
+    /// Makes `save` invisible, if it is the committed save of the step, by one compare-and-set.
+    /// From then on it is being removed. Returns what the step's record says about it.
+    pub(in crate::node) async fn unpublish(
+        &self,
+        job: &Job,
+        step: Step,
+        save: SaveId,
+        reason: RemoveReason,
+    ) -> Result<UnpublishOutcome, RemoteError> {
+        let mut found = UnpublishOutcome::NotCommitted;
+        // `update` calls this again if the record has changed meanwhile, either by another writer
+        // or by a write of this daemon whose answer was lost.
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
+            let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
+                let going = checkpoint.removing.into_iter().find(|entry| entry.save == save);
+                found = match (checkpoint.committed, going) {
+                    (Some(_), _) => UnpublishOutcome::OtherSave,
+                    (None, Some(entry)) => UnpublishOutcome::Removing(entry),
+                    (None, None) => UnpublishOutcome::NotCommitted,
+                };
+                return Ok(None);
+            };
+            let entry = Removing { save, generation: saved.generation, reason };
+            found = UnpublishOutcome::Removing(entry.clone());
+            checkpoint.removing.push(entry);
+            Ok(Some(checkpoint))
+        };
+        trace_point(TracePoint::Removing, format_args!("{job}/{step}"));
+        update_record(&*self.context.catalogue(), &checkpoint_key(job, step), change).await?;
+        Ok(found)
+    }
+
+    /// Returns a page of committed steps, from the catalogue or, if none answers, from the commit
+    /// marks.
+    pub(in crate::node) async fn list_steps(
+        self: &Arc<Self>,
+        call: ListSteps,
+    ) -> Result<ListStepsAnswer, RemoteError> {
+        match self.read_if_catalogue_answers(self.list_steps_in_catalogue(call.clone())).await {
+            Some(answer) => answer,
+            None => self.list_steps_by_marks(call).await,
+        }
+    }
+
+    /// Returns a page of committed steps from the catalogue.
+    async fn list_steps_in_catalogue(
+        &self,
+        call: ListSteps,
+    ) -> Result<ListStepsAnswer, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let prefix = match &call.job {
+            Some(job) => format!("{CHECKPOINTS}{job}/"),
+            None => CHECKPOINTS.to_owned(),
+        };
+        let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
+        let page = catalogue.list_entries(&prefix, after.as_deref(), MAX_PAGE).await?;
+        let next = page.last().and_then(|(key, _)| parse_checkpoint_key(key));
+        let mut steps = Vec::new();
+        for (key, entry) in &page {
+            let checkpoint: Checkpoint = parse_record(key, &entry.value)?;
+            if let (Some((job, step)), Some(saved)) =
+                (parse_checkpoint_key(key), checkpoint.committed)
+            {
+                steps.push(StepView { job, step, saved, by_marks: false });
+            }
+        }
+        Ok(ListStepsAnswer { steps, next })
+    }
+
+    /// Returns the greatest committed step of a job.
+    async fn find_latest_step(&self, job: &Job) -> Result<StepView, RemoteError> {
+        let (mut after, mut latest) = (None, None);
+        loop {
+            let page =
+                self.list_steps_in_catalogue(ListSteps { job: Some(job.clone()), after }).await?;
+            latest = page.steps.into_iter().next_back().or(latest);
+            match page.next {
+                Some(next) => after = Some(next),
+                None => break,
+            }
+        }
+        latest.ok_or_else(|| {
+            remote_error(
+                ErrorKind::NotFound,
+                format!("no step of {job} is committed: `rapidraid ls` shows what is"),
+            )
+        })
+    }
+
+    /// Returns a committed step with a page of its shards, from the catalogue or, if none answers,
+    /// from the commit marks.
+    pub(in crate::node) async fn show_step(
+        self: &Arc<Self>,
+        call: ShowStep,
+    ) -> Result<ShowStepAnswer, RemoteError> {
+        match self.read_if_catalogue_answers(self.show_step_in_catalogue(call.clone())).await {
+            Some(answer) => answer,
+            None => self.show_step_by_marks(call).await,
+        }
+    }
+
+    /// Returns a committed step with a page of its shards from the catalogue.
+    async fn show_step_in_catalogue(&self, call: ShowStep) -> Result<ShowStepAnswer, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let step = match call.step {
+            None => self.find_latest_step(&call.job).await?,
+            Some(step) => {
+                let found =
+                    read_record::<Checkpoint>(&*catalogue, &checkpoint_key(&call.job, step))
+                        .await?;
+                let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
+                let saved = saved.ok_or_else(|| not_committed_error(&call.job, step))?;
+                StepView { job: call.job, step, saved, by_marks: false }
+            }
+        };
+        let mut shards = Vec::new();
+        let roots = list_shard_roots(&*catalogue, step.saved.save).await?;
+        for root in roots.into_iter().skip(call.first_shard as usize).take(SHARDS_SHOWN) {
+            let state =
+                read_record::<ShardState>(&*catalogue, &shard_state_key(root.shard)).await?;
+            shards.push((root, state.map(|(state, _)| state)));
+        }
+        Ok(ShowStepAnswer { step, shards })
+    }
+
+    /// Returns the state of a shard, from the catalogue or, if none answers, from the receipts.
+    pub(in crate::node) async fn get_shard_state(
+        self: &Arc<Self>,
+        call: GetShardState,
+    ) -> Result<Option<ShardState>, RemoteError> {
+        let known = async {
+            let state =
+                read_record::<ShardState>(&*self.context.catalogue(), &shard_state_key(call.shard))
+                    .await?;
+            Ok(state.map(|(state, _)| state))
+        };
+        match self.read_if_catalogue_answers(known).await {
+            Some(answer) => answer,
+            None => self.shard_state_by_marks(call).await,
+        }
+    }
+
+    /// Returns the nodes of the cluster. A node that asks is answered only from the catalogue
+    /// database that this daemon serves. A client may also receive the members known to this
+    /// daemon.
+    pub(in crate::node) async fn list_nodes(
+        self: &Arc<Self>,
+        caller_role: Role,
+    ) -> Result<Vec<NodeView>, RemoteError> {
+        if caller_role == Role::Node {
+            return Ok(self.require_local_catalogue()?.list_nodes().await?);
+        }
+        match self
+            .read_if_catalogue_answers(async { Ok(self.context.catalogue().list_nodes().await?) })
+            .await
+        {
+            Some(answer) => answer,
+            None => self.list_nodes_by_members().await,
+        }
+    }
+
+    /// Archives a step in a task of this daemon and sends its events to the client. The archiving
+    /// continues if the client disconnects.
+    pub(in crate::node) async fn archive_step(
+        self: &Arc<Self>,
+        request: Request,
+        mut served: IncomingCall,
+    ) {
+        let call = match request.parse::<ArchiveStep>() {
+            Ok(call) => call,
+            Err(error) => return self.refuse(served, error.into()).await,
+        };
+        let (events, mut watched) = mpsc::channel(EVENTS);
+        let (coordinator, stop) = (self.context.coordinator(), self.stop.clone());
+        let stopping =
+            || remote_error(ErrorKind::Unavailable, "the daemon is stopping: another one resumes");
+        let work = self.tasks.spawn(async move {
+            let archive = coordinator.archive_step(&call.job, call.step, call.options, &events);
+            let result = tokio::select! {
+                biased;
+                () = stop.cancelled() => Err(stopping()),
+                result = archive => result.map_err(RemoteError::from),
+            };
+            if let Err(error) = &result {
+                tracing::warn!(job = %call.job, step = %call.step, %error, "archiving stopped");
+            }
+            result
+        });
+        while let Some(event) = watched.recv().await {
+            if !self.send_answer(&mut served, Ok(event)).await {
+                return;
+            }
+        }
+        if let Err(error) = work.await.unwrap_or_else(|_| Err(stopping())) {
+            let _ = self.send_answer::<ArchiveEvent>(&mut served, Err(error)).await;
+        }
+        let _ = served.send.finish().await;
+    }
+}

@@ -1,0 +1,560 @@
+//! Reads while no catalogue answers: committed saves are found by their commit marks on the nodes
+//! (docs/semantics.md, 6).
+//!
+//! Nothing is changed, and results are cached for a short time only. Enough storage nodes are read
+//! to include, for every committed save and every removal, a node that has a record of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::committed_steps::SHARDS_SHOWN;
+use crate::catalogue::record_access::checkpoint_key;
+use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
+use crate::clock::deadline;
+use crate::format::records::{Node as NodeRecord, Saved, ShardState, Standing};
+use crate::id::{Generation, NodeId, PeerName, SaveId};
+use crate::kind::ErrorKind;
+use crate::net::call::address;
+use crate::node::Node;
+use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::catalogue_server::rebuild::filter_former_members;
+use crate::node::quorum::{Quorum, TooFewNodes, is_unknown_call};
+use crate::node::rpc::remote_errors::remote_error;
+use crate::wire::RemoteError;
+use crate::wire::calls::{
+    FindRemovedSaves, GetShardState, ListDamagedMarks, ListMarkedSaves, ListSteps, ListStepsAnswer,
+    MarkedSave, NodeView, ShardHolding, ShowStep, ShowStepAnswer, StandingAnswer, StepView,
+};
+
+/// How long the collected evidence of a save is cached. A large save takes long to collect and is
+/// shown in many pages.
+const SAVE_LASTS: Duration = Duration::from_secs(60);
+/// How long a snapshot of the nodes' commit marks is cached. The catalogue is not retried
+/// meanwhile.
+const SNAPSHOT_LASTS: Duration = Duration::from_secs(5);
+/// How long a reader waits for a catalogue to answer the probe.
+const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
+/// The key read to find out whether a catalogue answers. It does not exist.
+const PROBE: &str = "probe";
+/// Time limit for one page of marks.
+const PAGE_LIMIT: Duration = Duration::from_secs(20);
+/// Maximum number of saves in a page of steps, and in one question about removals.
+const SAVES_PER_PAGE: usize = 256;
+/// Maximum number of committed steps that are found by marks. With more, the catalogue must be
+/// rebuilt first.
+const MAX_STEPS: usize = 16_384;
+/// Maximum number of shards of a save that is read without a catalogue: the roots of all are in
+/// memory together.
+const MAX_SHARDS: u32 = 4096;
+/// Maximum number of nodes read at once. Their answers are in memory until they are merged.
+const NODES_AT_ONCE: usize = 4;
+
+/// Maximum number of times that the marks are read while steps are being removed.
+const MARK_READS: usize = 4;
+
+/// The saves that have a good mark on some node, by id.
+type MarkedSaves = BTreeMap<SaveId, MarkedSave>;
+/// The saves of which only damaged marks were seen, with the nodes that have those.
+type DamagedMarks = BTreeMap<SaveId, BTreeSet<PeerName>>;
+
+/// The caches of reads without a catalogue: the last snapshot of the nodes' marks, and the save
+/// that was collected last.
+#[derive(Default)]
+pub(in crate::node) struct OutageCache {
+    /// Whether no catalogue answers this node's registrations. Readers then skip the probe.
+    is_catalogue_silent: AtomicBool,
+    snapshot: Mutex<Option<(Duration, Arc<MarkSnapshot>)>>,
+    /// Held by the task that takes a snapshot. The others wait for its result.
+    snapshot_lock: tokio::sync::Mutex<()>,
+    collected_save: tokio::sync::Mutex<Option<CollectedSave>>,
+}
+
+/// A collected save, and the time at which its collection began.
+struct CollectedSave {
+    started_at: Duration,
+    committed: Arc<Committed>,
+}
+
+/// A snapshot of the nodes, and of the committed steps that they have marks of.
+struct MarkSnapshot {
+    /// The storage nodes whose marks were read.
+    heard: Vec<NodeRecord>,
+    quorum: Quorum,
+    /// The committed steps by their catalogue keys, so that they are in the catalogue's order.
+    steps: BTreeMap<String, MarkedSave>,
+}
+
+impl MarkSnapshot {
+    /// Checks that every committed save and every removal is known to one of `heard`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] with the nodes that are missing or behind.
+    fn check_quorum(&self, heard: &[NodeRecord]) -> Result<(), RemoteError> {
+        self.check_quorum_without(heard, &BTreeSet::new()).map_err(|too_few| {
+            remote_error(ErrorKind::Unavailable, format!("no catalogue answers, and {too_few}"))
+        })
+    }
+
+    /// Checks `heard` like `check_quorum`, but counts the nodes of `without` as missing.
+    fn check_quorum_without(
+        &self,
+        heard: &[NodeRecord],
+        excluded: &BTreeSet<PeerName>,
+    ) -> Result<(), TooFewNodes> {
+        let names: BTreeSet<&PeerName> = heard.iter().map(|node| &node.name).collect();
+        self.quorum.check_enough_heard(|name| names.contains(name) && !excluded.contains(name))
+    }
+}
+
+impl OutageCache {
+    /// Records whether a catalogue answers. If one does, the snapshot is dropped.
+    pub(in crate::node) fn record_catalogue_answering(&self, is_answering: bool) {
+        self.is_catalogue_silent.store(!is_answering, Ordering::Relaxed);
+        if is_answering {
+            self.clear_snapshot();
+        }
+    }
+
+    /// Drops the snapshot, so that the next reader takes a new one.
+    fn clear_snapshot(&self) {
+        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+impl Node {
+    /// Runs `known`, a read of the catalogue. Returns its result, or `None` if no catalogue answers
+    /// or none answered a moment ago.
+    pub(in crate::node) async fn read_if_catalogue_answers<T>(
+        &self,
+        catalogue_read: impl Future<Output = Result<T, RemoteError>>,
+    ) -> Option<Result<T, RemoteError>> {
+        if self.context.local_catalogue().is_some() {
+            return Some(catalogue_read.await);
+        }
+        if self.outage_cache.is_catalogue_silent.load(Ordering::Relaxed)
+            || self.cached_snapshot().is_some()
+        {
+            return None;
+        }
+        // A short probe finds out whether a catalogue answers; the read itself may take its time.
+        let catalogue = self.context.catalogue();
+        let probe = catalogue.get(PROBE);
+        deadline(&*self.context.clock, CATALOGUE_LIMIT, probe).await.ok()?.ok()?;
+        let known = catalogue_read.await;
+        let is_away = known.as_ref().is_err_and(|error| error.kind == ErrorKind::Unavailable);
+        (!is_away).then_some(known)
+    }
+
+    /// Returns the last snapshot, unless it is too old.
+    fn cached_snapshot(&self) -> Option<Arc<MarkSnapshot>> {
+        let look = self.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_fresh = |at: &Duration| self.context.clock.now() < at.saturating_add(SNAPSHOT_LASTS);
+        look.as_ref().filter(|(at, _)| is_fresh(at)).map(|(_, look)| look.clone())
+    }
+
+    /// Returns a page of the committed steps, in order.
+    pub(in crate::node) async fn list_steps_by_marks(
+        self: &Arc<Self>,
+        call: ListSteps,
+    ) -> Result<ListStepsAnswer, RemoteError> {
+        let look = self.get_or_take_snapshot().await?;
+        let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
+        let is_wanted =
+            |found: &MarkedSave| call.job.as_ref().is_none_or(|wanted| *wanted == found.job);
+        let behind =
+            look.steps.iter().filter(|(key, _)| after.as_ref().is_none_or(|after| *key > after));
+        let found = behind.map(|(_, found)| found).filter(|found| is_wanted(found));
+        let steps: Vec<StepView> = found.take(SAVES_PER_PAGE).map(step_view_of_mark).collect();
+        let last = steps.last().filter(|_| steps.len() == SAVES_PER_PAGE);
+        let next = last.map(|last| (last.job.clone(), last.step));
+        Ok(ListStepsAnswer { steps, next })
+    }
+
+    /// Returns a committed step with a page of its shards.
+    pub(in crate::node) async fn show_step_by_marks(
+        self: &Arc<Self>,
+        call: ShowStep,
+    ) -> Result<ShowStepAnswer, RemoteError> {
+        let looked_before = self.cached_snapshot().is_some();
+        match self.show_step_from_snapshot(&call).await {
+            // The snapshot is some seconds old. Its save may have been replaced by a newer one
+            // since.
+            Err(error) if error.kind == ErrorKind::NotFound && looked_before => {
+                self.outage_cache.clear_snapshot();
+                self.show_step_from_snapshot(&call).await
+            }
+            shown => shown,
+        }
+    }
+
+    /// Returns a committed step with a page of its shards, from the cached snapshot if there is
+    /// one.
+    async fn show_step_from_snapshot(
+        self: &Arc<Self>,
+        call: &ShowStep,
+    ) -> Result<ShowStepAnswer, RemoteError> {
+        let look = self.get_or_take_snapshot().await?;
+        let marked = match call.step {
+            Some(step) => look.steps.get(&checkpoint_key(&call.job, step)),
+            None => look.steps.values().rfind(|found| found.job == call.job),
+        };
+        let Some(marked) = marked else {
+            let text = format!("no node has a commit mark of that step of {}", call.job);
+            return Err(remote_error(ErrorKind::NotFound, text));
+        };
+        let after = self.context.clock.now().saturating_sub(SAVE_LASTS);
+        let committed = self.get_or_read_committed(&look, marked, after).await?;
+        let page = committed.shards.iter().skip(call.first_shard as usize);
+        let shards = page
+            .take(SHARDS_SHOWN)
+            .map(|shard| (shard.root.clone(), Some(shard.state.clone())))
+            .collect();
+        Ok(ShowStepAnswer { step: step_view_of_mark(marked), shards })
+    }
+
+    /// Returns the state of a shard according to the receipts, or `None` if its save is not
+    /// committed. The caller found no way to read in the state that it knew, so an answer collected
+    /// before this call is not used: it could be the same state.
+    pub(in crate::node) async fn shard_state_by_marks(
+        self: &Arc<Self>,
+        call: GetShardState,
+    ) -> Result<Option<ShardState>, RemoteError> {
+        let asked_at = self.context.clock.now();
+        let look = self.get_or_take_snapshot().await?;
+        let save = call.shard.save();
+        let marked = look.steps.values().find(|marked| marked.saved.save == save);
+        let Some(marked) = marked else { return Ok(None) };
+        let committed = self.get_or_read_committed(&look, marked, asked_at).await?;
+        let shard = committed.shards.iter().find(|shard| shard.root.shard == call.shard);
+        Ok(shard.map(|shard| shard.state.clone()))
+    }
+
+    /// Returns the members that this node knows, with those marked live that answer.
+    pub(in crate::node) async fn list_nodes_by_members(
+        self: &Arc<Self>,
+    ) -> Result<Vec<NodeView>, RemoteError> {
+        let (members, hellos) = self.discover_members().await?;
+        let live = |node: &NodeRecord| hellos.iter().any(|(other, _)| other.name == node.name);
+        Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
+    }
+
+    /// Returns the cached snapshot, or takes a new one. The work runs in a task of its own: if the
+    /// caller is cancelled, the next one still finds the result.
+    async fn get_or_take_snapshot(self: &Arc<Self>) -> Result<Arc<MarkSnapshot>, RemoteError> {
+        if let Some(look) = self.cached_snapshot() {
+            return Ok(look);
+        }
+        let node = self.clone();
+        let work = self.tasks.spawn(async move {
+            let _alone = node.outage_cache.snapshot_lock.lock().await;
+            if let Some(look) = node.cached_snapshot() {
+                return Ok(look);
+            }
+            let look = Arc::new(node.collect_mark_snapshot().await?);
+            let steps = look.steps.len();
+            tracing::warn!(
+                steps,
+                nodes = look.heard.len(),
+                "no catalogue answers: reading by commit marks"
+            );
+            let mut last =
+                node.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+            *last = Some((node.context.clock.now(), look.clone()));
+            Ok(look)
+        });
+        work.await.map_err(|_| {
+            remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask another one")
+        })?
+    }
+
+    /// Reads the marks of all known storage nodes. Returns the committed steps.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if too few nodes were read.
+    async fn collect_mark_snapshot(&self) -> Result<MarkSnapshot, RemoteError> {
+        let (members, hellos) = self.discover_members().await?;
+        let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
+        let mut standings = self.fetch_standings(&storage.collect::<Vec<_>>()).await;
+        // An empty node reports that it is behind. A node with an older program reports that it has
+        // seen no epoch.
+        let been_here = filter_former_members(hellos.clone());
+        standings.retain(|(node, answer)| {
+            answer.standing != Standing::Unknown
+                || been_here.iter().any(|other| other.name == node.name)
+        });
+        let mut look = MarkSnapshot {
+            heard: standings.iter().map(|(node, _)| node.clone()).collect(),
+            quorum: Quorum::new(&members, &standings),
+            steps: BTreeMap::new(),
+        };
+        if look.quorum.has_no_storage_nodes() {
+            let text =
+                "no catalogue answers, and this daemon knows no storage node: ask another one";
+            return Err(remote_error(ErrorKind::Unavailable, text));
+        }
+        let (marked, damaged) = self.read_unremoved_marks(&mut look).await?;
+        // A node whose disk was emptied meanwhile may have answered with no marks.
+        let after = self.fetch_standings(&look.heard).await;
+        let standing = |answers: &[(NodeRecord, StandingAnswer)], name: &PeerName| {
+            answers.iter().find(|(node, _)| node.name == *name).map(|(_, answer)| answer.standing)
+        };
+        look.heard.retain(|node| {
+            let now = standing(&after, &node.name);
+            now.is_some() && now == standing(&standings, &node.name)
+        });
+        let codes = marked.values().map(|found| (found.n, found.k));
+        look.quorum.set_max_missing(codes.chain(self.context.settings.codes.iter().copied()));
+        look.check_quorum(&look.heard)?;
+        for (save, nodes) in &damaged {
+            // If the nodes without the damaged mark are enough, they prove that the save was never
+            // committed.
+            look.check_quorum_without(&look.heard, nodes).map_err(|too_few| {
+                let names: Vec<&str> = nodes.iter().map(PeerName::as_str).collect();
+                let text = format!(
+                    "no catalogue answers, and the commit mark of save {save} on {} does not parse; without, {too_few}",
+                    names.join(", ")
+                );
+                remote_error(ErrorKind::Unavailable, text)
+            })?;
+        }
+        for found in marked.into_values() {
+            let key = checkpoint_key(&found.job, found.step);
+            let is_newer = |other: &MarkedSave| found.saved.generation > other.saved.generation;
+            if look.steps.get(&key).is_none_or(is_newer) {
+                look.steps.insert(key, found);
+            }
+        }
+        Ok(look)
+    }
+
+    /// Reads the marks of all nodes in `look.heard`, and removes from it the nodes that do not give
+    /// all of theirs. Returns the marked saves that no node has recorded as removed, and the saves
+    /// of which only damaged marks were seen.
+    async fn read_unremoved_marks(
+        &self,
+        snapshot: &mut MarkSnapshot,
+    ) -> Result<(MarkedSaves, DamagedMarks), RemoteError> {
+        let mut removed = BTreeSet::new();
+        for _ in 0..MARK_READS {
+            let asks: Vec<_> = std::mem::take(&mut snapshot.heard)
+                .into_iter()
+                .map(|node| async move {
+                    let saves = self.fetch_marks_of_node(&node).await;
+                    let saves = saves.inspect_err(|error| {
+                        tracing::info!(node = %node.name, %error, "cannot read the commit marks of this node");
+                    });
+                    Some((node, saves.ok()?))
+                })
+                .collect();
+            let (mut marked, mut damaged): (MarkedSaves, DamagedMarks) = Default::default();
+            let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
+            while let Some(answer) = answers.next().await {
+                let Some((node, (saves, unread))) = answer else { continue };
+                for save in unread {
+                    damaged.entry(save).or_default().insert(node.name.clone());
+                }
+                snapshot.heard.push(node);
+                marked.extend(saves);
+                if marked.len() > MAX_STEPS {
+                    return Err(too_many_error("checkpoints"));
+                }
+            }
+            drop(answers);
+            damaged.retain(|save, _| !marked.contains_key(save));
+            let known = removed.len();
+            removed.extend(self.fetch_removed_among_marked(snapshot, &marked, &damaged).await);
+            // If a step was replaced meanwhile, its new mark may be on a node that was read before.
+            // Read again unless this round found no further removal.
+            if removed.len() == known {
+                marked.retain(|save, _| !removed.contains(save));
+                damaged.retain(|save, _| !removed.contains(save));
+                return Ok((marked, damaged));
+            }
+        }
+        let text =
+            "no catalogue answers, and steps are removed while their marks are read: ask again";
+        Err(remote_error(ErrorKind::Unavailable, text))
+    }
+
+    /// Returns the saves that `node` has good marks of, and those of which it has damaged marks
+    /// only.
+    async fn fetch_marks_of_node(
+        &self,
+        node: &NodeRecord,
+    ) -> Result<(MarkedSaves, Vec<SaveId>), RemoteError> {
+        let (mut saves, mut after) = (MarkedSaves::new(), None);
+        let to = address(&node_address(node));
+        let damaged =
+            match self.context.caller.call_within(&to, &ListDamagedMarks {}, PAGE_LIMIT).await {
+                Err(error) if is_unknown_call(&error) => Vec::new(),
+                damaged => damaged?,
+            };
+        loop {
+            let page = self
+                .context
+                .caller
+                .call_within(&to, &ListMarkedSaves { after }, PAGE_LIMIT)
+                .await?;
+            saves.extend(page.saves.into_iter().map(|found| (found.saved.save, found)));
+            // Every page must continue after the one before; otherwise the loop would never end.
+            match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
+                Some(next) if saves.len() <= MAX_STEPS => after = Some(next),
+                Some(_) => return Err(too_many_error("checkpoints")),
+                None => return Ok((saves, damaged)),
+            }
+        }
+    }
+
+    /// Returns which of the marked saves some node has recorded as removed. A reported removal has
+    /// left a tombstone or a removed-save entry on one of the nodes heard. A node that does not
+    /// answer is removed from `look.heard`.
+    async fn fetch_removed_among_marked(
+        &self,
+        snapshot: &mut MarkSnapshot,
+        marked: &MarkedSaves,
+        damaged: &DamagedMarks,
+    ) -> Vec<SaveId> {
+        let all: Vec<SaveId> = marked.keys().chain(damaged.keys()).copied().collect();
+        let asks: Vec<_> = std::mem::take(&mut snapshot.heard)
+            .into_iter()
+            .map(|node| {
+                let all = &all;
+                async move {
+                    let to = address(&node_address(&node));
+                    let mut gone = Vec::new();
+                    for saves in all.chunks(SAVES_PER_PAGE) {
+                        let call = FindRemovedSaves { saves: saves.to_vec() };
+                        gone.extend(
+                            self.context.caller.call_within(&to, &call, PAGE_LIMIT).await.ok()?,
+                        );
+                    }
+                    Some((node, gone))
+                }
+            })
+            .collect();
+        let mut removed = Vec::new();
+        let mut answers = stream::iter(asks).buffered(NODES_AT_ONCE);
+        while let Some(answer) = answers.next().await {
+            let Some((node, gone)) = answer else { continue };
+            snapshot.heard.push(node);
+            removed.extend(gone);
+        }
+        removed
+    }
+
+    /// Returns the roots and states of a committed save, collected from the nodes after the time
+    /// `after`.
+    async fn get_or_read_committed(
+        self: &Arc<Self>,
+        snapshot: &Arc<MarkSnapshot>,
+        marked: &MarkedSave,
+        min_collected_at: Duration,
+    ) -> Result<Arc<Committed>, RemoteError> {
+        let (node, look, saved) = (self.clone(), snapshot.clone(), marked.saved.clone());
+        let work = self.tasks.spawn(async move {
+            let mut last = node.outage_cache.collected_save.lock().await;
+            if let Some(CollectedSave { started_at: at, committed }) = &*last
+                && *at > min_collected_at
+                && committed.saved == saved
+            {
+                return Ok(committed.clone());
+            }
+            let at = node.context.clock.now();
+            let committed = Arc::new(node.read_committed_save(&look, &saved).await?);
+            *last = Some(CollectedSave { started_at: at, committed: committed.clone() });
+            Ok(committed)
+        });
+        work.await.map_err(|_| {
+            remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask another one")
+        })?
+    }
+
+    /// Collects the roots and states of a committed save from the nodes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if too few nodes answer or the save has too many shards;
+    /// [`ErrorKind::NotFound`] if it was removed or never committed; [`ErrorKind::Lost`] if the
+    /// evidence is incomplete.
+    async fn read_committed_save(
+        &self,
+        snapshot: &MarkSnapshot,
+        saved: &Saved,
+    ) -> Result<Committed, RemoteError> {
+        let save = saved.save;
+        if saved.shards > MAX_SHARDS {
+            return Err(too_many_error("shards of one checkpoint"));
+        }
+        let cluster = self.context.settings.cluster;
+        let evidence = Mutex::new(SaveEvidence::default());
+        let add = |node: &NodeRecord, held: &ShardHolding| {
+            let mut evidence = evidence.lock().unwrap_or_else(PoisonError::into_inner);
+            evidence.add_holdings(cluster, NodeId::of(&node.name), held);
+        };
+        let add = &add;
+        let asks: Vec<_> = snapshot
+            .heard
+            .iter()
+            .map(|node| async move {
+                let read = self.for_each_holding(node, save, |held| add(node, held)).await;
+                read.is_ok().then(|| node.clone())
+            })
+            .collect();
+        let answers: Vec<_> = stream::iter(asks).buffered(NODES_AT_ONCE).collect().await;
+        let heard: Vec<NodeRecord> = answers.into_iter().flatten().collect();
+        snapshot.check_quorum(&heard)?;
+        let evidence = evidence.into_inner().unwrap_or_else(PoisonError::into_inner);
+        match evidence.judge(save, Generation::default()) {
+            Verdict::Committed(committed) => Ok(*committed),
+            Verdict::Orphan(_) | Verdict::Removing { .. } => {
+                let text = format!("save {save} was removed, or never committed");
+                Err(remote_error(ErrorKind::NotFound, text))
+            }
+            Verdict::Incomplete { job, step, why, .. } => {
+                let text = format!("{job}/{step} cannot be read without a catalogue: {why}");
+                Err(remote_error(ErrorKind::Lost, text))
+            }
+        }
+    }
+
+    /// Returns the given saves of which this node has a tombstone or a removed-save entry.
+    pub(in crate::node) async fn find_removed_saves(
+        &self,
+        call: FindRemovedSaves,
+    ) -> Result<Vec<SaveId>, RemoteError> {
+        if call.saves.len() > SAVES_PER_PAGE {
+            let text = format!(
+                "a request names {} saves, at most {SAVES_PER_PAGE} are allowed",
+                call.saves.len()
+            );
+            return Err(remote_error(ErrorKind::Invalid, text));
+        }
+        let mut gone = Vec::new();
+        for save in call.saves {
+            if self.fencing.is_removed_save(save).await? {
+                gone.push(save);
+            }
+        }
+        Ok(gone)
+    }
+}
+
+fn step_view_of_mark(marked: &MarkedSave) -> StepView {
+    StepView {
+        job: marked.job.clone(),
+        step: marked.step,
+        saved: marked.saved.clone(),
+        by_marks: true,
+    }
+}
+
+fn too_many_error(what: &str) -> RemoteError {
+    let text = format!(
+        "no catalogue answers, and there are too many {what} to find them by their marks: start the catalogue server, or run `rapidraid catalogue rebuild`"
+    );
+    remote_error(ErrorKind::Unavailable, text)
+}

@@ -1,0 +1,593 @@
+//! Saves at the gateway: begin, complete shards, decide, publish, abort (docs/semantics.md, 3).
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use futures_util::stream::{self, TryStreamExt};
+
+use super::committed_steps::not_committed_error;
+use crate::catalogue::Catalogue;
+use crate::catalogue::record_access::{
+    RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_root_key,
+    shard_roots_prefix, shard_state_key, update_record,
+};
+use crate::format::records::{
+    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
+    RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing, roots_hash,
+};
+use crate::id::{Epoch, Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::kind::ErrorKind;
+use crate::net::call::CallError;
+use crate::node::Node;
+use crate::node::background::retry_schedule::scan_interval;
+use crate::node::quorum::majority;
+use crate::node::rpc::remote_errors::remote_error;
+use crate::pipeline::coordinator::list_shard_roots;
+use crate::stage::{TracePoint, trace_point};
+use crate::topology::Directory;
+use crate::wire::RemoteError;
+use crate::wire::calls::{
+    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, PutMark, RenewLease,
+};
+
+/// Maximum number of pending removals of one step.
+const MAX_REMOVING: usize = 32;
+/// Maximum number of shards of one save.
+const MAX_SHARDS: u32 = 65_536;
+/// Maximum number of shards whose marks are written at once.
+const SHARDS_AT_ONCE: usize = 8;
+/// Maximum number of marks of one shard written at once.
+const MARKS_AT_ONCE: usize = 32;
+
+/// Returns the error for a save of a step that is already committed.
+fn already_committed_error(job: &Job, step: Step) -> RemoteError {
+    remote_error(
+        ErrorKind::Exists,
+        format!("{job}/{step} is committed: save another step, or use --replace"),
+    )
+}
+
+impl Node {
+    async fn fetch_directory(&self) -> Result<Directory, RemoteError> {
+        Ok(Directory::new(self.context.catalogue().list_nodes().await?))
+    }
+
+    /// Returns the first configured code, as (n, k), for which `live` nodes are enough.
+    fn choose_code(&self, live_nodes: usize) -> Result<(u8, u8), RemoteError> {
+        let fits = self.context.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live_nodes);
+        fits.copied().ok_or_else(|| {
+            if live_nodes == 0 {
+                let text = "no storage node has a lease: none runs, or the catalogue server hears from too few of them to change anything";
+                return remote_error(ErrorKind::Unavailable, text);
+            }
+            let smallest = self.context.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
+            let text = format!(
+                "{live_nodes} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
+            );
+            remote_error(ErrorKind::Unavailable, text)
+        })
+    }
+
+    /// Opens a save: chooses its code and its nodes, and grants it a lease. Returns all that the
+    /// client needs to send blocks.
+    pub(in crate::node) async fn begin_save(
+        self: &Arc<Self>,
+        call: BeginSave,
+    ) -> Result<BeginSaveAnswer, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let live = self.fetch_directory().await?.live_storage();
+        let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
+        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
+        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
+        if self.choose_code(nodes.len()).is_err() {
+            // Too few nodes are left without the avoided ones. A save on nodes that may fail is
+            // better than none.
+            nodes = live;
+        }
+        let (n, k) = self.choose_code(nodes.len())?;
+        nodes.truncate(MAX_RING);
+        let (granted, period) = catalogue.grant_lease().await?;
+        trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
+        let begun = self.open_save(&*catalogue, &call, granted).await;
+        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
+            && let Err(error) = catalogue.revoke_lease(granted).await
+        {
+            tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
+        }
+        let (generation, lease) = begun?;
+        Ok(BeginSaveAnswer {
+            save: call.save,
+            generation,
+            lease,
+            lease_ms: period.as_millis() as u64,
+            n,
+            k,
+            block_bytes: self.context.settings.block_bytes,
+            nodes,
+        })
+    }
+
+    /// Opens the save under `lease`. Returns its generation and its lease. If a duplicate of this
+    /// call has opened it already, that is the other call's lease.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exists`] if the step is committed or another client saves it;
+    /// [`ErrorKind::Fenced`] if the save is over; [`ErrorKind::Busy`] if too many removals of the
+    /// step are pending.
+    async fn open_save(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &BeginSave,
+        lease: LeaseId,
+    ) -> Result<(Generation, LeaseId), RemoteError> {
+        let over = || {
+            let text = format!("save {} is over: save again", call.save);
+            remote_error(ErrorKind::Fenced, text)
+        };
+        let key = checkpoint_key(&call.job, call.step);
+        let mut current = read_record::<Checkpoint>(catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) =
+                current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
+            let mut aborted = None;
+            match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, lease }) if save == call.save => {
+                    return match catalogue.renew_lease(lease).await? {
+                        true => Ok((generation, lease)),
+                        false => Err(over()),
+                    };
+                }
+                Some(Writing::Open { lease: other, .. })
+                    if catalogue.is_lease_alive(other).await? =>
+                {
+                    let gone = (self.context.settings.lease
+                        + scan_interval(self.context.settings.lease))
+                    .as_secs()
+                        + 1;
+                    let text = format!(
+                        "{}/{} is being saved by another client: wait for it (if that client is gone, its save is aborted within {gone} s), or save another step",
+                        call.job, call.step
+                    );
+                    return Err(remote_error(ErrorKind::Exists, text));
+                }
+                Some(Writing::Open { save, generation, .. }) => {
+                    aborted = Some(Removing { save, generation, reason: RemoveReason::Aborted });
+                }
+                Some(Writing::Decided { saved }) => {
+                    self.mark_and_publish(&call.job, call.step, saved).await?;
+                    current = read_record(catalogue, &key).await?;
+                    continue;
+                }
+                None => {}
+            }
+            if checkpoint.committed.is_some() && !call.replace {
+                return Err(already_committed_error(&call.job, call.step));
+            }
+            // The call may have been delayed for long. A save id that is being removed or has roots
+            // is never opened again, by this daemon or by another.
+            let gone = checkpoint.removing.iter().any(|removing| removing.save == call.save);
+            if gone
+                || !catalogue
+                    .list_entries(&shard_roots_prefix(call.save), None, 1)
+                    .await?
+                    .is_empty()
+            {
+                return Err(over());
+            }
+            if checkpoint.removing.len() >= MAX_REMOVING {
+                let text = format!(
+                    "{}/{} waits for nodes to remove older saves: start the nodes that are down",
+                    call.job, call.step
+                );
+                return Err(remote_error(ErrorKind::Busy, text));
+            }
+            let seen = [
+                checkpoint.committed.as_ref().map(|saved| saved.generation),
+                aborted.as_ref().map(|removing| removing.generation),
+                checkpoint.removing.iter().map(|removing| removing.generation).max(),
+            ];
+            let newest = seen.into_iter().flatten().max().unwrap_or_default();
+            let generation = newest.next(catalogue.epoch());
+            checkpoint.removing.extend(aborted.clone());
+            checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
+            match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
+                RecordSetOutcome::Set(_) => {
+                    if let Some(entry) = aborted {
+                        self.spawn_removal(call.job.clone(), call.step, entry);
+                    }
+                    return Ok((generation, lease));
+                }
+                RecordSetOutcome::Conflict(other) => current = other,
+            }
+        }
+    }
+
+    /// Renews the lease of an open save.
+    pub(in crate::node) async fn renew_lease(&self, call: RenewLease) -> Result<(), RemoteError> {
+        if self.context.catalogue().renew_lease(call.lease).await? {
+            Ok(())
+        } else {
+            Err(remote_error(
+                ErrorKind::Fenced,
+                "the save's lease is over: it was aborted; save again",
+            ))
+        }
+    }
+
+    /// Records the root and the initial state of a shard whose blocks are all stored. Repeating it
+    /// with the same root is safe.
+    pub(in crate::node) async fn complete_shard(
+        &self,
+        call: CompleteShard,
+    ) -> Result<(), RemoteError> {
+        let root = call.root;
+        let geometry = root.geometry()?;
+        let ring: HashSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        let fits = root.index < root.shards
+            && ring.len() == root.ring.len()
+            && root.shards <= MAX_SHARDS
+            && root.shard == ShardId::new(root.save, root.index)
+            && (usize::from(root.n)..=MAX_RING).contains(&root.ring.len())
+            && root.layout == LAYOUT_STANDARD
+            && root.field == FIELD_GF8;
+        if !fits {
+            return Err(remote_error(
+                ErrorKind::Invalid,
+                format!("the root of shard {} does not fit together", root.name),
+            ));
+        }
+        let directory = self.fetch_directory().await?;
+        if let Some(node) = ring.iter().find(|node| directory.address(**node).is_none()) {
+            let text = format!("node {node} of the ring of shard {} is not registered", root.name);
+            return Err(remote_error(ErrorKind::Invalid, text));
+        }
+        let catalogue = self.context.catalogue();
+        let key = checkpoint_key(&root.job, root.step);
+        let not_open = || {
+            remote_error(ErrorKind::Fenced, format!("save {} is not open: save again", root.save))
+        };
+        let checkpoint = read_record::<Checkpoint>(&*catalogue, &key).await?;
+        let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
+            Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
+            _ => return Err(not_open()),
+        };
+        let fresh = ShardState::fresh(generation, geometry.stripes());
+        let keys = [shard_state_key(root.shard), shard_root_key(root.save, root.index)];
+        trace_point(TracePoint::Seal, root.shard);
+        create_or_require_equal(&*catalogue, &keys[0], &fresh).await?;
+        create_or_require_equal(&*catalogue, &keys[1], &root).await?;
+        // The save may have been aborted and removed before these keys existed. That removal did
+        // not see them.
+        let checkpoint = read_record::<Checkpoint>(&*catalogue, &key).await?;
+        if checkpoint
+            .is_some_and(|(checkpoint, _)| has_writing_or_committed(&checkpoint, root.save))
+        {
+            return Ok(());
+        }
+        for key in &keys {
+            if let Some(found) = catalogue.get(key).await? {
+                catalogue.compare_and_set(key, Some(found.revision), None).await?;
+            }
+        }
+        Err(not_open())
+    }
+
+    /// Commits a save. Returns its committed form. The work runs in a task of its own, so that a
+    /// decided save is published even if the client disconnects.
+    pub(in crate::node) async fn commit_save(
+        self: &Arc<Self>,
+        call: CommitSave,
+    ) -> Result<Saved, RemoteError> {
+        let node = self.clone();
+        let work = self.tasks.spawn(async move { node.decide_and_publish(call).await });
+        let died = |_| {
+            remote_error(
+                ErrorKind::Unavailable,
+                "the daemon is stopping: ask another one whether the step is committed",
+            )
+        };
+        work.await.map_err(died)?
+    }
+
+    /// Decides a save, unless it is decided already, and publishes it. Returns its committed form.
+    async fn decide_and_publish(self: &Arc<Self>, call: CommitSave) -> Result<Saved, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let key = checkpoint_key(&call.job, call.step);
+        let mut current = read_record::<Checkpoint>(&*catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) =
+                current.ok_or_else(|| not_committed_error(&call.job, call.step))?;
+            if let Some(saved) =
+                checkpoint.committed.as_ref().filter(|saved| saved.save == call.save)
+            {
+                return Ok(saved.clone());
+            }
+            let saved = match checkpoint.writing.take() {
+                Some(Writing::Decided { saved }) if saved.save == call.save => {
+                    return self.mark_and_publish(&call.job, call.step, saved).await;
+                }
+                Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                    self.build_saved_if_complete(&call, generation).await?
+                }
+                _ => {
+                    let text = format!(
+                        "save {} of {}/{} was aborted, or another one took its place: save again",
+                        call.save, call.job, call.step
+                    );
+                    return Err(remote_error(ErrorKind::Fenced, text));
+                }
+            };
+            checkpoint.writing = Some(Writing::Decided { saved: saved.clone() });
+            trace_point(TracePoint::Decide, format_args!("{}/{}", call.job, call.step));
+            match compare_and_set_record(&*catalogue, &key, Some(revision), &checkpoint).await? {
+                RecordSetOutcome::Set(_) => {
+                    return self.mark_and_publish(&call.job, call.step, saved).await;
+                }
+                RecordSetOutcome::Conflict(other) => current = other,
+            }
+        }
+    }
+
+    /// Checks that all shards of a save are complete. Returns the save's record, made from their
+    /// roots.
+    async fn build_saved_if_complete(
+        &self,
+        call: &CommitSave,
+        generation: Generation,
+    ) -> Result<Saved, RemoteError> {
+        let roots = list_shard_roots(&*self.context.catalogue(), call.save).await?;
+        // Every checkpoint has a shard. Without this check, a commit of zero shards would decide a
+        // save that has just been opened.
+        let complete = call.shards > 0
+            && roots.len() == call.shards as usize
+            && (0..)
+                .zip(&roots)
+                .all(|(index, root)| root.index == index && root.shards == call.shards);
+        if !complete {
+            let text = format!(
+                "{} of {} shards of save {} are complete",
+                roots.len(),
+                call.shards,
+                call.save
+            );
+            return Err(remote_error(ErrorKind::Invalid, text));
+        }
+        let Some(roots_hash) = roots_hash(roots.iter()) else {
+            return Err(remote_error(
+                ErrorKind::Internal,
+                "a shard root that was read cannot be encoded",
+            ));
+        };
+        Ok(Saved {
+            save: call.save,
+            generation,
+            shards: call.shards,
+            len_bytes: roots.iter().map(|root| root.len_bytes).sum(),
+            roots_hash,
+            saved_at: self.context.clock.wall_seconds(),
+        })
+    }
+
+    /// Makes a decided save visible: writes commit marks to the nodes, then publishes it by one
+    /// compare-and-set. Returns its committed form. Repeating it is safe, also by several daemons
+    /// at once.
+    pub(in crate::node) async fn mark_and_publish(
+        self: &Arc<Self>,
+        job: &Job,
+        step: Step,
+        saved: Saved,
+    ) -> Result<Saved, RemoteError> {
+        let catalogue = self.context.catalogue();
+        // Read the epoch before the roots, so that roots of an older catalogue database are never
+        // marked under a later epoch.
+        let epoch = catalogue.epoch();
+        let roots = list_shard_roots(&*catalogue, saved.save).await?;
+        let directory = self.fetch_directory().await?;
+        let (directory, saved) = (&directory, &saved);
+        let first = roots.first().cloned();
+        let marks =
+            roots.into_iter().map(|root| self.put_marks_on_ring(directory, saved, root, epoch));
+        let marked: Vec<Vec<NodeId>> =
+            stream::iter(marks).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
+        if let Some(root) = first {
+            let marked = marked.into_iter().flatten().collect();
+            self.put_marks_on_majority(directory, saved, root, epoch, marked).await?;
+        }
+        let mut superseded = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
+            if checkpoint.committed.as_ref().is_some_and(|other| other.save == saved.save) {
+                return Ok(None);
+            }
+            match checkpoint.writing.take() {
+                Some(Writing::Decided { saved: decided }) if decided.save == saved.save => {}
+                _ => return Err(not_committed_error(job, step)),
+            }
+            superseded = checkpoint.committed.replace(saved.clone()).map(|old| Removing {
+                save: old.save,
+                generation: saved.generation,
+                reason: RemoveReason::Superseded,
+            });
+            checkpoint.removing.extend(superseded.clone());
+            Ok(Some(checkpoint))
+        };
+        trace_point(TracePoint::Publish, format_args!("{job}/{step}"));
+        update_record(&*catalogue, &checkpoint_key(job, step), change).await?;
+        if let Some(entry) = superseded {
+            self.spawn_removal(job.clone(), step, entry);
+        }
+        tracing::info!(%job, %step, save = %saved.save, bytes = saved.len_bytes, "committed");
+        Ok(saved.clone())
+    }
+
+    /// Writes the commit marks of one shard to its ring. Returns the nodes that have one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if more than k-1 nodes of the ring have none.
+    async fn put_marks_on_ring(
+        &self,
+        directory: &Directory,
+        saved: &Saved,
+        root: ShardRoot,
+        epoch: Epoch,
+    ) -> Result<Vec<NodeId>, RemoteError> {
+        let tolerated = usize::from(root.k) - 1;
+        let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        let (name, cluster) = (root.name.clone(), self.context.settings.cluster);
+        let mark = CommitMark { cluster, saved: saved.clone(), root };
+        let call = PutMark { bytes: mark.to_bytes()?, epoch };
+        let (marked, missed) = self.put_marks(directory, &ring, &call).await;
+        if missed.len() > tolerated {
+            let text = format!(
+                "{} nodes have no commit mark of shard {name} ({}): it is decided, and becomes visible when they are back",
+                missed.len(),
+                missed.join("; ")
+            );
+            return Err(remote_error(ErrorKind::Unavailable, text));
+        }
+        Ok(marked)
+    }
+
+    /// Writes marks of a save's first shard to nodes that have no mark of the save, until more than
+    /// half of the storage nodes have one. A reader without a catalogue asks as many
+    /// (docs/semantics.md, 2).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if too few nodes have a mark.
+    async fn put_marks_on_majority(
+        &self,
+        directory: &Directory,
+        saved: &Saved,
+        root: ShardRoot,
+        epoch: Epoch,
+        mut already_marked: HashSet<NodeId>,
+    ) -> Result<(), RemoteError> {
+        let storage = directory.storage();
+        let mark =
+            CommitMark { cluster: self.context.settings.cluster, saved: saved.clone(), root };
+        let call = PutMark { bytes: mark.to_bytes()?, epoch };
+        already_marked.retain(|node| storage.contains(node));
+        let mut others: Vec<NodeId> =
+            storage.iter().filter(|node| !already_marked.contains(node)).copied().collect();
+        // Nodes that answer come first. Silent ones are asked only if those are not enough.
+        others.sort_by_key(|node| !directory.is_live(*node));
+        let mut missed = Vec::new();
+        while let missing @ 1.. = majority(storage.len()).saturating_sub(already_marked.len()) {
+            if others.is_empty() {
+                let text = format!(
+                    "{} of {} storage nodes have a commit mark of the save, {} are needed ({}): it is decided, and becomes visible when they are back",
+                    already_marked.len(),
+                    storage.len(),
+                    majority(storage.len()),
+                    missed.join("; ")
+                );
+                return Err(remote_error(ErrorKind::Unavailable, text));
+            }
+            let next: Vec<NodeId> = others.drain(..missing.min(others.len())).collect();
+            let (done, failed) = self.put_marks(directory, &next, &call).await;
+            already_marked.extend(done);
+            missed.extend(failed);
+        }
+        Ok(())
+    }
+
+    /// Writes a mark to each of `nodes`. Returns the nodes that have it, and for each other node
+    /// the reason why not.
+    async fn put_marks(
+        &self,
+        directory: &Directory,
+        nodes: &[NodeId],
+        call: &PutMark,
+    ) -> (Vec<NodeId>, Vec<String>) {
+        let mut puts = stream::iter(nodes.iter().copied())
+            .map(|node| async move {
+                let to =
+                    directory.address(node).ok_or_else(|| format!("{node} is not registered"))?;
+                let put = self.context.caller.call(&to, call).await;
+                // A node that does not answer is asked after all others next time.
+                directory.heard(node, !put.as_ref().is_err_and(CallError::is_unanswered));
+                put.map(|()| node).map_err(|error| error.to_string())
+            })
+            .buffer_unordered(MARKS_AT_ONCE);
+        let (mut marked, mut missed) = (Vec::new(), Vec::new());
+        while let Some(put) = puts.next().await {
+            match put {
+                Ok(node) => marked.push(node),
+                Err(why) => missed.push(why),
+            }
+        }
+        (marked, missed)
+    }
+
+    /// Aborts an open save and starts its removal. Does nothing if the step does not have the save.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exists`] if the save is decided.
+    pub(in crate::node) async fn abort_save(
+        self: &Arc<Self>,
+        call: AbortSave,
+    ) -> Result<(), RemoteError> {
+        let mut entry = None;
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
+            match checkpoint.writing.take() {
+                Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                    let removing = Removing { save, generation, reason: RemoveReason::Aborted };
+                    checkpoint.removing.push(removing.clone());
+                    entry = Some(removing);
+                    Ok(Some(checkpoint))
+                }
+                writing => {
+                    checkpoint.writing = writing;
+                    if is_or_was_decided(&checkpoint, call.save) {
+                        let text =
+                            format!("save {} is decided: it can no longer be aborted", call.save);
+                        return Err(remote_error(ErrorKind::Exists, text));
+                    }
+                    Ok(None)
+                }
+            }
+        };
+        update_record(&*self.context.catalogue(), &checkpoint_key(&call.job, call.step), change)
+            .await?;
+        if let Some(entry) = entry {
+            self.spawn_removal(call.job, call.step, entry);
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether the save is decided or committed, or was committed before its removal. Also
+/// returns true for an open save, which the caller has handled before.
+fn is_or_was_decided(checkpoint: &Checkpoint, save: SaveId) -> bool {
+    let was = checkpoint
+        .removing
+        .iter()
+        .any(|removing| removing.save == save && removing.reason != RemoveReason::Aborted);
+    was || has_writing_or_committed(checkpoint, save)
+}
+
+/// Returns whether the step has the save as open, decided or committed.
+fn has_writing_or_committed(checkpoint: &Checkpoint, save: SaveId) -> bool {
+    let writing = checkpoint.writing.as_ref().map(Writing::save);
+    let committed = checkpoint.committed.as_ref().map(|saved| saved.save);
+    [writing, committed].contains(&Some(save))
+}
+
+/// Creates a record. A record that exists already must be equal.
+///
+/// # Errors
+/// [`ErrorKind::Fenced`] if the key has another value.
+async fn create_or_require_equal<R: Record + PartialEq>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    record: &R,
+) -> Result<(), RemoteError> {
+    match compare_and_set_record(catalogue, key, None, record).await? {
+        RecordSetOutcome::Set(_) => Ok(()),
+        RecordSetOutcome::Conflict(Some((same, _))) if same == *record => Ok(()),
+        RecordSetOutcome::Conflict(_) => Err(remote_error(
+            ErrorKind::Fenced,
+            format!("{key} exists with other content: save again"),
+        )),
+    }
+}

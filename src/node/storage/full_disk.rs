@@ -1,0 +1,84 @@
+//! A disk that is full or takes no writes: the space that is released for it, and the warnings
+//! about it (docs/semantics.md, 7, *A full disk*).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::node::Node;
+use crate::store::{Disk, ReserveState, adjust_reserve};
+
+/// Interval between two checks of the free space.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// The measures in force because the disk is full.
+#[derive(Default)]
+pub(in crate::node) struct FullDiskState {
+    is_reserve_given_up: AtomicBool,
+    is_index_in_memory: AtomicBool,
+}
+
+impl FullDiskState {
+    /// Records that the index is in memory because the disk has no room for it.
+    pub(in crate::node) fn note_index_in_memory(&self) {
+        self.is_index_in_memory.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Node {
+    /// Removes the reserve when the disk is nearly full and recreates it when there is room, until
+    /// the daemon stops.
+    pub(in crate::node) async fn run_reserve_adjustment(self: Arc<Self>, disk: Arc<dyn Disk>) {
+        let mut told = None;
+        loop {
+            let disk = disk.clone();
+            let looked = self
+                .context
+                .on_store(move |_| adjust_reserve(&*disk).map_err(crate::store::StoreError::from));
+            match looked.await {
+                Ok(state) => {
+                    let is_given_up = state == ReserveState::Absent;
+                    self.full_disk.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
+                }
+                Err(error) => {
+                    let text = Some(error.to_string());
+                    if told != text {
+                        tracing::warn!(%error, "the reserve cannot be adjusted");
+                    }
+                    told = text;
+                }
+            }
+            self.context.clock.sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Moves tombstones from slots to files, as far as the disk has room.
+    pub(in crate::node) async fn move_tombstones_to_files(&self) {
+        if let Err(error) = self.context.on_store(|store| store.move_slots_to_files()).await {
+            tracing::debug!(%error, "tombstones stay in their slots");
+        }
+    }
+
+    /// Returns the warnings about this node's disk, each with the action that helps.
+    pub(in crate::node) async fn disk_space_warnings(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        if let Err(error) = self.context.on_store(|store| store.probe_writable()).await {
+            notes.push(format!(
+                "its data folder takes no writes ({error}): nothing is stored there"
+            ));
+        }
+        if !self.context.store.has_slot_file() {
+            notes.push("it has no slots for tombstones, so `rm` may fail when its disk is full: free space".into());
+        }
+        if self.full_disk.is_reserve_given_up.load(Ordering::Relaxed) {
+            notes.push(
+                "its disk is nearly full: free space, or remove checkpoints (`rapidraid rm`)"
+                    .into(),
+            );
+        }
+        if self.full_disk.is_index_in_memory.load(Ordering::Relaxed) {
+            notes.push("its disk had no room for the index, which is in memory: start the daemon again when there is room".into());
+        }
+        notes
+    }
+}

@@ -1,0 +1,366 @@
+//! The small records of shards and stripes: the checks before they are written, and the drop of
+//! replicas that receipts allow.
+
+use super::examine_stripe::is_damaged_record;
+use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, parse_tombstone, receipt_name};
+use crate::catalogue::record_access::{read_record, shard_state_key};
+use crate::format::envelope::{RecordKind, parse_body};
+use crate::format::file::{FileKey, FileName};
+use crate::format::records::{
+    CommitMark, Leaves, PieceForm, Receipt, Record, RemoveReason, ShardState, StripeFixed,
+    StripeRecord, StripeState,
+};
+use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
+use crate::kind::ErrorKind;
+use crate::node::Node;
+use crate::node::rpc::remote_errors::remote_error;
+use crate::stage::{TracePoint, trace_point};
+use crate::store::{RecordScope, Store, StoreError};
+use crate::wire::RemoteError;
+use crate::wire::calls::{
+    DropReplicas, DropReplicasAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord,
+    PutTombstone, RecordName,
+};
+
+/// Returns the scope and the name under which a record is stored.
+pub(in crate::node) fn record_location(
+    shard: ShardId,
+    record: RecordName,
+) -> (RecordScope, String) {
+    let stripe = |index| RecordScope::Stripe(StripeId { shard, index });
+    match record {
+        RecordName::Leaves => (RecordScope::Shard(shard), LEAVES.into()),
+        RecordName::Mark => (RecordScope::Shard(shard), MARK.into()),
+        RecordName::Stripe { index } => (stripe(index), RECORD.into()),
+        RecordName::Receipt { index, attempt } => (stripe(index), receipt_name(attempt)),
+    }
+}
+
+/// Checks that `bytes` are a record of `stripe`. Returns its fixed part.
+fn parse_stripe_record_fixed(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, RemoteError> {
+    let record = StripeRecord::parse(bytes)?;
+    let fixed: StripeFixed = parse_body(RecordKind::StripeRecord, &record.fixed)?;
+    if fixed.stripe != stripe {
+        return Err(remote_error(
+            ErrorKind::Invalid,
+            format!("the record is of stripe {}, not of {stripe}", fixed.stripe),
+        ));
+    }
+    Ok(record.fixed)
+}
+
+impl Node {
+    /// Stores the leaves of a shard or the record of a stripe, as a client sends them.
+    pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), RemoteError> {
+        self.fencing.check_writable(call.shard, call.generation).await?;
+        let fixed = match call.record {
+            RecordName::Leaves => {
+                let leaves = Leaves::parse(&call.bytes)?;
+                if leaves.root.shard != call.shard || !leaves.root.admits(&leaves) {
+                    return Err(remote_error(
+                        ErrorKind::Invalid,
+                        format!("the leaves are not those of shard {}", call.shard),
+                    ));
+                }
+                call.bytes.clone()
+            }
+            RecordName::Stripe { index } => {
+                parse_stripe_record_fixed(&call.bytes, StripeId { shard: call.shard, index })?
+            }
+            RecordName::Receipt { .. } | RecordName::Mark => {
+                return Err(remote_error(
+                    ErrorKind::Denied,
+                    "clients cannot write receipts or commit marks",
+                ));
+            }
+        };
+        let (scope, name) = record_location(call.shard, call.record);
+        match call.record {
+            RecordName::Stripe { index } => {
+                trace_point(TracePoint::Record, format_args!("{}/{index}", call.shard));
+            }
+            _ => trace_point(TracePoint::Leaves, call.shard),
+        }
+        // The save may be committed even if no mark on this node says so, so its fixed content is
+        // written once. A corrupt copy may be replaced.
+        let is_same = move |old: &[u8]| match call.record {
+            RecordName::Stripe { .. } => {
+                StripeRecord::parse(old).map_or(true, |record| record.fixed == fixed)
+            }
+            _ => Leaves::parse(old).is_err() || old == fixed,
+        };
+        self.context
+            .on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
+            .await?;
+        self.fencing.refuse_and_purge_removed(call.shard.save()).await
+    }
+
+    /// Returns the bytes of a record, if this node has it, and remembers whether they are damaged.
+    pub(in crate::node) async fn get_record(
+        &self,
+        call: GetRecord,
+    ) -> Result<Option<Vec<u8>>, RemoteError> {
+        let (scope, name) = record_location(call.shard, call.record);
+        let GetRecord { shard, record } = call;
+        let read = self.context.on_store(move |store| {
+            let bytes = store.get_record_file(scope, &name)?;
+            let is_damaged = bytes.as_ref().is_some_and(|bytes| is_damaged_record(record, bytes));
+            Ok::<_, StoreError>((bytes, is_damaged))
+        });
+        let (bytes, is_damaged) = read.await?;
+        if bytes.is_some() {
+            self.damaged_records.set_damaged(shard, record, is_damaged);
+        }
+        Ok(bytes)
+    }
+
+    /// Replaces the record of a stripe by one with other places, on the order of the shard's owner.
+    pub(in crate::node) async fn put_places(&self, call: PutPlaces) -> Result<(), RemoteError> {
+        self.fencing
+            .check_and_raise_fence(call.stripe.shard, call.generation, call.coordinator)
+            .await?;
+        parse_stripe_record_fixed(&call.bytes, call.stripe)?;
+        let (shard, index) = (call.stripe.shard, call.stripe.index);
+        let (scope, name) = record_location(shard, RecordName::Stripe { index });
+        self.context
+            .on_store(move |store| store.put_record_file(scope, &name, &call.bytes))
+            .await?;
+        self.fencing.refuse_and_purge_removed(shard.save()).await
+    }
+
+    /// Stores a commit mark.
+    pub(in crate::node) async fn put_mark(&self, call: PutMark) -> Result<(), RemoteError> {
+        let mark = CommitMark::parse(&call.bytes)?;
+        if mark.cluster != self.context.settings.cluster || mark.root.save != mark.saved.save {
+            return Err(remote_error(
+                ErrorKind::Denied,
+                "the commit mark belongs to another cluster or save",
+            ));
+        }
+        let shard = mark.root.shard;
+        self.fencing
+            .check_not_removed_raising_epoch(shard, Generation { epoch: call.epoch, counter: 0 })
+            .await?;
+        trace_point(TracePoint::Mark, shard);
+        self.context
+            .on_store(move |store| {
+                store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
+                // A rebuild may have claimed an epoch meanwhile and read this node before the write.
+                store.raise_epoch(call.epoch)
+            })
+            .await?;
+        self.fencing.refuse_and_purge_removed(shard.save()).await
+    }
+
+    /// Stores a receipt. This node must have each piece that the receipt ascribes to it.
+    pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
+        let receipt = Receipt::parse(&call.bytes)?;
+        if receipt.cluster != self.context.settings.cluster {
+            return Err(remote_error(ErrorKind::Denied, "the receipt belongs to another cluster"));
+        }
+        self.fencing
+            .check_and_raise_fence(receipt.stripe.shard, call.owner, call.coordinator)
+            .await?;
+        let (me, save) = (self.context.id, receipt.stripe.shard.save());
+        self.context
+            .on_store(move |store| {
+                check_own_pieces(store, me, &receipt)?;
+                trace_point(TracePoint::Receipt, receipt.stripe);
+                let scope = RecordScope::Stripe(receipt.stripe);
+                store.put_record_file(scope, &receipt_name(receipt.attempt), &call.bytes)?;
+                store.raise_epoch(call.owner.epoch).map_err(RemoteError::from)
+            })
+            .await?;
+        self.fencing.refuse_and_purge_removed(save).await
+    }
+
+    /// Stores a tombstone. Does nothing if the save is in the removed-save set.
+    pub(in crate::node) async fn put_tombstone(
+        &self,
+        call: PutTombstone,
+    ) -> Result<(), RemoteError> {
+        let tombstone = parse_tombstone(&self.context, &call.bytes)?;
+        let save = tombstone.save;
+        self.context
+            .on_store(move |store| {
+                let epoch = tombstone.generation.epoch;
+                store.raise_epoch(epoch)?;
+                // The removed-save entry says the same, and the files are purged.
+                if store.is_recorded_removed(save)? {
+                    return Ok(());
+                }
+                // A decided save is never aborted, so this tombstone comes from an outdated
+                // catalogue.
+                if tombstone.reason == RemoveReason::Aborted && has_mark_of_save(store, save)? {
+                    let text = format!("save {save} has a commit mark here: it was not aborted");
+                    return Err(remote_error(ErrorKind::Denied, text));
+                }
+                trace_point(TracePoint::Tombstone, save);
+                store.put_tombstone(save, &call.bytes)?;
+                store.raise_epoch(epoch).map_err(RemoteError::from)
+            })
+            .await?;
+        self.fencing.cache_is_removed(save, true);
+        Ok(())
+    }
+
+    /// Fails if the stripe is archived. If the catalogue records its drops as complete, also drops
+    /// replicas that were recreated late on this node: the coordinator has seen enough pieces
+    /// (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
+    pub(in crate::node) async fn ensure_replicated_or_drop(
+        &self,
+        stripe: StripeId,
+    ) -> Result<(), RemoteError> {
+        let state =
+            read_record::<ShardState>(&*self.context.catalogue(), &shard_state_key(stripe.shard))
+                .await?;
+        let state = state.and_then(|(state, _)| state.stripe(stripe.index));
+        let Some(StripeState::Archived { attempt, generation, dropped, .. }) = state else {
+            return Ok(());
+        };
+        if dropped {
+            self.drop_replicas(DropReplicas { stripe, attempt, generation }).await?;
+        }
+        Err(remote_error(
+            ErrorKind::Fenced,
+            format!("stripe {stripe} is archived: it needs no replicas"),
+        ))
+    }
+
+    /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the
+    /// receipt (semantics 4.8). Returns the number and the size of the removed files.
+    pub(in crate::node) async fn drop_replicas(
+        &self,
+        call: DropReplicas,
+    ) -> Result<DropReplicasAnswer, RemoteError> {
+        let stripe = call.stripe;
+        // All nodes of a ring are ordered to drop. Most have no file of the stripe, and need no
+        // evidence.
+        if self.context.on_store(move |store| store.list_all_files(stripe)).await?.is_empty() {
+            return Ok(DropReplicasAnswer { files: 0, bytes: 0 });
+        }
+        let catalogue = self.context.catalogue();
+        let state = read_record::<ShardState>(&*catalogue, &shard_state_key(stripe.shard)).await?;
+        let (asked, seen) = (catalogue.epoch(), self.context.store.highest_seen_epoch());
+        if asked < seen {
+            let text = format!(
+                "the catalogue that node {} asks is of epoch {asked}, and epoch {seen} has begun: order the drop again",
+                self.context.settings.name
+            );
+            return Err(remote_error(ErrorKind::Fenced, text));
+        }
+        let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
+        let code = match archived {
+            Some(StripeState::Archived { attempt, generation, code, .. })
+                if attempt == call.attempt && generation == call.generation =>
+            {
+                code
+            }
+            other => {
+                let text = format!(
+                    "stripe {stripe} is {other:?} in the catalogue, not archived by {}",
+                    call.attempt
+                );
+                return Err(remote_error(ErrorKind::Fenced, text));
+            }
+        };
+        let me = self.context.id;
+        self.context
+            .on_store(move |store| {
+                let name = receipt_name(call.attempt);
+                let bytes = store.get_record_file(RecordScope::Stripe(stripe), &name)?;
+                let missing = || {
+                    remote_error(
+                        ErrorKind::NotFound,
+                        format!("this node has no receipt of stripe {stripe}"),
+                    )
+                };
+                let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
+                if receipt.attempt != call.attempt
+                    || receipt.generation != call.generation
+                    || receipt.code != code
+                {
+                    return Err(remote_error(
+                        ErrorKind::Corrupt,
+                        format!("the receipt of stripe {stripe} here is not the catalogue's"),
+                    ));
+                }
+                check_own_pieces(store, me, &receipt)?;
+                trace_point(TracePoint::Drop, stripe);
+                drop_files_outside_receipt(store, me, &receipt)
+            })
+            .await
+    }
+}
+
+/// Returns whether this node has a commit mark of any shard of `save`.
+fn has_mark_of_save(store: &Store, save: SaveId) -> Result<bool, RemoteError> {
+    for shard in store.shards_after(ShardId::before(save))?.take_while(|shard| shard.save() == save)
+    {
+        if store.get_record_file(RecordScope::Shard(shard), MARK)?.is_some() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Checks that this node has the pieces that `receipt` ascribes to it, and that they count.
+///
+/// # Errors
+/// [`ErrorKind::Corrupt`] if a file has another root; the store's error if it does not open.
+fn check_own_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), RemoteError> {
+    for piece in receipt.pieces.iter().filter(|piece| piece.node == me) {
+        let key = match piece.form {
+            PieceForm::File => FileKey::piece(receipt.stripe, piece.piece, receipt.attempt),
+            PieceForm::Replica { block } => FileKey::replica(receipt.stripe, block),
+        };
+        if matches!(piece.form, PieceForm::Replica { .. })
+            && piece.root == *blake3::hash(&[]).as_bytes()
+        {
+            // A block past the shard's end has no file.
+            continue;
+        }
+        let file = store.open_undamaged_file(key)?;
+        if file.index_entry().root != piece.root {
+            return Err(remote_error(
+                ErrorKind::Corrupt,
+                format!("{key} on this node is not the piece of the receipt"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Removes the stripe's replicas and what other attempts left. Keeps the files that the receipt
+/// ascribes to this node. Returns the number and the size of the removed files.
+fn drop_files_outside_receipt(
+    store: &Store,
+    me: NodeId,
+    receipt: &Receipt,
+) -> Result<DropReplicasAnswer, RemoteError> {
+    // Remove the receipts of other attempts first, so that no receipt outlives its piece.
+    let scope = RecordScope::Stripe(receipt.stripe);
+    for (name, _) in store.list_record_files(scope)? {
+        if name.starts_with(RECEIPT_PREFIX) && name != receipt_name(receipt.attempt) {
+            store.remove_record_file(scope, &name)?;
+        }
+    }
+    let ours = || receipt.pieces.iter().filter(|piece| piece.node == me);
+    let mut answer = DropReplicasAnswer { files: 0, bytes: 0 };
+    for (key, file_bytes) in store.list_all_files(receipt.stripe)? {
+        let kept = match key.name {
+            FileName::Replica { block } => {
+                ours().any(|piece| piece.form == PieceForm::Replica { block })
+            }
+            FileName::Piece { piece: number, attempt } => {
+                attempt == receipt.attempt
+                    && ours().any(|piece| piece.piece == number && piece.form == PieceForm::File)
+            }
+        };
+        if !kept && store.remove_file(key)? {
+            answer.files += 1;
+            answer.bytes += file_bytes;
+        }
+    }
+    Ok(answer)
+}

@@ -1,0 +1,410 @@
+//! The run of an archive request, from its record in the catalogue to its end.
+
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::error::ArchiveError;
+use super::owned_shard::OwnedShard;
+use crate::catalogue::record_access::{
+    ArchiveRequest, MAX_WHY_CHARS, RecordSetOutcome, archive_request_key, checkpoint_key,
+    compare_and_set_record, parse_record, read_record, shard_roots_prefix,
+};
+use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
+use crate::clock::Clock;
+use crate::entropy::Entropy;
+use crate::format::records::{Checkpoint, Record, ShardRoot, StripeState};
+use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step};
+use crate::net::call::Caller;
+use crate::stage::{TracePoint, trace_point};
+use crate::topology::Directory;
+use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
+
+/// Number of stripes that are archived at once unless the request sets another number.
+const DEFAULT_PARALLEL: usize = 4;
+/// Maximum number of stripes that a request may have archived at once.
+const MAX_PARALLEL: usize = 64;
+
+/// The coordinator of one daemon. It runs archive requests on behalf of this daemon.
+#[derive(Clone)]
+pub struct Coordinator {
+    /// The cluster.
+    pub cluster: ClusterId,
+    /// The daemon's node id.
+    pub me: NodeId,
+    /// The catalogue.
+    pub catalogue: Arc<dyn Catalogue>,
+    /// The client for calls to nodes.
+    pub caller: Arc<Caller>,
+    /// The clock.
+    pub clock: Arc<dyn Clock>,
+    /// The source of the random names of attempts and runs.
+    pub entropy: Arc<dyn Entropy>,
+}
+
+/// A lease keeper: it renews a coordinator's lease until it is dropped or the lease is lost.
+struct LeaseKeeper {
+    lease: LeaseId,
+    keeper: JoinHandle<()>,
+}
+
+impl LeaseKeeper {
+    async fn start(coordinator: &Coordinator) -> Result<Self, CatalogueError> {
+        let (lease, period) = coordinator.catalogue.grant_lease().await?;
+        let (catalogue, clock) = (coordinator.catalogue.clone(), coordinator.clock.clone());
+        let keeper = tokio::spawn(async move {
+            loop {
+                clock.sleep(period / 3).await;
+                if let Ok(false) = catalogue.renew_lease(lease).await {
+                    return;
+                }
+            }
+        });
+        Ok(Self { lease, keeper })
+    }
+}
+
+impl Drop for LeaseKeeper {
+    fn drop(&mut self) {
+        self.keeper.abort();
+    }
+}
+
+/// An archive request that this coordinator runs, or is about to run, under its lease.
+struct ActiveRequest {
+    key: String,
+    job: Job,
+    step: Step,
+    save: SaveId,
+    options: ArchiveOptions,
+    /// The number of consecutive failures before this run.
+    failures: u32,
+    lease_keeper: LeaseKeeper,
+}
+
+impl ActiveRequest {
+    async fn with_new_lease(
+        coordinator: &Coordinator,
+        (job, step, save): (&Job, Step, SaveId),
+        options: ArchiveOptions,
+    ) -> Result<Self, CatalogueError> {
+        let (key, lease_keeper) =
+            (archive_request_key(job, step), LeaseKeeper::start(coordinator).await?);
+        Ok(Self { key, job: job.clone(), step, save, options, failures: 0, lease_keeper })
+    }
+
+    /// Returns the catalogue's record of the request while `node` runs it.
+    fn to_record(&self, node: NodeId) -> ArchiveRequest {
+        let &Self { save, options, failures, .. } = self;
+        ArchiveRequest {
+            node,
+            lease: self.lease_keeper.lease,
+            save,
+            options,
+            failures,
+            waiting: None,
+        }
+    }
+}
+
+/// The work that a run of an archive request leaves for later.
+#[derive(Default)]
+struct RemainingWork {
+    /// The number of archived stripes with replicas that are not confirmed as dropped.
+    undropped: u64,
+    /// Whether there was a failure that a later run may get past.
+    can_retry: bool,
+}
+
+/// The channel for the events of an archive request. If no receiver listens, the events are lost
+/// and the work continues.
+pub type ArchiveEventSender = mpsc::Sender<ArchiveEvent>;
+
+/// Returns the shard roots of a save, in order.
+pub async fn list_shard_roots(
+    catalogue: &dyn Catalogue,
+    save: SaveId,
+) -> Result<Vec<ShardRoot>, CatalogueError> {
+    let prefix = shard_roots_prefix(save);
+    let mut roots = Vec::new();
+    let mut after: Option<String> = None;
+    loop {
+        let page = catalogue.list_entries(&prefix, after.as_deref(), MAX_PAGE).await?;
+        let Some((last, _)) = page.last() else { return Ok(roots) };
+        after = Some(last.clone());
+        for (key, entry) in &page {
+            roots.push(parse_record::<ShardRoot>(key, &entry.value)?);
+        }
+    }
+}
+
+impl Coordinator {
+    /// Returns the nodes that are registered now.
+    pub async fn fetch_directory(&self) -> Result<Directory, CatalogueError> {
+        Ok(Directory::new(self.catalogue.list_nodes().await?))
+    }
+
+    /// Archives all stripes of a committed step that are not archived yet, and completes drops that
+    /// are pending.
+    ///
+    /// The archive request is recorded in the catalogue before any work starts, so that another
+    /// daemon resumes it if this one vanishes.
+    ///
+    /// # Errors
+    /// [`ArchiveError::NotFound`] if the step is not committed; [`ArchiveError::Owned`] if another
+    /// live coordinator runs the request or owns one of the shards; otherwise the first error of a
+    /// stripe.
+    pub async fn archive_step(
+        &self,
+        job: &Job,
+        step: Step,
+        options: ArchiveOptions,
+        events: &ArchiveEventSender,
+    ) -> Result<(), ArchiveError> {
+        let save = self.find_committed_save(job, step).await?;
+        let claim = self.open_request((job, step, save), options).await?;
+        self.run_request(&claim, events).await
+    }
+
+    /// Resumes the archive request that was `found` under `revision`. If another coordinator has
+    /// changed the request since, this does nothing: the request that it left waits anew.
+    pub async fn take_over_request(
+        &self,
+        job: &Job,
+        step: Step,
+        (found, revision): (ArchiveRequest, u64),
+        events: &ArchiveEventSender,
+    ) -> Result<(), ArchiveError> {
+        let mut claim =
+            ActiveRequest::with_new_lease(self, (job, step, found.save), found.options).await?;
+        claim.failures = found.failures;
+        trace_point(TracePoint::Request, format_args!("{job}/{step}"));
+        match compare_and_set_record(
+            &*self.catalogue,
+            &claim.key,
+            Some(revision),
+            &claim.to_record(self.me),
+        )
+        .await?
+        {
+            RecordSetOutcome::Set(_) => self.run_request(&claim, events).await,
+            RecordSetOutcome::Conflict(_) => {
+                Ok(self.catalogue.revoke_lease(claim.lease_keeper.lease).await?)
+            }
+        }
+    }
+
+    /// Runs the request. Then removes it from the catalogue, or leaves it there to wait for a
+    /// retry.
+    async fn run_request(
+        &self,
+        claim: &ActiveRequest,
+        events: &ArchiveEventSender,
+    ) -> Result<(), ArchiveError> {
+        let mut left = RemainingWork::default();
+        let result = self.archive_if_committed(claim, &mut left, events).await;
+        let mut why: Vec<String> =
+            result.as_ref().err().map(ToString::to_string).into_iter().collect();
+        if left.undropped > 0 {
+            why.push(format!("replicas of {} stripes wait to be dropped", left.undropped));
+        }
+        let goes_on = left.can_retry || left.undropped > 0;
+        let waiting = goes_on.then(|| why.join("; ").chars().take(MAX_WHY_CHARS).collect());
+        // If this fails, the lease expires, and the record remains as if its coordinator had
+        // crashed.
+        let ended = self.finish_request(claim, waiting).await;
+        result.and(ended)
+    }
+
+    /// Records the archive request in the catalogue, or takes over a recorded one that has no live
+    /// coordinator. Returns the request.
+    async fn open_request(
+        &self,
+        target: (&Job, Step, SaveId),
+        options: ArchiveOptions,
+    ) -> Result<ActiveRequest, ArchiveError> {
+        let mut claim = ActiveRequest::with_new_lease(self, target, options).await?;
+        let mut current = read_record::<ArchiveRequest>(&*self.catalogue, &claim.key).await?;
+        loop {
+            if let Some((other, _)) = &current
+                && self.catalogue.is_lease_alive(other.lease).await?
+            {
+                let owner = self.fetch_directory().await?.name(other.node);
+                return Err(ArchiveError::Owned {
+                    what: format!("{}/{}", target.0, target.1),
+                    owner,
+                });
+            }
+            claim.failures = current.as_ref().map_or(0, |(other, _)| other.failures);
+            let revision = current.map(|(_, revision)| revision);
+            trace_point(TracePoint::Request, format_args!("{}/{}", target.0, target.1));
+            match compare_and_set_record(
+                &*self.catalogue,
+                &claim.key,
+                revision,
+                &claim.to_record(self.me),
+            )
+            .await?
+            {
+                RecordSetOutcome::Set(_) => return Ok(claim),
+                RecordSetOutcome::Conflict(other) => current = other,
+            }
+        }
+    }
+
+    /// Removes the request from the catalogue, or leaves it with the reason in `waiting` for a
+    /// retry. Then revokes the lease.
+    async fn finish_request(
+        &self,
+        claim: &ActiveRequest,
+        waiting_reason: Option<String>,
+    ) -> Result<(), ArchiveError> {
+        let ActiveRequest { key, job, step, lease_keeper, .. } = claim;
+        trace_point(TracePoint::Done, format_args!("{job}/{step}"));
+        if let Some((found, revision)) =
+            read_record::<ArchiveRequest>(&*self.catalogue, key).await?
+            && found.lease == lease_keeper.lease
+        {
+            // A record with another lease belongs to a coordinator that took over. It stays.
+            let failures = claim.failures.saturating_add(1);
+            let left =
+                waiting_reason.map(|why| ArchiveRequest { failures, waiting: Some(why), ..found });
+            let left = left.map(|left| left.to_bytes()).transpose();
+            let left = left.map_err(|error| ArchiveError::Format(error.to_string()))?;
+            self.catalogue.compare_and_set(key, Some(revision), left).await?;
+        }
+        Ok(self.catalogue.revoke_lease(lease_keeper.lease).await?)
+    }
+
+    async fn archive_if_committed(
+        &self,
+        claim: &ActiveRequest,
+        left: &mut RemainingWork,
+        events: &ArchiveEventSender,
+    ) -> Result<(), ArchiveError> {
+        let result = match self.ensure_committed(claim).await {
+            Ok(()) => self.archive_save(claim, left, events).await,
+            Err(error) => Err(error),
+        };
+        left.can_retry |= result.as_ref().is_err_and(ArchiveError::is_retryable);
+        let is_gone = |now| matches!(now, Err(ArchiveError::NotFound { .. }));
+        if result.is_err() && is_gone(self.ensure_committed(claim).await) {
+            // The save is no longer committed. The request does not apply to another save of the
+            // step.
+            *left = RemainingWork::default();
+        }
+        result
+    }
+
+    /// Returns an error unless the save of the request is the committed save of its step.
+    async fn ensure_committed(&self, claim: &ActiveRequest) -> Result<(), ArchiveError> {
+        let ActiveRequest { job, step, save, .. } = claim;
+        match self.find_committed_save(job, *step).await? == *save {
+            true => Ok(()),
+            false => Err(ArchiveError::NotFound { job: job.clone(), step: *step }),
+        }
+    }
+
+    /// Returns the committed save of a step.
+    async fn find_committed_save(&self, job: &Job, step: Step) -> Result<SaveId, ArchiveError> {
+        let found = read_record::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
+        let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
+        let saved = saved.ok_or_else(|| ArchiveError::NotFound { job: job.clone(), step })?;
+        Ok(saved.save)
+    }
+
+    async fn archive_save(
+        &self,
+        claim: &ActiveRequest,
+        left: &mut RemainingWork,
+        events: &ArchiveEventSender,
+    ) -> Result<(), ArchiveError> {
+        let &ActiveRequest { save, options, ref lease_keeper, .. } = claim;
+        let roots = list_shard_roots(&*self.catalogue, save).await?;
+        let parallel = match options.parallel {
+            0 => DEFAULT_PARALLEL,
+            some => usize::from(some).min(MAX_PARALLEL),
+        };
+        let mut shards = Vec::with_capacity(roots.len());
+        let mut jobs = Vec::new();
+        let mut total_bytes = 0;
+        for root in roots.into_iter().filter(|root| root.len_bytes > 0) {
+            let shard = Arc::new(
+                OwnedShard::take_ownership(self, root, options, lease_keeper.lease).await?,
+            );
+            for index in shard.unfinished_stripes().await {
+                total_bytes += shard.stripe_bytes(index);
+                jobs.push((shard.clone(), index));
+            }
+            shards.push(shard);
+        }
+        let result =
+            self.archive_stripes(jobs, (total_bytes, parallel), options, left, events).await;
+        let mut stripes = 0;
+        for shard in &shards {
+            if let Err(error) = shard.release_ownership(self).await {
+                tracing::info!(shard = %shard.root.name, %error, "a shard was not released: it becomes free when its owner's lease ends");
+            }
+            for state in shard.stripe_states().await {
+                if let StripeState::Archived { dropped, .. } = state {
+                    stripes += 1;
+                    left.undropped += u64::from(!dropped);
+                }
+            }
+        }
+        result?;
+        let undropped = left.undropped;
+        let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
+        Ok(())
+    }
+
+    async fn archive_stripes(
+        &self,
+        jobs: Vec<(Arc<OwnedShard>, u32)>,
+        (total_bytes, parallel): (u64, usize),
+        options: ArchiveOptions,
+        left: &mut RemainingWork,
+        events: &ArchiveEventSender,
+    ) -> Result<(), ArchiveError> {
+        let mut done_bytes = 0;
+        let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
+        let mut running = stream::iter(jobs)
+            .map(|(shard, index)| async move {
+                self.archive_stripe(&shard, index, options, events).await?;
+                Ok::<u64, ArchiveError>(shard.stripe_bytes(index))
+            })
+            .buffer_unordered(parallel);
+        let mut first_error = None;
+        let mut told = String::new();
+        while let Some(result) = running.next().await {
+            match result {
+                Ok(bytes) => {
+                    done_bytes += bytes;
+                    let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
+                }
+                // Stripes are independent. Finish the others and report the first failure.
+                Err(error) => {
+                    // All stripes of a shard that has a new owner fail in the same way. Report that
+                    // once.
+                    let text = error.to_string();
+                    if text != told {
+                        let _ = events.send(ArchiveEvent::Note(text.clone())).await;
+                        told = text;
+                    }
+                    left.can_retry |= error.is_retryable();
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        first_error.map_or(Ok(()), Err)
+    }
+
+    /// Returns the generation that follows `seen`. Its epoch, which the orders of this coordinator
+    /// carry, is never below the catalogue's epoch.
+    pub(super) fn next_generation(&self, seen: Generation) -> Generation {
+        seen.next(self.catalogue.epoch())
+    }
+}

@@ -1,0 +1,445 @@
+//! The sources that a stripe can be read from: whole replicas of the wanted blocks, or pieces that
+//! span.
+//!
+//! This module evaluates the files that the nodes say they hold. It fetches nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use super::file_probe::{FoundFile, HeldFiles};
+use super::read_session::StripeDamage;
+use super::{ReadError, ReadSession};
+use crate::code::{Code, Layout, reconstruct, table};
+use crate::format::file::FileName;
+use crate::format::grain_set::GrainSet;
+use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
+use crate::id::{Attempt, NodeId};
+use crate::pipeline::record_fetch::StripeInfo;
+use crate::units::GRAIN_BYTES;
+
+/// Maximum number of missing sources that an error names.
+const MAX_MISSING: usize = 64;
+
+/// A file on a node that a stripe is read from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct RemoteFile {
+    /// The node that holds the file.
+    pub node: NodeId,
+    /// The name of the file.
+    pub file: FileName,
+    /// The BLAKE3 hash that the file must have, if it is known.
+    pub root: Option<[u8; 32]>,
+    /// Whether the file counts as a copy: its node knows of no damage to it.
+    pub counts_as_copy: bool,
+}
+
+/// The pieces of an attempt.
+#[derive(Debug, Clone)]
+pub(super) struct CodedPieces {
+    pub code: Code,
+    pub attempt: Attempt,
+    /// The holders of each piece, files that count first.
+    pub pieces: BTreeMap<usize, Vec<RemoteFile>>,
+}
+
+/// The sources of a stripe.
+#[derive(Debug, Clone)]
+pub(super) struct SourceSet {
+    /// The holders of the replicas of each wanted block, files that count first.
+    pub replicas: BTreeMap<u8, Vec<RemoteFile>>,
+    /// The pieces, if the stripe is archived.
+    pub coded: Option<CodedPieces>,
+    /// Whether the stripe is decoded from pieces. Single grains may come from replicas all the
+    /// same.
+    pub by_pieces: bool,
+}
+
+/// The reason why a stripe cannot be read: the sources that it needs, and those that are missing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnreadableStripe {
+    /// The shard's name.
+    pub shard: String,
+    /// The stripe's number in it.
+    pub stripe: u32,
+    /// The sources that would be enough.
+    pub needs: String,
+    /// The missing sources, with their nodes.
+    pub missing: Vec<String>,
+}
+
+impl std::fmt::Display for UnreadableStripe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "stripe {} of {} cannot be read: it needs {}; missing: {}",
+            self.stripe,
+            self.shard,
+            self.needs,
+            self.missing.join(", ")
+        )
+    }
+}
+
+/// The part of a stripe that is wanted, and the contents of the stripe's records.
+pub(super) struct ReadRequest<'a> {
+    pub root: &'a ShardRoot,
+    pub info: &'a StripeInfo,
+    pub state: StripeState,
+    pub receipt: Option<&'a Receipt>,
+    pub blocks: &'a [u8],
+    /// The wanted grains of each block.
+    pub grains: Range<u64>,
+    /// Whether replicas that nodes list may be gone. An archived stripe is then read from its
+    /// pieces, if they span.
+    pub is_leaving: bool,
+}
+
+impl ReadRequest<'_> {
+    /// Returns the sources among the files in `held` from which the stripe can be read. Returns
+    /// `None` if, given the known `damage`, a wanted grain is good in no source.
+    pub(super) fn find_sources(
+        &self,
+        damage: &StripeDamage,
+        held: &HeldFiles,
+    ) -> Result<Option<SourceSet>, ReadError> {
+        let replicas = self.replicas_by_block(held);
+        let coded = self.find_coded_pieces(held)?;
+        let counts = |holders: &[RemoteFile]| holders.iter().any(|holding| holding.counts_as_copy);
+        let has_all = |is_fit: &dyn Fn(&[RemoteFile]) -> bool| {
+            let is_fit = |(block, holders): (&u8, &Vec<RemoteFile>)| {
+                self.info.fixed.cut.block_len(*block) == 0 || is_fit(holders)
+            };
+            replicas.iter().all(is_fit)
+        };
+        let spans = |is_fit: &dyn Fn(&[RemoteFile]) -> bool| {
+            coded.as_ref().is_some_and(|coded| {
+                let fit = coded.pieces.iter().filter(|(_, holders)| is_fit(holders));
+                let fit: Vec<usize> = fit.map(|(piece, _)| *piece).collect();
+                reconstruct(&coded.code, &fit, &self.block_numbers()).is_ok()
+            })
+        };
+        let any = |holders: &[RemoteFile]| !holders.is_empty();
+        let by_pieces = if has_all(&counts) && !(self.is_leaving && spans(&counts)) {
+            false
+        } else {
+            spans(&counts) || (!has_all(&any) && spans(&any))
+        };
+        let way = SourceSet { replicas, coded, by_pieces };
+        // A block may have only replicas and another block only pieces. The same holds for single
+        // grains.
+        let first = self.grains.start;
+        let is_there = self.unreadable_blocks(&StripeDamage::new(), &way, first).is_empty();
+        let is_readable = |grain| self.unreadable_blocks(damage, &way, grain).is_empty();
+        let is_whole = is_there && self.damaged_grains(damage).into_iter().all(is_readable);
+        Ok(is_whole.then_some(way))
+    }
+
+    fn block_numbers(&self) -> Vec<usize> {
+        self.blocks.iter().map(|&block| block.into()).collect()
+    }
+
+    /// Returns the wanted grains that are damaged in at least one source.
+    fn damaged_grains(&self, damage: &StripeDamage) -> BTreeSet<u64> {
+        let all = damage.values().flat_map(GrainSet::iter);
+        all.filter(|grain| self.grains.contains(grain)).collect()
+    }
+
+    /// Returns the wanted blocks for which no source has grain `grain` good.
+    fn unreadable_blocks(&self, damage: &StripeDamage, sources: &SourceSet, grain: u64) -> Vec<u8> {
+        let is_good = |holding: &RemoteFile| {
+            let damaged = damage.get(&(holding.node, holding.file));
+            !damaged.is_some_and(|grains| grains.contains(grain))
+        };
+        let has_replica = |block: &u8| {
+            let len = self.info.fixed.cut.block_len(*block);
+            len <= grain * GRAIN_BYTES || sources.replicas[block].iter().any(is_good)
+        };
+        let rest: Vec<u8> = self.blocks.iter().copied().filter(|b| !has_replica(b)).collect();
+        let Some(coded) = &sources.coded else { return rest };
+        let good = coded.pieces.iter().filter(|(_, holders)| holders.iter().any(is_good));
+        let good: Vec<usize> = good.map(|(piece, _)| *piece).collect();
+        let is_coded = |block: &u8| reconstruct(&coded.code, &good, &[(*block).into()]).is_ok();
+        rest.into_iter().filter(|block| !is_coded(block)).collect()
+    }
+
+    /// Returns the replicas of each wanted block.
+    fn replicas_by_block(&self, held: &HeldFiles) -> BTreeMap<u8, Vec<RemoteFile>> {
+        let of = |&block: &u8| (block, replicas_of_block(self.info, block, held));
+        let mut replicas: BTreeMap<u8, Vec<RemoteFile>> = self.blocks.iter().map(of).collect();
+        spread_first_holders(&mut replicas);
+        replicas
+    }
+
+    /// Returns the pieces of the attempt in the stripe's state; `None` if the stripe is not
+    /// archived, or if its code is unknown and the replicas are enough.
+    fn find_coded_pieces(&self, held: &HeldFiles) -> Result<Option<CodedPieces>, ReadError> {
+        let &ReadRequest { root, info, state, receipt, .. } = self;
+        let StripeState::Archived { attempt, code, .. } = state else { return Ok(None) };
+        let unknown =
+            || ReadError::UnknownCode { stripe: info.fixed.stripe, code: code.to_string() };
+        let Some(code) = table::by_id(code) else {
+            // Replicas may be enough.
+            let whole = self.blocks.iter().all(|&block| {
+                info.fixed.cut.block_len(block) == 0
+                    || !replicas_of_block(info, block, held).is_empty()
+            });
+            return if whole { Ok(None) } else { Err(unknown()) };
+        };
+        if code.n() != usize::from(root.n) || code.k() != usize::from(root.k) {
+            return Err(unknown());
+        }
+        let pieces = pieces_of_attempt(info, attempt, &code, receipt, held);
+        Ok(Some(CodedPieces { code, attempt, pieces }))
+    }
+
+    /// Returns what the stripe needs and what is missing, for a stripe that cannot be read.
+    pub(super) fn explain_unreadable(
+        &self,
+        reading: &ReadSession,
+        held: &HeldFiles,
+    ) -> UnreadableStripe {
+        let &ReadRequest { root, info, state, receipt, blocks, .. } = self;
+        let directory = &reading.directory;
+        let (n, k) = (usize::from(root.n), usize::from(root.k));
+        let gone = |node: NodeId, file| match held.contains_key(&node) {
+            true if reading.is_corrupt(info.fixed.stripe, node, file) => "has a damaged copy",
+            true => "no longer has it",
+            false => "is unreachable",
+        };
+        let mut missing = Vec::new();
+        let needs = match (state, receipt) {
+            (StripeState::Archived { .. }, Some(receipt)) => {
+                for piece in &receipt.pieces {
+                    let file = match piece.form {
+                        PieceForm::File => {
+                            FileName::Piece { piece: piece.piece, attempt: receipt.attempt }
+                        }
+                        PieceForm::Replica { block } => FileName::Replica { block },
+                    };
+                    let files = held.get(&piece.node);
+                    let is_it = |found: &FoundFile| {
+                        found.file == file
+                            && found.content.is_none_or(|(_, root)| root == piece.root)
+                    };
+                    if !files.is_some_and(|files| files.iter().any(is_it)) {
+                        let (number, node) = (piece.piece, directory.name(piece.node));
+                        missing.push(format!(
+                            "piece {number} (node {node} {})",
+                            gone(piece.node, file)
+                        ));
+                    }
+                }
+                format!("{k} of its {n} pieces")
+            }
+            (StripeState::Archived { attempt, code, .. }, None) => {
+                let code = table::by_id(code);
+                let found =
+                    code.map_or(0, |c| pieces_of_attempt(info, attempt, &c, None, held).len());
+                missing.push(format!("all but {found} of them"));
+                missing.push("its receipt, which would name the nodes that have them".into());
+                format!("{k} of its {n} pieces")
+            }
+            _ => {
+                for &block in blocks {
+                    if info.fixed.cut.block_len(block) > 0
+                        && replicas_of_block(info, block, held).is_empty()
+                    {
+                        let layout = Layout::new(n, k).into_iter();
+                        let file = FileName::Replica { block };
+                        let at = layout.flat_map(|layout| layout.holders(block.into()));
+                        let nodes = at.filter_map(|position| info.places.get(position));
+                        let nodes: Vec<String> = nodes
+                            .map(|&node| format!("{} {}", directory.name(node), gone(node, file)))
+                            .collect();
+                        missing.push(format!("block {block} ({})", nodes.join(", ")));
+                    }
+                }
+                "one replica of each block".into()
+            }
+        };
+        if let Ok(coded) = self.find_coded_pieces(held) {
+            let way = SourceSet { replicas: self.replicas_by_block(held), coded, by_pieces: false };
+            let damage = reading.damage_of_stripe(info.fixed.stripe);
+            for grain in self.damaged_grains(&damage) {
+                for block in self.unreadable_blocks(&damage, &way, grain) {
+                    missing.push(format!("grain {grain} of block {block} (no copy has it good)"));
+                }
+            }
+            missing.truncate(MAX_MISSING);
+        }
+        UnreadableStripe {
+            shard: root.name.to_string(),
+            stripe: info.fixed.stripe.index,
+            needs,
+            missing,
+        }
+    }
+}
+
+/// For each block, moves to the front the holder that is first for the fewest blocks so far. Blocks
+/// are read at once, and two blocks from one node take twice as long. Only files that count are
+/// moved to the front.
+fn spread_first_holders(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
+    let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
+    for holders in replicas.values_mut() {
+        let load = |holding: &RemoteFile| firsts.get(&holding.node).copied().unwrap_or(0);
+        let counting = holders.iter().enumerate().filter(|(_, holding)| holding.counts_as_copy);
+        let least = counting.min_by_key(|(at, holding)| (load(holding), *at));
+        if let Some((at, &RemoteFile { node, .. })) = least {
+            holders[..=at].rotate_right(1);
+            *firsts.entry(node).or_default() += 1;
+        }
+    }
+}
+
+/// Returns the replicas of a block, files that count first. The first holder depends on the stripe
+/// and the block, so that the load is spread.
+fn replicas_of_block(info: &StripeInfo, block: u8, held: &HeldFiles) -> Vec<RemoteFile> {
+    let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
+    let (file, expected) = (FileName::Replica { block }, (expected.len_bytes, expected.root));
+    let found = |files: &[FoundFile]| {
+        files.iter().copied().find(|found| {
+            found.file == file && found.content.is_none_or(|content| content == expected)
+        })
+    };
+    let holding = |(&node, files): (&NodeId, &Vec<FoundFile>)| {
+        let counts = found(files)?.counts_as_copy;
+        Some(RemoteFile { node, file, root: Some(expected.1), counts_as_copy: counts })
+    };
+    let mut holders: Vec<RemoteFile> = held.iter().filter_map(holding).collect();
+    if holders.len() > 1 {
+        let turn = (usize::from(block) + info.fixed.stripe.index as usize) % holders.len();
+        holders.rotate_left(turn);
+    }
+    holders.sort_by_key(|holding| !holding.counts_as_copy);
+    holders
+}
+
+fn pieces_of_attempt(
+    info: &StripeInfo,
+    attempt: Attempt,
+    code: &Code,
+    receipt: Option<&Receipt>,
+    held: &HeldFiles,
+) -> BTreeMap<usize, Vec<RemoteFile>> {
+    let mut pieces: BTreeMap<usize, Vec<RemoteFile>> = BTreeMap::new();
+    for (&node, files) in held {
+        for found in files {
+            let found_root = found.content.map(|(_, root)| root);
+            let (piece, root) = match found.file {
+                FileName::Piece { piece, attempt: of } if of == attempt => {
+                    // With a receipt, a piece must have the root in the receipt. Without one, the
+                    // decoded bytes decide.
+                    let proven = receipt.and_then(|receipt| receipt.pieces.get(usize::from(piece)));
+                    (usize::from(piece), proven.map(|proven| proven.root).or(found_root))
+                }
+                // In the classical code, a replica is the systematic piece with the number of its
+                // block.
+                FileName::Replica { block } if matches!(code, Code::Rs(_)) => {
+                    let Some(expected) = info.fixed.blocks.get(usize::from(block)) else {
+                        continue;
+                    };
+                    (usize::from(block), Some(expected.root))
+                }
+                _ => continue,
+            };
+            if piece < code.n() && (found_root.is_none() || found_root == root) {
+                let holding = RemoteFile {
+                    node,
+                    file: found.file,
+                    root,
+                    counts_as_copy: found.counts_as_copy,
+                };
+                pieces.entry(piece).or_default().push(holding);
+            }
+        }
+    }
+    if matches!(code, Code::Rs(_)) {
+        // A block past the shard's end has no file on any node. Its content is known: it is all
+        // zero.
+        for block in (0..info.fixed.cut.k).filter(|&block| info.fixed.cut.block_len(block) == 0) {
+            if let Some(&node) = held.keys().next() {
+                let file = FileName::Replica { block };
+                let root = Some(*blake3::hash(&[]).as_bytes());
+                let holders = pieces.entry(block.into()).or_default();
+                if holders.is_empty() {
+                    holders.push(RemoteFile { node, file, root, counts_as_copy: true });
+                }
+            }
+        }
+    }
+    for holders in pieces.values_mut() {
+        holders.sort_by_key(|holding| !holding.counts_as_copy);
+    }
+    pieces
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::records::{BlockInfo, StripeFixed};
+    use crate::format::samples;
+    use crate::id::{Generation, StripeId};
+
+    #[test]
+    fn no_node_is_first_for_two_blocks() {
+        for code in table::all() {
+            let (n, k) = (code.n(), code.k());
+            let layout = Layout::new(n, k).unwrap();
+            let of = |block: usize| {
+                let holding = |node: usize| RemoteFile {
+                    node: NodeId(node as u64),
+                    file: FileName::Replica { block: block as u8 },
+                    root: None,
+                    counts_as_copy: true,
+                };
+                let mut holders: Vec<RemoteFile> = layout.holders(block).map(holding).collect();
+                holders.rotate_left(block % 2);
+                (block as u8, holders)
+            };
+            let mut replicas: BTreeMap<u8, Vec<RemoteFile>> = (0..k).map(of).collect();
+            let before: Vec<usize> = replicas.values().map(Vec::len).collect();
+            spread_first_holders(&mut replicas);
+            let firsts: std::collections::BTreeSet<NodeId> =
+                replicas.values().map(|holders| holders[0].node).collect();
+            assert_eq!(firsts.len(), k, "({n},{k})");
+            assert!(replicas.values().map(Vec::len).eq(before), "no holder is left out");
+        }
+    }
+
+    #[test]
+    fn what_is_leaving_is_read_by_its_pieces_if_there_are_any() {
+        let root = samples::shard_root(Vec::new());
+        let stripe = StripeId { shard: root.shard, index: 0 };
+        let cut = root.geometry().unwrap().stripe(0).unwrap();
+        let block = BlockInfo { len_bytes: GRAIN_BYTES, root: [7; 32], fingerprints: Vec::new() };
+        let fixed = StripeFixed { stripe, cut, blocks: vec![block; 4] };
+        let info = StripeInfo { fixed, places: (0..6).map(NodeId).collect() };
+        let attempt = Attempt([1; 16]);
+        let code = table::find(6, 4).unwrap().id();
+        let generation = Generation::default();
+        let archived = StripeState::Archived { attempt, code, generation, dropped: false };
+        let view =
+            |file| FoundFile { file, content: Some((GRAIN_BYTES, [7; 32])), counts_as_copy: true };
+        let held = |pieces| -> HeldFiles {
+            let on = |node: u8| {
+                let mut files = vec![view(FileName::Replica { block: node % 4 })];
+                files.extend(
+                    (node < pieces).then(|| view(FileName::Piece { piece: node, attempt })),
+                );
+                (NodeId(node.into()), files)
+            };
+            (0..6).map(on).collect()
+        };
+        let way = |state, is_leaving, pieces| {
+            let blocks = &[0, 1, 2, 3];
+            let (root, info, receipt, grains) = (&root, &info, None, 0..1);
+            let wanted = ReadRequest { root, info, state, receipt, blocks, grains, is_leaving };
+            wanted.find_sources(&StripeDamage::new(), &held(pieces)).unwrap().unwrap()
+        };
+        assert!(!way(archived, false, 6).by_pieces);
+        assert!(way(archived, true, 6).by_pieces);
+        assert!(!way(archived, true, 3).by_pieces);
+        assert!(!way(StripeState::Replicated, true, 6).by_pieces);
+    }
+}

@@ -1,0 +1,584 @@
+//! Reads a stripe back, from replicas or from any pieces that span, with every grain verified.
+//!
+//! First [`StripeReader::probe_and_plan`] asks the nodes which files they have and decides whether the stripe
+//! can be read at all; nothing is delivered before that. Then [`StripeReader::read_into_sink`] streams grain
+//! by grain:
+//!
+//! - A grain that is damaged in one file is read from another one, and the stream continues after
+//!   it.
+//! - A source that fails is excluded, and reading continues at the same grain from others.
+//! - A source that is slow, because it sends nothing or little, is deprioritized. From then on it
+//!   comes last, and it is waited for only if the others are not enough.
+//! - A busy node still has its files. The reader closes all files and opens them again later.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use super::error::ReadError;
+use super::file_probe::{
+    HeldFiles, LONG_PROBE_LIMIT, PROBE_LIMIT, WantedFiles, probe_nodes, request_verification,
+};
+use super::read_session::{MAX_BAD_FILES, NodeFileKey, ReadSession, lock};
+use super::source_reader::{RoundEnd, SourceFault, try_join_reads};
+use super::source_selection::{CodedPieces, ReadRequest, RemoteFile, SourceSet, UnreadableStripe};
+use futures_util::future::try_join_all;
+
+use crate::code::{Program, reconstruct};
+use crate::format::file::FileName;
+use crate::format::records::{Receipt, ShardRoot, StripeState};
+use crate::gf::FingerprintKey;
+use crate::id::NodeId;
+use crate::pipeline::busy_retry::BusyRetry;
+use crate::pipeline::record_fetch::StripeInfo;
+use crate::plan::check::{Goal, check};
+use crate::planner::{Subject, direct_read};
+use crate::units::GRAIN_BYTES;
+
+/// Maximum number of damaged grains that a round reads from elsewhere. Then the round ends, and
+/// other sources are chosen.
+pub(super) const MAX_REPAIRED_GRAINS: usize = 16;
+
+/// The progress of a read, and the nodes that were slow or busy during it.
+pub(super) struct ReadCursor {
+    /// The grains that are not delivered yet.
+    pub(super) left: Range<u64>,
+    /// The nodes that were deprioritized because they were slow, once each. From then on the longer
+    /// time limits apply to them.
+    pub(super) deprioritized: BTreeSet<NodeId>,
+    /// The node that was busy last. Other nodes come first.
+    pub(super) busy: Option<NodeId>,
+    pub(super) patience: BusyRetry,
+}
+
+/// The destination of the bytes in `range` of the shard.
+#[derive(Clone)]
+pub(super) struct ReadTarget {
+    pub(super) range: Range<u64>,
+    pub(super) sink: Arc<dyn Sink>,
+}
+
+/// The destination of restored bytes. The calls may block; ranges come in any order.
+pub trait Sink: Send + Sync + 'static {
+    /// Writes `bytes` at byte `offset` of the shard. The same bytes may be written again when the
+    /// reading of a stripe starts over.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+}
+
+/// A reader of one stripe.
+pub struct StripeReader {
+    pub(super) reading: Arc<ReadSession>,
+    root: Arc<ShardRoot>,
+    pub(super) key: Arc<FingerprintKey>,
+    pub(super) info: Arc<StripeInfo>,
+    pub(super) sources: SourceSet,
+    /// The excluded sources: they failed as a whole.
+    excluded: Mutex<BTreeSet<RemoteFile>>,
+}
+
+impl StripeReader {
+    /// Finds the sources for grains `grains` of `blocks` of the stripe.
+    ///
+    /// # Errors
+    /// [`ReadError::Lost`] if sources are missing; it names them. [`ReadError::Busy`] if it is
+    /// unknown whether the stripe can be read until a busy node answers. [`ReadError::UnknownCode`]
+    /// if only pieces of an unknown code are left.
+    #[expect(clippy::too_many_arguments, reason = "a stripe is many things")]
+    pub async fn probe_and_plan(
+        reading: Arc<ReadSession>,
+        root: Arc<ShardRoot>,
+        key: Arc<FingerprintKey>,
+        info: StripeInfo,
+        state: StripeState,
+        receipt: Option<Receipt>,
+        blocks: &[u8],
+        grains: Range<u64>,
+    ) -> Result<Self, ReadError> {
+        let info = Arc::new(info);
+        let mut nodes: BTreeSet<NodeId> = info.places.iter().copied().collect();
+        nodes.extend(receipt.iter().flat_map(|receipt| &receipt.pieces).map(|piece| piece.node));
+        let known: BTreeSet<NodeId> =
+            nodes.iter().copied().filter(|node| reading.directory.is_live(*node)).collect();
+        let stripe = info.fixed.stripe;
+        let is_leaving = reading.is_dropping_replicas(stripe);
+        let receipt = receipt.as_ref();
+        let wanted =
+            ReadRequest { root: &root, info: &info, state, receipt, blocks, grains, is_leaving };
+        let way = |held: &HeldFiles| wanted.find_sources(&reading.damage_of_stripe(stripe), held);
+        let find = |held: &HeldFiles| way(&reading.without_unreadable(stripe, held));
+        // An error is final. Waiting for more nodes does not help then.
+        let is_enough = |held: &HeldFiles| find(held).map_or(true, |way| way.is_some());
+        let mut held = HeldFiles::new();
+        let counting = (stripe, WantedFiles::GoodCopies);
+        probe_nodes(&reading, counting, &known, PROBE_LIMIT, &mut held, is_enough).await;
+        let mut found = find(&held)?;
+        let mut busy = None;
+        if found.is_none() {
+            // Ask all nodes of the ring, including the silent ones again, and accept damaged files.
+            nodes.extend(root.ring.iter().map(|member| member.node));
+            let sources = (stripe, WantedFiles::Sources);
+            busy = probe_nodes(&reading, sources, &nodes, LONG_PROBE_LIMIT, &mut held, is_enough)
+                .await;
+            found = find(&held)?;
+        }
+        if found.is_none() && busy.is_none() {
+            // There is nothing else: include the files that could not be read before. They may be
+            // readable now.
+            found = way(&held)?;
+        }
+        let way = match (found, busy) {
+            (Some(way), _) => way,
+            (None, Some((node, reason))) => {
+                let node = reading.directory.name(node);
+                return Err(ReadError::Busy { stripe, node, reason });
+            }
+            (None, None) => {
+                return Err(ReadError::Lost(wanted.explain_unreadable(&reading, &held)));
+            }
+        };
+        Ok(Self { reading, root, key, info, sources: way, excluded: Mutex::default() })
+    }
+
+    /// Returns whether the stripe has to be decoded from pieces.
+    pub fn needs_decoding(&self) -> bool {
+        self.sources.by_pieces
+    }
+
+    /// Streams grains `grains` of each of `blocks` into `sink`. Bytes outside `range` of the shard
+    /// are not delivered.
+    pub async fn read_into_sink(
+        self,
+        blocks: &[u8],
+        grains: Range<u64>,
+        range: Range<u64>,
+        sink: Arc<dyn Sink>,
+    ) -> Result<(), ReadError> {
+        let target = ReadTarget { range, sink };
+        if self.sources.by_pieces {
+            return self.read_blocks_from_pieces(blocks, grains, &target).await;
+        }
+        // Read all replicas at once, as is done with pieces. One after the other, they would come
+        // at the rate of one node's link.
+        let reads = blocks
+            .iter()
+            .map(|&block| self.read_block_from_replicas(block, grains.clone(), &target));
+        try_join_all(reads).await.map(|_| ())
+    }
+
+    async fn read_block_from_replicas(
+        &self,
+        block: u8,
+        grains: Range<u64>,
+        target: &ReadTarget,
+    ) -> Result<(), ReadError> {
+        let end = crate::units::grains(self.info.fixed.cut.block_len(block)).min(grains.end);
+        let mut progress = self.reading.new_cursor(grains.start..end);
+        let mut is_turned = false;
+        while !progress.left.is_empty() {
+            let from = progress.left.start;
+            // Silent nodes come last, except that a silent node gets its turn after a busy one.
+            // Among the silent nodes, those that were deprioritized in this stripe come last.
+            let sources = self.ranked_replicas(block, &progress);
+            let is_new = |source: &&RemoteFile| !progress.deprioritized.contains(&source.node);
+            let is_heard = |source: &&RemoteFile| !self.reading.directory.is_silent(source.node);
+            let comes_first =
+                |source: &&RemoteFile| is_turned || (is_heard(source) && is_new(source));
+            let best = sources.iter().find(comes_first).or_else(|| sources.iter().find(is_new));
+            let best = best.or(sources.first()).copied();
+            is_turned = false;
+            let round = match best {
+                Some(source) => self.read_replica_round(block, source, &mut progress, target).await,
+                None => self.read_next_grain_elsewhere(&[block], &mut progress, target).await,
+            };
+            if progress.left.start > from {
+                progress.patience = self.reading.new_busy_retry();
+            }
+            match round {
+                Ok(()) => {}
+                Err(RoundEnd::Fatal(error)) => return Err(error),
+                Err(RoundEnd::Busy { holding, reason }) => {
+                    self.wait_for_busy_node(&mut progress.patience, &holding, reason).await?;
+                    progress.busy = Some(holding.node);
+                    is_turned = true;
+                }
+                Err(RoundEnd::Slow { holdings }) => {
+                    self.deprioritize(&holdings, &mut progress.deprioritized)
+                }
+                Err(RoundEnd::Source { holding, reason, fault }) => {
+                    self.exclude_source(&holding, &reason, fault);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the sources of a block that have the next grain good, the best first: nodes that are
+    /// not busy, then files that count as copies, then files with the least damage.
+    fn ranked_replicas(&self, block: u8, progress: &ReadCursor) -> Vec<RemoteFile> {
+        let sources = self.sources.replicas.get(&block).into_iter().flatten().copied();
+        let is_good = |source: &RemoteFile| self.has_good_grain(source, progress.left.start);
+        let mut sources: Vec<RemoteFile> = sources.filter(is_good).collect();
+        sources.sort_by_key(|source| {
+            (
+                progress.busy == Some(source.node),
+                !source.counts_as_copy,
+                self.damaged_grain_count(source),
+            )
+        });
+        sources
+    }
+
+    fn node_file_key(&self, source: &RemoteFile) -> NodeFileKey {
+        (self.info.fixed.stripe, source.node, source.file)
+    }
+
+    /// Returns whether no fault is known of the source, or of this grain in it.
+    fn has_good_grain(&self, source: &RemoteFile, grain: u64) -> bool {
+        !lock(&self.excluded).contains(source)
+            && !self.reading.is_grain_damaged(self.node_file_key(source), grain)
+    }
+
+    fn damaged_grain_count(&self, source: &RemoteFile) -> usize {
+        self.reading.damaged_grain_count(self.node_file_key(source))
+    }
+
+    async fn read_replica_round(
+        &self,
+        block: u8,
+        source: RemoteFile,
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
+        let file = self.open_source(source, progress).await?;
+        match self.read_grains(vec![file], None, &[block], progress, target).await {
+            Err(RoundEnd::Fatal(ReadError::Decoded { .. })) => {
+                let reason = "its bytes are not what was saved".into();
+                Err(RoundEnd::Source { holding: source, reason, fault: SourceFault::Corrupt })
+            }
+            done => done,
+        }
+    }
+
+    async fn read_blocks_from_pieces(
+        &self,
+        blocks: &[u8],
+        grains: Range<u64>,
+        target: &ReadTarget,
+    ) -> Result<(), ReadError> {
+        let mut progress = self.reading.new_cursor(grains);
+        while !progress.left.is_empty() {
+            let from = progress.left.start;
+            let round = match self.choose_pieces(blocks, &progress) {
+                Some((program, sources)) => {
+                    self.read_pieces_round(blocks, program, &sources, &mut progress, target).await
+                }
+                None => self.read_next_grain_elsewhere(blocks, &mut progress, target).await,
+            };
+            if progress.left.start > from {
+                progress.patience = self.reading.new_busy_retry();
+            }
+            match round {
+                Ok(()) => {}
+                Err(RoundEnd::Fatal(error)) => return Err(error),
+                Err(RoundEnd::Busy { holding, reason }) => {
+                    progress.busy = Some(holding.node);
+                    self.wait_for_busy_node(&mut progress.patience, &holding, reason).await?;
+                }
+                Err(RoundEnd::Slow { holdings }) => {
+                    self.deprioritize(&holdings, &mut progress.deprioritized)
+                }
+                Err(RoundEnd::Source { holding, reason, fault }) => {
+                    self.exclude_source(&holding, &reason, fault);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Chooses pieces that have the next grain good. Returns a program that decodes `blocks` from
+    /// them, and the sources of these pieces; `None` if the pieces do not span.
+    fn choose_pieces(
+        &self,
+        blocks: &[u8],
+        progress: &ReadCursor,
+    ) -> Option<(Arc<Program>, Vec<RemoteFile>)> {
+        let coded = self.sources.coded.as_ref()?;
+        let mut sources: BTreeMap<usize, RemoteFile> = BTreeMap::new();
+        for (&piece, holders) in &coded.pieces {
+            let good =
+                holders.iter().find(|source| self.has_good_grain(source, progress.left.start));
+            if let Some(source) = good {
+                sources.insert(piece, *source);
+            }
+        }
+        let wanted: Vec<usize> = blocks.iter().map(|&block| block.into()).collect();
+        let node = |piece: &usize| sources[piece].node;
+        let is_busy = |piece: &usize| progress.busy == Some(node(piece));
+        let is_passed = |piece: &usize| progress.deprioritized.contains(&node(piece));
+        let is_heard = |piece: &usize| !self.reading.directory.is_silent(node(piece));
+        let is_sound = |piece: &usize| {
+            let source = &sources[piece];
+            source.counts_as_copy && self.damaged_grain_count(source) <= MAX_REPAIRED_GRAINS
+        };
+        let is_ready = |piece: &usize| {
+            is_heard(piece) && !is_busy(piece) && !is_passed(piece) && is_sound(piece)
+        };
+        let (mut chosen, mut others): (Vec<usize>, Vec<usize>) =
+            sources.keys().copied().partition(is_ready);
+        let mut program = reconstruct(&coded.code, &chosen, &wanted);
+        // Add damaged, silent and busy sources only as far as they are needed. Deprioritized nodes
+        // come last.
+        others.sort_by_key(|piece| (is_passed(piece), is_busy(piece), !is_heard(piece)));
+        for piece in others {
+            if program.is_ok() {
+                break;
+            }
+            chosen.push(piece);
+            chosen.sort_unstable();
+            program = reconstruct(&coded.code, &chosen, &wanted);
+        }
+        let program = program.ok()?;
+        let sources = program.pieces().iter().map(|piece| sources[piece]).collect();
+        Some((Arc::new(program), sources))
+    }
+
+    async fn read_pieces_round(
+        &self,
+        blocks: &[u8],
+        program: Arc<Program>,
+        sources: &[RemoteFile],
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
+        self.check_read_plan(&program, sources, blocks, progress.left.clone())?;
+        // Open all sources or none. A busy node ends the round and closes the other files, so that
+        // this reader holds nothing that others wait for.
+        let files =
+            try_join_reads(sources.iter().map(|&source| self.open_source(source, progress)))
+                .await?;
+        self.read_grains(files, Some(program), blocks, progress, target).await
+    }
+
+    /// Reads the next grain of each block from a source that has it good: a replica, or pieces.
+    pub(super) async fn read_next_grain_elsewhere(
+        &self,
+        blocks: &[u8],
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
+        let grain = progress.left.start;
+        let left = grain..grain + 1;
+        let (passed, patience) = (progress.deprioritized.clone(), self.reading.new_busy_retry());
+        let alone = ReadCursor { left, deprioritized: passed, busy: progress.busy, patience };
+        let mut coded = Vec::new();
+        for &block in blocks {
+            if self.info.fixed.cut.block_len(block) <= grain * GRAIN_BYTES {
+                continue;
+            }
+            loop {
+                let mut sources = self.ranked_replicas(block, &alone);
+                sources.sort_by_key(|source| alone.deprioritized.contains(&source.node));
+                let Some(&source) = sources.first() else {
+                    coded.push(block);
+                    break;
+                };
+                if self.try_read_grain(&[source], None, &[block], &alone, target).await? {
+                    break;
+                }
+            }
+        }
+        while !coded.is_empty() {
+            let Some((program, sources)) = self.choose_pieces(&coded, &alone) else {
+                return Err(ReadError::Lost(self.describe_lost_grain(&coded, grain)).into());
+            };
+            self.check_read_plan(&program, &sources, &coded, alone.left.clone())?;
+            if self.try_read_grain(&sources, Some(program), &coded, &alone, target).await? {
+                break;
+            }
+        }
+        progress.left.start += 1;
+        Ok(())
+    }
+
+    /// Reads the one grain of `alone` from `sources`. Returns `false` if one of them was excluded,
+    /// or has the grain damaged.
+    async fn try_read_grain(
+        &self,
+        sources: &[RemoteFile],
+        program: Option<Arc<Program>>,
+        blocks: &[u8],
+        grain_cursor: &ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<bool, RoundEnd> {
+        let grain = grain_cursor.left.start;
+        let read = async {
+            let mut files = try_join_reads(
+                sources.iter().map(|&source| self.open_source(source, grain_cursor)),
+            )
+            .await?;
+            self.read_grain_from_all(&mut files, grain).await
+        };
+        match read.await {
+            Ok(Some(inputs)) => {
+                let is_decoded = program.is_some();
+                let work = self.decode_and_write_job(inputs, program, blocks, grain, target);
+                match (self.reading.workers.run(work).await?, sources) {
+                    (Err(ReadError::Decoded { .. }), [source]) if !is_decoded => {
+                        self.exclude_source(
+                            source,
+                            "its bytes are not what was saved",
+                            SourceFault::Corrupt,
+                        );
+                        Ok(false)
+                    }
+                    (done, _) => Ok(done.map(|()| true)?),
+                }
+            }
+            Ok(None) => Ok(false),
+            Err(RoundEnd::Source { holding, reason, fault }) => {
+                self.exclude_source(&holding, &reason, fault);
+                Ok(false)
+            }
+            Err(stop) => Err(stop),
+        }
+    }
+
+    fn describe_lost_grain(&self, blocks: &[u8], grain: u64) -> UnreadableStripe {
+        let named: Vec<String> = blocks.iter().map(u8::to_string).collect();
+        UnreadableStripe {
+            shard: self.root.name.to_string(),
+            stripe: self.info.fixed.stripe.index,
+            needs: format!("grain {grain} of block {}", named.join(", ")),
+            missing: vec!["every source failed while it was read (see the incidents)".into()],
+        }
+    }
+
+    /// Runs the symbolic check of the plan by which the blocks will be decoded.
+    fn check_read_plan(
+        &self,
+        program: &Program,
+        sources: &[RemoteFile],
+        blocks: &[u8],
+        grains: Range<u64>,
+    ) -> Result<(), ReadError> {
+        let Some(CodedPieces { code, attempt, .. }) = &self.sources.coded else { return Ok(()) };
+        let homes: Vec<NodeId> = sources.iter().map(|source| source.node).collect();
+        let fixed = &self.info.fixed;
+        let subject = Subject {
+            stripe: fixed.stripe,
+            attempt: *attempt,
+            cut: fixed.cut,
+            places: &self.info.places,
+            code,
+        };
+        let plan = direct_read(&subject, program, &homes, blocks, (grains.start, grains.end))?;
+        check(&plan, code, Goal::Read(blocks))?;
+        Ok(())
+    }
+
+    /// Waits for a busy node. The reader holds no open files meanwhile.
+    async fn wait_for_busy_node(
+        &self,
+        patience: &mut BusyRetry,
+        holding: &RemoteFile,
+        reason: String,
+    ) -> Result<(), ReadError> {
+        let (stripe, node) = (self.info.fixed.stripe, self.reading.directory.name(holding.node));
+        tracing::debug!(%stripe, node, reason, "a reader waits for a busy node");
+        match patience.wait_unless_expired().await {
+            true => Ok(()),
+            false => Err(ReadError::Busy { stripe, node, reason }),
+        }
+    }
+
+    /// Puts slow nodes behind the others, in this stripe and in the rest of the restore. This is no
+    /// incident, because the nodes may be busy.
+    fn deprioritize(&self, slow: &[RemoteFile], deprioritized: &mut BTreeSet<NodeId>) {
+        for node in slow.iter().map(|holding| holding.node) {
+            deprioritized.insert(node);
+            if self.reading.directory.heard(node, false) {
+                let node = self.reading.directory.name(node);
+                tracing::info!(node, "a slow node: others are read first");
+            }
+        }
+    }
+
+    /// Records that a grain of a source is damaged, so that it is read from other sources. Reports
+    /// the file to its node, which verifies the file itself.
+    pub(super) fn report_damaged_grain(&self, holding: &RemoteFile, grain: u64) {
+        let file = self.node_file_key(holding);
+        if !self.reading.try_record_damaged_grain(file, grain) {
+            lock(&self.excluded).insert(*holding);
+        }
+        self.report_damaged_file_once(
+            holding,
+            &format!("its grain {grain} is read from elsewhere"),
+        );
+    }
+
+    /// Records that a source is damaged. Its good grains are still used. The damage is reported
+    /// once to the source's node and in the incidents.
+    pub(super) fn report_damaged_file_once(&self, holding: &RemoteFile, detail: &str) {
+        let is_news = {
+            let mut told = lock(&self.reading.reported);
+            told.len() < MAX_BAD_FILES && told.insert(self.node_file_key(holding))
+        };
+        if is_news {
+            let name = self.reading.directory.name(holding.node);
+            let (file, stripe) = (holding.file, self.info.fixed.stripe);
+            self.reading.record_incident(format!(
+                "{file} of stripe {stripe} on {name} is damaged: {detail}"
+            ));
+            // The node of a file that does not count already knows of the damage. Two nodes that
+            // mend their files from each other would otherwise send each other reports for ever.
+            if holding.counts_as_copy {
+                self.spawn_damage_report(holding);
+            }
+        }
+    }
+
+    fn exclude_source(&self, holding: &RemoteFile, reason: &str, fault: SourceFault) {
+        lock(&self.excluded).insert(*holding);
+        if fault == SourceFault::Unresponsive {
+            self.reading.directory.heard(holding.node, false);
+        }
+        let name = self.reading.directory.name(holding.node);
+        let stripe = self.info.fixed.stripe;
+        self.reading.record_incident(format!(
+            "{} of stripe {stripe} on {name} is left out: {reason}",
+            holding.file
+        ));
+        if fault == SourceFault::Missing && matches!(holding.file, FileName::Replica { .. }) {
+            let mut leaving = lock(&self.reading.replicas_dropping);
+            if leaving.len() < MAX_BAD_FILES {
+                leaving.insert(stripe);
+            }
+        }
+        let known = match fault {
+            SourceFault::Unresponsive => return,
+            SourceFault::Missing => &self.reading.unreadable,
+            SourceFault::Corrupt => &self.reading.corrupt,
+        };
+        let mut known = lock(known);
+        if known.len() < MAX_BAD_FILES {
+            known.insert((stripe, holding.node, holding.file));
+        }
+        drop(known);
+        if holding.counts_as_copy {
+            self.spawn_damage_report(holding);
+        }
+    }
+
+    /// Asks the source's node to verify the file: the node records damage, and removes a missing
+    /// file from its index. The read does not wait for that.
+    fn spawn_damage_report(&self, holding: &RemoteFile) {
+        if let Some(to) = self.reading.directory.address(holding.node) {
+            let (stripe, file) = (self.info.fixed.stripe, holding.file);
+            let caller = self.reading.caller.clone();
+            tokio::spawn(async move {
+                request_verification(&caller, &to, stripe, file).await;
+            });
+        }
+    }
+}

@@ -89,7 +89,7 @@ fn write_piece(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
         assert!(back.insert(grain, bytes.to_vec()).is_none(), "grain {grain} twice");
     };
     let mut writer = store.create_piece_writer(piece_spec(data.len()))?;
-    let mut buffer = Extent::new_buffer(data.len() as u64);
+    let mut buffer = Extent::new_read_back_buffer(data.len() as u64);
     writer.set_min_extent_bytes(2 * GRAIN_BYTES);
     let all: Vec<(u64, &[u8])> = (0..).zip(data.chunks(G)).collect();
     for hop in [1, 2, 0] {

@@ -16,7 +16,7 @@ use source::{code_of, modules_named, tokens};
 
 /// The layers from the bottom up. A layer uses those below it; within a layer a module uses those
 /// before it; the modules of a sibling group (joined by `+`) do not use each other.
-const FLOORS: &[&[&str]] = &[
+const LAYERS: &[&[&str]] = &[
     &["id", "units", "kind", "clock", "entropy", "budget", "workers", "stage"],
     &["gf"],
     &["code"],
@@ -28,6 +28,35 @@ const FLOORS: &[&[&str]] = &[
     &["trainer"],
     &["cli"],
 ];
+
+/// A folder, and the folders beside it that it may use.
+type Service = (&'static str, &'static [&'static str]);
+
+/// The folders of services, and the folders beside them that each may use. A service that is not
+/// listed uses none. What several services share stands in files of the folder above.
+const SERVICES: &[(&str, &[Service])] = &[
+    (
+        "src/node",
+        &[
+            ("rpc", &[]),
+            ("storage", &["rpc"]),
+            ("gateway", &["rpc"]),
+            ("catalogue_server", &[]),
+            ("background", &["storage", "gateway"]),
+        ],
+    ),
+    (
+        "src/pipeline",
+        &[("upload", &[]), ("read", &[]), ("executor", &[]), ("coordinator", &["executor"])],
+    ),
+    ("src/client", &[("save", &[]), ("restore", &[]), ("verify", &["restore"])]),
+];
+
+/// Maximum number of lines of a function in the folders of services.
+const MAX_FUNCTION_LINES: usize = 64;
+
+/// Functions that may be longer, because they are one table.
+const LONG_TABLES: &[&str] = &["dispatch"];
 
 /// Crates that only some files may name (docs/decisions/0001-dependencies.md says why).
 const FENCES: &[(&str, &[&str])] = &[
@@ -65,10 +94,10 @@ type Tree = [(String, String)];
 type Complaints = Vec<String>;
 
 /// Returns the module's layer, its place in the layer, and its sibling group.
-fn floor_of(module: &str) -> Option<(usize, usize)> {
-    FLOORS.iter().enumerate().find_map(|(floor, groups)| {
+fn layer_of(module: &str) -> Option<(usize, usize)> {
+    LAYERS.iter().enumerate().find_map(|(layer, groups)| {
         let place = groups.iter().position(|group| group.split('+').any(|name| name == module));
-        place.map(|place| (floor, place))
+        place.map(|place| (layer, place))
     })
 }
 
@@ -89,13 +118,65 @@ fn arrows_point_down(tree: &Tree) -> Complaints {
     let mut out = Vec::new();
     for (file, text) in rust(tree) {
         let Some(path) = module_path(file) else { continue };
-        let Some(own) = floor_of(path[0]) else {
+        let Some(own) = layer_of(path[0]) else {
             out.push(format!("{file}: module `{}` is on no floor of tests/tidy.rs", path[0]));
             continue;
         };
         for (name, line) in modules_named(&tokens(&code_of(text)), path.len()) {
-            if name != path[0] && floor_of(&name).is_some_and(|other| other >= own) {
+            if name != path[0] && layer_of(&name).is_some_and(|other| other >= own) {
                 out.push(format!("{file}:{line}: `{}` may not use `{name}`", path[0]));
+            }
+        }
+    }
+    out
+}
+
+fn services_use_what_their_table_says(tree: &Tree) -> Complaints {
+    let mut out = Vec::new();
+    for (file, text) in rust(tree) {
+        for (folder, services) in SERVICES {
+            let inside = file.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/'));
+            let Some((own, _)) = inside.and_then(|rest| rest.split_once('/')) else { continue };
+            let Some((_, allowed)) = services.iter().find(|(name, _)| *name == own) else {
+                out.push(format!("{file}: the table of services has no {own}"));
+                continue;
+            };
+            let parent = folder.trim_start_matches("src/");
+            for (other, _) in services.iter().filter(|(other, _)| *other != own) {
+                let path = format!("crate::{parent}::{other}::");
+                if code_of(text).contains(&path) && !allowed.contains(other) {
+                    out.push(format!("{file}: {own} may not use {other}"));
+                }
+            }
+        }
+    }
+    out
+}
+
+fn functions_of_services_are_short(tree: &Tree) -> Complaints {
+    let mut out = Vec::new();
+    let is_service = |file: &str| {
+        SERVICES.iter().any(|(folder, _)| file.starts_with(folder))
+            || file.starts_with("src/store/")
+            || file.starts_with("src/catalogue/")
+    };
+    for (file, text) in rust(tree).filter(|(file, _)| is_service(file)) {
+        let lines: Vec<&str> = text.lines().take_while(|line| *line != "#[cfg(test)]").collect();
+        for (first, line) in lines.iter().enumerate() {
+            let Some((before, after)) = line.split_once("fn ") else { continue };
+            let words = ["", "pub", "async", "const", "unsafe"];
+            let is_definition = before
+                .split_whitespace()
+                .all(|word| words.contains(&word) || word.starts_with("pub(") || word == "in");
+            let name = after.split(['(', '<']).next().unwrap_or_default();
+            if !is_definition || line.ends_with(';') || LONG_TABLES.contains(&name) {
+                continue;
+            }
+            let indent = &line[..line.len() - line.trim_start().len()];
+            let end = format!("{indent}}}");
+            let length = lines[first..].iter().position(|line| *line == end).unwrap_or(0) + 1;
+            if length > MAX_FUNCTION_LINES {
+                out.push(format!("{file}: {name} has {length} lines: cut it along its ideas"));
             }
         }
     }
@@ -319,6 +400,8 @@ fn the_repository_keeps_the_house_rules() {
     let top: Vec<String> = top.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     let complaints: Complaints = [
         arrows_point_down(&tree),
+        services_use_what_their_table_says(&tree),
+        functions_of_services_are_short(&tree),
         fenced_crates_stay_inside(&tree),
         words_are_allowed(&tree),
         no_work_is_left_over(&tree),
@@ -374,6 +457,31 @@ mod red {
         for (file, text) in good {
             assert_eq!(arrows_point_down(&one(file, text)), Complaints::new(), "{file}");
         }
+    }
+
+    #[test]
+    fn services_and_their_functions() {
+        let use_of = |path: &str| format!("//! A.\nuse {path};\n");
+        for (file, path, complaints) in [
+            ("src/node/storage/a.rs", "crate::node::background::b::C", 1),
+            ("src/node/storage/a.rs", "crate::node::rpc::b::C", 0),
+            ("src/node/storage/a.rs", "crate::node::storage::b::C", 0),
+            ("src/node/status.rs", "crate::node::background::b::C", 0),
+            ("src/node/other/a.rs", "crate::id::NodeId", 1),
+            ("src/pipeline/executor/a.rs", "crate::pipeline::coordinator::C", 1),
+        ] {
+            let tree = one(file, &use_of(path));
+            assert_eq!(services_use_what_their_table_says(&tree).len(), complaints, "{path}");
+        }
+        let long = |name: &str, lines: usize| {
+            format!("    pub(super) async fn {name}(\n{}    }}\n", "        x;\n".repeat(lines))
+        };
+        let count =
+            |file: &str, text: &str| functions_of_services_are_short(&one(file, text)).len();
+        assert_eq!(count("src/node/a.rs", &long("start", MAX_FUNCTION_LINES)), 1);
+        assert_eq!(count("src/node/a.rs", &long("start", MAX_FUNCTION_LINES - 2)), 0);
+        assert_eq!(count("src/node/a.rs", &long("dispatch", MAX_FUNCTION_LINES)), 0);
+        assert_eq!(count("src/cli/a.rs", &long("start", MAX_FUNCTION_LINES)), 0);
     }
 
     #[test]

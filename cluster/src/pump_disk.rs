@@ -31,7 +31,7 @@ fn write(folder: &Path, bytes: u64) -> Result<f64> {
     let began = Instant::now();
     let spec = PieceSpec { stripe, piece: 0, attempt, code: 0, layout: 1, len_bytes: bytes };
     let mut piece = store.create_piece_writer(spec)?;
-    let mut buffer = Extent::new_buffer(bytes);
+    let mut buffer = Extent::new_read_back_buffer(bytes);
     let grain = vec![0x5a; GRAIN_BYTES as usize];
     for index in 0..bytes.div_ceil(GRAIN_BYTES) {
         let len = (bytes - index * GRAIN_BYTES).min(GRAIN_BYTES) as usize;

@@ -2,16 +2,17 @@
 
 use std::sync::Arc;
 
-use super::NodeSettings;
 use super::catalogue_server::serving::CatalogueServer;
-use crate::catalogue::Catalogue;
+use super::{CALL_LIMIT, NodeParts, NodeSettings};
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::remote::RemoteCatalogue;
+use crate::catalogue::{Catalogue, CatalogueError};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records as formats;
 use crate::id::NodeId;
 use crate::net::call::Caller;
+use crate::net::pool::Pool;
 use crate::pipeline::coordinator::Coordinator;
 use crate::store::Store;
 use crate::wire::{NodeAddress, RemoteError};
@@ -33,6 +34,37 @@ pub(super) struct NodeContext {
 }
 
 impl NodeContext {
+    /// Opens the catalogue database of this node, if it has one, and prepares access to the other
+    /// nodes that it remembers.
+    ///
+    /// # Errors
+    /// If the catalogue database fails to open.
+    pub(super) fn open(settings: NodeSettings, parts: NodeParts) -> Result<Self, CatalogueError> {
+        let NodeParts { store, db_location, transport, clock, entropy, workers, .. } = parts;
+        let caller = Caller::new(Pool::new(transport, clock.clone()), clock.clone(), CALL_LIMIT);
+        let seen = store.highest_seen_epoch();
+        let open = |kv| {
+            let (clock, entropy) = (clock.clone(), entropy.clone());
+            LocalCatalogue::open(kv, clock, entropy, &workers, settings.lease, seen)
+        };
+        let catalogue_server =
+            CatalogueServer::open_or_create(db_location, settings.begin_catalogue, seen, &open)?;
+        let (own_node, seeds) = (node_record_from_settings(&settings), settings.seeds.clone());
+        let remote = Arc::new(RemoteCatalogue::new(caller.clone(), own_node, seeds));
+        remote.set_expected_epoch(seen, store.last_db_id());
+        if let Some(last) = store.last_catalogue_server() {
+            remote.add_fallback_nodes([NodeAddress { name: last.name, host_port: last.address }]);
+        }
+        // The stored members only help to find the catalogue. A record of them that does not open
+        // is ignored here, and is written anew later.
+        let members = store.read_members().unwrap_or_default().nodes.into_iter();
+        remote.add_fallback_nodes(
+            members.map(|node| NodeAddress { name: node.name, host_port: node.address }),
+        );
+        let id = NodeId::of(&settings.name);
+        Ok(Self { id, settings, store, clock, entropy, workers, caller, catalogue_server, remote })
+    }
+
     /// Returns the catalogue: the local one if this node serves it, otherwise the remote one.
     pub(super) fn catalogue(&self) -> Arc<dyn Catalogue> {
         match self.local_catalogue() {
@@ -96,4 +128,9 @@ pub(super) fn node_record_from_settings(settings: &NodeSettings) -> formats::Nod
         rack: settings.rack.clone(),
         storage: settings.storage,
     }
+}
+
+/// Returns the address at which a node is called.
+pub(in crate::node) fn node_address(node: &formats::Node) -> NodeAddress {
+    NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
 }

@@ -18,7 +18,7 @@ use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::store::{
     Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledCatalogueStorage, SledKv,
-    Store, StoreError, adjust_and_probe_reserve,
+    SledOpening, Store, StoreError, adjust_and_probe_reserve,
 };
 use crate::workers::Workers;
 
@@ -127,6 +127,74 @@ fn transport_limits(memory_bytes: u64, congestion: Congestion) -> TransportLimit
     }
 }
 
+/// Checks that the certificate is that of the configured node, and that a certified chain of each
+/// configured code is known.
+fn check_identity_and_codes(config: &NodeConfig, identity: &Identity) -> Result<(), NodeError> {
+    let membership = &config.membership;
+    if *identity.name() != membership.name || identity.cluster() != membership.cluster {
+        let name = |name, cluster| format!("{name} of cluster {cluster}");
+        return Err(NodeError::Identity {
+            certificate: name(identity.name(), identity.cluster()),
+            configured: name(&membership.name, membership.cluster),
+        });
+    }
+    let unknown =
+        config.codes.iter().find(|code| table::find(code.n.into(), code.k.into()).is_none());
+    match unknown {
+        Some(code) => Err(NodeError::Code { n: code.n, k: code.k }),
+        None => Ok(()),
+    }
+}
+
+/// The index of the files, and the token that is cancelled when it fails.
+struct OpenedIndex {
+    index: Arc<dyn Kv>,
+    failed: CancellationToken,
+    is_in_memory: bool,
+}
+
+/// Returns the opened index. If the disk has no room for it, returns an empty one in memory.
+fn use_index_or_memory(
+    opened: Result<(SledKv, SledOpening), KvError>,
+    memory_bytes: u64,
+) -> Result<OpenedIndex, NodeError> {
+    match opened {
+        Ok((index, opened)) => {
+            tracing::info!(?opened, "index opened");
+            let failed = index.failure_token();
+            Ok(OpenedIndex { index: Arc::new(index), failed, is_in_memory: false })
+        }
+        Err(error) if error.is_disk_full() => {
+            tracing::error!(%error, "the disk has no room for the index: it is kept in memory");
+            let bytes = memory_bytes / INDEX_IN_MEMORY_PART;
+            let index = MemoryKv::bounded(usize::try_from(bytes).unwrap_or(usize::MAX));
+            let (index, failed) = (Arc::new(index), CancellationToken::new());
+            Ok(OpenedIndex { index, failed, is_in_memory: true })
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn node_settings(config: &NodeConfig) -> NodeSettings {
+    let membership = &config.membership;
+    NodeSettings {
+        cluster: membership.cluster,
+        name: membership.name.clone(),
+        advertise: config.advertise.to_string(),
+        zone: config.zone.clone().unwrap_or_default(),
+        rack: config.rack.clone().unwrap_or_default(),
+        storage: config.storage,
+        begin_catalogue: config.serve_catalogue,
+        seeds: membership.seeds.iter().map(ToString::to_string).collect(),
+        codes: config.codes.iter().map(|code| (code.n, code.k)).collect(),
+        block_bytes: config.block_bytes,
+        memory_bytes: config.memory_bytes,
+        high_water_percent: config.high_water_percent,
+        lease: config.timeouts.lease,
+        policy: config.policy.clone(),
+    }
+}
+
 impl Daemon {
     /// Starts the daemon that `config` describes, with the certificate of `identity`. Returns the
     /// running daemon.
@@ -138,18 +206,7 @@ impl Daemon {
     pub async fn start(config: NodeConfig, identity: Identity) -> Result<Self, NodeError> {
         let membership = &config.membership;
         tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %membership.name, "starting");
-        if *identity.name() != membership.name || identity.cluster() != membership.cluster {
-            let name = |name, cluster| format!("{name} of cluster {cluster}");
-            return Err(NodeError::Identity {
-                certificate: name(identity.name(), identity.cluster()),
-                configured: name(&membership.name, membership.cluster),
-            });
-        }
-        if let Some(code) =
-            config.codes.iter().find(|code| table::find(code.n.into(), code.k.into()).is_none())
-        {
-            return Err(NodeError::Code { n: code.n, k: code.k });
-        }
+        check_identity_and_codes(&config, &identity)?;
         let disk = RealDisk::open(&config.data_dir).map_err(StoreError::from)?;
         let lock = disk.lock(LOCK_FILE).map_err(StoreError::from)?;
         let cache_bytes = (config.memory_bytes / 64).min(MAX_INDEX_CACHE_BYTES);
@@ -161,21 +218,8 @@ impl Daemon {
         }
         let maps = SledCatalogueStorage::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);
         let opened = SledKv::open(&lock, &disk.root().join(INDEX_DIR), cache_bytes);
-        let is_index_in_memory = opened.as_ref().is_err_and(KvError::is_disk_full);
-        let (index, index_failed): (Arc<dyn Kv>, _) = match opened {
-            Ok((index, opened)) => {
-                tracing::info!(?opened, "index opened");
-                let failed = index.failure_token();
-                (Arc::new(index), failed)
-            }
-            Err(error) if error.is_disk_full() => {
-                tracing::error!(%error, "the disk has no room for the index: it is kept in memory");
-                let bytes = config.memory_bytes / INDEX_IN_MEMORY_PART;
-                let index = MemoryKv::bounded(usize::try_from(bytes).unwrap_or(usize::MAX));
-                (Arc::new(index), CancellationToken::new())
-            }
-            Err(error) => return Err(error.into()),
-        };
+        let OpenedIndex { index, failed: index_failed, is_in_memory } =
+            use_index_or_memory(opened, config.memory_bytes)?;
         let failed = [index_failed, maps.failure_token()];
         let (cluster, name) = (membership.cluster, &membership.name);
         let (store, found) = Store::open(disk.clone(), lock, index, cluster, name)?;
@@ -190,22 +234,6 @@ impl Daemon {
         .await?;
         let address = transport.local_addr()?;
         let segmentation_offload = transport.segmentation_offload();
-        let settings = NodeSettings {
-            cluster: membership.cluster,
-            name: membership.name.clone(),
-            advertise: config.advertise.to_string(),
-            zone: config.zone.clone().unwrap_or_default(),
-            rack: config.rack.clone().unwrap_or_default(),
-            storage: config.storage,
-            begin_catalogue: config.serve_catalogue,
-            seeds: membership.seeds.iter().map(ToString::to_string).collect(),
-            codes: config.codes.iter().map(|code| (code.n, code.k)).collect(),
-            block_bytes: config.block_bytes,
-            memory_bytes: config.memory_bytes,
-            high_water_percent: config.high_water_percent,
-            lease: config.timeouts.lease,
-            policy: config.policy.clone(),
-        };
         let parts = NodeParts {
             store,
             db_location: Arc::new(maps),
@@ -215,9 +243,9 @@ impl Daemon {
             workers: Workers::new(WORKERS),
             segmentation_offload,
         };
-        let node = Node::start(settings, parts)?;
+        let node = Node::start(node_settings(&config), parts)?;
         node.spawn_until_stop(|node| node.stop_on_db_failure(failed));
-        if is_index_in_memory {
+        if is_in_memory {
             node.full_disk.note_index_in_memory();
         }
         node.spawn_until_stop(|node| node.run_reserve_adjustment(disk));

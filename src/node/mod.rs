@@ -11,7 +11,11 @@ mod context;
 mod daemon;
 mod gateway;
 mod quorum;
+mod registration;
+mod remote_errors;
+mod retry_schedule;
 mod rpc;
+mod status_warnings;
 mod storage;
 
 use std::collections::BTreeMap;
@@ -20,31 +24,31 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use active_saves::ActiveSaves;
-use background::catch_up::CatchUpState;
-use background::registration_and_takeover::Registration;
-use catalogue_server::serving::CatalogueServer;
-use context::{NodeContext, node_record_from_settings};
+use background::orphan_gc::RetainReason;
+use background::retention::RetentionState;
+use context::NodeContext;
 pub use daemon::{Daemon, NodeError};
+use gateway::reads_without_catalogue::OutageCache;
+use registration::{CatchUpRequests, Registration};
+use retry_schedule::RetrySchedule;
+use storage::damage_mending::MendQueue;
+use storage::examine_stripe::{DamagedRecords, ExamLimit};
 use storage::fencing::Fencing;
+use storage::full_disk::FullDiskState;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::budget::Budget;
 use crate::catalogue::CatalogueError;
-use crate::catalogue::local::LocalCatalogue;
-use crate::catalogue::remote::RemoteCatalogue;
 use crate::clock::Clock;
 use crate::config::Policy;
 use crate::entropy::Entropy;
 use crate::format::records as formats;
 use crate::id::{ClusterId, NodeId, PeerName, SaveId};
 use crate::net::Transport;
-use crate::net::call::Caller;
-use crate::net::pool::Pool;
 use crate::pipeline::executor::Executor;
 use crate::store::{CatalogueStorage, Store};
-use crate::wire::NodeAddress;
 use crate::workers::Workers;
 
 /// Time limit for the answer to a call, except for calls that move bulk data.
@@ -147,18 +151,18 @@ pub struct Node {
     /// The saves that save recovery works on now.
     recovering: ActiveSaves,
     /// The removals that save recovery retries.
-    removal_retries: Mutex<background::retry_schedule::RetrySchedule>,
+    removal_retries: Mutex<RetrySchedule>,
     rebuilding: tokio::sync::Mutex<()>,
     /// The nodes that introduced themselves.
     introduced: Mutex<BTreeMap<PeerName, formats::Node>>,
-    retention: Mutex<background::retention::RetentionState>,
-    retained: Mutex<BTreeMap<SaveId, background::orphan_gc::RetainReason>>,
-    outage_cache: gateway::reads_without_catalogue::OutageCache,
-    catching_up: Arc<CatchUpState>,
-    mend_queue: storage::damage_mending::MendQueue,
-    damaged_records: storage::examine_stripe::DamagedRecords,
-    exam_limit: storage::examine_stripe::ExamLimit,
-    full_disk: storage::full_disk::FullDiskState,
+    retention: Mutex<RetentionState>,
+    retained: Mutex<BTreeMap<SaveId, RetainReason>>,
+    outage_cache: OutageCache,
+    catching_up: Arc<CatchUpRequests>,
+    mend_queue: MendQueue,
+    damaged_records: DamagedRecords,
+    exam_limit: ExamLimit,
+    full_disk: FullDiskState,
     /// Whether the node has come back to the list of nodes, and may have missed orders.
     has_returned: AtomicBool,
     segmentation_offload: bool,
@@ -173,61 +177,19 @@ impl Node {
     /// # Errors
     /// If the catalogue database of this node fails to open.
     pub fn start(settings: NodeSettings, parts: NodeParts) -> Result<Arc<Self>, CatalogueError> {
-        let NodeParts {
-            store,
-            db_location: maps,
-            transport,
-            clock,
-            entropy,
-            workers,
-            segmentation_offload,
-        } = parts;
-        let pool = Pool::new(transport.clone(), clock.clone());
-        let caller = Caller::new(pool, clock.clone(), CALL_LIMIT);
-        let seen = store.highest_seen_epoch();
-        let open = |kv| {
-            let (clock, entropy) = (clock.clone(), entropy.clone());
-            LocalCatalogue::open(kv, clock, entropy, &workers, settings.lease, seen)
-        };
-        let catalogue_server =
-            CatalogueServer::open_or_create(maps, settings.begin_catalogue, seen, &open)?;
-        let remote = Arc::new(RemoteCatalogue::new(
-            caller.clone(),
-            node_record_from_settings(&settings),
-            settings.seeds.clone(),
-        ));
-        remote.set_expected_epoch(seen, store.last_db_id());
-        if let Some(home) = store.last_catalogue_server() {
-            remote.add_fallback_nodes([NodeAddress { name: home.name, host_port: home.address }]);
-        }
-        // The stored members only help to find the catalogue. A record of them that does not open
-        // is ignored here, and is written anew later.
-        let members = store.read_members().unwrap_or_default().nodes.into_iter();
-        remote.add_fallback_nodes(
-            members.map(|node| NodeAddress { name: node.name, host_port: node.address }),
-        );
-        let budgets = Budgets::new(settings.memory_bytes);
-        let runs = Executor::new(
-            store.clone(),
-            workers.clone(),
-            caller.clone(),
-            clock.clone(),
+        let (transport, segmentation_offload) =
+            (parts.transport.clone(), parts.segmentation_offload);
+        let context = Arc::new(NodeContext::open(settings, parts)?);
+        let lease = context.settings.lease;
+        let budgets = Budgets::new(context.settings.memory_bytes);
+        let executor = Executor::new(
+            context.store.clone(),
+            context.workers.clone(),
+            context.caller.clone(),
+            context.clock.clone(),
             budgets.archive.clone(),
         );
-        let policy = background::retention::RetentionState::new(settings.lease);
-        let removals = Mutex::new(background::retry_schedule::RetrySchedule::new(settings.lease));
-        let context = Arc::new(NodeContext {
-            id: NodeId::of(&settings.name),
-            settings,
-            store,
-            clock,
-            entropy,
-            workers,
-            caller,
-            catalogue_server,
-            remote,
-        });
-        let catching_up = Arc::new(CatchUpState::default());
+        let catching_up = Arc::new(CatchUpRequests::default());
         let registration = Arc::new(Registration::new(context.clone(), catching_up.clone()));
         let fencing = Arc::new(Fencing::new(context.clone(), registration.clone()));
         let node = Arc::new(Self {
@@ -237,33 +199,38 @@ impl Node {
             catching_up,
             transport,
             budgets,
-            executor: runs,
+            executor,
             recovering: Arc::default(),
-            removal_retries: removals,
+            removal_retries: Mutex::new(RetrySchedule::new(lease)),
             rebuilding: tokio::sync::Mutex::default(),
             introduced: Mutex::default(),
-            retention: policy,
+            retention: RetentionState::new(lease),
             retained: Mutex::default(),
-            outage_cache: gateway::reads_without_catalogue::OutageCache::default(),
-            mend_queue: storage::damage_mending::MendQueue::default(),
-            damaged_records: storage::examine_stripe::DamagedRecords::default(),
-            exam_limit: storage::examine_stripe::ExamLimit::default(),
-            full_disk: storage::full_disk::FullDiskState::default(),
+            outage_cache: OutageCache::default(),
+            mend_queue: MendQueue::default(),
+            damaged_records: DamagedRecords::default(),
+            exam_limit: ExamLimit::default(),
+            full_disk: FullDiskState::default(),
             has_returned: AtomicBool::new(false),
             segmentation_offload,
             stop: CancellationToken::new(),
             tasks: TaskTracker::new(),
         });
+        node.spawn_background_work();
+        Ok(node)
+    }
+
+    fn spawn_background_work(self: &Arc<Self>) {
+        let node = self;
         node.spawn_until_stop(Self::accept_connections);
         node.spawn_until_stop(Self::keep_registered);
         node.spawn_until_stop(Self::run_archiving_takeover);
         node.spawn_until_stop(Self::run_majority_checks);
         node.spawn_until_stop(Self::run_save_recovery);
-        node.spawn_until_stop(Self::run_orphan_gc);
+        node.spawn_until_stop(Self::run_cluster_orphan_gc);
         node.spawn_until_stop(Self::run_replica_gc);
         node.spawn_until_stop(Self::run_catch_up);
         node.spawn_until_stop(Self::run_mending);
-        Ok(node)
     }
 
     /// Spawns `work`, which runs until it ends or the node stops. Returns the handle of its task.

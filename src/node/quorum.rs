@@ -8,14 +8,13 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::Node;
-use super::catalogue_server::cluster_inventory::node_address;
-use super::catalogue_server::serving::tolerated_losses;
+use super::context::node_address;
 use crate::format::records::{Node as NodeRecord, Standing};
-use crate::id::PeerName;
+use crate::id::{Epoch, PeerName};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::wire::RemoteError;
-use crate::wire::calls::{GetStanding, StandingAnswer};
+use crate::wire::calls::{GetStanding, HelloAnswer, StandingAnswer};
 
 /// Maximum number of nodes that are asked at once.
 const AT_ONCE: usize = 32;
@@ -221,6 +220,21 @@ pub(super) fn is_unknown_call(error: &CallError) -> bool {
 fn unknown_standing() -> StandingAnswer {
     let (epoch, revision) = Default::default();
     StandingAnswer { standing: Standing::Unknown, epoch, revision, listed: Vec::new() }
+}
+
+/// Returns the nodes that have been part of the cluster. An empty node has no evidence to offer.
+pub(in crate::node) fn filter_former_members(
+    heard: Vec<(NodeRecord, HelloAnswer)>,
+) -> Vec<NodeRecord> {
+    let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());
+    has_seen.map(|(node, _)| node).collect()
+}
+
+/// Returns the number of storage nodes that a rebuild can do without. The others have a mark and
+/// n-k+1 receipts of everything that was committed.
+pub(in crate::node) fn tolerated_losses(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
+    let of = |(n, k): (u8, u8)| usize::from(n.saturating_sub(k).min(k.saturating_sub(1)));
+    codes.into_iter().map(of).min().unwrap_or(0)
 }
 
 #[cfg(test)]

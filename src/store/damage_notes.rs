@@ -334,7 +334,7 @@ impl Store {
         }
         let path = damage_note_path(key);
         let bytes = if_found(self.disk().open(&path))?.map(|file| file.len_bytes()).transpose()?;
-        let removed = self.durable_names().remove_durably_if(&path, || {
+        let removed = self.durable_names().remove_file_and_empty_dirs_if(&path, || {
             let mut notes = self.lock_damage_notes();
             let may_go = notes.get(&key).is_some_and(|noted| may_remove(&noted.damage));
             if may_go {
@@ -372,7 +372,7 @@ impl Store {
             let key = FileKey { stripe, name: file };
             let there = if_found(self.disk().open(&file_path(key)));
             if let Ok(None) = there {
-                self.durable_names().remove_durably(&damage_note_path(key))?;
+                self.durable_names().remove_file_and_empty_dirs(&damage_note_path(key))?;
                 continue;
             }
             let number = there.ok().flatten().and_then(|there| there.inode_number().ok());

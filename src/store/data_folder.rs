@@ -17,7 +17,7 @@ use super::file_index::{FileInfo, Index, Totals};
 use super::kv::Kv;
 use super::real_disk::RealDisk;
 use super::reconcile_index::{OpenFindings, ReconcileCounts};
-use super::sled_kv::{Opened, SledKv};
+use super::sled_kv::{SledKv, SledOpening};
 use super::stored_file::StoredFile;
 use super::tombstones::TombstoneSlots;
 use crate::format::FormatError;
@@ -77,7 +77,7 @@ impl Store {
         index_cache_bytes: u64,
         cluster: ClusterId,
         name: &PeerName,
-    ) -> Result<(Self, ReconcileCounts, Opened), StoreError> {
+    ) -> Result<(Self, ReconcileCounts, SledOpening), StoreError> {
         let disk = RealDisk::open(path)?;
         let lock = disk.lock(LOCK_FILE)?;
         let (kv, opened) = SledKv::open(&lock, &disk.root().join(INDEX_DIR), index_cache_bytes)?;
@@ -267,7 +267,7 @@ impl Store {
     /// Removes a file and returns once the removal is durable. Returns `false` if there was none.
     /// The caller decides whether the file may be removed.
     pub fn remove_file(&self, key: FileKey) -> Result<bool, StoreError> {
-        let removed = self.durable_names().remove_durably(&file_path(key))?;
+        let removed = self.durable_names().remove_file_and_empty_dirs(&file_path(key))?;
         self.remove_index_entry(key);
         self.remove_damage_note_if(key, |_| self.current_inode_number(key).is_none())?;
         Ok(removed)

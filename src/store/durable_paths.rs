@@ -140,8 +140,8 @@ impl FileNames {
     /// Removes a file below `shards/`, together with the folders that become empty, and returns
     /// once the removal is durable. Returns `false` if there is no such file. The absence is synced
     /// even then, because an earlier call may have removed the file and failed before its sync.
-    pub(super) fn remove_durably(&self, path: &str) -> Result<bool, DiskError> {
-        self.remove_durably_if(path, || true)
+    pub(super) fn remove_file_and_empty_dirs(&self, path: &str) -> Result<bool, DiskError> {
+        self.remove_file_and_empty_dirs_if(path, || true)
     }
 
     /// Runs `work` while no name can change.
@@ -150,9 +150,9 @@ impl FileNames {
         work()
     }
 
-    /// Removes a file like [`remove_durably`](Self::remove_durably), but only if `is_it`, which runs while no name
+    /// Removes a file like [`remove_file_and_empty_dirs`](Self::remove_file_and_empty_dirs), but only if `is_it`, which runs while no name
     /// can change, returns true.
-    pub(super) fn remove_durably_if(
+    pub(super) fn remove_file_and_empty_dirs_if(
         &self,
         path: &str,
         may_remove: impl FnOnce() -> bool,
@@ -267,9 +267,9 @@ mod tests {
         let (disk, names) = disk();
         put(&disk, &names, "shards/a/b/one").unwrap();
         put(&disk, &names, "shards/a/b/two").unwrap();
-        names.remove_durably("shards/a/b/one").unwrap();
+        names.remove_file_and_empty_dirs("shards/a/b/one").unwrap();
         assert_eq!(disk.crash().list("shards/a/b").unwrap().len(), 1);
-        names.remove_durably("shards/a/b/two").unwrap();
+        names.remove_file_and_empty_dirs("shards/a/b/two").unwrap();
         assert_eq!(disk.crash().list(SHARDS).unwrap(), []);
         put(&disk, &names, "shards/a/b/one").unwrap();
         assert_eq!(disk.crash().list("shards/a/b").unwrap().len(), 1);

@@ -443,7 +443,7 @@ mod tests {
         other.write_at(&[0; 1_001], 0).unwrap();
 
         other.sync().unwrap();
-        disk.flip_bit_on_medium("g", 3).unwrap();
+        disk.flip_bit_below_page_cache("g", 3).unwrap();
         assert_eq!(read(&disk, "g").unwrap()[0], 0);
         let mut byte = [0];
         other.read_past_cache_at(&mut byte, 0).unwrap();

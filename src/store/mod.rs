@@ -68,6 +68,6 @@ pub use piece_writer::{Extent, PIECE_WRITER_BYTES, PieceSpec, PieceWriter};
 pub use real_disk::RealDisk;
 pub use reconcile_index::{OpenFindings, ReconcileCounts};
 pub use record_file::{MAX_RECORD_FILE_BYTES, RecordScope};
-pub use sled_kv::{SledCatalogueStorage, SledKv};
+pub use sled_kv::{SledCatalogueStorage, SledKv, SledOpening};
 pub use stored_file::StoredFile;
 pub use temporary_file::StoreOutcome;

@@ -223,9 +223,10 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Returns a buffer for [`sync_and_read_back`](Self::sync_and_read_back) that suits pieces of `len_bytes`.
-    pub fn new_buffer(len_bytes: u64) -> AlignedBuffer {
-        AlignedBuffer::new(BUFFER_BYTES.min(len_bytes) as usize)
+    /// Returns a buffer for [`sync_and_read_back`](Self::sync_and_read_back) that suits pieces of
+    /// `piece_len_bytes`.
+    pub fn new_read_back_buffer(piece_len_bytes: u64) -> AlignedBuffer {
+        AlignedBuffer::new(BUFFER_BYTES.min(piece_len_bytes) as usize)
     }
 
     /// Syncs the extent, reads its grains from the medium and compares each with the hash of what

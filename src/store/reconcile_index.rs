@@ -122,13 +122,18 @@ impl FolderScan<'_> {
         for entry in self.store.disk().list(&folder)? {
             match stripe_index_of_dir(&entry) {
                 Some(index) => self.scan_stripe(StripeId { shard, index }, totals)?,
-                None => self.count_record_file(&folder, &entry, totals),
+                None => self.count_record_or_note_unknown(&folder, &entry, totals),
             }
         }
         Ok(())
     }
 
-    fn count_record_file(&mut self, folder: &str, entry: &DiskEntry, totals: &mut Totals) {
+    fn count_record_or_note_unknown(
+        &mut self,
+        folder: &str,
+        entry: &DiskEntry,
+        totals: &mut Totals,
+    ) {
         if !entry.is_dir && is_record_name(&entry.name) {
             totals.small_bytes += entry.len_bytes;
         } else {
@@ -147,14 +152,14 @@ impl FolderScan<'_> {
         for entry in entries {
             match entry.name.parse::<FileName>().ok().filter(|_| !entry.is_dir) {
                 Some(name) => {
-                    files.extend(self.reconcile_file(
+                    files.extend(self.index_entry_or_set_aside(
                         FileKey { stripe, name },
                         entry.len_bytes,
                         &known,
                         totals,
                     )?);
                 }
-                None => self.count_record_file(&folder, &entry, totals),
+                None => self.count_record_or_note_unknown(&folder, &entry, totals),
             }
         }
         let gone = |info: &&FileInfo| !files.iter().any(|file: &FileInfo| file.key() == info.key());
@@ -164,7 +169,7 @@ impl FolderScan<'_> {
 
     /// Returns the index entry of a file if its length matches, and otherwise an entry read from
     /// the file's header. Returns `None` for a file that is not to be indexed.
-    fn reconcile_file(
+    fn index_entry_or_set_aside(
         &mut self,
         key: FileKey,
         file_bytes: u64,

@@ -135,7 +135,7 @@ impl Store {
             Some(file) => file.len_bytes()?,
             None => 0,
         };
-        let removed = self.durable_names().remove_durably(&path)?;
+        let removed = self.durable_names().remove_file_and_empty_dirs(&path)?;
         if removed {
             self.index().adjust_record_bytes(Some(bytes), None);
         }

@@ -29,7 +29,7 @@ const LOCK_WAIT: Duration = Duration::from_millis(10);
 
 /// The result of opening a database.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Opened {
+pub enum SledOpening {
     /// There was none. The new database is empty.
     Created,
     /// The existing database was opened. It may be incomplete: if its log is damaged in the middle,
@@ -72,19 +72,19 @@ impl SledKv {
         _held: &DiskLock,
         path: &Path,
         cache_capacity_bytes: u64,
-    ) -> Result<(Self, Opened), KvError> {
+    ) -> Result<(Self, SledOpening), KvError> {
         let existed = path.exists();
         wait_until_unlocked(path)?;
         let open = || open_reading_all(path, cache_capacity_bytes, CancellationToken::new());
         let damage = match open() {
-            Ok(kv) if existed => return Ok((kv, Opened::Recovered)),
-            Ok(kv) => return Ok((kv, Opened::Created)),
+            Ok(kv) if existed => return Ok((kv, SledOpening::Recovered)),
+            Ok(kv) => return Ok((kv, SledOpening::Created)),
             Err(error @ KvError::Damaged { .. }) if existed => error,
             Err(error) => return Err(error),
         };
         let moved_to = move_aside(path)?;
         tracing::error!(%damage, ?moved_to, "the index is damaged and was moved aside: starting with an empty one");
-        Ok((open()?, Opened::Rebuilt { moved_to }))
+        Ok((open()?, SledOpening::Rebuilt { moved_to }))
     }
 
     /// Returns a token that is cancelled when the database has failed and refuses all further
@@ -402,7 +402,7 @@ mod tests {
         drop(kv);
         std::fs::write(path.join("snap.FFFFFFFFFFFFFFFF.generating"), b"cut").unwrap();
         let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
-        assert_eq!(opened, Opened::Recovered);
+        assert_eq!(opened, SledOpening::Recovered);
         assert_eq!(kv.get(b"a").unwrap().unwrap(), b"1");
     }
 
@@ -412,7 +412,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (kv, opened) =
             SledKv::open(&held(folder.path()), &folder.path().join("kv"), 1 << 20).unwrap();
-        assert_eq!(opened, Opened::Created);
+        assert_eq!(opened, SledOpening::Created);
         conforms(&kv);
     }
 
@@ -428,7 +428,7 @@ mod tests {
         });
         let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
         drops.join().unwrap();
-        assert_eq!(opened, Opened::Recovered);
+        assert_eq!(opened, SledOpening::Recovered);
         assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
     }
 
@@ -442,7 +442,7 @@ mod tests {
         assert!(matches!(second, Err(KvError::InUse { .. })));
         drop(kv);
         let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
-        assert_eq!(opened, Opened::Recovered);
+        assert_eq!(opened, SledOpening::Recovered);
         assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
     }
 
@@ -482,10 +482,13 @@ mod tests {
             let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
             // sled takes some damage for an empty log and opens an empty database. The
             // reconciliation refills it in both cases.
-            if let Opened::Rebuilt { moved_to } = &opened {
+            if let SledOpening::Rebuilt { moved_to } = &opened {
                 assert!(moved_to.ends_with("kv.broken-1") && moved_to.exists());
             }
-            assert!(damage != "conf" || matches!(opened, Opened::Rebuilt { .. }), "{opened:?}");
+            assert!(
+                damage != "conf" || matches!(opened, SledOpening::Rebuilt { .. }),
+                "{opened:?}"
+            );
             kv.apply(Batch::new().put("k", "v")).unwrap();
             assert_eq!(kv.get(b"k").unwrap().unwrap(), b"v");
         }
@@ -544,7 +547,7 @@ mod tests {
         }
         drop(kv);
         let (kv, opened) = SledKv::open(&lock, &path, 1 << 20).unwrap();
-        assert_eq!(opened, Opened::Recovered);
+        assert_eq!(opened, SledOpening::Recovered);
         let now = kv.get(b"k").unwrap().unwrap();
         assert!(now == b"old" || now == b"new", "{now:?}");
     }

@@ -139,7 +139,8 @@ impl TemporaryFile {
                 match store.noted_inode_number(key) {
                     Some(number) => check_may_replace_damaged(store, key, header)
                         .map(|()| (false, Some(number))),
-                    None => has_same_content(store, key, header).map(|is_same| (is_same, None)),
+                    None => is_already_stored_or_conflict(store, key, header)
+                        .map(|is_same| (is_same, None)),
                 }
             })
         };
@@ -160,7 +161,11 @@ impl TemporaryFile {
 ///
 /// # Errors
 /// [`StoreError::Conflict`] if it has other content.
-fn has_same_content(store: &Store, key: FileKey, header: &FileHeader) -> Result<bool, StoreError> {
+fn is_already_stored_or_conflict(
+    store: &Store,
+    key: FileKey,
+    header: &FileHeader,
+) -> Result<bool, StoreError> {
     match StoredFile::open(store.disk(), store.cluster(), key) {
         Ok(there) if FileHeader { written_by: header.written_by, ..*there.header() } == *header => {
             Ok(true)
@@ -178,7 +183,7 @@ fn check_may_replace_damaged(
     key: FileKey,
     header: &FileHeader,
 ) -> Result<(), StoreError> {
-    match has_same_content(store, key, header) {
+    match is_already_stored_or_conflict(store, key, header) {
         Err(error) if is_damage_error(&error) => Ok(()),
         other => other.map(drop),
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use bytes::Bytes;
 use rapidraid::client::{
-    ClientError, NewShard, ReadRange, SaveCode, SaveDriver, SaveFate, SaveOptions,
+    ClientError, NewShard, ReadRange, SaveCode, SaveDecisions, SaveFate, SaveOptions,
 };
 use rapidraid::id::{SaveId, Step};
 use rapidraid::kind::ErrorKind;
@@ -39,7 +39,7 @@ impl Driver {
 }
 
 #[async_trait]
-impl SaveDriver for Driver {
+impl SaveDecisions for Driver {
     fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId> {
         let mut begun = self.begun.lock().unwrap();
         assert_eq!(begun.len(), attempt as usize);
@@ -52,7 +52,7 @@ impl SaveDriver for Driver {
         Ok(vec![shard("weights", &self.bytes)])
     }
 
-    async fn confirm_commit(&self) -> Result<(), String> {
+    async fn approve_commit(&self) -> Result<(), String> {
         if self.refuses { Err("embed.weight was changed".into()) } else { Ok(()) }
     }
 }
@@ -64,8 +64,8 @@ struct Memory {
 }
 
 impl Sink for Memory {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let at = (offset - self.start) as usize;
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let at = (shard_offset - self.start) as usize;
         self.bytes.lock().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
@@ -77,8 +77,10 @@ async fn a_save_has_the_id_that_its_driver_gave_and_can_be_asked_for_by_it() {
     let client = world.client();
     let driver = Driver::new(&content(5 * BLOCK as usize, 1), false);
     let options = SaveOptions::default();
-    let report =
-        client.save_with_driver(&job(), Step(1), options, driver.clone(), quiet()).await.unwrap();
+    let report = client
+        .save_with_decisions(&job(), Step(1), options, driver.clone(), quiet())
+        .await
+        .unwrap();
     assert_eq!(report.save, driver.last());
     let code = driver.code.lock().unwrap().unwrap();
     assert_eq!((code.n, code.k, code.block_bytes), (4, 2, BLOCK));
@@ -97,7 +99,7 @@ async fn a_save_that_is_not_confirmed_leaves_nothing() {
     let client = world.client();
     let driver = Driver::new(&content(5 * BLOCK as usize, 1), true);
     let options = SaveOptions::default();
-    let error = client.save_with_driver(&job(), Step(1), options, driver.clone(), quiet()).await;
+    let error = client.save_with_decisions(&job(), Step(1), options, driver.clone(), quiet()).await;
     assert!(error.unwrap_err().to_string().contains("embed.weight was changed"));
     let fate = client.settle_save(&job(), Step(1), driver.last()).await.unwrap();
     assert_eq!(fate, SaveFate::Aborted);

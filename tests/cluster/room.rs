@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use rapidraid::client::{Client, ClientError, NewShard, SaveCode, SaveDriver, SaveOptions};
+use rapidraid::client::{Client, ClientError, NewShard, SaveCode, SaveDecisions, SaveOptions};
 use rapidraid::format::file::FileKey;
 use rapidraid::id::{SaveId, Step, StripeId};
 use rapidraid::kind::ErrorKind;
@@ -186,7 +186,7 @@ struct FillsDisks {
 }
 
 #[async_trait]
-impl SaveDriver for FillsDisks {
+impl SaveDecisions for FillsDisks {
     fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId> {
         Ok(SaveId([attempt as u8 + 1; 12]))
     }
@@ -195,7 +195,7 @@ impl SaveDriver for FillsDisks {
         Ok(vec![shard("a", &self.bytes)])
     }
 
-    async fn confirm_commit(&self) -> Result<(), String> {
+    async fn approve_commit(&self) -> Result<(), String> {
         self.disks.iter().for_each(|disk| disk.set_capacity(used_bytes(&**disk)));
         Ok(())
     }
@@ -211,7 +211,7 @@ async fn a_save_whose_marks_fit_nowhere_waits_and_says_so() {
     let disks = world.machines[1..].iter().map(|machine| machine.disk.clone()).collect();
     let driver = Arc::new(FillsDisks { bytes: bytes.clone(), disks });
     let saved =
-        client.save_with_driver(&job(), Step(1), SaveOptions::default(), driver, quiet()).await;
+        client.save_with_decisions(&job(), Step(1), SaveOptions::default(), driver, quiet()).await;
     let refused = saved.unwrap_err();
     let text = refused.to_string();
     assert!(text.contains("no commit mark") && text.contains("no space left"), "{text}");

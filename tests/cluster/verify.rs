@@ -198,7 +198,7 @@ async fn grains_decide_what_is_lost_and_mending_makes_replicas_good() {
     let disk = |at: usize| &world.machines[sectors[at].0].disk;
     disk(0).make_sector_unreadable(&sectors[0].1, 3).unwrap();
     let len = disk(1).open(&sectors[1].1).unwrap().len_bytes().unwrap();
-    disk(1).flip_bit_on_medium(&sectors[1].1, 8 * (len - 20)).unwrap();
+    disk(1).flip_bit_below_page_cache(&sectors[1].1, 8 * (len - 20)).unwrap();
     let report = verify(&client, 1).await;
     let wrong: BTreeSet<String> = report.faults.iter().map(|f| f.wrong.to_string()).collect();
     assert_eq!(wrong, ["1 grain damaged", "damaged"].map(str::to_owned).into());

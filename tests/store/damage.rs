@@ -31,7 +31,7 @@ fn flipped_bits_and_cut_files_are_found_and_not_used() {
         matches!(error, StoreError::Grain { grain: 1, .. }) && error.kind() == ErrorKind::Corrupt
     );
     assert_eq!(file.scrub(), [1]);
-    disk.flip_bit_on_medium(&path, 3 * G as u64 * 8).unwrap();
+    disk.flip_bit_below_page_cache(&path, 3 * G as u64 * 8).unwrap();
     assert_eq!(file.scrub(), [1, 3], "scrub asks the medium");
     read_verified(&file, 3 * G, &mut buf[3 * G..]).expect("the page cache does not know yet");
 
@@ -192,11 +192,11 @@ fn what_the_medium_changes_before_the_read_back_is_noticed() {
         // page cache.
         disk.sync_all().unwrap();
         let path = format!("tmp/{}", disk.list("tmp").unwrap()[0].name);
-        disk.flip_bit_on_medium(&path, grain * GRAIN_BYTES * 8 + 1).unwrap();
-        let proven = extent
-            .sync_and_read_back(&mut Extent::new_buffer(4 * GRAIN_BYTES), &mut |seen, _| {
-                assert!(seen < grain)
-            });
+        disk.flip_bit_below_page_cache(&path, grain * GRAIN_BYTES * 8 + 1).unwrap();
+        let proven = extent.sync_and_read_back(
+            &mut Extent::new_read_back_buffer(4 * GRAIN_BYTES),
+            &mut |seen, _| assert!(seen < grain),
+        );
         // `finish` proves the last grain. A writer that continues after a failed proof still gets
         // an error from `finish`.
         let finished = writer.finish(&mut |_, _| {});

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use rapidraid::format::file::{Content, FileKey};
 use rapidraid::id::{ShardId, StripeId};
 use rapidraid::kind::ErrorKind;
-use rapidraid::store::sled_kv::Opened;
+use rapidraid::store::sled_kv::SledOpening;
 use rapidraid::store::{
     BlockSpec, Disk, Extent, MemoryDisk, MemoryKv, RealDisk, ReconcileCounts, RecordScope, Store,
     StoreError,
@@ -78,7 +78,7 @@ fn every_awkward_size_on_a_real_disk() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (store, _, opened) =
         Store::open_folder(folder.path(), CACHE_BYTES, CLUSTER, &name("n1")).unwrap();
-    assert_eq!(opened, Opened::Created);
+    assert_eq!(opened, SledOpening::Created);
     awkward_sizes(&store);
 }
 
@@ -152,7 +152,8 @@ fn extents_are_proven_while_the_next_ones_are_written() {
                 let len_bytes = data.len() as u64;
                 let mut take = take;
                 scope.spawn(move || {
-                    extent.sync_and_read_back(&mut Extent::new_buffer(len_bytes), &mut take)
+                    extent
+                        .sync_and_read_back(&mut Extent::new_read_back_buffer(len_bytes), &mut take)
                 });
             }
         }

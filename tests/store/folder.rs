@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rapidraid::id::{ClusterId, Epoch};
 use rapidraid::kind::ErrorKind;
-use rapidraid::store::sled_kv::Opened;
+use rapidraid::store::sled_kv::SledOpening;
 use rapidraid::store::{
     Disk, MemoryDisk, MemoryKv, RealDisk, ReconcileCounts, RecordScope, Store, StoreError,
 };
@@ -76,7 +76,7 @@ fn a_crash_while_a_folder_becomes_a_nodes_leaves_it_open_to_that_node() {
     assert_whole(&open(&disk.crash()).0, REPLICA, &content(G));
 }
 
-fn open_folder(folder: &Path) -> Result<(Store, ReconcileCounts, Opened), StoreError> {
+fn open_folder(folder: &Path) -> Result<(Store, ReconcileCounts, SledOpening), StoreError> {
     Store::open_folder(folder, CACHE_BYTES, CLUSTER, &name("n1"))
 }
 
@@ -96,13 +96,13 @@ fn a_second_daemon_is_refused_and_a_lost_index_is_made_again() {
     drop(store);
 
     let (store, report, opened) = open_folder(folder.path()).unwrap();
-    assert_eq!((report, opened), (ReconcileCounts::default(), Opened::Recovered));
+    assert_eq!((report, opened), (ReconcileCounts::default(), SledOpening::Recovered));
     assert_eq!(store.list_undamaged_files(STRIPE).unwrap(), found);
     drop(store);
 
     std::fs::remove_dir_all(folder.path().join("index")).unwrap();
     let (store, report, opened) = open_folder(folder.path()).unwrap();
-    assert_eq!((report.added, opened), (2, Opened::Created));
+    assert_eq!((report.added, opened), (2, SledOpening::Created));
     assert_eq!(
         (store.totals(), store.list_undamaged_files(STRIPE).unwrap()),
         (totals, found.clone())

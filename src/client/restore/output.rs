@@ -51,8 +51,8 @@ pub(in crate::client) struct CountedSink {
 }
 
 impl Sink for CountedSink {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.to.write_at(offset, bytes)?;
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.to.write_at(shard_offset, bytes)?;
         (self.done)(bytes.len() as u64);
         Ok(())
     }
@@ -66,8 +66,8 @@ pub(in crate::client) struct FileSink {
 }
 
 impl Sink for FileSink {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_at(bytes, offset - self.start).map_err(io::Error::other)?;
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_at(bytes, shard_offset - self.start).map_err(io::Error::other)?;
         (self.done)(bytes.len() as u64);
         Ok(())
     }

@@ -45,9 +45,9 @@ impl MemorySink {
 }
 
 impl Sink for MemorySink {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut memory = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = offset.checked_sub(self.from).and_then(|at| usize::try_from(at).ok());
+        let at = shard_offset.checked_sub(self.from).and_then(|at| usize::try_from(at).ok());
         let into = at.and_then(|at| memory.get_mut(at..)?.get_mut(..bytes.len()));
         into.ok_or(io::ErrorKind::UnexpectedEof)?.copy_from_slice(bytes);
         Ok(())

@@ -1,7 +1,7 @@
 //! Saving a checkpoint: its stripes, leaves, completion and commit.
 
-mod save_driver;
+mod save_decisions;
 mod save_session;
 
-pub use save_driver::{NewShard, SaveCode, SaveDriver, SaveFate};
+pub use save_decisions::{NewShard, SaveCode, SaveDecisions, SaveFate};
 pub use save_session::{SaveOptions, SaveReport};

@@ -12,10 +12,10 @@ use futures_util::stream::{self, TryStreamExt};
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
-use super::save_driver::PlainSave;
+use super::save_decisions::PlainSave;
 use crate::client::connection::LONG_LIMIT;
 use crate::client::{
-    Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDriver, SaveFate,
+    Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDecisions, SaveFate,
 };
 use crate::code::Layout;
 use crate::format::geometry::Geometry;
@@ -143,77 +143,54 @@ impl Client {
     ) -> Result<SaveReport, ClientError> {
         check_shard_names(&shards)?;
         let entropy = self.entropy().clone();
-        let driver = Arc::new(PlainSave { shards, entropy });
-        self.save_with_driver(job, step, options, driver, progress).await
+        let decisions = Arc::new(PlainSave { shards, entropy });
+        self.save_with_decisions(job, step, options, decisions, progress).await
     }
 
-    /// Saves a checkpoint as `driver` decides. Returns its report when the save is committed and
+    /// Saves a checkpoint as `decisions` says. Returns its report when the save is committed and
     /// visible.
-    pub async fn save_with_driver(
+    pub async fn save_with_decisions(
         &self,
         job: &Job,
         step: Step,
         options: SaveOptions,
-        driver: Arc<dyn SaveDriver>,
+        decisions: Arc<dyn SaveDecisions>,
         progress: ProgressFn,
     ) -> Result<SaveReport, ClientError> {
-        let (mut restarts, mut avoid, mut refused) = (0, Vec::new(), None);
+        let mut restarts = SaveRestarts::default();
         loop {
-            let kept = driver.assign_save_id(restarts);
-            let save = kept.map_err(|source| ClientError::SaveId { source })?;
-            let mut saving = self.begin_save(job, step, options, &avoid, save).await?;
-            // No code of the cluster fits without the nodes that refused, and these would refuse
-            // again.
-            let needs = |node: &Node| avoid.contains(&NodeId::of(&node.name));
-            if let Some(error) = refused.take().filter(|_| saving.begun.nodes.iter().any(needs)) {
+            let id = decisions.assign_save_id(restarts.count);
+            let save = id.map_err(|source| ClientError::SaveId { source })?;
+            let mut saving = self.begin_save(job, step, options, &restarts.avoid, save).await?;
+            if let Some(error) = restarts.take_refusal_that_recurs(&saving.begun) {
                 saving.abort_save().await;
                 return Err(error);
             }
             let lease = self.spawn_lease_keeper(&saving.begun);
-            let prepared = saving.prepare_shards(&*driver, &progress);
-            let shards = match prepared {
+            let shards = match saving.prepare_shards(&*decisions, &progress) {
                 Ok(shards) => shards,
                 Err(error) => {
                     saving.abort_save().await;
                     return Err(error);
                 }
             };
-            let result = saving.upload_and_commit(&shards, &*driver).await;
+            let result = saving.upload_and_commit(&shards, &*decisions).await;
             drop(lease);
             let error = match result {
                 Ok(saved) => return saving.build_report(saved),
                 Err(error) => error,
             };
-            restarts += 1;
+            restarts.count += 1;
             if can_be_epoch_end(error.kind()) && saving.has_epoch_ended(error.kind()).await {
                 match saving.commit_or_abort(shards.len()).await {
                     SaveOutcome::Committed(saved) => return saving.build_report(saved),
-                    SaveOutcome::Gone if restarts <= RESTARTS => {}
+                    SaveOutcome::Gone if restarts.count <= RESTARTS => {}
                     _ => return Err(error),
                 }
+                tracing::warn!(%error, restarts = restarts.count, "the save starts again");
             } else {
-                // If the abort fails, the catalogue server aborts the save when its lease is over.
-                if error.kind() != ErrorKind::Fenced {
-                    let _ = saving.abort_save().await;
-                }
-                match &error {
-                    // Nodes failed and no spare was left. The next begin counts the live nodes and
-                    // may choose a smaller code. A node that refused, for example because its disk
-                    // is full, is not counted. A node that is down counts as live until its lease
-                    // is over, so wait for that long.
-                    ClientError::Save(SaveError::NoHolders { .. }) if restarts <= RESTARTS => {
-                        avoid.extend(saving.failures.refused_nodes());
-                        if saving.failures.has_only_refusals() {
-                            refused = Some(error);
-                            continue;
-                        }
-                        let lease = Duration::from_millis(saving.begun.lease_ms);
-                        self.caller().clock().sleep(lease).await;
-                    }
-                    _ => return Err(error),
-                }
+                saving.prepare_restart(error, &mut restarts).await?;
             }
-            tracing::warn!(%error, restarts, "the save starts again");
         }
     }
 
@@ -303,15 +280,35 @@ fn check_shard_names(shards: &[NewShard]) -> Result<(), ClientError> {
     if shards.is_empty() { Err(ClientError::NoShards) } else { Ok(()) }
 }
 
+/// What the tries of a save have learned so far.
+#[derive(Default)]
+struct SaveRestarts {
+    count: u32,
+    /// Nodes that refused, which the next begin leaves out if a code fits without them.
+    avoid: Vec<NodeId>,
+    /// The error of the last try, if nodes only refused.
+    refused: Option<ClientError>,
+}
+
+impl SaveRestarts {
+    /// Returns the error of the last try if the save began again on nodes that had refused. No code
+    /// of the cluster fits without them, and they would refuse again.
+    fn take_refusal_that_recurs(&mut self, begun: &BeginSaveAnswer) -> Option<ClientError> {
+        let is_avoided = |node: &Node| self.avoid.contains(&NodeId::of(&node.name));
+        let recurs = begun.nodes.iter().any(is_avoided);
+        self.refused.take().filter(|_| recurs)
+    }
+}
+
 impl SaveSession {
-    /// Returns the driver's shards. From here on the progress counts the bytes of all of them.
+    /// Returns the shards of `decisions`. From here on the progress counts the bytes of all of them.
     fn prepare_shards(
         &mut self,
-        driver: &dyn SaveDriver,
+        decisions: &dyn SaveDecisions,
         progress: &ProgressFn,
     ) -> Result<Vec<NewShard>, ClientError> {
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
-        let shards = driver.shards_for_code(SaveCode { n, k, block_bytes })?;
+        let shards = decisions.shards_for_code(SaveCode { n, k, block_bytes })?;
         check_shard_names(&shards)?;
         let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
         let (done, progress) = (AtomicU64::new(0), progress.clone());
@@ -325,7 +322,7 @@ impl SaveSession {
     async fn upload_and_commit(
         &self,
         shards: &[NewShard],
-        driver: &dyn SaveDriver,
+        decisions: &dyn SaveDecisions,
     ) -> Result<Saved, ClientError> {
         let count = u32::try_from(shards.len()).unwrap_or(u32::MAX);
         let work = (0u32..).zip(shards).map(|(index, shard)| self.save_shard(index, count, shard));
@@ -334,7 +331,7 @@ impl SaveSession {
         let done: Vec<()> =
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
-        driver.confirm_commit().await.map_err(|why| ClientError::CalledOff { why })?;
+        decisions.approve_commit().await.map_err(|why| ClientError::CalledOff { why })?;
         self.commit_save(shards.len()).await
     }
 
@@ -425,6 +422,37 @@ impl SaveSession {
         self.client.call_gateway_within(&CommitSave { job, step, save, shards }, LONG_LIMIT).await
     }
 
+    /// Aborts the save, and prepares a restart if nodes failed and no spare was left. The next
+    /// begin counts the live nodes and may choose a smaller code.
+    ///
+    /// # Errors
+    /// The save's `error`, if a restart would not help.
+    async fn prepare_restart(
+        &mut self,
+        error: ClientError,
+        restarts: &mut SaveRestarts,
+    ) -> Result<(), ClientError> {
+        // If the abort fails, the catalogue server aborts the save when its lease is over.
+        if error.kind() != ErrorKind::Fenced {
+            let _ = self.abort_save().await;
+        }
+        let has_no_holders = matches!(error, ClientError::Save(SaveError::NoHolders { .. }));
+        if !has_no_holders || restarts.count > RESTARTS {
+            return Err(error);
+        }
+        // A node that refused, for example because its disk is full, is not counted. A node that
+        // is down counts as live until its lease is over, so wait for that long.
+        restarts.avoid.extend(self.failures.refused_nodes());
+        if self.failures.has_only_refusals() {
+            restarts.refused = Some(error);
+            return Ok(());
+        }
+        let lease = Duration::from_millis(self.begun.lease_ms);
+        self.client.caller().clock().sleep(lease).await;
+        tracing::warn!(%error, restarts = restarts.count, "the save starts again");
+        Ok(())
+    }
+
     async fn save_shard(
         &self,
         index: u32,
@@ -457,16 +485,7 @@ impl SaveSession {
         let work: Vec<_> = work.collect();
         let hashes: Vec<[u8; 32]> =
             stream::iter(work).buffered(STRIPES_OF_A_SHARD).try_collect().await?;
-        let source = shard.source.clone();
-        let unchanged = self.client.workers().run(move || source.is_unchanged()).await?;
-        let name = shard.name.to_string();
-        match unchanged {
-            Ok(true) => {}
-            Ok(false) => return Err(SaveError::Changed { shard: name }.into()),
-            Err(source) => {
-                return Err(SaveError::Source { shard: name, offset: len_bytes, source }.into());
-            }
-        }
+        self.ensure_unchanged(shard).await?;
         let root = ShardRoot {
             job: self.job.clone(),
             step: self.step,
@@ -488,6 +507,19 @@ impl SaveSession {
         self.put_leaves(&root, hashes).await?;
         self.lock_roots().insert(index, root.clone());
         self.client.call_gateway(&CompleteShard { root }).await
+    }
+
+    /// Returns an error if the shard's source has changed since the save began.
+    async fn ensure_unchanged(&self, shard: &NewShard) -> Result<(), ClientError> {
+        let (source, name) = (shard.source.clone(), shard.name.to_string());
+        match self.client.workers().run(move || source.is_unchanged()).await? {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(SaveError::Changed { shard: name }.into()),
+            Err(source) => {
+                let offset = shard.source.len_bytes();
+                Err(SaveError::Source { shard: name, offset, source }.into())
+            }
+        }
     }
 
     async fn upload_stripe_and_record(

@@ -6,12 +6,8 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::sync::Notify;
-
-use super::retry_schedule::{backoff, scan_interval};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -25,9 +21,10 @@ use crate::id::{Epoch, PeerName, SaveId, ShardId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::context::node_address;
 use crate::node::quorum::Quorum;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
+use crate::node::retry_schedule::{backoff, scan_interval};
 use crate::node::storage::fencing::read_marked_save;
 use crate::node::storage::node_inventory;
 use crate::store::{Store, StoreError};
@@ -44,22 +41,6 @@ const MAX_DAMAGED: usize = 4096;
 
 /// Longest wait between two tries to catch up.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
-
-/// The state of catching up: whether a round runs, and whether another one is due.
-#[derive(Default)]
-pub(in crate::node) struct CatchUpState {
-    alone: tokio::sync::Mutex<()>,
-    is_due: AtomicBool,
-    wake: Notify,
-}
-
-impl CatchUpState {
-    /// Makes a round due. If one runs now, another follows it.
-    pub(in crate::node) fn request_catch_up(&self) {
-        self.is_due.store(true, Ordering::Relaxed);
-        self.wake.notify_one();
-    }
-}
 
 /// The saves of which this node has an intact commit mark, and the codes that these marks name.
 #[derive(Default)]
@@ -80,17 +61,17 @@ impl Node {
         loop {
             let wait = backoff(look, failures).clamp(look, LONGEST_WAIT);
             tokio::select! {
-                () = self.catching_up.wake.notified() => {}
+                () = self.catching_up.wait_for_request() => {}
                 () = self.context.clock.sleep(wait) => {}
             }
-            if !self.catching_up.is_due.swap(false, Ordering::Relaxed) {
+            if !self.catching_up.take() {
                 continue;
             }
             match self.run_catch_up_round(None).await {
                 Ok(()) => failures = 0,
                 Err(error) => {
                     tracing::info!(%error, "failed to catch up; retrying");
-                    self.catching_up.is_due.store(true, Ordering::Relaxed);
+                    self.catching_up.request_later();
                     failures += 1;
                 }
             }
@@ -108,7 +89,7 @@ impl Node {
     /// the removed-save sets: a removal that the catalogue forgets before its key is read is in
     /// those sets by then.
     async fn run_catch_up_round(&self, leaving_node: Option<&PeerName>) -> Result<(), RemoteError> {
-        let _alone = self.catching_up.alone.lock().await;
+        let _alone = self.catching_up.begin_round().await;
         let catalogue = self.context.catalogue();
         let epoch = catalogue.epoch();
         let not_registered = || {
@@ -353,7 +334,7 @@ impl Node {
                 saves = damaged.len(),
                 "commit marks do not parse: they are written again"
             );
-            self.catching_up.request_catch_up();
+            self.catching_up.request();
         }
         if damaged.len() > MAX_DAMAGED {
             let text = format!("commit marks of {} saves do not parse here", damaged.len());

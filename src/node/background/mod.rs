@@ -2,10 +2,10 @@
 //! finishes what others left unfinished. The catalogue server also applies the policy and collects
 //! orphans.
 
+pub(super) mod archiving_takeover;
 pub(super) mod catch_up;
+pub(super) mod keep_registered;
 pub(super) mod orphan_gc;
-pub(super) mod registration_and_takeover;
 pub(super) mod replica_gc;
 pub(super) mod retention;
-pub(super) mod retry_schedule;
 pub(super) mod save_recovery;

@@ -7,7 +7,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::retry_schedule::backoff;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     CHECKPOINTS, NODES, ORPHANS, SHARD_ROOTS, SHARD_STATES, orphan_key, parse_record,
@@ -16,8 +15,9 @@ use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::node::Node;
-use crate::node::catalogue_server::cluster_inventory::node_address;
+use crate::node::context::node_address;
 use crate::node::gateway::removal::clear_nothing_forgotten;
+use crate::node::retry_schedule::backoff;
 use crate::wire::RemoteError;
 use crate::wire::calls::FindRemovedSaves;
 
@@ -89,7 +89,7 @@ enum OrphanVerdict {
 impl Node {
     /// Removes stray keys and orphans, once per lease period, while this daemon serves the
     /// catalogue. Runs until the node stops.
-    pub(in crate::node) async fn run_orphan_gc(self: Arc<Self>) {
+    pub(in crate::node) async fn run_cluster_orphan_gc(self: Arc<Self>) {
         let (mut compared, mut stray_keys) =
             (InventoryComparison::default(), StrayKeyScan::default());
         loop {
@@ -129,6 +129,39 @@ impl Node {
             *comparison = InventoryComparison { epoch, ..InventoryComparison::default() };
             self.lock_retained().clear();
         }
+        let storage = self.compare_inventories(catalogue, comparison).await?;
+        let now = self.context.clock.now();
+        let due = comparison.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
+        let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
+        for save in due {
+            let reason = match self.judge_orphan(&storage, save).await {
+                OrphanVerdict::Remove(RemoveReason::Aborted) if epoch <= Epoch(1) => {
+                    Err(RetainReason::Unmarked)
+                }
+                OrphanVerdict::Remove(reason) => Ok(reason),
+                OrphanVerdict::Retain(why) => Err(why),
+            };
+            match reason {
+                Ok(reason) => {
+                    let generation = Generation { epoch, counter: 0 };
+                    let bytes = Removing { save, generation, reason }.to_bytes()?;
+                    catalogue.compare_and_set(&orphan_key(save), None, Some(bytes)).await?;
+                    comparison.waiting.remove(&save);
+                    self.lock_retained().remove(&save);
+                }
+                Err(why) => self.retain_for_now(save, why, comparison),
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares the saves on a few nodes that have registered since the last comparison with the
+    /// saves of all steps. Saves that no step has wait for a verdict. Returns all storage nodes.
+    async fn compare_inventories(
+        &self,
+        catalogue: &dyn Catalogue,
+        comparison: &mut InventoryComparison,
+    ) -> Result<Vec<NodeRecord>, RemoteError> {
         let mut storage: Vec<NodeRecord> = Vec::new();
         let mut fresh = Vec::new();
         let mut nodes = KeyScan::of_prefix(catalogue, NODES);
@@ -157,37 +190,23 @@ impl Node {
             }
             comparison.nodes.insert(node.name.clone(), *revision);
         }
-        let now = self.context.clock.now();
-        let due = comparison.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
-        let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
-        for save in due {
-            let reason = match self.judge_orphan(&storage, save).await {
-                OrphanVerdict::Remove(RemoveReason::Aborted) if epoch <= Epoch(1) => {
-                    Err(RetainReason::Unmarked)
-                }
-                OrphanVerdict::Remove(reason) => Ok(reason),
-                OrphanVerdict::Retain(why) => Err(why),
-            };
-            match reason {
-                Ok(reason) => {
-                    let generation = Generation { epoch, counter: 0 };
-                    let bytes = Removing { save, generation, reason }.to_bytes()?;
-                    catalogue.compare_and_set(&orphan_key(save), None, Some(bytes)).await?;
-                    comparison.waiting.remove(&save);
-                    self.lock_retained().remove(&save);
-                }
-                Err(why) => {
-                    if self.lock_retained().insert(save, why) != Some(why) {
-                        tracing::warn!(%save, %why, "a save that no step has is kept");
-                    }
-                    let unknown = comparison.waiting.entry(save).or_default();
-                    unknown.looks = unknown.looks.saturating_add(1);
-                    unknown.due =
-                        now.saturating_add(backoff(self.context.settings.lease, unknown.looks));
-                }
-            }
+        Ok(storage)
+    }
+
+    /// Keeps a save that no step has, and judges it again after a wait.
+    fn retain_for_now(
+        &self,
+        save: SaveId,
+        why: RetainReason,
+        comparison: &mut InventoryComparison,
+    ) {
+        if self.lock_retained().insert(save, why) != Some(why) {
+            tracing::warn!(%save, %why, "a save that no step has is kept");
         }
-        Ok(())
+        let unknown = comparison.waiting.entry(save).or_default();
+        unknown.looks = unknown.looks.saturating_add(1);
+        let wait = backoff(self.context.settings.lease, unknown.looks);
+        unknown.due = self.context.clock.now().saturating_add(wait);
     }
 
     /// Removes the roots and states of saves that no step's record names, one page of each per

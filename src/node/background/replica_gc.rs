@@ -103,7 +103,10 @@ impl Node {
             }
             // A stripe that cannot be dropped does not keep the others from being dropped.
             match self
-                .drop_fetching_receipt(&*catalogue, DropReplicas { stripe, attempt, generation })
+                .drop_fetching_missing_receipt(
+                    &*catalogue,
+                    DropReplicas { stripe, attempt, generation },
+                )
                 .await
             {
                 Ok(files) => tracing::info!(%stripe, files, "dropped unreferenced files"),
@@ -117,7 +120,7 @@ impl Node {
 
     /// Drops the files of a stripe by the receipt on this node, or by one that it fetches from
     /// another node. Returns the number of files dropped.
-    async fn drop_fetching_receipt(
+    async fn drop_fetching_missing_receipt(
         &self,
         catalogue: &dyn Catalogue,
         call: DropReplicas,

@@ -11,7 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::retry_schedule::RetrySchedule;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     ARCHIVE_REQUESTS, ArchiveRequest, CHECKPOINTS, checkpoint_key, parse_archive_request_key,
@@ -24,7 +23,8 @@ use crate::id::{Job, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::node::Node;
 use crate::node::gateway::committed_steps::UnpublishOutcome;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
+use crate::node::retry_schedule::RetrySchedule;
 use crate::wire::RemoteError;
 use crate::wire::calls::{ArchiveOptions, GetPolicyStatus, PlanChoice};
 use crate::wire::order::Codec;
@@ -194,7 +194,7 @@ impl Node {
         if round.looked == LOOKED_AT_ONCE {
             round.stopped_at = Some((job.clone(), step));
         }
-        if !is_fully_archived(catalogue, save).await? {
+        if !is_archived_and_dropped(catalogue, save).await? {
             round.next = Some((job.clone(), step, save));
         } else {
             round.to_archive -= 1;
@@ -251,7 +251,7 @@ impl Node {
             let (events, _) = mpsc::channel(1);
             let archived = coordinator.archive_step(&job, step, OPTIONS, &events).await;
             let left = match archived {
-                Ok(()) => match is_fully_archived(&*node.context.catalogue(), save).await {
+                Ok(()) => match is_archived_and_dropped(&*node.context.catalogue(), save).await {
                     Ok(true) => None,
                     Ok(false) => Some("unreachable nodes still have replicas of it".to_owned()),
                     Err(error) => Some(error.to_string()),
@@ -344,7 +344,10 @@ async fn list_archive_requests(
 }
 
 /// Returns whether nothing of a save is left to archive or to drop.
-async fn is_fully_archived(catalogue: &dyn Catalogue, save: SaveId) -> Result<bool, RemoteError> {
+async fn is_archived_and_dropped(
+    catalogue: &dyn Catalogue,
+    save: SaveId,
+) -> Result<bool, RemoteError> {
     let mut roots = KeyScan::of_prefix(catalogue, shard_roots_prefix(save));
     while let Some((key, entry)) = roots.next().await? {
         let root: ShardRoot = parse_record(&key, &entry.value)?;

@@ -14,7 +14,6 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use super::retention::{CheckpointCounts, RetentionCache};
-use super::retry_schedule::{SCANS_PER_LEASE, scan_interval};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -25,6 +24,7 @@ use crate::id::{Job, LeaseId, SaveId, Step};
 use crate::node::Node;
 use crate::node::active_saves::ActiveSaveGuard;
 use crate::node::gateway::removal::RemovalOutcome;
+use crate::node::retry_schedule::{SCANS_PER_LEASE, scan_interval};
 use crate::wire::RemoteError;
 
 /// Maximum number of decided saves and removals that this daemon continues at once.

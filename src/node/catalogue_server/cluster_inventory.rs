@@ -13,8 +13,9 @@ use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
 use crate::node::Node;
+use crate::node::context::node_address;
+use crate::wire::RemoteError;
 use crate::wire::calls::{FindRemovedSaves, ListInventory, ShardHolding};
-use crate::wire::{NodeAddress, RemoteError};
 
 /// Time limit for one page of an inventory.
 const PAGE_LIMIT: Duration = Duration::from_secs(60);
@@ -120,7 +121,7 @@ impl Node {
     ///
     /// # Errors
     /// If any of the inventories cannot be read to its end.
-    pub(in crate::node) async fn read_cluster_inventory(
+    pub(in crate::node) async fn read_and_judge_inventories(
         &self,
         nodes: &[NodeRecord],
         generation: Generation,
@@ -250,9 +251,4 @@ impl Node {
         let answers = try_join_all(asks).await.ok()?;
         Some(answers.into_iter().any(|marked| marked))
     }
-}
-
-/// Returns the address at which a node is called.
-pub(in crate::node) fn node_address(node: &NodeRecord) -> NodeAddress {
-    NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
 }

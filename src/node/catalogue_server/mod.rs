@@ -1,6 +1,7 @@
 //! Serving the catalogue, its transfer to another node, its rebuild after a loss, and the removal
 //! of nodes from the list of nodes.
 
+pub(super) mod catalogue_calls;
 pub(super) mod cluster_inventory;
 pub(super) mod rebuild;
 pub(super) mod remove_node;

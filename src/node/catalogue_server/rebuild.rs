@@ -5,8 +5,7 @@ use std::sync::{Arc, PoisonError};
 
 use futures_util::future::join_all;
 
-use super::cluster_inventory::{ClusterInventory, node_address};
-use super::serving::tolerated_losses;
+use super::cluster_inventory::ClusterInventory;
 use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::record_access::{
@@ -21,8 +20,11 @@ use crate::format::records::{
 use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::Node;
+use crate::node::context::node_address;
+use crate::node::quorum::filter_former_members;
+use crate::node::quorum::tolerated_losses;
 use crate::node::quorum::{Quorum, is_on_latest_list, majority};
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::Kv;
 use crate::wire::RemoteError;
@@ -36,6 +38,16 @@ use crate::wire::order::Codec;
 const MEMBER_ROUNDS: usize = 4;
 /// Maximum number of entries in each list of an answer.
 const MAX_LISTED: usize = 1000;
+
+/// A rebuild under way, after its epoch was claimed.
+struct Rebuild<'a> {
+    epoch: Epoch,
+    /// The storage nodes that accepted the claim.
+    sources: &'a [NodeRecord],
+    /// The nodes of the new catalogue.
+    members: &'a [NodeRecord],
+    accept_loss: bool,
+}
 
 impl Node {
     pub(in crate::node) async fn claim_epoch(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
@@ -90,18 +102,7 @@ impl Node {
     }
 
     async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, RemoteError> {
-        if self.context.catalogue().list_nodes().await.is_ok() {
-            // The catalogue server has just answered, but may not have told this node its newest
-            // epoch yet.
-            let home = self
-                .context
-                .catalogue_server_address()
-                .or_else(|| self.context.remote.known_server(Epoch::default()));
-            let home =
-                home.map_or_else(|| "another daemon".to_owned(), |home| home.name.to_string());
-            let text = format!("the catalogue is served by {home}: there is nothing to rebuild");
-            return Err(remote_error(ErrorKind::Exists, text));
-        }
+        self.ensure_no_catalogue_answers().await?;
         let (members, heard) = self.discover_members().await?;
         let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
         let epoch = latest.max(self.context.store.highest_seen_epoch()).next();
@@ -110,31 +111,28 @@ impl Node {
         ensure_storage_node_known(&members)?;
         // The inventory is checked once before an epoch is claimed: if steps cannot be brought
         // back, that is no reason to end an epoch.
-        let preview = self.read_cluster_inventory(&storage_nodes(&reached), generation).await?;
+        let preview = self.read_and_judge_inventories(&storage_nodes(&reached), generation).await?;
         let standings = self.fetch_standings(&storage_nodes(&reached)).await;
         self.check_inventory_suffices(&preview, &members, &reached, &standings, accept_loss)?;
         drop(preview);
 
         // The database is created before the claim: if there is no room for it, no epoch is
         // claimed.
-        let fresh = self.create_empty_db().await?;
-        let map = DbId(self.context.entropy.id());
-        let claimed = self.claim_epoch_on_nodes(&reached, epoch, map).await?;
+        let empty_db = self.create_empty_db().await?;
+        let db_id = DbId(self.context.entropy.id());
+        let claimed = self.claim_epoch_on_nodes(&reached, epoch, db_id).await?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
         // The inventory is read again, now that the nodes accept nothing of an older epoch any
         // more.
         trace_point(TracePoint::Census, epoch);
         let sources = storage_nodes(&claimed);
-        let census = self.read_cluster_inventory(&sources, generation).await?;
+        let inventory = self.read_and_judge_inventories(&sources, generation).await?;
         let standings = self.fetch_standings(&sources).await;
-        self.check_inventory_suffices(&census, &members, &claimed, &standings, accept_loss)?;
+        self.check_inventory_suffices(&inventory, &members, &claimed, &standings, accept_loss)?;
         // A node that was taken off the list is left out here. It registers anew, and catches up.
         let is_listed =
             |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
         let members: Vec<NodeRecord> = members.iter().filter(is_listed).cloned().collect();
-        let listed: BTreeSet<NodeId> =
-            storage_nodes(&members).iter().map(|node| NodeId::of(&node.name)).collect();
-        let needed = majority(listed.len());
         let mut answer = RebuildAnswer {
             epoch,
             home: self.context.settings.name.to_string(),
@@ -142,47 +140,92 @@ impl Node {
             missing: unreached_storage_nodes(&members, &claimed)
                 .map(|node| node.name.clone())
                 .collect(),
-            orphans: u32::try_from(census.count_to_remove()).unwrap_or(u32::MAX),
-            incomplete: census.describe_incomplete_steps().collect(),
+            orphans: u32::try_from(inventory.count_to_remove()).unwrap_or(u32::MAX),
+            incomplete: inventory.describe_incomplete_steps().collect(),
             ..RebuildAnswer::default()
         };
-        let mut writer = DbWriter::new(fresh, epoch);
-        for node in &members {
+        let rebuild = Rebuild { epoch, sources: &sources, members: &members, accept_loss };
+        let writer = DbWriter::new(empty_db, epoch);
+        let writer = self.write_database(&rebuild, writer, inventory, &mut answer).await?;
+        trace_point(TracePoint::Map, epoch);
+        let database = writer.finish(epoch, db_id)?;
+        let local = self.open_local_catalogue(database, epoch).await?;
+        self.context.catalogue_server.start_serving(local);
+        tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
+        Ok(answer)
+    }
+
+    /// Returns an error if a catalogue server answers, because then nothing is to be rebuilt.
+    async fn ensure_no_catalogue_answers(&self) -> Result<(), RemoteError> {
+        if self.context.catalogue().list_nodes().await.is_err() {
+            return Ok(());
+        }
+        // The catalogue server has just answered, but may not have told this node its newest epoch
+        // yet.
+        let server = self
+            .context
+            .catalogue_server_address()
+            .or_else(|| self.context.remote.known_server(Epoch::default()));
+        let server =
+            server.map_or_else(|| "another daemon".to_owned(), |server| server.name.to_string());
+        let text = format!("the catalogue is served by {server}: there is nothing to rebuild");
+        Err(remote_error(ErrorKind::Exists, text))
+    }
+
+    /// Writes the nodes, the steps with their shards, and the removals that are pending. Counts
+    /// them in `answer`. Returns the writer.
+    async fn write_database(
+        &self,
+        rebuild: &Rebuild<'_>,
+        mut writer: DbWriter,
+        inventory: ClusterInventory,
+        answer: &mut RebuildAnswer,
+    ) -> Result<DbWriter, RemoteError> {
+        for node in rebuild.members {
             writer.put_entry(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
         let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
-        for (step, committed) in census.steps {
-            let marked = self.put_missing_marks(&sources, &committed, epoch).await;
-            let marked = marked.intersection(&listed).count();
-            if marked < needed && !accept_loss {
-                let text = format!(
-                    "{marked} of {} storage nodes have a commit mark of {}/{}, {needed} are needed: rebuild again",
-                    listed.len(),
-                    committed.job,
-                    committed.step
-                );
-                return Err(remote_error(ErrorKind::Unavailable, text));
-            }
+        for (step, committed) in inventory.steps {
+            self.ensure_marked(rebuild, &committed).await?;
             checkpoints.entry(step).or_default().committed = Some(committed.saved.clone());
-            self.write_step_records(&mut writer, *committed, &mut answer)?;
+            self.write_step_records(&mut writer, *committed, answer)?;
         }
-        for (step, removing) in census.removing {
+        for (step, removing) in inventory.removing {
             checkpoints.entry(step).or_default().removing = removing;
         }
         for ((job, step), checkpoint) in &checkpoints {
             writer.put_entry(&checkpoint_key(job, *step), &checkpoint.to_bytes()?)?;
         }
-        for removing in &census.orphans {
+        for removing in &inventory.orphans {
             writer.put_entry(&orphan_key(removing.save), &removing.to_bytes()?)?;
         }
         answer.incomplete.truncate(MAX_LISTED);
         answer.damaged.truncate(MAX_LISTED);
-        trace_point(TracePoint::Map, epoch);
-        self.context
-            .catalogue_server
-            .start_serving(self.open_local_catalogue(writer.finish(epoch, map)?, epoch).await?);
-        tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
-        Ok(answer)
+        Ok(writer)
+    }
+
+    /// Ensures that a majority of the listed storage nodes have commit marks of the step. Without
+    /// one, a loss must have been accepted.
+    async fn ensure_marked(
+        &self,
+        rebuild: &Rebuild<'_>,
+        committed: &Committed,
+    ) -> Result<(), RemoteError> {
+        let listed: BTreeSet<NodeId> =
+            storage_nodes(rebuild.members).iter().map(|node| NodeId::of(&node.name)).collect();
+        let needed = majority(listed.len());
+        let marked = self.put_missing_marks(rebuild.sources, committed, rebuild.epoch).await;
+        let marked = marked.intersection(&listed).count();
+        if marked < needed && !rebuild.accept_loss {
+            let text = format!(
+                "{marked} of {} storage nodes have a commit mark of {}/{}, {needed} are needed: rebuild again",
+                listed.len(),
+                committed.job,
+                committed.step
+            );
+            return Err(remote_error(ErrorKind::Unavailable, text));
+        }
+        Ok(())
     }
 
     /// Creates an empty catalogue database. Moves an existing one aside. Returns the empty one.
@@ -415,14 +458,6 @@ impl Node {
         answer.steps += 1;
         Ok(())
     }
-}
-
-/// Returns the nodes that have been part of the cluster. An empty node has no evidence to offer.
-pub(in crate::node) fn filter_former_members(
-    heard: Vec<(NodeRecord, HelloAnswer)>,
-) -> Vec<NodeRecord> {
-    let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());
-    has_seen.map(|(node, _)| node).collect()
 }
 
 /// Returns the code of a stripe whose archiving began and has not ended.

@@ -6,7 +6,6 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::cluster_inventory::node_address;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     CHECKPOINTS, NODES, ORPHANS, parse_checkpoint_key, parse_record, shard_roots_prefix,
@@ -17,8 +16,9 @@ use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
+use crate::node::context::node_address;
 use crate::node::quorum::majority;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, RemoveNode};
 

@@ -8,15 +8,15 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream;
 
-use super::cluster_inventory::node_address;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::{Epoch, PeerName};
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::background::retry_schedule::renewal_interval;
+use crate::node::context::node_address;
 use crate::node::quorum::majority;
+use crate::node::retry_schedule::renewal_interval;
 use crate::store::{CatalogueStorage, Kv, Store};
 use crate::wire::calls::{CHANGES_NOTHING, ClaimEpoch, Hello, HelloAnswer};
 
@@ -197,13 +197,6 @@ impl CatalogueServer {
             ServingState::Serving(_) => None,
         }
     }
-}
-
-/// Returns the number of storage nodes that a rebuild can do without. The others have a mark and
-/// n-k+1 receipts of everything that was committed.
-pub(in crate::node) fn tolerated_losses(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
-    let of = |(n, k): (u8, u8)| usize::from(n.saturating_sub(k).min(k.saturating_sub(1)));
-    codes.into_iter().map(of).min().unwrap_or(0)
 }
 
 impl Node {

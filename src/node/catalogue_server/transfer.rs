@@ -15,7 +15,7 @@ use crate::id::{DbId, Epoch};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::node::Node;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::wire::calls::{
     ClaimEpoch, DbChecksum, Hello, HelloAnswer, ListKeys, MoveCatalogueAnswer, PauseWrites,
     TransferCatalogue,

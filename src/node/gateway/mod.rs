@@ -1,6 +1,7 @@
 //! The calls that any daemon serves for a client: saves, steps, removals, and reads while no
 //! catalogue answers.
 
+pub(super) mod begin_save;
 pub(super) mod committed_steps;
 pub(super) mod reads_without_catalogue;
 pub(super) mod removal;

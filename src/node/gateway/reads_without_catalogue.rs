@@ -21,10 +21,10 @@ use crate::id::{Generation, NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::catalogue_server::cluster_inventory::node_address;
-use crate::node::catalogue_server::rebuild::filter_former_members;
+use crate::node::context::node_address;
+use crate::node::quorum::filter_former_members;
 use crate::node::quorum::{Quorum, TooFewNodes, is_unknown_call};
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     FindRemovedSaves, GetShardState, ListDamagedMarks, ListMarkedSaves, ListSteps, ListStepsAnswer,

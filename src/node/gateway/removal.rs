@@ -19,9 +19,9 @@ use crate::id::{Generation, Job, NodeId, PeerName, ShardId, Step};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::catalogue_server::serving::tolerated_losses;
 use crate::node::quorum::majority;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::quorum::tolerated_losses;
+use crate::node::remote_errors::remote_error;
 use crate::pipeline::coordinator::list_shard_roots;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
@@ -105,7 +105,9 @@ impl Node {
         entry: &Removing,
     ) -> Result<RemoveAnswer, RemoteError> {
         let (directory, marked) = self.fence_and_put_tombstones(label, entry).await?;
-        let swept = self.call_nodes(&directory, &marked, &PurgeSave { save: entry.save }).await;
+        let swept = self
+            .call_nodes_returning_confirmed(&directory, &marked, &PurgeSave { save: entry.save })
+            .await;
         let waiting = unconfirmed_storage_nodes(&directory, &swept);
         Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
     }
@@ -134,7 +136,8 @@ impl Node {
         };
         let directory = Directory::new(catalogue.list_nodes().await?);
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
-        let marked = self.call_nodes(&directory, &directory.storage(), &call).await;
+        let marked =
+            self.call_nodes_returning_confirmed(&directory, &directory.storage(), &call).await;
         let missed = unconfirmed_storage_nodes(&directory, &marked);
         // Enough nodes must have a tombstone for a later rebuild to find one before it finds a
         // mark.
@@ -162,7 +165,7 @@ impl Node {
     }
 
     /// Sends `call` to each of `nodes`. Returns the nodes that carried it out.
-    async fn call_nodes<C: Call>(
+    async fn call_nodes_returning_confirmed<C: Call>(
         &self,
         directory: &Directory,
         nodes: &[NodeId],

@@ -10,29 +10,24 @@ use super::committed_steps::not_committed_error;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_root_key,
-    shard_roots_prefix, shard_state_key, update_record,
+    shard_state_key, update_record,
 };
 use crate::format::records::{
-    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Node as NodeRecord, Record,
-    RemoveReason, Removing, Saved, ShardRoot, ShardState, Writing, roots_hash,
+    Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
+    Saved, ShardRoot, ShardState, Writing, roots_hash,
 };
-use crate::id::{Epoch, Generation, Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::id::{Epoch, Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::node::Node;
-use crate::node::background::retry_schedule::scan_interval;
 use crate::node::quorum::majority;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::pipeline::coordinator::list_shard_roots;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
-use crate::wire::calls::{
-    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, PutMark, RenewLease,
-};
+use crate::wire::calls::{AbortSave, CommitSave, CompleteShard, PutMark, RenewLease};
 
-/// Maximum number of pending removals of one step.
-const MAX_REMOVING: usize = 32;
 /// Maximum number of shards of one save.
 const MAX_SHARDS: u32 = 65_536;
 /// Maximum number of shards whose marks are written at once.
@@ -40,167 +35,9 @@ const SHARDS_AT_ONCE: usize = 8;
 /// Maximum number of marks of one shard written at once.
 const MARKS_AT_ONCE: usize = 32;
 
-/// Returns the error for a save of a step that is already committed.
-fn already_committed_error(job: &Job, step: Step) -> RemoteError {
-    remote_error(
-        ErrorKind::Exists,
-        format!("{job}/{step} is committed: save another step, or use --replace"),
-    )
-}
-
 impl Node {
-    async fn fetch_directory(&self) -> Result<Directory, RemoteError> {
+    pub(super) async fn fetch_directory(&self) -> Result<Directory, RemoteError> {
         Ok(Directory::new(self.context.catalogue().list_nodes().await?))
-    }
-
-    /// Returns the first configured code, as (n, k), for which `live` nodes are enough.
-    fn choose_code(&self, live_nodes: usize) -> Result<(u8, u8), RemoteError> {
-        let fits = self.context.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live_nodes);
-        fits.copied().ok_or_else(|| {
-            if live_nodes == 0 {
-                let text = "no storage node has a lease: none runs, or the catalogue server hears from too few of them to change anything";
-                return remote_error(ErrorKind::Unavailable, text);
-            }
-            let smallest = self.context.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
-            let text = format!(
-                "{live_nodes} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
-            );
-            remote_error(ErrorKind::Unavailable, text)
-        })
-    }
-
-    /// Opens a save: chooses its code and its nodes, and grants it a lease. Returns all that the
-    /// client needs to send blocks.
-    pub(in crate::node) async fn begin_save(
-        self: &Arc<Self>,
-        call: BeginSave,
-    ) -> Result<BeginSaveAnswer, RemoteError> {
-        let catalogue = self.context.catalogue();
-        let live = self.fetch_directory().await?.live_storage();
-        let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
-        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
-        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
-        if self.choose_code(nodes.len()).is_err() {
-            // Too few nodes are left without the avoided ones. A save on nodes that may fail is
-            // better than none.
-            nodes = live;
-        }
-        let (n, k) = self.choose_code(nodes.len())?;
-        nodes.truncate(MAX_RING);
-        let (granted, period) = catalogue.grant_lease().await?;
-        trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
-        let begun = self.open_save(&*catalogue, &call, granted).await;
-        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
-            && let Err(error) = catalogue.revoke_lease(granted).await
-        {
-            tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
-        }
-        let (generation, lease) = begun?;
-        Ok(BeginSaveAnswer {
-            save: call.save,
-            generation,
-            lease,
-            lease_ms: period.as_millis() as u64,
-            n,
-            k,
-            block_bytes: self.context.settings.block_bytes,
-            nodes,
-        })
-    }
-
-    /// Opens the save under `lease`. Returns its generation and its lease. If a duplicate of this
-    /// call has opened it already, that is the other call's lease.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Exists`] if the step is committed or another client saves it;
-    /// [`ErrorKind::Fenced`] if the save is over; [`ErrorKind::Busy`] if too many removals of the
-    /// step are pending.
-    async fn open_save(
-        self: &Arc<Self>,
-        catalogue: &dyn Catalogue,
-        call: &BeginSave,
-        lease: LeaseId,
-    ) -> Result<(Generation, LeaseId), RemoteError> {
-        let over = || {
-            let text = format!("save {} is over: save again", call.save);
-            remote_error(ErrorKind::Fenced, text)
-        };
-        let key = checkpoint_key(&call.job, call.step);
-        let mut current = read_record::<Checkpoint>(catalogue, &key).await?;
-        loop {
-            let (mut checkpoint, revision) =
-                current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
-            let mut aborted = None;
-            match checkpoint.writing.take() {
-                Some(Writing::Open { save, generation, lease }) if save == call.save => {
-                    return match catalogue.renew_lease(lease).await? {
-                        true => Ok((generation, lease)),
-                        false => Err(over()),
-                    };
-                }
-                Some(Writing::Open { lease: other, .. })
-                    if catalogue.is_lease_alive(other).await? =>
-                {
-                    let gone = (self.context.settings.lease
-                        + scan_interval(self.context.settings.lease))
-                    .as_secs()
-                        + 1;
-                    let text = format!(
-                        "{}/{} is being saved by another client: wait for it (if that client is gone, its save is aborted within {gone} s), or save another step",
-                        call.job, call.step
-                    );
-                    return Err(remote_error(ErrorKind::Exists, text));
-                }
-                Some(Writing::Open { save, generation, .. }) => {
-                    aborted = Some(Removing { save, generation, reason: RemoveReason::Aborted });
-                }
-                Some(Writing::Decided { saved }) => {
-                    self.mark_and_publish(&call.job, call.step, saved).await?;
-                    current = read_record(catalogue, &key).await?;
-                    continue;
-                }
-                None => {}
-            }
-            if checkpoint.committed.is_some() && !call.replace {
-                return Err(already_committed_error(&call.job, call.step));
-            }
-            // The call may have been delayed for long. A save id that is being removed or has roots
-            // is never opened again, by this daemon or by another.
-            let gone = checkpoint.removing.iter().any(|removing| removing.save == call.save);
-            if gone
-                || !catalogue
-                    .list_entries(&shard_roots_prefix(call.save), None, 1)
-                    .await?
-                    .is_empty()
-            {
-                return Err(over());
-            }
-            if checkpoint.removing.len() >= MAX_REMOVING {
-                let text = format!(
-                    "{}/{} waits for nodes to remove older saves: start the nodes that are down",
-                    call.job, call.step
-                );
-                return Err(remote_error(ErrorKind::Busy, text));
-            }
-            let seen = [
-                checkpoint.committed.as_ref().map(|saved| saved.generation),
-                aborted.as_ref().map(|removing| removing.generation),
-                checkpoint.removing.iter().map(|removing| removing.generation).max(),
-            ];
-            let newest = seen.into_iter().flatten().max().unwrap_or_default();
-            let generation = newest.next(catalogue.epoch());
-            checkpoint.removing.extend(aborted.clone());
-            checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
-            match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
-                RecordSetOutcome::Set(_) => {
-                    if let Some(entry) = aborted {
-                        self.spawn_removal(call.job.clone(), call.step, entry);
-                    }
-                    return Ok((generation, lease));
-                }
-                RecordSetOutcome::Conflict(other) => current = other,
-            }
-        }
     }
 
     /// Renews the lease of an open save.

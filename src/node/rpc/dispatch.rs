@@ -9,13 +9,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
-use super::remote_errors::remote_error;
 use crate::budget::Reservation;
 use crate::clock::deadline;
 use crate::kind::ErrorKind;
 use crate::net::frame::{FramedRecv, write_frame};
 use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
 use crate::node::Node;
+use crate::node::remote_errors::remote_error;
 use crate::pipeline::executor::IncomingStream;
 use crate::wire::calls::{
     ALL, AbortSave, ArchiveStep, BeginSave, CatchUp, ClaimEpoch, CommitSave, CompareAndSetKey,

@@ -1,4 +1,4 @@
 //! Connections and calls: admission, limits, dispatch, and errors as a caller sees them.
 
 pub(super) mod dispatch;
-pub(super) mod remote_errors;
+pub(super) mod hello_and_status;

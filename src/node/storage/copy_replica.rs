@@ -7,7 +7,7 @@ use crate::format::records::LAYOUT_STANDARD;
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::pipeline::read::request_verification;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::BlockSpec;

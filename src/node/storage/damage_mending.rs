@@ -17,8 +17,8 @@ use crate::gf::FingerprintKey;
 use crate::id::StripeId;
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::background::retry_schedule::backoff;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
+use crate::node::retry_schedule::backoff;
 use crate::pipeline::read::{ReadError, ReadSession, Sink, StripeReader, find_stripe_state};
 use crate::pipeline::record_fetch;
 use crate::stage::{TracePoint, trace_point};
@@ -134,7 +134,7 @@ impl MendQueue {
     }
 
     /// Returns the time at which the next replica is due.
-    fn earliest_due(&self) -> Option<Duration> {
+    fn earliest_due_time(&self) -> Option<Duration> {
         let waiting = self.mends.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.values().map(|attempt| attempt.due).min()
     }
@@ -210,7 +210,8 @@ impl Node {
         }
         let mut next_round = self.context.clock.now() + LOOK_AGAIN;
         loop {
-            let next = self.mend_queue.earliest_due().map_or(next_round, |due| due.min(next_round));
+            let next =
+                self.mend_queue.earliest_due_time().map_or(next_round, |due| due.min(next_round));
             let left = next.saturating_sub(self.context.clock.now());
             tokio::select! {
                 () = self.mend_queue.wake.notified() => {}
@@ -427,11 +428,11 @@ impl ReorderingSink {
 }
 
 impl Sink for ReorderingSink {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        debug_assert!(offset >= self.start);
-        if offset >= state.next {
-            state.early.insert(offset, bytes.to_vec());
+        debug_assert!(shard_offset >= self.start);
+        if shard_offset >= state.next {
+            state.early.insert(shard_offset, bytes.to_vec());
         }
         while let Some(bytes) = {
             let next = state.next;
@@ -466,7 +467,7 @@ mod tests {
             }
         }
         assert_eq!(tries, [0, 2, 6, 14, 30, 62, 126, 254, 510]);
-        assert_eq!(queue.earliest_due(), None);
+        assert_eq!(queue.earliest_due_time(), None);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::format::records::{CommitMark, Leaves, Receipt, Record, StripeRecord};
 use crate::id::{ShardId, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::store::{FileCheck, RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::{ExamineAnswer, ExamineStripe, RecordName, RecordView, SourceView};

@@ -11,4 +11,3 @@ pub(super) mod purge;
 pub(super) mod put_block;
 mod read_file;
 pub(super) mod records_and_drops;
-pub(super) mod status_warnings;

@@ -8,7 +8,7 @@ use super::fencing::receipt_name;
 use crate::format::file::{FileKey, FileName};
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::pipeline::executor::{HopError, RunError};
 use crate::plan::Input;
 use crate::store::{RecordScope, StoreError};

@@ -6,7 +6,7 @@ use super::fencing::Fencing;
 use crate::id::{SaveId, ShardId};
 use crate::kind::ErrorKind;
 use crate::node::active_saves::ActiveSaveGuard;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store};
 use crate::wire::RemoteError;

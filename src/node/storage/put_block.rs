@@ -14,8 +14,8 @@ use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Exchange, address};
 use crate::net::frame::FramedRecv;
 use crate::node::Node;
+use crate::node::remote_errors::remote_error;
 use crate::node::rpc::dispatch::{IncomingCall, Request};
-use crate::node::rpc::remote_errors::remote_error;
 use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
@@ -146,10 +146,8 @@ impl Node {
             match self.admit_on_both_holders(&call).await? {
                 Ok(admitted) => admitted,
                 Err(refused) => {
-                    let answer = BlockAdmitted {
-                        second_refused: Some((refused.kind.wire_code(), refused.message)),
-                    };
-                    if self.send_answer(served, Ok(answer)).await {
+                    let second_refused = Some((refused.kind.wire_code(), refused.message));
+                    if self.send_answer(served, Ok(BlockAdmitted { second_refused })).await {
                         let _ = served.send.finish().await;
                     }
                     return Ok(None);
@@ -158,43 +156,17 @@ impl Node {
         if !self.send_answer(served, Ok(BlockAdmitted { second_refused: None })).await {
             return Ok(None);
         }
+        let fingerprints: Arc<Mutex<Vec<Fingerprint>>> = Arc::default();
+        let writer = self.create_fingerprinting_writer(&call, fingerprints.clone()).await?;
         let recv = &mut served.recv;
-        let key = Arc::new(FingerprintKey::derive(&call.fingerprint_key));
-        let found: Arc<Mutex<Vec<Fingerprint>>> = Arc::default();
-        let collect = found.clone();
-        let spec = BlockSpec {
-            stripe: call.stripe,
-            block: call.block,
-            layout: LAYOUT_STANDARD,
-            len_bytes: call.len_bytes,
-        };
-        let fingerprint = Box::new(move |_, grain: &[u8]| {
-            // The writer cuts the block into grains, so a grain is at most 64 KiB here.
-            let value = key.fingerprint(grain).unwrap_or(Fingerprint::ZERO);
-            collect.lock().unwrap_or_else(PoisonError::into_inner).push(value);
-        });
-        let mut writer = self
-            .context
-            .on_store(move |store| store.create_block_writer(spec, Some(fingerprint)))
-            .await?;
-        let mut left = call.len_bytes;
-        while left > 0 {
-            let chunk = self.read_next_chunk(recv, left).await?;
-            left -= chunk.len() as u64;
-            let forwarding = async {
-                if let Some(forward) = &mut forward {
-                    forward.send_chunk(self, chunk.clone()).await;
-                }
-            };
-            let (stored, ()) = tokio::join!(self.write_chunk(writer, chunk.clone()), forwarding);
-            writer = stored?;
-        }
+        let writer =
+            self.receive_and_forward(recv, call.len_bytes, writer, forward.as_mut()).await?;
         let frame = recv.read_frame(MAX_TRAILER_BYTES as usize);
         let frame = deadline(&*self.context.clock, STALL_LIMIT, frame).await??;
         let missing = || remote_error(ErrorKind::Invalid, "the block's trailer is missing");
         let trailer: BlockTrailer =
             parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
-        if *found.lock().unwrap_or_else(PoisonError::into_inner) != trailer.fingerprints {
+        if *fingerprints.lock().unwrap_or_else(PoisonError::into_inner) != trailer.fingerprints {
             let text = format!(
                 "the fingerprints of block {} of stripe {} differ from those that its sender computed: send it again",
                 call.block, call.stripe
@@ -214,6 +186,51 @@ impl Node {
         stored?;
         self.fencing.refuse_and_purge_removed(call.stripe.shard.save()).await?;
         Ok(Some(PutBlockAnswer { forwarded }))
+    }
+
+    /// Creates the writer of the block. It adds the fingerprint of each grain to `fingerprints`.
+    async fn create_fingerprinting_writer(
+        &self,
+        call: &PutBlock,
+        fingerprints: Arc<Mutex<Vec<Fingerprint>>>,
+    ) -> Result<BlockWriter, RemoteError> {
+        let key = FingerprintKey::derive(&call.fingerprint_key);
+        let spec = BlockSpec {
+            stripe: call.stripe,
+            block: call.block,
+            layout: LAYOUT_STANDARD,
+            len_bytes: call.len_bytes,
+        };
+        let fingerprint = Box::new(move |_, grain: &[u8]| {
+            // The writer cuts the block into grains, so a grain is at most 64 KiB here.
+            let value = key.fingerprint(grain).unwrap_or(Fingerprint::ZERO);
+            fingerprints.lock().unwrap_or_else(PoisonError::into_inner).push(value);
+        });
+        self.context.on_store(move |store| store.create_block_writer(spec, Some(fingerprint))).await
+    }
+
+    /// Receives the bytes of a block, writes them, and forwards them to the second holder at the
+    /// same time. Returns the writer.
+    async fn receive_and_forward(
+        &self,
+        recv: &mut FramedRecv,
+        len_bytes: u64,
+        mut writer: BlockWriter,
+        mut forward: Option<&mut BlockForward>,
+    ) -> Result<BlockWriter, RemoteError> {
+        let mut left = len_bytes;
+        while left > 0 {
+            let chunk = self.read_next_chunk(recv, left).await?;
+            left -= chunk.len() as u64;
+            let forwarding = async {
+                if let Some(forward) = &mut forward {
+                    forward.send_chunk(self, chunk.clone()).await;
+                }
+            };
+            let (stored, ()) = tokio::join!(self.write_chunk(writer, chunk.clone()), forwarding);
+            writer = stored?;
+        }
+        Ok(writer)
     }
 
     /// Reserves the memory of a block on this node and on its second holder, in node-id order, so

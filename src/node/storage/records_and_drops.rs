@@ -4,6 +4,7 @@
 use super::examine_stripe::is_damaged_record;
 use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, parse_tombstone, receipt_name};
 use crate::catalogue::record_access::{read_record, shard_state_key};
+use crate::code::CodeId;
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::{
@@ -13,7 +14,7 @@ use crate::format::records::{
 use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::rpc::remote_errors::remote_error;
+use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
@@ -267,30 +268,40 @@ impl Node {
         let me = self.context.id;
         self.context
             .on_store(move |store| {
-                let name = receipt_name(call.attempt);
-                let bytes = store.get_record_file(RecordScope::Stripe(stripe), &name)?;
-                let missing = || {
-                    remote_error(
-                        ErrorKind::NotFound,
-                        format!("this node has no receipt of stripe {stripe}"),
-                    )
-                };
-                let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
-                if receipt.attempt != call.attempt
-                    || receipt.generation != call.generation
-                    || receipt.code != code
-                {
-                    return Err(remote_error(
-                        ErrorKind::Corrupt,
-                        format!("the receipt of stripe {stripe} here is not the catalogue's"),
-                    ));
-                }
+                let receipt = read_ordered_receipt(store, &call, code)?;
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Drop, stripe);
                 drop_files_outside_receipt(store, me, &receipt)
             })
             .await
     }
+}
+
+/// Returns this node's receipt of the attempt that the order names.
+///
+/// # Errors
+/// [`ErrorKind::NotFound`] if there is none, [`ErrorKind::Corrupt`] if it is another one than the
+/// catalogue's.
+fn read_ordered_receipt(
+    store: &Store,
+    call: &DropReplicas,
+    code: CodeId,
+) -> Result<Receipt, RemoteError> {
+    let stripe = call.stripe;
+    let bytes = store.get_record_file(RecordScope::Stripe(stripe), &receipt_name(call.attempt))?;
+    let missing = || {
+        let text = format!("this node has no receipt of stripe {stripe}");
+        remote_error(ErrorKind::NotFound, text)
+    };
+    let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
+    if receipt.attempt != call.attempt
+        || receipt.generation != call.generation
+        || receipt.code != code
+    {
+        let text = format!("the receipt of stripe {stripe} here is not the catalogue's");
+        return Err(remote_error(ErrorKind::Corrupt, text));
+    }
+    Ok(receipt)
 }
 
 /// Returns whether this node has a commit mark of any shard of `save`.

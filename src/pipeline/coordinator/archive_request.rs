@@ -404,7 +404,7 @@ impl Coordinator {
 
     /// Returns the generation that follows `seen`. Its epoch, which the orders of this coordinator
     /// carry, is never below the catalogue's epoch.
-    pub(super) fn next_generation(&self, seen: Generation) -> Generation {
+    pub(super) fn generation_after(&self, seen: Generation) -> Generation {
         seen.next(self.catalogue.epoch())
     }
 }

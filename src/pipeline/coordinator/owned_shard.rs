@@ -116,7 +116,7 @@ impl OwnedShard {
                 return Err(fenced());
             }
             ensure_not_owned_by_another(coordinator, &root, &state, lease).await?;
-            let generation = coordinator.next_generation(state.generation);
+            let generation = coordinator.generation_after(state.generation);
             state.generation = generation;
             state.owner = Some(Owner { node: coordinator.me, lease });
             begin_archiving(&mut state, attempt, code.id(), generation);

@@ -200,7 +200,7 @@ impl HopMath {
 
     /// Runs the grains of `batch`, from `first` on, one after the other. Returns their results and
     /// the time that they took.
-    fn process_batch(
+    fn read_encode_and_store_batch(
         &self,
         first: u64,
         batch: Vec<Vec<Bytes>>,
@@ -319,7 +319,8 @@ async fn process_grains(
         }
         let works_from = elapsed_us();
         let job = math.clone();
-        let (results, spent) = workers.run(move || job.process_batch(grain, batch)).await??;
+        let (results, spent) =
+            workers.run(move || job.read_encode_and_store_batch(grain, batch)).await??;
         let worked = elapsed_us();
         let (grains, at_us) = ((grain, grain + count), [waits_from, works_from, worked]);
         account.add_batch(TimedBatch { grains, at_us, spent });

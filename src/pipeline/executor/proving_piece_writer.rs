@@ -32,7 +32,7 @@ impl ProvingPieceWriter {
     /// Returns the slot of a new piece of `len_bytes` bytes.
     pub fn new(writer: PieceWriter, len_bytes: u64) -> Self {
         let fingerprints = vec![Fingerprint::ZERO; grains(len_bytes) as usize];
-        let proof = ProofState { fingerprints, buffer: Extent::new_buffer(len_bytes) };
+        let proof = ProofState { fingerprints, buffer: Extent::new_read_back_buffer(len_bytes) };
         Self {
             writer: Mutex::new(Some(writer)),
             proof: Mutex::new(proof),

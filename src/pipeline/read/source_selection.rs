@@ -12,7 +12,7 @@ use super::{ReadError, ReadSession};
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
-use crate::format::records::{PieceForm, Receipt, ShardRoot, StripeState};
+use crate::format::records::{PieceForm, Receipt, ReceiptPiece, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
 use crate::pipeline::record_fetch::StripeInfo;
 use crate::units::GRAIN_BYTES;
@@ -198,81 +198,100 @@ impl ReadRequest<'_> {
         reading: &ReadSession,
         held: &HeldFiles,
     ) -> UnreadableStripe {
-        let &ReadRequest { root, info, state, receipt, blocks, .. } = self;
-        let directory = &reading.directory;
-        let (n, k) = (usize::from(root.n), usize::from(root.k));
-        let gone = |node: NodeId, file| match held.contains_key(&node) {
-            true if reading.is_corrupt(info.fixed.stripe, node, file) => "has a damaged copy",
-            true => "no longer has it",
-            false => "is unreachable",
-        };
-        let mut missing = Vec::new();
-        let needs = match (state, receipt) {
+        let &ReadRequest { root, info, state, receipt, .. } = self;
+        let pieces_needed = format!("{} of its {} pieces", root.k, root.n);
+        let (needs, mut missing) = match (state, receipt) {
             (StripeState::Archived { .. }, Some(receipt)) => {
-                for piece in &receipt.pieces {
-                    let file = match piece.form {
-                        PieceForm::File => {
-                            FileName::Piece { piece: piece.piece, attempt: receipt.attempt }
-                        }
-                        PieceForm::Replica { block } => FileName::Replica { block },
-                    };
-                    let files = held.get(&piece.node);
-                    let is_it = |found: &FoundFile| {
-                        found.file == file
-                            && found.content.is_none_or(|(_, root)| root == piece.root)
-                    };
-                    if !files.is_some_and(|files| files.iter().any(is_it)) {
-                        let (number, node) = (piece.piece, directory.name(piece.node));
-                        missing.push(format!(
-                            "piece {number} (node {node} {})",
-                            gone(piece.node, file)
-                        ));
-                    }
-                }
-                format!("{k} of its {n} pieces")
+                (pieces_needed, self.missing_pieces(receipt, reading, held))
             }
             (StripeState::Archived { attempt, code, .. }, None) => {
                 let code = table::by_id(code);
                 let found =
                     code.map_or(0, |c| pieces_of_attempt(info, attempt, &c, None, held).len());
-                missing.push(format!("all but {found} of them"));
-                missing.push("its receipt, which would name the nodes that have them".into());
-                format!("{k} of its {n} pieces")
+                let receipt = "its receipt, which would name the nodes that have them".to_owned();
+                (pieces_needed, vec![format!("all but {found} of them"), receipt])
             }
-            _ => {
-                for &block in blocks {
-                    if info.fixed.cut.block_len(block) > 0
-                        && replicas_of_block(info, block, held).is_empty()
-                    {
-                        let layout = Layout::new(n, k).into_iter();
-                        let file = FileName::Replica { block };
-                        let at = layout.flat_map(|layout| layout.holders(block.into()));
-                        let nodes = at.filter_map(|position| info.places.get(position));
-                        let nodes: Vec<String> = nodes
-                            .map(|&node| format!("{} {}", directory.name(node), gone(node, file)))
-                            .collect();
-                        missing.push(format!("block {block} ({})", nodes.join(", ")));
-                    }
-                }
-                "one replica of each block".into()
-            }
+            _ => ("one replica of each block".to_owned(), self.missing_replicas(reading, held)),
         };
         if let Ok(coded) = self.find_coded_pieces(held) {
-            let way = SourceSet { replicas: self.replicas_by_block(held), coded, by_pieces: false };
+            let sources =
+                SourceSet { replicas: self.replicas_by_block(held), coded, by_pieces: false };
             let damage = reading.damage_of_stripe(info.fixed.stripe);
             for grain in self.damaged_grains(&damage) {
-                for block in self.unreadable_blocks(&damage, &way, grain) {
+                for block in self.unreadable_blocks(&damage, &sources, grain) {
                     missing.push(format!("grain {grain} of block {block} (no copy has it good)"));
                 }
             }
             missing.truncate(MAX_MISSING);
         }
-        UnreadableStripe {
-            shard: root.name.to_string(),
-            stripe: info.fixed.stripe.index,
-            needs,
-            missing,
+        let (shard, stripe) = (root.name.to_string(), info.fixed.stripe.index);
+        UnreadableStripe { shard, stripe, needs, missing }
+    }
+
+    /// Describes the pieces of the receipt that are not among the files held.
+    fn missing_pieces(
+        &self,
+        receipt: &Receipt,
+        reading: &ReadSession,
+        held: &HeldFiles,
+    ) -> Vec<String> {
+        let is_missing = |piece: &&ReceiptPiece| {
+            let file = file_of_piece(receipt, piece);
+            let is_it = |found: &FoundFile| {
+                found.file == file && found.content.is_none_or(|(_, root)| root == piece.root)
+            };
+            !held.get(&piece.node).is_some_and(|files| files.iter().any(is_it))
+        };
+        let describe = |piece: &ReceiptPiece| {
+            let (number, node) = (piece.piece, reading.directory.name(piece.node));
+            let why = self.why_absent(piece.node, file_of_piece(receipt, piece), reading, held);
+            format!("piece {number} (node {node} {why})")
+        };
+        receipt.pieces.iter().filter(is_missing).map(describe).collect()
+    }
+
+    /// Describes the wanted blocks without a replica among the files held.
+    fn missing_replicas(&self, reading: &ReadSession, held: &HeldFiles) -> Vec<String> {
+        let &ReadRequest { root, info, blocks, .. } = self;
+        let mut missing = Vec::new();
+        for &block in blocks {
+            if info.fixed.cut.block_len(block) > 0
+                && replicas_of_block(info, block, held).is_empty()
+            {
+                let layout = Layout::new(root.n.into(), root.k.into()).into_iter();
+                let file = FileName::Replica { block };
+                let at = layout.flat_map(|layout| layout.holders(block.into()));
+                let nodes = at.filter_map(|position| info.places.get(position));
+                let describe = |&node: &NodeId| {
+                    let why = self.why_absent(node, file, reading, held);
+                    format!("{} {why}", reading.directory.name(node))
+                };
+                let nodes: Vec<String> = nodes.map(describe).collect();
+                missing.push(format!("block {block} ({})", nodes.join(", ")));
+            }
         }
+        missing
+    }
+
+    fn why_absent(
+        &self,
+        node: NodeId,
+        file: FileName,
+        reading: &ReadSession,
+        held: &HeldFiles,
+    ) -> &'static str {
+        match held.contains_key(&node) {
+            true if reading.is_corrupt(self.info.fixed.stripe, node, file) => "has a damaged copy",
+            true => "no longer has it",
+            false => "is unreachable",
+        }
+    }
+}
+
+fn file_of_piece(receipt: &Receipt, piece: &ReceiptPiece) -> FileName {
+    match piece.form {
+        PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
+        PieceForm::Replica { block } => FileName::Replica { block },
     }
 }
 

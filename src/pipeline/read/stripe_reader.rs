@@ -61,9 +61,9 @@ pub(super) struct ReadTarget {
 
 /// The destination of restored bytes. The calls may block; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
-    /// Writes `bytes` at byte `offset` of the shard. The same bytes may be written again when the
+    /// Writes `bytes` at byte `shard_offset` of the shard. The same bytes may be written again when the
     /// reading of a stripe starts over.
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()>;
 }
 
 /// A reader of one stripe.

@@ -1,89 +1,38 @@
-//! The client's side of saving one stripe. Each block is sent to its first holder, which forwards
-//! it to the second. The client hashes and fingerprints the bytes that it reads from its source,
-//! and both holders must agree (docs/semantics.md, 3.2).
+//! The client's side of saving one stripe: its blocks are uploaded in rounds, and spares take the
+//! places of holders that fail (docs/semantics.md, 3.2).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream;
 
-use crate::clock::deadline;
+use super::block_upload::BlockError;
+use super::shard_source::ShardSource;
 use crate::code::Layout;
 use crate::format::FormatError;
 use crate::format::geometry::StripeCut;
 use crate::format::records::{BlockInfo, Record, StripeFixed, StripeRecord};
-use crate::format::tree::{GrainTree, grain_hash};
-use crate::gf::{Fingerprint, FingerprintKey, GfError};
+use crate::gf::{FingerprintKey, GfError};
 use crate::id::{Generation, NodeId, StripeId};
 use crate::kind::ErrorKind;
-use crate::net::call::{CallError, Caller, Exchange, address};
+use crate::net::call::{CallError, Caller};
 use crate::placement::Spares;
 use crate::topology::Directory;
-use crate::units::GRAIN_BYTES;
-use crate::wire::calls::{
-    BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer, PutRecord, RecordName,
-};
-use crate::wire::{RemoteError, message_to_bytes};
+use crate::wire::calls::{PutRecord, RecordName};
 use crate::workers::{WorkerDied, Workers};
 
-/// Number of bytes that are read from the source, and sent, at a time.
-const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
 /// Maximum number of blocks of one stripe that are sent at once.
 const BLOCKS_AT_ONCE: usize = 6;
-/// How long a holder may take or answer nothing before it counts as failed.
-const STALL_LIMIT: Duration = Duration::from_secs(20);
 /// Wait before holders that refused are asked again.
 const BUSY_WAIT: Duration = Duration::from_secs(1);
 /// Maximum number of consecutive retries while a holder reports that it is out of memory.
 const BUSY_ROUNDS: usize = 30;
 /// Maximum number of rounds in which failed holders are replaced.
 const ROUNDS: usize = 3;
-
-/// A source of a shard's bytes. The methods may block. Bytes are read more than once if a holder
-/// fails.
-pub trait ShardSource: Send + Sync + 'static {
-    /// Returns the length in bytes.
-    fn len_bytes(&self) -> u64;
-
-    /// Fills `out` with the bytes from `offset` on.
-    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()>;
-
-    /// Returns the `len` bytes from `offset` on, if the source has them in memory in one piece.
-    /// They are then hashed and sent without a copy. The memory must not change before the save has
-    /// ended, because a block whose holder fails is read again.
-    fn bytes_in_memory(&self, _offset: u64, _len: usize) -> Option<Bytes> {
-        None
-    }
-
-    /// Returns whether the source is the same as when it was opened, as far as it can tell. The
-    /// caller asks after it has read all of the source.
-    fn is_unchanged(&self) -> io::Result<bool> {
-        Ok(true)
-    }
-}
-
-impl ShardSource for Bytes {
-    fn len_bytes(&self) -> u64 {
-        self.len() as u64
-    }
-
-    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        let from = usize::try_from(offset).unwrap_or(usize::MAX);
-        let range = from.checked_add(out.len()).and_then(|to| self.get(from..to));
-        out.copy_from_slice(range.ok_or(io::ErrorKind::UnexpectedEof)?);
-        Ok(())
-    }
-
-    fn bytes_in_memory(&self, offset: u64, len: usize) -> Option<Bytes> {
-        let from = usize::try_from(offset).ok()?;
-        (from.checked_add(len)? <= self.len()).then(|| self.slice(from..from + len))
-    }
-}
 
 /// The error of a stripe that was not saved.
 #[derive(Debug, thiserror::Error)]
@@ -201,9 +150,9 @@ pub struct StripeUploader {
 }
 
 /// A holder of a block that failed, and its error.
-struct NodeFailure {
-    node: NodeId,
-    error: CallError,
+pub(super) struct NodeFailure {
+    pub node: NodeId,
+    pub error: CallError,
 }
 
 impl NodeFailure {
@@ -220,17 +169,6 @@ impl NodeFailure {
     }
 }
 
-enum BlockError {
-    Holder(NodeFailure),
-    Fatal(SaveError),
-}
-
-impl<E: Into<SaveError>> From<E> for BlockError {
-    fn from(error: E) -> Self {
-        BlockError::Fatal(error.into())
-    }
-}
-
 impl StripeUploader {
     /// Saves one stripe. Where a holder fails, puts one of `spares` in its place in `places`.
     /// Returns the fixed part of the stripe's record.
@@ -241,44 +179,18 @@ impl StripeUploader {
         places: &mut [NodeId],
         mut spares: Spares,
     ) -> Result<StripeFixed, SaveError> {
-        let (k, step) = (self.layout.k(), self.layout.n() - self.layout.k());
+        let k = self.layout.k();
         self.avoid_failed_nodes(places, &mut spares);
         let mut blocks: Vec<Option<BlockInfo>> = vec![None; k];
         let mut todo: BTreeSet<usize> = (0..k).collect();
         let (mut round, mut busy_rounds) = (0, 0);
         while round <= ROUNDS {
-            let now: &[NodeId] = places;
-            let sends = todo.iter().map(|&block| async move {
-                let holders = (now[block], now[block + step]);
-                (block, self.upload_block(stripe, &cut, block as u8, holders).await)
-            });
-            let mut running =
-                stream::iter(sends.collect::<Vec<_>>()).buffer_unordered(BLOCKS_AT_ONCE);
-            let mut failures: Vec<NodeFailure> = Vec::new();
-            let mut done = Vec::new();
-            while let Some((block, result)) = running.next().await {
-                match result {
-                    Ok(info) if blocks[block].as_ref().is_some_and(|first| *first != info) => {
-                        return Err(SaveError::Changed { shard: self.name.clone() });
-                    }
-                    Ok(info) => {
-                        if blocks[block].is_none() {
-                            (self.progress)(info.len_bytes);
-                        }
-                        blocks[block] = Some(info);
-                        done.push(block);
-                    }
-                    Err(BlockError::Holder(failed)) => failures.push(failed),
-                    Err(BlockError::Fatal(error)) => return Err(error),
-                }
-            }
-            drop(running);
-            if !done.is_empty() {
+            let left = todo.len();
+            let mut failures =
+                self.upload_round(stripe, &cut, places, &mut todo, &mut blocks).await?;
+            if todo.len() < left {
                 busy_rounds = 0;
             }
-            done.iter().for_each(|block| {
-                todo.remove(block);
-            });
             if todo.is_empty() {
                 let blocks = blocks.into_iter().flatten().collect();
                 return Ok(StripeFixed { stripe, cut, blocks });
@@ -307,6 +219,46 @@ impl StripeUploader {
             failed: "several nodes".into(),
             reason: format!("{ROUNDS} rounds of replacing them did not help"),
         })
+    }
+
+    /// Uploads the blocks of `todo`, and moves those that succeed into `blocks`. Returns the
+    /// failures of holders.
+    ///
+    /// # Errors
+    /// [`SaveError::Changed`] if a block differs from what was uploaded before.
+    async fn upload_round(
+        &self,
+        stripe: StripeId,
+        cut: &StripeCut,
+        places: &[NodeId],
+        todo: &mut BTreeSet<usize>,
+        blocks: &mut [Option<BlockInfo>],
+    ) -> Result<Vec<NodeFailure>, SaveError> {
+        let step = self.layout.n() - self.layout.k();
+        let sends = todo.iter().map(|&block| async move {
+            let holders = (places[block], places[block + step]);
+            (block, self.upload_block(stripe, cut, block as u8, holders).await)
+        });
+        let sends: Vec<_> = sends.collect();
+        let mut running = stream::iter(sends).buffer_unordered(BLOCKS_AT_ONCE);
+        let mut failures = Vec::new();
+        while let Some((block, result)) = running.next().await {
+            match result {
+                Ok(info) if blocks[block].as_ref().is_some_and(|first| *first != info) => {
+                    return Err(SaveError::Changed { shard: self.name.clone() });
+                }
+                Ok(info) => {
+                    if blocks[block].is_none() {
+                        (self.progress)(info.len_bytes);
+                    }
+                    blocks[block] = Some(info);
+                    todo.remove(&block);
+                }
+                Err(BlockError::Holder(failed)) => failures.push(failed),
+                Err(BlockError::Fatal(error)) => return Err(error),
+            }
+        }
+        Ok(failures)
     }
 
     /// Puts spares in the places of nodes that failed in other stripes, before the first byte is
@@ -355,172 +307,6 @@ impl StripeUploader {
         Ok(again)
     }
 
-    /// Sends one block to its two holders and waits until it is durable on both. Returns the
-    /// block's length, root and fingerprints.
-    async fn upload_block(
-        &self,
-        stripe: StripeId,
-        cut: &StripeCut,
-        block: u8,
-        holders: (NodeId, NodeId),
-    ) -> Result<BlockInfo, BlockError> {
-        let len_bytes = cut.block_len(block);
-        if len_bytes == 0 {
-            let root = *blake3::hash(&[]).as_bytes();
-            return Ok(BlockInfo { len_bytes, root, fingerprints: Vec::new() });
-        }
-        let unknown = |node: NodeId| SaveError::NoHolders {
-            stripe,
-            failed: node.to_string(),
-            reason: "it is not registered".into(),
-        };
-        let first = self.directory.address(holders.0).ok_or_else(|| unknown(holders.0))?;
-        let second = self.directory.address(holders.1).ok_or_else(|| unknown(holders.1))?;
-        let call = PutBlock {
-            stripe,
-            block,
-            len_bytes,
-            generation: self.generation,
-            fingerprint_key: self.key_bytes,
-            forward: Some(second),
-        };
-        let to = address(&first);
-        let failed = |node: NodeId, error: CallError| {
-            // Every other holder would refuse in the same way. Silence, damage or shortage may
-            // affect this holder only.
-            let fatal =
-                matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Denied | ErrorKind::Invalid);
-            if fatal && !error.is_unanswered() {
-                BlockError::Fatal(SaveError::Refused(error))
-            } else {
-                BlockError::Holder(NodeFailure { node, error })
-            }
-        };
-        let holder = |error| failed(holders.0, error);
-        let late = |source| CallError::Late { call: "PutBlock", to: to.to_string(), source };
-        let clock = &**self.caller.clock();
-        let opened = deadline(clock, STALL_LIMIT, self.caller.open(&to, &call)).await;
-        let mut exchange = opened.map_err(late).and_then(|opened| opened).map_err(holder)?;
-        let admitted = deadline(clock, STALL_LIMIT, exchange.answer::<BlockAdmitted>()).await;
-        let admitted = admitted.map_err(late).and_then(|admitted| admitted).map_err(holder)?;
-        if let Some((code, message)) = admitted.second_refused {
-            let refusal = RemoteError { kind: ErrorKind::from_wire_code(code), message };
-            return Err(failed(holders.1, refusal.into()));
-        }
-        let start = cut.offset_bytes + cut.block_offset(block);
-        let (info, refused) = self.send_block(&mut exchange, start, len_bytes).await?;
-        // If sending failed, the answer names the reason, if there is an answer.
-        let answer = deadline(clock, STALL_LIMIT, exchange.answer::<PutBlockAnswer>()).await;
-        let answer = match (answer.map_err(late).and_then(|answer| answer), refused) {
-            (Err(error), Some(refused)) if error.is_unanswered() => Err(refused),
-            (answer, _) => answer,
-        };
-        match answer.map_err(holder)?.forwarded {
-            Some(Ok(())) => Ok(info),
-            Some(Err(message)) => {
-                // The first holder does not say whether the second one refused or is gone.
-                let error = CallError::Failed(RemoteError { kind: ErrorKind::Timeout, message });
-                Err(BlockError::Holder(NodeFailure { node: holders.1, error }))
-            }
-            None => {
-                let message = format!("{} did not forward the block", first.name);
-                let error = CallError::Failed(RemoteError { kind: ErrorKind::Internal, message });
-                Err(BlockError::Holder(NodeFailure { node: holders.0, error }))
-            }
-        }
-    }
-
-    /// Reads, hashes and sends a block and its trailer. Returns the block's length, root and
-    /// fingerprints, and the error if sending failed.
-    async fn send_block(
-        &self,
-        exchange: &mut Exchange,
-        block_start: u64,
-        len_bytes: u64,
-    ) -> Result<(BlockInfo, Option<CallError>), BlockError> {
-        let clock = self.caller.clock().clone();
-        let mut hashes = Vec::new();
-        let mut fingerprints = Vec::new();
-        let mut refused = None;
-        let mut offset = 0;
-        let mut ready = None;
-        while offset < len_bytes || ready.is_some() {
-            let read = async {
-                if offset == len_bytes {
-                    return Ok(None);
-                }
-                let len = CHUNK_BYTES.min(len_bytes - offset);
-                self.read_hashed_chunk(block_start, offset, len, len_bytes).await.map(Some)
-            };
-            let write = async {
-                if let (Some(chunk), None) = (ready.take(), &refused) {
-                    match deadline(&*clock, STALL_LIMIT, exchange.write(chunk)).await {
-                        Ok(written) => refused = written.err(),
-                        Err(source) => {
-                            let (call, to) = ("PutBlock", "the block's holder".to_owned());
-                            refused = Some(CallError::Late { call, to, source });
-                        }
-                    }
-                }
-            };
-            let (chunk, ()) = tokio::join!(read, write);
-            if let Some(chunk) = chunk? {
-                offset += chunk.bytes.len() as u64;
-                hashes.extend(chunk.hashes);
-                fingerprints.extend(chunk.fingerprints);
-                ready = Some(chunk.bytes);
-            }
-        }
-        let root = GrainTree::from_hashes(len_bytes, hashes)?.root();
-        let info = BlockInfo { len_bytes, root, fingerprints };
-        let trailer = BlockTrailer { root, fingerprints: info.fingerprints.clone() };
-        if refused.is_none() {
-            let frame = message_to_bytes(&trailer, "a block's trailer").map_err(|source| {
-                SaveError::Refused(CallError::Wire { call: "PutBlock", to: String::new(), source })
-            })?;
-            refused = exchange.write_frame(frame).await.err();
-        }
-        if refused.is_none() {
-            refused = exchange.finish().await.err();
-        }
-        Ok((info, refused))
-    }
-
-    async fn read_hashed_chunk(
-        &self,
-        block_start: u64,
-        offset_in_block: u64,
-        len: u64,
-        block_len_bytes: u64,
-    ) -> Result<HashedChunk, SaveError> {
-        let (source, key, name) = (self.source.clone(), self.key.clone(), self.name.clone());
-        let job = move || {
-            let bytes = match source.bytes_in_memory(block_start + offset_in_block, len as usize) {
-                Some(bytes) => bytes,
-                None => {
-                    let mut bytes = vec![0; len as usize];
-                    let read = source.read_at(block_start + offset_in_block, &mut bytes);
-                    read.map_err(|source| SaveError::Source {
-                        shard: name,
-                        offset: block_start + offset_in_block,
-                        source,
-                    })?;
-                    Bytes::from(bytes)
-                }
-            };
-            let first = offset_in_block / GRAIN_BYTES;
-            let mut chunk =
-                HashedChunk { bytes: Bytes::new(), hashes: Vec::new(), fingerprints: Vec::new() };
-            for (grain, index) in bytes.chunks(GRAIN_BYTES as usize).zip(first..) {
-                chunk.hashes.extend(grain_hash(block_len_bytes, index, grain));
-                chunk.fingerprints.push(key.fingerprint(grain)?);
-            }
-            chunk.bytes = bytes;
-            Ok(chunk)
-        };
-        self.workers.run(job).await?
-    }
-
     /// Makes the stripe's record durable on all of its nodes that can be reached.
     ///
     /// # Errors
@@ -557,10 +343,4 @@ impl StripeUploader {
         }
         Ok(())
     }
-}
-
-struct HashedChunk {
-    bytes: Bytes,
-    hashes: Vec<[u8; 32]>,
-    fingerprints: Vec<Fingerprint>,
 }

@@ -92,7 +92,7 @@ impl MemoryDisk {
     }
 
     /// Flips one bit on the medium only; the page cache keeps the right bit.
-    pub fn flip_bit_on_medium(&self, path: &str, bit: u64) -> Result<(), DiskError> {
+    pub fn flip_bit_below_page_cache(&self, path: &str, bit: u64) -> Result<(), DiskError> {
         self.change_file_within_len(path, |file| file.durable.flip_bit(bit), bit / 8 + 1)
     }
 

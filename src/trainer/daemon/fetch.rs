@@ -157,8 +157,8 @@ impl Fetch {
 struct FileSink(File);
 
 impl Sink for FileSink {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.0.write_all_at(bytes, offset)
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(bytes, shard_offset)
     }
 }
 

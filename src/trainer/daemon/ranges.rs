@@ -82,8 +82,8 @@ struct WindowSink {
 }
 
 impl Sink for WindowSink {
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let inside = offset.checked_sub(self.part.shard_offset);
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let inside = shard_offset.checked_sub(self.part.shard_offset);
         let inside = inside.ok_or(io::ErrorKind::InvalidInput)?;
         self.file.write_all_at(bytes, self.part.file_offset + inside)
     }

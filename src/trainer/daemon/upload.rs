@@ -14,7 +14,9 @@ use super::core::{Phase, StepKey};
 use super::records::{SaveState, StepRecord};
 use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, lock};
-use crate::client::{ClientError, NewShard, Progress, SaveCode, SaveDriver, SaveFate, SaveOptions};
+use crate::client::{
+    ClientError, NewShard, Progress, SaveCode, SaveDecisions, SaveFate, SaveOptions,
+};
 use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table};
 use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
 use crate::kind::ErrorKind;
@@ -293,7 +295,7 @@ impl StagingDaemon {
         let options = SaveOptions { replace };
         let report = self
             .client
-            .save_with_driver(&key.job, key.step, options, driver.clone(), progress)
+            .save_with_decisions(&key.job, key.step, options, driver.clone(), progress)
             .await?;
         let attempts = driver.saves.lock().unwrap_or_else(PoisonError::into_inner).len();
         let notes = match attempts {
@@ -375,7 +377,7 @@ struct Driver {
 }
 
 #[async_trait]
-impl SaveDriver for Driver {
+impl SaveDecisions for Driver {
     fn assign_save_id(&self, _attempt: u32) -> io::Result<SaveId> {
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the step was given up");
         let mut save = SaveId([0; 12]);
@@ -415,7 +417,7 @@ impl SaveDriver for Driver {
         Ok(new)
     }
 
-    async fn confirm_commit(&self) -> Result<(), String> {
+    async fn approve_commit(&self) -> Result<(), String> {
         if self.daemon.with(|core| core.step(&self.key).is_none()) {
             return Err("the step was given up".into());
         }

@@ -1,4 +1,4 @@
-//! The driver of a save. It decides on the save's id, on its shards once the code is known, and on
+//! The decisions of a save's caller: on the save's id, on its shards once the code is known, and on
 //! whether it is committed.
 
 use std::io;
@@ -20,21 +20,21 @@ pub struct NewShard {
     pub source: Arc<dyn ShardSource>,
 }
 
-/// A driver of a save. [`crate::client::Client::save_with_driver`] asks it at each decision, and again if
+/// The decisions of a save's caller. [`crate::client::Client::save_with_decisions`] asks for each, and again if
 /// the save starts again because nodes failed.
 #[async_trait]
-pub trait SaveDriver: Send + Sync {
+pub trait SaveDecisions: Send + Sync {
     /// Returns the id of attempt `attempt` (from 0). Every attempt needs an id of its own. To learn
     /// after a crash whether the save was committed, store the id durably before this returns, and
     /// call [`crate::client::Client::settle_save`] later.
     fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId>;
 
-    /// Returns the shards. The driver may cut them to fit the code that the cluster has chosen.
+    /// Returns the shards. The caller may cut them to fit the code that the cluster has chosen.
     fn shards_for_code(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError>;
 
     /// Decides whether to commit. Called when every byte is stored. An error aborts the save; its
     /// text becomes the reason.
-    async fn confirm_commit(&self) -> Result<(), String>;
+    async fn approve_commit(&self) -> Result<(), String>;
 }
 
 /// The code by which a save will be archived.
@@ -64,14 +64,14 @@ pub enum SaveFate {
     Aborted,
 }
 
-/// The driver of a save whose shards are known beforehand. It commits without further conditions.
+/// The decisions for a save whose shards are known beforehand. It commits without further conditions.
 pub(in crate::client) struct PlainSave {
     pub(in crate::client) shards: Vec<NewShard>,
     pub(in crate::client) entropy: Arc<dyn Entropy>,
 }
 
 #[async_trait]
-impl SaveDriver for PlainSave {
+impl SaveDecisions for PlainSave {
     fn assign_save_id(&self, _attempt: u32) -> io::Result<SaveId> {
         let mut save = SaveId([0; 12]);
         self.entropy.fill(&mut save.0);
@@ -82,7 +82,7 @@ impl SaveDriver for PlainSave {
         Ok(self.shards.clone())
     }
 
-    async fn confirm_commit(&self) -> Result<(), String> {
+    async fn approve_commit(&self) -> Result<(), String> {
         Ok(())
     }
 }

@@ -1,0 +1,88 @@
+//! The takeover of archivings whose coordinator is gone.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, mpsc};
+
+use crate::catalogue::key_scan::KeyScan;
+use crate::catalogue::record_access::{
+    ARCHIVE_REQUESTS, ArchiveRequest, parse_archive_request_key, parse_record,
+};
+use crate::node::Node;
+use crate::node::retry_schedule::{backoff, scan_interval};
+use crate::wire::RemoteError;
+
+/// Maximum number of archivings that one daemon takes over at once.
+const TAKEN_AT_ONCE: usize = 4;
+/// An archive request without a live coordinator: its revision, and when this node first saw it
+/// there.
+struct ObservedRequest {
+    revision: u64,
+    first_seen: Duration,
+}
+
+impl Node {
+    /// Takes over archivings whose coordinator is gone. Runs until the node stops.
+    pub(in crate::node) async fn run_archiving_takeover(self: Arc<Self>) {
+        let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
+        let mut met = HashMap::new();
+        loop {
+            self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
+            match self.take_over_archivings(&slots, &met).await {
+                Ok(now_met) => met = now_met,
+                Err(error) => {
+                    tracing::warn!(%error, "failed to look for archivings whose coordinator is gone");
+                }
+            }
+        }
+    }
+
+    /// Takes over archivings whose coordinator's lease is over. Several daemons may try; the
+    /// compare-and-set lets one of them succeed. An archiving that failed is tried again after a
+    /// wait that grows with its failures, counted from when this node first saw it in this state.
+    /// Returns the archive requests that have no live coordinator, by key.
+    async fn take_over_archivings(
+        self: &Arc<Self>,
+        slots: &Arc<Semaphore>,
+        observed: &HashMap<String, ObservedRequest>,
+    ) -> Result<HashMap<String, ObservedRequest>, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let mut now_met = HashMap::new();
+        let mut requests = KeyScan::of_prefix(&*catalogue, ARCHIVE_REQUESTS);
+        while let Some((key, entry)) = requests.next().await? {
+            let archiving: ArchiveRequest = parse_record(&key, &entry.value)?;
+            let Some((job, step)) = parse_archive_request_key(&key) else { continue };
+            if catalogue.is_lease_alive(archiving.lease).await? {
+                continue;
+            }
+            let now = self.context.clock.now();
+            let revision = entry.revision;
+            let earlier = observed.get(&key).filter(|met| met.revision == revision);
+            let at = earlier.map_or(now, |met| met.first_seen);
+            now_met.insert(key, ObservedRequest { revision, first_seen: at });
+            // A coordinator that died is not a failure of the archiving. Failures count only for a
+            // request that waits for a retry.
+            let failures = archiving.waiting.as_ref().map_or(0, |_| archiving.failures);
+            if now < at.saturating_add(backoff(self.context.settings.lease, failures)) {
+                continue;
+            }
+            let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
+            let coordinator = self.context.coordinator();
+            self.spawn_until_stop(|_| async move {
+                // No client watches this archiving, so its events are discarded.
+                let (events, _) = mpsc::channel(1);
+                let found = (archiving, revision);
+                match coordinator.take_over_request(&job, step, found, &events).await {
+                    Ok(()) => tracing::info!(%job, %step, "takeover ended"),
+                    Err(error) => {
+                        tracing::info!(%job, %step, %error, "takeover failed")
+                    }
+                }
+                drop(slot);
+            });
+        }
+        Ok(now_met)
+    }
+}

@@ -1,0 +1,145 @@
+//! Registration of this node in the catalogue, and the renewal of its lease.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use crate::id::DbId;
+use crate::node::Node;
+use crate::node::retry_schedule::renewal_interval;
+use crate::wire::calls::RegisterAnswer;
+
+/// Maximum number of nodes to which a node introduces itself.
+const INTRODUCED: usize = 32;
+/// Shortest wait between two registrations, whatever lease the catalogue server grants.
+const LEAST_RENEWAL: Duration = Duration::from_millis(50);
+
+/// The progress of this node's registrations.
+#[derive(Default)]
+struct RegistrationProgress {
+    /// The time of the last registration, and the id of the database that accepted it.
+    last: Option<(Duration, DbId)>,
+    /// The database, and the revision of its list of nodes, that are stored.
+    stored_members: Option<(DbId, u64)>,
+    /// Whether the last try succeeded.
+    is_registered: bool,
+    has_registered_before: bool,
+}
+
+impl Node {
+    /// Registers this node, and renews the registration until the node stops.
+    pub(in crate::node) async fn keep_registered(self: Arc<Self>) {
+        let mut progress = RegistrationProgress::default();
+        loop {
+            let registered = match self.may_be_unregistered(progress.last) {
+                true => self.registration.register_and_check().await,
+                false => self.registration.register().await,
+            };
+            // A catalogue server that hears too few nodes accepts no registration, but it still
+            // answers reads.
+            let answers =
+                registered.is_ok() || self.registration.fetch_registration_revision().await.is_ok();
+            self.outage_cache.record_catalogue_answering(answers);
+            let mut lease = self.context.settings.lease;
+            match registered {
+                Ok(answer) => {
+                    lease = lease.min(Duration::from_millis(answer.lease_ms));
+                    self.record_registration(&answer, &mut progress).await;
+                    self.announce_registration(&answer, &mut progress);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "not registered");
+                    progress.is_registered = false;
+                }
+            }
+            self.executor.release_unused_parts();
+            self.context.clock.sleep(renewal_interval(lease).max(LEAST_RENEWAL)).await;
+        }
+    }
+
+    /// Records on disk and in memory which catalogue has registered this node.
+    async fn record_registration(
+        &self,
+        answer: &RegisterAnswer,
+        progress: &mut RegistrationProgress,
+    ) {
+        let (epoch, db_id) = (answer.epoch, answer.map);
+        if progress.last.is_some_and(|(_, last_db_id)| last_db_id != db_id)
+            && let Err(error) = self.registration.note_lost_registration().await
+        {
+            tracing::info!(%error, "failed to read this node's entry in the new catalogue");
+        }
+        progress.last = Some((self.context.clock.now(), db_id));
+        if let Err(error) =
+            self.context.on_store(move |store| store.record_db_id(epoch, db_id)).await
+        {
+            tracing::error!(%error, "registered, but failed to record the catalogue's epoch and database");
+            return;
+        }
+        self.context.catalogue_server.clear_missing_state();
+        self.context.remote.set_expected_epoch(epoch, Some(db_id));
+        self.record_members_and_revision(answer, progress).await;
+    }
+
+    /// Stores the list of nodes if it has changed, and then the catalogue's revision, so that the
+    /// list is never older than the revision that this node reports.
+    async fn record_members_and_revision(
+        &self,
+        answer: &RegisterAnswer,
+        progress: &mut RegistrationProgress,
+    ) {
+        let (db_id, revision) = (answer.map, answer.revision);
+        let members = Some((db_id, answer.members));
+        if progress.stored_members != members {
+            if let Err(error) = self.fetch_and_store_members().await {
+                tracing::info!(%error, "failed to store the list of nodes");
+                return;
+            }
+            progress.stored_members = members;
+        }
+        let recorded = self.context.on_store(move |store| store.record_revision(db_id, revision));
+        if let Err(error) = recorded.await {
+            tracing::warn!(%error, "failed to store the catalogue's revision");
+        }
+    }
+
+    /// Starts what follows a first registration, or one after failures.
+    fn announce_registration(
+        self: &Arc<Self>,
+        answer: &RegisterAnswer,
+        progress: &mut RegistrationProgress,
+    ) {
+        if !progress.is_registered {
+            self.has_returned.store(true, Ordering::Relaxed);
+            tracing::info!(node = %self.context.settings.name, epoch = %answer.epoch, "registered");
+        }
+        if !progress.has_registered_before {
+            self.catching_up.request();
+            self.spawn_until_stop(Self::introduce_itself);
+        }
+        (progress.is_registered, progress.has_registered_before) = (true, true);
+    }
+
+    /// Returns whether this node may have been taken off the list since its `last` registration.
+    /// A node can be taken off the list only after its lease has ended.
+    fn may_be_unregistered(&self, last_registered: Option<(Duration, DbId)>) -> bool {
+        let is_safe = |(at, _): (Duration, DbId)| {
+            self.context.clock.now() < at + self.context.settings.lease / 2
+        };
+        !last_registered.is_some_and(is_safe)
+    }
+
+    /// Introduces this node to some of the other nodes. They read the list of nodes seconds later,
+    /// and the catalogue may be down by then.
+    async fn introduce_itself(self: Arc<Self>) {
+        let Ok(nodes) = self.context.catalogue().list_nodes().await else { return };
+        let mut nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
+        // Each node introduces itself to those that follow it by name, so that the work is shared
+        // evenly.
+        nodes.sort_by(|a, b| a.name.cmp(&b.name));
+        let behind = nodes.iter().position(|node| node.name > self.context.settings.name);
+        nodes.rotate_left(behind.unwrap_or_default());
+        nodes.truncate(INTRODUCED);
+        self.exchange_hellos(&nodes).await;
+    }
+}

@@ -1,0 +1,226 @@
+//! The begin of a save: a code and nodes are chosen, and the step's record names the save
+//! (docs/semantics.md, 3.1).
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use crate::catalogue::Catalogue;
+use crate::catalogue::record_access::{
+    RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_roots_prefix,
+};
+use crate::format::records::{
+    Checkpoint, MAX_RING, Node as NodeRecord, RemoveReason, Removing, Writing,
+};
+use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, Step};
+use crate::kind::ErrorKind;
+use crate::node::Node;
+use crate::node::remote_errors::remote_error;
+use crate::node::retry_schedule::scan_interval;
+use crate::stage::{TracePoint, trace_point};
+use crate::wire::RemoteError;
+use crate::wire::calls::{BeginSave, BeginSaveAnswer};
+
+/// Maximum number of pending removals of one step.
+const MAX_REMOVING: usize = 32;
+
+/// The save that a step's record had as being written when another one begins.
+enum EarlierSave {
+    None,
+    /// A duplicate of the call has opened the save already.
+    IsThisOne {
+        generation: Generation,
+        lease: LeaseId,
+    },
+    /// It was decided, and is committed now.
+    Published,
+    /// Its lease is over, so it is removed.
+    Aborted(Removing),
+}
+
+impl Node {
+    /// Opens a save: chooses its code and its nodes, and grants it a lease. Returns all that the
+    /// client needs to send blocks.
+    pub(in crate::node) async fn begin_save(
+        self: &Arc<Self>,
+        call: BeginSave,
+    ) -> Result<BeginSaveAnswer, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let live = self.fetch_directory().await?.live_storage();
+        let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
+        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
+        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
+        if self.choose_code(nodes.len()).is_err() {
+            // Too few nodes are left without the avoided ones. A save on nodes that may fail is
+            // better than none.
+            nodes = live;
+        }
+        let (n, k) = self.choose_code(nodes.len())?;
+        nodes.truncate(MAX_RING);
+        let (granted, period) = catalogue.grant_lease().await?;
+        trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
+        let begun = self.open_save(&*catalogue, &call, granted).await;
+        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
+            && let Err(error) = catalogue.revoke_lease(granted).await
+        {
+            tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
+        }
+        let (generation, lease) = begun?;
+        Ok(BeginSaveAnswer {
+            save: call.save,
+            generation,
+            lease,
+            lease_ms: period.as_millis() as u64,
+            n,
+            k,
+            block_bytes: self.context.settings.block_bytes,
+            nodes,
+        })
+    }
+
+    /// Returns the first configured code, as (n, k), for which `live` nodes are enough.
+    fn choose_code(&self, live_nodes: usize) -> Result<(u8, u8), RemoteError> {
+        let fits = self.context.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live_nodes);
+        fits.copied().ok_or_else(|| {
+            if live_nodes == 0 {
+                let text = "no storage node has a lease: none runs, or the catalogue server hears from too few of them to change anything";
+                return remote_error(ErrorKind::Unavailable, text);
+            }
+            let smallest = self.context.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
+            let text = format!(
+                "{live_nodes} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
+            );
+            remote_error(ErrorKind::Unavailable, text)
+        })
+    }
+
+    /// Opens the save under `lease`. Returns its generation and its lease. If a duplicate of this
+    /// call has opened it already, that is the other call's lease.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exists`] if the step is committed or another client saves it;
+    /// [`ErrorKind::Fenced`] if the save is over; [`ErrorKind::Busy`] if too many removals of the
+    /// step are pending.
+    async fn open_save(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &BeginSave,
+        lease: LeaseId,
+    ) -> Result<(Generation, LeaseId), RemoteError> {
+        let key = checkpoint_key(&call.job, call.step);
+        let mut current = read_record::<Checkpoint>(catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) =
+                current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
+            let aborted = match self.resolve_writing(catalogue, call, &mut checkpoint).await? {
+                EarlierSave::IsThisOne { generation, lease } => return Ok((generation, lease)),
+                EarlierSave::Published => {
+                    current = read_record(catalogue, &key).await?;
+                    continue;
+                }
+                EarlierSave::Aborted(removing) => Some(removing),
+                EarlierSave::None => None,
+            };
+            check_may_open(catalogue, call, &checkpoint).await?;
+            let seen = [
+                checkpoint.committed.as_ref().map(|saved| saved.generation),
+                aborted.as_ref().map(|removing| removing.generation),
+                checkpoint.removing.iter().map(|removing| removing.generation).max(),
+            ];
+            let newest = seen.into_iter().flatten().max().unwrap_or_default();
+            let generation = newest.next(catalogue.epoch());
+            checkpoint.removing.extend(aborted.clone());
+            checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
+            match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
+                RecordSetOutcome::Set(_) => {
+                    if let Some(entry) = aborted {
+                        self.spawn_removal(call.job.clone(), call.step, entry);
+                    }
+                    return Ok((generation, lease));
+                }
+                RecordSetOutcome::Conflict(other) => current = other,
+            }
+        }
+    }
+
+    /// Takes the save that the step's record has as being written out of `checkpoint`, and returns
+    /// how it goes on. A decided save is published. An open one is aborted if its lease is over.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exists`] if another client saves the step; [`ErrorKind::Fenced`] if the open
+    /// save is this one and its lease is over.
+    async fn resolve_writing(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &BeginSave,
+        checkpoint: &mut Checkpoint,
+    ) -> Result<EarlierSave, RemoteError> {
+        match checkpoint.writing.take() {
+            None => Ok(EarlierSave::None),
+            Some(Writing::Open { save, generation, lease }) if save == call.save => {
+                match catalogue.renew_lease(lease).await? {
+                    true => Ok(EarlierSave::IsThisOne { generation, lease }),
+                    false => Err(save_over_error(call.save)),
+                }
+            }
+            Some(Writing::Open { lease, .. }) if catalogue.is_lease_alive(lease).await? => {
+                let lease = self.context.settings.lease;
+                let gone = (lease + scan_interval(lease)).as_secs() + 1;
+                let text = format!(
+                    "{}/{} is being saved by another client: wait for it (if that client is gone, its save is aborted within {gone} s), or save another step",
+                    call.job, call.step
+                );
+                Err(remote_error(ErrorKind::Exists, text))
+            }
+            Some(Writing::Open { save, generation, .. }) => {
+                let reason = RemoveReason::Aborted;
+                Ok(EarlierSave::Aborted(Removing { save, generation, reason }))
+            }
+            Some(Writing::Decided { saved }) => {
+                self.mark_and_publish(&call.job, call.step, saved).await?;
+                Ok(EarlierSave::Published)
+            }
+        }
+    }
+}
+
+/// Checks that the step may have a new save.
+///
+/// # Errors
+/// [`ErrorKind::Exists`] if the step is committed and is not to be replaced; [`ErrorKind::Fenced`]
+/// if the save is over; [`ErrorKind::Busy`] if too many removals of the step are pending.
+async fn check_may_open(
+    catalogue: &dyn Catalogue,
+    call: &BeginSave,
+    checkpoint: &Checkpoint,
+) -> Result<(), RemoteError> {
+    if checkpoint.committed.is_some() && !call.replace {
+        return Err(already_committed_error(&call.job, call.step));
+    }
+    // The call may have been delayed for long. A save id that is being removed or has roots is
+    // never opened again, by this daemon or by another.
+    let is_removed = checkpoint.removing.iter().any(|removing| removing.save == call.save);
+    let roots = shard_roots_prefix(call.save);
+    if is_removed || !catalogue.list_entries(&roots, None, 1).await?.is_empty() {
+        return Err(save_over_error(call.save));
+    }
+    if checkpoint.removing.len() >= MAX_REMOVING {
+        let text = format!(
+            "{}/{} waits for nodes to remove older saves: start the nodes that are down",
+            call.job, call.step
+        );
+        return Err(remote_error(ErrorKind::Busy, text));
+    }
+    Ok(())
+}
+
+fn save_over_error(save: SaveId) -> RemoteError {
+    remote_error(ErrorKind::Fenced, format!("save {save} is over: save again"))
+}
+
+/// Returns the error for a save of a step that is already committed.
+pub(super) fn already_committed_error(job: &Job, step: Step) -> RemoteError {
+    remote_error(
+        ErrorKind::Exists,
+        format!("{job}/{step} is committed: save another step, or use --replace"),
+    )
+}

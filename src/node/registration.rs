@@ -1,0 +1,108 @@
+//! The registration of this node in the catalogue, and the requests for catching up that follow
+//! from it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio::sync::{MutexGuard, Notify};
+
+use super::context::NodeContext;
+use crate::catalogue::database_format::REVISIONS_PER_EPOCH;
+use crate::catalogue::record_access::NODES;
+use crate::store::StoreError;
+use crate::wire::RemoteError;
+use crate::wire::calls::RegisterAnswer;
+
+/// Whether a round of catching up is due, and whether one runs.
+#[derive(Default)]
+pub(super) struct CatchUpRequests {
+    round: tokio::sync::Mutex<()>,
+    is_due: AtomicBool,
+    wake: Notify,
+}
+
+impl CatchUpRequests {
+    /// Makes a round due. If one runs now, another follows it.
+    pub(super) fn request(&self) {
+        self.request_later();
+        self.wake.notify_one();
+    }
+
+    /// Makes a round due at the next look, without waking the task that runs rounds.
+    pub(super) fn request_later(&self) {
+        self.is_due.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes the request for a round. Returns whether there was one.
+    pub(super) fn take(&self) -> bool {
+        self.is_due.swap(false, Ordering::Relaxed)
+    }
+
+    /// Waits until a round is requested.
+    pub(super) async fn wait_for_request(&self) {
+        self.wake.notified().await;
+    }
+
+    /// Waits until no other round runs. Returns the guard of this one.
+    pub(super) async fn begin_round(&self) -> MutexGuard<'_, ()> {
+        self.round.lock().await
+    }
+}
+
+/// The service that registers this node. It notices when the node's entry in the catalogue is not
+/// the one under which the node has caught up.
+pub(super) struct Registration {
+    context: Arc<NodeContext>,
+    catching_up: Arc<CatchUpRequests>,
+}
+
+impl Registration {
+    /// Creates the service. It makes a round of `catching_up` due when the node was off the list.
+    pub(super) fn new(context: Arc<NodeContext>, catching_up: Arc<CatchUpRequests>) -> Self {
+        Self { context, catching_up }
+    }
+
+    /// Registers this node, or renews its registration. Returns the catalogue's answer.
+    pub(super) async fn register(&self) -> Result<RegisterAnswer, RemoteError> {
+        Ok(self.context.catalogue().register_node(&self.context.own_node_record()).await?)
+    }
+
+    /// Registers this node, and checks before and after whether it was off the list. Returns the
+    /// catalogue's answer.
+    pub(super) async fn register_and_check(&self) -> Result<RegisterAnswer, RemoteError> {
+        self.note_lost_registration().await?;
+        let answer = self.register().await?;
+        self.note_lost_registration().await?;
+        Ok(answer)
+    }
+
+    /// Compares this node's entry in the list of nodes with the entry in its catch-up record. A
+    /// node that was taken off the list has missed commits and removals since, so it notes that it
+    /// is behind. A rebuilt database has other entries for all nodes. A node keeps its record then,
+    /// because a rebuild lists only nodes that were on the list. In both cases a round of catching
+    /// up becomes due.
+    pub(super) async fn note_lost_registration(&self) -> Result<(), RemoteError> {
+        let noted = self
+            .context
+            .on_store(|store| Ok::<_, StoreError>(store.caught_up_registration()))
+            .await?;
+        let Some(noted) = noted else { return Ok(()) };
+        let registered = self.fetch_registration_revision().await?;
+        if registered == Some(noted) {
+            return Ok(());
+        }
+        self.catching_up.request();
+        let epoch = |revision: u64| revision / REVISIONS_PER_EPOCH;
+        if registered.is_none_or(|registered| epoch(registered) == epoch(noted)) {
+            self.context.on_store(|store| store.record_behind()).await?;
+            tracing::warn!("this node was off the list of nodes: it catches up again");
+        }
+        Ok(())
+    }
+
+    /// Returns the revision of this node's entry in the catalogue, or `None` if it has none.
+    pub(super) async fn fetch_registration_revision(&self) -> Result<Option<u64>, RemoteError> {
+        let key = format!("{NODES}{}", self.context.settings.name);
+        Ok(self.context.catalogue().get(&key).await?.map(|entry| entry.revision))
+    }
+}

@@ -40,10 +40,6 @@ pub struct CatalogueReport {
     pub read_only_reason: Option<String>,
 }
 
-fn node_address(node: &Node) -> NodeAddress {
-    NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
-}
-
 impl Client {
     /// Returns the nodes on the catalogue's list, or those that the gateway remembers if no
     /// catalogue answers.
@@ -59,7 +55,7 @@ impl Client {
     }
 
     async fn fetch_hello(&self, node: &Node) -> Option<HelloAnswer> {
-        let to = address(&node_address(node));
+        let to = address(&NodeAddress::of(node));
         self.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await.ok()
     }
 
@@ -72,7 +68,7 @@ impl Client {
                 let hello = self.fetch_hello(&view.node).await;
                 let held = match &hello {
                     Some(_) => {
-                        let to = node_address(&view.node);
+                        let to = NodeAddress::of(&view.node);
                         self.caller().call(&to, &GetNodeStatus {}).await.ok()
                     }
                     None => None,

@@ -1,7 +1,7 @@
 //! The chain's recurrence over any field: over GF(2^8) for the codes themselves, and over a prime
 //! field so large that a dependency found there holds for every choice of coefficients.
 
-use super::Layout;
+use super::{CodeError, Layout};
 use crate::gf::field;
 
 /// The field operations that elimination needs.
@@ -105,4 +105,14 @@ pub(super) fn chain_rows<E: Element>(
         rows.prefixes.push(partial.clone());
     }
     rows
+}
+
+/// Returns an error unless `order` contains each position exactly once.
+pub(super) fn check_order(layout: Layout, order: &[usize]) -> Result<(), CodeError> {
+    let n = layout.n();
+    let is_each_once = order.len() == n && (0..n).all(|position| order.contains(&position));
+    if is_each_once {
+        return Ok(());
+    }
+    Err(CodeError::Order { n, order: order.iter().take(64).copied().collect() })
 }

@@ -2,6 +2,7 @@
 //! each hop.
 
 use super::algebra::chain_rows;
+use super::algebra::check_order;
 use super::{CodeError, CodeId, Layout, search};
 use crate::gf::{Matrix, field};
 
@@ -120,16 +121,6 @@ impl ChainCode {
     pub fn prefix_rows(&self) -> &Matrix {
         &self.prefixes
     }
-}
-
-/// Returns an error unless `order` contains each position exactly once.
-pub(super) fn check_order(layout: Layout, order: &[usize]) -> Result<(), CodeError> {
-    let n = layout.n();
-    let is_each_once = order.len() == n && (0..n).all(|position| order.contains(&position));
-    if is_each_once {
-        return Ok(());
-    }
-    Err(CodeError::Order { n, order: order.iter().take(64).copied().collect() })
 }
 
 fn check_coefficients(

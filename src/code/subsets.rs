@@ -35,7 +35,7 @@ pub fn dependent(generator: &Matrix) -> Result<u64, CodeError> {
 
 /// Returns the number of subsets that are dependent in every chain code of this layout and order.
 pub fn natural(layout: Layout, order: &[usize]) -> Result<u64, CodeError> {
-    super::chain::check_order(layout, order)?;
+    super::algebra::check_order(layout, order)?;
     check_total(layout.n(), layout.k())?;
     let draws = [0, 1].map(|draw| count(&random_rows(layout, order, draw), u64::MAX));
     Ok(draws[0].min(draws[1]))

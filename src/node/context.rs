@@ -129,8 +129,3 @@ pub(super) fn node_record_from_settings(settings: &NodeSettings) -> formats::Nod
         storage: settings.storage,
     }
 }
-
-/// Returns the address at which a node is called.
-pub(in crate::node) fn node_address(node: &formats::Node) -> NodeAddress {
-    NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
-}

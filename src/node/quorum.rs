@@ -8,11 +8,11 @@ use futures_util::StreamExt;
 use futures_util::stream;
 
 use super::Node;
-use super::context::node_address;
 use crate::format::records::{Node as NodeRecord, Standing};
 use crate::id::{Epoch, PeerName};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::{GetStanding, HelloAnswer, StandingAnswer};
 
@@ -194,7 +194,7 @@ impl Node {
         let asks: Vec<_> = nodes
             .iter()
             .map(|node| async move {
-                match self.context.caller.call(&node_address(node), &GetStanding {}).await {
+                match self.context.caller.call(&NodeAddress::of(node), &GetStanding {}).await {
                     Ok(answer) => Some((node.clone(), answer)),
                     Err(error) if is_unknown_call(&error) => {
                         Some((node.clone(), unknown_standing()))

@@ -14,6 +14,7 @@ pub mod policy;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::format::records::Node;
 use crate::id::PeerName;
 use crate::kind::ErrorKind;
 use crate::plan::StreamNo;
@@ -51,6 +52,13 @@ pub struct NodeAddress {
     pub name: PeerName,
     /// The address as HOST:PORT.
     pub host_port: String,
+}
+
+impl NodeAddress {
+    /// Returns the address at which the node of a record is called.
+    pub fn of(node: &Node) -> Self {
+        Self { name: node.name.clone(), host_port: node.address.clone() }
+    }
 }
 
 /// The failure of a call, as sent to the caller.

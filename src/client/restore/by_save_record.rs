@@ -53,7 +53,7 @@ impl Client {
     async fn probe_record_nodes(&self, record: &SaveRecord) -> Result<Directory, ClientError> {
         let mut views = self.hello_all(record.cluster(), record.nodes().to_vec()).await?;
         if let Some(view) = views.iter().find(|view| view.live) {
-            self.set_gateway(Some(node_address(&view.node)));
+            self.set_gateway(Some(NodeAddress::of(&view.node)));
         }
         for found in
             self.hello_all(record.cluster(), self.find_relocated_nodes(&views).await).await?
@@ -90,7 +90,7 @@ impl Client {
             vec![self.call_gateway_within(&ListMembers {}, NEWS_LIMIT).await.unwrap_or_default()]
         } else {
             let asks = live.iter().map(|view| async move {
-                let to = address(&node_address(&view.node));
+                let to = address(&NodeAddress::of(&view.node));
                 self.caller()
                     .call_within(&to, &ListMembers {}, NEWS_LIMIT)
                     .await
@@ -121,7 +121,7 @@ impl Client {
         nodes: Vec<Node>,
     ) -> Result<Vec<NodeView>, ClientError> {
         let asks = nodes.into_iter().map(|node| async move {
-            let to = address(&node_address(&node));
+            let to = address(&NodeAddress::of(&node));
             let hello = self.caller().call_within(&to, &Hello { me: None }, HELLO_LIMIT).await;
             match hello {
                 Ok(hello) if hello.cluster != cluster => {
@@ -144,15 +144,11 @@ impl Client {
         let live = directory.views().filter(|view| view.live);
         let asks = live.map(|view| async move {
             let (to, call) =
-                (address(&node_address(&view.node)), FindRemovedSaves { saves: vec![save] });
+                (address(&NodeAddress::of(&view.node)), FindRemovedSaves { saves: vec![save] });
             let gone = self.caller().call_within(&to, &call, HELLO_LIMIT).await;
             gone.is_ok_and(|gone| gone.contains(&save))
         });
         let asks: Vec<_> = asks.collect();
         stream::iter(asks).buffer_unordered(AT_ONCE).any(|gone| async move { gone }).await
     }
-}
-
-fn node_address(node: &Node) -> NodeAddress {
-    NodeAddress { name: node.name.clone(), host_port: node.address.clone() }
 }

@@ -4,9 +4,10 @@ mod by_save_record;
 mod checkpoint_index;
 mod output;
 pub(super) mod plan_and_read;
+mod restore_request;
 pub(super) mod selection;
 
 pub use checkpoint_index::CheckpointIndex;
-pub use output::RestoreRequest;
 pub use plan_and_read::RestoreReport;
+pub use restore_request::RestoreRequest;
 pub use selection::{MemorySink, ReadRange};

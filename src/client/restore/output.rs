@@ -3,26 +3,13 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 
+use super::restore_request::RestoreRequest;
 use super::selection::ShardSelection;
 use crate::client::ClientError;
-use crate::id::ShardName;
 use crate::pipeline::read::Sink;
 use crate::store::{Disk, DiskError, DiskFile};
-
-/// A request to restore into files.
-pub struct RestoreRequest {
-    /// The output folder.
-    pub out: Arc<dyn Disk>,
-    /// Whether to overwrite files that exist.
-    pub force: bool,
-    /// The shard to restore; `None`: all shards.
-    pub shard: Option<ShardName>,
-    /// The bytes of the shard to restore; `None`: all. They become a file of this length.
-    pub range: Option<Range<u64>>,
-}
 
 /// The destination of the verified bytes of a read.
 pub(in crate::client) enum Output<'a> {

@@ -8,9 +8,8 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
-use super::output::{
-    CountedSink, DiscardSink, FileSink, Output, RestoreRequest, check_output, finish_output,
-};
+use super::output::{CountedSink, DiscardSink, FileSink, Output, check_output, finish_output};
+use super::restore_request::RestoreRequest;
 use super::selection::{ReadRange, ShardSelection, StripeSlice, slice_for_range};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::records::{Leaves, ShardState, StripeState};

@@ -6,7 +6,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::output::RestoreRequest;
+use super::restore_request::RestoreRequest;
 use crate::client::{Client, ClientError};
 use crate::format::geometry::StripeCut;
 use crate::format::records::{ShardRoot, ShardState};

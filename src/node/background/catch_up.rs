@@ -21,13 +21,13 @@ use crate::id::{Epoch, PeerName, SaveId, ShardId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::context::node_address;
 use crate::node::quorum::Quorum;
 use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::{backoff, scan_interval};
 use crate::node::storage::fencing::read_marked_save;
 use crate::node::storage::node_inventory;
 use crate::store::{Store, StoreError};
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, ListRemovedSaves, PutMark, StandingAnswer};
 
@@ -290,7 +290,7 @@ impl Node {
     ) -> Result<(), RemoteError> {
         let mut after = None;
         loop {
-            let to = address(&node_address(node));
+            let to = address(&NodeAddress::of(node));
             let mut page = self
                 .context
                 .caller

@@ -15,9 +15,9 @@ use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::node::Node;
-use crate::node::context::node_address;
 use crate::node::gateway::removal::clear_nothing_forgotten;
 use crate::node::retry_schedule::backoff;
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::FindRemovedSaves;
 
@@ -247,7 +247,7 @@ impl Node {
     async fn judge_orphan(&self, storage_nodes: &[NodeRecord], save: SaveId) -> OrphanVerdict {
         for node in storage_nodes {
             let call = FindRemovedSaves { saves: vec![save] };
-            let removed = self.context.caller.call(&node_address(node), &call).await;
+            let removed = self.context.caller.call(&NodeAddress::of(node), &call).await;
             if removed.is_ok_and(|removed| !removed.is_empty()) {
                 return OrphanVerdict::Remove(RemoveReason::Deleted);
             }

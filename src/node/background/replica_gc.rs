@@ -19,7 +19,7 @@ use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, 
 use crate::id::{Attempt, ShardId, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::storage::fencing::{RECEIPT_PREFIX, receipt_name};
+use crate::node::storage::record_names::{RECEIPT_PREFIX, receipt_name};
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;

@@ -13,7 +13,7 @@ use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::context::node_address;
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::{FindRemovedSaves, ListInventory, ShardHolding};
 
@@ -154,7 +154,7 @@ impl Node {
     ) -> Result<(), RemoteError> {
         while source.page.is_empty() && !source.is_done {
             let call = ListInventory { after: source.next, only: None };
-            let to = address(&node_address(&source.node));
+            let to = address(&NodeAddress::of(&source.node));
             let page = self.context.caller.call_within(&to, &call, PAGE_LIMIT).await?;
             source.is_done = page.next.is_none();
             source.next = page.next;
@@ -184,7 +184,7 @@ impl Node {
         // read, too.
         if evidence.has_commit_mark() || evidence.unresolved_damaged_marks().is_some() {
             let asks = asked.iter().map(|node| async move {
-                let to = address(&node_address(node));
+                let to = address(&NodeAddress::of(node));
                 self.context
                     .caller
                     .call_within(&to, &FindRemovedSaves { saves: vec![save] }, PAGE_LIMIT)
@@ -207,7 +207,7 @@ impl Node {
         let mut after = None;
         loop {
             let call = ListInventory { after, only: Some(save) };
-            let to = address(&node_address(node));
+            let to = address(&NodeAddress::of(node));
             let page = self.context.caller.call_within(&to, &call, PAGE_LIMIT).await?;
             page.shards.iter().for_each(&mut visit);
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
@@ -224,7 +224,7 @@ impl Node {
     ) -> Result<BTreeSet<SaveId>, RemoteError> {
         let (mut saves, mut after) = (BTreeSet::new(), None);
         loop {
-            let to = address(&node_address(node));
+            let to = address(&NodeAddress::of(node));
             let page = ListInventory { after, only: None };
             let page = self.context.caller.call_within(&to, &page, PAGE_LIMIT).await?;
             saves.extend(page.shards.iter().map(|held| held.shard.save()));

@@ -20,13 +20,13 @@ use crate::format::records::{
 use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::Node;
-use crate::node::context::node_address;
 use crate::node::quorum::filter_former_members;
 use crate::node::quorum::tolerated_losses;
 use crate::node::quorum::{Quorum, is_on_latest_list, majority};
 use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::Kv;
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     ArchiveOptions, ClaimEpoch, HelloAnswer, ListMembers, PlanChoice, PutMark, RebuildAnswer,
@@ -269,7 +269,7 @@ impl Node {
             let nodes: Vec<NodeRecord> = known.values().cloned().collect();
             reached = self.exchange_hellos(&nodes).await;
             let asks = reached.iter().map(|(node, _)| async {
-                let to = node_address(node);
+                let to = NodeAddress::of(node);
                 self.context.caller.call(&to, &ListMembers {}).await.unwrap_or_default()
             });
             let found: Vec<NodeRecord> = join_all(asks).await.into_iter().flatten().collect();
@@ -296,7 +296,7 @@ impl Node {
         self.store_claim_and_server(call.clone()).await?;
         let asks = reached.iter().map(|node| {
             let call = &call;
-            async move { (node, self.context.caller.call(&node_address(node), call).await) }
+            async move { (node, self.context.caller.call(&NodeAddress::of(node), call).await) }
         });
         let mut claimed = Vec::new();
         for (node, answer) in join_all(asks).await {
@@ -341,7 +341,7 @@ impl Node {
             let puts = missing.map(|source| {
                 let call = &call;
                 async move {
-                    let put = self.context.caller.call(&node_address(source), call).await;
+                    let put = self.context.caller.call(&NodeAddress::of(source), call).await;
                     if let Err(error) = &put {
                         tracing::info!(node = %source.name, %error, "failed to write a commit mark");
                     }

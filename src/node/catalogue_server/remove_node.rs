@@ -16,9 +16,9 @@ use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::context::node_address;
 use crate::node::quorum::majority;
 use crate::node::remote_errors::remote_error;
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, RemoveNode};
 
@@ -83,7 +83,7 @@ impl Node {
         let asks: Vec<_> = others
             .iter()
             .map(|node| async {
-                let to = address(&node_address(node));
+                let to = address(&NodeAddress::of(node));
                 let caught_up = self.context.caller.call_within(&to, &call, CATCH_UP_LIMIT).await;
                 caught_up.map_err(|error| format!("{}: {error}", node.name))
             })

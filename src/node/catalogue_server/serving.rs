@@ -14,10 +14,10 @@ use crate::format::records::{Members, Node as NodeRecord};
 use crate::id::{Epoch, PeerName};
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::context::node_address;
 use crate::node::quorum::majority;
 use crate::node::retry_schedule::renewal_interval;
 use crate::store::{CatalogueStorage, Kv, Store};
+use crate::wire::NodeAddress;
 use crate::wire::calls::{CHANGES_NOTHING, ClaimEpoch, Hello, HelloAnswer};
 
 /// Time limit for a node to answer with its epoch. A node that exceeds it is not counted.
@@ -241,7 +241,9 @@ impl Node {
     pub(in crate::node) async fn check_and_claim_majority(&self, local: &LocalCatalogue) -> bool {
         let Ok(nodes) = local.list_nodes().await else { return false };
         // A server that steps down must find the other server, and its only seed may be itself.
-        self.context.remote.add_fallback_nodes(nodes.iter().map(|view| node_address(&view.node)));
+        self.context
+            .remote
+            .add_fallback_nodes(nodes.iter().map(|view| NodeAddress::of(&view.node)));
         let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
         let storage = nodes.iter().filter(|node| node.storage).count();
         let (mut heard, mut behind) = (0, Vec::new());
@@ -281,7 +283,7 @@ impl Node {
             home: self.context.own_address(),
         };
         let tells = behind.iter().map(|node| async {
-            let to = node_address(node);
+            let to = NodeAddress::of(node);
             let told = self.context.caller.call_within(&address(&to), &call, HELLO_LIMIT).await;
             if let Err(error) = &told {
                 tracing::info!(node = %node.name, %error, "failed to claim the epoch on a node");
@@ -302,7 +304,7 @@ impl Node {
         nodes: &[NodeRecord],
     ) -> Vec<(NodeRecord, HelloAnswer)> {
         let ask = |node: NodeRecord| async move {
-            let to = node_address(&node);
+            let to = NodeAddress::of(&node);
             let hello = self
                 .context
                 .caller
@@ -346,7 +348,7 @@ impl Node {
             .map(|view| view.node)
             .collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
-        self.context.remote.add_fallback_nodes(nodes.iter().map(node_address));
+        self.context.remote.add_fallback_nodes(nodes.iter().map(NodeAddress::of));
         self.context.on_store(move |store| store.put_members(&Members { nodes })).await?;
         // A node that introduced itself before the list was read is on the list, or was taken off
         // it. In both cases its introduction is not needed any more.

@@ -21,10 +21,10 @@ use crate::id::{Generation, NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::Node;
-use crate::node::context::node_address;
 use crate::node::quorum::filter_former_members;
 use crate::node::quorum::{Quorum, TooFewNodes, is_unknown_call};
 use crate::node::remote_errors::remote_error;
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     FindRemovedSaves, GetShardState, ListDamagedMarks, ListMarkedSaves, ListSteps, ListStepsAnswer,
@@ -388,7 +388,7 @@ impl Node {
         node: &NodeRecord,
     ) -> Result<(MarkedSaves, Vec<SaveId>), RemoteError> {
         let (mut saves, mut after) = (MarkedSaves::new(), None);
-        let to = address(&node_address(node));
+        let to = address(&NodeAddress::of(node));
         let damaged =
             match self.context.caller.call_within(&to, &ListDamagedMarks {}, PAGE_LIMIT).await {
                 Err(error) if is_unknown_call(&error) => Vec::new(),
@@ -425,7 +425,7 @@ impl Node {
             .map(|node| {
                 let all = &all;
                 async move {
-                    let to = address(&node_address(&node));
+                    let to = address(&NodeAddress::of(&node));
                     let mut gone = Vec::new();
                     for saves in all.chunks(SAVES_PER_PAGE) {
                         let call = FindRemovedSaves { saves: saves.to_vec() };

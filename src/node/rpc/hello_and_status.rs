@@ -3,8 +3,8 @@
 use std::sync::PoisonError;
 
 use crate::net::{Peer, Role};
-use crate::node::context::node_address;
 use crate::node::{MAX_INTRODUCED, Node};
+use crate::wire::NodeAddress;
 use crate::wire::RemoteError;
 use crate::wire::calls::{Hello, HelloAnswer, NodeStatusAnswer};
 
@@ -19,7 +19,7 @@ impl Node {
         {
             // This node may have noted an epoch without its catalogue server, and may know no other
             // node to ask.
-            self.context.remote.add_fallback_nodes([node_address(&node)]);
+            self.context.remote.add_fallback_nodes([NodeAddress::of(&node)]);
             let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
             if met.len() < MAX_INTRODUCED || met.contains_key(&node.name) {
                 met.insert(node.name.clone(), node);

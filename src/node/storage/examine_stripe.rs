@@ -6,8 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Semaphore;
 
-use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
-use super::records_and_drops::record_location;
+use super::record_names::record_location;
+use super::record_names::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
 use crate::format::FormatError;
 use crate::format::digest;
 use crate::format::file::FileKey;

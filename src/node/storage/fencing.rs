@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::record_names::MARK;
 use crate::format::records::{CommitMark, Fence, Record, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
 use crate::kind::ErrorKind;
@@ -18,19 +19,7 @@ use crate::wire::calls::MarkedSave;
 /// Maximum number of cached tombstone look-ups, and of cached fences. A full cache is cleared; the
 /// disk has all of them.
 const MAX_CACHED_TOMBSTONES: usize = 65_536;
-/// Names of the small records of a shard or stripe.
-pub(in crate::node) const LEAVES: &str = "leaves";
-pub(in crate::node) const MARK: &str = "commit";
 pub(in crate::node) const FENCE: &str = "fence";
-pub(in crate::node) const RECORD: &str = "record";
-/// The prefix of the names of receipts.
-pub(in crate::node) const RECEIPT_PREFIX: &str = "receipt-";
-
-/// Returns the name of a receipt.
-pub(in crate::node) fn receipt_name(attempt: crate::id::Attempt) -> String {
-    format!("{RECEIPT_PREFIX}{attempt}")
-}
-
 /// The fencing service: decides which writes this node still accepts for a shard, and removes those
 /// that came too late. It caches tombstones and fences, and makes a newer fence durable before an
 /// order is obeyed.

@@ -10,4 +10,5 @@ mod plan_parts;
 pub(super) mod purge;
 pub(super) mod put_block;
 mod read_file;
+pub(super) mod record_names;
 pub(super) mod records_and_drops;

@@ -1,7 +1,8 @@
 //! Inventory of this node, page by page: the evidence for a rebuild of a lost catalogue
 //! (docs/semantics.md, 8), and the marks that readers use while no catalogue answers (6).
 
-use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, read_marked_save};
+use super::fencing::read_marked_save;
+use super::record_names::{LEAVES, MARK, RECEIPT_PREFIX};
 use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record};
 use crate::id::{SaveId, ShardId, StripeId};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 
-use super::fencing::receipt_name;
+use super::record_names::receipt_name;
 use crate::format::file::{FileKey, FileName};
 use crate::kind::ErrorKind;
 use crate::node::Node;

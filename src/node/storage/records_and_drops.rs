@@ -2,7 +2,9 @@
 //! replicas that receipts allow.
 
 use super::examine_stripe::is_damaged_record;
-use super::fencing::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, parse_tombstone, receipt_name};
+use super::fencing::parse_tombstone;
+use super::record_names::record_location;
+use super::record_names::{MARK, RECEIPT_PREFIX, receipt_name};
 use crate::catalogue::record_access::{read_record, shard_state_key};
 use crate::code::CodeId;
 use crate::format::envelope::{RecordKind, parse_body};
@@ -22,20 +24,6 @@ use crate::wire::calls::{
     DropReplicas, DropReplicasAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord,
     PutTombstone, RecordName,
 };
-
-/// Returns the scope and the name under which a record is stored.
-pub(in crate::node) fn record_location(
-    shard: ShardId,
-    record: RecordName,
-) -> (RecordScope, String) {
-    let stripe = |index| RecordScope::Stripe(StripeId { shard, index });
-    match record {
-        RecordName::Leaves => (RecordScope::Shard(shard), LEAVES.into()),
-        RecordName::Mark => (RecordScope::Shard(shard), MARK.into()),
-        RecordName::Stripe { index } => (stripe(index), RECORD.into()),
-        RecordName::Receipt { index, attempt } => (stripe(index), receipt_name(attempt)),
-    }
-}
 
 /// Checks that `bytes` are a record of `stripe`. Returns its fixed part.
 fn parse_stripe_record_fixed(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, RemoteError> {

@@ -7,7 +7,6 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 
-use super::orders_and_proofs::NodeOrder;
 use super::{ArchiveError, Coordinator};
 use crate::clock::deadline;
 use crate::id::NodeId;
@@ -17,9 +16,10 @@ use crate::pipeline::busy_retry::BusyRetry;
 use crate::pipeline::executor::ADMIT_ALL_LIMIT;
 use crate::plan::Plan;
 use crate::topology::Directory;
-use crate::wire::RemoteError;
 use crate::wire::calls::{ReleasePart, ReservePart, RunPart};
+use crate::wire::order::Order;
 use crate::wire::order::RunReport;
+use crate::wire::{NodeAddress, RemoteError};
 
 /// Time limit for one run of a stripe's plan. A stalled hop ends much earlier.
 const RUN_LIMIT: Duration = Duration::from_secs(3600);
@@ -29,6 +29,16 @@ const CAUSE_LIMIT: Duration = Duration::from_secs(1);
 /// Time limit for the reservation on one node. It is longer than a node waits for memory, so that
 /// the node's own answer arrives first.
 const RESERVE_LIMIT: Duration = Duration::from_secs(15);
+
+/// An order, and the node that receives it.
+pub(super) struct NodeOrder {
+    /// The node.
+    pub node: NodeId,
+    /// The address of the node.
+    pub address: NodeAddress,
+    /// The order.
+    pub order: Order,
+}
 
 impl Coordinator {
     /// Reserves the parts of the plan on all nodes. Retries while nodes are busy with other plans,

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use futures_util::future::try_join_all;
 
-use super::orders_and_proofs::NodeOrder;
+use super::plan_execution::NodeOrder;
 use super::stripe_archiving::StripeArchiving;
 use super::{ArchiveError, Coordinator};
 use crate::code::{reconstruct, table};

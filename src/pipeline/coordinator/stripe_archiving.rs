@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use super::orders_and_proofs::{NodeOrder, build_orders, verify_proofs};
 use super::owned_shard::OwnedShard;
+use super::plan_execution::NodeOrder;
 use super::{ArchiveError, ArchiveEventSender, Coordinator};
 use crate::entropy::Entropy;
 use crate::format::records::{Receipt, StripeState};
@@ -172,7 +172,7 @@ impl<'a> StripeArchiving<'a> {
         let plan = self.build_plan(attempt, &places)?;
         let checked = check(&plan, &self.shard.code, Goal::Archive)
             .map_err(|source| ArchiveError::Plan { stripe, source })?;
-        let orders = build_orders(self, &plan, &checked)?;
+        let orders = self.build_orders(&plan, &checked)?;
 
         let started_at = clock.now();
         let proven = self.reuse_or_run_plan(&plan, &orders, generation, reuse).await?;
@@ -231,7 +231,7 @@ impl<'a> StripeArchiving<'a> {
         trace_point(TracePoint::Run, stripe);
         let reports = coordinator.run_parts(orders, plan, &self.directory).await?;
         trace_point(TracePoint::Proof, stripe);
-        let pieces = verify_proofs(self, plan, &reports)?;
+        let pieces = self.verify_proofs(plan, &reports)?;
         let (cluster, attempt, code) = (coordinator.cluster, plan.attempt, plan.code);
         let receipt = Receipt { cluster, stripe, attempt, generation, code, pieces };
         Ok(ProvenPieces { receipt, reports, reserved_at })

@@ -1,7 +1,7 @@
 //! The errors of a node's part of a plan.
 
+use super::ADMISSION_LIMIT;
 use super::hop_error::HopError;
-use super::part_execution::ADMISSION_LIMIT;
 use crate::budget::BudgetError;
 use crate::id::NodeId;
 use crate::kind::ErrorKind;

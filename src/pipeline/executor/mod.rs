@@ -11,3 +11,8 @@ pub use error::RunError;
 pub use hop_error::HopError;
 pub use hop_execution::{IncomingStream, SEND_BYTES, STREAM_WINDOW_BYTES, hop_memory_bytes};
 pub use part_execution::{ADMIT_ALL_LIMIT, Executor, order_memory_bytes};
+
+use std::time::Duration;
+
+/// How long a reservation waits for memory.
+pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);

@@ -13,6 +13,7 @@ use futures_util::future::try_join_all;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
+use super::ADMISSION_LIMIT;
 use super::hop_error::HopError;
 use super::hop_execution::{
     HopContext, HopStreams, IncomingStream, OutgoingStream, hop_memory_bytes, input_stream,
@@ -39,8 +40,6 @@ use crate::wire::order::{HopOrder, Order, PieceProof, RunReport};
 use crate::wire::{MAX_FRAME_BYTES, StreamHeader, message_to_bytes};
 use crate::workers::Workers;
 
-/// How long a reservation waits for memory.
-pub const ADMISSION_LIMIT: Duration = Duration::from_secs(10);
 /// How long a coordinator tries to have all parts of a plan admitted before it releases all of
 /// them.
 pub const ADMIT_ALL_LIMIT: Duration = Duration::from_secs(30);

@@ -19,23 +19,13 @@ use crate::wire::calls::{BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer};
 use crate::wire::{NodeAddress, RemoteError, message_to_bytes};
 use serde::de::DeserializeOwned;
 
-use super::stripe_uploader::{NodeFailure, SaveError, StripeUploader};
+use super::error::{BlockError, NodeFailure, SaveError};
+use super::stripe_uploader::StripeUploader;
 
 /// Number of bytes that are read from the source, and sent, at a time.
 const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
 /// How long a holder may take or answer nothing before it counts as failed.
 const STALL_LIMIT: Duration = Duration::from_secs(20);
-
-pub(super) enum BlockError {
-    Holder(NodeFailure),
-    Fatal(SaveError),
-}
-
-impl<E: Into<SaveError>> From<E> for BlockError {
-    fn from(error: E) -> Self {
-        BlockError::Fatal(error.into())
-    }
-}
 
 struct HashedChunk {
     bytes: Bytes,

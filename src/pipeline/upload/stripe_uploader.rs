@@ -2,7 +2,6 @@
 //! places of holders that fail (docs/semantics.md, 3.2).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -10,20 +9,19 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream;
 
-use super::block_upload::BlockError;
+use super::error::{BlockError, NodeFailure, SaveError};
 use super::shard_source::ShardSource;
 use crate::code::Layout;
-use crate::format::FormatError;
 use crate::format::geometry::StripeCut;
 use crate::format::records::{BlockInfo, Record, StripeFixed, StripeRecord};
-use crate::gf::{FingerprintKey, GfError};
+use crate::gf::FingerprintKey;
 use crate::id::{Generation, NodeId, StripeId};
 use crate::kind::ErrorKind;
-use crate::net::call::{CallError, Caller};
+use crate::net::call::Caller;
 use crate::placement::Spares;
 use crate::topology::Directory;
 use crate::wire::calls::{PutRecord, RecordName};
-use crate::workers::{WorkerDied, Workers};
+use crate::workers::Workers;
 
 /// Maximum number of blocks of one stripe that are sent at once.
 const BLOCKS_AT_ONCE: usize = 6;
@@ -33,64 +31,6 @@ const BUSY_WAIT: Duration = Duration::from_secs(1);
 const BUSY_ROUNDS: usize = 30;
 /// Maximum number of rounds in which failed holders are replaced.
 const ROUNDS: usize = 3;
-
-/// The error of a stripe that was not saved.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SaveError {
-    /// Reading from the source failed.
-    #[error("reading shard {shard} at byte {offset}: {source}")]
-    Source {
-        /// The shard's name.
-        shard: String,
-        /// The byte offset in the shard.
-        offset: u64,
-        /// The cause.
-        source: io::Error,
-    },
-    /// The source returned different bytes when it was read again.
-    #[error("shard {shard} changed while it was being saved: save it when no process writes to it")]
-    Changed {
-        /// The shard's name.
-        shard: String,
-    },
-    /// Holders failed, and no other nodes are left.
-    #[error("stripe {stripe}: {failed} failed and no spare node is live: {reason}")]
-    NoHolders {
-        /// The stripe.
-        stripe: StripeId,
-        /// The nodes that failed, in words.
-        failed: String,
-        /// The reason of the failure.
-        reason: String,
-    },
-    /// A holder refused for a reason that applies to every holder.
-    #[error(transparent)]
-    Refused(CallError),
-    /// A record is too long.
-    #[error(transparent)]
-    Format(#[from] FormatError),
-    /// Fingerprinting failed.
-    #[error(transparent)]
-    Field(#[from] GfError),
-    /// A worker died.
-    #[error(transparent)]
-    Worker(#[from] WorkerDied),
-}
-
-impl SaveError {
-    /// Returns the kind of the failure.
-    pub fn kind(&self) -> ErrorKind {
-        match self {
-            SaveError::Source { .. } => ErrorKind::Io,
-            SaveError::Changed { .. } => ErrorKind::Invalid,
-            SaveError::NoHolders { .. } => ErrorKind::Unavailable,
-            SaveError::Refused(error) => error.kind(),
-            SaveError::Format(error) => error.kind(),
-            SaveError::Field(_) | SaveError::Worker(_) => ErrorKind::Internal,
-        }
-    }
-}
 
 /// The nodes that failed while a save wrote to them. The other stripes and shards of the save avoid
 /// these nodes where they can.
@@ -147,26 +87,6 @@ pub struct StripeUploader {
     pub failures: Arc<FailedNodes>,
     /// Called with the length in bytes of each block that has become durable.
     pub progress: Arc<dyn Fn(u64) + Send + Sync>,
-}
-
-/// A holder of a block that failed, and its error.
-pub(super) struct NodeFailure {
-    pub node: NodeId,
-    pub error: CallError,
-}
-
-impl NodeFailure {
-    /// Returns whether the holder said that it cannot take the block.
-    fn has_refused(&self) -> bool {
-        !self.error.is_unanswered() && self.error.kind() == ErrorKind::Unavailable
-    }
-
-    /// Returns whether the holder answered for itself, and not for another holder that it could not
-    /// reach.
-    fn is_own_answer(&self) -> bool {
-        !self.error.is_unanswered()
-            && !matches!(self.error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout)
-    }
 }
 
 impl StripeUploader {

@@ -1,14 +1,15 @@
 //! Damaged files. A note beside the file records the damage. The file does not count as a copy, and
 //! its good grains are still read (docs/semantics.md, 6, *Damage*).
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use super::StoreError;
+use super::damage_note::{DamageNote, DamageNotes};
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
 use super::durable_paths::if_found;
 use super::durable_paths::{file_path, stripe_dir};
+use super::source_file::SourceFile;
 use super::stored_file::{StoredFile, read_tail, read_tail_past_cache};
 use crate::format::file::{FileHeader, FileKey, FileName};
 use crate::format::grain_set::GrainSet;
@@ -16,24 +17,12 @@ use crate::format::records::{Damage, Record};
 use crate::format::tree::{GrainTree, Hash};
 use crate::id::StripeId;
 use crate::kind::ErrorKind;
-use crate::units::GRAIN_BYTES;
 
 /// The prefix of a note's name. The name of the file follows, without its suffix.
 const PREFIX: &str = "damage-";
 
 /// Number of damaged grains that a log line names.
 const LOGGED: usize = 8;
-
-/// A damage note as the store holds it in memory.
-#[derive(Debug, Clone)]
-pub(super) struct DamageNote {
-    damage: Arc<Damage>,
-    /// Whether the note describes the file that has the name now.
-    describes_current_file: bool,
-}
-
-/// The damage notes of a data folder, by file.
-pub(super) type DamageNotes = BTreeMap<FileKey, DamageNote>;
 
 /// The result of checking a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,48 +47,6 @@ pub struct GrainSource {
     pub content: Option<(u64, Hash)>,
     /// The grains that are known to be damaged; `None` if the file counts.
     pub damaged: Option<GrainSet>,
-}
-
-/// An open file from which grains are read. The reader verifies each grain.
-pub struct SourceFile {
-    file: Box<dyn DiskFile>,
-    tail: Option<(FileHeader, GrainTree)>,
-    /// Grains that are known to be damaged. They are not read again, because each attempt may take
-    /// the disk seconds.
-    damaged: GrainSet,
-}
-
-impl SourceFile {
-    pub(super) fn new(
-        file: Box<dyn DiskFile>,
-        tail: Option<(FileHeader, GrainTree)>,
-        damaged: GrainSet,
-    ) -> Self {
-        Self { file, tail, damaged }
-    }
-
-    /// Returns the header and the hash tree, if the tail is good.
-    pub fn tail(&self) -> Option<&(FileHeader, GrainTree)> {
-        self.tail.as_ref()
-    }
-
-    /// Fills `buf` from `offset`. Fills with zeros where a grain is known to be damaged or cannot
-    /// be read because the disk fails or the file ends too early.
-    pub fn read_or_zero(&self, offset: u64, buf: &mut [u8]) {
-        if self.damaged.is_empty() && self.file.read_at(buf, offset).is_ok() {
-            return;
-        }
-        let (mut at, mut rest) = (offset, buf);
-        while !rest.is_empty() {
-            let in_grain = (GRAIN_BYTES - at % GRAIN_BYTES).min(rest.len() as u64);
-            let (part, behind) = rest.split_at_mut(in_grain as usize);
-            let is_damaged = self.damaged.contains(at / GRAIN_BYTES);
-            if is_damaged || self.file.read_at(part, at).is_err() {
-                part.fill(0);
-            }
-            (at, rest) = (at + in_grain, behind);
-        }
-    }
 }
 
 fn damage_note_name(name: FileName) -> String {
@@ -211,7 +158,7 @@ impl Store {
             };
             let content = opened.tail().map(|(header, _)| (header.len_bytes, header.root));
             let counts = content.is_some() && listed.iter().any(|info| info.content.name() == file);
-            let damaged = (!counts).then_some(opened.damaged);
+            let damaged = (!counts).then(|| opened.damaged_grains().clone());
             sources.push(GrainSource { file, content, damaged });
         }
         Ok(sources)

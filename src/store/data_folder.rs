@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::StoreError;
-use super::damage_notes::DamageNotes;
+use super::damage_note::DamageNotes;
 use super::disk::{Disk, DiskEntry, DiskLock, Space};
 use super::durable_paths::if_found;
 use super::durable_paths::{
@@ -15,11 +15,11 @@ use super::durable_paths::{
 };
 use super::file_index::{FileInfo, Index, Totals};
 use super::kv::Kv;
+use super::open_findings::{OpenFindings, ReconcileCounts};
 use super::real_disk::RealDisk;
-use super::reconcile_index::{OpenFindings, ReconcileCounts};
 use super::sled_kv::{SledKv, SledOpening};
 use super::stored_file::StoredFile;
-use super::tombstones::TombstoneSlots;
+use super::tombstone_slots::TombstoneSlots;
 use crate::format::FormatError;
 use crate::format::envelope::{RecordKind, open_envelope, open_record, seal_record};
 use crate::format::file::FileKey;

@@ -33,14 +33,25 @@ pub fn adjust_and_probe_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskErr
     if state == ReserveState::Absent {
         return Ok(state);
     }
+    let bytes = OPENING_BYTES.min(disk.space()?.total_bytes / RESERVE_PART);
+    match can_allocate(disk, bytes)? {
+        true => Ok(state),
+        false => release_reserve(disk).map(|_| ReserveState::Absent),
+    }
+}
+
+/// Returns whether `bytes` can be allocated now, in one file that is removed again.
+fn can_allocate(disk: &dyn Disk, bytes: u64) -> Result<bool, DiskError> {
+    // The data folder may be new.
     disk.create_dir(TMP)?;
     let probe = format!("{TMP}/{RESERVE}-probe");
-    let bytes = OPENING_BYTES.min(disk.space()?.total_bytes / RESERVE_PART);
+    // A killed process may have left one.
+    let _ = disk.remove(&probe);
     let probed = disk.create_new(&probe).and_then(|file| file.reserve_space(bytes));
     let _ = disk.remove(&probe);
     match probed {
-        Err(DiskError::Full { .. }) => release_reserve(disk).map(|_| ReserveState::Absent),
-        probed => probed.map(|()| state),
+        Err(DiskError::Full { .. }) => Ok(false),
+        probed => probed.map(|()| true),
     }
 }
 
@@ -80,11 +91,10 @@ pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
         );
         return Ok(ReserveState::Absent);
     }
-    if space.free_bytes < PLENTY * bytes {
+    // A quota may leave less room than the file system has.
+    if space.free_bytes < PLENTY * bytes || !can_allocate(disk, PLENTY * bytes)? {
         return Ok(ReserveState::Absent);
     }
-    // The data folder may be new.
-    disk.create_dir(TMP)?;
     let temporary = format!("{TMP}/{RESERVE}");
     let made = disk.create_new(&temporary).and_then(|file| {
         file.reserve_space(bytes)?;
@@ -95,11 +105,7 @@ pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     if made.is_err() {
         let _ = disk.remove(&temporary);
     }
-    match made {
-        // A quota leaves less room than the file system has.
-        Err(DiskError::Full { .. }) => Ok(ReserveState::Absent),
-        made => made.map(|()| ReserveState::InPlace),
-    }
+    made.map(|()| ReserveState::InPlace)
 }
 
 #[cfg(test)]
@@ -138,7 +144,7 @@ mod tests {
 
     #[test]
     fn a_power_cut_or_an_error_at_any_operation_leaves_it_there_or_not() {
-        for failing in 0..12 {
+        for failing in 0..16 {
             for is_full in [false, true] {
                 let disk = disk();
                 if is_full {

@@ -6,8 +6,6 @@
 
 use std::collections::HashSet;
 
-use serde::Serialize;
-
 use super::StoreError;
 use super::damage_notes::is_damage_error;
 use super::data_folder::Store;
@@ -15,6 +13,7 @@ use super::disk::DiskEntry;
 use super::durable_paths::is_record_name;
 use super::durable_paths::{SHARDS, parse_stripe_index, shard_dir, stripe_dir};
 use super::file_index::{FileInfo, Totals};
+use super::open_findings::{OpenFindings, ReconcileCounts};
 use super::stored_file::StoredFile;
 use crate::format::file::{FileKey, FileName};
 use crate::id::{ShardId, StripeId};
@@ -22,35 +21,6 @@ use crate::kind::ErrorKind;
 
 /// Maximum number of names of each kind that are reported.
 pub(super) const NAMED: usize = 3;
-
-/// The differences that [`Store::open`] found between the index and the folders.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct ReconcileCounts {
-    /// Files that the index did not have, or had with another length.
-    pub added: u64,
-    /// Index entries without a file, which were deleted.
-    pub dropped: u64,
-    /// Files whose tail does not open: they got a damage note and do not count.
-    pub damaged: u64,
-    /// Files whose header does not match their name: they were moved to quarantine.
-    pub quarantined: u64,
-    /// Files that could not be read (disk errors, files of a later release): they stay in place and
-    /// are not in the index.
-    pub unreadable: u64,
-    /// Unknown files: they are left alone.
-    pub strangers: u64,
-}
-
-/// The findings of the last open, for people.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct OpenFindings {
-    /// The counts.
-    pub counts: ReconcileCounts,
-    /// The paths of the first three unknown files.
-    pub unknown_files: Vec<String>,
-    /// The first three files that could not be read.
-    pub unreadable_files: Vec<String>,
-}
 
 /// Adds a name while there are fewer than [`NAMED`].
 fn push_if_few(names: &mut Vec<String>, name: String) {

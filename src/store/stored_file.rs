@@ -2,10 +2,10 @@
 //! with this cluster. Its data is verified grain by grain as it is read.
 
 use super::StoreError;
-use super::damage_notes::SourceFile;
 use super::disk::{AlignedBuffer, Disk, DiskError, DiskFile};
 use super::durable_paths::file_path;
 use super::file_index::FileInfo;
+use super::source_file::SourceFile;
 use crate::format::FormatError;
 use crate::format::file::{FileHeader, FileKey, TRAILER_BYTES, Trailer, parse_tail};
 use crate::format::grain_set::GrainSet;

@@ -1,81 +1,21 @@
 //! Tombstones. Each has its own file if the disk has room for one; on a full disk it takes a slot
 //! of a file that was allocated in advance (docs/semantics.md, 7, *A full disk*).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::{MutexGuard, PoisonError};
 
 use super::StoreError;
 use super::data_folder::Store;
-use super::disk::{DiskError, DiskFile};
+use super::disk::DiskError;
 use super::disk_reserve::release_reserve;
 use super::durable_paths::{if_found, shard_dir};
 use super::record_file::RecordScope;
-use crate::format::envelope::record_len;
+use super::tombstone_slots::{SLOT_BYTES, SLOT_COUNT, SLOTS, TombstoneSlot, TombstoneSlots};
 use crate::format::records::{Record, Tombstone};
 use crate::id::{SaveId, ShardId};
-use crate::kind::ErrorKind;
 
-/// The file in the data folder that holds the slots.
-const SLOTS: &str = "slots";
-/// Length of a slot in bytes. A slot is one sector, so that a power cut during a write leaves that
-/// slot unchanged or damaged, and affects no other slot.
-const SLOT_BYTES: usize = 512;
-/// Number of slots.
-const SLOT_COUNT: usize = 128;
 /// The name of a tombstone's file.
 const TOMBSTONE: &str = "tombstone";
-
-/// The slots of a data folder. Without the file there are none.
-#[derive(Default)]
-pub(super) struct TombstoneSlots {
-    file: Option<Box<dyn DiskFile>>,
-    used: BTreeMap<SaveId, TombstoneSlot>,
-    /// Slots that are not used because their contents are unknown or must be kept: the last read or
-    /// write failed, or a later release wrote them. The next start reads them again.
-    unusable: BTreeSet<usize>,
-}
-
-struct TombstoneSlot {
-    number: usize,
-    bytes: Vec<u8>,
-}
-
-impl TombstoneSlots {
-    fn write_slot(&mut self, number: usize, bytes: &[u8]) -> Result<(), StoreError> {
-        let path = || SLOTS.to_owned();
-        let file = self.file.as_ref().ok_or_else(|| DiskError::Full { path: path() })?;
-        let mut slot = bytes.to_vec();
-        slot.resize(SLOT_BYTES, 0);
-        let written = file.write_at(&slot, (number * SLOT_BYTES) as u64);
-        let written = written.and_then(|()| file.sync());
-        if written.is_err() {
-            self.unusable.insert(number);
-        }
-        Ok(written?)
-    }
-
-    fn first_free(&self) -> Option<usize> {
-        let held: BTreeSet<usize> = self.used.values().map(|slot| slot.number).collect();
-        (0..SLOT_COUNT).find(|number| !held.contains(number) && !self.unusable.contains(number))
-    }
-
-    /// Registers the tombstone that a slot of the file holds, if any.
-    fn load_slot(&mut self, number: usize, slot: &[u8]) {
-        let Some(bytes) = record_len(slot).and_then(|len| slot.get(..len)) else { return };
-        match Tombstone::parse(bytes) {
-            Ok(tombstone) => {
-                self.used.insert(tombstone.save, TombstoneSlot { number, bytes: bytes.to_vec() });
-            }
-            Err(error) => {
-                tracing::warn!(number, %error, "cannot parse the tombstone in a slot");
-                // A tombstone of a later release is kept: its slot is not reused.
-                if error.kind() != ErrorKind::Corrupt {
-                    self.unusable.insert(number);
-                }
-            }
-        }
-    }
-}
 
 /// Returns the scope of records about a save as a whole.
 fn tombstone_scope(save: SaveId) -> RecordScope {
@@ -247,7 +187,7 @@ mod tests {
     use super::*;
     use crate::format::records::RemoveReason;
     use crate::id::{ClusterId, Epoch, Generation};
-    use crate::store::disk::{DiskEntry, DiskLock, Space};
+    use crate::store::disk::{DiskEntry, DiskFile, DiskLock, Space};
     use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, ReserveState, adjust_reserve};
 
     const CAPACITY: u64 = 1 << 20;

@@ -241,7 +241,7 @@ fn a_node_beyond_its_quota_is_emptied() {
         let cluster = Cluster::files(6, &set);
         let folder = cluster.path(&format!("cluster/nodes/n{at}/data"));
         let image = cluster.path("quota.img");
-        let Some(Quota(disk)) = Quota::mount(&image, folder, "48M") else { return };
+        let Some(Quota(disk)) = Quota::mount(&image, folder, "160M") else { return };
         let mut cluster = cluster.started(6);
         let data = save_twice(&cluster, 6_000_000);
         let before = stored(&disk);

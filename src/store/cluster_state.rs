@@ -87,7 +87,7 @@ impl Store {
         Ok(())
     }
 
-    /// Records durably that `map` is the catalogue database of `epoch`.
+    /// Records durably that `db_id` is the catalogue database of `epoch`.
     ///
     /// # Errors
     /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::OtherDatabase`] if
@@ -96,8 +96,8 @@ impl Store {
         self.record_db_and_server(epoch, db_id, None)
     }
 
-    /// Records the same as [`record_db_id`](Self::record_db_id), and that the catalogue server `home`
-    /// serves the database.
+    /// Records the same as [`record_db_id`](Self::record_db_id), and that `server` serves the
+    /// database.
     pub fn claim_epoch(&self, epoch: Epoch, db_id: DbId, server: Home) -> Result<(), StoreError> {
         self.record_db_and_server(epoch, db_id, Some(server))
     }

@@ -96,7 +96,7 @@ fn write_piece(store: &Store, data: &[u8]) -> Result<StoreOutcome, StoreError> {
         for (index, grain) in all.iter().filter(|(index, _)| index % 3 == hop) {
             writer.write_grain(*index, grain)?;
             if let Some(extent) = writer.take_extent_to_prove()? {
-                extent.sync_and_read_back(&mut buffer, &mut readback)?;
+                extent.sync_and_verify_read_back(&mut buffer, &mut readback)?;
             }
         }
     }

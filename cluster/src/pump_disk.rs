@@ -37,7 +37,7 @@ fn write(folder: &Path, bytes: u64) -> Result<f64> {
         let len = (bytes - index * GRAIN_BYTES).min(GRAIN_BYTES) as usize;
         piece.write_grain(index, &grain[..len])?;
         if let Some(extent) = piece.take_extent_to_prove()? {
-            extent.sync_and_read_back(&mut buffer, &mut |_, _| ())?;
+            extent.sync_and_verify_read_back(&mut buffer, &mut |_, _| ())?;
         }
     }
     piece.finish(&mut |_, _| ())?;

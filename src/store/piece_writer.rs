@@ -116,10 +116,10 @@ impl PieceWriter {
         }
         self.unsynced.push(index);
         self.unsynced_bytes += bytes.len() as u64;
-        self.buffer_grain(index, bytes)
+        self.gather_or_write_grain(index, bytes)
     }
 
-    fn buffer_grain(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
+    fn gather_or_write_grain(&mut self, index: u64, bytes: &[u8]) -> Result<(), StoreError> {
         if (bytes.len() as u64) < GRAIN_BYTES {
             // The last grain, whose length may not be aligned.
             return Ok(self.temporary.file().write_at(bytes, index * GRAIN_BYTES)?);
@@ -223,7 +223,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Returns a buffer for [`sync_and_read_back`](Self::sync_and_read_back) that suits pieces of
+    /// Returns a buffer for [`sync_and_verify_read_back`](Self::sync_and_verify_read_back) that suits pieces of
     /// `piece_len_bytes`.
     pub fn new_read_back_buffer(piece_len_bytes: u64) -> AlignedBuffer {
         AlignedBuffer::new(BUFFER_BYTES.min(piece_len_bytes) as usize)
@@ -235,7 +235,7 @@ impl Extent {
     /// # Errors
     /// [`StoreError::ReadBack`] for a grain that differs from what was written, or the error of the
     /// disk.
-    pub fn sync_and_read_back(
+    pub fn sync_and_verify_read_back(
         self,
         buffer: &mut AlignedBuffer,
         readback: &mut dyn FnMut(u64, &[u8]),

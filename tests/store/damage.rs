@@ -193,7 +193,7 @@ fn what_the_medium_changes_before_the_read_back_is_noticed() {
         disk.sync_all().unwrap();
         let path = format!("tmp/{}", disk.list("tmp").unwrap()[0].name);
         disk.flip_bit_below_page_cache(&path, grain * GRAIN_BYTES * 8 + 1).unwrap();
-        let proven = extent.sync_and_read_back(
+        let proven = extent.sync_and_verify_read_back(
             &mut Extent::new_read_back_buffer(4 * GRAIN_BYTES),
             &mut |seen, _| assert!(seen < grain),
         );

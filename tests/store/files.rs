@@ -152,8 +152,10 @@ fn extents_are_proven_while_the_next_ones_are_written() {
                 let len_bytes = data.len() as u64;
                 let mut take = take;
                 scope.spawn(move || {
-                    extent
-                        .sync_and_read_back(&mut Extent::new_read_back_buffer(len_bytes), &mut take)
+                    extent.sync_and_verify_read_back(
+                        &mut Extent::new_read_back_buffer(len_bytes),
+                        &mut take,
+                    )
                 });
             }
         }

@@ -141,7 +141,7 @@ impl Client {
         options: SaveOptions,
         progress: ProgressFn,
     ) -> Result<SaveReport, ClientError> {
-        check_shard_names(&shards)?;
+        check_shard_names_unique(&shards)?;
         let entropy = self.entropy().clone();
         let decisions = Arc::new(PlainSave { shards, entropy });
         self.save_with_decisions(job, step, options, decisions, progress).await
@@ -272,7 +272,7 @@ impl Client {
     }
 }
 
-fn check_shard_names(shards: &[NewShard]) -> Result<(), ClientError> {
+fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), ClientError> {
     let mut names = HashSet::new();
     if let Some(twice) = shards.iter().find(|shard| !names.insert(&shard.name)) {
         return Err(ClientError::DuplicateName { name: twice.name.clone() });
@@ -309,7 +309,7 @@ impl SaveSession {
     ) -> Result<Vec<NewShard>, ClientError> {
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let shards = decisions.shards_for_code(SaveCode { n, k, block_bytes })?;
-        check_shard_names(&shards)?;
+        check_shard_names_unique(&shards)?;
         let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
         let (done, progress) = (AtomicU64::new(0), progress.clone());
         self.progress = Arc::new(move |bytes| {

@@ -146,7 +146,7 @@ impl ExaminedStripe<'_> {
         exam
     }
 
-    fn has_stripe(&self) -> bool {
+    fn is_shard_non_empty(&self) -> bool {
         self.root.len_bytes > 0
     }
 
@@ -320,7 +320,8 @@ impl ExaminedStripe<'_> {
                 if has_enough { &mut exam.lacking } else { &mut exam.faults }.push(fault);
             }
         }
-        let of_record = if self.has_stripe() { copies(HeldItem::Record) } else { usize::MAX };
+        let of_record =
+            if self.is_shard_non_empty() { copies(HeldItem::Record) } else { usize::MAX };
         if self.with_shard { of_record.min(copies(HeldItem::Leaves)) } else { of_record }
     }
 
@@ -357,7 +358,7 @@ impl ExaminedStripe<'_> {
         readable: &[ReadableFile<'_>],
         cache: &mut SurvivableLossCache,
     ) -> Option<usize> {
-        if !self.has_stripe() {
+        if !self.is_shard_non_empty() {
             return Some(usize::MAX);
         }
         let (info, _) = self.info?;

@@ -181,12 +181,12 @@ impl Node {
         call: ShowStep,
     ) -> Result<ShowStepAnswer, RemoteError> {
         let looked_before = self.cached_snapshot().is_some();
-        match self.show_step_from_snapshot(&call).await {
+        match self.show_step_from_mark_snapshot(&call).await {
             // The snapshot is some seconds old. Its save may have been replaced by a newer one
             // since.
             Err(error) if error.kind == ErrorKind::NotFound && looked_before => {
                 self.outage_cache.clear_snapshot();
-                self.show_step_from_snapshot(&call).await
+                self.show_step_from_mark_snapshot(&call).await
             }
             shown => shown,
         }
@@ -194,7 +194,7 @@ impl Node {
 
     /// Returns a committed step with a page of its shards, from the cached snapshot if there is
     /// one.
-    async fn show_step_from_snapshot(
+    async fn show_step_from_mark_snapshot(
         self: &Arc<Self>,
         call: &ShowStep,
     ) -> Result<ShowStepAnswer, RemoteError> {

@@ -54,7 +54,7 @@ impl ProvingPieceWriter {
     pub fn prove_extent(&self, key: &FingerprintKey, extent: Extent) -> Result<(), HopError> {
         let ProofState { fingerprints, buffer } = &mut *locked(&self.proof);
         let mut read_back = GrainFingerprinter { key, fingerprints, failed: None };
-        extent.sync_and_read_back(buffer, &mut |grain, bytes| {
+        extent.sync_and_verify_read_back(buffer, &mut |grain, bytes| {
             read_back.fingerprint_grain(grain, bytes)
         })?;
         read_back.into_result()

@@ -55,7 +55,8 @@ impl StripeReader {
                     break;
                 }
             };
-            let work = self.decode_and_write_job(inputs, program.clone(), blocks, grain, target);
+            let work =
+                self.decode_verify_and_write_job(inputs, program.clone(), blocks, grain, target);
             if let Some(done) = begun.push(|| self.reading.workers.begin(work)).await? {
                 done?;
                 progress.left.start += 1;
@@ -70,7 +71,7 @@ impl StripeReader {
 
     /// Returns a job that decodes one grain, checks each block against the fingerprint of the save,
     /// and writes the bytes that `target` wants.
-    pub(super) fn decode_and_write_job(
+    pub(super) fn decode_verify_and_write_job(
         &self,
         inputs: Vec<Bytes>,
         program: Option<Arc<Program>>,

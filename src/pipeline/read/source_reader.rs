@@ -320,7 +320,7 @@ impl StripeReader {
             GrainVerifier::Fingerprints => self.has_saved_fingerprint(holding.file, grain, &bytes),
         };
         if !is_good {
-            self.report_damaged_grain(&holding, grain);
+            self.exclude_and_report_damaged_grain(&holding, grain);
         }
         Ok(is_good.then_some(bytes))
     }

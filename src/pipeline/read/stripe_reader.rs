@@ -351,7 +351,7 @@ impl StripeReader {
         progress: &mut ReadCursor,
         target: &ReadTarget,
     ) -> Result<(), RoundEnd> {
-        self.check_read_plan(&program, sources, blocks, progress.left.clone())?;
+        self.prove_read_plan(&program, sources, blocks, progress.left.clone())?;
         // Open all sources or none. A busy node ends the round and closes the other files, so that
         // this reader holds nothing that others wait for.
         let files =
@@ -392,7 +392,7 @@ impl StripeReader {
             let Some((program, sources)) = self.choose_pieces(&coded, &alone) else {
                 return Err(ReadError::Lost(self.describe_lost_grain(&coded, grain)).into());
             };
-            self.check_read_plan(&program, &sources, &coded, alone.left.clone())?;
+            self.prove_read_plan(&program, &sources, &coded, alone.left.clone())?;
             if self.try_read_grain(&sources, Some(program), &coded, &alone, target).await? {
                 break;
             }
@@ -422,7 +422,7 @@ impl StripeReader {
         match read.await {
             Ok(Some(inputs)) => {
                 let is_decoded = program.is_some();
-                let work = self.decode_and_write_job(inputs, program, blocks, grain, target);
+                let work = self.decode_verify_and_write_job(inputs, program, blocks, grain, target);
                 match (self.reading.workers.run(work).await?, sources) {
                     (Err(ReadError::Decoded { .. }), [source]) if !is_decoded => {
                         self.exclude_source(
@@ -455,7 +455,7 @@ impl StripeReader {
     }
 
     /// Runs the symbolic check of the plan by which the blocks will be decoded.
-    fn check_read_plan(
+    fn prove_read_plan(
         &self,
         program: &Program,
         sources: &[RemoteFile],
@@ -506,7 +506,7 @@ impl StripeReader {
 
     /// Records that a grain of a source is damaged, so that it is read from other sources. Reports
     /// the file to its node, which verifies the file itself.
-    pub(super) fn report_damaged_grain(&self, holding: &RemoteFile, grain: u64) {
+    pub(super) fn exclude_and_report_damaged_grain(&self, holding: &RemoteFile, grain: u64) {
         let file = self.node_file_key(holding);
         if !self.reading.try_record_damaged_grain(file, grain) {
             lock(&self.excluded).insert(*holding);

@@ -13,8 +13,8 @@ pub enum ErrorKind {
     NotFound,
     /// The object exists already, or another party is working on it.
     Exists,
-    /// The caller has no permission for this request, or the state of the object forbids it for good:
-    /// a committed shard does not change, and a record of another cluster is not stored.
+    /// The caller has no permission for this request, or the state of the object forbids it for
+    /// good: a committed shard does not change, and a record of another cluster is not stored.
     Denied,
     /// A newer owner, generation, epoch or save is known. The caller must stop.
     Fenced,

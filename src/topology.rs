@@ -28,7 +28,7 @@ impl Directory {
     /// Returns the address of a node, if it is registered.
     pub fn address(&self, node: NodeId) -> Option<NodeAddress> {
         let view = self.nodes.get(&node)?;
-        Some(NodeAddress { name: view.node.name.clone(), host_port: view.node.address.clone() })
+        Some(NodeAddress::of(&view.node))
     }
 
     /// Returns the name of a node for messages: its registered name, or its id in text form.

@@ -11,8 +11,8 @@ mod admission;
 mod away;
 #[path = "cluster/checks.rs"]
 mod checks;
-#[path = "cluster/drivers.rs"]
-mod drivers;
+#[path = "cluster/decisions.rs"]
+mod decisions;
 #[path = "cluster/grains.rs"]
 mod grains;
 #[path = "cluster/members.rs"]

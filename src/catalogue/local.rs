@@ -59,8 +59,8 @@ impl LocalCatalogue {
     /// The engine's work runs beside that of `workers`.
     ///
     /// A node that has `seen` an epoch was part of a cluster. An empty or older database is then
-    /// not the cluster's, and is refused with [`CatalogueError::StaleDatabase`]. A database whose sum is
-    /// wrong is refused with [`CatalogueError::Incomplete`].
+    /// not the cluster's, and is refused with [`CatalogueError::StaleDatabase`]. A database whose
+    /// sum is wrong is refused with [`CatalogueError::Incomplete`].
     pub fn open(
         kv: Arc<dyn Kv>,
         clock: Arc<dyn Clock>,
@@ -124,8 +124,8 @@ impl LocalCatalogue {
     /// had already begun may still be made.
     ///
     /// # Errors
-    /// Fails with kind `Unavailable` if the catalogue is read-only: it may be an outdated one that does not
-    /// know yet that it is.
+    /// Fails with kind `Unavailable` if the catalogue is read-only: it may be an outdated one that
+    /// does not know yet that it is.
     pub async fn pause_writes(&self) -> Result<DbChecksum, CatalogueError> {
         self.database.refuse_if_read_only()?;
         *self.paused_until.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -153,7 +153,8 @@ impl LocalCatalogue {
     /// Ends all changes for a transfer, if `copied` is the checksum of the current entries.
     ///
     /// # Errors
-    /// Fails with kind `Exists` if the copy differs from this database. Nothing has changed here then.
+    /// Fails with kind `Exists` if the copy differs from this database. Nothing has changed here
+    /// then.
     pub async fn stop_writes_for_transfer(
         &self,
         copy_checksum: DbChecksum,

@@ -2,9 +2,9 @@
 //! with compare-and-set, leases, and the registration of nodes.
 //!
 //! The trait [`Catalogue`] has two engines: [`local`] over the key-value store of the catalogue
-//! server, and [`remote`] for the other daemons. [`save_evidence`] judges what the nodes hold, so that a
-//! lost catalogue can be rebuilt. A compare-and-set that returned is durable. If its answer was
-//! lost, its outcome is unknown: read the key before acting. Keys and records are those of
+//! server, and [`remote`] for the other daemons. [`save_evidence`] judges what the nodes hold, so
+//! that a lost catalogue can be rebuilt. A compare-and-set that returned is durable. If its answer
+//! was lost, its outcome is unknown: read the key before acting. Keys and records are those of
 //! docs/semantics.md, section 2.
 
 mod database;

@@ -58,9 +58,7 @@ impl NodeContext {
         // The stored members only help to find the catalogue. A record of them that does not open
         // is ignored here, and is written anew later.
         let members = store.read_members().unwrap_or_default().nodes.into_iter();
-        remote.add_fallback_nodes(
-            members.map(|node| NodeAddress { name: node.name, host_port: node.address }),
-        );
+        remote.add_fallback_nodes(members.map(|node| NodeAddress::of(&node)));
         let id = NodeId::of(&settings.name);
         Ok(Self { id, settings, store, clock, entropy, workers, caller, catalogue_server, remote })
     }

@@ -200,9 +200,9 @@ impl Daemon {
     /// running daemon.
     ///
     /// # Errors
-    /// Fails with kind `Invalid` if the certificate names another node or cluster than `config`, or if no
-    /// certified chain of a configured code is known. Otherwise the error of the store, the index,
-    /// the network transport or the catalogue that failed to open.
+    /// Fails with kind `Invalid` if the certificate names another node or cluster than `config`, or
+    /// if no certified chain of a configured code is known. Otherwise the error of the store, the
+    /// index, the network transport or the catalogue that failed to open.
     pub async fn start(config: NodeConfig, identity: Identity) -> Result<Self, NodeError> {
         let membership = &config.membership;
         tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %membership.name, "starting");

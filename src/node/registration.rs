@@ -28,7 +28,7 @@ impl CatchUpRequests {
         self.wake.notify_one();
     }
 
-    /// Makes a round due at the next look, without waking the task that runs rounds.
+    /// Makes a round due without waking the task that runs rounds. The task checks at intervals.
     pub(super) fn request_later(&self) {
         self.is_due.store(true, Ordering::Relaxed);
     }

@@ -95,7 +95,8 @@ impl RetrySchedule {
         self.waits.remove(&save);
     }
 
-    /// Forgets the saves for which [`RetrySchedule::mark_seen_is_due`] was not called since the last round.
+    /// Forgets the saves for which [`RetrySchedule::mark_seen_is_due`] was not called since the
+    /// last round.
     pub(in crate::node) fn forget_unseen(&mut self) {
         self.waits.retain(|_, wait| std::mem::take(&mut wait.is_asked_for));
     }

@@ -26,7 +26,7 @@ pub enum ReserveState {
 /// Space that must be free when sled opens: a segment of each of the two folders, and records.
 const OPENING_BYTES: u64 = 2 << 20;
 
-/// Adjusts the reserve before sled opens. Other than [`adjust_reserve`] it also tries to allocate
+/// Adjusts the reserve before sled opens. Unlike [`adjust_reserve`] it also tries to allocate
 /// some space, since a quota refuses writes while the file system has free space.
 pub fn adjust_and_probe_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let state = adjust_reserve(disk)?;

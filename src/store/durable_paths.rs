@@ -150,8 +150,8 @@ impl FileNames {
         work()
     }
 
-    /// Removes a file like [`remove_file_and_empty_dirs`](Self::remove_file_and_empty_dirs), but only if `is_it`, which runs while no name
-    /// can change, returns true.
+    /// Removes a file like [`remove_file_and_empty_dirs`](Self::remove_file_and_empty_dirs), but
+    /// only if `is_it`, which runs while no name can change, returns true.
     pub(super) fn remove_file_and_empty_dirs_if(
         &self,
         path: &str,

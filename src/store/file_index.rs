@@ -40,7 +40,8 @@ pub struct FileInfo {
 }
 
 impl FileInfo {
-    /// Returns the key under which [`Store::open_undamaged_file`](super::Store::open_undamaged_file) opens the file.
+    /// Returns the key under which
+    /// [`Store::open_undamaged_file`](super::Store::open_undamaged_file) opens the file.
     pub fn key(&self) -> FileKey {
         FileKey { stripe: self.stripe, name: self.content.name() }
     }

@@ -2,7 +2,8 @@
 
 use serde::Serialize;
 
-/// The differences that [`Store::open`](super::Store::open) found between the index and the folders.
+/// The differences that [`Store::open`](super::Store::open) found between the index and the
+/// folders.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct ReconcileCounts {
     /// Files that the index did not have, or had with another length.

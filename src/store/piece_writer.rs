@@ -96,7 +96,8 @@ impl PieceWriter {
         StoreError::Misuse { key: self.temporary.key(), why }
     }
 
-    /// Sets the minimum length of an [`take_extent_to_prove`](Self::take_extent_to_prove) in bytes. The default is 8 MiB.
+    /// Sets the minimum length in bytes of an extent that
+    /// [`take_extent_to_prove`](Self::take_extent_to_prove) returns. The default is 8 MiB.
     pub fn set_min_extent_bytes(&mut self, extent_bytes: u64) {
         self.min_extent_bytes = extent_bytes;
     }
@@ -223,8 +224,8 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Returns a buffer for [`sync_and_verify_read_back`](Self::sync_and_verify_read_back) that suits pieces of
-    /// `piece_len_bytes`.
+    /// Returns a buffer for [`sync_and_verify_read_back`](Self::sync_and_verify_read_back) that
+    /// suits pieces of `piece_len_bytes`.
     pub fn new_read_back_buffer(piece_len_bytes: u64) -> AlignedBuffer {
         AlignedBuffer::new(BUFFER_BYTES.min(piece_len_bytes) as usize)
     }

@@ -40,8 +40,8 @@ impl Store {
         Ok(moved)
     }
 
-    /// Moves a file like [`quarantine_file`](Self::quarantine_file), but leaves the counts and the index to
-    /// the caller.
+    /// Moves a file like [`quarantine_file`](Self::quarantine_file), but leaves the counts and the
+    /// index to the caller.
     pub(super) fn move_to_quarantine(
         &self,
         key: FileKey,

@@ -185,8 +185,8 @@ impl Store {
         })
     }
 
-    /// Writes a record unless `check_and_measure_old`, which runs while no name can change, returns an error.
-    /// Returns the length that `check_and_measure_old` found.
+    /// Writes a record unless `check_and_measure_old`, which runs while no name can change, returns
+    /// an error. Returns the length that `check_and_measure_old` found.
     fn write_record(
         &self,
         path: &str,

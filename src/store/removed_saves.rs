@@ -56,8 +56,8 @@ impl Store {
     /// already. Writes each record at most once.
     ///
     /// # Errors
-    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::RemovedSavesFull`] if
-    /// there is no room for one of the ids.
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::RemovedSavesFull`]
+    /// if there is no room for one of the ids.
     pub fn record_all_removed(
         &self,
         epoch: Epoch,

@@ -1,4 +1,4 @@
-//! An open file that grains are read from, whole or damaged.
+//! A file, whole or damaged, that is open for reads of its grains.
 
 use super::disk::DiskFile;
 use crate::format::file::FileHeader;

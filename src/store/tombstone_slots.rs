@@ -1,5 +1,5 @@
-//! The slots of the file that holds tombstones while the disk is full (docs/semantics.md, 7, *A full
-//! disk*).
+//! The slots of the file that holds tombstones while the disk is full (docs/semantics.md, 7, *A
+//! full disk*).
 
 use std::collections::{BTreeMap, BTreeSet};
 

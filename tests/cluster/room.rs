@@ -179,7 +179,7 @@ async fn a_node_whose_disk_is_full_stays_registered() {
     world.assert_idle().await;
 }
 
-/// A driver that saves one shard and fills the disks before the save is decided.
+/// Decisions that save one shard and fill the disks before the save is decided.
 struct FillsDisks {
     bytes: Bytes,
     disks: Vec<Arc<MemoryDisk>>,
@@ -209,9 +209,10 @@ async fn a_save_whose_marks_fit_nowhere_waits_and_says_so() {
     let client = world.client_of(0);
     let bytes = content(500_000, 1);
     let disks = world.machines[1..].iter().map(|machine| machine.disk.clone()).collect();
-    let driver = Arc::new(FillsDisks { bytes: bytes.clone(), disks });
-    let saved =
-        client.save_with_decisions(&job(), Step(1), SaveOptions::default(), driver, quiet()).await;
+    let decisions = Arc::new(FillsDisks { bytes: bytes.clone(), disks });
+    let saved = client
+        .save_with_decisions(&job(), Step(1), SaveOptions::default(), decisions, quiet())
+        .await;
     let refused = saved.unwrap_err();
     let text = refused.to_string();
     assert!(text.contains("no commit mark") && text.contains("no space left"), "{text}");

@@ -64,7 +64,7 @@ pub enum SaveFate {
     Aborted,
 }
 
-/// The decisions for a save whose shards are known beforehand. It commits without further conditions.
+/// The decisions for a save whose shards are known beforehand. They commit without further conditions.
 pub(in crate::client) struct PlainSave {
     pub(in crate::client) shards: Vec<NewShard>,
     pub(in crate::client) entropy: Arc<dyn Entropy>,

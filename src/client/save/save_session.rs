@@ -147,7 +147,7 @@ impl Client {
         self.save_with_decisions(job, step, options, decisions, progress).await
     }
 
-    /// Saves a checkpoint as `decisions` says. Returns its report when the save is committed and
+    /// Saves a checkpoint as `decisions` say. Returns its report when the save is committed and
     /// visible.
     pub async fn save_with_decisions(
         &self,
@@ -280,7 +280,7 @@ fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), ClientError> {
     if shards.is_empty() { Err(ClientError::NoShards) } else { Ok(()) }
 }
 
-/// What the tries of a save have learned so far.
+/// The number of restarts of a save, and the nodes that refused it in earlier tries.
 #[derive(Default)]
 struct SaveRestarts {
     count: u32,

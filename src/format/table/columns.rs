@@ -1,7 +1,8 @@
 //! Columns of numbers and bytes: writing them, and reading them without trusting any length.
 //!
 //! A number is a varint: 7 bits per byte, lowest first, the top bit set in all bytes but the last.
-//! The parser accepts the shortest form of a value and no other, so that each value has one encoding.
+//! The parser accepts the shortest form of a value and no other, so that each value has one
+//! encoding.
 
 use super::limits::{MAX_PATH_BYTES, MAX_TABLE_BLOCK_BYTES};
 

@@ -200,8 +200,8 @@ impl Node {
     /// Returns the standings of all storage nodes among `nodes` that answer, and of this node.
     ///
     /// # Errors
-    /// Fails with kind `Unavailable` if a node that answers runs an older program or has noted a later
-    /// epoch.
+    /// Fails with kind `Unavailable` if a node that answers runs an older program or has noted a
+    /// later epoch.
     async fn fetch_witness_standings(
         &self,
         nodes: &[NodeRecord],

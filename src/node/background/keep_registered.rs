@@ -103,7 +103,8 @@ impl Node {
         }
     }
 
-    /// Starts what follows a first registration, or one after failures.
+    /// Logs a registration that follows failures. After the first registration, also makes a round
+    /// of catching up due and introduces this node to others.
     fn announce_registration(
         self: &Arc<Self>,
         answer: &RegisterAnswer,

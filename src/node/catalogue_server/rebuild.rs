@@ -46,6 +46,8 @@ struct Rebuild<'a> {
     sources: &'a [NodeRecord],
     /// The nodes of the new catalogue.
     members: &'a [NodeRecord],
+    /// The storage nodes among them.
+    listed: BTreeSet<NodeId>,
     accept_loss: bool,
 }
 
@@ -144,7 +146,9 @@ impl Node {
             incomplete: inventory.describe_incomplete_steps().collect(),
             ..RebuildAnswer::default()
         };
-        let rebuild = Rebuild { epoch, sources: &sources, members: &members, accept_loss };
+        let listed = storage_nodes(&members).iter().map(|node| NodeId::of(&node.name)).collect();
+        let (sources, members) = (&sources[..], &members[..]);
+        let rebuild = Rebuild { epoch, sources, members, listed, accept_loss };
         let writer = DbWriter::new(empty_db, epoch);
         let writer = self.write_database(&rebuild, writer, inventory, &mut answer).await?;
         trace_point(TracePoint::Map, epoch);
@@ -211,11 +215,10 @@ impl Node {
         rebuild: &Rebuild<'_>,
         committed: &Committed,
     ) -> Result<(), RemoteError> {
-        let listed: BTreeSet<NodeId> =
-            storage_nodes(rebuild.members).iter().map(|node| NodeId::of(&node.name)).collect();
+        let listed = &rebuild.listed;
         let needed = majority(listed.len());
         let marked = self.put_missing_marks(rebuild.sources, committed, rebuild.epoch).await;
-        let marked = marked.intersection(&listed).count();
+        let marked = marked.intersection(listed).count();
         if marked < needed && !rebuild.accept_loss {
             let text = format!(
                 "{marked} of {} storage nodes have a commit mark of {}/{}, {needed} are needed: rebuild again",
@@ -358,8 +361,8 @@ impl Node {
     /// `accept_loss` nothing is checked.
     ///
     /// # Errors
-    /// Fails with kind `Unavailable` if more nodes have to be read, or `Lost` if a committed step cannot be
-    /// brought back whole.
+    /// Fails with kind `Unavailable` if more nodes have to be read, or `Lost` if a committed step
+    /// cannot be brought back whole.
     fn check_inventory_suffices(
         &self,
         inventory: &ClusterInventory,

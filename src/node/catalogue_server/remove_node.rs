@@ -33,9 +33,9 @@ impl Node {
     /// Takes a node off the list of nodes.
     ///
     /// # Errors
-    /// Fails with kind `Busy` while the node is live or a save is open, of kind `Exists` while a checkpoint
-    /// may lie on it, of kind `Unavailable` if too few of the other nodes catch up, and of kind
-    /// `NotFound` if it is not on the list.
+    /// Fails with kind `Busy` while the node is live or a save is open, of kind `Exists` while a
+    /// checkpoint may lie on it, of kind `Unavailable` if too few of the other nodes catch up, and
+    /// of kind `NotFound` if it is not on the list.
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.context.catalogue(), call.name);
         let key = format!("{NODES}{name}");

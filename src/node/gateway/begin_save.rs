@@ -23,7 +23,7 @@ use crate::wire::calls::{BeginSave, BeginSaveAnswer};
 /// Maximum number of pending removals of one step.
 const MAX_REMOVING: usize = 32;
 
-/// The save that a step's record had as being written when another one begins.
+/// The fate of the save that was under way for a step when another save of it begins.
 enum EarlierSave {
     None,
     /// A duplicate of the call has opened the save already.
@@ -142,8 +142,8 @@ impl Node {
         }
     }
 
-    /// Takes the save that the step's record has as being written out of `checkpoint`, and returns
-    /// how it goes on. A decided save is published. An open one is aborted if its lease is over.
+    /// Removes the save under way from `checkpoint`, if there is one, and returns its fate. A
+    /// decided save is published. An open save is aborted if its lease is over.
     ///
     /// # Errors
     /// [`ErrorKind::Exists`] if another client saves the step; [`ErrorKind::Fenced`] if the open

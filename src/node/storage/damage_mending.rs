@@ -74,8 +74,8 @@ impl MendQueue {
         self.wake.notify_one();
     }
 
-    /// Queues a replica again after a failure, unless it has failed `MAX_MEND_FAILURES` times or was
-    /// reported meanwhile. Returns the wait, if it was queued.
+    /// Queues a replica again after a failure, unless it has failed `MAX_MEND_FAILURES` times or
+    /// was reported meanwhile. Returns the wait, if it was queued.
     fn requeue_failed(
         &self,
         stripe: StripeId,

@@ -84,8 +84,8 @@ impl Fencing {
     }
 
     /// Checks that a client may write to a shard: besides
-    /// [`check_not_removed_raising_epoch`](Self::check_not_removed_raising_epoch), the node stores data, the epoch has begun, and
-    /// the shard is not committed.
+    /// [`check_not_removed_raising_epoch`](Self::check_not_removed_raising_epoch), the node stores
+    /// data, the epoch has begun, and the shard is not committed.
     ///
     /// # Errors
     /// [`ErrorKind::Denied`] if the shard is committed; [`ErrorKind::Invalid`] if the node stores

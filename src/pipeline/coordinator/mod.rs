@@ -1,10 +1,11 @@
 //! Archiving: a coordinator takes the shards of a committed step and turns each stripe's replicas
 //! into n proven pieces (docs/semantics.md, section 4).
 //!
-//! `request` runs an archive request; `error` defines the errors that stop it; `owned_shard` owns a
-//! shard and commits its stripes; `stripe_archiving` archives one stripe. Its steps: `replicas`
-//! recreates missing replicas; `orders` turns a plan into orders and verifies the proofs;
-//! `plan_execution` runs them; `receipts` stores and finds receipts; `drops` drops the replicas.
+//! `archive_request` runs an archive request; `error` defines the errors that stop it;
+//! `owned_shard` owns a shard and commits its stripes; `stripe_archiving` archives one stripe. Its
+//! steps: `ensure_replicas` recreates missing replicas; `orders_and_proofs` turns a plan into
+//! orders and verifies the proofs; `plan_execution` runs them; `receipts` stores and finds
+//! receipts; `drop_replicas` drops the replicas.
 
 mod archive_request;
 mod drop_replicas;

@@ -47,12 +47,11 @@ impl Coordinator {
         loop {
             tries += 1;
             shard.ensure_owned()?;
-            let stripe = StripeArchiving::open(self, shard, index, options).await;
-            let tried = match &stripe {
-                Ok(stripe) => stripe.archive_or_drop(events, reuse).await,
-                Err(_) => Ok(()),
+            let tried = async {
+                let stripe = StripeArchiving::open(self, shard, index, options).await?;
+                stripe.archive_or_drop(events, reuse).await
             };
-            let Err(error) = stripe.map(|_| ()).and(tried) else { return Ok(()) };
+            let Err(error) = tried.await else { return Ok(()) };
             if !is_worth_a_retry(&error) {
                 return Err(error);
             }

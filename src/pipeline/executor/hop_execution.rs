@@ -2,8 +2,8 @@
 //! outputs, grain by grain.
 //!
 //! Memory: one grain of each input and output, a few grains of each stream, and the windows of the
-//! streams. All of it is reserved before the hop begins ([`hop_memory_bytes`]). Receiving, working and
-//! sending run side by side; a hop waits only for its neighbours.
+//! streams. All of it is reserved before the hop begins ([`hop_memory_bytes`]). Receiving, working
+//! and sending run side by side; a hop waits only for its neighbours.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! Reads a stripe back, from replicas or from any pieces that span, with every grain verified.
 //!
-//! First [`StripeReader::probe_and_plan`] asks the nodes which files they have and decides whether the stripe
-//! can be read at all; nothing is delivered before that. Then [`StripeReader::read_into_sink`] streams grain
-//! by grain:
+//! First [`StripeReader::probe_and_plan`] asks the nodes which files they have and decides whether
+//! the stripe can be read at all; nothing is delivered before that. Then
+//! [`StripeReader::read_into_sink`] streams grain by grain:
 //!
 //! - A grain that is damaged in one file is read from another one, and the stream continues after
 //!   it.
@@ -61,8 +61,8 @@ pub(super) struct ReadTarget {
 
 /// The destination of restored bytes. The calls may block; ranges come in any order.
 pub trait Sink: Send + Sync + 'static {
-    /// Writes `bytes` at byte `shard_offset` of the shard. The same bytes may be written again when the
-    /// reading of a stripe starts over.
+    /// Writes `bytes` at byte `shard_offset` of the shard. The same bytes may be written again when
+    /// the reading of a stripe starts over.
     fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()>;
 }
 

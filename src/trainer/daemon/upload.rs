@@ -283,7 +283,7 @@ impl StagingDaemon {
     ) -> Result<Attempt, ClientError> {
         let record = self.with(|core| core.record(key, SaveState::Unsaved));
         let Some(record) = record else { return Ok(Attempt::Gone) };
-        let driver = Arc::new(Driver {
+        let decisions = Arc::new(StepDecisions {
             daemon: self.clone(),
             key: key.clone(),
             step: step.clone(),
@@ -295,9 +295,9 @@ impl StagingDaemon {
         let options = SaveOptions { replace };
         let report = self
             .client
-            .save_with_decisions(&key.job, key.step, options, driver.clone(), progress)
+            .save_with_decisions(&key.job, key.step, options, decisions.clone(), progress)
             .await?;
-        let attempts = driver.saves.lock().unwrap_or_else(PoisonError::into_inner).len();
+        let attempts = decisions.saves.lock().unwrap_or_else(PoisonError::into_inner).len();
         let notes = match attempts {
             0 | 1 => Vec::new(),
             more => vec![format!("the save began anew {} times: nodes failed under it", more - 1)],
@@ -366,8 +366,8 @@ fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {
     Failure::new(error.kind(), format!("saving step {}: {error}", key.step), hint)
 }
 
-/// The driver of one step's save.
-struct Driver {
+/// The decisions about the save of one step.
+struct StepDecisions {
     daemon: Arc<StagingDaemon>,
     key: StepKey,
     step: Arc<Assembled>,
@@ -377,7 +377,7 @@ struct Driver {
 }
 
 #[async_trait]
-impl SaveDecisions for Driver {
+impl SaveDecisions for StepDecisions {
     fn assign_save_id(&self, _attempt: u32) -> io::Result<SaveId> {
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the step was given up");
         let mut save = SaveId([0; 12]);

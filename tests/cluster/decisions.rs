@@ -19,15 +19,15 @@ use crate::world::{World, content, job, quiet, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 
-/// A driver that saves one shard and records the calls that it receives.
-struct Driver {
+/// Decisions that save one shard and record the calls that they receive.
+struct RecordedDecisions {
     bytes: Bytes,
     begun: Mutex<Vec<SaveId>>,
     code: Mutex<Option<SaveCode>>,
     refuses: bool,
 }
 
-impl Driver {
+impl RecordedDecisions {
     fn new(bytes: &Bytes, refuses: bool) -> Arc<Self> {
         let (begun, code) = (Mutex::default(), Mutex::default());
         Arc::new(Self { bytes: bytes.clone(), begun, code, refuses })
@@ -39,7 +39,7 @@ impl Driver {
 }
 
 #[async_trait]
-impl SaveDecisions for Driver {
+impl SaveDecisions for RecordedDecisions {
     fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId> {
         let mut begun = self.begun.lock().unwrap();
         assert_eq!(begun.len(), attempt as usize);
@@ -72,17 +72,17 @@ impl Sink for Memory {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_save_has_the_id_that_its_driver_gave_and_can_be_asked_for_by_it() {
+async fn a_save_has_the_id_that_its_caller_gave_and_can_be_asked_for_by_it() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client();
-    let driver = Driver::new(&content(5 * BLOCK as usize, 1), false);
+    let decisions = RecordedDecisions::new(&content(5 * BLOCK as usize, 1), false);
     let options = SaveOptions::default();
     let report = client
-        .save_with_decisions(&job(), Step(1), options, driver.clone(), quiet())
+        .save_with_decisions(&job(), Step(1), options, decisions.clone(), quiet())
         .await
         .unwrap();
-    assert_eq!(report.save, driver.last());
-    let code = driver.code.lock().unwrap().unwrap();
+    assert_eq!(report.save, decisions.last());
+    let code = decisions.code.lock().unwrap().unwrap();
     assert_eq!((code.n, code.k, code.block_bytes), (4, 2, BLOCK));
     assert_eq!(code.stripe_bytes(), 2 * BLOCK);
     let fate = client.settle_save(&job(), Step(1), report.save).await.unwrap();
@@ -97,11 +97,12 @@ async fn a_save_has_the_id_that_its_driver_gave_and_can_be_asked_for_by_it() {
 async fn a_save_that_is_not_confirmed_leaves_nothing() {
     let world = World::start(6, &[(4, 2)], BLOCK).await;
     let client = world.client();
-    let driver = Driver::new(&content(5 * BLOCK as usize, 1), true);
+    let decisions = RecordedDecisions::new(&content(5 * BLOCK as usize, 1), true);
     let options = SaveOptions::default();
-    let error = client.save_with_decisions(&job(), Step(1), options, driver.clone(), quiet()).await;
+    let error =
+        client.save_with_decisions(&job(), Step(1), options, decisions.clone(), quiet()).await;
     assert!(error.unwrap_err().to_string().contains("embed.weight was changed"));
-    let fate = client.settle_save(&job(), Step(1), driver.last()).await.unwrap();
+    let fate = client.settle_save(&job(), Step(1), decisions.last()).await.unwrap();
     assert_eq!(fate, SaveFate::Aborted);
     assert_eq!(client.list_steps(Some(&job())).await.unwrap().len(), 0);
     world.assert_swept(&client).await;

@@ -1,10 +1,19 @@
 //! Access to cargo: the cargo that runs this program, and a run of one test binary of the library.
 
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 /// Returns a command for the cargo that runs this program, or for the one on the PATH.
 pub fn cargo() -> Command {
     Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
+/// Returns the folder in which cargo builds: that of `CARGO_TARGET_DIR`, or `target` in `root`.
+pub fn target_dir(root: &Path) -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(folder) => root.join(folder),
+        None => root.join("target"),
+    }
 }
 
 /// Runs one test binary with `arguments`, and with `settings` in its environment. The output of its

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::cargo::cargo;
+use crate::cargo::{cargo, target_dir};
 
 /// The oldest interpreter for which the extension is built.
 const OLDEST: (u32, u32) = (3, 11);
@@ -97,7 +97,7 @@ impl Environment {
         build.args(["build", "--locked", "--package", "rapidraid", "--bin", "rapidraid"]);
         run(build.args(["--profile", profile]).current_dir(&self.root))?;
         let folder = if profile == "dev" { "debug" } else { profile };
-        self.wheel_with(&self.root.join("target").join(folder).join("rapidraid"), profile)
+        self.wheel_with(&target_dir(&self.root).join(folder).join("rapidraid"), profile)
     }
 
     /// Builds the wheel with a program that is built already. Returns the path of the wheel.

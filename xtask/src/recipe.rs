@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
-use crate::cargo::cargo;
+use crate::cargo::{cargo, target_dir};
 use crate::python::{self, Environment, Unable};
 use crate::tally::{self, Runner, Tally};
 
@@ -177,7 +177,8 @@ impl Run {
         println!("\n== the Python package's wheel");
         // The tests have built the program. Another selection of packages would build all its
         // dependencies once more.
-        let wheel = environment.wheel_with(&self.root.join("target/debug/rapidraid"), "dev")?;
+        let wheel =
+            environment.wheel_with(&target_dir(&self.root).join("debug/rapidraid"), "dev")?;
         environment.install(&wheel)?;
         let checks: [(&str, &[&str]); 3] = [
             ("ruff", &["check", "."]),
@@ -232,7 +233,8 @@ impl Run {
         for (on, names) in hosts {
             for name in names {
                 let file = format!("cluster/experiments/{name}.toml");
-                let mut program = Command::new(self.root.join("target/debug/rapidraid-cluster"));
+                let mut program =
+                    Command::new(target_dir(&self.root).join("debug/rapidraid-cluster"));
                 program.args(["run", &file]).args(&on).args(["--short", "--out", &out]);
                 let title = format!("experiment {name} {}", on[1]);
                 self.counted(&title, Runner::Cargo, program.current_dir(&self.root))?;

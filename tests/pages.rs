@@ -361,6 +361,43 @@ fn every_bound_is_on_its_page() {
     );
 }
 
+/// The table of the services of a node names, for each service, the services that it holds. A row
+/// of several services names those of all of them.
+#[test]
+fn the_table_of_services_is_that_of_the_source() {
+    let page = read("docs/architecture.md");
+    let rows = page.split("| service | calls |").nth(1).expect("the page has the table");
+    let rows: Vec<[BTreeSet<String>; 2]> = rows
+        .lines()
+        .skip(2)
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| {
+            let mut cells = line.split('|').skip(1);
+            let mut cell = || quoted(cells.next().unwrap_or_default());
+            [cell(), cell()].map(|names| names.into_iter().map(str::to_owned).collect())
+        })
+        .collect();
+    let listed: BTreeSet<String> = rows.iter().flat_map(|[services, _]| services.clone()).collect();
+    let source: String = files("src/node", ".rs").iter().map(|file| code_of(&read(file))).collect();
+    let held = |service: &str| -> BTreeSet<String> {
+        let start = source.find(&format!("struct {service} {{"));
+        let body = &source[start.unwrap_or_else(|| panic!("{service} is not in the source"))..];
+        let body = &body[..body.find("\n}").expect("a struct ends")];
+        let held = body.split("Arc<").skip(1).filter_map(|rest| rest.split('>').next());
+        held.map(str::to_owned).collect()
+    };
+    let missing: Vec<String> = held("Services").difference(&listed).cloned().collect();
+    assert!(missing.is_empty(), "the table of services lacks {missing:?}");
+    for [services, calls] in &rows {
+        if services.contains("RpcServer") {
+            continue;
+        }
+        let found = services.iter().flat_map(|service| held(service));
+        let found: BTreeSet<String> = found.filter(|name| listed.contains(name)).collect();
+        assert_eq!(*calls, found, "{services:?}");
+    }
+}
+
 /// Paths and names in backticks on the pages that describe the code exist. For `a::b`, `src/`
 /// defines both `a` and `b`.
 #[test]

@@ -38,11 +38,11 @@ const SERVICES: &[(&str, &[Service])] = &[
     (
         "src/node",
         &[
-            ("rpc", &[]),
-            ("storage", &["rpc"]),
-            ("gateway", &["rpc"]),
+            ("storage", &[]),
             ("catalogue_server", &[]),
-            ("background", &["storage", "gateway"]),
+            ("gateway", &["storage", "catalogue_server"]),
+            ("background", &["storage", "catalogue_server", "gateway"]),
+            ("rpc", &["storage", "background"]),
         ],
     ),
     (
@@ -464,9 +464,9 @@ mod red {
         let use_of = |path: &str| format!("//! A.\nuse {path};\n");
         for (file, path, complaints) in [
             ("src/node/storage/a.rs", "crate::node::background::b::C", 1),
-            ("src/node/storage/a.rs", "crate::node::rpc::b::C", 0),
+            ("src/node/gateway/a.rs", "crate::node::storage::b::C", 0),
             ("src/node/storage/a.rs", "crate::node::storage::b::C", 0),
-            ("src/node/status.rs", "crate::node::background::b::C", 0),
+            ("src/node/services.rs", "crate::node::background::b::C", 0),
             ("src/node/other/a.rs", "crate::id::NodeId", 1),
             ("src/pipeline/executor/a.rs", "crate::pipeline::coordinator::C", 1),
         ] {

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use super::catalogue_contact::CatalogueContact;
 use super::catalogue_server::serving::CatalogueServer;
+use super::tasks::Tasks;
 use super::{CALL_LIMIT, NodeParts, NodeSettings};
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::remote::RemoteCatalogue;
@@ -31,6 +33,8 @@ pub(super) struct NodeContext {
     pub(super) catalogue_server: CatalogueServer,
     /// Access to the catalogue while another node serves it.
     pub(super) remote: Arc<RemoteCatalogue>,
+    pub(super) catalogue_contact: CatalogueContact,
+    pub(super) tasks: Tasks,
 }
 
 impl NodeContext {
@@ -60,7 +64,20 @@ impl NodeContext {
         let members = store.read_members().unwrap_or_default().nodes.into_iter();
         remote.add_fallback_nodes(members.map(|node| NodeAddress::of(&node)));
         let id = NodeId::of(&settings.name);
-        Ok(Self { id, settings, store, clock, entropy, workers, caller, catalogue_server, remote })
+        let (catalogue_contact, tasks) = Default::default();
+        Ok(Self {
+            settings,
+            id,
+            store,
+            clock,
+            entropy,
+            workers,
+            caller,
+            catalogue_server,
+            remote,
+            catalogue_contact,
+            tasks,
+        })
     }
 
     /// Returns the catalogue: the local one if this node serves it, otherwise the remote one.
@@ -74,6 +91,11 @@ impl NodeContext {
     /// Returns the catalogue if this node serves it.
     pub(super) fn local_catalogue(&self) -> Option<Arc<LocalCatalogue>> {
         self.catalogue_server.served_or_step_down(&self.store)
+    }
+
+    /// Returns whether this node serves the catalogue and accepts changes of it.
+    pub(super) fn is_writable_catalogue_server(&self) -> bool {
+        self.local_catalogue().is_some_and(|local| !local.is_read_only())
     }
 
     /// Returns the address of the catalogue server, as far as this node knows it.

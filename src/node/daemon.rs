@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 
-use super::{Node, NodeParts, NodeSettings, archive_share_bytes, save_share_bytes};
+use super::budgets::{archive_share_bytes, save_share_bytes};
+use super::context::NodeContext;
+use super::{Node, NodeParts, NodeSettings};
 use crate::catalogue::CatalogueError;
 use crate::clock::SystemClock;
 use crate::code::table;
@@ -91,17 +93,15 @@ impl NodeError {
     }
 }
 
-impl Node {
-    /// Stops the node when the index or the catalogue database has failed. What the failed one
-    /// answers may differ from what is on disk; the next start repairs that.
-    async fn stop_on_db_failure(self: Arc<Self>, db_failures: [CancellationToken; 2]) {
-        let [index, map] = &db_failures;
-        tokio::select! {
-            () = index.cancelled() => tracing::error!("the index has failed: stopping; the next start brings it in line with the files"),
-            () = map.cancelled() => tracing::error!("the catalogue database has failed: stopping; the next start opens what is on disk"),
-        }
-        self.stop.cancel();
+/// Stops the node when the index or the catalogue database has failed. What the failed one
+/// answers may differ from what is on disk; the next start repairs that.
+async fn stop_on_db_failure(context: Arc<NodeContext>, db_failures: [CancellationToken; 2]) {
+    let [index, map] = &db_failures;
+    tokio::select! {
+        () = index.cancelled() => tracing::error!("the index has failed: stopping; the next start brings it in line with the files"),
+        () = map.cancelled() => tracing::error!("the catalogue database has failed: stopping; the next start opens what is on disk"),
     }
+    context.tasks.stop();
 }
 
 /// A running node.
@@ -244,11 +244,13 @@ impl Daemon {
             segmentation_offload,
         };
         let node = Node::start(node_settings(&config), parts)?;
-        node.spawn_until_stop(|node| node.stop_on_db_failure(failed));
+        let tasks = &node.context.tasks;
+        tasks.spawn_until_stop(stop_on_db_failure(node.context.clone(), failed));
+        let disk_space = &node.rpc.services().disk_space;
         if is_in_memory {
-            node.full_disk.note_index_in_memory();
+            disk_space.note_index_in_memory();
         }
-        node.spawn_until_stop(|node| node.run_reserve_adjustment(disk));
+        tasks.spawn_until_stop(disk_space.clone().run_reserve_adjustment(disk));
         Ok(Self { node, address })
     }
 
@@ -264,7 +266,7 @@ impl Daemon {
 
     /// Waits until the daemon has stopped serving.
     pub async fn wait_until_stopping(&self) {
-        self.node.stop.cancelled().await;
+        self.node.context.tasks.wait_for_stop().await;
     }
 
     /// Stops the daemon. Returns when all of its tasks have ended.

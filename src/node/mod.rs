@@ -6,46 +6,37 @@
 
 mod active_saves;
 mod background;
+mod budgets;
+mod catalogue_contact;
 mod catalogue_server;
 mod context;
 mod daemon;
 mod gateway;
+mod incoming_call;
 mod quorum;
 mod registration;
 mod remote_errors;
 mod retry_schedule;
 mod rpc;
-mod status_warnings;
+mod services;
 mod storage;
+mod tasks;
 
-use std::collections::BTreeMap;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
-use active_saves::ActiveSaves;
-use background::orphan_gc::RetainReason;
-use background::retention::RetentionState;
+use budgets::Budgets;
 use context::NodeContext;
-pub use daemon::{Daemon, NodeError};
-use gateway::reads_without_catalogue::OutageCache;
-use registration::{CatchUpRequests, Registration};
-use retry_schedule::RetrySchedule;
-use storage::damage_mending::MendQueue;
-use storage::examine_stripe::{DamagedRecords, ExamLimit};
-use storage::fencing::Fencing;
-use storage::full_disk::FullDiskState;
-use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 
-use crate::budget::Budget;
+pub use daemon::{Daemon, NodeError};
+use rpc::dispatch::RpcServer;
+use services::Services;
+
 use crate::catalogue::CatalogueError;
 use crate::clock::Clock;
 use crate::config::Policy;
 use crate::entropy::Entropy;
-use crate::format::records as formats;
-use crate::id::{ClusterId, NodeId, PeerName, SaveId};
+use crate::id::{ClusterId, NodeId, PeerName};
 use crate::net::Transport;
 use crate::pipeline::executor::Executor;
 use crate::store::{CatalogueStorage, Store};
@@ -53,8 +44,6 @@ use crate::workers::Workers;
 
 /// Time limit for the answer to a call, except for calls that move bulk data.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
-/// Maximum number of nodes that are remembered because they introduced themselves.
-const MAX_INTRODUCED: usize = 4096;
 
 /// The configuration of a node.
 #[derive(Debug, Clone)]
@@ -108,66 +97,12 @@ pub struct NodeParts {
     pub segmentation_offload: bool,
 }
 
-/// The shares of a daemon's memory. No share borrows from another.
-struct Budgets {
-    archive: Arc<Budget>,
-    save: Arc<Budget>,
-    restore: Arc<Budget>,
-    control: Arc<Budget>,
-    requests: Arc<Budget>,
-}
-
-impl Budgets {
-    /// Returns the shares of `memory_bytes`: half for archiving, a quarter for saves, an eighth for
-    /// reads, and a sixteenth for long messages. Of the last sixteenth, a quarter is for short
-    /// requests; the rest is for the index and the catalogue.
-    fn new(memory_bytes: u64) -> Self {
-        Self {
-            archive: Budget::new("archive", archive_share_bytes(memory_bytes)),
-            save: Budget::new("save", save_share_bytes(memory_bytes)),
-            restore: Budget::new("restore", memory_bytes / 8),
-            control: Budget::new("control", memory_bytes / 16),
-            requests: Budget::new("requests", memory_bytes / 64),
-        }
-    }
-}
-
-fn archive_share_bytes(memory_bytes: u64) -> u64 {
-    memory_bytes / 2
-}
-
-fn save_share_bytes(memory_bytes: u64) -> u64 {
-    memory_bytes / 4
-}
-
-/// A node: its services, and the state that they share.
+/// A node: its services, and the resources that it runs on.
 pub struct Node {
     context: Arc<NodeContext>,
-    fencing: Arc<Fencing>,
-    registration: Arc<Registration>,
+    budgets: Arc<Budgets>,
     transport: Arc<dyn Transport>,
-    budgets: Budgets,
-    executor: Executor,
-    /// The saves that save recovery works on now.
-    recovering: ActiveSaves,
-    /// The removals that save recovery retries.
-    removal_retries: Mutex<RetrySchedule>,
-    rebuilding: tokio::sync::Mutex<()>,
-    /// The nodes that introduced themselves.
-    introduced: Mutex<BTreeMap<PeerName, formats::Node>>,
-    retention: Mutex<RetentionState>,
-    retained: Mutex<BTreeMap<SaveId, RetainReason>>,
-    outage_cache: OutageCache,
-    catching_up: Arc<CatchUpRequests>,
-    mend_queue: MendQueue,
-    damaged_records: DamagedRecords,
-    exam_limit: ExamLimit,
-    full_disk: FullDiskState,
-    /// Whether the node has come back to the list of nodes, and may have missed orders.
-    has_returned: AtomicBool,
-    segmentation_offload: bool,
-    stop: CancellationToken,
-    tasks: TaskTracker,
+    rpc: Arc<RpcServer>,
 }
 
 impl Node {
@@ -180,82 +115,28 @@ impl Node {
         let (transport, segmentation_offload) =
             (parts.transport.clone(), parts.segmentation_offload);
         let context = Arc::new(NodeContext::open(settings, parts)?);
-        let lease = context.settings.lease;
-        let budgets = Budgets::new(context.settings.memory_bytes);
-        let executor = Executor::new(
+        let budgets = Arc::new(Budgets::new(context.settings.memory_bytes));
+        let executor = Arc::new(Executor::new(
             context.store.clone(),
             context.workers.clone(),
             context.caller.clone(),
             context.clock.clone(),
             budgets.archive.clone(),
-        );
-        let catching_up = Arc::new(CatchUpRequests::default());
-        let registration = Arc::new(Registration::new(context.clone(), catching_up.clone()));
-        let fencing = Arc::new(Fencing::new(context.clone(), registration.clone()));
-        let node = Arc::new(Self {
-            context,
-            fencing,
-            registration,
-            catching_up,
-            transport,
-            budgets,
-            executor,
-            recovering: Arc::default(),
-            removal_retries: Mutex::new(RetrySchedule::new(lease)),
-            rebuilding: tokio::sync::Mutex::default(),
-            introduced: Mutex::default(),
-            retention: RetentionState::new(lease),
-            retained: Mutex::default(),
-            outage_cache: OutageCache::default(),
-            mend_queue: MendQueue::default(),
-            damaged_records: DamagedRecords::default(),
-            exam_limit: ExamLimit::default(),
-            full_disk: FullDiskState::default(),
-            has_returned: AtomicBool::new(false),
-            segmentation_offload,
-            stop: CancellationToken::new(),
-            tasks: TaskTracker::new(),
-        });
-        node.spawn_background_work();
-        Ok(node)
-    }
-
-    fn spawn_background_work(self: &Arc<Self>) {
-        let node = self;
-        node.spawn_until_stop(Self::accept_connections);
-        node.spawn_until_stop(Self::keep_registered);
-        node.spawn_until_stop(Self::run_archiving_takeover);
-        node.spawn_until_stop(Self::run_majority_checks);
-        node.spawn_until_stop(Self::run_save_recovery);
-        node.spawn_until_stop(Self::run_cluster_orphan_gc);
-        node.spawn_until_stop(Self::run_replica_gc);
-        node.spawn_until_stop(Self::run_catch_up);
-        node.spawn_until_stop(Self::run_mending);
-    }
-
-    /// Spawns `work`, which runs until it ends or the node stops. Returns the handle of its task.
-    fn spawn_until_stop<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Self>) -> F) -> JoinHandle<()>
-    where
-        F: Future<Output = ()> + Send + 'static,
-    {
-        let stop = self.stop.clone();
-        let work = work(self.clone());
-        self.tasks.spawn(async move {
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => {}
-                () = work => {}
-            }
-        })
+        ));
+        let services = Services::new(&context, &budgets, &executor, segmentation_offload);
+        services.spawn_background_work(&context.tasks);
+        let rpc = RpcServer::new(context.clone(), budgets.clone(), transport.clone(), services);
+        let rpc = Arc::new(rpc);
+        context.tasks.spawn_until_stop(rpc.clone().accept_connections());
+        Ok(Arc::new(Self { context, budgets, transport, rpc }))
     }
 
     /// Stops serving, cancels all running work and closes the transport. Files that were being
     /// written do not exist afterwards.
     pub async fn stop(&self) {
-        self.stop.cancel();
-        self.tasks.close();
+        self.context.tasks.stop();
         self.transport.close().await;
-        self.tasks.wait().await;
+        self.context.tasks.wait_until_ended().await;
     }
 
     /// Returns the node's id.
@@ -275,21 +156,21 @@ impl Node {
 
     /// Returns whether the node serves the catalogue and accepts changes of it.
     pub fn is_writable_catalogue_server(&self) -> bool {
-        self.context.local_catalogue().is_some_and(|local| !local.is_read_only())
+        self.context.is_writable_catalogue_server()
     }
 
     /// Returns the bytes in use in each memory share: archive, save, restore, control and requests.
     /// All are zero when nothing runs.
     pub fn used_memory_by_share(&self) -> [u64; 5] {
-        let Budgets { archive, save, restore, control, requests } = &self.budgets;
+        let Budgets { archive, save, restore, control, requests } = &*self.budgets;
         [archive, save, restore, control, requests].map(|share| share.used_bytes())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::archive_share_bytes;
     use crate::gf::Fingerprint;
+    use crate::node::budgets::archive_share_bytes;
     use crate::pipeline::executor::hop_memory_bytes;
     use crate::plan::{Input, Output};
     use crate::store::PIECE_WRITER_BYTES;

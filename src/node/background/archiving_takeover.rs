@@ -10,7 +10,7 @@ use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     ARCHIVE_REQUESTS, ArchiveRequest, parse_archive_request_key, parse_record,
 };
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::retry_schedule::{backoff, scan_interval};
 use crate::wire::RemoteError;
 
@@ -23,7 +23,17 @@ struct ObservedRequest {
     first_seen: Duration,
 }
 
-impl Node {
+/// The service that takes over archivings whose coordinator is gone.
+pub(in crate::node) struct ArchivingTakeover {
+    context: Arc<NodeContext>,
+}
+
+impl ArchivingTakeover {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self { context }
+    }
+
     /// Takes over archivings whose coordinator is gone. Runs until the node stops.
     pub(in crate::node) async fn run_archiving_takeover(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
@@ -70,7 +80,7 @@ impl Node {
             }
             let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
             let coordinator = self.context.coordinator();
-            self.spawn_until_stop(|_| async move {
+            self.context.tasks.spawn_until_stop(async move {
                 // No client watches this archiving, so its events are discarded.
                 let (events, _) = mpsc::channel(1);
                 let found = (archiving, revision);

@@ -20,16 +20,17 @@ use crate::format::records::{
 use crate::id::{Epoch, PeerName, SaveId, ShardId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
-use crate::node::Node;
-use crate::node::quorum::Quorum;
+use crate::node::context::NodeContext;
+use crate::node::quorum::{Quorum, fetch_standings, get_standing};
+use crate::node::registration::{CatchUpRequests, Registration};
 use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::{backoff, scan_interval};
-use crate::node::storage::fencing::read_marked_save;
+use crate::node::storage::fencing::{Fencing, read_marked_save};
 use crate::node::storage::node_inventory;
+use crate::node::storage::records_and_drops::ShardRecords;
 use crate::store::{Store, StoreError};
-use crate::wire::NodeAddress;
-use crate::wire::RemoteError;
-use crate::wire::calls::{CatchUp, ListRemovedSaves, PutMark, StandingAnswer};
+use crate::wire::calls::{self, ListRemovedSaves, PutMark, StandingAnswer};
+use crate::wire::{NodeAddress, RemoteError};
 
 /// Maximum number of removed saves in one page.
 const REMOVED_PER_PAGE: usize = 4096;
@@ -49,7 +50,27 @@ struct LocalMarks {
     codes: BTreeSet<(u8, u8)>,
 }
 
-impl Node {
+/// The service that catches up with commits and removals that this node missed.
+pub(in crate::node) struct CatchUp {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    registration: Arc<Registration>,
+    catching_up: Arc<CatchUpRequests>,
+    shard_records: Arc<ShardRecords>,
+}
+
+impl CatchUp {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        registration: Arc<Registration>,
+        catching_up: Arc<CatchUpRequests>,
+        shard_records: Arc<ShardRecords>,
+    ) -> Self {
+        Self { context, fencing, registration, catching_up, shard_records }
+    }
+
     /// Catches up after the node has registered, and again whenever a round is due. Runs until the
     /// node stops; returns at once if the node stores no data.
     pub(in crate::node) async fn run_catch_up(self: Arc<Self>) {
@@ -80,7 +101,7 @@ impl Node {
 
     pub(in crate::node) async fn catch_up_on_request(
         &self,
-        call: CatchUp,
+        call: calls::CatchUp,
     ) -> Result<(), RemoteError> {
         self.run_catch_up_round(call.without.as_ref()).await
     }
@@ -186,7 +207,7 @@ impl Node {
         };
         let save = saved.save;
         let mark = CommitMark { cluster: self.context.settings.cluster, saved, root };
-        match self.put_mark(PutMark { bytes: mark.to_bytes()?, epoch }).await {
+        match self.shard_records.put_mark(PutMark { bytes: mark.to_bytes()?, epoch }).await {
             // The save was removed meanwhile, or the epoch is over. If the epoch is over, the store
             // refuses the catch-up record at the end of the round, too.
             Err(error) if error.kind == ErrorKind::Fenced => {
@@ -209,7 +230,7 @@ impl Node {
     ) -> Result<Vec<(NodeRecord, StandingAnswer)>, RemoteError> {
         let others: Vec<NodeRecord> =
             nodes.iter().filter(|node| node.name != self.context.settings.name).cloned().collect();
-        let mut answers = self.fetch_standings(&others).await;
+        let mut answers = fetch_standings(&self.context, &others).await;
         for (node, answer) in &answers {
             let text = match answer {
                 older if is_of_an_older_program(older) => {
@@ -222,7 +243,7 @@ impl Node {
             };
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
-        answers.push((self.context.own_node_record(), self.get_standing().await?));
+        answers.push((self.context.own_node_record(), get_standing(&self.context).await?));
         answers.retain(|(node, _)| node.storage);
         Ok(answers)
     }

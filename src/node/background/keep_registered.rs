@@ -1,12 +1,15 @@
 //! Registration of this node in the catalogue, and the renewal of its lease.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::replica_gc::ReplicaGc;
 use crate::id::DbId;
-use crate::node::Node;
+use crate::node::catalogue_server::membership::Membership;
+use crate::node::context::NodeContext;
+use crate::node::registration::{CatchUpRequests, Registration};
 use crate::node::retry_schedule::renewal_interval;
+use crate::pipeline::executor::Executor;
 use crate::wire::calls::RegisterAnswer;
 
 /// Maximum number of nodes to which a node introduces itself.
@@ -26,7 +29,29 @@ struct RegistrationProgress {
     has_registered_before: bool,
 }
 
-impl Node {
+/// The service that keeps this node registered.
+pub(in crate::node) struct RegistrationRenewal {
+    context: Arc<NodeContext>,
+    executor: Arc<Executor>,
+    registration: Arc<Registration>,
+    catching_up: Arc<CatchUpRequests>,
+    membership: Arc<Membership>,
+    replica_gc: Arc<ReplicaGc>,
+}
+
+impl RegistrationRenewal {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        executor: Arc<Executor>,
+        registration: Arc<Registration>,
+        catching_up: Arc<CatchUpRequests>,
+        membership: Arc<Membership>,
+        replica_gc: Arc<ReplicaGc>,
+    ) -> Self {
+        Self { context, executor, registration, catching_up, membership, replica_gc }
+    }
+
     /// Registers this node, and renews the registration until the node stops.
     pub(in crate::node) async fn keep_registered(self: Arc<Self>) {
         let mut progress = RegistrationProgress::default();
@@ -39,7 +64,10 @@ impl Node {
             // answers reads.
             let answers =
                 registered.is_ok() || self.registration.fetch_registration_revision().await.is_ok();
-            self.outage_cache.record_catalogue_answering(answers);
+            match answers {
+                true => self.context.catalogue_contact.record_answer(),
+                false => self.context.catalogue_contact.record_silence(),
+            }
             let mut lease = self.context.settings.lease;
             match registered {
                 Ok(answer) => {
@@ -91,7 +119,7 @@ impl Node {
         let (db_id, revision) = (answer.map, answer.revision);
         let members = Some((db_id, answer.members));
         if progress.stored_members != members {
-            if let Err(error) = self.fetch_and_store_members().await {
+            if let Err(error) = self.membership.fetch_and_store_members().await {
                 tracing::info!(%error, "failed to store the list of nodes");
                 return;
             }
@@ -111,12 +139,12 @@ impl Node {
         progress: &mut RegistrationProgress,
     ) {
         if !progress.is_registered {
-            self.has_returned.store(true, Ordering::Relaxed);
+            self.replica_gc.scan_all_again();
             tracing::info!(node = %self.context.settings.name, epoch = %answer.epoch, "registered");
         }
         if !progress.has_registered_before {
             self.catching_up.request();
-            self.spawn_until_stop(Self::introduce_itself);
+            self.context.tasks.spawn_until_stop(self.clone().introduce_itself());
         }
         (progress.is_registered, progress.has_registered_before) = (true, true);
     }
@@ -141,6 +169,6 @@ impl Node {
         let behind = nodes.iter().position(|node| node.name > self.context.settings.name);
         nodes.rotate_left(behind.unwrap_or_default());
         nodes.truncate(INTRODUCED);
-        self.exchange_hellos(&nodes).await;
+        self.membership.exchange_hellos(&nodes).await;
     }
 }

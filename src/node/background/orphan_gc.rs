@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::catalogue::key_scan::KeyScan;
@@ -14,12 +14,12 @@ use crate::catalogue::record_access::{
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
 use crate::id::{Epoch, Generation, PeerName, SaveId};
-use crate::node::Node;
-use crate::node::gateway::removal::clear_nothing_forgotten;
+use crate::node::catalogue_server::cluster_inventory::InventoryReader;
+use crate::node::context::NodeContext;
+use crate::node::gateway::removal::{SaveRemoval, clear_nothing_forgotten};
 use crate::node::retry_schedule::backoff;
-use crate::wire::NodeAddress;
-use crate::wire::RemoteError;
 use crate::wire::calls::FindRemovedSaves;
+use crate::wire::{NodeAddress, RemoteError};
 
 /// Maximum number of saves without a step that are judged in one round.
 const JUDGED_A_ROUND: usize = 16;
@@ -86,7 +86,31 @@ enum OrphanVerdict {
     Retain(RetainReason),
 }
 
-impl Node {
+/// The service that removes saves which no step has, and stray keys of the catalogue.
+pub(in crate::node) struct OrphanGc {
+    context: Arc<NodeContext>,
+    inventory_reader: Arc<InventoryReader>,
+    removal: Arc<SaveRemoval>,
+    /// The saves that no step has and that are kept.
+    retained: Mutex<BTreeMap<SaveId, RetainReason>>,
+}
+
+impl OrphanGc {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        inventory_reader: Arc<InventoryReader>,
+        removal: Arc<SaveRemoval>,
+    ) -> Self {
+        Self { context, inventory_reader, removal, retained: Mutex::default() }
+    }
+
+    /// Returns the saves that no step records and that are retained, with the reasons. Only the
+    /// catalogue server knows them.
+    pub(in crate::node) fn lock_retained(&self) -> MutexGuard<'_, BTreeMap<SaveId, RetainReason>> {
+        self.retained.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Removes stray keys and orphans, once per lease period, while this daemon serves the
     /// catalogue. Runs until the node stops.
     pub(in crate::node) async fn run_cluster_orphan_gc(self: Arc<Self>) {
@@ -94,7 +118,7 @@ impl Node {
             (InventoryComparison::default(), StrayKeyScan::default());
         loop {
             self.context.clock.sleep(self.context.settings.lease).await;
-            if !self.is_writable_catalogue_server() {
+            if !self.context.is_writable_catalogue_server() {
                 continue;
             }
             let catalogue = self.context.catalogue();
@@ -180,7 +204,7 @@ impl Node {
             if looks == COMPARED_A_ROUND {
                 break;
             }
-            let Ok(held) = self.fetch_saves_on(node).await else { continue };
+            let Ok(held) = self.inventory_reader.fetch_saves_on(node).await else { continue };
             looks += 1;
             // A step's record names a save before any node has a file of it. The records are read
             // after the node's saves, so they name every save of a step among them.
@@ -252,7 +276,7 @@ impl Node {
                 return OrphanVerdict::Remove(RemoveReason::Deleted);
             }
         }
-        match self.is_marked_on_any(storage_nodes, save).await {
+        match self.inventory_reader.is_marked_on_any(storage_nodes, save).await {
             Some(true) => OrphanVerdict::Retain(RetainReason::Marked),
             Some(false) => OrphanVerdict::Remove(RemoveReason::Aborted),
             None => OrphanVerdict::Retain(RetainReason::NotAllAsked),
@@ -280,7 +304,7 @@ impl Node {
                 }
                 self.lock_retained().remove(&removing.save);
             }
-            match self.finish_orphan_removal(&removing).await {
+            match self.removal.finish_orphan_removal(&removing).await {
                 Ok(true) => {
                     clear_nothing_forgotten(catalogue).await?;
                     catalogue.compare_and_set(&key, Some(entry.revision), None).await?;

@@ -10,7 +10,7 @@
 //! receipt on this node ascribes to this node.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{read_record, shard_root_key, shard_state_key};
@@ -18,8 +18,11 @@ use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, ShardId, StripeId};
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::context::NodeContext;
+use crate::node::storage::fencing::Fencing;
+use crate::node::storage::full_disk::DiskSpace;
 use crate::node::storage::record_names::{RECEIPT_PREFIX, receipt_name};
+use crate::node::storage::records_and_drops::ShardRecords;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
@@ -46,14 +49,39 @@ enum ReceiptFilter {
     OfAttempt(Attempt),
 }
 
-impl Node {
+/// The service that drops files of this node which archived stripes do not need.
+pub(in crate::node) struct ReplicaGc {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    shard_records: Arc<ShardRecords>,
+    disk_space: Arc<DiskSpace>,
+    /// Whether the node has come back to the list of nodes, and may have missed orders.
+    has_returned: AtomicBool,
+}
+
+impl ReplicaGc {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        shard_records: Arc<ShardRecords>,
+        disk_space: Arc<DiskSpace>,
+    ) -> Self {
+        Self { context, fencing, shard_records, disk_space, has_returned: AtomicBool::new(false) }
+    }
+
+    /// Makes the scan begin anew and look at every file, because this node may have missed orders.
+    pub(in crate::node) fn scan_all_again(&self) {
+        self.has_returned.store(true, Ordering::Relaxed);
+    }
+
     /// Scans the files of this node, round after round, and drops those that are not needed. Runs
     /// until the node stops.
     pub(in crate::node) async fn run_replica_gc(self: Arc<Self>) {
         let (mut cursor, mut by) = (GcCursor::default(), ReceiptFilter::NoReceipt);
         loop {
             self.context.clock.sleep(self.context.settings.lease).await;
-            self.move_tombstones_to_files().await;
+            self.disk_space.move_tombstones_to_files().await;
             if self.has_returned.swap(false, Ordering::Relaxed) {
                 (cursor, by) = (GcCursor::default(), ReceiptFilter::NoReceipt);
             }
@@ -125,11 +153,11 @@ impl Node {
         catalogue: &dyn Catalogue,
         call: DropReplicas,
     ) -> Result<u32, RemoteError> {
-        let mut dropped = self.drop_replicas(call.clone()).await;
+        let mut dropped = self.shard_records.drop_replicas(call.clone()).await;
         if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
             && self.fetch_and_store_receipt(catalogue, &call).await?
         {
-            dropped = self.drop_replicas(call).await;
+            dropped = self.shard_records.drop_replicas(call).await;
         }
         Ok(dropped?.files)
     }

@@ -21,8 +21,8 @@ use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step};
 use crate::kind::ErrorKind;
-use crate::node::Node;
-use crate::node::gateway::committed_steps::UnpublishOutcome;
+use crate::node::context::NodeContext;
+use crate::node::gateway::removal::{SaveRemoval, UnpublishOutcome};
 use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::RetrySchedule;
 use crate::wire::RemoteError;
@@ -72,8 +72,8 @@ pub(in crate::node) struct RetentionState {
 }
 
 impl RetentionState {
-    pub(in crate::node) fn new(lease: std::time::Duration) -> Mutex<Self> {
-        Mutex::new(Self { waits: RetrySchedule::new(lease), answer: PolicyAnswer::default() })
+    fn new(lease: std::time::Duration) -> Self {
+        Self { waits: RetrySchedule::new(lease), answer: PolicyAnswer::default() }
     }
 }
 
@@ -93,9 +93,32 @@ struct RetentionRound {
     next: Option<(Job, Step, SaveId)>,
 }
 
-impl Node {
+/// The service that applies the policy to committed steps.
+pub(in crate::node) struct Retention {
+    context: Arc<NodeContext>,
+    removal: Arc<SaveRemoval>,
+    state: Mutex<RetentionState>,
+    /// The removals that save recovery retries.
+    removal_retries: Mutex<RetrySchedule>,
+}
+
+impl Retention {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>, removal: Arc<SaveRemoval>) -> Self {
+        let lease = context.settings.lease;
+        let state = Mutex::new(RetentionState::new(lease));
+        let removal_retries = Mutex::new(RetrySchedule::new(lease));
+        Self { context, removal, state, removal_retries }
+    }
+
+    /// Returns the schedule of the removals that save recovery retries. The policy's answer lists
+    /// them beside its own work.
+    pub(in crate::node) fn lock_removal_retries(&self) -> MutexGuard<'_, RetrySchedule> {
+        self.removal_retries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock_retention(&self) -> MutexGuard<'_, RetentionState> {
-        self.retention.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs one round. Returns the saves that it retired.
@@ -224,7 +247,7 @@ impl Node {
             return Ok(());
         }
         let reason = RemoveReason::Retired;
-        let found = self.unpublish(job, step, saved.save, reason).await?;
+        let found = self.removal.unpublish(job, step, saved.save, reason).await?;
         if let UnpublishOutcome::Removing(entry) = found {
             tracing::info!(
                 %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
@@ -246,19 +269,22 @@ impl Node {
         let archive_all_but = self.context.settings.policy.of(&job).archive_all_but;
         tracing::info!(%job, %step, %save, archive_all_but, "archived by the policy: enough newer steps are committed");
         let coordinator = self.context.coordinator();
-        self.spawn_until_stop(|node| async move {
+        let service = self.clone();
+        self.context.tasks.spawn_until_stop(async move {
             // No client watches this archiving, so its events are discarded.
             let (events, _) = mpsc::channel(1);
             let archived = coordinator.archive_step(&job, step, OPTIONS, &events).await;
             let left = match archived {
-                Ok(()) => match is_archived_and_dropped(&*node.context.catalogue(), save).await {
-                    Ok(true) => None,
-                    Ok(false) => Some("unreachable nodes still have replicas of it".to_owned()),
-                    Err(error) => Some(error.to_string()),
-                },
+                Ok(()) => {
+                    match is_archived_and_dropped(&*service.context.catalogue(), save).await {
+                        Ok(true) => None,
+                        Ok(false) => Some("unreachable nodes still have replicas of it".to_owned()),
+                        Err(error) => Some(error.to_string()),
+                    }
+                }
                 Err(error) => Some(error.to_string()),
             };
-            let waits = &mut node.lock_retention().waits;
+            let waits = &mut service.lock_retention().waits;
             match left {
                 None => {
                     tracing::info!(%job, %step, "archived by the policy");
@@ -266,14 +292,10 @@ impl Node {
                 }
                 Some(why) => {
                     tracing::warn!(%job, %step, why, "archiving by the policy deferred");
-                    waits.record_failure(save, (&job, step), node.context.clock.now(), why);
+                    waits.record_failure(save, (&job, step), service.context.clock.now(), why);
                 }
             }
         })
-    }
-
-    pub(in crate::node) fn lock_removal_retries(&self) -> MutexGuard<'_, RetrySchedule> {
-        self.removal_retries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn update_policy_answer(
@@ -311,7 +333,7 @@ impl Node {
         &self,
         _: GetPolicyStatus,
     ) -> Result<PolicyAnswer, RemoteError> {
-        if !self.is_writable_catalogue_server() {
+        if !self.context.is_writable_catalogue_server() {
             let text = "this node does not serve the catalogue, and applies no policy";
             return Err(remote_error(ErrorKind::Unavailable, text));
         }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::retention::{CheckpointCounts, RetentionCache};
+use super::retention::{CheckpointCounts, Retention, RetentionCache};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -21,9 +21,10 @@ use crate::catalogue::record_access::{
 };
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
 use crate::id::{Job, LeaseId, SaveId, Step};
-use crate::node::Node;
-use crate::node::active_saves::ActiveSaveGuard;
-use crate::node::gateway::removal::RemovalOutcome;
+use crate::node::active_saves::{ActiveSaveGuard, ActiveSaves};
+use crate::node::context::NodeContext;
+use crate::node::gateway::begin_save::SaveGateway;
+use crate::node::gateway::removal::{RemovalOutcome, SaveRemoval};
 use crate::node::retry_schedule::{SCANS_PER_LEASE, scan_interval};
 use crate::wire::RemoteError;
 
@@ -45,7 +46,27 @@ impl RecoveryState {
     }
 }
 
-impl Node {
+/// The service that continues unfinished saves and removals.
+pub(in crate::node) struct SaveRecovery {
+    context: Arc<NodeContext>,
+    saves: Arc<SaveGateway>,
+    removal: Arc<SaveRemoval>,
+    retention: Arc<Retention>,
+    /// The saves that this service works on now.
+    recovering: ActiveSaves,
+}
+
+impl SaveRecovery {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        saves: Arc<SaveGateway>,
+        removal: Arc<SaveRemoval>,
+        retention: Arc<Retention>,
+    ) -> Self {
+        Self { context, saves, removal, retention, recovering: Arc::default() }
+    }
+
     /// Scans for unfinished work, and runs a round of the policy once per lease period, while this
     /// daemon serves the catalogue. Runs until the node stops.
     pub(in crate::node) async fn run_save_recovery(self: Arc<Self>) {
@@ -54,7 +75,7 @@ impl Node {
         let mut looked = RetentionCache::default();
         for number in (1..=SCANS_PER_LEASE).cycle() {
             self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
-            if !self.is_writable_catalogue_server() {
+            if !self.context.is_writable_catalogue_server() {
                 continue;
             }
             let survey = match self.run_recovery_round(&mut collector).await {
@@ -67,7 +88,7 @@ impl Node {
             if number < SCANS_PER_LEASE {
                 continue;
             }
-            match self.run_retention_round(&survey, &mut looked).await {
+            match self.retention.run_retention_round(&survey, &mut looked).await {
                 // This daemon began these removals itself, so there is no originator to wait for.
                 Ok(retired) => {
                     collector.since.extend(retired.into_iter().map(|save| (save, Duration::ZERO)));
@@ -97,7 +118,8 @@ impl Node {
             for entry in checkpoint.removing {
                 survey.removing += 1;
                 note(entry.save, seen(entry.save));
-                let is_due = self.lock_removal_retries().mark_seen_is_due(entry.save, now);
+                let is_due =
+                    self.retention.lock_removal_retries().mark_seen_is_due(entry.save, now);
                 if is_due
                     && state.is_grace_period_over(entry.save, now, self.context.settings.lease)
                 {
@@ -131,7 +153,7 @@ impl Node {
             }
         }
         state.since = since;
-        self.lock_removal_retries().forget_unseen();
+        self.retention.lock_removal_retries().forget_unseen();
         Ok(survey)
     }
 
@@ -147,11 +169,12 @@ impl Node {
         let Some(mark) = ActiveSaveGuard::try_claim(&self.recovering, entry.save) else { return };
         let Ok(slot) = slots.clone().try_acquire_owned() else { return };
         let job = job.clone();
-        self.spawn_until_stop(|node| async move {
+        let service = self.clone();
+        self.context.tasks.spawn_until_stop(async move {
             let _held = (mark, slot);
-            let why = match node.finish_removal(&job, step, &entry).await {
+            let why = match service.removal.finish_removal(&job, step, &entry).await {
                 Ok(RemovalOutcome { is_complete: true, .. }) => {
-                    node.lock_removal_retries().forget_finished(entry.save);
+                    service.retention.lock_removal_retries().forget_finished(entry.save);
                     return;
                 }
                 Ok(RemovalOutcome { answer, .. }) => {
@@ -162,10 +185,10 @@ impl Node {
                 Err(error) => error.to_string(),
             };
             tracing::info!(%job, %step, why, "removal deferred");
-            node.lock_removal_retries().record_failure(
+            service.retention.lock_removal_retries().record_failure(
                 entry.save,
                 (&job, step),
-                node.context.clock.now(),
+                service.context.clock.now(),
                 why,
             );
         });
@@ -185,9 +208,10 @@ impl Node {
         };
         let Ok(slot) = slots.clone().try_acquire_owned() else { return false };
         let (job, saved) = (job.clone(), saved.clone());
-        self.spawn_until_stop(|node| async move {
+        let service = self.clone();
+        self.context.tasks.spawn_until_stop(async move {
             let _held = (mark, slot);
-            if let Err(error) = node.mark_and_publish(&job, step, saved).await {
+            if let Err(error) = service.saves.mark_and_publish(&job, step, saved).await {
                 tracing::warn!(%job, %step, %error, "failed to publish a decided save; retrying after a lease period");
             }
         });

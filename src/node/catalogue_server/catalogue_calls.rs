@@ -6,7 +6,7 @@ use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::id::LeaseId;
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
@@ -14,7 +14,17 @@ use crate::wire::calls::{
     RevokeLease, TouchLease,
 };
 
-impl Node {
+/// The service that reads and changes the catalogue for other nodes, while this node serves it.
+pub(in crate::node) struct CatalogueCalls {
+    context: Arc<NodeContext>,
+}
+
+impl CatalogueCalls {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self { context }
+    }
+
     /// Returns the catalogue that this node serves.
     ///
     /// # Errors

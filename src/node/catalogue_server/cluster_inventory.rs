@@ -4,6 +4,7 @@
 //! all nodes are merged, so that only one save is in memory at a time.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -12,10 +13,9 @@ use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
 use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
-use crate::node::Node;
-use crate::wire::NodeAddress;
-use crate::wire::RemoteError;
+use crate::node::context::NodeContext;
 use crate::wire::calls::{FindRemovedSaves, ListInventory, ShardHolding};
+use crate::wire::{NodeAddress, RemoteError};
 
 /// Time limit for one page of an inventory.
 const PAGE_LIMIT: Duration = Duration::from_secs(60);
@@ -116,7 +116,17 @@ impl ClusterInventory {
     }
 }
 
-impl Node {
+/// The service that reads the inventories of all nodes.
+pub(in crate::node) struct InventoryReader {
+    context: Arc<NodeContext>,
+}
+
+impl InventoryReader {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self { context }
+    }
+
     /// Reads the whole inventories of `nodes`, and judges each save. Returns the conclusions.
     ///
     /// # Errors

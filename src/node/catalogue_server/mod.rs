@@ -3,6 +3,8 @@
 
 pub(super) mod catalogue_calls;
 pub(super) mod cluster_inventory;
+pub(super) mod majority;
+pub(super) mod membership;
 pub(super) mod rebuild;
 pub(super) mod remove_node;
 pub(super) mod serving;

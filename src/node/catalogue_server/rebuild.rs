@@ -1,11 +1,12 @@
 //! The rebuild of a lost catalogue from what the nodes hold (docs/semantics.md, 8).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use futures_util::future::join_all;
 
-use super::cluster_inventory::ClusterInventory;
+use super::cluster_inventory::{ClusterInventory, InventoryReader};
+use super::membership::Membership;
 use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::record_access::{
@@ -19,23 +20,20 @@ use crate::format::records::{
 };
 use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
-use crate::node::Node;
-use crate::node::quorum::filter_former_members;
-use crate::node::quorum::tolerated_losses;
-use crate::node::quorum::{Quorum, is_on_latest_list, majority};
+use crate::node::context::NodeContext;
+use crate::node::quorum::{
+    Quorum, fetch_standings, filter_former_members, is_on_latest_list, majority, tolerated_losses,
+};
 use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::Kv;
-use crate::wire::NodeAddress;
-use crate::wire::RemoteError;
 use crate::wire::calls::{
-    ArchiveOptions, ClaimEpoch, HelloAnswer, ListMembers, PlanChoice, PutMark, RebuildAnswer,
-    RebuildCatalogue, StandingAnswer,
+    ArchiveOptions, ClaimEpoch, PlanChoice, PutMark, RebuildAnswer, RebuildCatalogue,
+    StandingAnswer,
 };
 use crate::wire::order::Codec;
+use crate::wire::{NodeAddress, RemoteError};
 
-/// Maximum number of rounds in which members name further members.
-const MEMBER_ROUNDS: usize = 4;
 /// Maximum number of entries in each list of an answer.
 const MAX_LISTED: usize = 1000;
 
@@ -51,7 +49,31 @@ struct Rebuild<'a> {
     accept_loss: bool,
 }
 
-impl Node {
+/// The service that rebuilds a lost catalogue.
+pub(in crate::node) struct CatalogueRebuild {
+    context: Arc<NodeContext>,
+    membership: Arc<Membership>,
+    inventory_reader: Arc<InventoryReader>,
+    /// Held while a catalogue is rebuilt or moved to this node.
+    change_lock: tokio::sync::Mutex<()>,
+}
+
+impl CatalogueRebuild {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        membership: Arc<Membership>,
+        inventory_reader: Arc<InventoryReader>,
+    ) -> Self {
+        Self { context, membership, inventory_reader, change_lock: tokio::sync::Mutex::default() }
+    }
+
+    /// Locks out rebuilds and moves of the catalogue on this node. Returns the guard, or `None` if
+    /// one is under way.
+    pub(in crate::node) fn try_lock_changes(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
+        self.change_lock.try_lock().ok()
+    }
+
     pub(in crate::node) async fn claim_epoch(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
         trace_point(TracePoint::Claim, call.epoch);
         self.store_claim_and_server(call).await
@@ -64,19 +86,8 @@ impl Node {
         self.context.remote.add_fallback_nodes([call.home.clone()]);
         self.context.remote.set_server(call.epoch, call.home);
         // From now on readers ask the new catalogue server first.
-        self.outage_cache.record_catalogue_answering(true);
+        self.context.catalogue_contact.record_answer();
         Ok(())
-    }
-
-    pub(in crate::node) async fn list_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
-        let mut nodes = self.context.on_store(|store| store.read_members()).await?.nodes;
-        let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
-        for (name, node) in met.iter() {
-            if !nodes.iter().any(|known| known.name == *name) {
-                nodes.push(node.clone());
-            }
-        }
-        Ok(nodes)
     }
 
     /// Rebuilds the catalogue, in a task of its own: an operator who disconnects must not leave the
@@ -85,15 +96,15 @@ impl Node {
         self: &Arc<Self>,
         call: RebuildCatalogue,
     ) -> Result<RebuildAnswer, RemoteError> {
-        let node = self.clone();
-        let work = self.tasks.spawn(async move {
-            let Ok(_alone) = node.rebuilding.try_lock() else {
+        let service = self.clone();
+        let work = self.context.tasks.spawn(async move {
+            let Some(_alone) = service.try_lock_changes() else {
                 return Err(remote_error(
                     ErrorKind::Exists,
                     "a rebuild is under way here: wait for it",
                 ));
             };
-            node.rebuild_now(call.accept_loss).await
+            service.rebuild_now(call.accept_loss).await
         });
         work.await.map_err(|_| {
             remote_error(
@@ -105,7 +116,7 @@ impl Node {
 
     async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, RemoteError> {
         self.ensure_no_catalogue_answers().await?;
-        let (members, heard) = self.discover_members().await?;
+        let (members, heard) = self.membership.discover_members().await?;
         let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
         let epoch = latest.max(self.context.store.highest_seen_epoch()).next();
         let generation = Generation { epoch, counter: 0 };
@@ -113,8 +124,11 @@ impl Node {
         ensure_storage_node_known(&members)?;
         // The inventory is checked once before an epoch is claimed: if steps cannot be brought
         // back, that is no reason to end an epoch.
-        let preview = self.read_and_judge_inventories(&storage_nodes(&reached), generation).await?;
-        let standings = self.fetch_standings(&storage_nodes(&reached)).await;
+        let preview = self
+            .inventory_reader
+            .read_and_judge_inventories(&storage_nodes(&reached), generation)
+            .await?;
+        let standings = fetch_standings(&self.context, &storage_nodes(&reached)).await;
         self.check_inventory_suffices(&preview, &members, &reached, &standings, accept_loss)?;
         drop(preview);
 
@@ -128,8 +142,9 @@ impl Node {
         // more.
         trace_point(TracePoint::Census, epoch);
         let sources = storage_nodes(&claimed);
-        let inventory = self.read_and_judge_inventories(&sources, generation).await?;
-        let standings = self.fetch_standings(&sources).await;
+        let inventory =
+            self.inventory_reader.read_and_judge_inventories(&sources, generation).await?;
+        let standings = fetch_standings(&self.context, &sources).await;
         self.check_inventory_suffices(&inventory, &members, &claimed, &standings, accept_loss)?;
         // A node that was taken off the list is left out here. It registers anew, and catches up.
         let is_listed =
@@ -250,37 +265,6 @@ impl Node {
         let (workers, lease) = (self.context.workers.clone(), self.context.settings.lease);
         let open = move || LocalCatalogue::open(kv, clock, entropy, &workers, lease, epoch);
         Ok(Arc::new(self.context.workers.run(open).await??))
-    }
-
-    /// Returns all nodes that any reached node has heard of, and the answers of those that were
-    /// reached.
-    pub(in crate::node) async fn discover_members(
-        &self,
-    ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {
-        let mut known: BTreeMap<_, NodeRecord> = BTreeMap::new();
-        let add = |nodes: Vec<NodeRecord>, known: &mut BTreeMap<_, NodeRecord>| {
-            let before = known.len();
-            for node in nodes {
-                known.entry(node.name.clone()).or_insert(node);
-            }
-            known.len() > before
-        };
-        add(vec![self.context.own_node_record()], &mut known);
-        add(self.list_members().await?, &mut known);
-        let mut reached = Vec::new();
-        for _ in 0..MEMBER_ROUNDS {
-            let nodes: Vec<NodeRecord> = known.values().cloned().collect();
-            reached = self.exchange_hellos(&nodes).await;
-            let asks = reached.iter().map(|(node, _)| async {
-                let to = NodeAddress::of(node);
-                self.context.caller.call(&to, &ListMembers {}).await.unwrap_or_default()
-            });
-            let found: Vec<NodeRecord> = join_all(asks).await.into_iter().flatten().collect();
-            if !add(found, &mut known) {
-                break;
-            }
-        }
-        Ok((known.into_values().collect(), reached))
     }
 
     /// Claims `epoch` for the catalogue database `map`, on this node and on `reached`. Returns the

@@ -1,10 +1,10 @@
 //! Removing a node from the cluster (docs/semantics.md, 10). Nodes join by themselves: they
 //! register.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -15,12 +15,11 @@ use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writ
 use crate::id::{NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::quorum::majority;
 use crate::node::remote_errors::remote_error;
-use crate::wire::NodeAddress;
-use crate::wire::RemoteError;
 use crate::wire::calls::{CatchUp, RemoveNode};
+use crate::wire::{NodeAddress, RemoteError};
 
 /// Time limit for a node to catch up.
 const CATCH_UP_LIMIT: Duration = Duration::from_secs(60);
@@ -29,7 +28,17 @@ const AT_ONCE: usize = 32;
 /// Maximum number of checkpoints, or of nodes that failed to catch up, that a refusal names.
 const NAMED: usize = 8;
 
-impl Node {
+/// The service that takes nodes off the list of nodes.
+pub(in crate::node) struct NodeRemoval {
+    context: Arc<NodeContext>,
+}
+
+impl NodeRemoval {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self { context }
+    }
+
     /// Takes a node off the list of nodes.
     ///
     /// # Errors

@@ -6,7 +6,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::rebuild::unreached_storage_nodes;
+use super::catalogue_calls::CatalogueCalls;
+use super::majority::MajorityChecks;
+use super::membership::Membership;
+use super::rebuild::{CatalogueRebuild, unreached_storage_nodes};
 use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, MAX_PAGE};
@@ -14,7 +17,7 @@ use crate::format::records::Node as NodeRecord;
 use crate::id::{DbId, Epoch};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
 use crate::wire::calls::{
     ClaimEpoch, DbChecksum, Hello, HelloAnswer, ListKeys, MoveCatalogueAnswer, PauseWrites,
@@ -34,11 +37,31 @@ struct DbCopy {
     entries: u64,
 }
 
-impl Node {
+/// The service that moves the catalogue to this node, and gives it up to another one.
+pub(in crate::node) struct CatalogueTransfer {
+    context: Arc<NodeContext>,
+    membership: Arc<Membership>,
+    majority_checks: Arc<MajorityChecks>,
+    catalogue_calls: Arc<CatalogueCalls>,
+    rebuild: Arc<CatalogueRebuild>,
+}
+
+impl CatalogueTransfer {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        membership: Arc<Membership>,
+        majority_checks: Arc<MajorityChecks>,
+        catalogue_calls: Arc<CatalogueCalls>,
+        rebuild: Arc<CatalogueRebuild>,
+    ) -> Self {
+        Self { context, membership, majority_checks, catalogue_calls, rebuild }
+    }
+
     /// Pauses changes of the catalogue for a while. Runs on the old server. Returns the checksum of
     /// the database.
     pub(in crate::node) async fn pause_writes(&self) -> Result<DbChecksum, RemoteError> {
-        Ok(self.require_local_catalogue()?.pause_writes().await?)
+        Ok(self.catalogue_calls.require_local_catalogue()?.pause_writes().await?)
     }
 
     /// Ends the catalogue on this daemon in favour of a complete copy of it. Runs on the old
@@ -48,8 +71,9 @@ impl Node {
         self: &Arc<Self>,
         call: TransferCatalogue,
     ) -> Result<(), RemoteError> {
-        let node = self.clone();
-        let work = self.tasks.spawn(async move { node.end_catalogue_for_transfer(call).await });
+        let service = self.clone();
+        let work =
+            self.context.tasks.spawn(async move { service.end_catalogue_for_transfer(call).await });
         let died = |_| remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask it again");
         work.await.map_err(died)?
     }
@@ -73,7 +97,7 @@ impl Node {
             return Err(remote_error(ErrorKind::Unavailable, text));
         }
         local.stop_writes_for_transfer(copied).await?;
-        let claimed = self.claim_epoch(ClaimEpoch { epoch, map, home }).await;
+        let claimed = self.rebuild.claim_epoch(ClaimEpoch { epoch, map, home }).await;
         local.end_transfer(claimed.is_err());
         if claimed.is_ok() {
             tracing::warn!(%epoch, "the catalogue was transferred");
@@ -87,13 +111,13 @@ impl Node {
     pub(in crate::node) async fn move_catalogue_here(
         self: &Arc<Self>,
     ) -> Result<MoveCatalogueAnswer, RemoteError> {
-        let node = self.clone();
-        let work = self.tasks.spawn(async move {
-            let Ok(_alone) = node.rebuilding.try_lock() else {
+        let service = self.clone();
+        let work = self.context.tasks.spawn(async move {
+            let Some(_alone) = service.rebuild.try_lock_changes() else {
                 let text = "a move or rebuild is under way here: wait for it";
                 return Err(remote_error(ErrorKind::Exists, text));
             };
-            node.pull_catalogue_here().await
+            service.pull_catalogue_here().await
         });
         work.await.map_err(|_| {
             remote_error(
@@ -132,7 +156,7 @@ impl Node {
         tracing::warn!(%epoch, from = %old.name, "the catalogue is served here");
         // The catalogue accepts no changes until more than half of the nodes have heard of it.
         // Telling them here saves the wait for the next round.
-        if self.check_and_claim_majority(&local).await {
+        if self.majority_checks.check_and_claim_majority(&local).await {
             local.set_read_only(false);
         }
         Ok(MoveCatalogueAnswer {
@@ -151,9 +175,9 @@ impl Node {
         claim: ClaimEpoch,
     ) -> Result<Arc<LocalCatalogue>, RemoteError> {
         let (epoch, map) = (claim.epoch, claim.map);
-        self.claim_epoch(claim).await?;
+        self.rebuild.claim_epoch(claim).await?;
         let kv = self.context.workers.run(move || copy.finish(epoch, map)).await??;
-        let local = self.open_local_catalogue(kv, epoch).await?;
+        let local = self.rebuild.open_local_catalogue(kv, epoch).await?;
         local.set_read_only(true);
         self.context.catalogue_server.start_serving(local.clone());
         Ok(local)
@@ -167,7 +191,7 @@ impl Node {
     /// if a node has heard of a later one. Of kind `Unavailable` if half or fewer of the storage
     /// nodes answer: without more than half, this daemon could change nothing afterwards.
     async fn check_and_choose_epoch(&self, old_server: &NodeAddress) -> Result<Epoch, RemoteError> {
-        let (members, heard) = self.discover_members().await?;
+        let (members, heard) = self.membership.discover_members().await?;
         let hello = self.context.caller.call(old_server, &Hello { me: None }).await?;
         if hello.map.is_none()
             || (hello.epoch, hello.map)
@@ -209,7 +233,7 @@ impl Node {
     /// copy with its checksum.
     async fn copy_db_from(&self, old_server: &NodeAddress) -> Result<DbCopy, RemoteError> {
         let held = self.context.caller.call(old_server, &PauseWrites {}).await?;
-        let fresh = self.create_empty_db().await?;
+        let fresh = self.rebuild.create_empty_db().await?;
         let mut map = DbWriter::for_copy(fresh, held.revision);
         let (mut entries, mut after) = (0, None);
         loop {

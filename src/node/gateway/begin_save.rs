@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use super::removal::SaveRemoval;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_roots_prefix,
@@ -13,7 +14,7 @@ use crate::format::records::{
 };
 use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, Step};
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::scan_interval;
 use crate::stage::{TracePoint, trace_point};
@@ -37,7 +38,18 @@ enum EarlierSave {
     Aborted(Removing),
 }
 
-impl Node {
+/// The service that begins, completes, commits and aborts the saves of clients.
+pub(in crate::node) struct SaveGateway {
+    pub(super) context: Arc<NodeContext>,
+    pub(super) removal: Arc<SaveRemoval>,
+}
+
+impl SaveGateway {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>, removal: Arc<SaveRemoval>) -> Self {
+        Self { context, removal }
+    }
+
     /// Opens a save: chooses its code and its nodes, and grants it a lease. Returns all that the
     /// client needs to send blocks.
     pub(in crate::node) async fn begin_save(
@@ -133,7 +145,7 @@ impl Node {
             match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
                 RecordSetOutcome::Set(_) => {
                     if let Some(entry) = aborted {
-                        self.spawn_removal(call.job.clone(), call.step, entry);
+                        self.removal.spawn_removal(call.job.clone(), call.step, entry);
                     }
                     return Ok((generation, lease));
                 }

@@ -4,20 +4,21 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
+use super::reads_without_catalogue::OutageReader;
+use super::removal::{SaveRemoval, UnpublishOutcome};
 use crate::catalogue::record_access::{
     CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, read_record, shard_state_key,
-    update_record,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
-use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardState};
-use crate::id::{Job, SaveId, Step};
+use crate::format::records::{Checkpoint, RemoveReason, ShardState};
+use crate::id::{Job, Step};
 use crate::kind::ErrorKind;
 use crate::net::Role;
-use crate::node::Node;
+use crate::node::catalogue_server::catalogue_calls::CatalogueCalls;
+use crate::node::context::NodeContext;
+use crate::node::incoming_call::{IncomingCall, Request};
 use crate::node::remote_errors::remote_error;
-use crate::node::rpc::dispatch::{IncomingCall, Request};
 use crate::pipeline::coordinator::list_shard_roots;
-use crate::stage::{TracePoint, trace_point};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
@@ -37,17 +38,25 @@ pub(in crate::node) fn not_committed_error(job: &Job, step: Step) -> RemoteError
     )
 }
 
-/// The result of making a committed save invisible.
-pub(in crate::node) enum UnpublishOutcome {
-    /// The save is being removed, from now on or already before.
-    Removing(Removing),
-    /// Another save of the step is committed.
-    OtherSave,
-    /// No save of the step is committed, and this one is not being removed.
-    NotCommitted,
+/// The service that lists, shows, archives and removes committed steps.
+pub(in crate::node) struct CommittedSteps {
+    context: Arc<NodeContext>,
+    catalogue_calls: Arc<CatalogueCalls>,
+    outage_reader: Arc<OutageReader>,
+    removal: Arc<SaveRemoval>,
 }
 
-impl Node {
+impl CommittedSteps {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        catalogue_calls: Arc<CatalogueCalls>,
+        outage_reader: Arc<OutageReader>,
+        removal: Arc<SaveRemoval>,
+    ) -> Self {
+        Self { context, catalogue_calls, outage_reader, removal }
+    }
+
     /// Removes a committed step. Returns how many nodes have purged it, and which have not. The
     /// work continues if the client disconnects.
     ///
@@ -59,7 +68,7 @@ impl Node {
         call: RemoveStep,
     ) -> Result<RemoveAnswer, RemoteError> {
         let RemoveStep { job, step, save } = &call;
-        let entry = match self.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
+        let entry = match self.removal.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
             UnpublishOutcome::Removing(entry) => entry,
             UnpublishOutcome::OtherSave => {
                 let text = format!(
@@ -69,10 +78,11 @@ impl Node {
             }
             UnpublishOutcome::NotCommitted => return Err(not_committed_error(job, *step)),
         };
-        let node = self.clone();
+        let removal = self.removal.clone();
         let work = self
+            .context
             .tasks
-            .spawn(async move { node.finish_removal(&call.job, call.step, &entry).await });
+            .spawn(async move { removal.finish_removal(&call.job, call.step, &entry).await });
         let removed = work.await.map_err(|_| {
             remote_error(
                 ErrorKind::Unavailable,
@@ -82,47 +92,19 @@ impl Node {
         Ok(removed?.answer)
     }
 
-    /// Makes `save` invisible, if it is the committed save of the step, by one compare-and-set.
-    /// From then on it is being removed. Returns what the step's record says about it.
-    pub(in crate::node) async fn unpublish(
-        &self,
-        job: &Job,
-        step: Step,
-        save: SaveId,
-        reason: RemoveReason,
-    ) -> Result<UnpublishOutcome, RemoteError> {
-        let mut found = UnpublishOutcome::NotCommitted;
-        // `update` calls this again if the record has changed meanwhile, either by another writer
-        // or by a write of this daemon whose answer was lost.
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
-            let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
-                let going = checkpoint.removing.into_iter().find(|entry| entry.save == save);
-                found = match (checkpoint.committed, going) {
-                    (Some(_), _) => UnpublishOutcome::OtherSave,
-                    (None, Some(entry)) => UnpublishOutcome::Removing(entry),
-                    (None, None) => UnpublishOutcome::NotCommitted,
-                };
-                return Ok(None);
-            };
-            let entry = Removing { save, generation: saved.generation, reason };
-            found = UnpublishOutcome::Removing(entry.clone());
-            checkpoint.removing.push(entry);
-            Ok(Some(checkpoint))
-        };
-        trace_point(TracePoint::Removing, format_args!("{job}/{step}"));
-        update_record(&*self.context.catalogue(), &checkpoint_key(job, step), change).await?;
-        Ok(found)
-    }
-
     /// Returns a page of committed steps, from the catalogue or, if none answers, from the commit
     /// marks.
     pub(in crate::node) async fn list_steps(
         self: &Arc<Self>,
         call: ListSteps,
     ) -> Result<ListStepsAnswer, RemoteError> {
-        match self.read_if_catalogue_answers(self.list_steps_in_catalogue(call.clone())).await {
+        match self
+            .outage_reader
+            .read_if_catalogue_answers(self.list_steps_in_catalogue(call.clone()))
+            .await
+        {
             Some(answer) => answer,
-            None => self.list_steps_by_marks(call).await,
+            None => self.outage_reader.list_steps_by_marks(call).await,
         }
     }
 
@@ -177,9 +159,13 @@ impl Node {
         self: &Arc<Self>,
         call: ShowStep,
     ) -> Result<ShowStepAnswer, RemoteError> {
-        match self.read_if_catalogue_answers(self.show_step_in_catalogue(call.clone())).await {
+        match self
+            .outage_reader
+            .read_if_catalogue_answers(self.show_step_in_catalogue(call.clone()))
+            .await
+        {
             Some(answer) => answer,
-            None => self.show_step_by_marks(call).await,
+            None => self.outage_reader.show_step_by_marks(call).await,
         }
     }
 
@@ -218,9 +204,9 @@ impl Node {
                     .await?;
             Ok(state.map(|(state, _)| state))
         };
-        match self.read_if_catalogue_answers(known).await {
+        match self.outage_reader.read_if_catalogue_answers(known).await {
             Some(answer) => answer,
-            None => self.shard_state_by_marks(call).await,
+            None => self.outage_reader.shard_state_by_marks(call).await,
         }
     }
 
@@ -232,14 +218,15 @@ impl Node {
         caller_role: Role,
     ) -> Result<Vec<NodeView>, RemoteError> {
         if caller_role == Role::Node {
-            return Ok(self.require_local_catalogue()?.list_nodes().await?);
+            return Ok(self.catalogue_calls.require_local_catalogue()?.list_nodes().await?);
         }
         match self
+            .outage_reader
             .read_if_catalogue_answers(async { Ok(self.context.catalogue().list_nodes().await?) })
             .await
         {
             Some(answer) => answer,
-            None => self.list_nodes_by_members().await,
+            None => self.outage_reader.list_nodes_by_members().await,
         }
     }
 
@@ -252,13 +239,13 @@ impl Node {
     ) {
         let call = match request.parse::<ArchiveStep>() {
             Ok(call) => call,
-            Err(error) => return self.refuse(served, error.into()).await,
+            Err(error) => return served.refuse(error.into()).await,
         };
         let (events, mut watched) = mpsc::channel(EVENTS);
-        let (coordinator, stop) = (self.context.coordinator(), self.stop.clone());
+        let (coordinator, stop) = (self.context.coordinator(), self.context.tasks.stop_token());
         let stopping =
             || remote_error(ErrorKind::Unavailable, "the daemon is stopping: another one resumes");
-        let work = self.tasks.spawn(async move {
+        let work = self.context.tasks.spawn(async move {
             let archive = coordinator.archive_step(&call.job, call.step, call.options, &events);
             let result = tokio::select! {
                 biased;
@@ -271,12 +258,12 @@ impl Node {
             result
         });
         while let Some(event) = watched.recv().await {
-            if !self.send_answer(&mut served, Ok(event)).await {
+            if !served.answer(Ok(event)).await {
                 return;
             }
         }
         if let Err(error) = work.await.unwrap_or_else(|_| Err(stopping())) {
-            let _ = self.send_answer::<ArchiveEvent>(&mut served, Err(error)).await;
+            let _ = served.answer::<ArchiveEvent>(Err(error)).await;
         }
         let _ = served.send.finish().await;
     }

@@ -5,12 +5,10 @@
 //! to include, for every committed save and every removal, a node that has a record of it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 
 use super::committed_steps::SHARDS_SHOWN;
 use crate::catalogue::record_access::checkpoint_key;
@@ -20,16 +18,19 @@ use crate::format::records::{Node as NodeRecord, Saved, ShardState, Standing};
 use crate::id::{Generation, NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
-use crate::node::Node;
-use crate::node::quorum::filter_former_members;
-use crate::node::quorum::{Quorum, TooFewNodes, is_unknown_call};
+use crate::node::catalogue_server::cluster_inventory::InventoryReader;
+use crate::node::catalogue_server::membership::Membership;
+use crate::node::context::NodeContext;
+use crate::node::quorum::{
+    Quorum, TooFewNodes, fetch_standings, filter_former_members, is_unknown_call,
+};
 use crate::node::remote_errors::remote_error;
-use crate::wire::NodeAddress;
-use crate::wire::RemoteError;
+use crate::node::storage::fencing::Fencing;
 use crate::wire::calls::{
     FindRemovedSaves, GetShardState, ListDamagedMarks, ListMarkedSaves, ListSteps, ListStepsAnswer,
     MarkedSave, NodeView, ShardHolding, ShowStep, ShowStepAnswer, StandingAnswer, StepView,
 };
+use crate::wire::{NodeAddress, RemoteError};
 
 /// How long the collected evidence of a save is cached. A large save takes long to collect and is
 /// shown in many pages.
@@ -66,12 +67,17 @@ type DamagedMarks = BTreeMap<SaveId, BTreeSet<PeerName>>;
 /// that was collected last.
 #[derive(Default)]
 pub(in crate::node) struct OutageCache {
-    /// Whether no catalogue answers this node's registrations. Readers then skip the probe.
-    is_catalogue_silent: AtomicBool,
-    snapshot: Mutex<Option<(Duration, Arc<MarkSnapshot>)>>,
+    snapshot: Mutex<Option<CachedSnapshot>>,
     /// Held by the task that takes a snapshot. The others wait for its result.
     snapshot_lock: tokio::sync::Mutex<()>,
     collected_save: tokio::sync::Mutex<Option<CollectedSave>>,
+}
+
+/// A snapshot, the time at which it was complete, and how often a catalogue had answered by then.
+struct CachedSnapshot {
+    taken_at: Duration,
+    catalogue_answers: u64,
+    snapshot: Arc<MarkSnapshot>,
 }
 
 /// A collected save, and the time at which its collection began.
@@ -112,21 +118,38 @@ impl MarkSnapshot {
 }
 
 impl OutageCache {
-    /// Records whether a catalogue answers. If one does, the snapshot is dropped.
-    pub(in crate::node) fn record_catalogue_answering(&self, is_answering: bool) {
-        self.is_catalogue_silent.store(!is_answering, Ordering::Relaxed);
-        if is_answering {
-            self.clear_snapshot();
-        }
-    }
-
     /// Drops the snapshot, so that the next reader takes a new one.
     fn clear_snapshot(&self) {
         *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
-impl Node {
+/// The service that answers reads while no catalogue does.
+pub(in crate::node) struct OutageReader {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    membership: Arc<Membership>,
+    inventory_reader: Arc<InventoryReader>,
+    outage_cache: OutageCache,
+}
+
+impl OutageReader {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        membership: Arc<Membership>,
+        inventory_reader: Arc<InventoryReader>,
+    ) -> Self {
+        Self {
+            context,
+            fencing,
+            membership,
+            inventory_reader,
+            outage_cache: OutageCache::default(),
+        }
+    }
+
     /// Runs `known`, a read of the catalogue. Returns its result, or `None` if no catalogue answers
     /// or none answered a moment ago.
     pub(in crate::node) async fn read_if_catalogue_answers<T>(
@@ -136,9 +159,7 @@ impl Node {
         if self.context.local_catalogue().is_some() {
             return Some(catalogue_read.await);
         }
-        if self.outage_cache.is_catalogue_silent.load(Ordering::Relaxed)
-            || self.cached_snapshot().is_some()
-        {
+        if self.context.catalogue_contact.is_silent() || self.cached_snapshot().is_some() {
             return None;
         }
         // A short probe finds out whether a catalogue answers; the read itself may take its time.
@@ -150,11 +171,14 @@ impl Node {
         (!is_away).then_some(known)
     }
 
-    /// Returns the last snapshot, unless it is too old.
+    /// Returns the last snapshot, unless it is too old or a catalogue has answered since.
     fn cached_snapshot(&self) -> Option<Arc<MarkSnapshot>> {
-        let look = self.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_fresh = |at: &Duration| self.context.clock.now() < at.saturating_add(SNAPSHOT_LASTS);
-        look.as_ref().filter(|(at, _)| is_fresh(at)).map(|(_, look)| look.clone())
+        let cached = self.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_fresh = |cached: &&CachedSnapshot| {
+            self.context.clock.now() < cached.taken_at.saturating_add(SNAPSHOT_LASTS)
+                && cached.catalogue_answers == self.context.catalogue_contact.answers()
+        };
+        cached.as_ref().filter(is_fresh).map(|cached| cached.snapshot.clone())
     }
 
     /// Returns a page of the committed steps, in order.
@@ -238,7 +262,7 @@ impl Node {
     pub(in crate::node) async fn list_nodes_by_members(
         self: &Arc<Self>,
     ) -> Result<Vec<NodeView>, RemoteError> {
-        let (members, hellos) = self.discover_members().await?;
+        let (members, hellos) = self.membership.discover_members().await?;
         let live = |node: &NodeRecord| hellos.iter().any(|(other, _)| other.name == node.name);
         Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
     }
@@ -249,22 +273,27 @@ impl Node {
         if let Some(look) = self.cached_snapshot() {
             return Ok(look);
         }
-        let node = self.clone();
-        let work = self.tasks.spawn(async move {
-            let _alone = node.outage_cache.snapshot_lock.lock().await;
-            if let Some(look) = node.cached_snapshot() {
+        let reader = self.clone();
+        let work = self.context.tasks.spawn(async move {
+            let _alone = reader.outage_cache.snapshot_lock.lock().await;
+            if let Some(look) = reader.cached_snapshot() {
                 return Ok(look);
             }
-            let look = Arc::new(node.collect_mark_snapshot().await?);
+            let look = Arc::new(reader.collect_mark_snapshot().await?);
             let steps = look.steps.len();
             tracing::warn!(
                 steps,
                 nodes = look.heard.len(),
                 "no catalogue answers: reading by commit marks"
             );
+            let cached = CachedSnapshot {
+                taken_at: reader.context.clock.now(),
+                catalogue_answers: reader.context.catalogue_contact.answers(),
+                snapshot: look.clone(),
+            };
             let mut last =
-                node.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
-            *last = Some((node.context.clock.now(), look.clone()));
+                reader.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+            *last = Some(cached);
             Ok(look)
         });
         work.await.map_err(|_| {
@@ -277,9 +306,9 @@ impl Node {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if too few nodes were read.
     async fn collect_mark_snapshot(&self) -> Result<MarkSnapshot, RemoteError> {
-        let (members, hellos) = self.discover_members().await?;
+        let (members, hellos) = self.membership.discover_members().await?;
         let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
-        let mut standings = self.fetch_standings(&storage.collect::<Vec<_>>()).await;
+        let mut standings = fetch_standings(&self.context, &storage.collect::<Vec<_>>()).await;
         // An empty node reports that it is behind. A node with an older program reports that it has
         // seen no epoch.
         let been_here = filter_former_members(hellos.clone());
@@ -299,7 +328,7 @@ impl Node {
         }
         let (marked, damaged) = self.read_unremoved_marks(&mut look).await?;
         // A node whose disk was emptied meanwhile may have answered with no marks.
-        let after = self.fetch_standings(&look.heard).await;
+        let after = fetch_standings(&self.context, &look.heard).await;
         let standing = |answers: &[(NodeRecord, StandingAnswer)], name: &PeerName| {
             answers.iter().find(|(node, _)| node.name == *name).map(|(_, answer)| answer.standing)
         };
@@ -456,7 +485,7 @@ impl Node {
         min_collected_at: Duration,
     ) -> Result<Arc<Committed>, RemoteError> {
         let (node, look, saved) = (self.clone(), snapshot.clone(), marked.saved.clone());
-        let work = self.tasks.spawn(async move {
+        let work = self.context.tasks.spawn(async move {
             let mut last = node.outage_cache.collected_save.lock().await;
             if let Some(CollectedSave { started_at: at, committed }) = &*last
                 && *at > min_collected_at
@@ -500,7 +529,10 @@ impl Node {
             .heard
             .iter()
             .map(|node| async move {
-                let read = self.for_each_holding(node, save, |held| add(node, held)).await;
+                let read = self
+                    .inventory_reader
+                    .for_each_holding(node, save, |held| add(node, held))
+                    .await;
                 read.is_ok().then(|| node.clone())
             })
             .collect();

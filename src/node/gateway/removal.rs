@@ -5,22 +5,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record,
-    shard_roots_prefix, shard_state_key, shard_states_prefix,
+    shard_roots_prefix, shard_state_key, shard_states_prefix, update_record,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
-use crate::id::{Generation, Job, NodeId, PeerName, ShardId, Step};
+use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
-use crate::node::Node;
-use crate::node::quorum::majority;
-use crate::node::quorum::tolerated_losses;
+use crate::node::context::NodeContext;
+use crate::node::quorum::{majority, tolerated_losses};
 use crate::node::remote_errors::remote_error;
 use crate::pipeline::coordinator::list_shard_roots;
 use crate::stage::{TracePoint, trace_point};
@@ -41,7 +39,59 @@ pub(in crate::node) struct RemovalOutcome {
     pub(in crate::node) is_complete: bool,
 }
 
-impl Node {
+/// The result of making a committed save invisible.
+pub(in crate::node) enum UnpublishOutcome {
+    /// The save is being removed, from now on or already before.
+    Removing(Removing),
+    /// Another save of the step is committed.
+    OtherSave,
+    /// No save of the step is committed, and this one is not being removed.
+    NotCommitted,
+}
+
+/// The service that removes saves from all nodes and from the catalogue.
+pub(in crate::node) struct SaveRemoval {
+    context: Arc<NodeContext>,
+}
+
+impl SaveRemoval {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self { context }
+    }
+
+    /// Makes `save` invisible, if it is the committed save of the step, by one compare-and-set.
+    /// From then on it is being removed. Returns what the step's record says about it.
+    pub(in crate::node) async fn unpublish(
+        &self,
+        job: &Job,
+        step: Step,
+        save: SaveId,
+        reason: RemoveReason,
+    ) -> Result<UnpublishOutcome, RemoteError> {
+        let mut found = UnpublishOutcome::NotCommitted;
+        // `update` calls this again if the record has changed meanwhile, either by another writer
+        // or by a write of this daemon whose answer was lost.
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
+            let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
+                let going = checkpoint.removing.into_iter().find(|entry| entry.save == save);
+                found = match (checkpoint.committed, going) {
+                    (Some(_), _) => UnpublishOutcome::OtherSave,
+                    (None, Some(entry)) => UnpublishOutcome::Removing(entry),
+                    (None, None) => UnpublishOutcome::NotCommitted,
+                };
+                return Ok(None);
+            };
+            let entry = Removing { save, generation: saved.generation, reason };
+            found = UnpublishOutcome::Removing(entry.clone());
+            checkpoint.removing.push(entry);
+            Ok(Some(checkpoint))
+        };
+        trace_point(TracePoint::Removing, format_args!("{job}/{step}"));
+        update_record(&*self.context.catalogue(), &checkpoint_key(job, step), change).await?;
+        Ok(found)
+    }
+
     /// Carries out one removal of a save of a step, as far as it can go now. Returns its progress.
     /// Repeating it is safe.
     pub(in crate::node) async fn finish_removal(
@@ -232,8 +282,9 @@ impl Node {
 
     /// Carries out the removal of `entry` in a background task.
     pub(in crate::node) fn spawn_removal(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
-        self.spawn_until_stop(|node| async move {
-            if let Err(error) = node.finish_removal(&job, step, &entry).await {
+        let service = self.clone();
+        self.context.tasks.spawn_until_stop(async move {
+            if let Err(error) = service.finish_removal(&job, step, &entry).await {
                 tracing::warn!(%job, %step, %error, "a removal is not complete: the catalogue server continues it");
             }
         });

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
+use super::begin_save::SaveGateway;
 use super::committed_steps::not_committed_error;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
@@ -19,7 +20,6 @@ use crate::format::records::{
 use crate::id::{Epoch, Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
-use crate::node::Node;
 use crate::node::quorum::majority;
 use crate::node::remote_errors::remote_error;
 use crate::pipeline::coordinator::list_shard_roots;
@@ -35,7 +35,7 @@ const SHARDS_AT_ONCE: usize = 8;
 /// Maximum number of marks of one shard written at once.
 const MARKS_AT_ONCE: usize = 32;
 
-impl Node {
+impl SaveGateway {
     pub(super) async fn fetch_directory(&self) -> Result<Directory, RemoteError> {
         Ok(Directory::new(self.context.catalogue().list_nodes().await?))
     }
@@ -116,8 +116,8 @@ impl Node {
         self: &Arc<Self>,
         call: CommitSave,
     ) -> Result<Saved, RemoteError> {
-        let node = self.clone();
-        let work = self.tasks.spawn(async move { node.decide_and_publish(call).await });
+        let service = self.clone();
+        let work = self.context.tasks.spawn(async move { service.decide_and_publish(call).await });
         let died = |_| {
             remote_error(
                 ErrorKind::Unavailable,
@@ -251,7 +251,7 @@ impl Node {
         trace_point(TracePoint::Publish, format_args!("{job}/{step}"));
         update_record(&*catalogue, &checkpoint_key(job, step), change).await?;
         if let Some(entry) = superseded {
-            self.spawn_removal(job.clone(), step, entry);
+            self.removal.spawn_removal(job.clone(), step, entry);
         }
         tracing::info!(%job, %step, save = %saved.save, bytes = saved.len_bytes, "committed");
         Ok(saved.clone())
@@ -387,7 +387,7 @@ impl Node {
         update_record(&*self.context.catalogue(), &checkpoint_key(&call.job, call.step), change)
             .await?;
         if let Some(entry) = entry {
-            self.spawn_removal(call.job, call.step, entry);
+            self.removal.spawn_removal(call.job, call.step, entry);
         }
         Ok(())
     }

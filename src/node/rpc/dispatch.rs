@@ -6,16 +6,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::sync::Semaphore;
 
-use crate::budget::Reservation;
 use crate::clock::deadline;
 use crate::kind::ErrorKind;
-use crate::net::frame::{FramedRecv, write_frame};
-use crate::net::{Connection, NetError, Peer, RecvStream, Role, SendStream};
-use crate::node::Node;
+use crate::net::frame::FramedRecv;
+use crate::net::{Connection, NetError, Peer, RecvStream, Role, Transport};
+use crate::node::budgets::Budgets;
+use crate::node::context::NodeContext;
+use crate::node::incoming_call::{IncomingCall, Request};
+use crate::node::quorum::get_standing;
 use crate::node::remote_errors::remote_error;
+use crate::node::services::Services;
+use crate::node::storage::node_inventory::{list_inventory, list_marked_saves};
 use crate::pipeline::executor::IncomingStream;
 use crate::wire::calls::{
     ALL, AbortSave, ArchiveStep, BeginSave, CatchUp, ClaimEpoch, CommitSave, CompareAndSetKey,
@@ -28,16 +31,13 @@ use crate::wire::calls::{
     RevokeLease, RunPart, ShowStep, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
-    AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, WireError, answer_to_bytes,
-    parse_message, parse_request, split_request,
+    AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
 };
 
 /// Maximum length of a [`StreamHeader`].
 const MAX_STREAM_HEADER_BYTES: usize = 64;
 /// Time limit for a peer to send its request after it opens a stream.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// Time limit for a peer to take an answer.
-const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 /// Maximum length of a short request. Short requests have a memory share of their own.
 const SHORT_REQUEST_BYTES: usize = 64 << 10;
 /// Calls whose requests may be longer, because their content grows with a stripe's blocks. A list
@@ -47,36 +47,34 @@ const LONG_CALLS: &[u8] =
 /// Maximum number of concurrent calls on one connection.
 const CALLS_AT_ONCE: usize = 256;
 
-/// A received request, with the memory reserved for it until it is parsed.
-pub(in crate::node) struct Request {
-    frame: Bytes,
-    _memory: Reservation,
+/// The service that accepts connections and dispatches calls to the other services.
+pub(in crate::node) struct RpcServer {
+    context: Arc<NodeContext>,
+    budgets: Arc<Budgets>,
+    transport: Arc<dyn Transport>,
+    services: Services,
 }
 
-impl Request {
-    /// Parses the request. Returns the call and releases the memory.
-    pub(in crate::node) fn parse<C: Call>(self) -> Result<C, WireError> {
-        let (_, body) = split_request(&self.frame)?;
-        parse_request(body)
+impl RpcServer {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        budgets: Arc<Budgets>,
+        transport: Arc<dyn Transport>,
+        services: Services,
+    ) -> Self {
+        Self { context, budgets, transport, services }
     }
-}
 
-/// An open call on the serving side.
-pub(in crate::node) struct IncomingCall {
-    /// The peer that made the call.
-    pub peer: Peer,
-    /// The stream for answers.
-    pub send: Box<dyn SendStream>,
-    /// The stream of the request, from which its bulk bytes are read.
-    pub recv: FramedRecv,
-}
+    /// Returns the services that the calls are dispatched to.
+    pub(in crate::node) fn services(&self) -> &Services {
+        &self.services
+    }
 
-impl Node {
     /// Accepts connections until the transport closes.
     pub(in crate::node) async fn accept_connections(self: Arc<Self>) {
         while let Some(connection) = self.transport.accept().await {
-            let node = self.clone();
-            self.spawn_until_stop(|_| node.serve_connection(connection));
+            self.context.tasks.spawn_until_stop(self.clone().serve_connection(connection));
         }
     }
 
@@ -90,19 +88,23 @@ impl Node {
                 biased;
                 stream = connection.accept_uni() => {
                     let Ok(stream) = stream else { break };
-                    let (node, peer) = (self.clone(), peer.clone());
-                    self.spawn_until_stop(|_| async move { node.accept_hop_stream(&peer, stream).await });
+                    let (server, peer) = (self.clone(), peer.clone());
+                    self.context.tasks.spawn_until_stop(async move {
+                        server.accept_hop_stream(&peer, stream).await;
+                    });
                 }
                 stream = connection.accept_bi() => {
                     let Ok((send, recv)) = stream else { break };
                     let Ok(slot) = slots.clone().acquire_owned().await else { break };
-                    let (node, peer, connection) = (self.clone(), peer.clone(), connection.clone());
-                    self.spawn_until_stop(|_| async move {
-                        let served = IncomingCall { peer, send, recv: FramedRecv::new(recv) };
+                    let (server, connection) = (self.clone(), connection.clone());
+                    let (context, peer) = (self.context.clone(), peer.clone());
+                    self.context.tasks.spawn_until_stop(async move {
+                        let recv = FramedRecv::new(recv);
+                        let served = IncomingCall { context, peer, send, recv };
                         tokio::select! {
                             biased;
                             () = connection.closed() => {}
-                            () = node.serve_call(served) => {}
+                            () = server.serve_call(served) => {}
                         }
                         drop(slot);
                     });
@@ -129,7 +131,9 @@ impl Node {
         match header {
             Some(header) => {
                 let from = peer.name.to_string();
-                self.executor.accept_stream(&header, IncomingStream { from, recv: stream });
+                self.services
+                    .plan_parts
+                    .accept_stream(&header, IncomingStream { from, recv: stream });
             }
             None => stream.stop(ErrorKind::Invalid.wire_code()),
         }
@@ -146,30 +150,30 @@ impl Node {
             Ok(Err(error)) => {
                 tracing::warn!(peer = %served.peer, %error, "cannot read a request");
                 let refusal = remote_error(error.kind(), error.to_string());
-                return self.refuse(served, refusal).await;
+                return served.refuse(refusal).await;
             }
             Err(_) => return served.recv.stop(ErrorKind::Timeout.wire_code()),
         };
         let number = match split_request(&request.frame) {
             Ok((number, _)) => number,
-            Err(error) => return self.refuse(served, error.into()).await,
+            Err(error) => return served.refuse(error.into()).await,
         };
         let Some((_, name, who)) = ALL.iter().find(|(known, _, _)| *known == number) else {
             let unknown = format!("call {number} is unknown here: the peer speaks a newer version");
-            return self.refuse(served, remote_error(ErrorKind::Invalid, unknown)).await;
+            return served.refuse(remote_error(ErrorKind::Invalid, unknown)).await;
         };
         if request.frame.len() > SHORT_REQUEST_BYTES && !LONG_CALLS.contains(&number) {
             let long = format!(
                 "{name} of {} bytes: it may have {SHORT_REQUEST_BYTES}",
                 request.frame.len()
             );
-            return self.refuse(served, remote_error(ErrorKind::Invalid, long)).await;
+            return served.refuse(remote_error(ErrorKind::Invalid, long)).await;
         }
         if *who == AllowedCaller::Nodes && served.peer.role != Role::Node {
             tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
             let denied =
                 format!("{name} is for nodes of the cluster; {} is a client", served.peer.name);
-            return self.refuse(served, remote_error(ErrorKind::Denied, denied)).await;
+            return served.refuse(remote_error(ErrorKind::Denied, denied)).await;
         }
         self.dispatch(number, request, served).await;
     }
@@ -190,40 +194,6 @@ impl Node {
         Ok(frame.map(|frame| Request { frame, _memory: memory }))
     }
 
-    /// Answers a call with an error and ends its streams.
-    pub(in crate::node) async fn refuse(&self, mut served: IncomingCall, refusal: RemoteError) {
-        if self.send_answer::<()>(&mut served, Err(refusal)).await {
-            // Without a clean end, the caller would see a reset and lose the reason.
-            let _ = served.send.finish().await;
-        }
-        served.recv.stop(ErrorKind::Invalid.wire_code());
-    }
-
-    /// Writes an answer. Returns whether it was delivered to the stream; if not, the peer is gone.
-    pub(in crate::node) async fn send_answer<C: serde::Serialize>(
-        &self,
-        served: &mut IncomingCall,
-        answer: Result<C, RemoteError>,
-    ) -> bool {
-        // Paths are the same on every machine, so the message names the node whose disk failed.
-        let answer = answer.map_err(|failure| match failure.kind {
-            ErrorKind::Io => {
-                let message = format!("node {}: {}", self.context.settings.name, failure.message);
-                RemoteError { message, ..failure }
-            }
-            _ => failure,
-        });
-        let bytes = match answer_to_bytes(&answer) {
-            Ok(bytes) => bytes,
-            Err(error) => match answer_to_bytes::<()>(&Err(error.into())) {
-                Ok(bytes) => bytes,
-                Err(_) => return false,
-            },
-        };
-        let write = write_frame(&mut *served.send, MAX_FRAME_BYTES, bytes.into());
-        matches!(deadline(&*self.context.clock, ANSWER_LIMIT, write).await, Ok(Ok(())))
-    }
-
     /// Parses the request, does the work and answers. The work is cancelled if the caller resets
     /// its stream.
     async fn run_and_answer<C, F>(
@@ -237,7 +207,7 @@ impl Node {
     {
         let call = match request.parse::<C>() {
             Ok(call) => call,
-            Err(error) => return self.refuse(served, error.into()).await,
+            Err(error) => return served.refuse(error.into()).await,
         };
         let work = handler(call);
         tokio::pin!(work);
@@ -254,7 +224,7 @@ impl Node {
         if let Err(failure) = &answer {
             tracing::debug!(peer = %served.peer, call = C::NAME, %failure, "refused or failed");
         }
-        if self.send_answer(&mut served, answer).await {
+        if served.answer(answer).await {
             let _ = served.send.finish().await;
         }
     }
@@ -270,81 +240,145 @@ impl Node {
             Hello::NUMBER => {
                 let peer = served.peer.clone();
                 let peer = &peer;
-                reply!(Hello => |call| self.record_introduction(call, peer))
+                reply!(Hello => |call| self.services.membership.record_introduction(call, peer))
             }
-            BeginSave::NUMBER => reply!(BeginSave => |call| self.begin_save(call)),
-            RenewLease::NUMBER => reply!(RenewLease => |call| self.renew_lease(call)),
-            CompleteShard::NUMBER => reply!(CompleteShard => |call| self.complete_shard(call)),
-            CommitSave::NUMBER => reply!(CommitSave => |call| self.commit_save(call)),
-            AbortSave::NUMBER => reply!(AbortSave => |call| self.abort_save(call)),
-            RemoveStep::NUMBER => reply!(RemoveStep => |call| self.remove_step(call)),
-            ListSteps::NUMBER => reply!(ListSteps => |call| self.list_steps(call)),
-            ShowStep::NUMBER => reply!(ShowStep => |call| self.show_step(call)),
-            GetShardState::NUMBER => reply!(GetShardState => |call| self.get_shard_state(call)),
+            BeginSave::NUMBER => reply!(BeginSave => |call| self.services.saves.begin_save(call)),
+            RenewLease::NUMBER => {
+                reply!(RenewLease => |call| self.services.saves.renew_lease(call))
+            }
+            CompleteShard::NUMBER => {
+                reply!(CompleteShard => |call| self.services.saves.complete_shard(call))
+            }
+            CommitSave::NUMBER => {
+                reply!(CommitSave => |call| self.services.saves.commit_save(call))
+            }
+            AbortSave::NUMBER => reply!(AbortSave => |call| self.services.saves.abort_save(call)),
+            RemoveStep::NUMBER => {
+                reply!(RemoveStep => |call| self.services.steps.remove_step(call))
+            }
+            ListSteps::NUMBER => reply!(ListSteps => |call| self.services.steps.list_steps(call)),
+            ShowStep::NUMBER => reply!(ShowStep => |call| self.services.steps.show_step(call)),
+            GetShardState::NUMBER => {
+                reply!(GetShardState => |call| self.services.steps.get_shard_state(call))
+            }
             ListNodes::NUMBER => {
                 let role = served.peer.role;
-                reply!(ListNodes => |_| self.list_nodes(role))
+                reply!(ListNodes => |_| self.services.steps.list_nodes(role))
             }
-            GetNodeStatus::NUMBER => reply!(GetNodeStatus => |_| self.get_node_status()),
-            RemoveNode::NUMBER => reply!(RemoveNode => |call| self.remove_node(call)),
+            GetNodeStatus::NUMBER => {
+                reply!(GetNodeStatus => |_| self.services.status_report.get_node_status())
+            }
+            RemoveNode::NUMBER => {
+                reply!(RemoveNode => |call| self.services.node_removal.remove_node(call))
+            }
             GetPolicyStatus::NUMBER => {
-                reply!(GetPolicyStatus => |call| self.get_policy_status(call))
+                reply!(GetPolicyStatus => |call| self.services.retention.get_policy_status(call))
             }
-            PutRecord::NUMBER => reply!(PutRecord => |call| self.put_record(call)),
-            GetRecord::NUMBER => reply!(GetRecord => |call| self.get_record(call)),
-            ListFiles::NUMBER => reply!(ListFiles => |call| self.list_files(call)),
-            VerifyFile::NUMBER => reply!(VerifyFile => |call| self.check_reported_file(call)),
-            ListSources::NUMBER => reply!(ListSources => |call| self.list_sources(call)),
-            ExamineStripe::NUMBER => reply!(ExamineStripe => |call| self.examine_stripe(call)),
-            RegisterNode::NUMBER => reply!(RegisterNode => |call| self.register_node(call)),
-            GetKey::NUMBER => reply!(GetKey => |call| self.get_key(call)),
+            PutRecord::NUMBER => {
+                reply!(PutRecord => |call| self.services.shard_records.put_record(call))
+            }
+            GetRecord::NUMBER => {
+                reply!(GetRecord => |call| self.services.shard_records.get_record(call))
+            }
+            ListFiles::NUMBER => {
+                reply!(ListFiles => |call| self.services.file_reads.list_files(call))
+            }
+            VerifyFile::NUMBER => {
+                reply!(VerifyFile => |call| self.services.mending.check_reported_file(call))
+            }
+            ListSources::NUMBER => {
+                reply!(ListSources => |call| self.services.mending.list_sources(call))
+            }
+            ExamineStripe::NUMBER => {
+                reply!(ExamineStripe => |call| self.services.examination.examine_stripe(call))
+            }
+            RegisterNode::NUMBER => {
+                reply!(RegisterNode => |call| self.services.catalogue_calls.register_node(call))
+            }
+            GetKey::NUMBER => reply!(GetKey => |call| self.services.catalogue_calls.get_key(call)),
             CompareAndSetKey::NUMBER => {
-                reply!(CompareAndSetKey => |call| self.compare_and_set_key(call))
+                reply!(CompareAndSetKey => |call| self.services.catalogue_calls.compare_and_set_key(call))
             }
-            ListKeys::NUMBER => reply!(ListKeys => |call| self.list_keys(call)),
-            GrantLease::NUMBER => reply!(GrantLease => |_| self.grant_lease()),
-            TouchLease::NUMBER => reply!(TouchLease => |call| self.renew_or_check_lease(call)),
-            RevokeLease::NUMBER => reply!(RevokeLease => |call| self.revoke_lease(call)),
-            ReservePart::NUMBER => reply!(ReservePart => |call| self.reserve_part(call)),
-            RunPart::NUMBER => reply!(RunPart => |call| self.run_part(call)),
-            ReleasePart::NUMBER => reply!(ReleasePart => |call| self.release_part(call)),
-            PutMark::NUMBER => reply!(PutMark => |call| self.put_mark(call)),
-            PutReceipt::NUMBER => reply!(PutReceipt => |call| self.put_receipt(call)),
-            PutTombstone::NUMBER => reply!(PutTombstone => |call| self.put_tombstone(call)),
-            DropReplicas::NUMBER => reply!(DropReplicas => |call| self.drop_replicas(call)),
-            CopyReplica::NUMBER => reply!(CopyReplica => |call| self.copy_replica(call)),
-            PutPlaces::NUMBER => reply!(PutPlaces => |call| self.put_places(call)),
-            PurgeSave::NUMBER => reply!(PurgeSave => |call| self.fencing.purge_save(call.save)),
+            ListKeys::NUMBER => {
+                reply!(ListKeys => |call| self.services.catalogue_calls.list_keys(call))
+            }
+            GrantLease::NUMBER => {
+                reply!(GrantLease => |_| self.services.catalogue_calls.grant_lease())
+            }
+            TouchLease::NUMBER => {
+                reply!(TouchLease => |call| self.services.catalogue_calls.renew_or_check_lease(call))
+            }
+            RevokeLease::NUMBER => {
+                reply!(RevokeLease => |call| self.services.catalogue_calls.revoke_lease(call))
+            }
+            ReservePart::NUMBER => {
+                reply!(ReservePart => |call| self.services.plan_parts.reserve_part(call))
+            }
+            RunPart::NUMBER => reply!(RunPart => |call| self.services.plan_parts.run_part(call)),
+            ReleasePart::NUMBER => {
+                reply!(ReleasePart => |call| self.services.plan_parts.release_part(call))
+            }
+            PutMark::NUMBER => reply!(PutMark => |call| self.services.shard_records.put_mark(call)),
+            PutReceipt::NUMBER => {
+                reply!(PutReceipt => |call| self.services.shard_records.put_receipt(call))
+            }
+            PutTombstone::NUMBER => {
+                reply!(PutTombstone => |call| self.services.shard_records.put_tombstone(call))
+            }
+            DropReplicas::NUMBER => {
+                reply!(DropReplicas => |call| self.services.shard_records.drop_replicas(call))
+            }
+            CopyReplica::NUMBER => {
+                reply!(CopyReplica => |call| self.services.replica_copies.copy_replica(call))
+            }
+            PutPlaces::NUMBER => {
+                reply!(PutPlaces => |call| self.services.shard_records.put_places(call))
+            }
+            PurgeSave::NUMBER => {
+                reply!(PurgeSave => |call| self.services.fencing.purge_save(call.save))
+            }
             RebuildCatalogue::NUMBER => {
-                reply!(RebuildCatalogue => |call| self.rebuild_catalogue(call))
+                reply!(RebuildCatalogue => |call| self.services.rebuild.rebuild_catalogue(call))
             }
-            MoveCatalogue::NUMBER => reply!(MoveCatalogue => |_| self.move_catalogue_here()),
-            PauseWrites::NUMBER => reply!(PauseWrites => |_| self.pause_writes()),
+            MoveCatalogue::NUMBER => {
+                reply!(MoveCatalogue => |_| self.services.transfer.move_catalogue_here())
+            }
+            PauseWrites::NUMBER => reply!(PauseWrites => |_| self.services.transfer.pause_writes()),
             TransferCatalogue::NUMBER => {
-                reply!(TransferCatalogue => |call| self.give_up_catalogue(call))
+                reply!(TransferCatalogue => |call| self.services.transfer.give_up_catalogue(call))
             }
-            ClaimEpoch::NUMBER => reply!(ClaimEpoch => |call| self.claim_epoch(call)),
-            ListMembers::NUMBER => reply!(ListMembers => |_| self.list_members()),
+            ClaimEpoch::NUMBER => {
+                reply!(ClaimEpoch => |call| self.services.rebuild.claim_epoch(call))
+            }
+            ListMembers::NUMBER => {
+                reply!(ListMembers => |_| self.services.membership.list_members())
+            }
             FindRemovedSaves::NUMBER => {
-                reply!(FindRemovedSaves => |call| self.find_removed_saves(call))
+                reply!(FindRemovedSaves => |call| self.services.outage_reader.find_removed_saves(call))
             }
-            GetStanding::NUMBER => reply!(GetStanding => |_| self.get_standing()),
+            GetStanding::NUMBER => reply!(GetStanding => |_| get_standing(&self.context)),
             ListRemovedSaves::NUMBER => {
-                reply!(ListRemovedSaves => |call| self.list_removed_saves(call))
+                reply!(ListRemovedSaves => |call| self.services.catch_up.list_removed_saves(call))
             }
-            CatchUp::NUMBER => reply!(CatchUp => |call| self.catch_up_on_request(call)),
-            ListDamagedMarks::NUMBER => reply!(ListDamagedMarks => |_| self.list_damaged_marks()),
+            CatchUp::NUMBER => {
+                reply!(CatchUp => |call| self.services.catch_up.catch_up_on_request(call))
+            }
+            ListDamagedMarks::NUMBER => {
+                reply!(ListDamagedMarks => |_| self.services.catch_up.list_damaged_marks())
+            }
             ListMarkedSaves::NUMBER => {
-                reply!(ListMarkedSaves => |call| self.list_marked_saves(call))
+                reply!(ListMarkedSaves => |call| list_marked_saves(&self.context, call))
             }
-            ListInventory::NUMBER => reply!(ListInventory => |call| self.list_inventory(call)),
-            ArchiveStep::NUMBER => self.archive_step(request, served).await,
-            PutBlock::NUMBER => self.put_block(request, served).await,
-            ReadFile::NUMBER => self.read_file(request, served).await,
-            ReadSource::NUMBER => self.read_source(request, served).await,
+            ListInventory::NUMBER => {
+                reply!(ListInventory => |call| list_inventory(&self.context, call))
+            }
+            ArchiveStep::NUMBER => self.services.steps.archive_step(request, served).await,
+            PutBlock::NUMBER => self.services.block_writes.put_block(request, served).await,
+            ReadFile::NUMBER => self.services.file_reads.read_file(request, served).await,
+            ReadSource::NUMBER => self.services.file_reads.read_source(request, served).await,
             _ => {
                 let unknown = format!("call {number} has no handler here");
-                self.refuse(served, remote_error(ErrorKind::Internal, unknown)).await;
+                served.refuse(remote_error(ErrorKind::Internal, unknown)).await;
             }
         }
     }

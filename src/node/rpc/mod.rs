@@ -1,4 +1,4 @@
 //! Connections and calls: admission, limits, dispatch, and errors as a caller sees them.
 
 pub(super) mod dispatch;
-pub(super) mod hello_and_status;
+pub(super) mod status_report;

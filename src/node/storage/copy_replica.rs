@@ -1,13 +1,20 @@
 //! Stores a missing or damaged replica again from another node.
 
-use super::put_block::{PUT_MEMORY_BYTES, STALL_LIMIT};
+use std::sync::Arc;
+
+use super::damage_mending::Mending;
+use super::fencing::Fencing;
+use super::put_block::{BlockWrites, PUT_MEMORY_BYTES, STALL_LIMIT};
+use super::records_and_drops::ShardRecords;
 use crate::clock::deadline;
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::kind::ErrorKind;
 use crate::net::call::address;
-use crate::node::Node;
+use crate::node::budgets::{Budgets, reserve_memory};
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
+use crate::pipeline::executor::Executor;
 use crate::pipeline::read::request_verification;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::BlockSpec;
@@ -15,11 +22,35 @@ use crate::units::MAX_BLOCK_BYTES;
 use crate::wire::RemoteError;
 use crate::wire::calls::{CopyReplica, ReadFile, ReadFileAnswer};
 
-impl Node {
+/// The service that copies replicas from other nodes to this one.
+pub(in crate::node) struct ReplicaCopies {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    budgets: Arc<Budgets>,
+    executor: Arc<Executor>,
+    block_writes: Arc<BlockWrites>,
+    mending: Arc<Mending>,
+    shard_records: Arc<ShardRecords>,
+}
+
+impl ReplicaCopies {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        budgets: Arc<Budgets>,
+        executor: Arc<Executor>,
+        block_writes: Arc<BlockWrites>,
+        mending: Arc<Mending>,
+        shard_records: Arc<ShardRecords>,
+    ) -> Self {
+        Self { context, fencing, budgets, executor, block_writes, mending, shard_records }
+    }
+
     /// Recreates a replica on this node from the copy on another node. If that copy is damaged or
     /// missing, rebuilds the replica from good grains.
     pub(in crate::node) async fn copy_replica(&self, call: CopyReplica) -> Result<(), RemoteError> {
-        self.ensure_replicated_or_drop(call.stripe).await?;
+        self.shard_records.ensure_replicated_or_drop(call.stripe).await?;
         self.fencing
             .check_and_raise_fence(call.stripe.shard, call.generation, call.coordinator)
             .await?;
@@ -33,12 +64,12 @@ impl Node {
                 let file = FileName::Replica { block: call.block };
                 request_verification(&self.context.caller, &call.from, call.stripe, file).await;
                 tracing::info!(stripe = %call.stripe, %error, "cannot copy a replica: rebuilding it from grains");
-                self.rebuild_replica_from_grains(call.stripe, call.block).await?;
+                self.mending.rebuild_replica_from_grains(call.stripe, call.block).await?;
             }
             copied => copied?,
         }
         self.fencing.refuse_and_purge_removed(call.stripe.shard.save()).await?;
-        self.ensure_replicated_or_drop(call.stripe).await
+        self.shard_records.ensure_replicated_or_drop(call.stripe).await
     }
 
     /// Copies a replica from another node and stores it if its root is that of the stripe's record.
@@ -55,8 +86,8 @@ impl Node {
         let key = FileKey::replica(call.stripe, call.block);
         // A file of that name on this node is missing or was found damaged. Check it, so that its
         // damage is noted before the good copy takes the name.
-        let _ = self.check_and_note_damage(key).await;
-        let _memory = self.reserve_memory(&self.budgets.save, PUT_MEMORY_BYTES).await?;
+        let _ = self.mending.check_and_note_damage(key).await;
+        let _memory = reserve_memory(&self.context, &self.budgets.save, PUT_MEMORY_BYTES).await?;
         let read = ReadFile {
             stripe: call.stripe,
             file: key.name,
@@ -86,9 +117,9 @@ impl Node {
             self.context.on_store(move |store| store.create_block_writer(spec, None)).await?;
         let mut left = call.len_bytes;
         while left > 0 {
-            let chunk = self.read_next_chunk(&mut exchange.recv, left).await?;
+            let chunk = self.block_writes.read_next_chunk(&mut exchange.recv, left).await?;
             left -= chunk.len() as u64;
-            writer = self.write_chunk(writer, chunk).await?;
+            writer = self.block_writes.write_chunk(writer, chunk).await?;
         }
         // Whatever the source sends, only bytes with the root of the record are stored.
         let root = call.root;

@@ -9,16 +9,20 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
+use super::fencing::Fencing;
 use super::put_block::PUT_MEMORY_BYTES;
+use super::records_and_drops::ShardRecords;
 use crate::catalogue::record_access::{read_record, shard_root_key};
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::{LAYOUT_STANDARD, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::StripeId;
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::budgets::{Budgets, reserve_memory};
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::backoff;
+use crate::pipeline::executor::Executor;
 use crate::pipeline::read::{ReadError, ReadSession, Sink, StripeReader, find_stripe_state};
 use crate::pipeline::record_fetch;
 use crate::stage::{TracePoint, trace_point};
@@ -140,7 +144,35 @@ impl MendQueue {
     }
 }
 
-impl Node {
+/// The service that checks files of this node, and rebuilds damaged replicas.
+pub(in crate::node) struct Mending {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    budgets: Arc<Budgets>,
+    executor: Arc<Executor>,
+    shard_records: Arc<ShardRecords>,
+    mend_queue: MendQueue,
+}
+
+impl Mending {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        budgets: Arc<Budgets>,
+        executor: Arc<Executor>,
+        shard_records: Arc<ShardRecords>,
+    ) -> Self {
+        Self {
+            context,
+            fencing,
+            budgets,
+            executor,
+            shard_records,
+            mend_queue: MendQueue::default(),
+        }
+    }
+
     /// Returns all files of a stripe that grains can be read from, whether they count or not.
     pub(in crate::node) async fn list_sources(
         &self,
@@ -261,11 +293,11 @@ impl Node {
         stripe: StripeId,
         block: u8,
     ) -> Result<(), RemoteError> {
-        self.ensure_replicated_or_drop(stripe).await?;
+        self.shard_records.ensure_replicated_or_drop(stripe).await?;
         self.fencing.refuse_and_purge_removed(stripe.shard.save()).await?;
         self.rebuild_replica_from_grains(stripe, block).await?;
         self.fencing.refuse_and_purge_removed(stripe.shard.save()).await?;
-        self.ensure_replicated_or_drop(stripe).await
+        self.shard_records.ensure_replicated_or_drop(stripe).await
     }
 
     /// Gathers a block from all sources with good grains, and stores it on this node as a replica.
@@ -293,7 +325,7 @@ impl Node {
             remote_error(ErrorKind::Invalid, format!("stripe {stripe} has no block {block}"))
         })?;
         self.executor.check_replica_room(expected.len_bytes)?;
-        let _memory = self.reserve_memory(&self.budgets.save, PUT_MEMORY_BYTES).await?;
+        let _memory = reserve_memory(&self.context, &self.budgets.save, PUT_MEMORY_BYTES).await?;
         let (caller, entropy) = (self.context.caller.clone(), self.context.entropy.clone());
         let reading =
             ReadSession::new(caller, self.context.workers.clone(), entropy, directory, Vec::new());

@@ -2,19 +2,18 @@
 //! (docs/semantics.md, 6, *Verify*). Nothing is moved or mended.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Semaphore;
 
-use super::record_names::record_location;
-use super::record_names::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
-use crate::format::FormatError;
-use crate::format::digest;
+use super::damage_mending::Mending;
+use super::record_names::{LEAVES, MARK, RECEIPT_PREFIX, RECORD, record_location};
 use crate::format::file::FileKey;
 use crate::format::records::{CommitMark, Leaves, Receipt, Record, StripeRecord};
+use crate::format::{FormatError, digest};
 use crate::id::{ShardId, StripeId};
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
 use crate::store::{FileCheck, RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
@@ -73,7 +72,24 @@ impl Default for ExamLimit {
     }
 }
 
-impl Node {
+/// The service that examines all files and records of a stripe.
+pub(in crate::node) struct Examination {
+    context: Arc<NodeContext>,
+    mending: Arc<Mending>,
+    damaged_records: Arc<DamagedRecords>,
+    exam_limit: ExamLimit,
+}
+
+impl Examination {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        mending: Arc<Mending>,
+        damaged_records: Arc<DamagedRecords>,
+    ) -> Self {
+        Self { context, mending, damaged_records, exam_limit: ExamLimit::default() }
+    }
+
     /// Checks every file of the stripe that has a name on this node, one after the other, and the
     /// records. Returns what it found.
     ///
@@ -107,7 +123,7 @@ impl Node {
     /// or its content is not that of its name.
     async fn examine_file(&self, key: FileKey) -> Result<Option<SourceView>, RemoteError> {
         for _ in 0..MAX_LOOKS {
-            let damaged = match self.check_and_note_damage(key).await? {
+            let damaged = match self.mending.check_and_note_damage(key).await? {
                 FileCheck::Whole => None,
                 FileCheck::Damaged(damage) => Some(damage.grains.clone()),
                 FileCheck::Misplaced(_) => return Ok(None),

@@ -5,27 +5,34 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::store::{Disk, ReserveState, adjust_reserve};
 
 /// Interval between two checks of the free space.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The measures in force because the disk is full.
-#[derive(Default)]
-pub(in crate::node) struct FullDiskState {
+/// The service that watches the disk's free space.
+pub(in crate::node) struct DiskSpace {
+    context: Arc<NodeContext>,
     is_reserve_given_up: AtomicBool,
     is_index_in_memory: AtomicBool,
 }
 
-impl FullDiskState {
+impl DiskSpace {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self {
+            context,
+            is_reserve_given_up: AtomicBool::new(false),
+            is_index_in_memory: AtomicBool::new(false),
+        }
+    }
+
     /// Records that the index is in memory because the disk has no room for it.
     pub(in crate::node) fn note_index_in_memory(&self) {
         self.is_index_in_memory.store(true, Ordering::Relaxed);
     }
-}
 
-impl Node {
     /// Removes the reserve when the disk is nearly full and recreates it when there is room, until
     /// the daemon stops.
     pub(in crate::node) async fn run_reserve_adjustment(self: Arc<Self>, disk: Arc<dyn Disk>) {
@@ -38,7 +45,7 @@ impl Node {
             match looked.await {
                 Ok(state) => {
                     let is_given_up = state == ReserveState::Absent;
-                    self.full_disk.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
+                    self.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
                 }
                 Err(error) => {
                     let text = Some(error.to_string());
@@ -70,13 +77,13 @@ impl Node {
         if !self.context.store.has_slot_file() {
             notes.push("it has no slots for tombstones, so `rm` may fail when its disk is full: free space".into());
         }
-        if self.full_disk.is_reserve_given_up.load(Ordering::Relaxed) {
+        if self.is_reserve_given_up.load(Ordering::Relaxed) {
             notes.push(
                 "its disk is nearly full: free space, or remove checkpoints (`rapidraid rm`)"
                     .into(),
             );
         }
-        if self.full_disk.is_index_in_memory.load(Ordering::Relaxed) {
+        if self.is_index_in_memory.load(Ordering::Relaxed) {
             notes.push("its disk had no room for the index, which is in memory: start the daemon again when there is room".into());
         }
         notes

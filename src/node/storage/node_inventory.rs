@@ -6,7 +6,7 @@ use super::record_names::{LEAVES, MARK, RECEIPT_PREFIX};
 use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record};
 use crate::id::{SaveId, ShardId, StripeId};
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
@@ -22,24 +22,20 @@ const STRIPES_PER_PAGE: usize = 1024;
 /// mark, the other shards of that save are skipped.
 const MARKS_PER_PAGE: usize = 4096;
 
-impl Node {
-    /// Returns a page of the shards and stripes that this node has files or records of.
-    pub(in crate::node) async fn list_inventory(
-        &self,
-        call: ListInventory,
-    ) -> Result<InventoryPage, RemoteError> {
-        self.context.on_store(move |store| read_inventory_page(store, call.after, call.only)).await
-    }
+/// Returns a page of the shards and stripes that this node has files or records of.
+pub(in crate::node) async fn list_inventory(
+    context: &NodeContext,
+    call: ListInventory,
+) -> Result<InventoryPage, RemoteError> {
+    context.on_store(move |store| read_inventory_page(store, call.after, call.only)).await
+}
 
-    /// Returns a page of the saves that this node has a mark of, in order.
-    pub(in crate::node) async fn list_marked_saves(
-        &self,
-        call: ListMarkedSaves,
-    ) -> Result<MarkedSavesPage, RemoteError> {
-        self.context
-            .on_store(move |store| read_marked_saves_page(store, call.after, MARKS_PER_PAGE))
-            .await
-    }
+/// Returns a page of the saves that this node has a mark of, in order.
+pub(in crate::node) async fn list_marked_saves(
+    context: &NodeContext,
+    call: ListMarkedSaves,
+) -> Result<MarkedSavesPage, RemoteError> {
+    context.on_store(move |store| read_marked_saves_page(store, call.after, MARKS_PER_PAGE)).await
 }
 
 /// Returns a page of the marked saves, in order. Reads the marks of at most `limit` shards.

@@ -4,20 +4,45 @@ use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 
+use super::damage_mending::Mending;
+use super::fencing::Fencing;
 use super::record_names::receipt_name;
 use crate::format::file::{FileKey, FileName};
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
-use crate::pipeline::executor::{HopError, RunError};
+use crate::pipeline::executor::{Executor, HopError, IncomingStream, RunError};
 use crate::plan::Input;
 use crate::store::{RecordScope, StoreError};
-use crate::wire::RemoteError;
 use crate::wire::calls::{ReleasePart, ReservePart, RunPart, VerifyFile};
 use crate::wire::order::RunReport;
+use crate::wire::{RemoteError, StreamHeader};
 
-impl Node {
+/// The service that admits, runs and releases this node's parts of plans.
+pub(in crate::node) struct PlanParts {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    executor: Arc<Executor>,
+    mending: Arc<Mending>,
+}
+
+impl PlanParts {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        executor: Arc<Executor>,
+        mending: Arc<Mending>,
+    ) -> Self {
+        Self { context, fencing, executor, mending }
+    }
+
     /// Reserves the memory and disk space of this node's part of a plan.
+    /// Passes a stream to the part that waits for it.
+    pub(in crate::node) fn accept_stream(&self, header: &StreamHeader, stream: IncomingStream) {
+        self.executor.accept_stream(header, stream);
+    }
+
     pub(in crate::node) async fn reserve_part(&self, call: ReservePart) -> Result<(), RemoteError> {
         let order = call.order;
         self.fencing
@@ -33,10 +58,13 @@ impl Node {
         self: &Arc<Self>,
         call: RunPart,
     ) -> Result<RunReport, RemoteError> {
-        let given_up = self.stop.child_token();
+        let given_up = self.context.tasks.stop_token();
         let _when_dropped = given_up.clone().drop_guard();
-        let node = self.clone();
-        let work = self.tasks.spawn(async move { node.execute_part(call.run, &given_up).await });
+        let service = self.clone();
+        let work = self
+            .context
+            .tasks
+            .spawn(async move { service.execute_part(call.run, &given_up).await });
         work.await.map_err(|_| remote_error(ErrorKind::Internal, "the run's task did not end"))?
     }
 
@@ -70,7 +98,7 @@ impl Node {
             for block in rotten {
                 // Note a damaged replica, so that the coordinator has it recreated.
                 let file = FileName::Replica { block };
-                let _ = self.check_reported_file(VerifyFile { stripe, file }).await;
+                let _ = self.mending.check_reported_file(VerifyFile { stripe, file }).await;
             }
         }
         Ok(result?)

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use crate::budget::{Budget, Reservation};
+use super::fencing::Fencing;
+use crate::budget::Reservation;
 use crate::clock::deadline;
 use crate::format::records::LAYOUT_STANDARD;
 use crate::gf::{Fingerprint, FingerprintKey};
@@ -13,9 +14,10 @@ use crate::id::NodeId;
 use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Exchange, address};
 use crate::net::frame::FramedRecv;
-use crate::node::Node;
+use crate::node::budgets::{Budgets, reserve_memory};
+use crate::node::context::NodeContext;
+use crate::node::incoming_call::{IncomingCall, Request};
 use crate::node::remote_errors::remote_error;
-use crate::node::rpc::dispatch::{IncomingCall, Request};
 use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
@@ -25,10 +27,8 @@ use crate::wire::{BULK_CHUNK_BYTES, NodeAddress, RemoteError, message_to_bytes, 
 
 /// Time without progress after which a peer has failed.
 pub(super) const STALL_LIMIT: Duration = Duration::from_secs(15);
-/// Maximum time that a block or a read waits for memory.
-const MEMORY_LIMIT: Duration = Duration::from_secs(6);
 /// Maximum time that the first holder of a block waits until the second has admitted it. It is
-/// longer than [`MEMORY_LIMIT`], so that the second holder's own answer comes first. Both together
+/// longer than [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT), so that the second holder's own answer comes first. Both together
 /// are shorter than a client waits.
 const FORWARD_LIMIT: Duration = Duration::from_secs(8);
 /// Working memory of one incoming block, in bytes: its stream, the stream to its second holder, the
@@ -47,28 +47,21 @@ struct AdmittedBlock {
     forward: Option<BlockForward>,
 }
 
-impl Node {
-    /// Reserves `bytes` of memory from `share`. Returns the reservation.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Busy`] if it is not free in time; [`ErrorKind::Invalid`] if the share is too
-    /// small.
-    pub(in crate::node) async fn reserve_memory(
-        &self,
-        share: &Arc<Budget>,
-        bytes: u64,
-    ) -> Result<Reservation, RemoteError> {
-        match deadline(&*self.context.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
-            Ok(Ok(reservation)) => Ok(reservation),
-            Ok(Err(never)) => Err(remote_error(ErrorKind::Invalid, never.to_string())),
-            Err(_) => Err(remote_error(
-                ErrorKind::Busy,
-                format!(
-                    "node {} has no memory free for this now: try again",
-                    self.context.settings.name
-                ),
-            )),
-        }
+/// The service that stores blocks which clients send, and forwards them to their second holders.
+pub(in crate::node) struct BlockWrites {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    budgets: Arc<Budgets>,
+}
+
+impl BlockWrites {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        budgets: Arc<Budgets>,
+    ) -> Self {
+        Self { context, fencing, budgets }
     }
 
     /// Reads the next chunk of at most `left` bytes.
@@ -100,7 +93,7 @@ impl Node {
             tracing::warn!(peer = %served.peer, %failure, "a block was not stored");
         }
         let stored = answer.is_ok();
-        if self.send_answer(&mut served, answer).await {
+        if served.answer(answer).await {
             let _ = served.send.finish().await;
         }
         if !stored {
@@ -147,13 +140,13 @@ impl Node {
                 Ok(admitted) => admitted,
                 Err(refused) => {
                     let second_refused = Some((refused.kind.wire_code(), refused.message));
-                    if self.send_answer(served, Ok(BlockAdmitted { second_refused })).await {
+                    if served.answer(Ok(BlockAdmitted { second_refused })).await {
                         let _ = served.send.finish().await;
                     }
                     return Ok(None);
                 }
             };
-        if !self.send_answer(served, Ok(BlockAdmitted { second_refused: None })).await {
+        if !served.answer(Ok(BlockAdmitted { second_refused: None })).await {
             return Ok(None);
         }
         let fingerprints: Arc<Mutex<Vec<Fingerprint>>> = Arc::default();
@@ -176,7 +169,9 @@ impl Node {
         let root = trailer.root;
         let forwarding = async {
             match forward {
-                Some(forward) => Some(forward.send_trailer_and_finish(self, &trailer).await),
+                Some(forward) => {
+                    Some(forward.send_trailer_and_finish(&self.context, &trailer).await)
+                }
                 None => None,
             }
         };
@@ -224,7 +219,7 @@ impl Node {
             left -= chunk.len() as u64;
             let forwarding = async {
                 if let Some(forward) = &mut forward {
-                    forward.send_chunk(self, chunk.clone()).await;
+                    forward.send_chunk(&self.context, chunk.clone()).await;
                 }
             };
             let (stored, ()) = tokio::join!(self.write_chunk(writer, chunk.clone()), forwarding);
@@ -240,16 +235,16 @@ impl Node {
         &self,
         call: &PutBlock,
     ) -> Result<Result<AdmittedBlock, RemoteError>, RemoteError> {
-        let mine = || self.reserve_memory(&self.budgets.save, PUT_MEMORY_BYTES);
+        let mine = || reserve_memory(&self.context, &self.budgets.save, PUT_MEMORY_BYTES);
         let Some(to) = &call.forward else {
             return Ok(Ok(AdmittedBlock { memory: mine().await?, forward: None }));
         };
         let (memory, forward);
         if self.context.id < NodeId::of(&to.name) {
             memory = mine().await?;
-            forward = BlockForward::open(self, to, call).await;
+            forward = BlockForward::open(&self.context, to, call).await;
         } else {
-            forward = BlockForward::open(self, to, call).await;
+            forward = BlockForward::open(&self.context, to, call).await;
             memory = mine().await?;
         }
         Ok(forward.map(|forward| AdmittedBlock { memory, forward: Some(forward) }))
@@ -274,14 +269,18 @@ struct BlockForward {
 impl BlockForward {
     /// Opens the call to the second holder. Returns when that node has reserved the memory for the
     /// block.
-    async fn open(node: &Node, to: &NodeAddress, call: &PutBlock) -> Result<Self, RemoteError> {
+    async fn open(
+        context: &NodeContext,
+        to: &NodeAddress,
+        call: &PutBlock,
+    ) -> Result<Self, RemoteError> {
         let call = PutBlock { forward: None, ..call.clone() };
         let open = async {
-            let mut exchange = node.context.caller.open(&address(to), &call).await?;
+            let mut exchange = context.caller.open(&address(to), &call).await?;
             let _: BlockAdmitted = exchange.answer().await?;
             Ok::<_, CallError>(exchange)
         };
-        match deadline(&*node.context.clock, FORWARD_LIMIT, open).await {
+        match deadline(&*context.clock, FORWARD_LIMIT, open).await {
             Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
             // This node failed to make the call. The second holder must not count as having
@@ -292,28 +291,23 @@ impl BlockForward {
     }
 
     /// Sends a chunk. After a failure it does nothing.
-    async fn send_chunk(&mut self, node: &Node, chunk: Bytes) {
+    async fn send_chunk(&mut self, context: &NodeContext, chunk: Bytes) {
         if let Ok(exchange) = &mut self.exchange {
-            let failed =
-                match deadline(&*node.context.clock, STALL_LIMIT, exchange.write(chunk)).await {
-                    Ok(Ok(())) => return,
-                    Ok(Err(error)) => error.to_string(),
-                    Err(late) => late.to_string(),
-                };
-            self.exchange = Err(self.fetch_failure_reason(node, failed).await);
+            let failed = match deadline(&*context.clock, STALL_LIMIT, exchange.write(chunk)).await {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => error.to_string(),
+                Err(late) => late.to_string(),
+            };
+            self.exchange = Err(self.fetch_failure_reason(context, failed).await);
         }
     }
 
     /// Returns why the second holder ended the stream: its own error if it sent one, otherwise
     /// `failed`. A holder that refuses answers before it stops the stream.
-    async fn fetch_failure_reason(&mut self, node: &Node, fallback: String) -> String {
+    async fn fetch_failure_reason(&mut self, context: &NodeContext, fallback: String) -> String {
         let Ok(exchange) = &mut self.exchange else { return fallback };
-        match deadline(
-            &*node.context.clock,
-            Duration::from_secs(1),
-            exchange.answer::<PutBlockAnswer>(),
-        )
-        .await
+        match deadline(&*context.clock, Duration::from_secs(1), exchange.answer::<PutBlockAnswer>())
+            .await
         {
             Ok(Err(error)) if !error.is_unanswered() => error.to_string(),
             _ => fallback,
@@ -323,7 +317,7 @@ impl BlockForward {
     /// Sends the trailer and waits until the second holder has stored the block.
     async fn send_trailer_and_finish(
         self,
-        node: &Node,
+        context: &NodeContext,
         trailer: &BlockTrailer,
     ) -> Result<(), String> {
         let mut exchange = self.exchange?;
@@ -334,7 +328,7 @@ impl BlockForward {
             exchange.finish().await?;
             exchange.answer::<PutBlockAnswer>().await
         };
-        match deadline(&*node.context.clock, STALL_LIMIT, work).await {
+        match deadline(&*context.clock, STALL_LIMIT, work).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(error)) => Err(error.to_string()),
             Err(late) => Err(late.to_string()),

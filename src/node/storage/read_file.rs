@@ -7,9 +7,10 @@ use crate::budget::Reservation;
 use crate::clock::deadline;
 use crate::format::file::FileKey;
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::budgets::{Budgets, reserve_memory};
+use crate::node::context::NodeContext;
+use crate::node::incoming_call::{IncomingCall, Request};
 use crate::node::remote_errors::remote_error;
-use crate::node::rpc::dispatch::{IncomingCall, Request};
 use crate::store::{FileInfo, SourceFile, Store, StoreError};
 use crate::units::MAX_BLOCK_BYTES;
 use crate::wire::calls::{FileView, ListFiles, ReadFile, ReadFileAnswer, ReadSource};
@@ -26,7 +27,18 @@ struct OpenFileRange {
     memory: Reservation,
 }
 
-impl Node {
+/// The service that sends parts of this node's files.
+pub(in crate::node) struct FileReads {
+    context: Arc<NodeContext>,
+    budgets: Arc<Budgets>,
+}
+
+impl FileReads {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>, budgets: Arc<Budgets>) -> Self {
+        Self { context, budgets }
+    }
+
     /// Sends a part of a file that counts.
     pub(in crate::node) async fn read_file(
         self: &Arc<Self>,
@@ -61,9 +73,9 @@ impl Node {
     ) {
         let (OpenFileRange { file, mut from, end, memory: _memory }, answer) = match prepared {
             Ok(prepared) => prepared,
-            Err(refusal) => return self.refuse(served, refusal).await,
+            Err(refusal) => return served.refuse(refusal).await,
         };
-        if !self.send_answer(&mut served, Ok(answer)).await {
+        if !served.answer(Ok(answer)).await {
             return;
         }
         while from < end {
@@ -92,7 +104,8 @@ impl Node {
         call: ReadFile,
     ) -> Result<(OpenFileRange, ReadFileAnswer), RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
-        let memory = self.reserve_memory(&self.budgets.restore, READ_MEMORY_BYTES).await?;
+        let memory =
+            reserve_memory(&self.context, &self.budgets.restore, READ_MEMORY_BYTES).await?;
         let file = self.context.on_store(move |store| store.open_undamaged_file(key)).await?;
         let len_bytes = file.index_entry().len_bytes;
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
@@ -121,7 +134,8 @@ impl Node {
                 format!("{} bytes from {} on are more than a block", call.len_bytes, call.from);
             remote_error(ErrorKind::Invalid, text)
         })?;
-        let memory = self.reserve_memory(&self.budgets.restore, READ_MEMORY_BYTES).await?;
+        let memory =
+            reserve_memory(&self.context, &self.budgets.restore, READ_MEMORY_BYTES).await?;
         let file = self.context.on_store(move |store| store.open_grain_source(key)).await?;
         let answer = match file.tail() {
             Some((header, tree)) => {

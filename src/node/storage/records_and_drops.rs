@@ -1,10 +1,11 @@
 //! The small records of shards and stripes: the checks before they are written, and the drop of
 //! replicas that receipts allow.
 
-use super::examine_stripe::is_damaged_record;
-use super::fencing::parse_tombstone;
-use super::record_names::record_location;
-use super::record_names::{MARK, RECEIPT_PREFIX, receipt_name};
+use std::sync::Arc;
+
+use super::examine_stripe::{DamagedRecords, is_damaged_record};
+use super::fencing::{Fencing, parse_tombstone};
+use super::record_names::{MARK, RECEIPT_PREFIX, receipt_name, record_location};
 use crate::catalogue::record_access::{read_record, shard_state_key};
 use crate::code::CodeId;
 use crate::format::envelope::{RecordKind, parse_body};
@@ -15,7 +16,7 @@ use crate::format::records::{
 };
 use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
 use crate::kind::ErrorKind;
-use crate::node::Node;
+use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
@@ -38,7 +39,23 @@ fn parse_stripe_record_fixed(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, 
     Ok(record.fixed)
 }
 
-impl Node {
+/// The service that stores the records of shards, and drops replicas that receipts make redundant.
+pub(in crate::node) struct ShardRecords {
+    context: Arc<NodeContext>,
+    fencing: Arc<Fencing>,
+    damaged_records: Arc<DamagedRecords>,
+}
+
+impl ShardRecords {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        fencing: Arc<Fencing>,
+        damaged_records: Arc<DamagedRecords>,
+    ) -> Self {
+        Self { context, fencing, damaged_records }
+    }
+
     /// Stores the leaves of a shard or the record of a stripe, as a client sends them.
     pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), RemoteError> {
         self.fencing.check_writable(call.shard, call.generation).await?;

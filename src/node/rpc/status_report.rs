@@ -1,21 +1,76 @@
-//! Warnings for the operator of a node, which `status` prints beside its numbers.
+//! The state of a node: its numbers, and the warnings for its operator that `status` prints beside
+//! them.
 
 use std::collections::BTreeMap;
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::id::SaveId;
-use crate::node::Node;
-use crate::node::background::orphan_gc::RetainReason;
+use crate::node::background::orphan_gc::{OrphanGc, RetainReason};
+use crate::node::budgets::Budgets;
+use crate::node::context::NodeContext;
+use crate::node::storage::damage_mending::Mending;
+use crate::node::storage::examine_stripe::Examination;
+use crate::node::storage::full_disk::DiskSpace;
 use crate::wire::RemoteError;
+use crate::wire::calls::NodeStatusAnswer;
 
 /// Maximum number of saves or files named in a warning.
 const NAMED: usize = 3;
 
-impl Node {
-    /// Returns the saves that no step records and that are retained, with the reasons. Only the
-    /// catalogue server knows them.
-    pub(in crate::node) fn lock_retained(&self) -> MutexGuard<'_, BTreeMap<SaveId, RetainReason>> {
-        self.retained.lock().unwrap_or_else(PoisonError::into_inner)
+/// The service that reports the state of this node.
+pub(in crate::node) struct StatusReport {
+    context: Arc<NodeContext>,
+    budgets: Arc<Budgets>,
+    mending: Arc<Mending>,
+    examination: Arc<Examination>,
+    disk_space: Arc<DiskSpace>,
+    orphan_gc: Arc<OrphanGc>,
+    /// Whether the network card cuts large sends into datagrams.
+    segmentation_offload: bool,
+}
+
+impl StatusReport {
+    /// Creates the service.
+    pub(in crate::node) fn new(
+        context: Arc<NodeContext>,
+        budgets: Arc<Budgets>,
+        mending: Arc<Mending>,
+        examination: Arc<Examination>,
+        disk_space: Arc<DiskSpace>,
+        orphan_gc: Arc<OrphanGc>,
+        segmentation_offload: bool,
+    ) -> Self {
+        Self { context, budgets, mending, examination, disk_space, orphan_gc, segmentation_offload }
+    }
+
+    /// Returns the state of this node: files, disk, memory and warnings.
+    pub(in crate::node) async fn get_node_status(&self) -> Result<NodeStatusAnswer, RemoteError> {
+        let totals = self.context.store.totals();
+        let space = self.context.store.disk_space()?;
+        let budgets = [
+            ("archive", &self.budgets.archive),
+            ("save", &self.budgets.save),
+            ("restore", &self.budgets.restore),
+            ("control", &self.budgets.control),
+            ("requests", &self.budgets.requests),
+        ];
+        let notes = self.collect_status_warnings(totals.quarantined).await?;
+        Ok(NodeStatusAnswer {
+            replicas: (totals.replica_files, totals.replica_bytes),
+            pieces: (totals.piece_files, totals.piece_bytes),
+            record_bytes: totals.small_bytes,
+            quarantined: totals.quarantined,
+            disk: (space.total_bytes, space.free_bytes),
+            budgets: budgets
+                .map(|(name, share)| {
+                    (name.to_owned(), share.used_bytes(), share.peak_bytes(), share.total_bytes())
+                })
+                .to_vec(),
+            peak_memory_bytes: crate::clock::peak_memory_bytes(),
+            segmentation_offload: self.segmentation_offload,
+            catalogue: self.context.local_catalogue().is_some(),
+            notes,
+        })
     }
 
     /// Returns the warnings of this node, as text. `quarantined` is the number of files in
@@ -26,7 +81,7 @@ impl Node {
     ) -> Result<Vec<String>, RemoteError> {
         let mut notes: Vec<String> =
             self.context.catalogue_server.serving_warning().into_iter().collect();
-        notes.extend(self.disk_space_warnings().await);
+        notes.extend(self.disk_space.disk_space_warnings().await);
         let (found, aside) = self
             .context
             .on_store(|store| {
@@ -43,8 +98,8 @@ impl Node {
                 &aside,
             ));
         }
-        notes.extend(self.damage_warning(NAMED));
-        notes.extend(self.recheck_damaged_records_warning(NAMED).await);
+        notes.extend(self.mending.damage_warning(NAMED));
+        notes.extend(self.examination.recheck_damaged_records_warning(NAMED).await);
         let counts = found.counts;
         if counts.strangers > 0 {
             let what = "under shards/ with names that are not ours, left alone since the start";
@@ -54,8 +109,8 @@ impl Node {
             let what = "that could not be read at the start, left where they are and not used";
             notes.push(format_count_and_names(counts.unreadable, what, &found.unreadable_files));
         }
-        if self.is_writable_catalogue_server() {
-            notes.extend(retained_warning(&self.lock_retained()));
+        if self.context.is_writable_catalogue_server() {
+            notes.extend(retained_warning(&self.orphan_gc.lock_retained()));
         }
         Ok(notes)
     }

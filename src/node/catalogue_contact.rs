@@ -1,0 +1,34 @@
+//! The last contact of this node with a catalogue server.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Whether a catalogue answers this node's registrations, and how often one has answered.
+#[derive(Default)]
+pub(in crate::node) struct CatalogueContact {
+    is_silent: AtomicBool,
+    answers: AtomicU64,
+}
+
+impl CatalogueContact {
+    /// Records that a catalogue has answered.
+    pub(in crate::node) fn record_answer(&self) {
+        self.is_silent.store(false, Ordering::Relaxed);
+        self.answers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Records that no catalogue has answered.
+    pub(in crate::node) fn record_silence(&self) {
+        self.is_silent.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether no catalogue answered the last registration.
+    pub(in crate::node) fn is_silent(&self) -> bool {
+        self.is_silent.load(Ordering::Relaxed)
+    }
+
+    /// Returns how often a catalogue has answered. What was found while none answered is outdated
+    /// when this number has changed.
+    pub(in crate::node) fn answers(&self) -> u64 {
+        self.answers.load(Ordering::Relaxed)
+    }
+}

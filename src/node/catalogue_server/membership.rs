@@ -1,0 +1,169 @@
+//! The members of the cluster, as far as this node knows them: the stored list, the nodes that
+//! introduced themselves, and the nodes that those name.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use futures_util::{StreamExt, stream};
+
+use crate::format::records::{Members, Node as NodeRecord};
+use crate::id::PeerName;
+use crate::net::call::address;
+use crate::net::{Peer, Role};
+use crate::node::context::NodeContext;
+use crate::wire::calls::{Hello, HelloAnswer, ListMembers};
+use crate::wire::{NodeAddress, RemoteError};
+
+/// Time limit for a node to answer with its epoch. A node that exceeds it is not counted.
+pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(2);
+/// Maximum number of nodes that are asked at once.
+const AT_ONCE: usize = 32;
+/// Maximum number of rounds in which members name further members.
+const MEMBER_ROUNDS: usize = 4;
+/// Maximum number of nodes that are remembered because they introduced themselves.
+const MAX_INTRODUCED: usize = 4096;
+
+/// The service that knows the other nodes.
+pub(in crate::node) struct Membership {
+    context: Arc<NodeContext>,
+    /// The nodes that introduced themselves since the list was stored.
+    introduced: Mutex<BTreeMap<PeerName, NodeRecord>>,
+}
+
+impl Membership {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self { context, introduced: Mutex::default() }
+    }
+
+    /// Answers a hello. If a node introduces itself by it, its address is kept.
+    pub(in crate::node) async fn record_introduction(
+        &self,
+        call: Hello,
+        peer: &Peer,
+    ) -> Result<HelloAnswer, RemoteError> {
+        if let Some(node) = call.me.filter(|node| peer.role == Role::Node && peer.name == node.name)
+        {
+            // This node may have noted an epoch without its catalogue server, and may know no other
+            // node to ask.
+            self.context.remote.add_fallback_nodes([NodeAddress::of(&node)]);
+            let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
+            if met.len() < MAX_INTRODUCED || met.contains_key(&node.name) {
+                met.insert(node.name.clone(), node);
+            }
+        }
+        Ok(HelloAnswer {
+            cluster: self.context.settings.cluster,
+            node: self.context.settings.name.clone(),
+            epoch: self.context.store.highest_seen_epoch(),
+            map: self.context.store.last_db_id(),
+            revision: self.context.store.revision_of_current_db(),
+            catalogue: self.context.catalogue_server_address(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        })
+    }
+
+    /// Introduces this node to `nodes`. Returns those that belong to this cluster and answer in
+    /// time with a plausible epoch, with their answers.
+    pub(in crate::node) async fn exchange_hellos(
+        &self,
+        nodes: &[NodeRecord],
+    ) -> Vec<(NodeRecord, HelloAnswer)> {
+        let ask = |node: NodeRecord| async move {
+            let to = NodeAddress::of(&node);
+            let hello = self
+                .context
+                .caller
+                .call_within(
+                    &address(&to),
+                    &Hello { me: Some(self.context.own_node_record()) },
+                    HELLO_LIMIT,
+                )
+                .await
+                .ok()?;
+            let seen = self.context.store.highest_seen_epoch();
+            if !hello.epoch.is_near(seen) {
+                tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "the node reports an implausible epoch: its answer is ignored");
+                return None;
+            }
+            (hello.cluster == self.context.settings.cluster).then_some((node, hello))
+        };
+        let asks: Vec<_> = nodes.iter().cloned().map(ask).collect();
+        let mut asks = stream::iter(asks).buffer_unordered(AT_ONCE);
+        let mut answers = Vec::new();
+        while let Some(answer) = asks.next().await {
+            answers.extend(answer);
+        }
+        answers
+    }
+
+    /// Stores the list of nodes, to be used when no catalogue answers.
+    pub(in crate::node) async fn fetch_and_store_members(
+        &self,
+    ) -> Result<(), crate::wire::RemoteError> {
+        let met_before: Vec<PeerName> = {
+            let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
+            met.keys().cloned().collect()
+        };
+        let mut nodes: Vec<NodeRecord> = self
+            .context
+            .catalogue()
+            .list_nodes()
+            .await?
+            .into_iter()
+            .map(|view| view.node)
+            .collect();
+        nodes.sort_by(|a, b| a.name.cmp(&b.name));
+        self.context.remote.add_fallback_nodes(nodes.iter().map(NodeAddress::of));
+        self.context.on_store(move |store| store.put_members(&Members { nodes })).await?;
+        // A node that introduced itself before the list was read is on the list, or was taken off
+        // it. In both cases its introduction is not needed any more.
+        let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
+        met.retain(|name, _| !met_before.contains(name));
+        Ok(())
+    }
+
+    pub(in crate::node) async fn list_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
+        let mut nodes = self.context.on_store(|store| store.read_members()).await?.nodes;
+        let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, node) in met.iter() {
+            if !nodes.iter().any(|known| known.name == *name) {
+                nodes.push(node.clone());
+            }
+        }
+        Ok(nodes)
+    }
+
+    /// Returns all nodes that any reached node has heard of, and the answers of those that were
+    /// reached.
+    pub(in crate::node) async fn discover_members(
+        &self,
+    ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {
+        let mut known: BTreeMap<_, NodeRecord> = BTreeMap::new();
+        let add = |nodes: Vec<NodeRecord>, known: &mut BTreeMap<_, NodeRecord>| {
+            let before = known.len();
+            for node in nodes {
+                known.entry(node.name.clone()).or_insert(node);
+            }
+            known.len() > before
+        };
+        add(vec![self.context.own_node_record()], &mut known);
+        add(self.list_members().await?, &mut known);
+        let mut reached = Vec::new();
+        for _ in 0..MEMBER_ROUNDS {
+            let nodes: Vec<NodeRecord> = known.values().cloned().collect();
+            reached = self.exchange_hellos(&nodes).await;
+            let asks = reached.iter().map(|(node, _)| async {
+                let to = NodeAddress::of(node);
+                self.context.caller.call(&to, &ListMembers {}).await.unwrap_or_default()
+            });
+            let found: Vec<NodeRecord> = join_all(asks).await.into_iter().flatten().collect();
+            if !add(found, &mut known) {
+                break;
+            }
+        }
+        Ok((known.into_values().collect(), reached))
+    }
+}

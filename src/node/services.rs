@@ -1,0 +1,222 @@
+//! The services of a node, and the order in which they are built: a service is given those that it
+//! calls.
+
+use std::sync::Arc;
+
+use super::background::archiving_takeover::ArchivingTakeover;
+use super::background::catch_up::CatchUp;
+use super::background::keep_registered::RegistrationRenewal;
+use super::background::orphan_gc::OrphanGc;
+use super::background::replica_gc::ReplicaGc;
+use super::background::retention::Retention;
+use super::background::save_recovery::SaveRecovery;
+use super::budgets::Budgets;
+use super::catalogue_server::catalogue_calls::CatalogueCalls;
+use super::catalogue_server::cluster_inventory::InventoryReader;
+use super::catalogue_server::majority::MajorityChecks;
+use super::catalogue_server::membership::Membership;
+use super::catalogue_server::rebuild::CatalogueRebuild;
+use super::catalogue_server::remove_node::NodeRemoval;
+use super::catalogue_server::transfer::CatalogueTransfer;
+use super::context::NodeContext;
+use super::gateway::begin_save::SaveGateway;
+use super::gateway::committed_steps::CommittedSteps;
+use super::gateway::reads_without_catalogue::OutageReader;
+use super::gateway::removal::SaveRemoval;
+use super::registration::{CatchUpRequests, Registration};
+use super::rpc::status_report::StatusReport;
+use super::storage::copy_replica::ReplicaCopies;
+use super::storage::damage_mending::Mending;
+use super::storage::examine_stripe::{DamagedRecords, Examination};
+use super::storage::fencing::Fencing;
+use super::storage::full_disk::DiskSpace;
+use super::storage::plan_parts::PlanParts;
+use super::storage::put_block::BlockWrites;
+use super::storage::read_file::FileReads;
+use super::storage::records_and_drops::ShardRecords;
+use super::tasks::Tasks;
+use crate::pipeline::executor::Executor;
+
+/// The services of a node.
+pub(in crate::node) struct Services {
+    // The calls on this node's own data.
+    pub(in crate::node) fencing: Arc<Fencing>,
+    pub(in crate::node) shard_records: Arc<ShardRecords>,
+    pub(in crate::node) mending: Arc<Mending>,
+    pub(in crate::node) examination: Arc<Examination>,
+    pub(in crate::node) block_writes: Arc<BlockWrites>,
+    pub(in crate::node) replica_copies: Arc<ReplicaCopies>,
+    pub(in crate::node) file_reads: Arc<FileReads>,
+    pub(in crate::node) plan_parts: Arc<PlanParts>,
+    pub(in crate::node) disk_space: Arc<DiskSpace>,
+    // The catalogue and the list of nodes.
+    pub(in crate::node) membership: Arc<Membership>,
+    pub(in crate::node) majority_checks: Arc<MajorityChecks>,
+    pub(in crate::node) catalogue_calls: Arc<CatalogueCalls>,
+    pub(in crate::node) rebuild: Arc<CatalogueRebuild>,
+    pub(in crate::node) transfer: Arc<CatalogueTransfer>,
+    pub(in crate::node) node_removal: Arc<NodeRemoval>,
+    // The calls that any client may make.
+    pub(in crate::node) saves: Arc<SaveGateway>,
+    pub(in crate::node) steps: Arc<CommittedSteps>,
+    pub(in crate::node) outage_reader: Arc<OutageReader>,
+    pub(in crate::node) status_report: Arc<StatusReport>,
+    // Work without a request.
+    pub(in crate::node) registration_renewal: Arc<RegistrationRenewal>,
+    pub(in crate::node) catch_up: Arc<CatchUp>,
+    pub(in crate::node) takeover: Arc<ArchivingTakeover>,
+    pub(in crate::node) retention: Arc<Retention>,
+    pub(in crate::node) save_recovery: Arc<SaveRecovery>,
+    pub(in crate::node) orphan_gc: Arc<OrphanGc>,
+    pub(in crate::node) replica_gc: Arc<ReplicaGc>,
+}
+
+impl Services {
+    /// Builds the services.
+    pub(in crate::node) fn new(
+        context: &Arc<NodeContext>,
+        budgets: &Arc<Budgets>,
+        executor: &Arc<Executor>,
+        segmentation_offload: bool,
+    ) -> Self {
+        let (context, budgets, executor) =
+            (|| context.clone(), || budgets.clone(), || executor.clone());
+        let catching_up = Arc::new(CatchUpRequests::default());
+        let damaged_records = Arc::new(DamagedRecords::default());
+        let registration = Arc::new(Registration::new(context(), catching_up.clone()));
+
+        let fencing = Arc::new(Fencing::new(context(), registration.clone()));
+        let shard_records =
+            Arc::new(ShardRecords::new(context(), fencing.clone(), damaged_records.clone()));
+        let mending = Arc::new(Mending::new(
+            context(),
+            fencing.clone(),
+            budgets(),
+            executor(),
+            shard_records.clone(),
+        ));
+        let examination = Arc::new(Examination::new(context(), mending.clone(), damaged_records));
+        let block_writes = Arc::new(BlockWrites::new(context(), fencing.clone(), budgets()));
+        let replica_copies = Arc::new(ReplicaCopies::new(
+            context(),
+            fencing.clone(),
+            budgets(),
+            executor(),
+            block_writes.clone(),
+            mending.clone(),
+            shard_records.clone(),
+        ));
+        let file_reads = Arc::new(FileReads::new(context(), budgets()));
+        let plan_parts =
+            Arc::new(PlanParts::new(context(), fencing.clone(), executor(), mending.clone()));
+        let disk_space = Arc::new(DiskSpace::new(context()));
+
+        let membership = Arc::new(Membership::new(context()));
+        let inventory_reader = Arc::new(InventoryReader::new(context()));
+        let majority_checks = Arc::new(MajorityChecks::new(context(), membership.clone()));
+        let catalogue_calls = Arc::new(CatalogueCalls::new(context()));
+        let rebuild = Arc::new(CatalogueRebuild::new(
+            context(),
+            membership.clone(),
+            inventory_reader.clone(),
+        ));
+        let transfer = Arc::new(CatalogueTransfer::new(
+            context(),
+            membership.clone(),
+            majority_checks.clone(),
+            catalogue_calls.clone(),
+            rebuild.clone(),
+        ));
+        let node_removal = Arc::new(NodeRemoval::new(context()));
+
+        let removal = Arc::new(SaveRemoval::new(context()));
+        let saves = Arc::new(SaveGateway::new(context(), removal.clone()));
+        let outage_reader = Arc::new(OutageReader::new(
+            context(),
+            fencing.clone(),
+            membership.clone(),
+            inventory_reader.clone(),
+        ));
+        let steps = Arc::new(CommittedSteps::new(
+            context(),
+            catalogue_calls.clone(),
+            outage_reader.clone(),
+            removal.clone(),
+        ));
+
+        let replica_gc = Arc::new(ReplicaGc::new(
+            context(),
+            fencing.clone(),
+            shard_records.clone(),
+            disk_space.clone(),
+        ));
+        let registration_renewal = Arc::new(RegistrationRenewal::new(
+            context(),
+            executor(),
+            registration.clone(),
+            catching_up.clone(),
+            membership.clone(),
+            replica_gc.clone(),
+        ));
+        let catch_up = Arc::new(CatchUp::new(
+            context(),
+            fencing.clone(),
+            registration,
+            catching_up,
+            shard_records.clone(),
+        ));
+        let takeover = Arc::new(ArchivingTakeover::new(context()));
+        let orphan_gc = Arc::new(OrphanGc::new(context(), inventory_reader, removal.clone()));
+        let retention = Arc::new(Retention::new(context(), removal.clone()));
+        let save_recovery =
+            Arc::new(SaveRecovery::new(context(), saves.clone(), removal, retention.clone()));
+        let status_report = Arc::new(StatusReport::new(
+            context(),
+            budgets(),
+            mending.clone(),
+            examination.clone(),
+            disk_space.clone(),
+            orphan_gc.clone(),
+            segmentation_offload,
+        ));
+        Self {
+            fencing,
+            shard_records,
+            mending,
+            examination,
+            block_writes,
+            replica_copies,
+            file_reads,
+            plan_parts,
+            disk_space,
+            membership,
+            majority_checks,
+            catalogue_calls,
+            rebuild,
+            transfer,
+            node_removal,
+            saves,
+            steps,
+            outage_reader,
+            status_report,
+            registration_renewal,
+            catch_up,
+            takeover,
+            retention,
+            save_recovery,
+            orphan_gc,
+            replica_gc,
+        }
+    }
+    /// Spawns the work that the services do without a request.
+    pub(in crate::node) fn spawn_background_work(&self, tasks: &Tasks) {
+        tasks.spawn_until_stop(self.registration_renewal.clone().keep_registered());
+        tasks.spawn_until_stop(self.takeover.clone().run_archiving_takeover());
+        tasks.spawn_until_stop(self.majority_checks.clone().run_majority_checks());
+        tasks.spawn_until_stop(self.save_recovery.clone().run_save_recovery());
+        tasks.spawn_until_stop(self.orphan_gc.clone().run_cluster_orphan_gc());
+        tasks.spawn_until_stop(self.replica_gc.clone().run_replica_gc());
+        tasks.spawn_until_stop(self.catch_up.clone().run_catch_up());
+        tasks.spawn_until_stop(self.mending.clone().run_mending());
+    }
+}

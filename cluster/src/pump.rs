@@ -320,7 +320,8 @@ mod tests {
     /// Creates the files of two nodes, as `cluster init` does, and finds two free ports.
     fn pumps(folder: &Path, over: Over) -> (Pump, Pump) {
         let authority =
-            rapidraid::net::identity::Authority::create(rapidraid::id::ClusterId([7; 16])).unwrap();
+            rapidraid::net::authority::Authority::create(rapidraid::id::ClusterId([7; 16]))
+                .unwrap();
         for name in ["a", "b"] {
             let issued =
                 authority.issue(rapidraid::net::Role::Node, &name.parse().unwrap()).unwrap();

@@ -22,7 +22,8 @@ use crate::config::{FILE_NAME, HostPort, MAX_FILE_BYTES, NodeConfig, Sources};
 use crate::id::PeerName;
 use crate::kind::ErrorKind;
 use crate::net::Role;
-use crate::net::identity::{Authority, IdentityError};
+use crate::net::authority::Authority;
+use crate::net::identity::IdentityError;
 
 /// Maximum number of node folders that are read.
 const MAX_FOLDERS: usize = 4096;

@@ -24,7 +24,8 @@ use crate::entropy::{Entropy, SystemEntropy};
 use crate::id::{ClusterId, PeerName};
 use crate::kind::ErrorKind;
 use crate::net::Role;
-use crate::net::identity::{Authority, IdentityError};
+use crate::net::authority::Authority;
+use crate::net::identity::IdentityError;
 
 /// The name in the client's certificate.
 const CLIENT: &str = "client";

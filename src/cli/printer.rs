@@ -18,6 +18,7 @@ use serde_json::{Map, Value, json};
 
 use super::table::{Paint, Tint, shown};
 use crate::kind::ErrorKind;
+use crate::wire::calls::StepView;
 
 /// The version of every JSON document that the command line prints.
 pub const SCHEMA: u32 = 1;
@@ -244,6 +245,16 @@ impl Printer {
             }
         }
     }
+}
+
+/// Returns the summary of a step in a list as JSON.
+pub fn step_json(view: &StepView) -> Map<String, Value> {
+    let saved = &view.saved;
+    let fields = json!({
+        "job": view.job, "step": view.step, "save": saved.save.to_string(), "shards": saved.shards,
+        "by_marks": view.by_marks, "bytes": saved.len_bytes, "generation": saved.generation.to_string(), "saved_at": saved.saved_at,
+    });
+    fields.as_object().cloned().unwrap_or_default()
 }
 
 #[cfg(test)]

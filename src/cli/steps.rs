@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::args::{Ls, Rm, Show};
 use super::holdings::{States, holdings};
 use super::picture::{self, Style};
-use super::printer::CommandOutput;
+use super::printer::{CommandOutput, step_json};
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::words::ExactStep;
@@ -60,16 +60,6 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
 }
 
 struct Steps(Vec<StepView>);
-
-/// Returns the summary of a step in a list as JSON.
-pub fn step_json(view: &StepView) -> Map<String, Value> {
-    let saved = &view.saved;
-    let fields = json!({
-        "job": view.job, "step": view.step, "save": saved.save.to_string(), "shards": saved.shards,
-        "by_marks": view.by_marks, "bytes": saved.len_bytes, "generation": saved.generation.to_string(), "saved_at": saved.saved_at,
-    });
-    fields.as_object().cloned().unwrap_or_default()
-}
 
 impl CommandOutput for Steps {
     fn json(&self) -> Map<String, Value> {

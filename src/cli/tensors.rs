@@ -6,8 +6,7 @@ use serde_json::{Map, Value, json};
 use wildmatch::WildMatch;
 
 use super::args::Show;
-use super::printer::CommandOutput;
-use super::steps::step_json;
+use super::printer::{CommandOutput, step_json};
 use super::table::{Paint, Table, Tint};
 use super::transfer::{self, counted};
 use super::{Front, Outcome, connect};

@@ -1,12 +1,10 @@
 //! The identity of a process, and the identity that a certificate gives to its holder. An
-//! [`Authority`] issues the certificates.
+//! [`Authority`](super::authority::Authority) issues the certificates.
 //!
 //! A certificate names its holder in one URI, `rapidraid://CLUSTER/node/NAME` or
 //! `rapidraid://CLUSTER/client/NAME`; the authority's own URI is `rapidraid://CLUSTER/ca`. Private
 //! keys never appear in `Debug` output, errors or logs. The caller reads the files;
 //! [`check_secret_file_mode`] checks that a key file is private.
-
-pub use super::authority::{Authority, IssuedPem};
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -287,6 +285,7 @@ pub(super) fn parse_certificate<'a>(
 
 #[cfg(test)]
 mod tests {
+    use super::super::authority::{Authority, IssuedPem};
     use super::*;
 
     fn name(text: &str) -> PeerName {

@@ -14,7 +14,7 @@
 //! Callers are responsible for deadlines (only connecting and handshakes have their own; wrap
 //! everything else in [`crate::clock::deadline`]), for retries, and for the meaning of the bytes.
 
-mod authority;
+pub mod authority;
 pub mod call;
 mod error;
 pub mod frame;

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::context::NodeContext;
-use super::remote_errors::remote_error;
+use super::storage::error::StorageError;
 use crate::budget::{Budget, Reservation};
 use crate::clock::deadline;
-use crate::kind::ErrorKind;
 use crate::wire::RemoteError;
 
 /// How long a call waits for memory of its share. Then the caller is told that this node is busy.
@@ -50,7 +49,8 @@ pub(in crate::node) fn save_share_bytes(memory_bytes: u64) -> u64 {
 /// Reserves `bytes` of memory from `share`. Returns the reservation.
 ///
 /// # Errors
-/// [`ErrorKind::Busy`] if it is not free in time; [`ErrorKind::Invalid`] if the share is too small.
+/// [`StorageError::NoMemory`] if it is not free in time; [`StorageError::MemoryShareTooSmall`] if
+/// the share is too small.
 pub(in crate::node) async fn reserve_memory(
     context: &NodeContext,
     share: &Arc<Budget>,
@@ -58,10 +58,7 @@ pub(in crate::node) async fn reserve_memory(
 ) -> Result<Reservation, RemoteError> {
     match deadline(&*context.clock, MEMORY_LIMIT, share.reserve(bytes)).await {
         Ok(Ok(reservation)) => Ok(reservation),
-        Ok(Err(never)) => Err(remote_error(ErrorKind::Invalid, never.to_string())),
-        Err(_) => Err(remote_error(
-            ErrorKind::Busy,
-            format!("node {} has no memory free for this now: try again", context.settings.name),
-        )),
+        Ok(Err(never)) => Err(StorageError::MemoryShareTooSmall(never).into()),
+        Err(_) => Err(StorageError::NoMemory { node: context.settings.name.clone() }.into()),
     }
 }

@@ -19,6 +19,7 @@ mod remote_errors;
 mod retry_schedule;
 mod rpc;
 mod services;
+mod standings;
 mod storage;
 mod tasks;
 

@@ -1,5 +1,10 @@
-//! Conversions of this program's errors to the error that a caller receives.
+//! Conversions of this program's errors to the error that a caller receives, with the kind of each.
 
+use super::background::error::BackgroundError;
+use super::catalogue_server::error::CatalogueServerError;
+use super::gateway::error::GatewayError;
+use super::rpc::error::RpcError;
+use super::storage::error::StorageError;
 use crate::catalogue::CatalogueError;
 use crate::clock::Elapsed;
 use crate::format::FormatError;
@@ -59,4 +64,162 @@ impl From<Elapsed> for RemoteError {
 /// Returns an error of `kind` with `message`.
 pub(in crate::node) fn remote_error(kind: ErrorKind, message: impl Into<String>) -> RemoteError {
     RemoteError { kind, message: message.into() }
+}
+
+impl From<StorageError> for RemoteError {
+    fn from(error: StorageError) -> Self {
+        use StorageError as E;
+        let kind = match &error {
+            E::SaveRemoved { .. }
+            | E::SaveRemovedMeanwhile { .. }
+            | E::GenerationOver { .. }
+            | E::StripeArchived { .. }
+            | E::CatalogueOutdated { .. }
+            | E::StripeNotArchived { .. } => ErrorKind::Fenced,
+            E::NodeStoresNoData { .. }
+            | E::EpochNotBegun { .. }
+            | E::MemoryShareTooSmall(_)
+            | E::ReplicaLengthInvalid { .. }
+            | E::BlockLengthInvalid { .. }
+            | E::NoSuchBlock { .. }
+            | E::TrailerMissing
+            | E::RangePastEnd { .. }
+            | E::RangeOverBlock { .. }
+            | E::RecordOfOtherStripe { .. }
+            | E::LeavesMismatch { .. } => ErrorKind::Invalid,
+            E::NoMemory { .. }
+            | E::TooManyExaminations { .. }
+            | E::FileChanging { .. }
+            | E::PurgeRunning { .. } => ErrorKind::Busy,
+            E::ShardCommitted { .. }
+            | E::ForeignTombstone
+            | E::ForeignMark
+            | E::ForeignReceipt
+            | E::RecordNotWritable
+            | E::SaveMarked { .. }
+            | E::NoTombstone { .. } => ErrorKind::Denied,
+            E::ShardGone { .. } | E::NoReceipt { .. } => ErrorKind::NotFound,
+            E::ReplicaLengthMismatch { .. }
+            | E::FingerprintMismatch { .. }
+            | E::ReceiptMismatch { .. }
+            | E::PieceMismatch { .. } => ErrorKind::Corrupt,
+            // Not `Busy`: the disk does not become free while the client waits, and another node
+            // can take the block.
+            E::HighWaterReached { .. } => ErrorKind::Unavailable,
+            E::ForwardUnanswered(_) | E::ForwardLate { .. } => ErrorKind::Timeout,
+            E::BlockIncomplete | E::RunTaskLost => ErrorKind::Internal,
+        };
+        Self { kind, message: error.to_string() }
+    }
+}
+
+impl From<CatalogueServerError> for RemoteError {
+    fn from(error: CatalogueServerError) -> Self {
+        use CatalogueServerError as E;
+        let kind = match &error {
+            E::NodeNotRegistered { .. } => ErrorKind::NotFound,
+            E::RebuildUnderWay
+            | E::CatalogueServed { .. }
+            | E::CatalogueServedElsewhere
+            | E::ChangeUnderWay
+            | E::CatalogueServedHere
+            | E::CheckpointsOnNode { .. } => ErrorKind::Exists,
+            E::EpochRefused { .. }
+            | E::OtherCatalogueKnown { .. }
+            | E::OlderCatalogueNotServed { .. } => ErrorKind::Fenced,
+            E::CatalogueNotServed
+            | E::StoppingDuringRebuild
+            | E::NoKnownStorageNode
+            | E::TooFewNodesReached { .. }
+            | E::CommitMarkDamaged { .. }
+            | E::HoldersUnknown { .. }
+            | E::ShardStateUncertain { .. }
+            | E::TooFewCommitMarks { .. }
+            | E::StoppingDuringMove
+            | E::StoppingDuringTransfer
+            | E::CatalogueJustMoved
+            | E::MajorityNotReached { .. }
+            | E::TransferOutcomeUnknown { .. }
+            | E::CatalogueReadOnly
+            | E::TooFewCaughtUp { .. } => ErrorKind::Unavailable,
+            E::CatalogueNotNoted { .. } | E::NodeLive { .. } | E::SaveOpen { .. } => {
+                ErrorKind::Busy
+            }
+            E::StepsIncomplete { .. } => ErrorKind::Lost,
+            E::DatabaseNotCreated { .. } => ErrorKind::Io,
+        };
+        Self { kind, message: error.to_string() }
+    }
+}
+
+impl From<GatewayError> for RemoteError {
+    fn from(error: GatewayError) -> Self {
+        use GatewayError as E;
+        let kind = match &error {
+            E::NoLiveStorageNode
+            | E::TooFewStorageNodes { .. }
+            | E::CommitInterrupted
+            | E::RingMarksMissing { .. }
+            | E::MajorityMarksMissing { .. }
+            | E::RemovalInterrupted
+            | E::TombstonesMissing { .. }
+            | E::ArchivingInterrupted
+            | E::ReadInterrupted
+            | E::NoQuorum { .. }
+            | E::NoKnownStorageNode
+            | E::MarkDamaged { .. }
+            | E::RemovalsUnderWay
+            | E::TooManyCheckpoints
+            | E::TooManyShards => ErrorKind::Unavailable,
+            E::StepBeingSaved { .. } | E::StepCommitted { .. } | E::SaveDecided { .. } => {
+                ErrorKind::Exists
+            }
+            E::SaveOver { .. }
+            | E::LeaseOver
+            | E::SaveNotOpen { .. }
+            | E::SaveAbortedOrReplaced { .. }
+            | E::RecordConflict { .. }
+            | E::StepSavedAnew { .. } => ErrorKind::Fenced,
+            E::StepNotCommitted { .. }
+            | E::NoStepCommitted { .. }
+            | E::StepNotMarked { .. }
+            | E::SaveNotCommitted { .. } => ErrorKind::NotFound,
+            E::RootInconsistent { .. }
+            | E::RingNodeUnregistered { .. }
+            | E::ShardsIncomplete { .. }
+            | E::TooManySaves { .. } => ErrorKind::Invalid,
+            E::TooManyRemovals { .. } => ErrorKind::Busy,
+            E::RootNotEncodable => ErrorKind::Internal,
+            E::EvidenceIncomplete { .. } => ErrorKind::Lost,
+        };
+        Self { kind, message: error.to_string() }
+    }
+}
+
+impl From<BackgroundError> for RemoteError {
+    fn from(error: BackgroundError) -> Self {
+        use BackgroundError as E;
+        let kind = match &error {
+            E::NodeNotRegistered { .. }
+            | E::ProgramOutdated { .. }
+            | E::EpochOver { .. }
+            | E::TooFewWitnesses { .. }
+            | E::PolicyNotApplied => ErrorKind::Unavailable,
+            E::RemovalForgotten => ErrorKind::Busy,
+            E::TooManyDamagedMarks { .. } => ErrorKind::Corrupt,
+        };
+        Self { kind, message: error.to_string() }
+    }
+}
+
+impl From<RpcError> for RemoteError {
+    fn from(error: RpcError) -> Self {
+        use RpcError as E;
+        let kind = match &error {
+            E::CallUnknown { .. } | E::RequestTooLong { .. } => ErrorKind::Invalid,
+            E::CallerNotNode { .. } => ErrorKind::Denied,
+            E::NoHandler { .. } => ErrorKind::Internal,
+        };
+        Self { kind, message: error.to_string() }
+    }
 }

@@ -27,7 +27,8 @@ use super::registration::{CatchUpRequests, Registration};
 use super::rpc::status_report::StatusReport;
 use super::storage::copy_replica::ReplicaCopies;
 use super::storage::damage_mending::Mending;
-use super::storage::examine_stripe::{DamagedRecords, Examination};
+use super::storage::damaged_records::DamagedRecords;
+use super::storage::examine_stripe::Examination;
 use super::storage::fencing::Fencing;
 use super::storage::full_disk::DiskSpace;
 use super::storage::plan_parts::PlanParts;
@@ -95,7 +96,8 @@ impl Services {
             executor(),
             shard_records.clone(),
         ));
-        let examination = Arc::new(Examination::new(context(), mending.clone(), damaged_records));
+        let examination =
+            Arc::new(Examination::new(context(), mending.clone(), damaged_records.clone()));
         let block_writes = Arc::new(BlockWrites::new(context(), fencing.clone(), budgets()));
         let replica_copies = Arc::new(ReplicaCopies::new(
             context(),
@@ -174,7 +176,7 @@ impl Services {
             context(),
             budgets(),
             mending.clone(),
-            examination.clone(),
+            damaged_records,
             disk_space.clone(),
             orphan_gc.clone(),
             segmentation_offload,

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use rapidraid::clock::SystemClock;
 use rapidraid::id::ClusterId;
-use rapidraid::net::identity::{Authority, Identity};
+use rapidraid::net::authority::Authority;
+use rapidraid::net::identity::Identity;
 use rapidraid::net::memory::MemoryNetwork;
 use rapidraid::net::quic::{QuicTransport, TransportLimits};
 use rapidraid::net::{Address, Connection, Peer, Role, Transport};

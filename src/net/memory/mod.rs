@@ -5,8 +5,11 @@
 //! [`MemoryNetwork::set_pace`], [`MemoryNetwork::mute`], [`MemoryNetwork::cut_one_way`] and
 //! [`MemoryNetwork::deliver_again`].
 
+mod connection;
 mod link;
+mod outgoing;
 mod pipe;
+mod stream;
 mod tap;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +22,8 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc};
 use crate::clock::Clock;
 
 use super::{ABANDONED, Address, Connection, NetError, Peer, Role, Transport, check_server};
-use link::{Link, MemoryConnection};
+use connection::MemoryConnection;
+use link::Link;
 use pipe::WINDOW_BYTES;
 pub use tap::Message;
 use tap::Tap;

@@ -3,13 +3,10 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use async_trait::async_trait;
 use bytes::Bytes;
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 
-use super::super::{ABANDONED, NetError, RecvStream, SendStream};
-use super::link::{Hold, Outgoing};
-use super::tap::Copied;
+use super::super::NetError;
 
 /// Maximum number of bytes by which a writer may be ahead of its reader.
 pub(super) const WINDOW_BYTES: usize = 256 << 10;
@@ -17,8 +14,10 @@ pub(super) const WINDOW_BYTES: usize = 256 << 10;
 /// A queue between one writer and one reader.
 pub(super) struct Pipe {
     state: Mutex<State>,
-    readable: Notify,
-    writable: Notify,
+    /// Notified when the reader may find bytes or the end.
+    pub(super) readable: Notify,
+    /// Notified when the queue may have room, or the reader has stopped.
+    pub(super) writable: Notify,
     /// Released when both sides have dropped both directions.
     _permit: Arc<OwnedSemaphorePermit>,
 }
@@ -31,8 +30,9 @@ struct State {
     stopped: Option<u32>,
 }
 
+/// The end of a stream, as the writer chose it.
 #[derive(Clone, Copy)]
-enum End {
+pub(super) enum End {
     Finished,
     Reset(u32),
 }
@@ -52,7 +52,7 @@ impl Pipe {
     }
 
     /// Queues as much of `chunk` as fits. Returns whether all of it is queued.
-    fn offer(&self, chunk: &mut Bytes) -> Result<bool, NetError> {
+    pub(super) fn offer(&self, chunk: &mut Bytes) -> Result<bool, NetError> {
         let mut state = self.lock();
         if let Some(code) = state.stopped {
             return Err(NetError::Stopped { code });
@@ -67,7 +67,7 @@ impl Pipe {
     }
 
     /// Returns the next bytes or the end of the stream, or `None` while the reader has to wait.
-    fn poll(&self, max_bytes: usize) -> Option<Result<Option<Bytes>, NetError>> {
+    pub(super) fn poll(&self, max_bytes: usize) -> Option<Result<Option<Bytes>, NetError>> {
         let mut state = self.lock();
         if let Some(End::Reset(code)) = state.end {
             return Some(Err(NetError::Reset { code }));
@@ -84,7 +84,8 @@ impl Pipe {
         Some(Ok(Some(part)))
     }
 
-    fn end(&self, end: End) {
+    /// Ends the stream. A reset discards the bytes that are queued.
+    pub(super) fn end(&self, end: End) {
         let mut state = self.lock();
         if let End::Reset(_) = end {
             state.queue.clear();
@@ -94,159 +95,12 @@ impl Pipe {
         self.readable.notify_one();
     }
 
-    fn stop(&self, code: u32) {
+    /// Makes the writer fail with `code`, and discards the bytes that are queued.
+    pub(super) fn stop(&self, code: u32) {
         let mut state = self.lock();
         state.stopped.get_or_insert(code);
         state.queue.clear();
         state.queued_bytes = 0;
         self.writable.notify_one();
-    }
-}
-
-/// The writing end.
-pub(super) struct MemorySend {
-    pipe: Arc<Pipe>,
-    hold: Arc<Hold>,
-    /// The stream that becomes visible to the other side at the first use; `None` after that.
-    hidden: Option<(Arc<Outgoing>, u64)>,
-    /// The recorder of the sent bytes, if there is a tap.
-    pub(super) copied: Option<Copied>,
-    ended: bool,
-}
-
-impl MemorySend {
-    /// Returns a writer into `pipe`. A stream that this side opened stays `hidden` until it is
-    /// used.
-    pub(super) fn new(
-        pipe: Arc<Pipe>,
-        hold: Arc<Hold>,
-        hidden: Option<(Arc<Outgoing>, u64)>,
-    ) -> Self {
-        Self { pipe, hold, hidden, copied: None, ended: false }
-    }
-
-    async fn push(&mut self, mut part: Bytes) -> Result<(), NetError> {
-        loop {
-            if let Some(error) = self.hold.broken() {
-                return Err(error);
-            }
-            let taken = self.pipe.offer(&mut part)?;
-            self.show();
-            if taken {
-                return Ok(());
-            }
-            tokio::select! {
-                biased;
-                error = self.hold.closed() => return Err(error),
-                () = self.pipe.writable.notified() => {}
-            }
-        }
-    }
-
-    fn show(&mut self) {
-        if let Some((outgoing, number)) = self.hidden.take() {
-            outgoing.show(number);
-        }
-    }
-}
-
-#[async_trait]
-impl SendStream for MemorySend {
-    async fn write(&mut self, mut chunk: Bytes) -> Result<(), NetError> {
-        if self.ended {
-            return Err(NetError::Ended);
-        }
-        self.hold.lag().await;
-        if let Some(copied) = &mut self.copied {
-            copied.add(&chunk);
-        }
-        loop {
-            let part = self.hold.paced(&mut chunk).await?;
-            self.push(part).await?;
-            if chunk.is_empty() {
-                return Ok(());
-            }
-        }
-    }
-
-    async fn finish(&mut self) -> Result<(), NetError> {
-        if self.ended {
-            return Err(NetError::Ended);
-        }
-        self.hold.lag().await;
-        if self.hold.is_mute() {
-            return Err(self.hold.closed().await);
-        }
-        if let Some(error) = self.hold.broken() {
-            return Err(error);
-        }
-        self.ended = true;
-        self.pipe.end(End::Finished);
-        self.show();
-        Ok(())
-    }
-
-    fn reset(&mut self, code: u32) {
-        if !std::mem::replace(&mut self.ended, true) && !self.hold.is_mute() {
-            self.pipe.end(End::Reset(code));
-            self.show();
-        }
-    }
-}
-
-impl Drop for MemorySend {
-    fn drop(&mut self) {
-        self.reset(ABANDONED);
-    }
-}
-
-/// The reading end.
-pub(super) struct MemoryRecv {
-    pipe: Arc<Pipe>,
-    hold: Arc<Hold>,
-    stopped: bool,
-}
-
-impl MemoryRecv {
-    pub(super) fn new(pipe: Arc<Pipe>, hold: Arc<Hold>) -> Self {
-        Self { pipe, hold, stopped: false }
-    }
-}
-
-#[async_trait]
-impl RecvStream for MemoryRecv {
-    async fn read(&mut self, max_bytes: usize) -> Result<Option<Bytes>, NetError> {
-        if self.stopped {
-            return Err(NetError::Ended);
-        }
-        loop {
-            // Bytes that have arrived can be read after the connection is gone, as over QUIC.
-            if let Some(result) = self.pipe.poll(max_bytes.max(1)) {
-                return result;
-            }
-            if let Some(error) = self.hold.broken() {
-                return Err(error);
-            }
-            tokio::select! {
-                biased;
-                _ = self.hold.closed() => {}
-                () = self.pipe.readable.notified() => {}
-            }
-        }
-    }
-
-    fn stop(&mut self, code: u32) {
-        self.stopped = true;
-        if !self.hold.is_mute() {
-            self.pipe.stop(code);
-        }
-    }
-}
-
-impl Drop for MemoryRecv {
-    fn drop(&mut self) {
-        if !self.hold.is_mute() {
-            self.pipe.stop(ABANDONED);
-        }
     }
 }

@@ -354,7 +354,7 @@ async fn admit(
 mod tests {
     use bytes::Bytes;
 
-    use super::super::identity::Authority;
+    use super::super::authority::Authority;
     use super::*;
     use crate::clock::SystemClock;
 

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::error::BackgroundError;
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -21,10 +22,10 @@ use crate::id::{Epoch, PeerName, SaveId, ShardId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::context::NodeContext;
-use crate::node::quorum::{Quorum, fetch_standings, get_standing};
+use crate::node::quorum::Quorum;
 use crate::node::registration::{CatchUpRequests, Registration};
-use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::{backoff, scan_interval};
+use crate::node::standings::{fetch_standings, get_standing};
 use crate::node::storage::fencing::{Fencing, read_marked_save};
 use crate::node::storage::node_inventory;
 use crate::node::storage::records_and_drops::ShardRecords;
@@ -114,8 +115,8 @@ impl CatchUp {
         let catalogue = self.context.catalogue();
         let epoch = catalogue.epoch();
         let not_registered = || {
-            let text = format!("node {} is not registered", self.context.settings.name);
-            remote_error(ErrorKind::Unavailable, text)
+            let node = self.context.settings.name.clone();
+            BackgroundError::NodeNotRegistered { node }
         };
         let registered =
             self.registration.fetch_registration_revision().await?.ok_or_else(not_registered)?;
@@ -138,13 +139,10 @@ impl CatchUp {
                 self.check_enough_witnesses(&nodes, &heard, &marked.codes)?;
             }
             None if is_complete().await? => {}
-            None => {
-                let text = "the catalogue forgot a removal meanwhile: the next try asks the other nodes for removals";
-                return Err(remote_error(ErrorKind::Busy, text));
-            }
+            None => return Err(BackgroundError::RemovalForgotten.into()),
         }
         if self.registration.fetch_registration_revision().await? != Some(registered) {
-            return Err(not_registered());
+            return Err(not_registered().into());
         }
         let was = self.context.store.catch_up_standing();
         self.context.on_store(move |store| store.record_caught_up(epoch, registered)).await?;
@@ -232,16 +230,15 @@ impl CatchUp {
             nodes.iter().filter(|node| node.name != self.context.settings.name).cloned().collect();
         let mut answers = fetch_standings(&self.context, &others).await;
         for (node, answer) in &answers {
-            let text = match answer {
-                older if is_of_an_older_program(older) => {
-                    format!("node {} runs an older program: upgrade it", node.name)
-                }
+            let node = node.name.clone();
+            let refusal = match answer {
+                older if is_of_an_older_program(older) => BackgroundError::ProgramOutdated { node },
                 later if later.epoch > epoch => {
-                    format!("node {} has noted epoch {}: {epoch} is over", node.name, later.epoch)
+                    BackgroundError::EpochOver { node, noted: later.epoch, epoch }
                 }
                 _ => continue,
             };
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            return Err(refusal.into());
         }
         answers.push((self.context.own_node_record(), get_standing(&self.context).await?));
         answers.retain(|(node, _)| node.storage);
@@ -296,7 +293,7 @@ impl CatchUp {
         let is_all = nodes.iter().all(|node| !node.storage || is_heard(&node.name));
         match quorum.check_enough_heard(is_heard) {
             Err(too_few) if !is_all => {
-                Err(remote_error(ErrorKind::Unavailable, too_few.to_string()))
+                Err(BackgroundError::TooFewWitnesses { reason: too_few.to_string() }.into())
             }
             _ => Ok(()),
         }
@@ -358,8 +355,7 @@ impl CatchUp {
             self.catching_up.request();
         }
         if damaged.len() > MAX_DAMAGED {
-            let text = format!("commit marks of {} saves do not parse here", damaged.len());
-            return Err(remote_error(ErrorKind::Corrupt, text));
+            return Err(BackgroundError::TooManyDamagedMarks { saves: damaged.len() }.into());
         }
         Ok(damaged)
     }

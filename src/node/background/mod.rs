@@ -4,6 +4,7 @@
 
 pub(super) mod archiving_takeover;
 pub(super) mod catch_up;
+pub(super) mod error;
 pub(super) mod keep_registered;
 pub(super) mod orphan_gc;
 pub(super) mod replica_gc;

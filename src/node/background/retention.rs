@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use super::error::BackgroundError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     ARCHIVE_REQUESTS, ArchiveRequest, CHECKPOINTS, checkpoint_key, parse_archive_request_key,
@@ -20,10 +21,8 @@ use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step};
-use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
 use crate::node::gateway::removal::{SaveRemoval, UnpublishOutcome};
-use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::RetrySchedule;
 use crate::wire::RemoteError;
 use crate::wire::calls::{ArchiveOptions, GetPolicyStatus, PlanChoice};
@@ -334,8 +333,7 @@ impl Retention {
         _: GetPolicyStatus,
     ) -> Result<PolicyAnswer, RemoteError> {
         if !self.context.is_writable_catalogue_server() {
-            let text = "this node does not serve the catalogue, and applies no policy";
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            return Err(BackgroundError::PolicyNotApplied.into());
         }
         let rule = |job: Option<&Job>, rule: &Rule| PolicyRule {
             job: job.cloned(),

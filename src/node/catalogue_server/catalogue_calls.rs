@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
+use super::error::CatalogueServerError;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::id::LeaseId;
-use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
-use crate::node::remote_errors::remote_error;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     CompareAndSetAnswer, CompareAndSetKey, GetKey, ListKeys, RegisterAnswer, RegisterNode,
@@ -28,13 +27,11 @@ impl CatalogueCalls {
     /// Returns the catalogue that this node serves.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if it serves none.
+    /// Fails with kind `Unavailable` if it serves none.
     pub(in crate::node) fn require_local_catalogue(
         &self,
     ) -> Result<Arc<LocalCatalogue>, RemoteError> {
-        self.context.local_catalogue().ok_or_else(|| {
-            remote_error(ErrorKind::Unavailable, "this node does not serve the catalogue")
-        })
+        Ok(self.context.local_catalogue().ok_or(CatalogueServerError::CatalogueNotServed)?)
     }
 
     pub(in crate::node) async fn register_node(

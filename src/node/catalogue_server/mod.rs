@@ -3,6 +3,7 @@
 
 pub(super) mod catalogue_calls;
 pub(super) mod cluster_inventory;
+pub(super) mod error;
 pub(super) mod majority;
 pub(super) mod membership;
 pub(super) mod rebuild;

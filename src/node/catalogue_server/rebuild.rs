@@ -6,6 +6,7 @@ use std::sync::Arc;
 use futures_util::future::join_all;
 
 use super::cluster_inventory::{ClusterInventory, InventoryReader};
+use super::error::CatalogueServerError;
 use super::membership::Membership;
 use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
@@ -22,9 +23,9 @@ use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, S
 use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
 use crate::node::quorum::{
-    Quorum, fetch_standings, filter_former_members, is_on_latest_list, majority, tolerated_losses,
+    Quorum, filter_former_members, is_on_latest_list, majority, tolerated_losses,
 };
-use crate::node::remote_errors::remote_error;
+use crate::node::standings::fetch_standings;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::Kv;
 use crate::wire::calls::{
@@ -99,19 +100,11 @@ impl CatalogueRebuild {
         let service = self.clone();
         let work = self.context.tasks.spawn(async move {
             let Some(_alone) = service.try_lock_changes() else {
-                return Err(remote_error(
-                    ErrorKind::Exists,
-                    "a rebuild is under way here: wait for it",
-                ));
+                return Err(CatalogueServerError::RebuildUnderWay.into());
             };
             service.rebuild_now(call.accept_loss).await
         });
-        work.await.map_err(|_| {
-            remote_error(
-                ErrorKind::Unavailable,
-                "the daemon is stopping: rebuild again, here or elsewhere",
-            )
-        })?
+        work.await.map_err(|_| CatalogueServerError::StoppingDuringRebuild)?
     }
 
     async fn rebuild_now(&self, accept_loss: bool) -> Result<RebuildAnswer, RemoteError> {
@@ -185,10 +178,11 @@ impl CatalogueRebuild {
             .context
             .catalogue_server_address()
             .or_else(|| self.context.remote.known_server(Epoch::default()));
-        let server =
-            server.map_or_else(|| "another daemon".to_owned(), |server| server.name.to_string());
-        let text = format!("the catalogue is served by {server}: there is nothing to rebuild");
-        Err(remote_error(ErrorKind::Exists, text))
+        let refusal = match server {
+            Some(server) => CatalogueServerError::CatalogueServed { server: server.name },
+            None => CatalogueServerError::CatalogueServedElsewhere,
+        };
+        Err(refusal.into())
     }
 
     /// Writes the nodes, the steps with their shards, and the removals that are pending. Counts
@@ -235,13 +229,14 @@ impl CatalogueRebuild {
         let marked = self.put_missing_marks(rebuild.sources, committed, rebuild.epoch).await;
         let marked = marked.intersection(listed).count();
         if marked < needed && !rebuild.accept_loss {
-            let text = format!(
-                "{marked} of {} storage nodes have a commit mark of {}/{}, {needed} are needed: rebuild again",
-                listed.len(),
-                committed.job,
-                committed.step
-            );
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            let too_few = CatalogueServerError::TooFewCommitMarks {
+                marked,
+                all: listed.len(),
+                job: committed.job.clone(),
+                step: committed.step,
+                needed,
+            };
+            return Err(too_few.into());
         }
         Ok(())
     }
@@ -251,7 +246,7 @@ impl CatalogueRebuild {
         let maps = self.context.catalogue_server.db_location().clone();
         let fresh = self.context.workers.run(move || maps.move_aside_and_create()).await?;
         fresh.map_err(|error| {
-            remote_error(ErrorKind::Io, format!("failed to create the catalogue database: {error}"))
+            CatalogueServerError::DatabaseNotCreated { reason: error.to_string() }.into()
         })
     }
 
@@ -290,8 +285,8 @@ impl CatalogueRebuild {
             match answer {
                 Ok(()) => claimed.push(node.clone()),
                 Err(error) if error.kind() == ErrorKind::Fenced => {
-                    let text = format!("node {} refuses epoch {epoch}: {error}", node.name);
-                    return Err(remote_error(ErrorKind::Fenced, text));
+                    let (node, reason) = (node.name.clone(), error.to_string());
+                    return Err(CatalogueServerError::EpochRefused { node, epoch, reason }.into());
                 }
                 Err(error) => {
                     tracing::warn!(node = %node.name, %error, "failed to claim the epoch on a node")
@@ -363,29 +358,23 @@ impl CatalogueRebuild {
             .set_max_missing(inventory.codes().chain(self.context.settings.codes.iter().copied()));
         let is_reached = |name: &PeerName| reached.iter().any(|node| node.name == *name);
         quorum.check_enough_heard(is_reached).map_err(|too_few| {
-            remote_error(ErrorKind::Unavailable, format!("{too_few}; or use --accept-loss"))
+            let reason = too_few.to_string();
+            CatalogueServerError::TooFewNodesReached { reason }
         })?;
         for (save, nodes) in &inventory.doubts {
             let is_sound = |name: &PeerName| is_reached(name) && !nodes.contains(&NodeId::of(name));
             quorum.check_enough_heard(is_sound).map_err(|too_few| {
                 let bad = reached.iter().filter(|node| nodes.contains(&NodeId::of(&node.name)));
                 let bad: Vec<&str> = bad.map(|node| node.name.as_str()).collect();
-                let text = format!(
-                    "the commit mark of save {save} on {} does not parse; without, {too_few}; or use --accept-loss",
-                    bad.join(", ")
-                );
-                remote_error(ErrorKind::Unavailable, text)
+                let (nodes, reason) = (bad.join(", "), too_few.to_string());
+                CatalogueServerError::CommitMarkDamaged { save: *save, nodes, reason }
             })?;
         }
         let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
         let unknown =
             inventory.ring_nodes().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
         if !unknown.is_empty() {
-            let text = format!(
-                "{} nodes that hold checkpoints are known to none of those that were reached: start them, wait until they have made themselves known, or use --accept-loss",
-                unknown.len()
-            );
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            return Err(CatalogueServerError::HoldersUnknown { count: unknown.len() }.into());
         }
         let reached: BTreeSet<NodeId> = reached.iter().map(|node| NodeId::of(&node.name)).collect();
         if let Some((committed, shard, missing)) = find_doubtful_shard(inventory, &reached) {
@@ -394,21 +383,18 @@ impl CatalogueRebuild {
                 known.map_or_else(|| node.to_string(), |member| member.name.to_string())
             };
             let names: Vec<String> = missing.iter().map(name).collect();
-            let text = format!(
-                "{} nodes of the ring of {}/{}, shard {shard}, are not reached or empty ({}): what is archived of it is not certain from the others; start them, or use --accept-loss",
-                missing.len(),
-                committed.job,
-                committed.step,
-                names.join(", ")
-            );
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            let uncertain = CatalogueServerError::ShardStateUncertain {
+                missing: missing.len(),
+                job: committed.job.clone(),
+                step: committed.step,
+                shard: shard.to_owned(),
+                nodes: names.join(", "),
+            };
+            return Err(uncertain.into());
         }
         let Some(first) = inventory.describe_incomplete_steps().next() else { return Ok(()) };
-        let text = format!(
-            "{} committed steps cannot be brought back whole from the nodes that were reached, the first is {first}; start the missing nodes, or use --accept-loss",
-            inventory.describe_incomplete_steps().count()
-        );
-        Err(remote_error(ErrorKind::Lost, text))
+        let count = inventory.describe_incomplete_steps().count();
+        Err(CatalogueServerError::StepsIncomplete { count, first }.into())
     }
 
     /// Writes the keys of a committed step into the new database, and counts them in `answer`.
@@ -481,8 +467,7 @@ pub(in crate::node) fn unreached_storage_nodes<'a>(
 fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> {
     let all = members.iter().filter(|node| node.storage).count();
     if all == 0 {
-        let text = "this daemon knows no storage node: rebuild on another one";
-        return Err(remote_error(ErrorKind::Unavailable, text));
+        return Err(CatalogueServerError::NoKnownStorageNode.into());
     }
     Ok(())
 }

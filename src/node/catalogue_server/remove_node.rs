@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
+use super::error::CatalogueServerError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     CHECKPOINTS, NODES, ORPHANS, parse_checkpoint_key, parse_record, shard_roots_prefix,
@@ -13,11 +14,9 @@ use crate::catalogue::record_access::{
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
 use crate::id::{NodeId, PeerName, SaveId};
-use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::context::NodeContext;
 use crate::node::quorum::majority;
-use crate::node::remote_errors::remote_error;
 use crate::wire::calls::{CatchUp, RemoveNode};
 use crate::wire::{NodeAddress, RemoteError};
 
@@ -50,19 +49,16 @@ impl NodeRemoval {
         let key = format!("{NODES}{name}");
         loop {
             let Some(entry) = catalogue.get(&key).await? else {
-                let text = format!("no node {name} is registered: `rapidraid status` shows all");
-                return Err(remote_error(ErrorKind::NotFound, text));
+                return Err(CatalogueServerError::NodeNotRegistered { node: name }.into());
             };
             refuse_if_live(&*catalogue, &name).await?;
             self.catch_up_majority_without(&*catalogue, &name).await?;
             let (count, first) = self.list_checkpoints_on(&*catalogue, &name).await?;
             if count > 0 {
                 let more = if count > first.len() { " and others" } else { "" };
-                let text = format!(
-                    "{count} checkpoints may lie on node {name} ({}{more}): what is there may be their last copy",
-                    first.join(", ")
-                );
-                return Err(remote_error(ErrorKind::Exists, text));
+                let (node, checkpoints) = (name, format!("{}{more}", first.join(", ")));
+                let kept = CatalogueServerError::CheckpointsOnNode { count, node, checkpoints };
+                return Err(kept.into());
             }
             // The checks took a while, and the node may have come back.
             refuse_if_live(&*catalogue, &name).await?;
@@ -109,13 +105,14 @@ impl NodeRemoval {
         if others.is_empty() || caught_up >= majority(others.len()) {
             return Ok(());
         }
-        let text = format!(
-            "{caught_up} of the {} storage nodes besides {name} know what is committed, {} are needed before it leaves ({})",
-            others.len(),
-            majority(others.len()),
-            why.join("; ")
-        );
-        Err(remote_error(ErrorKind::Unavailable, text))
+        let too_few = CatalogueServerError::TooFewCaughtUp {
+            caught_up,
+            others: others.len(),
+            node: name.clone(),
+            needed: majority(others.len()),
+            reason: why.join("; "),
+        };
+        Err(too_few.into())
     }
 
     /// Returns the number of checkpoints that may lie on node `name`, and the first of them. These
@@ -152,8 +149,7 @@ impl NodeRemoval {
             let saves = match checkpoint.writing {
                 // Only the client of an open save knows which nodes it uses.
                 Some(Writing::Open { .. }) => {
-                    let text = format!("{job}/{step} is being saved: wait until it is done");
-                    return Err(remote_error(ErrorKind::Busy, text));
+                    return Err(CatalogueServerError::SaveOpen { job, step }.into());
                 }
                 Some(Writing::Decided { saved }) => vec![saved],
                 None => Vec::new(),
@@ -187,9 +183,7 @@ impl NodeRemoval {
 async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), RemoteError> {
     let nodes = catalogue.list_nodes().await?;
     if nodes.iter().any(|view| view.node.name == *name && view.live) {
-        let text =
-            format!("node {name} is live: stop its daemon, and wait until its lease is over");
-        return Err(remote_error(ErrorKind::Busy, text));
+        return Err(CatalogueServerError::NodeLive { node: name.clone() }.into());
     }
     Ok(())
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::catalogue_calls::CatalogueCalls;
+use super::error::CatalogueServerError;
 use super::majority::MajorityChecks;
 use super::membership::Membership;
 use super::rebuild::{CatalogueRebuild, unreached_storage_nodes};
@@ -15,7 +16,6 @@ use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::Node as NodeRecord;
 use crate::id::{DbId, Epoch};
-use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
@@ -74,8 +74,7 @@ impl CatalogueTransfer {
         let service = self.clone();
         let work =
             self.context.tasks.spawn(async move { service.end_catalogue_for_transfer(call).await });
-        let died = |_| remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask it again");
-        work.await.map_err(died)?
+        work.await.map_err(|_| CatalogueServerError::StoppingDuringTransfer)?
     }
 
     async fn end_catalogue_for_transfer(&self, call: TransferCatalogue) -> Result<(), RemoteError> {
@@ -87,14 +86,10 @@ impl CatalogueTransfer {
             {
                 return Ok(());
             }
-            _ => {
-                let text = format!("the catalogue of an epoch before {epoch} is not served here");
-                return Err(remote_error(ErrorKind::Fenced, text));
-            }
+            _ => return Err(CatalogueServerError::OlderCatalogueNotServed { epoch }.into()),
         };
         if local.is_read_only() {
-            let text = "the catalogue here hears too few nodes to know that it is the latest";
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            return Err(CatalogueServerError::CatalogueReadOnly.into());
         }
         local.stop_writes_for_transfer(copied).await?;
         let claimed = self.rebuild.claim_epoch(ClaimEpoch { epoch, map, home }).await;
@@ -114,30 +109,21 @@ impl CatalogueTransfer {
         let service = self.clone();
         let work = self.context.tasks.spawn(async move {
             let Some(_alone) = service.rebuild.try_lock_changes() else {
-                let text = "a move or rebuild is under way here: wait for it";
-                return Err(remote_error(ErrorKind::Exists, text));
+                return Err(CatalogueServerError::ChangeUnderWay.into());
             };
             service.pull_catalogue_here().await
         });
-        work.await.map_err(|_| {
-            remote_error(
-                ErrorKind::Unavailable,
-                "the daemon is stopping: `rapidraid status` says where the catalogue is",
-            )
-        })?
+        work.await.map_err(|_| CatalogueServerError::StoppingDuringMove)?
     }
 
     async fn pull_catalogue_here(&self) -> Result<MoveCatalogueAnswer, RemoteError> {
         if self.context.local_catalogue().is_some() {
-            return Err(remote_error(ErrorKind::Exists, "the catalogue is served here already"));
+            return Err(CatalogueServerError::CatalogueServedHere.into());
         }
         // The node that answers is the catalogue server, and its address is known afterwards.
         self.context.catalogue().list_nodes().await?;
         let Some(old) = self.context.catalogue_server_address() else {
-            return Err(remote_error(
-                ErrorKind::Unavailable,
-                "the catalogue has just moved: try again",
-            ));
+            return Err(CatalogueServerError::CatalogueJustMoved.into());
         };
         let epoch = self.check_and_choose_epoch(&old).await?;
         let copied = self.copy_db_from(&old).await?;
@@ -197,34 +183,28 @@ impl CatalogueTransfer {
             || (hello.epoch, hello.map)
                 != (self.context.store.highest_seen_epoch(), self.context.store.last_db_id())
         {
-            let text = format!(
-                "this daemon has not heard yet of the catalogue that {} serves: try again in some seconds",
-                old_server.name
-            );
-            return Err(remote_error(ErrorKind::Busy, text));
+            let server = old_server.name.clone();
+            return Err(CatalogueServerError::CatalogueNotNoted { server }.into());
         }
         let is_later = |other: &HelloAnswer| {
             let is_other = other.map.is_some() && other.map != hello.map;
             other.epoch > hello.epoch || other.epoch == hello.epoch && is_other
         };
         if let Some((node, other)) = heard.iter().find(|(_, other)| is_later(other)) {
-            let text = format!(
-                "node {} has heard of a catalogue of epoch {}, other than the one that {} serves: `rapidraid status`",
-                node.name, other.epoch, old_server.name
-            );
-            return Err(remote_error(ErrorKind::Fenced, text));
+            let other_known = CatalogueServerError::OtherCatalogueKnown {
+                node: node.name.clone(),
+                epoch: other.epoch,
+                server: old_server.name.clone(),
+            };
+            return Err(other_known.into());
         }
         let reached: Vec<NodeRecord> = heard.into_iter().map(|(node, _)| node).collect();
         let all = members.iter().filter(|node| node.storage).count();
         let missing: Vec<&str> =
             unreached_storage_nodes(&members, &reached).map(|node| node.name.as_str()).collect();
         if missing.len() * 2 >= all {
-            let text = format!(
-                "{} of {all} storage nodes are reached from here, more than half must be: start {}",
-                all - missing.len(),
-                missing.join(", ")
-            );
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            let (reached, nodes) = (all - missing.len(), missing.join(", "));
+            return Err(CatalogueServerError::MajorityNotReached { reached, all, nodes }.into());
         }
         Ok(hello.epoch.next())
     }
@@ -295,9 +275,6 @@ impl CatalogueTransfer {
 
 /// Returns the error for an old server that did not say whether it has ended its catalogue.
 fn unknown_transfer_error(old_server: &NodeAddress, error: &CallError) -> RemoteError {
-    let text = format!(
-        "{} did not say whether it has transferred the catalogue ({error}): start it, and check `rapidraid status`; if no daemon serves the catalogue then, run `rapidraid catalogue rebuild`",
-        old_server.name
-    );
-    remote_error(ErrorKind::Unavailable, text)
+    let (server, reason) = (old_server.name.clone(), error.to_string());
+    CatalogueServerError::TransferOutcomeUnknown { server, reason }.into()
 }

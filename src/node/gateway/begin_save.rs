@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use super::error::GatewayError;
 use super::removal::SaveRemoval;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
@@ -12,10 +13,8 @@ use crate::catalogue::record_access::{
 use crate::format::records::{
     Checkpoint, MAX_RING, Node as NodeRecord, RemoveReason, Removing, Writing,
 };
-use crate::id::{Generation, Job, LeaseId, NodeId, SaveId, Step};
-use crate::kind::ErrorKind;
+use crate::id::{Generation, LeaseId, NodeId};
 use crate::node::context::NodeContext;
-use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::scan_interval;
 use crate::stage::{TracePoint, trace_point};
 use crate::wire::RemoteError;
@@ -92,26 +91,23 @@ impl SaveGateway {
     /// Returns the first configured code, as (n, k), for which `live` nodes are enough.
     fn choose_code(&self, live_nodes: usize) -> Result<(u8, u8), RemoteError> {
         let fits = self.context.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live_nodes);
-        fits.copied().ok_or_else(|| {
-            if live_nodes == 0 {
-                let text = "no storage node has a lease: none runs, or the catalogue server hears from too few of them to change anything";
-                return remote_error(ErrorKind::Unavailable, text);
-            }
-            let smallest = self.context.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
-            let text = format!(
-                "{live_nodes} storage nodes are live, the smallest configured code needs {smallest}: start more nodes, or configure a smaller code"
-            );
-            remote_error(ErrorKind::Unavailable, text)
-        })
+        if let Some(code) = fits {
+            return Ok(*code);
+        }
+        if live_nodes == 0 {
+            return Err(GatewayError::NoLiveStorageNode.into());
+        }
+        let needed = self.context.settings.codes.iter().map(|(n, _)| *n).min().unwrap_or(0);
+        Err(GatewayError::TooFewStorageNodes { live: live_nodes, needed }.into())
     }
 
     /// Opens the save under `lease`. Returns its generation and its lease. If a duplicate of this
     /// call has opened it already, that is the other call's lease.
     ///
     /// # Errors
-    /// [`ErrorKind::Exists`] if the step is committed or another client saves it;
-    /// [`ErrorKind::Fenced`] if the save is over; [`ErrorKind::Busy`] if too many removals of the
-    /// step are pending.
+    /// [`GatewayError::StepCommitted`] if the step is committed; [`GatewayError::StepBeingSaved`]
+    /// if another client saves it; [`GatewayError::SaveOver`] if the save is over;
+    /// [`GatewayError::TooManyRemovals`] if too many removals of the step are pending.
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -158,8 +154,8 @@ impl SaveGateway {
     /// decided save is published. An open save is aborted if its lease is over.
     ///
     /// # Errors
-    /// [`ErrorKind::Exists`] if another client saves the step; [`ErrorKind::Fenced`] if the open
-    /// save is this one and its lease is over.
+    /// [`GatewayError::StepBeingSaved`] if another client saves the step;
+    /// [`GatewayError::SaveOver`] if the open save is this one and its lease is over.
     async fn resolve_writing(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -171,17 +167,14 @@ impl SaveGateway {
             Some(Writing::Open { save, generation, lease }) if save == call.save => {
                 match catalogue.renew_lease(lease).await? {
                     true => Ok(EarlierSave::IsThisOne { generation, lease }),
-                    false => Err(save_over_error(call.save)),
+                    false => Err(GatewayError::SaveOver { save: call.save }.into()),
                 }
             }
             Some(Writing::Open { lease, .. }) if catalogue.is_lease_alive(lease).await? => {
                 let lease = self.context.settings.lease;
-                let gone = (lease + scan_interval(lease)).as_secs() + 1;
-                let text = format!(
-                    "{}/{} is being saved by another client: wait for it (if that client is gone, its save is aborted within {gone} s), or save another step",
-                    call.job, call.step
-                );
-                Err(remote_error(ErrorKind::Exists, text))
+                let abort_seconds = (lease + scan_interval(lease)).as_secs() + 1;
+                let (job, step) = (call.job.clone(), call.step);
+                Err(GatewayError::StepBeingSaved { job, step, abort_seconds }.into())
             }
             Some(Writing::Open { save, generation, .. }) => {
                 let reason = RemoveReason::Aborted;
@@ -198,41 +191,27 @@ impl SaveGateway {
 /// Checks that the step may have a new save.
 ///
 /// # Errors
-/// [`ErrorKind::Exists`] if the step is committed and is not to be replaced; [`ErrorKind::Fenced`]
-/// if the save is over; [`ErrorKind::Busy`] if too many removals of the step are pending.
+/// [`GatewayError::StepCommitted`] if the step is committed and is not to be replaced;
+/// [`GatewayError::SaveOver`] if the save is over; [`GatewayError::TooManyRemovals`] if too many
+/// removals of the step are pending.
 async fn check_may_open(
     catalogue: &dyn Catalogue,
     call: &BeginSave,
     checkpoint: &Checkpoint,
 ) -> Result<(), RemoteError> {
     if checkpoint.committed.is_some() && !call.replace {
-        return Err(already_committed_error(&call.job, call.step));
+        return Err(GatewayError::StepCommitted { job: call.job.clone(), step: call.step }.into());
     }
     // The call may have been delayed for long. A save id that is being removed or has roots is
     // never opened again, by this daemon or by another.
     let is_removed = checkpoint.removing.iter().any(|removing| removing.save == call.save);
     let roots = shard_roots_prefix(call.save);
     if is_removed || !catalogue.list_entries(&roots, None, 1).await?.is_empty() {
-        return Err(save_over_error(call.save));
+        return Err(GatewayError::SaveOver { save: call.save }.into());
     }
     if checkpoint.removing.len() >= MAX_REMOVING {
-        let text = format!(
-            "{}/{} waits for nodes to remove older saves: start the nodes that are down",
-            call.job, call.step
-        );
-        return Err(remote_error(ErrorKind::Busy, text));
+        let (job, step) = (call.job.clone(), call.step);
+        return Err(GatewayError::TooManyRemovals { job, step }.into());
     }
     Ok(())
-}
-
-fn save_over_error(save: SaveId) -> RemoteError {
-    remote_error(ErrorKind::Fenced, format!("save {save} is over: save again"))
-}
-
-/// Returns the error for a save of a step that is already committed.
-pub(super) fn already_committed_error(job: &Job, step: Step) -> RemoteError {
-    remote_error(
-        ErrorKind::Exists,
-        format!("{job}/{step} is committed: save another step, or use --replace"),
-    )
 }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
+use super::error::GatewayError;
+use super::page_limits::SHARDS_SHOWN;
 use super::reads_without_catalogue::OutageReader;
 use super::removal::{SaveRemoval, UnpublishOutcome};
 use crate::catalogue::record_access::{
@@ -11,13 +13,11 @@ use crate::catalogue::record_access::{
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, RemoveReason, ShardState};
-use crate::id::{Job, Step};
-use crate::kind::ErrorKind;
+use crate::id::Job;
 use crate::net::Role;
 use crate::node::catalogue_server::catalogue_calls::CatalogueCalls;
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::node::remote_errors::remote_error;
 use crate::pipeline::coordinator::list_shard_roots;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
@@ -25,18 +25,8 @@ use crate::wire::calls::{
     RemoveStep, ShowStep, ShowStepAnswer, StepView,
 };
 
-/// Maximum number of shards in one page of an answer.
-pub(in crate::node) const SHARDS_SHOWN: usize = 128;
 /// Maximum number of queued events for a client that watches an archiving.
 const EVENTS: usize = 64;
-
-/// Returns the error for a step that is not committed.
-pub(in crate::node) fn not_committed_error(job: &Job, step: Step) -> RemoteError {
-    remote_error(
-        ErrorKind::NotFound,
-        format!("{job}/{step} is not committed: `rapidraid ls` shows what is"),
-    )
-}
 
 /// The service that lists, shows, archives and removes committed steps.
 pub(in crate::node) struct CommittedSteps {
@@ -61,8 +51,8 @@ impl CommittedSteps {
     /// work continues if the client disconnects.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if nothing is committed; [`ErrorKind::Fenced`] if another save of
-    /// the step is committed.
+    /// [`GatewayError::StepNotCommitted`] if nothing is committed; [`GatewayError::StepSavedAnew`]
+    /// if another save of the step is committed.
     pub(in crate::node) async fn remove_step(
         self: &Arc<Self>,
         call: RemoveStep,
@@ -71,24 +61,20 @@ impl CommittedSteps {
         let entry = match self.removal.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
             UnpublishOutcome::Removing(entry) => entry,
             UnpublishOutcome::OtherSave => {
-                let text = format!(
-                    "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to be removed as well"
-                );
-                return Err(remote_error(ErrorKind::Fenced, text));
+                let (job, step) = (job.clone(), *step);
+                return Err(GatewayError::StepSavedAnew { job, step }.into());
             }
-            UnpublishOutcome::NotCommitted => return Err(not_committed_error(job, *step)),
+            UnpublishOutcome::NotCommitted => {
+                let (job, step) = (job.clone(), *step);
+                return Err(GatewayError::StepNotCommitted { job, step }.into());
+            }
         };
         let removal = self.removal.clone();
         let work = self
             .context
             .tasks
             .spawn(async move { removal.finish_removal(&call.job, call.step, &entry).await });
-        let removed = work.await.map_err(|_| {
-            remote_error(
-                ErrorKind::Unavailable,
-                "the daemon is stopping: the removal continues later",
-            )
-        })?;
+        let removed = work.await.map_err(|_| GatewayError::RemovalInterrupted)?;
         Ok(removed?.answer)
     }
 
@@ -145,12 +131,7 @@ impl CommittedSteps {
                 None => break,
             }
         }
-        latest.ok_or_else(|| {
-            remote_error(
-                ErrorKind::NotFound,
-                format!("no step of {job} is committed: `rapidraid ls` shows what is"),
-            )
-        })
+        latest.ok_or_else(|| GatewayError::NoStepCommitted { job: job.clone() }.into())
     }
 
     /// Returns a committed step with a page of its shards, from the catalogue or, if none answers,
@@ -179,7 +160,10 @@ impl CommittedSteps {
                     read_record::<Checkpoint>(&*catalogue, &checkpoint_key(&call.job, step))
                         .await?;
                 let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
-                let saved = saved.ok_or_else(|| not_committed_error(&call.job, step))?;
+                let saved = saved.ok_or_else(|| GatewayError::StepNotCommitted {
+                    job: call.job.clone(),
+                    step,
+                })?;
                 StepView { job: call.job, step, saved, by_marks: false }
             }
         };
@@ -243,8 +227,7 @@ impl CommittedSteps {
         };
         let (events, mut watched) = mpsc::channel(EVENTS);
         let (coordinator, stop) = (self.context.coordinator(), self.context.tasks.stop_token());
-        let stopping =
-            || remote_error(ErrorKind::Unavailable, "the daemon is stopping: another one resumes");
+        let stopping = || RemoteError::from(GatewayError::ArchivingInterrupted);
         let work = self.context.tasks.spawn(async move {
             let archive = coordinator.archive_step(&call.job, call.step, call.options, &events);
             let result = tokio::select! {

@@ -3,6 +3,8 @@
 
 pub(super) mod begin_save;
 pub(super) mod committed_steps;
+pub(super) mod error;
+mod page_limits;
 pub(super) mod reads_without_catalogue;
 pub(super) mod removal;
 pub(super) mod save_lifecycle;

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
-use super::committed_steps::SHARDS_SHOWN;
+use super::error::GatewayError;
+use super::page_limits::{SAVES_PER_PAGE, SHARDS_SHOWN};
 use crate::catalogue::record_access::checkpoint_key;
 use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
 use crate::clock::deadline;
@@ -21,10 +22,8 @@ use crate::net::call::address;
 use crate::node::catalogue_server::cluster_inventory::InventoryReader;
 use crate::node::catalogue_server::membership::Membership;
 use crate::node::context::NodeContext;
-use crate::node::quorum::{
-    Quorum, TooFewNodes, fetch_standings, filter_former_members, is_unknown_call,
-};
-use crate::node::remote_errors::remote_error;
+use crate::node::quorum::{Quorum, TooFewNodes, filter_former_members};
+use crate::node::standings::{fetch_standings, is_unknown_call};
 use crate::node::storage::fencing::Fencing;
 use crate::wire::calls::{
     FindRemovedSaves, GetShardState, ListDamagedMarks, ListMarkedSaves, ListSteps, ListStepsAnswer,
@@ -44,8 +43,6 @@ const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
 const PROBE: &str = "probe";
 /// Time limit for one page of marks.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
-/// Maximum number of saves in a page of steps, and in one question about removals.
-const SAVES_PER_PAGE: usize = 256;
 /// Maximum number of committed steps that are found by marks. With more, the catalogue must be
 /// rebuilt first.
 const MAX_STEPS: usize = 16_384;
@@ -99,11 +96,10 @@ impl MarkSnapshot {
     /// Checks that every committed save and every removal is known to one of `heard`.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] with the nodes that are missing or behind.
+    /// [`GatewayError::NoQuorum`] with the nodes that are missing or behind.
     fn check_quorum(&self, heard: &[NodeRecord]) -> Result<(), RemoteError> {
-        self.check_quorum_without(heard, &BTreeSet::new()).map_err(|too_few| {
-            remote_error(ErrorKind::Unavailable, format!("no catalogue answers, and {too_few}"))
-        })
+        self.check_quorum_without(heard, &BTreeSet::new())
+            .map_err(|too_few| GatewayError::NoQuorum { reason: too_few.to_string() }.into())
     }
 
     /// Checks `heard` like `check_quorum`, but counts the nodes of `without` as missing.
@@ -228,8 +224,7 @@ impl OutageReader {
             None => look.steps.values().rfind(|found| found.job == call.job),
         };
         let Some(marked) = marked else {
-            let text = format!("no node has a commit mark of that step of {}", call.job);
-            return Err(remote_error(ErrorKind::NotFound, text));
+            return Err(GatewayError::StepNotMarked { job: call.job.clone() }.into());
         };
         let after = self.context.clock.now().saturating_sub(SAVE_LASTS);
         let committed = self.get_or_read_committed(&look, marked, after).await?;
@@ -296,15 +291,14 @@ impl OutageReader {
             *last = Some(cached);
             Ok(look)
         });
-        work.await.map_err(|_| {
-            remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask another one")
-        })?
+        work.await.map_err(|_| GatewayError::ReadInterrupted)?
     }
 
     /// Reads the marks of all known storage nodes. Returns the committed steps.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if too few nodes were read.
+    /// [`GatewayError::NoQuorum`] or [`GatewayError::MarkDamaged`] if too few nodes were read;
+    /// [`GatewayError::NoKnownStorageNode`] if this node knows no storage node.
     async fn collect_mark_snapshot(&self) -> Result<MarkSnapshot, RemoteError> {
         let (members, hellos) = self.membership.discover_members().await?;
         let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
@@ -322,9 +316,7 @@ impl OutageReader {
             steps: BTreeMap::new(),
         };
         if look.quorum.has_no_storage_nodes() {
-            let text =
-                "no catalogue answers, and this daemon knows no storage node: ask another one";
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            return Err(GatewayError::NoKnownStorageNode.into());
         }
         let (marked, damaged) = self.read_unremoved_marks(&mut look).await?;
         // A node whose disk was emptied meanwhile may have answered with no marks.
@@ -344,11 +336,8 @@ impl OutageReader {
             // committed.
             look.check_quorum_without(&look.heard, nodes).map_err(|too_few| {
                 let names: Vec<&str> = nodes.iter().map(PeerName::as_str).collect();
-                let text = format!(
-                    "no catalogue answers, and the commit mark of save {save} on {} does not parse; without, {too_few}",
-                    names.join(", ")
-                );
-                remote_error(ErrorKind::Unavailable, text)
+                let (nodes, reason) = (names.join(", "), too_few.to_string());
+                GatewayError::MarkDamaged { save: *save, nodes, reason }
             })?;
         }
         for found in marked.into_values() {
@@ -390,7 +379,7 @@ impl OutageReader {
                 snapshot.heard.push(node);
                 marked.extend(saves);
                 if marked.len() > MAX_STEPS {
-                    return Err(too_many_error("checkpoints"));
+                    return Err(GatewayError::TooManyCheckpoints.into());
                 }
             }
             drop(answers);
@@ -405,9 +394,7 @@ impl OutageReader {
                 return Ok((marked, damaged));
             }
         }
-        let text =
-            "no catalogue answers, and steps are removed while their marks are read: ask again";
-        Err(remote_error(ErrorKind::Unavailable, text))
+        Err(GatewayError::RemovalsUnderWay.into())
     }
 
     /// Returns the saves that `node` has good marks of, and those of which it has damaged marks
@@ -433,7 +420,7 @@ impl OutageReader {
             // Every page must continue after the one before; otherwise the loop would never end.
             match page.next.filter(|next| after.is_none_or(|after| *next > after)) {
                 Some(next) if saves.len() <= MAX_STEPS => after = Some(next),
-                Some(_) => return Err(too_many_error("checkpoints")),
+                Some(_) => return Err(GatewayError::TooManyCheckpoints.into()),
                 None => return Ok((saves, damaged)),
             }
         }
@@ -498,17 +485,15 @@ impl OutageReader {
             *last = Some(CollectedSave { started_at: at, committed: committed.clone() });
             Ok(committed)
         });
-        work.await.map_err(|_| {
-            remote_error(ErrorKind::Unavailable, "the daemon is stopping: ask another one")
-        })?
+        work.await.map_err(|_| GatewayError::ReadInterrupted)?
     }
 
     /// Collects the roots and states of a committed save from the nodes.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if too few nodes answer or the save has too many shards;
-    /// [`ErrorKind::NotFound`] if it was removed or never committed; [`ErrorKind::Lost`] if the
-    /// evidence is incomplete.
+    /// [`GatewayError::NoQuorum`] if too few nodes answer; [`GatewayError::TooManyShards`] if the
+    /// save has too many shards; [`GatewayError::SaveNotCommitted`] if it was removed or never
+    /// committed; [`GatewayError::EvidenceIncomplete`] if the evidence is incomplete.
     async fn read_committed_save(
         &self,
         snapshot: &MarkSnapshot,
@@ -516,7 +501,7 @@ impl OutageReader {
     ) -> Result<Committed, RemoteError> {
         let save = saved.save;
         if saved.shards > MAX_SHARDS {
-            return Err(too_many_error("shards of one checkpoint"));
+            return Err(GatewayError::TooManyShards.into());
         }
         let cluster = self.context.settings.cluster;
         let evidence = Mutex::new(SaveEvidence::default());
@@ -543,12 +528,10 @@ impl OutageReader {
         match evidence.judge(save, Generation::default()) {
             Verdict::Committed(committed) => Ok(*committed),
             Verdict::Orphan(_) | Verdict::Removing { .. } => {
-                let text = format!("save {save} was removed, or never committed");
-                Err(remote_error(ErrorKind::NotFound, text))
+                Err(GatewayError::SaveNotCommitted { save }.into())
             }
-            Verdict::Incomplete { job, step, why, .. } => {
-                let text = format!("{job}/{step} cannot be read without a catalogue: {why}");
-                Err(remote_error(ErrorKind::Lost, text))
+            Verdict::Incomplete { job, step, why: reason, .. } => {
+                Err(GatewayError::EvidenceIncomplete { job, step, reason }.into())
             }
         }
     }
@@ -559,11 +542,7 @@ impl OutageReader {
         call: FindRemovedSaves,
     ) -> Result<Vec<SaveId>, RemoteError> {
         if call.saves.len() > SAVES_PER_PAGE {
-            let text = format!(
-                "a request names {} saves, at most {SAVES_PER_PAGE} are allowed",
-                call.saves.len()
-            );
-            return Err(remote_error(ErrorKind::Invalid, text));
+            return Err(GatewayError::TooManySaves { saves: call.saves.len() }.into());
         }
         let mut gone = Vec::new();
         for save in call.saves {
@@ -582,11 +561,4 @@ fn step_view_of_mark(marked: &MarkedSave) -> StepView {
         saved: marked.saved.clone(),
         by_marks: true,
     }
-}
-
-fn too_many_error(what: &str) -> RemoteError {
-    let text = format!(
-        "no catalogue answers, and there are too many {what} to find them by their marks: start the catalogue server, or run `rapidraid catalogue rebuild`"
-    );
-    remote_error(ErrorKind::Unavailable, text)
 }

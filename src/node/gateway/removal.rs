@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
+use super::error::GatewayError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record,
@@ -15,11 +16,9 @@ use crate::catalogue::record_access::{
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
 use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step};
-use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::context::NodeContext;
 use crate::node::quorum::{majority, tolerated_losses};
-use crate::node::remote_errors::remote_error;
 use crate::pipeline::coordinator::list_shard_roots;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
@@ -166,7 +165,7 @@ impl SaveRemoval {
     /// one, with the directory they were looked up in.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if too few nodes have a tombstone.
+    /// [`GatewayError::TombstonesMissing`] if too few nodes have a tombstone.
     async fn fence_and_put_tombstones(
         &self,
         label: &str,
@@ -205,11 +204,8 @@ impl SaveRemoval {
         };
         if missed.len() > may_miss {
             let names: Vec<&str> = missed.iter().map(|name| name.as_str()).collect();
-            let text = format!(
-                "{label} is not visible any more, but too many nodes are away to make that last: {}; it goes on when they are back",
-                names.join(", ")
-            );
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            let (label, nodes) = (label.to_owned(), names.join(", "));
+            return Err(GatewayError::TombstonesMissing { label, nodes }.into());
         }
         Ok((directory, marked))
     }

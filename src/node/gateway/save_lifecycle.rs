@@ -7,7 +7,7 @@ use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
 use super::begin_save::SaveGateway;
-use super::committed_steps::not_committed_error;
+use super::error::GatewayError;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_root_key,
@@ -18,10 +18,8 @@ use crate::format::records::{
     Saved, ShardRoot, ShardState, Writing, roots_hash,
 };
 use crate::id::{Epoch, Generation, Job, NodeId, SaveId, ShardId, Step};
-use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::node::quorum::majority;
-use crate::node::remote_errors::remote_error;
 use crate::pipeline::coordinator::list_shard_roots;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
@@ -45,10 +43,7 @@ impl SaveGateway {
         if self.context.catalogue().renew_lease(call.lease).await? {
             Ok(())
         } else {
-            Err(remote_error(
-                ErrorKind::Fenced,
-                "the save's lease is over: it was aborted; save again",
-            ))
+            Err(GatewayError::LeaseOver.into())
         }
     }
 
@@ -69,25 +64,20 @@ impl SaveGateway {
             && root.layout == LAYOUT_STANDARD
             && root.field == FIELD_GF8;
         if !fits {
-            return Err(remote_error(
-                ErrorKind::Invalid,
-                format!("the root of shard {} does not fit together", root.name),
-            ));
+            return Err(GatewayError::RootInconsistent { shard: root.name }.into());
         }
         let directory = self.fetch_directory().await?;
         if let Some(node) = ring.iter().find(|node| directory.address(**node).is_none()) {
-            let text = format!("node {node} of the ring of shard {} is not registered", root.name);
-            return Err(remote_error(ErrorKind::Invalid, text));
+            let (node, shard) = (*node, root.name);
+            return Err(GatewayError::RingNodeUnregistered { node, shard }.into());
         }
         let catalogue = self.context.catalogue();
         let key = checkpoint_key(&root.job, root.step);
-        let not_open = || {
-            remote_error(ErrorKind::Fenced, format!("save {} is not open: save again", root.save))
-        };
+        let not_open = || GatewayError::SaveNotOpen { save: root.save };
         let checkpoint = read_record::<Checkpoint>(&*catalogue, &key).await?;
         let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
             Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
-            _ => return Err(not_open()),
+            _ => return Err(not_open().into()),
         };
         let fresh = ShardState::fresh(generation, geometry.stripes());
         let keys = [shard_state_key(root.shard), shard_root_key(root.save, root.index)];
@@ -107,7 +97,7 @@ impl SaveGateway {
                 catalogue.compare_and_set(key, Some(found.revision), None).await?;
             }
         }
-        Err(not_open())
+        Err(not_open().into())
     }
 
     /// Commits a save. Returns its committed form. The work runs in a task of its own, so that a
@@ -118,13 +108,7 @@ impl SaveGateway {
     ) -> Result<Saved, RemoteError> {
         let service = self.clone();
         let work = self.context.tasks.spawn(async move { service.decide_and_publish(call).await });
-        let died = |_| {
-            remote_error(
-                ErrorKind::Unavailable,
-                "the daemon is stopping: ask another one whether the step is committed",
-            )
-        };
-        work.await.map_err(died)?
+        work.await.map_err(|_| GatewayError::CommitInterrupted)?
     }
 
     /// Decides a save, unless it is decided already, and publishes it. Returns its committed form.
@@ -133,8 +117,9 @@ impl SaveGateway {
         let key = checkpoint_key(&call.job, call.step);
         let mut current = read_record::<Checkpoint>(&*catalogue, &key).await?;
         loop {
-            let (mut checkpoint, revision) =
-                current.ok_or_else(|| not_committed_error(&call.job, call.step))?;
+            let (mut checkpoint, revision) = current.ok_or_else(|| {
+                GatewayError::StepNotCommitted { job: call.job.clone(), step: call.step }
+            })?;
             if let Some(saved) =
                 checkpoint.committed.as_ref().filter(|saved| saved.save == call.save)
             {
@@ -148,11 +133,8 @@ impl SaveGateway {
                     self.build_saved_if_complete(&call, generation).await?
                 }
                 _ => {
-                    let text = format!(
-                        "save {} of {}/{} was aborted, or another one took its place: save again",
-                        call.save, call.job, call.step
-                    );
-                    return Err(remote_error(ErrorKind::Fenced, text));
+                    let CommitSave { job, step, save, .. } = call;
+                    return Err(GatewayError::SaveAbortedOrReplaced { save, job, step }.into());
                 }
             };
             checkpoint.writing = Some(Writing::Decided { saved: saved.clone() });
@@ -182,19 +164,11 @@ impl SaveGateway {
                 .zip(&roots)
                 .all(|(index, root)| root.index == index && root.shards == call.shards);
         if !complete {
-            let text = format!(
-                "{} of {} shards of save {} are complete",
-                roots.len(),
-                call.shards,
-                call.save
-            );
-            return Err(remote_error(ErrorKind::Invalid, text));
+            let (complete, shards, save) = (roots.len(), call.shards, call.save);
+            return Err(GatewayError::ShardsIncomplete { complete, shards, save }.into());
         }
         let Some(roots_hash) = roots_hash(roots.iter()) else {
-            return Err(remote_error(
-                ErrorKind::Internal,
-                "a shard root that was read cannot be encoded",
-            ));
+            return Err(GatewayError::RootNotEncodable.into());
         };
         Ok(Saved {
             save: call.save,
@@ -238,7 +212,7 @@ impl SaveGateway {
             }
             match checkpoint.writing.take() {
                 Some(Writing::Decided { saved: decided }) if decided.save == saved.save => {}
-                _ => return Err(not_committed_error(job, step)),
+                _ => return Err(GatewayError::StepNotCommitted { job: job.clone(), step }.into()),
             }
             superseded = checkpoint.committed.replace(saved.clone()).map(|old| Removing {
                 save: old.save,
@@ -260,7 +234,7 @@ impl SaveGateway {
     /// Writes the commit marks of one shard to its ring. Returns the nodes that have one.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if more than k-1 nodes of the ring have none.
+    /// [`GatewayError::RingMarksMissing`] if more than k-1 nodes of the ring have none.
     async fn put_marks_on_ring(
         &self,
         directory: &Directory,
@@ -270,17 +244,13 @@ impl SaveGateway {
     ) -> Result<Vec<NodeId>, RemoteError> {
         let tolerated = usize::from(root.k) - 1;
         let ring: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
-        let (name, cluster) = (root.name.clone(), self.context.settings.cluster);
+        let (shard, cluster) = (root.name.clone(), self.context.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
         let (marked, missed) = self.put_marks(directory, &ring, &call).await;
         if missed.len() > tolerated {
-            let text = format!(
-                "{} nodes have no commit mark of shard {name} ({}): it is decided, and becomes visible when they are back",
-                missed.len(),
-                missed.join("; ")
-            );
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            let (missed, reason) = (missed.len(), missed.join("; "));
+            return Err(GatewayError::RingMarksMissing { missed, shard, reason }.into());
         }
         Ok(marked)
     }
@@ -290,7 +260,7 @@ impl SaveGateway {
     /// (docs/semantics.md, 2).
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if too few nodes have a mark.
+    /// [`GatewayError::MajorityMarksMissing`] if too few nodes have a mark.
     async fn put_marks_on_majority(
         &self,
         directory: &Directory,
@@ -311,14 +281,13 @@ impl SaveGateway {
         let mut missed = Vec::new();
         while let missing @ 1.. = majority(storage.len()).saturating_sub(already_marked.len()) {
             if others.is_empty() {
-                let text = format!(
-                    "{} of {} storage nodes have a commit mark of the save, {} are needed ({}): it is decided, and becomes visible when they are back",
-                    already_marked.len(),
-                    storage.len(),
-                    majority(storage.len()),
-                    missed.join("; ")
-                );
-                return Err(remote_error(ErrorKind::Unavailable, text));
+                return Err(GatewayError::MajorityMarksMissing {
+                    marked: already_marked.len(),
+                    storage: storage.len(),
+                    needed: majority(storage.len()),
+                    reason: missed.join("; "),
+                }
+                .into());
             }
             let next: Vec<NodeId> = others.drain(..missing.min(others.len())).collect();
             let (done, failed) = self.put_marks(directory, &next, &call).await;
@@ -359,7 +328,7 @@ impl SaveGateway {
     /// Aborts an open save and starts its removal. Does nothing if the step does not have the save.
     ///
     /// # Errors
-    /// [`ErrorKind::Exists`] if the save is decided.
+    /// [`GatewayError::SaveDecided`] if the save is decided.
     pub(in crate::node) async fn abort_save(
         self: &Arc<Self>,
         call: AbortSave,
@@ -376,9 +345,7 @@ impl SaveGateway {
                 writing => {
                     checkpoint.writing = writing;
                     if is_or_was_decided(&checkpoint, call.save) {
-                        let text =
-                            format!("save {} is decided: it can no longer be aborted", call.save);
-                        return Err(remote_error(ErrorKind::Exists, text));
+                        return Err(GatewayError::SaveDecided { save: call.save }.into());
                     }
                     Ok(None)
                 }
@@ -413,7 +380,7 @@ fn has_writing_or_committed(checkpoint: &Checkpoint, save: SaveId) -> bool {
 /// Creates a record. A record that exists already must be equal.
 ///
 /// # Errors
-/// [`ErrorKind::Fenced`] if the key has another value.
+/// [`GatewayError::RecordConflict`] if the key has another value.
 async fn create_or_require_equal<R: Record + PartialEq>(
     catalogue: &dyn Catalogue,
     key: &str,
@@ -422,9 +389,8 @@ async fn create_or_require_equal<R: Record + PartialEq>(
     match compare_and_set_record(catalogue, key, None, record).await? {
         RecordSetOutcome::Set(_) => Ok(()),
         RecordSetOutcome::Conflict(Some((same, _))) if same == *record => Ok(()),
-        RecordSetOutcome::Conflict(_) => Err(remote_error(
-            ErrorKind::Fenced,
-            format!("{key} exists with other content: save again"),
-        )),
+        RecordSetOutcome::Conflict(_) => {
+            Err(GatewayError::RecordConflict { key: key.to_owned() }.into())
+        }
     }
 }

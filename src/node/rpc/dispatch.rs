@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
+use super::error::RpcError;
 use crate::clock::deadline;
 use crate::kind::ErrorKind;
 use crate::net::frame::FramedRecv;
@@ -15,9 +16,9 @@ use crate::net::{Connection, NetError, Peer, RecvStream, Role, Transport};
 use crate::node::budgets::Budgets;
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::node::quorum::get_standing;
 use crate::node::remote_errors::remote_error;
 use crate::node::services::Services;
+use crate::node::standings::get_standing;
 use crate::node::storage::node_inventory::{list_inventory, list_marked_saves};
 use crate::pipeline::executor::IncomingStream;
 use crate::wire::calls::{
@@ -159,21 +160,20 @@ impl RpcServer {
             Err(error) => return served.refuse(error.into()).await,
         };
         let Some((_, name, who)) = ALL.iter().find(|(known, _, _)| *known == number) else {
-            let unknown = format!("call {number} is unknown here: the peer speaks a newer version");
-            return served.refuse(remote_error(ErrorKind::Invalid, unknown)).await;
+            return served.refuse(RpcError::CallUnknown { number }.into()).await;
         };
         if request.frame.len() > SHORT_REQUEST_BYTES && !LONG_CALLS.contains(&number) {
-            let long = format!(
-                "{name} of {} bytes: it may have {SHORT_REQUEST_BYTES}",
-                request.frame.len()
-            );
-            return served.refuse(remote_error(ErrorKind::Invalid, long)).await;
+            let too_long = RpcError::RequestTooLong {
+                call: name,
+                len_bytes: request.frame.len(),
+                limit_bytes: SHORT_REQUEST_BYTES,
+            };
+            return served.refuse(too_long.into()).await;
         }
         if *who == AllowedCaller::Nodes && served.peer.role != Role::Node {
             tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
-            let denied =
-                format!("{name} is for nodes of the cluster; {} is a client", served.peer.name);
-            return served.refuse(remote_error(ErrorKind::Denied, denied)).await;
+            let denied = RpcError::CallerNotNode { call: name, client: served.peer.name.clone() };
+            return served.refuse(denied.into()).await;
         }
         self.dispatch(number, request, served).await;
     }
@@ -377,8 +377,7 @@ impl RpcServer {
             ReadFile::NUMBER => self.services.file_reads.read_file(request, served).await,
             ReadSource::NUMBER => self.services.file_reads.read_source(request, served).await,
             _ => {
-                let unknown = format!("call {number} has no handler here");
-                served.refuse(remote_error(ErrorKind::Internal, unknown)).await;
+                served.refuse(RpcError::NoHandler { number }.into()).await;
             }
         }
     }

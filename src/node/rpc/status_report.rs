@@ -9,7 +9,7 @@ use crate::node::background::orphan_gc::{OrphanGc, RetainReason};
 use crate::node::budgets::Budgets;
 use crate::node::context::NodeContext;
 use crate::node::storage::damage_mending::Mending;
-use crate::node::storage::examine_stripe::Examination;
+use crate::node::storage::damaged_records::DamagedRecords;
 use crate::node::storage::full_disk::DiskSpace;
 use crate::wire::RemoteError;
 use crate::wire::calls::NodeStatusAnswer;
@@ -22,7 +22,7 @@ pub(in crate::node) struct StatusReport {
     context: Arc<NodeContext>,
     budgets: Arc<Budgets>,
     mending: Arc<Mending>,
-    examination: Arc<Examination>,
+    damaged_records: Arc<DamagedRecords>,
     disk_space: Arc<DiskSpace>,
     orphan_gc: Arc<OrphanGc>,
     /// Whether the network card cuts large sends into datagrams.
@@ -35,12 +35,20 @@ impl StatusReport {
         context: Arc<NodeContext>,
         budgets: Arc<Budgets>,
         mending: Arc<Mending>,
-        examination: Arc<Examination>,
+        damaged_records: Arc<DamagedRecords>,
         disk_space: Arc<DiskSpace>,
         orphan_gc: Arc<OrphanGc>,
         segmentation_offload: bool,
     ) -> Self {
-        Self { context, budgets, mending, examination, disk_space, orphan_gc, segmentation_offload }
+        Self {
+            context,
+            budgets,
+            mending,
+            damaged_records,
+            disk_space,
+            orphan_gc,
+            segmentation_offload,
+        }
     }
 
     /// Returns the state of this node: files, disk, memory and warnings.
@@ -99,7 +107,7 @@ impl StatusReport {
             ));
         }
         notes.extend(self.mending.damage_warning(NAMED));
-        notes.extend(self.examination.recheck_damaged_records_warning(NAMED).await);
+        notes.extend(self.damaged_records.recheck_warning(&self.context, NAMED).await);
         let counts = found.counts;
         if counts.strangers > 0 {
             let what = "under shards/ with names that are not ours, left alone since the start";

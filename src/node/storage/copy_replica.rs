@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::damage_mending::Mending;
+use super::error::StorageError;
 use super::fencing::Fencing;
 use super::put_block::{BlockWrites, PUT_MEMORY_BYTES, STALL_LIMIT};
 use super::records_and_drops::ShardRecords;
@@ -13,7 +14,6 @@ use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
-use crate::node::remote_errors::remote_error;
 use crate::pipeline::executor::Executor;
 use crate::pipeline::read::request_verification;
 use crate::stage::{TracePoint, trace_point};
@@ -75,10 +75,7 @@ impl ReplicaCopies {
     /// Copies a replica from another node and stores it if its root is that of the stripe's record.
     async fn fetch_and_store_replica(&self, call: &CopyReplica) -> Result<(), RemoteError> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
-            return Err(remote_error(
-                ErrorKind::Invalid,
-                format!("a block of {} bytes", call.len_bytes),
-            ));
+            return Err(StorageError::ReplicaLengthInvalid { len_bytes: call.len_bytes }.into());
         }
         // Allowed above the high-water mark too: that room is kept free of new saves for data that
         // is already saved.
@@ -101,11 +98,8 @@ impl ReplicaCopies {
         let answer: ReadFileAnswer =
             deadline(&*self.context.clock, STALL_LIMIT, exchange.answer()).await??;
         if answer.len_bytes != call.len_bytes {
-            let text = format!(
-                "{key} on node {} has another length than the block in the record",
-                call.from.name
-            );
-            return Err(remote_error(ErrorKind::Corrupt, text));
+            let node = call.from.name.clone();
+            return Err(StorageError::ReplicaLengthMismatch { key, node }.into());
         }
         let spec = BlockSpec {
             stripe: call.stripe,

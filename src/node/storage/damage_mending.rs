@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
+use super::error::StorageError;
 use super::fencing::Fencing;
 use super::put_block::PUT_MEMORY_BYTES;
 use super::records_and_drops::ShardRecords;
@@ -17,7 +18,6 @@ use crate::format::file::{FileKey, FileName};
 use crate::format::records::{LAYOUT_STANDARD, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::StripeId;
-use crate::kind::ErrorKind;
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::node::remote_errors::remote_error;
@@ -308,7 +308,7 @@ impl Mending {
     ) -> Result<(), RemoteError> {
         let catalogue = self.context.catalogue();
         let key = shard_root_key(stripe.shard.save(), stripe.shard.index());
-        let gone = || remote_error(ErrorKind::NotFound, format!("shard {} is gone", stripe.shard));
+        let gone = || StorageError::ShardGone { shard: stripe.shard };
         let (root, _) = read_record::<ShardRoot>(&*catalogue, &key).await?.ok_or_else(gone)?;
         let directory = Directory::new(catalogue.list_nodes().await?);
         let leaves = record_fetch::fetch_leaves(&self.context.caller, &directory, &root).await?;
@@ -321,9 +321,9 @@ impl Mending {
         )
         .await?;
         let expected = info.fixed.blocks.get(usize::from(block)).cloned();
-        let expected = expected.filter(|expected| expected.len_bytes > 0).ok_or_else(|| {
-            remote_error(ErrorKind::Invalid, format!("stripe {stripe} has no block {block}"))
-        })?;
+        let expected = expected
+            .filter(|expected| expected.len_bytes > 0)
+            .ok_or(StorageError::NoSuchBlock { stripe, block })?;
         self.executor.check_replica_room(expected.len_bytes)?;
         let _memory = reserve_memory(&self.context, &self.budgets.save, PUT_MEMORY_BYTES).await?;
         let (caller, entropy) = (self.context.caller.clone(), self.context.entropy.clone());
@@ -347,8 +347,7 @@ impl Mending {
                 read => break read.map_err(remote_read_error)?,
             }
         }
-        let missing = || remote_error(ErrorKind::Internal, "a gathered block is incomplete");
-        let writer = sink.take_complete_writer().ok_or_else(missing)?;
+        let writer = sink.take_complete_writer().ok_or(StorageError::BlockIncomplete)?;
         trace_point(TracePoint::Fetch, FileKey::replica(stripe, block));
         self.context.on_store(move |_| writer.finish(Some(expected.root))).await?;
         Ok(())

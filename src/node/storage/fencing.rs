@@ -4,14 +4,13 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::error::StorageError;
 use super::record_names::MARK;
 use crate::format::records::{CommitMark, Fence, Record, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
-use crate::kind::ErrorKind;
 use crate::node::active_saves::ActiveSaves;
 use crate::node::context::NodeContext;
 use crate::node::registration::Registration;
-use crate::node::remote_errors::remote_error;
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
@@ -70,15 +69,15 @@ impl Fencing {
     /// Checks that the save was not removed and that the epoch is not over, and records the epoch.
     ///
     /// # Errors
-    /// [`ErrorKind::Fenced`] if the save was removed; the store's error if the epoch is over.
+    /// [`StorageError::SaveRemoved`] if the save was removed; the store's error if the epoch is
+    /// over.
     pub(in crate::node) async fn check_not_removed_raising_epoch(
         &self,
         shard: ShardId,
         generation: Generation,
     ) -> Result<(), RemoteError> {
         if self.is_removed_save(shard.save()).await? {
-            let gone = format!("save {} was aborted, removed or superseded", shard.save());
-            return Err(remote_error(ErrorKind::Fenced, gone));
+            return Err(StorageError::SaveRemoved { save: shard.save() }.into());
         }
         self.context.on_store(move |store| store.raise_epoch(generation.epoch)).await
     }
@@ -88,19 +87,18 @@ impl Fencing {
     /// data, the epoch has begun, and the shard is not committed.
     ///
     /// # Errors
-    /// [`ErrorKind::Denied`] if the shard is committed; [`ErrorKind::Invalid`] if the node stores
-    /// no data or the epoch has not begun; [`ErrorKind::Fenced`] if the save was removed.
+    /// [`StorageError::ShardCommitted`] if the shard is committed;
+    /// [`StorageError::NodeStoresNoData`] if the node stores no data;
+    /// [`StorageError::EpochNotBegun`] if the epoch has not begun; [`StorageError::SaveRemoved`] if
+    /// the save was removed.
     pub(in crate::node) async fn check_writable(
         &self,
         shard: ShardId,
         generation: Generation,
     ) -> Result<(), RemoteError> {
         if !self.context.settings.storage {
-            let name = &self.context.settings.name;
-            return Err(remote_error(
-                ErrorKind::Invalid,
-                format!("node {name} stores no data (storage = false)"),
-            ));
+            let node = self.context.settings.name.clone();
+            return Err(StorageError::NodeStoresNoData { node }.into());
         }
         self.check_epoch_has_begun(generation.epoch).await?;
         self.check_not_removed_raising_epoch(shard, generation).await?;
@@ -113,10 +111,7 @@ impl Fencing {
             Ok::<_, StoreError>(is_settled)
         });
         match settled.await? {
-            true => Err(remote_error(
-                ErrorKind::Denied,
-                format!("shard {shard} is committed: it does not change"),
-            )),
+            true => Err(StorageError::ShardCommitted { shard }.into()),
             false => Ok(()),
         }
     }
@@ -131,8 +126,7 @@ impl Fencing {
         // know yet.
         let answer = self.registration.register_and_check().await?;
         if epoch > answer.epoch {
-            let text = format!("epoch {epoch} has not begun: the catalogue is at {}", answer.epoch);
-            return Err(remote_error(ErrorKind::Invalid, text));
+            return Err(StorageError::EpochNotBegun { epoch, newest: answer.epoch }.into());
         }
         Ok(())
     }
@@ -141,7 +135,8 @@ impl Fencing {
     /// durable before it is obeyed.
     ///
     /// # Errors
-    /// [`ErrorKind::Fenced`] if the generation is over or the save was removed.
+    /// [`StorageError::GenerationOver`] if the generation is over; [`StorageError::SaveRemoved`] or
+    /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed.
     pub(in crate::node) async fn check_and_raise_fence(
         &self,
         shard: ShardId,
@@ -154,11 +149,8 @@ impl Fencing {
             fences.get(&shard).copied()
         };
         let refuse = |fence: &Fence| {
-            let text = format!(
-                "generation {generation} of shard {shard} is over: node {} has {}",
-                fence.holder, fence.generation
-            );
-            remote_error(ErrorKind::Fenced, text)
+            let (holder, newest) = (fence.holder, fence.generation);
+            RemoteError::from(StorageError::GenerationOver { generation, shard, holder, newest })
         };
         match cached {
             Some(fence) if fence.generation == generation => return Ok(()),
@@ -229,14 +221,14 @@ pub(in crate::node) fn read_marked_save(
 /// Parses a tombstone. Returns it if it is of this cluster.
 ///
 /// # Errors
-/// [`ErrorKind::Denied`] if it is of another cluster.
+/// [`StorageError::ForeignTombstone`] if it is of another cluster.
 pub(in crate::node) fn parse_tombstone(
     context: &NodeContext,
     bytes: &[u8],
 ) -> Result<Tombstone, RemoteError> {
     let tombstone = Tombstone::parse(bytes)?;
     if tombstone.cluster != context.settings.cluster {
-        return Err(remote_error(ErrorKind::Denied, "the tombstone belongs to another cluster"));
+        return Err(StorageError::ForeignTombstone.into());
     }
     Ok(tombstone)
 }

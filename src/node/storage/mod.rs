@@ -2,6 +2,8 @@
 
 pub(super) mod copy_replica;
 pub(super) mod damage_mending;
+pub(super) mod damaged_records;
+pub(super) mod error;
 pub(super) mod examine_stripe;
 pub(super) mod fencing;
 pub(super) mod full_disk;

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
 use super::damage_mending::Mending;
+use super::error::StorageError;
 use super::fencing::Fencing;
 use super::record_names::receipt_name;
 use crate::format::file::{FileKey, FileName};
-use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
-use crate::node::remote_errors::remote_error;
 use crate::pipeline::executor::{Executor, HopError, IncomingStream, RunError};
 use crate::plan::Input;
 use crate::store::{RecordScope, StoreError};
@@ -65,7 +64,7 @@ impl PlanParts {
             .context
             .tasks
             .spawn(async move { service.execute_part(call.run, &given_up).await });
-        work.await.map_err(|_| remote_error(ErrorKind::Internal, "the run's task did not end"))?
+        work.await.map_err(|_| StorageError::RunTaskLost)?
     }
 
     /// Runs a part of a plan and checks for late writes. After a failure, quarantines an unequal

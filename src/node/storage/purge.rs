@@ -2,11 +2,10 @@
 
 use std::time::Duration;
 
+use super::error::StorageError;
 use super::fencing::Fencing;
 use crate::id::{SaveId, ShardId};
-use crate::kind::ErrorKind;
 use crate::node::active_saves::ActiveSaveGuard;
-use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store};
 use crate::wire::RemoteError;
@@ -22,16 +21,16 @@ impl Fencing {
     /// time per save; a caller that waited too long asks again.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if another purge of the save still runs; [`ErrorKind::Denied`] if this
-    /// node has neither its tombstone nor its removed-save entry.
+    /// [`StorageError::PurgeRunning`] if another purge of the save still runs;
+    /// [`StorageError::NoTombstone`] if this node has neither its tombstone nor its removed-save
+    /// entry.
     pub(in crate::node) async fn purge_save(&self, save: SaveId) -> Result<u64, RemoteError> {
         let mut waits = 0;
         let mark = loop {
             match ActiveSaveGuard::try_claim(&self.purging, save) {
                 Some(mark) => break mark,
                 None if waits == PURGE_WAITS => {
-                    let text = format!("save {save} is being purged on this node: ask again");
-                    return Err(remote_error(ErrorKind::Busy, text));
+                    return Err(StorageError::PurgeRunning { save }.into());
                 }
                 None => waits += 1,
             }
@@ -51,17 +50,14 @@ impl Fencing {
     /// it again, because the first purge may have run before the write.
     ///
     /// # Errors
-    /// [`ErrorKind::Fenced`] if the save was removed.
+    /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed.
     pub(in crate::node) async fn refuse_and_purge_removed(
         &self,
         save: SaveId,
     ) -> Result<(), RemoteError> {
         if self.is_removed_save(save).await? {
             self.purge_save(save).await?;
-            return Err(remote_error(
-                ErrorKind::Fenced,
-                format!("save {save} was removed meanwhile"),
-            ));
+            return Err(StorageError::SaveRemovedMeanwhile { save }.into());
         }
         Ok(())
     }
@@ -74,8 +70,7 @@ fn purge_and_record_removed(store: &Store, save: SaveId) -> Result<u64, RemoteEr
     // is the evidence.
     let has_tombstone = store.get_tombstone(save)?.is_some();
     if !has_tombstone && !store.is_recorded_removed(save)? {
-        let text = format!("this node has no tombstone of save {save}: nothing is removed");
-        return Err(remote_error(ErrorKind::Denied, text));
+        return Err(StorageError::NoTombstone { save }.into());
     }
     trace_point(TracePoint::Sweep, save);
     let mut bytes = 0;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+use super::error::StorageError;
 use super::fencing::Fencing;
 use crate::budget::Reservation;
 use crate::clock::deadline;
@@ -17,7 +18,6 @@ use crate::net::frame::FramedRecv;
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::node::remote_errors::remote_error;
 use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
@@ -104,19 +104,15 @@ impl BlockWrites {
     /// Checks that a new block of `bytes` bytes keeps the disk under its high-water mark.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if it does not.
+    /// [`StorageError::HighWaterReached`] if it does not.
     fn check_below_high_water(&self, bytes: u64) -> Result<(), RemoteError> {
         let space = self.context.store.disk_space()?;
         let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(bytes);
-        let limit = space.total_bytes / 100 * u64::from(self.context.settings.high_water_percent);
+        let percent = self.context.settings.high_water_percent;
+        let limit = space.total_bytes / 100 * u64::from(percent);
         if used > limit {
-            let text = format!(
-                "the disk of node {} is over its high-water mark of {} %: archive or remove checkpoints, or add disk",
-                self.context.settings.name, self.context.settings.high_water_percent
-            );
-            // Not `Busy`: the disk does not become free while the client waits, and another node
-            // can take the block.
-            return Err(remote_error(ErrorKind::Unavailable, text));
+            let node = self.context.settings.name.clone();
+            return Err(StorageError::HighWaterReached { node, percent }.into());
         }
         Ok(())
     }
@@ -129,9 +125,7 @@ impl BlockWrites {
         served: &mut IncomingCall,
     ) -> Result<Option<PutBlockAnswer>, RemoteError> {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
-            let text =
-                format!("a block of {} bytes: expected 1 to {MAX_BLOCK_BYTES}", call.len_bytes);
-            return Err(remote_error(ErrorKind::Invalid, text));
+            return Err(StorageError::BlockLengthInvalid { len_bytes: call.len_bytes }.into());
         }
         self.fencing.check_writable(call.stripe.shard, call.generation).await?;
         self.check_below_high_water(call.len_bytes)?;
@@ -156,15 +150,11 @@ impl BlockWrites {
             self.receive_and_forward(recv, call.len_bytes, writer, forward.as_mut()).await?;
         let frame = recv.read_frame(MAX_TRAILER_BYTES as usize);
         let frame = deadline(&*self.context.clock, STALL_LIMIT, frame).await??;
-        let missing = || remote_error(ErrorKind::Invalid, "the block's trailer is missing");
         let trailer: BlockTrailer =
-            parse_message(&frame.ok_or_else(missing)?, "a block's trailer")?;
+            parse_message(&frame.ok_or(StorageError::TrailerMissing)?, "a block's trailer")?;
         if *fingerprints.lock().unwrap_or_else(PoisonError::into_inner) != trailer.fingerprints {
-            let text = format!(
-                "the fingerprints of block {} of stripe {} differ from those that its sender computed: send it again",
-                call.block, call.stripe
-            );
-            return Err(remote_error(ErrorKind::Corrupt, text));
+            let PutBlock { stripe, block, .. } = call;
+            return Err(StorageError::FingerprintMismatch { block, stripe }.into());
         }
         let root = trailer.root;
         let forwarding = async {
@@ -285,8 +275,8 @@ impl BlockForward {
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
             // This node failed to make the call. The second holder must not count as having
             // refused.
-            Ok(Err(error)) => Err(remote_error(ErrorKind::Timeout, error.to_string())),
-            Err(late) => Err(remote_error(ErrorKind::Timeout, format!("{}: {late}", to.name))),
+            Ok(Err(error)) => Err(StorageError::ForwardUnanswered(error).into()),
+            Err(late) => Err(StorageError::ForwardLate { node: to.name.clone(), late }.into()),
         }
     }
 

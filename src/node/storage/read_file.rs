@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::error::StorageError;
 use super::put_block::STALL_LIMIT;
 use crate::budget::Reservation;
 use crate::clock::deadline;
@@ -10,7 +11,6 @@ use crate::kind::ErrorKind;
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::node::remote_errors::remote_error;
 use crate::store::{FileInfo, SourceFile, Store, StoreError};
 use crate::units::MAX_BLOCK_BYTES;
 use crate::wire::calls::{FileView, ListFiles, ReadFile, ReadFileAnswer, ReadSource};
@@ -110,11 +110,8 @@ impl FileReads {
         let len_bytes = file.index_entry().len_bytes;
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
         let Some(end) = end else {
-            let text = format!(
-                "{key} has {len_bytes} bytes; asked for {} from {}",
-                call.len_bytes, call.from
-            );
-            return Err(remote_error(ErrorKind::Invalid, text));
+            let (asked_bytes, from) = (call.len_bytes, call.from);
+            return Err(StorageError::RangePastEnd { key, len_bytes, asked_bytes, from }.into());
         };
         let hashes = if call.hashes { file.tree().hashes().to_vec() } else { Vec::new() };
         let file = Arc::new(file.into_source());
@@ -129,11 +126,8 @@ impl FileReads {
     ) -> Result<(OpenFileRange, ReadFileAnswer), RemoteError> {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= MAX_BLOCK_BYTES);
-        let end = end.ok_or_else(|| {
-            let text =
-                format!("{} bytes from {} on are more than a block", call.len_bytes, call.from);
-            remote_error(ErrorKind::Invalid, text)
-        })?;
+        let (asked_bytes, from) = (call.len_bytes, call.from);
+        let end = end.ok_or(StorageError::RangeOverBlock { asked_bytes, from })?;
         let memory =
             reserve_memory(&self.context, &self.budgets.restore, READ_MEMORY_BYTES).await?;
         let file = self.context.on_store(move |store| store.open_grain_source(key)).await?;
@@ -144,7 +138,7 @@ impl FileReads {
             }
             None => ReadFileAnswer { len_bytes: 0, hashes: Vec::new() },
         };
-        Ok((OpenFileRange { file: Arc::new(file), from: call.from, end, memory }, answer))
+        Ok((OpenFileRange { file: Arc::new(file), from, end, memory }, answer))
     }
 
     /// Returns the files of a stripe that count.

@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use super::examine_stripe::{DamagedRecords, is_damaged_record};
+use super::damaged_records::{DamagedRecords, is_damaged_record};
+use super::error::StorageError;
 use super::fencing::{Fencing, parse_tombstone};
 use super::record_names::{MARK, RECEIPT_PREFIX, receipt_name, record_location};
 use crate::catalogue::record_access::{read_record, shard_state_key};
@@ -15,9 +16,7 @@ use crate::format::records::{
     StripeRecord, StripeState,
 };
 use crate::id::{Generation, NodeId, SaveId, ShardId, StripeId};
-use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
-use crate::node::remote_errors::remote_error;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
@@ -31,10 +30,7 @@ fn parse_stripe_record_fixed(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, 
     let record = StripeRecord::parse(bytes)?;
     let fixed: StripeFixed = parse_body(RecordKind::StripeRecord, &record.fixed)?;
     if fixed.stripe != stripe {
-        return Err(remote_error(
-            ErrorKind::Invalid,
-            format!("the record is of stripe {}, not of {stripe}", fixed.stripe),
-        ));
+        return Err(StorageError::RecordOfOtherStripe { found: fixed.stripe, stripe }.into());
     }
     Ok(record.fixed)
 }
@@ -63,10 +59,7 @@ impl ShardRecords {
             RecordName::Leaves => {
                 let leaves = Leaves::parse(&call.bytes)?;
                 if leaves.root.shard != call.shard || !leaves.root.admits(&leaves) {
-                    return Err(remote_error(
-                        ErrorKind::Invalid,
-                        format!("the leaves are not those of shard {}", call.shard),
-                    ));
+                    return Err(StorageError::LeavesMismatch { shard: call.shard }.into());
                 }
                 call.bytes.clone()
             }
@@ -74,10 +67,7 @@ impl ShardRecords {
                 parse_stripe_record_fixed(&call.bytes, StripeId { shard: call.shard, index })?
             }
             RecordName::Receipt { .. } | RecordName::Mark => {
-                return Err(remote_error(
-                    ErrorKind::Denied,
-                    "clients cannot write receipts or commit marks",
-                ));
+                return Err(StorageError::RecordNotWritable.into());
             }
         };
         let (scope, name) = record_location(call.shard, call.record);
@@ -138,10 +128,7 @@ impl ShardRecords {
     pub(in crate::node) async fn put_mark(&self, call: PutMark) -> Result<(), RemoteError> {
         let mark = CommitMark::parse(&call.bytes)?;
         if mark.cluster != self.context.settings.cluster || mark.root.save != mark.saved.save {
-            return Err(remote_error(
-                ErrorKind::Denied,
-                "the commit mark belongs to another cluster or save",
-            ));
+            return Err(StorageError::ForeignMark.into());
         }
         let shard = mark.root.shard;
         self.fencing
@@ -162,7 +149,7 @@ impl ShardRecords {
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.context.settings.cluster {
-            return Err(remote_error(ErrorKind::Denied, "the receipt belongs to another cluster"));
+            return Err(StorageError::ForeignReceipt.into());
         }
         self.fencing
             .check_and_raise_fence(receipt.stripe.shard, call.owner, call.coordinator)
@@ -198,8 +185,7 @@ impl ShardRecords {
                 // A decided save is never aborted, so this tombstone comes from an outdated
                 // catalogue.
                 if tombstone.reason == RemoveReason::Aborted && has_mark_of_save(store, save)? {
-                    let text = format!("save {save} has a commit mark here: it was not aborted");
-                    return Err(remote_error(ErrorKind::Denied, text));
+                    return Err(RemoteError::from(StorageError::SaveMarked { save }));
                 }
                 trace_point(TracePoint::Tombstone, save);
                 store.put_tombstone(save, &call.bytes)?;
@@ -227,10 +213,7 @@ impl ShardRecords {
         if dropped {
             self.drop_replicas(DropReplicas { stripe, attempt, generation }).await?;
         }
-        Err(remote_error(
-            ErrorKind::Fenced,
-            format!("stripe {stripe} is archived: it needs no replicas"),
-        ))
+        Err(StorageError::StripeArchived { stripe }.into())
     }
 
     /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the
@@ -249,11 +232,8 @@ impl ShardRecords {
         let state = read_record::<ShardState>(&*catalogue, &shard_state_key(stripe.shard)).await?;
         let (asked, seen) = (catalogue.epoch(), self.context.store.highest_seen_epoch());
         if asked < seen {
-            let text = format!(
-                "the catalogue that node {} asks is of epoch {asked}, and epoch {seen} has begun: order the drop again",
-                self.context.settings.name
-            );
-            return Err(remote_error(ErrorKind::Fenced, text));
+            let node = self.context.settings.name.clone();
+            return Err(StorageError::CatalogueOutdated { node, asked, seen }.into());
         }
         let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
         let code = match archived {
@@ -262,12 +242,9 @@ impl ShardRecords {
             {
                 code
             }
-            other => {
-                let text = format!(
-                    "stripe {stripe} is {other:?} in the catalogue, not archived by {}",
-                    call.attempt
-                );
-                return Err(remote_error(ErrorKind::Fenced, text));
+            state => {
+                let attempt = call.attempt;
+                return Err(StorageError::StripeNotArchived { stripe, state, attempt }.into());
             }
         };
         let me = self.context.id;
@@ -285,8 +262,8 @@ impl ShardRecords {
 /// Returns this node's receipt of the attempt that the order names.
 ///
 /// # Errors
-/// [`ErrorKind::NotFound`] if there is none, [`ErrorKind::Corrupt`] if it is another one than the
-/// catalogue's.
+/// [`StorageError::NoReceipt`] if there is none, [`StorageError::ReceiptMismatch`] if it is another
+/// one than the catalogue's.
 fn read_ordered_receipt(
     store: &Store,
     call: &DropReplicas,
@@ -294,17 +271,12 @@ fn read_ordered_receipt(
 ) -> Result<Receipt, RemoteError> {
     let stripe = call.stripe;
     let bytes = store.get_record_file(RecordScope::Stripe(stripe), &receipt_name(call.attempt))?;
-    let missing = || {
-        let text = format!("this node has no receipt of stripe {stripe}");
-        remote_error(ErrorKind::NotFound, text)
-    };
-    let receipt = Receipt::parse(&bytes.ok_or_else(missing)?)?;
+    let receipt = Receipt::parse(&bytes.ok_or(StorageError::NoReceipt { stripe })?)?;
     if receipt.attempt != call.attempt
         || receipt.generation != call.generation
         || receipt.code != code
     {
-        let text = format!("the receipt of stripe {stripe} here is not the catalogue's");
-        return Err(remote_error(ErrorKind::Corrupt, text));
+        return Err(StorageError::ReceiptMismatch { stripe }.into());
     }
     Ok(receipt)
 }
@@ -323,7 +295,8 @@ fn has_mark_of_save(store: &Store, save: SaveId) -> Result<bool, RemoteError> {
 /// Checks that this node has the pieces that `receipt` ascribes to it, and that they count.
 ///
 /// # Errors
-/// [`ErrorKind::Corrupt`] if a file has another root; the store's error if it does not open.
+/// [`StorageError::PieceMismatch`] if a file has another root; the store's error if it does not
+/// open.
 fn check_own_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), RemoteError> {
     for piece in receipt.pieces.iter().filter(|piece| piece.node == me) {
         let key = match piece.form {
@@ -338,10 +311,7 @@ fn check_own_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), 
         }
         let file = store.open_undamaged_file(key)?;
         if file.index_entry().root != piece.root {
-            return Err(remote_error(
-                ErrorKind::Corrupt,
-                format!("{key} on this node is not the piece of the receipt"),
-            ));
+            return Err(StorageError::PieceMismatch { key }.into());
         }
     }
     Ok(())

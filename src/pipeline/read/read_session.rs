@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::file_probe::HeldFiles;
-use super::stripe_reader::ReadCursor;
+use super::read_cursor::ReadCursor;
 use crate::entropy::Entropy;
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;

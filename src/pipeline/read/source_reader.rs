@@ -9,8 +9,9 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
 use super::ReadError;
+use super::read_cursor::ReadCursor;
 use super::source_selection::RemoteFile;
-use super::stripe_reader::{ReadCursor, StripeReader};
+use super::stripe_sources::{SourceFault, StripeSources};
 use crate::clock::{Elapsed, deadline};
 use crate::format::file::FileName;
 use crate::format::tree::GrainTree;
@@ -73,17 +74,6 @@ pub(super) enum RoundEnd {
     Fatal(ReadError),
 }
 
-/// The fault of a source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SourceFault {
-    /// The node no longer has the file, or cannot read it.
-    Missing,
-    /// The node does not answer.
-    Unresponsive,
-    /// The bytes are not what they should be.
-    Corrupt,
-}
-
 impl<E: Into<ReadError>> From<E> for RoundEnd {
     fn from(error: E) -> Self {
         RoundEnd::Fatal(error.into())
@@ -112,15 +102,7 @@ pub(super) async fn try_join_reads<T>(
     Ok(done.into_iter().map(|(_, value)| value).collect())
 }
 
-impl StripeReader {
-    /// Returns the number of data bytes of a source's file.
-    fn file_len(&self, source: RemoteFile) -> u64 {
-        match source.file {
-            FileName::Replica { block } => self.info.fixed.cut.block_len(block),
-            FileName::Piece { .. } => self.info.fixed.cut.block_bytes,
-        }
-    }
-
+impl StripeSources {
     /// Opens a source for the grains that are left to read.
     ///
     /// # Errors
@@ -240,7 +222,7 @@ impl StripeReader {
         progress: &ReadCursor,
     ) -> GrainVerifier {
         let FileName::Replica { block } = holding.file else { return GrainVerifier::Fingerprints };
-        for other in self.sources.replicas.get(&block).into_iter().flatten() {
+        for other in self.found.replicas.get(&block).into_iter().flatten() {
             if other.node == holding.node || progress.deprioritized.contains(&other.node) {
                 continue;
             }
@@ -262,7 +244,7 @@ impl StripeReader {
     /// the record.
     fn has_saved_fingerprint(&self, file: FileName, grain: u64, bytes: &[u8]) -> bool {
         let fixed = &self.info.fixed;
-        let expected = match (file, &self.sources.coded) {
+        let expected = match (file, &self.found.coded) {
             (FileName::Replica { block }, _) => Some(fixed.fingerprint(block.into(), grain)),
             (FileName::Piece { piece, .. }, Some(coded)) => {
                 let row = coded.code.generator().row(piece.into());

@@ -12,21 +12,20 @@
 //! - A busy node still has its files. The reader closes all files and opens them again later.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::error::ReadError;
-use super::file_probe::{
-    HeldFiles, LONG_PROBE_LIMIT, PROBE_LIMIT, WantedFiles, probe_nodes, request_verification,
-};
-use super::read_session::{MAX_BAD_FILES, NodeFileKey, ReadSession, lock};
-use super::source_reader::{RoundEnd, SourceFault, try_join_reads};
-use super::source_selection::{CodedPieces, ReadRequest, RemoteFile, SourceSet, UnreadableStripe};
 use futures_util::future::try_join_all;
 
+use super::error::ReadError;
+use super::file_probe::{HeldFiles, LONG_PROBE_LIMIT, PROBE_LIMIT, WantedFiles, probe_nodes};
+use super::grain_decoding::{ReadTarget, Sink};
+use super::read_cursor::ReadCursor;
+use super::read_session::ReadSession;
+use super::source_reader::{OpenFile, RoundEnd, try_join_reads};
+use super::source_selection::{CodedPieces, ReadRequest, RemoteFile, UnreadableStripe};
+use super::stripe_sources::{SourceFault, StripeSources};
 use crate::code::{Program, reconstruct};
-use crate::format::file::FileName;
 use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::gf::FingerprintKey;
 use crate::id::NodeId;
@@ -35,46 +34,19 @@ use crate::pipeline::record_fetch::StripeInfo;
 use crate::plan::check::{Goal, check};
 use crate::planner::{Subject, direct_read};
 use crate::units::GRAIN_BYTES;
+use crate::workers::InOrder;
 
+/// Maximum number of grains of a stripe that are decoded, verified and written at once, while the
+/// next one is fetched.
+const GRAINS_AT_ONCE: usize = 4;
 /// Maximum number of damaged grains that a round reads from elsewhere. Then the round ends, and
 /// other sources are chosen.
-pub(super) const MAX_REPAIRED_GRAINS: usize = 16;
-
-/// The progress of a read, and the nodes that were slow or busy during it.
-pub(super) struct ReadCursor {
-    /// The grains that are not delivered yet.
-    pub(super) left: Range<u64>,
-    /// The nodes that were deprioritized because they were slow, once each. From then on the longer
-    /// time limits apply to them.
-    pub(super) deprioritized: BTreeSet<NodeId>,
-    /// The node that was busy last. Other nodes come first.
-    pub(super) busy: Option<NodeId>,
-    pub(super) patience: BusyRetry,
-}
-
-/// The destination of the bytes in `range` of the shard.
-#[derive(Clone)]
-pub(super) struct ReadTarget {
-    pub(super) range: Range<u64>,
-    pub(super) sink: Arc<dyn Sink>,
-}
-
-/// The destination of restored bytes. The calls may block; ranges come in any order.
-pub trait Sink: Send + Sync + 'static {
-    /// Writes `bytes` at byte `shard_offset` of the shard. The same bytes may be written again when
-    /// the reading of a stripe starts over.
-    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()>;
-}
+const MAX_REPAIRED_GRAINS: usize = 16;
 
 /// A reader of one stripe.
 pub struct StripeReader {
-    pub(super) reading: Arc<ReadSession>,
     root: Arc<ShardRoot>,
-    pub(super) key: Arc<FingerprintKey>,
-    pub(super) info: Arc<StripeInfo>,
-    pub(super) sources: SourceSet,
-    /// The excluded sources: they failed as a whole.
-    excluded: Mutex<BTreeSet<RemoteFile>>,
+    sources: StripeSources,
 }
 
 impl StripeReader {
@@ -137,12 +109,12 @@ impl StripeReader {
                 return Err(ReadError::Lost(wanted.explain_unreadable(&reading, &held)));
             }
         };
-        Ok(Self { reading, root, key, info, sources: way, excluded: Mutex::default() })
+        Ok(Self { root, sources: StripeSources::new(reading, key, info, way) })
     }
 
     /// Returns whether the stripe has to be decoded from pieces.
     pub fn needs_decoding(&self) -> bool {
-        self.sources.by_pieces
+        self.sources.found.by_pieces
     }
 
     /// Streams grains `grains` of each of `blocks` into `sink`. Bytes outside `range` of the shard
@@ -155,7 +127,7 @@ impl StripeReader {
         sink: Arc<dyn Sink>,
     ) -> Result<(), ReadError> {
         let target = ReadTarget { range, sink };
-        if self.sources.by_pieces {
+        if self.sources.found.by_pieces {
             return self.read_blocks_from_pieces(blocks, grains, &target).await;
         }
         // Read all replicas at once, as is done with pieces. One after the other, they would come
@@ -172,8 +144,9 @@ impl StripeReader {
         grains: Range<u64>,
         target: &ReadTarget,
     ) -> Result<(), ReadError> {
-        let end = crate::units::grains(self.info.fixed.cut.block_len(block)).min(grains.end);
-        let mut progress = self.reading.new_cursor(grains.start..end);
+        let end =
+            crate::units::grains(self.sources.info.fixed.cut.block_len(block)).min(grains.end);
+        let mut progress = self.sources.reading.new_cursor(grains.start..end);
         let mut is_turned = false;
         while !progress.left.is_empty() {
             let from = progress.left.start;
@@ -181,33 +154,22 @@ impl StripeReader {
             // Among the silent nodes, those that were deprioritized in this stripe come last.
             let sources = self.ranked_replicas(block, &progress);
             let is_new = |source: &&RemoteFile| !progress.deprioritized.contains(&source.node);
-            let is_heard = |source: &&RemoteFile| !self.reading.directory.is_silent(source.node);
+            let is_heard =
+                |source: &&RemoteFile| !self.sources.reading.directory.is_silent(source.node);
             let comes_first =
                 |source: &&RemoteFile| is_turned || (is_heard(source) && is_new(source));
             let best = sources.iter().find(comes_first).or_else(|| sources.iter().find(is_new));
             let best = best.or(sources.first()).copied();
-            is_turned = false;
             let round = match best {
                 Some(source) => self.read_replica_round(block, source, &mut progress, target).await,
                 None => self.read_next_grain_elsewhere(&[block], &mut progress, target).await,
             };
             if progress.left.start > from {
-                progress.patience = self.reading.new_busy_retry();
+                progress.patience = self.sources.reading.new_busy_retry();
             }
-            match round {
-                Ok(()) => {}
-                Err(RoundEnd::Fatal(error)) => return Err(error),
-                Err(RoundEnd::Busy { holding, reason }) => {
-                    self.wait_for_busy_node(&mut progress.patience, &holding, reason).await?;
-                    progress.busy = Some(holding.node);
-                    is_turned = true;
-                }
-                Err(RoundEnd::Slow { holdings }) => {
-                    self.deprioritize(&holdings, &mut progress.deprioritized)
-                }
-                Err(RoundEnd::Source { holding, reason, fault }) => {
-                    self.exclude_source(&holding, &reason, fault);
-                }
+            is_turned = matches!(round, Err(RoundEnd::Busy { .. }));
+            if let Err(end) = round {
+                self.prepare_next_round(end, &mut progress).await?;
             }
         }
         Ok(())
@@ -216,31 +178,18 @@ impl StripeReader {
     /// Returns the sources of a block that have the next grain good, the best first: nodes that are
     /// not busy, then files that count as copies, then files with the least damage.
     fn ranked_replicas(&self, block: u8, progress: &ReadCursor) -> Vec<RemoteFile> {
-        let sources = self.sources.replicas.get(&block).into_iter().flatten().copied();
-        let is_good = |source: &RemoteFile| self.has_good_grain(source, progress.left.start);
+        let sources = self.sources.found.replicas.get(&block).into_iter().flatten().copied();
+        let is_good =
+            |source: &RemoteFile| self.sources.has_good_grain(source, progress.left.start);
         let mut sources: Vec<RemoteFile> = sources.filter(is_good).collect();
         sources.sort_by_key(|source| {
             (
                 progress.busy == Some(source.node),
                 !source.counts_as_copy,
-                self.damaged_grain_count(source),
+                self.sources.damaged_grain_count(source),
             )
         });
         sources
-    }
-
-    fn node_file_key(&self, source: &RemoteFile) -> NodeFileKey {
-        (self.info.fixed.stripe, source.node, source.file)
-    }
-
-    /// Returns whether no fault is known of the source, or of this grain in it.
-    fn has_good_grain(&self, source: &RemoteFile, grain: u64) -> bool {
-        !lock(&self.excluded).contains(source)
-            && !self.reading.is_grain_damaged(self.node_file_key(source), grain)
-    }
-
-    fn damaged_grain_count(&self, source: &RemoteFile) -> usize {
-        self.reading.damaged_grain_count(self.node_file_key(source))
     }
 
     async fn read_replica_round(
@@ -250,7 +199,7 @@ impl StripeReader {
         progress: &mut ReadCursor,
         target: &ReadTarget,
     ) -> Result<(), RoundEnd> {
-        let file = self.open_source(source, progress).await?;
+        let file = self.sources.open_source(source, progress).await?;
         match self.read_grains(vec![file], None, &[block], progress, target).await {
             Err(RoundEnd::Fatal(ReadError::Decoded { .. })) => {
                 let reason = "its bytes are not what was saved".into();
@@ -266,7 +215,7 @@ impl StripeReader {
         grains: Range<u64>,
         target: &ReadTarget,
     ) -> Result<(), ReadError> {
-        let mut progress = self.reading.new_cursor(grains);
+        let mut progress = self.sources.reading.new_cursor(grains);
         while !progress.left.is_empty() {
             let from = progress.left.start;
             let round = match self.choose_pieces(blocks, &progress) {
@@ -276,21 +225,10 @@ impl StripeReader {
                 None => self.read_next_grain_elsewhere(blocks, &mut progress, target).await,
             };
             if progress.left.start > from {
-                progress.patience = self.reading.new_busy_retry();
+                progress.patience = self.sources.reading.new_busy_retry();
             }
-            match round {
-                Ok(()) => {}
-                Err(RoundEnd::Fatal(error)) => return Err(error),
-                Err(RoundEnd::Busy { holding, reason }) => {
-                    progress.busy = Some(holding.node);
-                    self.wait_for_busy_node(&mut progress.patience, &holding, reason).await?;
-                }
-                Err(RoundEnd::Slow { holdings }) => {
-                    self.deprioritize(&holdings, &mut progress.deprioritized)
-                }
-                Err(RoundEnd::Source { holding, reason, fault }) => {
-                    self.exclude_source(&holding, &reason, fault);
-                }
+            if let Err(end) = round {
+                self.prepare_next_round(end, &mut progress).await?;
             }
         }
         Ok(())
@@ -303,11 +241,12 @@ impl StripeReader {
         blocks: &[u8],
         progress: &ReadCursor,
     ) -> Option<(Arc<Program>, Vec<RemoteFile>)> {
-        let coded = self.sources.coded.as_ref()?;
+        let coded = self.sources.found.coded.as_ref()?;
         let mut sources: BTreeMap<usize, RemoteFile> = BTreeMap::new();
         for (&piece, holders) in &coded.pieces {
-            let good =
-                holders.iter().find(|source| self.has_good_grain(source, progress.left.start));
+            let good = holders
+                .iter()
+                .find(|source| self.sources.has_good_grain(source, progress.left.start));
             if let Some(source) = good {
                 sources.insert(piece, *source);
             }
@@ -316,10 +255,10 @@ impl StripeReader {
         let node = |piece: &usize| sources[piece].node;
         let is_busy = |piece: &usize| progress.busy == Some(node(piece));
         let is_passed = |piece: &usize| progress.deprioritized.contains(&node(piece));
-        let is_heard = |piece: &usize| !self.reading.directory.is_silent(node(piece));
+        let is_heard = |piece: &usize| !self.sources.reading.directory.is_silent(node(piece));
         let is_sound = |piece: &usize| {
             let source = &sources[piece];
-            source.counts_as_copy && self.damaged_grain_count(source) <= MAX_REPAIRED_GRAINS
+            source.counts_as_copy && self.sources.damaged_grain_count(source) <= MAX_REPAIRED_GRAINS
         };
         let is_ready = |piece: &usize| {
             is_heard(piece) && !is_busy(piece) && !is_passed(piece) && is_sound(piece)
@@ -354,14 +293,71 @@ impl StripeReader {
         self.prove_read_plan(&program, sources, blocks, progress.left.clone())?;
         // Open all sources or none. A busy node ends the round and closes the other files, so that
         // this reader holds nothing that others wait for.
-        let files =
-            try_join_reads(sources.iter().map(|&source| self.open_source(source, progress)))
-                .await?;
+        let files = try_join_reads(
+            sources.iter().map(|&source| self.sources.open_source(source, progress)),
+        )
+        .await?;
         self.read_grains(files, Some(program), blocks, progress, target).await
     }
 
+    /// Fetches the remaining grains one by one. While the next grain comes, the grains that have
+    /// come are decoded, verified and written, each on a core of its own. Without a `program`, the
+    /// files are replicas of `blocks`.
+    ///
+    /// Returns early, with grains left in `progress`, after [`MAX_REPAIRED_GRAINS`] grains had to
+    /// be read from other sources.
+    async fn read_grains(
+        &self,
+        mut files: Vec<OpenFile>,
+        program: Option<Arc<Program>>,
+        blocks: &[u8],
+        progress: &mut ReadCursor,
+        target: &ReadTarget,
+    ) -> Result<(), RoundEnd> {
+        let mut begun = InOrder::new(GRAINS_AT_ONCE);
+        let (mut fetched, mut patches) = (Ok(()), 0);
+        for grain in progress.left.clone() {
+            let inputs = match self.sources.read_grain_from_all(&mut files, grain).await {
+                Ok(Some(inputs)) => inputs,
+                Ok(None) => {
+                    while let Some(done) = begun.next().await? {
+                        done?;
+                        progress.left.start += 1;
+                    }
+                    self.read_next_grain_elsewhere(blocks, progress, target).await?;
+                    patches += 1;
+                    // End the round: other sources may have less damage.
+                    if patches == MAX_REPAIRED_GRAINS {
+                        return Ok(());
+                    }
+                    continue;
+                }
+                Err(stop) => {
+                    fetched = Err(stop);
+                    break;
+                }
+            };
+            let work = self.sources.decode_verify_and_write_job(
+                inputs,
+                program.clone(),
+                blocks,
+                grain,
+                target,
+            );
+            if let Some(done) = begun.push(|| self.sources.reading.workers.begin(work)).await? {
+                done?;
+                progress.left.start += 1;
+            }
+        }
+        while let Some(done) = begun.next().await? {
+            done?;
+            progress.left.start += 1;
+        }
+        fetched
+    }
+
     /// Reads the next grain of each block from a source that has it good: a replica, or pieces.
-    pub(super) async fn read_next_grain_elsewhere(
+    async fn read_next_grain_elsewhere(
         &self,
         blocks: &[u8],
         progress: &mut ReadCursor,
@@ -369,11 +365,12 @@ impl StripeReader {
     ) -> Result<(), RoundEnd> {
         let grain = progress.left.start;
         let left = grain..grain + 1;
-        let (passed, patience) = (progress.deprioritized.clone(), self.reading.new_busy_retry());
+        let (passed, patience) =
+            (progress.deprioritized.clone(), self.sources.reading.new_busy_retry());
         let alone = ReadCursor { left, deprioritized: passed, busy: progress.busy, patience };
         let mut coded = Vec::new();
         for &block in blocks {
-            if self.info.fixed.cut.block_len(block) <= grain * GRAIN_BYTES {
+            if self.sources.info.fixed.cut.block_len(block) <= grain * GRAIN_BYTES {
                 continue;
             }
             loop {
@@ -414,18 +411,20 @@ impl StripeReader {
         let grain = grain_cursor.left.start;
         let read = async {
             let mut files = try_join_reads(
-                sources.iter().map(|&source| self.open_source(source, grain_cursor)),
+                sources.iter().map(|&source| self.sources.open_source(source, grain_cursor)),
             )
             .await?;
-            self.read_grain_from_all(&mut files, grain).await
+            self.sources.read_grain_from_all(&mut files, grain).await
         };
         match read.await {
             Ok(Some(inputs)) => {
                 let is_decoded = program.is_some();
-                let work = self.decode_verify_and_write_job(inputs, program, blocks, grain, target);
-                match (self.reading.workers.run(work).await?, sources) {
+                let work = self
+                    .sources
+                    .decode_verify_and_write_job(inputs, program, blocks, grain, target);
+                match (self.sources.reading.workers.run(work).await?, sources) {
                     (Err(ReadError::Decoded { .. }), [source]) if !is_decoded => {
-                        self.exclude_source(
+                        self.sources.exclude_source(
                             source,
                             "its bytes are not what was saved",
                             SourceFault::Corrupt,
@@ -437,7 +436,7 @@ impl StripeReader {
             }
             Ok(None) => Ok(false),
             Err(RoundEnd::Source { holding, reason, fault }) => {
-                self.exclude_source(&holding, &reason, fault);
+                self.sources.exclude_source(&holding, &reason, fault);
                 Ok(false)
             }
             Err(stop) => Err(stop),
@@ -448,7 +447,7 @@ impl StripeReader {
         let named: Vec<String> = blocks.iter().map(u8::to_string).collect();
         UnreadableStripe {
             shard: self.root.name.to_string(),
-            stripe: self.info.fixed.stripe.index,
+            stripe: self.sources.info.fixed.stripe.index,
             needs: format!("grain {grain} of block {}", named.join(", ")),
             missing: vec!["every source failed while it was read (see the incidents)".into()],
         }
@@ -462,18 +461,46 @@ impl StripeReader {
         blocks: &[u8],
         grains: Range<u64>,
     ) -> Result<(), ReadError> {
-        let Some(CodedPieces { code, attempt, .. }) = &self.sources.coded else { return Ok(()) };
+        let Some(CodedPieces { code, attempt, .. }) = &self.sources.found.coded else {
+            return Ok(());
+        };
         let homes: Vec<NodeId> = sources.iter().map(|source| source.node).collect();
-        let fixed = &self.info.fixed;
+        let fixed = &self.sources.info.fixed;
         let subject = Subject {
             stripe: fixed.stripe,
             attempt: *attempt,
             cut: fixed.cut,
-            places: &self.info.places,
+            places: &self.sources.info.places,
             code,
         };
         let plan = direct_read(&subject, program, &homes, blocks, (grains.start, grains.end))?;
         check(&plan, code, Goal::Read(blocks))?;
+        Ok(())
+    }
+
+    /// Draws the conclusion from a round that ended early: excludes or deprioritizes sources, or
+    /// waits for a busy node.
+    ///
+    /// # Errors
+    /// The error that ends the read, or [`ReadError::Busy`] if the node stays busy.
+    async fn prepare_next_round(
+        &self,
+        end: RoundEnd,
+        progress: &mut ReadCursor,
+    ) -> Result<(), ReadError> {
+        match end {
+            RoundEnd::Fatal(error) => return Err(error),
+            RoundEnd::Busy { holding, reason } => {
+                progress.busy = Some(holding.node);
+                self.wait_for_busy_node(&mut progress.patience, &holding, reason).await?;
+            }
+            RoundEnd::Slow { holdings } => {
+                self.deprioritize(&holdings, &mut progress.deprioritized);
+            }
+            RoundEnd::Source { holding, reason, fault } => {
+                self.sources.exclude_source(&holding, &reason, fault);
+            }
+        }
         Ok(())
     }
 
@@ -484,7 +511,8 @@ impl StripeReader {
         holding: &RemoteFile,
         reason: String,
     ) -> Result<(), ReadError> {
-        let (stripe, node) = (self.info.fixed.stripe, self.reading.directory.name(holding.node));
+        let (stripe, node) =
+            (self.sources.info.fixed.stripe, self.sources.reading.directory.name(holding.node));
         tracing::debug!(%stripe, node, reason, "a reader waits for a busy node");
         match patience.wait_unless_expired().await {
             true => Ok(()),
@@ -497,88 +525,10 @@ impl StripeReader {
     fn deprioritize(&self, slow: &[RemoteFile], deprioritized: &mut BTreeSet<NodeId>) {
         for node in slow.iter().map(|holding| holding.node) {
             deprioritized.insert(node);
-            if self.reading.directory.heard(node, false) {
-                let node = self.reading.directory.name(node);
+            if self.sources.reading.directory.heard(node, false) {
+                let node = self.sources.reading.directory.name(node);
                 tracing::info!(node, "a slow node: others are read first");
             }
-        }
-    }
-
-    /// Records that a grain of a source is damaged, so that it is read from other sources. Reports
-    /// the file to its node, which verifies the file itself.
-    pub(super) fn exclude_and_report_damaged_grain(&self, holding: &RemoteFile, grain: u64) {
-        let file = self.node_file_key(holding);
-        if !self.reading.try_record_damaged_grain(file, grain) {
-            lock(&self.excluded).insert(*holding);
-        }
-        self.report_damaged_file_once(
-            holding,
-            &format!("its grain {grain} is read from elsewhere"),
-        );
-    }
-
-    /// Records that a source is damaged. Its good grains are still used. The damage is reported
-    /// once to the source's node and in the incidents.
-    pub(super) fn report_damaged_file_once(&self, holding: &RemoteFile, detail: &str) {
-        let is_news = {
-            let mut told = lock(&self.reading.reported);
-            told.len() < MAX_BAD_FILES && told.insert(self.node_file_key(holding))
-        };
-        if is_news {
-            let name = self.reading.directory.name(holding.node);
-            let (file, stripe) = (holding.file, self.info.fixed.stripe);
-            self.reading.record_incident(format!(
-                "{file} of stripe {stripe} on {name} is damaged: {detail}"
-            ));
-            // The node of a file that does not count already knows of the damage. Two nodes that
-            // mend their files from each other would otherwise send each other reports for ever.
-            if holding.counts_as_copy {
-                self.spawn_damage_report(holding);
-            }
-        }
-    }
-
-    fn exclude_source(&self, holding: &RemoteFile, reason: &str, fault: SourceFault) {
-        lock(&self.excluded).insert(*holding);
-        if fault == SourceFault::Unresponsive {
-            self.reading.directory.heard(holding.node, false);
-        }
-        let name = self.reading.directory.name(holding.node);
-        let stripe = self.info.fixed.stripe;
-        self.reading.record_incident(format!(
-            "{} of stripe {stripe} on {name} is left out: {reason}",
-            holding.file
-        ));
-        if fault == SourceFault::Missing && matches!(holding.file, FileName::Replica { .. }) {
-            let mut leaving = lock(&self.reading.replicas_dropping);
-            if leaving.len() < MAX_BAD_FILES {
-                leaving.insert(stripe);
-            }
-        }
-        let known = match fault {
-            SourceFault::Unresponsive => return,
-            SourceFault::Missing => &self.reading.unreadable,
-            SourceFault::Corrupt => &self.reading.corrupt,
-        };
-        let mut known = lock(known);
-        if known.len() < MAX_BAD_FILES {
-            known.insert((stripe, holding.node, holding.file));
-        }
-        drop(known);
-        if holding.counts_as_copy {
-            self.spawn_damage_report(holding);
-        }
-    }
-
-    /// Asks the source's node to verify the file: the node records damage, and removes a missing
-    /// file from its index. The read does not wait for that.
-    fn spawn_damage_report(&self, holding: &RemoteFile) {
-        if let Some(to) = self.reading.directory.address(holding.node) {
-            let (stripe, file) = (self.info.fixed.stripe, holding.file);
-            let caller = self.reading.caller.clone();
-            tokio::spawn(async move {
-                request_verification(&caller, &to, stripe, file).await;
-            });
         }
     }
 }

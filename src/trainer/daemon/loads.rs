@@ -10,14 +10,13 @@ use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
 
-use super::StagingDaemon;
 use super::assemble::{Assembled, find_changed, parts_of};
 use super::core::{LoadAnswer, StepKey};
 use super::fetch::{FetchFailure, FetchScope, Fetched};
 use super::hold::Hold;
 use super::ranges::Window;
-use super::server::MAX_HELD_BACK;
 use super::trace::{StagingPoint, trace_point};
+use super::{MAX_HELD_BACK, StagingDaemon};
 use crate::format::table::Table;
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::ErrorKind;

@@ -47,6 +47,8 @@ const TICK: Duration = Duration::from_millis(200);
 
 /// Interval between two checks that the staging folder still exists.
 const FOLDER_LOOK: Duration = Duration::from_secs(1);
+/// Maximum time by which an answer is delayed, whatever the request allows.
+const MAX_HELD_BACK: Duration = Duration::from_secs(10);
 /// A daemon that is shutting down ends once nothing has been in progress for this long.
 const QUIET: Duration = Duration::from_secs(1);
 

@@ -13,7 +13,7 @@ use super::core::{Ending, FillOutcome};
 use super::loads::Tickets;
 use super::records::OwnerRecord;
 use super::trace::{StagingPoint, trace_point};
-use super::{StagingDaemon, StartError};
+use super::{MAX_HELD_BACK, StagingDaemon, StartError};
 use crate::clock::deadline;
 use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
@@ -31,8 +31,6 @@ const MAX_CONNECTIONS: usize = 256;
 const MAX_RECEIVED: usize = 2;
 /// How long a new connection may take to send its greeting, and a trainer to receive an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Maximum time by which an answer is delayed, whatever the request allows.
-pub(super) const MAX_HELD_BACK: Duration = Duration::from_secs(10);
 
 /// Interval between two checks of memory that processes may have released: no event reports this.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);

@@ -1,74 +1,32 @@
-//! The stream of a stripe's grains. Grains are fetched one after the other, and decoded, verified
-//! and delivered side by side.
+//! The decoding, verification and delivery of one grain.
 
+use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
 use super::ReadError;
-use super::source_reader::{OpenFile, RoundEnd};
-use super::stripe_reader::{MAX_REPAIRED_GRAINS, ReadCursor, ReadTarget, StripeReader};
+use super::stripe_sources::StripeSources;
 use crate::code::{CodeError, Program};
 use crate::gf::Mode;
 use crate::units::GRAIN_BYTES;
-use crate::workers::InOrder;
 
-/// Maximum number of grains of a stripe that are decoded, verified and written at once, while the
-/// next one is fetched.
-const GRAINS_AT_ONCE: usize = 4;
+/// The destination of the bytes in `range` of the shard.
+#[derive(Clone)]
+pub(super) struct ReadTarget {
+    pub(super) range: Range<u64>,
+    pub(super) sink: Arc<dyn Sink>,
+}
 
-impl StripeReader {
-    /// Fetches the remaining grains one by one. While the next grain comes, the grains that have
-    /// come are decoded, verified and written, each on a core of its own. Without a `program`, the
-    /// files are replicas of `blocks`.
-    ///
-    /// Returns early, with grains left in `progress`, after [`MAX_REPAIRED_GRAINS`] grains had to
-    /// be read from other sources.
-    pub(super) async fn read_grains(
-        &self,
-        mut files: Vec<OpenFile>,
-        program: Option<Arc<Program>>,
-        blocks: &[u8],
-        progress: &mut ReadCursor,
-        target: &ReadTarget,
-    ) -> Result<(), RoundEnd> {
-        let mut begun = InOrder::new(GRAINS_AT_ONCE);
-        let (mut fetched, mut patches) = (Ok(()), 0);
-        for grain in progress.left.clone() {
-            let inputs = match self.read_grain_from_all(&mut files, grain).await {
-                Ok(Some(inputs)) => inputs,
-                Ok(None) => {
-                    while let Some(done) = begun.next().await? {
-                        done?;
-                        progress.left.start += 1;
-                    }
-                    self.read_next_grain_elsewhere(blocks, progress, target).await?;
-                    patches += 1;
-                    // End the round: other sources may have less damage.
-                    if patches == MAX_REPAIRED_GRAINS {
-                        return Ok(());
-                    }
-                    continue;
-                }
-                Err(stop) => {
-                    fetched = Err(stop);
-                    break;
-                }
-            };
-            let work =
-                self.decode_verify_and_write_job(inputs, program.clone(), blocks, grain, target);
-            if let Some(done) = begun.push(|| self.reading.workers.begin(work)).await? {
-                done?;
-                progress.left.start += 1;
-            }
-        }
-        while let Some(done) = begun.next().await? {
-            done?;
-            progress.left.start += 1;
-        }
-        fetched
-    }
+/// The destination of restored bytes. The calls may block; ranges come in any order.
+pub trait Sink: Send + Sync + 'static {
+    /// Writes `bytes` at byte `shard_offset` of the shard. The same bytes may be written again when
+    /// the reading of a stripe starts over.
+    fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()>;
+}
 
+impl StripeSources {
     /// Returns a job that decodes one grain, checks each block against the fingerprint of the save,
     /// and writes the bytes that `target` wants.
     pub(super) fn decode_verify_and_write_job(

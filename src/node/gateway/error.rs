@@ -1,0 +1,134 @@
+//! The errors of the calls that any daemon serves for a client.
+
+use super::page_limits::SAVES_PER_PAGE;
+use crate::id::{Job, NodeId, SaveId, ShardName, Step};
+
+/// The reason why a client's request was refused or failed.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::node) enum GatewayError {
+    /// No storage node is live.
+    #[error(
+        "no storage node has a lease: none runs, or the catalogue server hears from too few of them to change anything"
+    )]
+    NoLiveStorageNode,
+    /// The live storage nodes are too few for every configured code.
+    #[error(
+        "{live} storage nodes are live, the smallest configured code needs {needed}: start more nodes, or configure a smaller code"
+    )]
+    TooFewStorageNodes { live: usize, needed: u8 },
+    /// Another client saves the step.
+    #[error(
+        "{job}/{step} is being saved by another client: wait for it (if that client is gone, its save is aborted within {abort_seconds} s), or save another step"
+    )]
+    StepBeingSaved { job: Job, step: Step, abort_seconds: u64 },
+    /// The step is committed, and the save is not to replace it.
+    #[error("{job}/{step} is committed: save another step, or use --replace")]
+    StepCommitted { job: Job, step: Step },
+    /// The save was opened before and is over.
+    #[error("save {save} is over: save again")]
+    SaveOver { save: SaveId },
+    /// Too many removals of older saves of the step are pending.
+    #[error("{job}/{step} waits for nodes to remove older saves: start the nodes that are down")]
+    TooManyRemovals { job: Job, step: Step },
+    /// The lease of the save is over.
+    #[error("the save's lease is over: it was aborted; save again")]
+    LeaseOver,
+    /// The fields of a shard's root contradict each other, or are over a limit.
+    #[error("the root of shard {shard} does not fit together")]
+    RootInconsistent { shard: ShardName },
+    /// A node of a shard's ring is not registered.
+    #[error("node {node} of the ring of shard {shard} is not registered")]
+    RingNodeUnregistered { node: NodeId, shard: ShardName },
+    /// The save is not the open one of its step.
+    #[error("save {save} is not open: save again")]
+    SaveNotOpen { save: SaveId },
+    /// The daemon stopped while it committed a save.
+    #[error("the daemon is stopping: ask another one whether the step is committed")]
+    CommitInterrupted,
+    /// The save was aborted, or another save of the step took its place.
+    #[error("save {save} of {job}/{step} was aborted, or another one took its place: save again")]
+    SaveAbortedOrReplaced { save: SaveId, job: Job, step: Step },
+    /// Some shards of the save are not complete.
+    #[error("{complete} of {shards} shards of save {save} are complete")]
+    ShardsIncomplete { complete: usize, shards: u32, save: SaveId },
+    /// A shard root that was read cannot be encoded.
+    #[error("a shard root that was read cannot be encoded")]
+    RootNotEncodable,
+    /// Too many nodes of a shard's ring have no commit mark of the decided save.
+    #[error(
+        "{missed} nodes have no commit mark of shard {shard} ({reason}): it is decided, and becomes visible when they are back"
+    )]
+    RingMarksMissing { missed: usize, shard: ShardName, reason: String },
+    /// Too few storage nodes have a commit mark of the decided save.
+    #[error(
+        "{marked} of {storage} storage nodes have a commit mark of the save, {needed} are needed ({reason}): it is decided, and becomes visible when they are back"
+    )]
+    MajorityMarksMissing { marked: usize, storage: usize, needed: usize, reason: String },
+    /// The save is decided and can no longer be aborted.
+    #[error("save {save} is decided: it can no longer be aborted")]
+    SaveDecided { save: SaveId },
+    /// The catalogue has another record under the key.
+    #[error("{key} exists with other content: save again")]
+    RecordConflict { key: String },
+    /// The step is not committed.
+    #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
+    StepNotCommitted { job: Job, step: Step },
+    /// No step of the job is committed.
+    #[error("no step of {job} is committed: `rapidraid ls` shows what is")]
+    NoStepCommitted { job: Job },
+    /// Another save of the step was committed before the removal.
+    #[error(
+        "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to be removed as well"
+    )]
+    StepSavedAnew { job: Job, step: Step },
+    /// The daemon stopped while it removed a step.
+    #[error("the daemon is stopping: the removal continues later")]
+    RemovalInterrupted,
+    /// Too many nodes have no tombstone of the removed save.
+    #[error(
+        "{label} is not visible any more, but too many nodes are away to make that last: {nodes}; it goes on when they are back"
+    )]
+    TombstonesMissing { label: String, nodes: String },
+    /// The daemon stopped while it archived a step.
+    #[error("the daemon is stopping: another one resumes")]
+    ArchivingInterrupted,
+    /// The daemon stopped while it read from the nodes.
+    #[error("the daemon is stopping: ask another one")]
+    ReadInterrupted,
+    /// Too few nodes were heard to know what is committed.
+    #[error("no catalogue answers, and {reason}")]
+    NoQuorum { reason: String },
+    /// This daemon knows no storage node.
+    #[error("no catalogue answers, and this daemon knows no storage node: ask another one")]
+    NoKnownStorageNode,
+    /// Too few nodes were heard without those that have a damaged commit mark.
+    #[error(
+        "no catalogue answers, and the commit mark of save {save} on {nodes} does not parse; without, {reason}"
+    )]
+    MarkDamaged { save: SaveId, nodes: String, reason: String },
+    /// Steps were removed during every read of the commit marks.
+    #[error("no catalogue answers, and steps are removed while their marks are read: ask again")]
+    RemovalsUnderWay,
+    /// The nodes have marks of more checkpoints than are read without a catalogue.
+    #[error(
+        "no catalogue answers, and there are too many checkpoints to find them by their marks: start the catalogue server, or run `rapidraid catalogue rebuild`"
+    )]
+    TooManyCheckpoints,
+    /// The checkpoint has more shards than are read without a catalogue.
+    #[error(
+        "no catalogue answers, and there are too many shards of one checkpoint to find them by their marks: start the catalogue server, or run `rapidraid catalogue rebuild`"
+    )]
+    TooManyShards,
+    /// No node has a commit mark of the step.
+    #[error("no node has a commit mark of that step of {job}")]
+    StepNotMarked { job: Job },
+    /// The save was removed, or was never committed.
+    #[error("save {save} was removed, or never committed")]
+    SaveNotCommitted { save: SaveId },
+    /// The nodes' records of the committed save are incomplete or inconsistent.
+    #[error("{job}/{step} cannot be read without a catalogue: {reason}")]
+    EvidenceIncomplete { job: Job, step: Step, reason: String },
+    /// The request names more saves than are allowed.
+    #[error("a request names {saves} saves, at most {SAVES_PER_PAGE} are allowed")]
+    TooManySaves { saves: usize },
+}

@@ -1,0 +1,6 @@
+//! The lengths of pages in answers to clients.
+
+/// Maximum number of shards in one page of an answer.
+pub(super) const SHARDS_SHOWN: usize = 128;
+/// Maximum number of saves in a page of steps, and in one question about removals.
+pub(super) const SAVES_PER_PAGE: usize = 256;

@@ -1,0 +1,20 @@
+//! The errors of the dispatch of calls.
+
+use crate::id::PeerName;
+
+/// The reason why a call was refused before its handler ran.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::node) enum RpcError {
+    /// The number of the call is unknown to this program.
+    #[error("call {number} is unknown here: the peer speaks a newer version")]
+    CallUnknown { number: u8 },
+    /// The request is longer than a short request may be.
+    #[error("{call} of {len_bytes} bytes: it may have {limit_bytes}")]
+    RequestTooLong { call: &'static str, len_bytes: usize, limit_bytes: usize },
+    /// A client made a call that only nodes may make.
+    #[error("{call} is for nodes of the cluster; {client} is a client")]
+    CallerNotNode { call: &'static str, client: PeerName },
+    /// The call is known, but no handler serves it.
+    #[error("call {number} has no handler here")]
+    NoHandler { number: u8 },
+}

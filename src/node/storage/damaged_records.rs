@@ -1,0 +1,124 @@
+//! The records of this node that are damaged, and the check of a record.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::record_names::record_location;
+use crate::format::records::{CommitMark, Leaves, Receipt, Record, StripeRecord};
+use crate::format::{FormatError, digest};
+use crate::id::ShardId;
+use crate::kind::ErrorKind;
+use crate::node::context::NodeContext;
+use crate::store::{RecordScope, Store, StoreError};
+use crate::wire::calls::RecordName;
+
+/// Maximum number of damaged records that are kept for `status`.
+const MAX_REMEMBERED: usize = 4096;
+/// Maximum number of damaged records that `status` reads again each time. They may have been
+/// rewritten.
+const MAX_READ_AGAIN: usize = 64;
+
+/// The damaged records found since the start, by the names printed for people. They are kept in
+/// memory only: the next read of such a record finds the damage again.
+#[derive(Default)]
+pub(in crate::node) struct DamagedRecords(Mutex<BTreeMap<String, (ShardId, RecordName)>>);
+
+impl DamagedRecords {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, (ShardId, RecordName)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records whether a record is damaged.
+    pub(in crate::node) fn set_damaged(
+        &self,
+        shard: ShardId,
+        record: RecordName,
+        is_damaged: bool,
+    ) {
+        let name = record_display_name(shard, record);
+        let mut records = self.lock();
+        if !is_damaged {
+            records.remove(&name);
+        } else if records.len() < MAX_REMEMBERED
+            && records.insert(name.clone(), (shard, record)).is_none()
+        {
+            tracing::warn!(record = name, "a record is damaged");
+        }
+    }
+
+    /// Returns a warning about the damaged records: their number, and the first `named` names.
+    pub(in crate::node) async fn recheck_warning(
+        &self,
+        context: &NodeContext,
+        max_names: usize,
+    ) -> Option<String> {
+        let known: Vec<_> = self.lock().values().take(MAX_READ_AGAIN).copied().collect();
+        for (shard, record) in known {
+            let read =
+                context.on_store(move |store| read_record_digest(store, shard, record)).await;
+            self.set_damaged(shard, record, matches!(read, Ok(Some(None))));
+        }
+        let records = self.lock();
+        let first: Vec<&str> = records.keys().take(max_names).map(String::as_str).collect();
+        let more = if records.len() > max_names { ", ..." } else { "" };
+        match records.len() {
+            0 => None,
+            1 => Some(format!("1 record is damaged: {}", first.join(", "))),
+            many => Some(format!("{many} records are damaged: {}{more}", first.join(", "))),
+        }
+    }
+}
+
+/// Returns the name of a record as printed for people.
+fn record_display_name(shard: ShardId, record: RecordName) -> String {
+    match record_location(shard, record) {
+        (RecordScope::Shard(shard), name) => format!("{shard}/{name}"),
+        (RecordScope::Stripe(stripe), name) => format!("{stripe}/{name}"),
+    }
+}
+
+/// Reads a record past the page cache. Returns its digest: `None` if there is no record,
+/// `Some(None)` if it is damaged.
+///
+/// # Errors
+/// If the record is of a later version, or if too many files are open.
+pub(super) fn read_record_digest(
+    store: &Store,
+    shard: ShardId,
+    record: RecordName,
+) -> Result<Option<Option<[u8; 32]>>, StoreError> {
+    let (scope, name) = record_location(shard, record);
+    let bytes = match store.get_record_file_past_cache(scope, &name) {
+        Ok(None) => return Ok(None),
+        Ok(Some(bytes)) => bytes,
+        Err(StoreError::Disk(error)) if error.is_too_many_files() => return Err(error.into()),
+        Err(error) => {
+            tracing::warn!(record = record_display_name(shard, record), %error, "a record cannot be read");
+            return Ok(Some(None));
+        }
+    };
+    match parse_record_digest(record, &bytes) {
+        Ok(digest) => Ok(Some(digest)),
+        Err(error) if error.kind() == ErrorKind::Corrupt => Ok(Some(None)),
+        Err(source) => Err(StoreError::Format { path: record_display_name(shard, record), source }),
+    }
+}
+
+/// Returns whether the bytes of a record are damaged. A record of a later version is not.
+pub(in crate::node) fn is_damaged_record(record: RecordName, bytes: &[u8]) -> bool {
+    parse_record_digest(record, bytes).is_err_and(|error| error.kind() == ErrorKind::Corrupt)
+}
+
+/// Parses a record. Returns its digest, or `None` for leaves that do not match their root.
+fn parse_record_digest(record: RecordName, bytes: &[u8]) -> Result<Option<[u8; 32]>, FormatError> {
+    Ok(match record {
+        RecordName::Leaves => {
+            let leaves = Leaves::parse(bytes)?;
+            // Leaves that do not match their own root count as damaged.
+            leaves.root.admits(&leaves).then(|| digest::of_root(&leaves.root)).flatten()
+        }
+        RecordName::Mark => digest::of_root(&CommitMark::parse(bytes)?.root),
+        RecordName::Stripe { .. } => Some(StripeRecord::parse(bytes)?.leaf()),
+        RecordName::Receipt { .. } => digest::of_receipt(&Receipt::parse(bytes)?),
+    })
+}

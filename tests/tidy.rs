@@ -415,6 +415,7 @@ fn the_repository_keeps_the_house_rules() {
         language::public_types_have_names_of_their_own(&tree),
         language::lines_of_pages_are_short(&tree),
         language::comments_have_a_subject_and_say_what_is_returned(&tree),
+        language::comments_of_functions_name_what_is_there(&tree),
     ]
     .concat();
     assert!(complaints.is_empty(), "{} complaints:\n{}", complaints.len(), complaints.join("\n"));

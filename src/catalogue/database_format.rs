@@ -151,8 +151,8 @@ impl DbWriter {
         Ok(self.kv.apply(&std::mem::take(&mut self.batch))?)
     }
 
-    /// Makes the database the catalogue `map` of `epoch`. All entries are durable before the epoch
-    /// is. Returns the store of the database.
+    /// Makes the database the catalogue `db_id` of `epoch`. All entries are durable before the
+    /// epoch is. Returns the store of the database.
     pub fn finish(mut self, epoch: Epoch, db_id: DbId) -> Result<Arc<dyn Kv>, CatalogueError> {
         self.apply_batch()?;
         write_epoch_and_id(&*self.kv, epoch, db_id)?;

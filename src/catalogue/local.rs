@@ -55,8 +55,8 @@ pub struct LocalCatalogue {
 }
 
 impl LocalCatalogue {
-    /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease` is the lifetime of leases.
-    /// The engine's work runs beside that of `workers`.
+    /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease_period` is the lifetime of
+    /// leases. The engine's work runs beside that of `workers`.
     ///
     /// A node that has `seen` an epoch was part of a cluster. An empty or older database is then
     /// not the cluster's, and is refused with [`CatalogueError::StaleDatabase`]. A database whose
@@ -150,7 +150,7 @@ impl LocalCatalogue {
         }
     }
 
-    /// Ends all changes for a transfer, if `copied` is the checksum of the current entries.
+    /// Ends all changes for a transfer, if `copy_checksum` is the checksum of the current entries.
     ///
     /// # Errors
     /// Fails with kind `Exists` if the copy differs from this database. Nothing has changed here
@@ -165,7 +165,7 @@ impl LocalCatalogue {
         .await
     }
 
-    /// Ends the pause after a transfer. With `is_here` the transfer failed and this catalogue
+    /// Ends the pause after a transfer. If it `has_failed`, this catalogue
     /// accepts changes again; otherwise the catalogue is served elsewhere.
     pub fn end_transfer(&self, has_failed: bool) {
         if has_failed {

@@ -60,8 +60,8 @@ pub struct RemoteCatalogue {
 }
 
 impl RemoteCatalogue {
-    /// Returns an engine for the catalogue that the daemons at `seeds` (HOST:PORT) know. `me` is
-    /// the node that asks.
+    /// Returns an engine for the catalogue that the daemons at `seeds` (HOST:PORT) know. `own_node`
+    /// is the node that asks.
     pub fn new(caller: Arc<Caller>, own_node: Node, seeds: Vec<String>) -> Self {
         let (server, previous_server, proven_connection, fallback_nodes, epoch, expected) =
             Default::default();
@@ -79,7 +79,7 @@ impl RemoteCatalogue {
     }
 
     /// Returns the server where the catalogue was last found, unless that was in an epoch before
-    /// `epoch`.
+    /// `min_epoch`.
     pub fn known_server(&self, min_epoch: Epoch) -> Option<NodeAddress> {
         let home = self.server.lock().unwrap_or_else(PoisonError::into_inner);
         home.as_ref().filter(|(found, _)| *found >= min_epoch).map(|(_, home)| home.clone())
@@ -95,7 +95,7 @@ impl RemoteCatalogue {
         }
     }
 
-    /// Restricts trust to the catalogue of `epoch` with the database `map` (`None`: any), and to
+    /// Restricts trust to the catalogue of `epoch` with the database `db_id` (`None`: any), and to
     /// catalogues of later epochs.
     pub fn set_expected_epoch(&self, epoch: Epoch, db_id: Option<DbId>) {
         let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
@@ -119,7 +119,7 @@ impl RemoteCatalogue {
         self.is_expected_catalogue(hello) && is_told
     }
 
-    /// Takes `home` for the catalogue server of `epoch`, without asking it.
+    /// Takes `server` for the catalogue server of `epoch`, without asking it.
     pub fn set_server(&self, epoch: Epoch, server: NodeAddress) {
         self.raise_known_epoch(epoch);
         *self.server.lock().unwrap_or_else(PoisonError::into_inner) = Some((epoch, server));
@@ -148,8 +148,8 @@ impl RemoteCatalogue {
         Some(previous)
     }
 
-    /// Returns a connection to `home` over which the server has proven that it serves the database
-    /// that this node belongs to.
+    /// Returns a connection to `server` over which the server has proven that it serves the
+    /// database that this node belongs to.
     async fn connect_proven(&self, server: &NodeAddress) -> Result<Arc<dyn Connection>, String> {
         let connection = self.caller.connection(server).await.map_err(|error| error.to_string())?;
         let proven = || self.proven_connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -245,8 +245,8 @@ impl RemoteCatalogue {
         CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason }
     }
 
-    /// Makes the attempts of a call. `last` receives the reason of each failed attempt, and keeps
-    /// it if a time limit cancels the next one.
+    /// Makes the attempts of a call. `last_error` receives the reason of each failed attempt, and
+    /// keeps it if a time limit cancels the next one.
     async fn call_with_retries<C: Call>(
         &self,
         call: &C,

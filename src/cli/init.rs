@@ -29,7 +29,8 @@ use crate::net::identity::IdentityError;
 
 /// The name in the client's certificate.
 const CLIENT: &str = "client";
-/// The number of seeds in a node's configuration: enough that one may be down, few enough to read.
+/// The number of seeds in a node's configuration. A node still finds the cluster when one seed is
+/// down, and a person can read the list at a glance.
 pub(super) const SEEDS: usize = 3;
 /// The maximum number of seeds in a client's configuration, which lists all nodes up to this limit.
 const MAX_SEEDS: usize = 64;

@@ -46,8 +46,8 @@ impl Client {
         }
     }
 
-    /// Makes the daemon `on` copy the catalogue from the daemon that serves it, and serve it from
-    /// then on (docs/semantics.md, 8).
+    /// Makes the daemon `new_server` copy the catalogue from the daemon that serves it, and serve
+    /// it from then on (docs/semantics.md, 8).
     pub async fn move_catalogue(
         &self,
         new_server: &Address,

@@ -41,8 +41,9 @@ pub fn natural(layout: Layout, order: &[usize]) -> Result<u64, CodeError> {
     Ok(draws[0].min(draws[1]))
 }
 
-/// Counts natural dependencies from a single draw, and stops as soon as the count exceeds `limit`.
-/// This is for comparing many orders.
+/// Counts the dependent subsets of one random choice of coefficients, which are almost certainly
+/// the natural ones. The count stops soon after it exceeds `limit`. The function is for comparing
+/// many orders.
 pub(super) fn natural_up_to(layout: Layout, order: &[usize], limit: u64) -> u64 {
     count(&random_rows(layout, order, 0), limit)
 }
@@ -85,9 +86,9 @@ pub(super) fn determinants(rows: &[Vec<u8>]) -> Vec<u8> {
     all
 }
 
-/// An iteration over all subsets of k rows in lexicographic order, with elimination on the way.
+/// An iteration over all subsets of k rows in lexicographic order, which eliminates on the way.
 /// `visit` receives either the pivots of an independent subset, or the number of subsets that share
-/// a dependent prefix. It returns whether to continue.
+/// a dependent prefix. `visit` returns whether the iteration continues.
 struct SubsetIter<'a, E, V> {
     rows: &'a [Vec<E>],
     cols: usize,

@@ -79,7 +79,7 @@ impl Quorum {
     }
 
     /// Checks that every committed save and every removal is known to at least one of the nodes
-    /// that were `heard`.
+    /// for which `is_heard` returns true.
     ///
     /// # Errors
     /// [`TooFewNodes`] if a committed save or a removal could be unknown to all of them.

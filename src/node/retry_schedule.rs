@@ -30,8 +30,8 @@ pub(in crate::node) fn renewal_interval(lease: Duration) -> Duration {
     lease / 3
 }
 
-/// Returns the wait after this many failures in a row: `first` after one failure, then twice as
-/// long each time, up to `MAX_WAIT`. Without a failure there is no wait.
+/// Returns the wait after this many failures in a row: `first_wait` after one failure, then twice
+/// as long each time, up to `MAX_WAIT`. Without a failure there is no wait.
 pub(in crate::node) fn backoff(first_wait: Duration, failures: u32) -> Duration {
     match failures.checked_sub(1) {
         None => Duration::ZERO,

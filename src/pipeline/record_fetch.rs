@@ -130,7 +130,7 @@ fn describe_record(record: &RecordName) -> String {
 }
 
 /// Returns the addresses of the nodes to ask. Live nodes come before those that seem dead, and in
-/// both groups the nodes in `first` come before the other nodes of the ring.
+/// both groups the nodes in `preferred` come before the other nodes of the ring.
 fn nodes_to_ask(directory: &Directory, root: &ShardRoot, preferred: &[NodeId]) -> Vec<NodeAddress> {
     let mut order: Vec<NodeId> = preferred.to_vec();
     order.extend(root.ring.iter().map(|member| member.node));
@@ -185,8 +185,8 @@ pub async fn fetch_stripe_record(
     .await
 }
 
-/// Fetches the receipt of an attempt on stripe `index`. Live nodes in `first` are asked before the
-/// other nodes of the ring.
+/// Fetches the receipt of an attempt on stripe `index`. Live nodes in `preferred` are asked before
+/// the other nodes of the ring.
 ///
 /// # Errors
 /// [`RecordsError::Lost`] if no node has a valid copy.

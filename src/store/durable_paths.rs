@@ -151,7 +151,7 @@ impl FileNames {
     }
 
     /// Removes a file like [`remove_file_and_empty_dirs`](Self::remove_file_and_empty_dirs), but
-    /// only if `is_it`, which runs while no name can change, returns true.
+    /// only if `may_remove`, which runs while no name can change, returns true.
     pub(super) fn remove_file_and_empty_dirs_if(
         &self,
         path: &str,
@@ -173,8 +173,8 @@ impl FileNames {
     }
 
     /// Moves a file from below `shards/` to a folder outside, and returns once it is durable there
-    /// and durably gone from its old place. Returns `false` if nothing was moved because `is_it`,
-    /// which runs while no name can change, reports that another file has the name.
+    /// and durably gone from its old place. Returns `false` if nothing was moved because
+    /// `may_move`, which runs while no name can change, reports that another file has the name.
     pub(super) fn move_out_durably<E: From<DiskError>>(
         &self,
         from: &str,

@@ -166,7 +166,7 @@ impl Index {
         *self.lock_totals()
     }
 
-    /// Runs `count` to compute new totals while no other call can change the index. Returns its
+    /// Runs `compute` to compute new totals while no other call can change the index. Returns its
     /// result and keeps the new totals if it succeeds.
     pub(super) fn recompute_totals<T, E>(
         &self,

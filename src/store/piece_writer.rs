@@ -190,7 +190,7 @@ impl PieceWriter {
     }
 
     /// Returns an extent with everything that was written since the last one, except the grain
-    /// `later`.
+    /// `except_grain`.
     fn take_unproven_extent(&mut self, except_grain: Option<u64>) -> Extent {
         let mut written = std::mem::take(&mut self.unsynced);
         self.unsynced_bytes = 0;

@@ -22,9 +22,9 @@ const MAX_NOTE_CHARS: usize = 2000;
 
 impl Store {
     /// Moves a file to quarantine, writes a note with the reason `why` beside it, and returns once
-    /// the move is durable. `judged` is the file that was inspected; `None` stands for a file that
-    /// does not open because it is corrupt. Returns `false` if that file is gone; a good file may
-    /// have its name now.
+    /// the move is durable. `inspected` is the file that was inspected; `None` stands for a file
+    /// that does not open because it is corrupt. Returns `false` if that file is gone; a good file
+    /// may have its name now.
     pub fn quarantine_file(
         &self,
         key: FileKey,

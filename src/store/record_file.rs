@@ -155,8 +155,8 @@ impl Store {
         self.put_record_checking_old(path, bytes, |_| Ok(()))
     }
 
-    /// Writes a record like [`put_record`](Self::put_record), but only if `check`, which runs while
-    /// no name can change, succeeds.
+    /// Writes a record like [`put_record`](Self::put_record), but only if `check_locked`, which
+    /// runs while no name can change, succeeds.
     pub(super) fn put_record_checked(
         &self,
         path: &str,
@@ -170,8 +170,8 @@ impl Store {
         })
     }
 
-    /// Writes a record like [`put_record`](Self::put_record). If a record exists, `check` inspects
-    /// it while no name can change; its error prevents the write.
+    /// Writes a record like [`put_record`](Self::put_record). If a record exists, `check_old`
+    /// inspects it while no name can change; its error prevents the write.
     fn put_record_checking_old(
         &self,
         path: &str,

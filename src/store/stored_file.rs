@@ -102,9 +102,9 @@ impl StoredFile {
         Ok(self.file.inode_number()? == other.file.inode_number()?)
     }
 
-    /// Fills `buf` with as many whole grains as fit, beginning with grain `first`, from the medium
-    /// instead of the page cache, and verifies each. Returns the number of bytes read: 0 past the
-    /// end, or if `buf` is shorter than the grain.
+    /// Fills `buf` with as many whole grains as fit, beginning with grain `first_grain`, from the
+    /// medium instead of the page cache, and verifies each. Returns the number of bytes read: 0
+    /// past the end, or if `buf` is shorter than the grain.
     ///
     /// # Errors
     /// [`StoreError::Grain`] for the first grain that does not match its hash, or the error of the

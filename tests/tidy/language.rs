@@ -130,6 +130,79 @@ pub fn comments_have_a_subject_and_say_what_is_returned(tree: &Tree) -> Complain
     out
 }
 
+/// Words in backticks in the comments of functions that name something outside the program.
+const OUTSIDE_WORDS: &[&str] = &[
+    "false",
+    "flock",
+    "float32",
+    "getsid",
+    "ls",
+    "rapidraid",
+    "rm",
+    "schema",
+    "st_mode",
+    "socket_peercred",
+    "stage",
+    "true",
+    "verify",
+];
+
+/// A word in backticks in the comment of a function is in the function, most often as a parameter.
+/// So a comment does not keep the old name of a parameter that was renamed.
+pub fn comments_of_functions_name_what_is_there(tree: &Tree) -> Complaints {
+    let mut out = Vec::new();
+    for (file, text) in tree.iter().filter(|(file, _)| file.starts_with("src/")) {
+        let lines: Vec<&str> = text.lines().collect();
+        let mut at = 0;
+        while at < lines.len() {
+            let is_comment = |line: &&&str| line.trim_start().starts_with("///");
+            let comment: Vec<&str> = lines[at..].iter().take_while(is_comment).copied().collect();
+            let first = at + comment.len();
+            at = first.max(at + 1);
+            let rest = lines[first.min(lines.len())..].iter();
+            let function: Vec<&str> =
+                rest.skip_while(|line| line.trim_start().starts_with("#[")).copied().collect();
+            let Some(signature) = function.first().filter(|line| is_function(line)) else {
+                continue;
+            };
+            if comment.is_empty() {
+                continue;
+            }
+            let indent = &signature[..signature.len() - signature.trim_start().len()];
+            let ends = |line: &&str| {
+                *line == format!("{indent}}}") || line.ends_with(';') && !line.contains("let ")
+            };
+            let end = function.iter().position(ends).map_or(function.len(), |end| end + 1);
+            let body = code_of(&function[..end].join("\n"));
+            let words: Vec<String> = tokens(&body).into_iter().map(|token| token.text).collect();
+            for word in comment.iter().flat_map(|line| quoted_words(line)) {
+                let is_name = word.chars().all(|c| c.is_ascii_lowercase() || c == '_');
+                let is_known = words.iter().any(|known| known == word);
+                if is_name && !is_known && !OUTSIDE_WORDS.contains(&word) {
+                    out.push(format!("{file}:{}: no `{word}` in the function below", first + 1));
+                }
+            }
+        }
+    }
+    out
+}
+
+/// Returns the words in backticks, except those of links.
+fn quoted_words(line: &str) -> Vec<&str> {
+    let parts: Vec<&str> = line.split('`').collect();
+    let quoted = parts.windows(2).step_by(2).filter(|pair| !pair[0].ends_with('['));
+    quoted.map(|pair| pair[1]).collect()
+}
+
+fn is_function(line: &str) -> bool {
+    let words = ["pub", "async", "const", "unsafe"];
+    let before = line.split("fn ").next().unwrap_or_default();
+    line.contains("fn ")
+        && before.split_whitespace().all(|word| {
+            words.contains(&word) || word.starts_with("pub(") || word == "in" || word.ends_with(')')
+        })
+}
+
 mod red {
     use super::*;
 
@@ -172,6 +245,16 @@ mod red {
         assert_eq!(lines_of_pages_are_short(&one("docs/a.md", &long)).len(), 1);
         assert!(lines_of_pages_are_short(&one("docs/a.md", &format!("| {long}"))).is_empty());
         assert!(lines_of_pages_are_short(&one("src/a.rs", &long)).is_empty());
+    }
+
+    #[test]
+    fn comments_with_old_names() {
+        let check = comments_of_functions_name_what_is_there;
+        let of = |comment: &str| format!("/// {comment}\nfn a(len: u64) -> u64 {{\n    len\n}}\n");
+        assert_eq!(check(&one("src/a.rs", &of("Returns the `size`."))).len(), 1);
+        for good in ["Returns `len`.", "Returns `false`.", "Returns [`size`](b)."] {
+            assert!(check(&one("src/a.rs", &of(good))).is_empty(), "{good}");
+        }
     }
 
     #[test]

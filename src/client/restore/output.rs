@@ -104,7 +104,7 @@ pub(in crate::client) fn check_output(
     Ok(())
 }
 
-/// Ends the output. If the read is complete (`whole`), syncs the files and renames them to their
+/// Ends the output. If the read `is_complete`, syncs the files and renames them to their
 /// final names, or as many as the file system allows. Removes the temporary files that are left.
 pub(in crate::client) fn finish_output(
     output: &RestoreRequest,

@@ -351,9 +351,10 @@ pub fn search(table: &Table, name_row: u32, wanted: &Form) -> Result<Vec<ExtentC
 }
 
 impl Name {
-    /// Returns the length in bytes of the part `form` in an extent or a destination. Returns `None`
-    /// for bytes and plain values, which are as long as their extent, and for a part whose form
-    /// this release does not know.
+    /// Returns the length in bytes of the part of this tensor that `form` describes: all of it, or
+    /// a box. The length is the same in an extent and in a destination. Returns `None` if the name
+    /// is not a tensor, because bytes and plain values are as long as their extent, and for a form
+    /// that this release does not know.
     pub fn part_bytes(&self, form: &Form) -> Option<u64> {
         if self.kind != NameKind::Tensor {
             return None;

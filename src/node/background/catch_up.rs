@@ -107,9 +107,9 @@ impl CatchUp {
         self.run_catch_up_round(call.without.as_ref()).await
     }
 
-    /// Runs one round of catching up, without asking the node `without`. The keys are read before
-    /// the removed-save sets: a removal that the catalogue forgets before its key is read is in
-    /// those sets by then.
+    /// Runs one round of catching up, without asking the node `leaving_node`. The keys are read
+    /// before the removed-save sets: a removal that the catalogue forgets before its key is read is
+    /// in those sets by then.
     async fn run_catch_up_round(&self, leaving_node: Option<&PeerName>) -> Result<(), RemoteError> {
         let _alone = self.catching_up.begin_round().await;
         let catalogue = self.context.catalogue();
@@ -209,7 +209,7 @@ impl CatchUp {
             // The save was removed meanwhile, or the epoch is over. If the epoch is over, the store
             // refuses the catch-up record at the end of the round, too.
             Err(error) if error.kind == ErrorKind::Fenced => {
-                tracing::info!(%save, %error, "no commit mark was written: the save was removed, or the epoch is over");
+                tracing::info!(%save, %error, "a commit mark was not written: the save was removed, or a later epoch has begun");
                 Ok(())
             }
             marked => marked,

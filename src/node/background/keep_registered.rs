@@ -149,7 +149,7 @@ impl RegistrationRenewal {
         (progress.is_registered, progress.has_registered_before) = (true, true);
     }
 
-    /// Returns whether this node may have been taken off the list since its `last` registration.
+    /// Returns whether this node may have been taken off the list since its last registration.
     /// A node can be taken off the list only after its lease has ended.
     fn may_be_unregistered(&self, last_registered: Option<(Duration, DbId)>) -> bool {
         let is_safe = |(at, _): (Duration, DbId)| {

@@ -196,8 +196,8 @@ impl ReplicaGc {
     }
 }
 
-/// Checks up to `limit` stripes from behind `after`. Returns those with a file on this node that no
-/// receipt accounts for, and the new position. Behind the last stripe the scan begins anew.
+/// Checks up to `max_stripes` stripes from behind `after`. Returns those with a file on this node
+/// that no receipt accounts for, and the new position. Behind the last stripe the scan begins anew.
 fn scan_unreferenced_stripes(
     store: &Store,
     filter: ReceiptFilter,
@@ -226,8 +226,8 @@ fn scan_unreferenced_stripes(
     Ok((found, GcCursor::default()))
 }
 
-/// Returns whether this node has a file of the stripe that none of the receipts selected by `by`
-/// ascribes to it.
+/// Returns whether this node has a file of the stripe that none of the receipts selected by
+/// `filter` ascribes to it.
 fn has_unreferenced_file(
     store: &Store,
     stripe: StripeId,

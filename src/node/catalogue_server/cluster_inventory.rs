@@ -207,7 +207,7 @@ impl InventoryReader {
         Ok(Some((save, evidence)))
     }
 
-    /// Calls `read` with each shard's part of a save on `node`.
+    /// Calls `visit` with each shard's part of a save on `node`.
     pub(in crate::node) async fn for_each_holding(
         &self,
         node: &NodeRecord,

@@ -85,7 +85,7 @@ impl Membership {
                 .ok()?;
             let seen = self.context.store.highest_seen_epoch();
             if !hello.epoch.is_near(seen) {
-                tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "the node reports an implausible epoch: its answer is ignored");
+                tracing::error!(node = %node.name, epoch = %hello.epoch, %seen, "a node reports an epoch far above the highest that this node has seen: its answer is ignored");
                 return None;
             }
             (hello.cluster == self.context.settings.cluster).then_some((node, hello))

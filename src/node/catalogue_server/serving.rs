@@ -33,10 +33,10 @@ enum ServingState {
 type OpenCatalogue<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError>;
 
 impl CatalogueServer {
-    /// Opens the database of this daemon. If there is none, one is created only if `begin` is set
-    /// and the data folder has never seen an epoch. Returns the server, whether or not it serves a
-    /// catalogue. With a full disk, or a catalogue that is lost, incomplete or damaged, it serves
-    /// none.
+    /// Opens the database of this daemon. If there is none, one is created only if `may_create` is
+    /// set and the data folder has never seen an epoch. Returns the server, whether or not it
+    /// serves a catalogue. With a full disk, or a catalogue that is lost, incomplete or damaged, it
+    /// serves none.
     ///
     /// # Errors
     /// If the database cannot be created, or cannot be opened for another reason than these.
@@ -84,7 +84,7 @@ impl CatalogueServer {
                 | CatalogueError::Incomplete { .. }
                 | CatalogueError::Damaged { .. }),
             ) => {
-                tracing::error!(%error, "this daemon does not serve the catalogue");
+                tracing::error!(%error, "cannot serve the catalogue from the database of this daemon");
                 match error {
                     CatalogueError::StaleDatabase { found, .. } if found == Epoch::default() => {
                         ServingState::Missing(error.to_string())
@@ -122,7 +122,7 @@ impl CatalogueServer {
             "the catalogue here is of epoch {}, which is over: epoch {epoch} has begun elsewhere; the folder can be removed",
             local.epoch()
         );
-        tracing::warn!(why, "stepping down");
+        tracing::warn!(why, "this daemon stops serving the catalogue");
         *state = ServingState::NotServing(Some(why));
         None
     }
@@ -137,7 +137,7 @@ impl CatalogueServer {
         let why = format!(
             "the catalogue here is an old copy (revision {own_revision}; {node} has heard of revision {heard_revision}): it is not served, and nothing is deleted; rebuild it with `rapidraid catalogue rebuild`"
         );
-        tracing::error!(why, "stepping down");
+        tracing::error!(why, "this daemon stops serving the catalogue");
         *self.lock_state() = ServingState::NotServing(Some(why));
     }
 
@@ -145,7 +145,7 @@ impl CatalogueServer {
     /// long as the process lives, but nothing that it writes would last.
     pub(super) fn step_down_as_lost(&self) {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; rebuild it with `rapidraid catalogue rebuild`";
-        tracing::error!(why, "stepping down");
+        tracing::error!(why, "this daemon stops serving the catalogue");
         *self.lock_state() = ServingState::Missing(why.to_owned());
     }
 

@@ -169,8 +169,8 @@ impl CatalogueTransfer {
         Ok(local)
     }
 
-    /// Returns the epoch after that of the catalogue at `old`, which must be the latest of which
-    /// any node has heard.
+    /// Returns the epoch after that of the catalogue at `old_server`, which must be the latest of
+    /// which any node has heard.
     ///
     /// # Errors
     /// Fails with kind `Busy` if this node has not noted that catalogue yet, and of kind `Fenced`
@@ -209,8 +209,8 @@ impl CatalogueTransfer {
         Ok(hello.epoch.next())
     }
 
-    /// Copies all entries of the catalogue at `old`, whose writes are paused meanwhile. Returns the
-    /// copy with its checksum.
+    /// Copies all entries of the catalogue at `old_server`, whose writes are paused meanwhile.
+    /// Returns the copy with its checksum.
     async fn copy_db_from(&self, old_server: &NodeAddress) -> Result<DbCopy, RemoteError> {
         let held = self.context.caller.call(old_server, &PauseWrites {}).await?;
         let fresh = self.rebuild.create_empty_db().await?;

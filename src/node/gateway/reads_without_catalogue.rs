@@ -102,7 +102,7 @@ impl MarkSnapshot {
             .map_err(|too_few| GatewayError::NoQuorum { reason: too_few.to_string() }.into())
     }
 
-    /// Checks `heard` like `check_quorum`, but counts the nodes of `without` as missing.
+    /// Checks `heard` like [`check_quorum`](Self::check_quorum), but counts the nodes of `excluded` as missing.
     fn check_quorum_without(
         &self,
         heard: &[NodeRecord],
@@ -464,7 +464,7 @@ impl OutageReader {
     }
 
     /// Returns the roots and states of a committed save, collected from the nodes after the time
-    /// `after`.
+    /// `min_collected_at`.
     async fn get_or_read_committed(
         self: &Arc<Self>,
         snapshot: &Arc<MarkSnapshot>,

@@ -298,7 +298,7 @@ pub(in crate::node) async fn clear_nothing_forgotten(
     Ok(())
 }
 
-/// Returns the names of the storage nodes that are not in `done`.
+/// Returns the names of the storage nodes that are not in `confirmed`.
 fn unconfirmed_storage_nodes(directory: &Directory, confirmed: &[NodeId]) -> Vec<PeerName> {
     let missing = directory.storage().into_iter().filter(|node| !confirmed.contains(node));
     missing.filter_map(|node| directory.peer_name(node)).collect()

@@ -393,7 +393,7 @@ impl Mending {
     }
 
     /// Returns a warning about the damaged files: how many replicas and pieces, and the first
-    /// `named` names.
+    /// `max_names` names.
     pub(in crate::node) fn damage_warning(&self, max_names: usize) -> Option<String> {
         let files = self.context.store.damaged_files();
         let replicas =

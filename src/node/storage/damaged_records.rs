@@ -46,7 +46,7 @@ impl DamagedRecords {
         }
     }
 
-    /// Returns a warning about the damaged records: their number, and the first `named` names.
+    /// Returns a warning about the damaged records: their number, and the first `max_names` names.
     pub(in crate::node) async fn recheck_warning(
         &self,
         context: &NodeContext,

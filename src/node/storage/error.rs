@@ -117,7 +117,7 @@ pub(in crate::node) enum StorageError {
     )]
     FingerprintMismatch { block: u8, stripe: StripeId },
     /// The receipt on this node differs from the attempt in the catalogue.
-    #[error("the receipt of stripe {stripe} here is not the catalogue's")]
+    #[error("the receipt of stripe {stripe} here does not match the catalogue")]
     ReceiptMismatch { stripe: StripeId },
     /// The file on this node has another root than its piece in the receipt.
     #[error("{key} on this node is not the piece of the receipt")]

@@ -53,11 +53,11 @@ impl Examination {
         Self { context, mending, damaged_records, exam_limit: ExamLimit::default() }
     }
 
-    /// Checks every file of the stripe that has a name on this node, one after the other, and the
-    /// records. Returns what it found.
+    /// Checks the stripe's files and records on this node, one file after the other. The files are
+    /// those in the stripe's folder, in whatever state they are. Returns the findings.
     ///
     /// # Errors
-    /// [`StorageError::TooManyExaminations`] if too many examinations wait.
+    /// [`StorageError::TooManyExaminations`] if too many examinations run or wait.
     pub(in crate::node) async fn examine_stripe(
         &self,
         call: ExamineStripe,

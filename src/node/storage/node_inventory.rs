@@ -38,7 +38,7 @@ pub(in crate::node) async fn list_marked_saves(
     context.on_store(move |store| read_marked_saves_page(store, call.after, MARKS_PER_PAGE)).await
 }
 
-/// Returns a page of the marked saves, in order. Reads the marks of at most `limit` shards.
+/// Returns a page of the marked saves, in order. Reads the marks of at most `max_shards` shards.
 pub(in crate::node) fn read_marked_saves_page(
     store: &Store,
     after: Option<ShardId>,
@@ -118,8 +118,8 @@ fn read_inventory_page(
 }
 
 /// Returns the records and files of a shard on this node, with its stripes after stripe `after`, at
-/// most `room`. If there may be more, also returns the index of the last stripe. Reduces `room` by
-/// the number of stripes.
+/// most `stripes_left`. If there may be more, also returns the index of the last stripe. Reduces
+/// `stripes_left` by the number of stripes.
 fn read_shard_holding(
     store: &Store,
     shard: ShardId,

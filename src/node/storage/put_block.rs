@@ -28,8 +28,8 @@ use crate::wire::{BULK_CHUNK_BYTES, NodeAddress, RemoteError, message_to_bytes, 
 /// Time without progress after which a peer has failed.
 pub(super) const STALL_LIMIT: Duration = Duration::from_secs(15);
 /// Maximum time that the first holder of a block waits until the second has admitted it. It is
-/// longer than [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT), so that the second holder's own answer comes first. Both together
-/// are shorter than a client waits.
+/// longer than [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT), so that the second holder's
+/// own answer comes first. Both together are shorter than a client waits.
 const FORWARD_LIMIT: Duration = Duration::from_secs(8);
 /// Working memory of one incoming block, in bytes: its stream, the stream to its second holder, the
 /// writer, the trailer, and chunks in transit.
@@ -64,7 +64,7 @@ impl BlockWrites {
         Self { context, fencing, budgets }
     }
 
-    /// Reads the next chunk of at most `left` bytes.
+    /// Reads the next chunk of at most `left_bytes` bytes.
     pub(super) async fn read_next_chunk(
         &self,
         recv: &mut FramedRecv,
@@ -293,7 +293,7 @@ impl BlockForward {
     }
 
     /// Returns why the second holder ended the stream: its own error if it sent one, otherwise
-    /// `failed`. A holder that refuses answers before it stops the stream.
+    /// `fallback`. A holder that refuses answers before it stops the stream.
     async fn fetch_failure_reason(&mut self, context: &NodeContext, fallback: String) -> String {
         let Ok(exchange) = &mut self.exchange else { return fallback };
         match deadline(&*context.clock, Duration::from_secs(1), exchange.answer::<PutBlockAnswer>())

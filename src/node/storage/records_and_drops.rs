@@ -262,8 +262,8 @@ impl ShardRecords {
 /// Returns this node's receipt of the attempt that the order names.
 ///
 /// # Errors
-/// [`StorageError::NoReceipt`] if there is none, [`StorageError::ReceiptMismatch`] if it is another
-/// one than the catalogue's.
+/// [`StorageError::NoReceipt`] if this node has no such receipt. [`StorageError::ReceiptMismatch`]
+/// if the receipt has another attempt or generation than the order, or another code than `code`.
 fn read_ordered_receipt(
     store: &Store,
     call: &DropReplicas,

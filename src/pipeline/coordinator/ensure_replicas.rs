@@ -189,7 +189,7 @@ impl StripeArchiving<'_> {
         tracing::info!(%stripe, block, from = name(from), to = name(to), "recreating a replica");
         match self.order_replica_copy(to, block, from).await {
             Err(error) if error.kind() == ErrorKind::Lost => {
-                tracing::warn!(%stripe, block, %error, "cannot recreate a replica: the other nodes have too few good grains of the block; the stripe is not archived now");
+                tracing::warn!(%stripe, block, %error, "cannot recreate a replica: the other nodes have too few good grains of the block; this run does not archive the stripe");
                 // The block counts as lost only if every node of the ring answers.
                 held.extend(self.list_files(self.ring_nodes()).await);
                 Err(self.missing_block_error(block, held))

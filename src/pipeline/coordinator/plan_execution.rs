@@ -144,7 +144,7 @@ fn can_be_secondary(error: &CallError) -> bool {
     matches!(error, CallError::Failed(failure) if kinds.contains(&failure.kind))
 }
 
-/// Returns whether `cause` explains the plan's failure better than `first`. When a node stalls,
+/// Returns whether `candidate` explains the plan's failure better than `first`. When a node stalls,
 /// every hop downstream times out at almost the same moment; the hop closest to it names the right
 /// node.
 fn is_better_cause(

@@ -238,8 +238,8 @@ pub(in crate::pipeline) async fn with_stall_limit<T>(
     deadline(clock, STALL_LIMIT, work).await.map_err(stalled)?
 }
 
-/// Runs one hop to its end. `number` is the hop's index in the order; `began` is the time when the
-/// node took the order. Returns the hop's report.
+/// Runs one hop to its end. `hop_index` is the hop's index in the order; `order_taken_at` is the
+/// time when the node took the order. Returns the hop's report.
 ///
 /// Receiving, working and sending run side by side. A job takes all grains that have arrived by
 /// then, up to `BATCH_GRAINS`. On a busy machine a job waits long for a processor, and a hop that

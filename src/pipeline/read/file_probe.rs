@@ -23,10 +23,12 @@ const SLOW_PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// Shortest such wait, for a probe in which other nodes answered at once. It leaves a node that is
 /// farther away, or busy, time for a handshake and an answer.
 const QUICK_PROBE_LIMIT: Duration = Duration::from_millis(200);
-/// Between these two limits, the wait is this many times the time that the latest answer took.
+/// The wait is this many times the time from the start of the probe to the most recent answer with
+/// files, but at least [`QUICK_PROBE_LIMIT`] and at most [`SLOW_PROBE_LIMIT`].
 const SLOW_FACTOR: u32 = 4;
-/// Time limit for a node's answer in the first probe of a stripe. A node that exceeds it is skipped
-/// at first.
+/// Time limit for a node's answer in the first probe of a stripe. The read continues without a node
+/// that exceeds it. If the other nodes have too few files, the node is asked again with
+/// [`LONG_PROBE_LIMIT`].
 pub(super) const PROBE_LIMIT: Duration = Duration::from_secs(2);
 /// Time limit for a node's answer when too few files were found without the node.
 pub(super) const LONG_PROBE_LIMIT: Duration = Duration::from_secs(6);
@@ -114,7 +116,7 @@ pub(super) async fn probe_nodes(
     for node in left {
         if reading.directory.heard(node, false) {
             let node = reading.directory.name(node);
-            tracing::info!(node, "a slow node is skipped at first");
+            tracing::info!(node, "a node is slow to answer: the read continues without it until it answers");
         }
     }
     // A node that still answers is used for the stripes that follow. The task ends within `limit`.

@@ -164,7 +164,7 @@ impl StripeSources {
         Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, proof)) })
     }
 
-    /// Asks a node for a part of a file that `counts` as a copy, or of a damaged one. Returns the
+    /// Asks a node for a part of a file that counts as a copy, or of a damaged one. Returns the
     /// exchange, on which the bytes follow, and the node's answer.
     async fn request_file_range(
         &self,

@@ -398,8 +398,8 @@ impl StripeReader {
         Ok(())
     }
 
-    /// Reads the one grain of `alone` from `sources`. Returns `false` if one of them was excluded,
-    /// or has the grain damaged.
+    /// Reads from `sources` the grain at which `grain_cursor` starts. Returns `false` if a source
+    /// failed and is now excluded, or if the grain is damaged in one of the sources.
     async fn try_read_grain(
         &self,
         sources: &[RemoteFile],

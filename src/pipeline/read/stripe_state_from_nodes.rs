@@ -21,7 +21,7 @@ const ATTEMPTS_ASKED: usize = 4;
 /// pieces and a receipt on some node. Returns `Replicated` if no receipt is found either.
 ///
 /// A receipt exists only when all n pieces were proven, so it does not matter whether the catalogue
-/// had recorded that. If `is_patient` is set, silent nodes are asked too.
+/// had recorded that. If `asks_silent_nodes` is set, silent nodes are asked too.
 pub async fn find_stripe_state(
     reading: &Arc<ReadSession>,
     root: &ShardRoot,

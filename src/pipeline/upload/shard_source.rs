@@ -16,7 +16,8 @@ pub trait ShardSource: Send + Sync + 'static {
     /// Returns the `len` bytes from `offset` on, if the source has them in memory in one piece.
     /// They are then hashed and sent without a copy. The memory must not change before the save has
     /// ended, because a block whose holder fails is read again.
-    fn bytes_in_memory(&self, _offset: u64, _len: usize) -> Option<Bytes> {
+    fn bytes_in_memory(&self, offset: u64, len: usize) -> Option<Bytes> {
+        let _ = (offset, len);
         None
     }
 

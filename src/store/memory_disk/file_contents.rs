@@ -50,7 +50,8 @@ impl Contents {
         first..page
     }
 
-    /// Fills `buf` from `offset`. Returns `false` if the contents end before the end of the range.
+    /// Fills `buf` with the bytes from `offset` on. Returns `false` if the file ends before `buf`
+    /// is full.
     pub(super) fn read(&self, buf: &mut [u8], offset: u64) -> bool {
         if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.len) {
             return false;
@@ -140,7 +141,7 @@ impl FileState {
     }
 
     /// Returns one of the states that a power cut may leave: each written sector and the length are
-    /// old or new, as `coin` decides.
+    /// old or new, as `random` decides.
     pub(super) fn random_torn_contents(&self, random: &SeededEntropy) -> Contents {
         let mut out = self.durable.clone();
         out.set_len(if random.below(2) == 0 { self.durable.len } else { self.visible.len });

@@ -124,7 +124,7 @@ macro_rules! lines {
             data
         }
 
-        /// Writes a result to its output, and keeps it where `kept` looks it up.
+        /// Writes a result to its output, and keeps it where [`kept`] looks it up.
         #[inline]
         #[target_feature(enable = $features)]
         fn put<const W: usize, const STREAM: bool>(

@@ -17,13 +17,13 @@ macro_rules! inline {
 
 /// Instantiates `apply`, which runs a [`super::Task`], with instructions of `$features`. The
 /// surrounding module must define `Vector` of `VECTOR` bytes; `zero`, `load`, `store`, `stream` and
-/// `xor`; `xor3`, the sum of three, which is used if `HAS_XOR3`; and `Factor`, which `factor` makes
-/// from a constant and by which `product` multiplies.
+/// `xor`; `xor3`, the sum of three, which is used if `HAS_XOR3`; and `Factor`, with `factor`, which
+/// makes one from a constant, and `product`, which multiplies a vector by one.
 ///
-/// `$rows` lists the possible numbers of rows of one pass, the last of which is the maximum, each
-/// with the number of vectors of a row that are summed at once, near and far. `$shapes` lists the
-/// shapes of hops, whose factors stay in registers: (rows, columns except the plain ones, plain
-/// columns, vectors at once).
+/// `$rows` lists the possible numbers of rows of one pass; the last is the maximum. With each come
+/// two numbers of vectors of a row that are summed at once: one for data in the caches, and one for
+/// data in memory. `$shapes` lists the shapes of hops whose factors stay in registers: (rows,
+/// columns that are not plain, plain columns, vectors at once).
 macro_rules! loops {
     ($features:literal, most $most:literal, rows $(($rows:literal, $near:literal, $far:literal))*,
      shapes $(($r:literal, $s:literal, $plain:literal, $wide:literal))*) => {
@@ -83,8 +83,9 @@ macro_rules! loops {
             }
         }
 
-        /// Computes `R` rows from `P` plain columns, which have coefficient 1 in every row of their
-        /// half, and `S` other columns, `W` vectors of each at a time.
+        /// Computes `R` rows from `P` plain columns and `S` other columns, `W` vectors of each
+        /// column at a time. Plain column p has coefficient 1 in the rows r with r % `P` = p, and 0
+        /// in all others.
         #[target_feature(enable = $features)]
         fn hop<
             const R: usize,

@@ -363,8 +363,8 @@ impl Core {
         Ok(())
     }
 
-    /// Drops a step as a whole: frees its segments, notifies its ranks, and abandons its saves,
-    /// whether begun or committed.
+    /// Drops a step as a whole: frees its segments, notifies its ranks, and abandons its saves. A
+    /// save that is already committed is abandoned too, and is then removed from the cluster.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
         let Some(step) = self.step(key) else { return };
         let saves = match &step.phase {

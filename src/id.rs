@@ -263,6 +263,28 @@ impl FromStr for Step {
     }
 }
 
+impl Job {
+    /// Returns `step` of this job.
+    pub fn at(&self, step: Step) -> StepRef<'_> {
+        StepRef { job: self, step }
+    }
+}
+
+/// A step of a job. It is printed as `JOB/STEP`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StepRef<'a> {
+    /// The job.
+    pub job: &'a Job,
+    /// The step.
+    pub step: Step,
+}
+
+impl fmt::Display for StepRef<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.job, self.step)
+    }
+}
+
 /// A node, by a number that follows from its name, so that records can name a hundred nodes in a
 /// kilobyte.
 ///

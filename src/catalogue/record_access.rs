@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Catalogue, CatalogueError, SetOutcome};
 use crate::format::envelope::RecordKind;
 use crate::format::records::Record;
-use crate::id::{Job, LeaseId, NodeId, SaveId, ShardId, Step};
+use crate::id::{Job, LeaseId, NodeId, SaveId, ShardId, Step, StepRef};
 use crate::wire::calls::ArchiveOptions;
 
 /// Prefix of the nodes' records.
@@ -14,7 +14,8 @@ pub const NODES: &str = "n/";
 pub const CHECKPOINTS: &str = "c/";
 
 /// Returns the key of a step. The keys of a job's steps sort by step number.
-pub fn checkpoint_key(job: &Job, step: Step) -> String {
+pub fn checkpoint_key(step_ref: StepRef<'_>) -> String {
+    let StepRef { job, step } = step_ref;
     format!("{CHECKPOINTS}{job}/{:020}", step.0)
 }
 
@@ -63,7 +64,8 @@ pub fn shard_states_prefix(save: SaveId) -> String {
 pub const ARCHIVE_REQUESTS: &str = "a/";
 
 /// Returns the key of a step's archive request.
-pub fn archive_request_key(job: &Job, step: Step) -> String {
+pub fn archive_request_key(step_ref: StepRef<'_>) -> String {
+    let StepRef { job, step } = step_ref;
     format!("{ARCHIVE_REQUESTS}{job}/{:020}", step.0)
 }
 
@@ -180,7 +182,7 @@ mod tests {
     fn checkpoint_keys_sort_by_step_and_parse_back() {
         let job: Job = "a.b-c".parse().unwrap();
         let keys: Vec<String> =
-            [9, 10, u64::MAX].iter().map(|&step| checkpoint_key(&job, Step(step))).collect();
+            [9, 10, u64::MAX].iter().map(|&step| checkpoint_key(job.at(Step(step)))).collect();
         assert!(keys.is_sorted());
         assert_eq!(parse_checkpoint_key(&keys[1]), Some((job, Step(10))));
         assert_eq!(parse_checkpoint_key("c/x"), None);

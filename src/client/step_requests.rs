@@ -3,7 +3,7 @@
 use super::connection::{Client, LONG_LIMIT};
 use super::error::ClientError;
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{Job, SaveId, Step};
+use crate::id::{Job, SaveId, Step, StepRef};
 use crate::wire::calls::{
     GetPolicyStatus, Hello, ListSteps, NodeView, RemoveAnswer, RemoveStep, ShowStep,
     ShowStepAnswer, StepView,
@@ -91,13 +91,14 @@ impl Client {
     /// however late the request arrives. Returns the number of nodes that have removed all files,
     /// and the nodes that will be asked again.
     pub async fn remove_step(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
-        let save = self.find_committed_save(job, step).await?;
+        let save = self.find_committed_save(job.at(step)).await?;
         // Ask only once. A repeated request could report as missing what the first one has removed.
         self.call_gateway_once(&RemoveStep { job: job.clone(), step, save }, LONG_LIMIT).await
     }
 
     /// Returns the id of the save that is committed as the step.
-    async fn find_committed_save(&self, job: &Job, step: Step) -> Result<SaveId, ClientError> {
+    async fn find_committed_save(&self, step_ref: StepRef<'_>) -> Result<SaveId, ClientError> {
+        let StepRef { job, step } = step_ref;
         let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
         let page = self.call_gateway(&ListSteps { job: Some(job.clone()), after: before }).await?;
         let found = page.steps.into_iter().find(|view| view.step == step);

@@ -140,7 +140,7 @@ impl Store {
 
     /// Returns the names of the replicas and pieces in a stripe's folder, in whatever state they
     /// are.
-    pub fn list_file_names(&self, stripe: StripeId) -> Result<Vec<FileName>, StoreError> {
+    pub fn list_file_names_on_disk(&self, stripe: StripeId) -> Result<Vec<FileName>, StoreError> {
         let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
         let files = entries.into_iter().filter(|entry| !entry.is_dir);
         Ok(files.filter_map(|entry| entry.name.parse().ok()).collect())
@@ -151,7 +151,7 @@ impl Store {
     pub fn list_grain_sources(&self, stripe: StripeId) -> Result<Vec<GrainSource>, StoreError> {
         let listed = self.list_undamaged_files(stripe)?;
         let mut sources = Vec::new();
-        for file in self.list_file_names(stripe)? {
+        for file in self.list_file_names_on_disk(stripe)? {
             // The file was removed meanwhile, or cannot be a source.
             let Ok(opened) = self.open_grain_source(FileKey { stripe, name: file }) else {
                 continue;

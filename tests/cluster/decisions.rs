@@ -85,11 +85,11 @@ async fn a_save_has_the_id_that_its_caller_gave_and_can_be_asked_for_by_it() {
     let code = decisions.code.lock().unwrap().unwrap();
     assert_eq!((code.n, code.k, code.block_bytes), (4, 2, BLOCK));
     assert_eq!(code.stripe_bytes(), 2 * BLOCK);
-    let fate = client.settle_save(&job(), Step(1), report.save).await.unwrap();
+    let fate = client.settle_save(job().at(Step(1)), report.save).await.unwrap();
     assert_eq!(fate, SaveFate::Committed);
     // A save id that was never begun, as after a crash between recording the id and beginning the
     // save.
-    let fate = client.settle_save(&job(), Step(1), SaveId([99; 12])).await.unwrap();
+    let fate = client.settle_save(job().at(Step(1)), SaveId([99; 12])).await.unwrap();
     assert_eq!(fate, SaveFate::Aborted);
 }
 
@@ -102,7 +102,7 @@ async fn a_save_that_is_not_confirmed_leaves_nothing() {
     let error =
         client.save_with_decisions(&job(), Step(1), options, decisions.clone(), quiet()).await;
     assert!(error.unwrap_err().to_string().contains("embed.weight was changed"));
-    let fate = client.settle_save(&job(), Step(1), decisions.last()).await.unwrap();
+    let fate = client.settle_save(job().at(Step(1)), decisions.last()).await.unwrap();
     assert_eq!(fate, SaveFate::Aborted);
     assert_eq!(client.list_steps(Some(&job())).await.unwrap().len(), 0);
     world.assert_swept(&client).await;
@@ -120,7 +120,7 @@ async fn an_open_save_is_settled_as_aborted_and_never_commits() {
         let refused = voice.ask(&to, &commit(shards)).await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Invalid, "{shards} shards: {refused}");
     }
-    assert_eq!(client.settle_save(&job(), Step(1), begun.save).await.unwrap(), SaveFate::Aborted);
+    assert_eq!(client.settle_save(job().at(Step(1)), begun.save).await.unwrap(), SaveFate::Aborted);
     assert_eq!(voice.ask(&to, &commit(1)).await.unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(client.list_steps(Some(&job())).await.unwrap().len(), 0);
 }

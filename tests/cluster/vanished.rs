@@ -38,7 +38,7 @@ fn record<R: Record>(world: &World, key: &str) -> Option<R> {
 }
 
 fn checkpoint(world: &World, step: u64) -> Checkpoint {
-    record(world, &checkpoint_key(&job(), Step(step))).unwrap_or_default()
+    record(world, &checkpoint_key(job().at(Step(step)))).unwrap_or_default()
 }
 
 /// Lets other tasks run until `reached`, without advancing the time.
@@ -138,7 +138,7 @@ async fn an_archiving_goes_on() {
             let chain = options(PlanChoice::Chain);
             let _ = client.archive(&job(), Some(Step(step)), chain, &mut |_| ()).await;
         });
-        let key = archive_request_key(&job(), Step(step));
+        let key = archive_request_key(job().at(Step(step)));
         let victim = NodeId::of(&world.machines[VICTIM].name);
         let is_his = |world: &World| {
             record::<ArchiveRequest>(world, &key).is_some_and(|record| record.node == victim)

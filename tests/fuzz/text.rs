@@ -15,7 +15,7 @@ use rapidraid::config::{ClientConfig, HostPort, NodeConfig, Sources};
 use rapidraid::format::file::FileName;
 use rapidraid::format::table::Path as NamePath;
 use rapidraid::id::{
-    Attempt, ClusterId, DbId, Job, LeaseId, PeerName, SaveId, ShardId, ShardName, Step,
+    Attempt, ClusterId, DbId, Job, LeaseId, PeerName, SaveId, ShardId, ShardName, Step, StepRef,
 };
 use rapidraid::units::{ByteCount, GRAIN_BYTES, MAX_BLOCK_BYTES, MIB};
 
@@ -63,9 +63,9 @@ fn shard_name(text: &[u8]) -> Verdict {
 
 fn keys(text: &[u8]) -> Verdict {
     let Ok(text) = std::str::from_utf8(text) else { return Ok(Seen::default()) };
-    let of = |parsed: Option<(Job, Step)>, key: fn(&Job, Step) -> String, parse: fn(&str) -> _| {
+    let of = |parsed: Option<(Job, Step)>, key: fn(StepRef<'_>) -> String, parse: fn(&str) -> _| {
         let Some((job, step)) = parsed else { return Ok(false) };
-        let again: Option<(Job, Step)> = parse(&key(&job, step));
+        let again: Option<(Job, Step)> = parse(&key(job.at(step)));
         if again == Some((job, step)) { Ok(true) } else { Err(format!("{text:?}: {again:?}")) }
     };
     let checkpoint = of(parse_checkpoint_key(text), checkpoint_key, parse_checkpoint_key)?;

@@ -185,7 +185,7 @@ impl World {
     /// Returns the root and the state of each shard in the catalogue, if the step is committed.
     pub fn committed(&self, step: u64) -> Option<Vec<(ShardRoot, ShardState)>> {
         let kv = self.map();
-        let value = kv.get(format!("k/{}", checkpoint_key(&job(), Step(step))).as_bytes());
+        let value = kv.get(format!("k/{}", checkpoint_key(job().at(Step(step)))).as_bytes());
         let saved = Checkpoint::parse(&value.unwrap()?[8..]).unwrap().committed?;
         let shard = |index| {
             let root =

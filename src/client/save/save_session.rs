@@ -25,7 +25,7 @@ use crate::format::records::{
 };
 use crate::format::save_record::{SaveHead, SaveRecord};
 use crate::gf::FingerprintKey;
-use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step, StripeId};
+use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step, StepRef, StripeId};
 use crate::kind::ErrorKind;
 use crate::net::Address;
 use crate::pipeline::upload::{FailedNodes, SaveError, StripeUploader};
@@ -161,7 +161,7 @@ impl Client {
         loop {
             let id = decisions.assign_save_id(restarts.count);
             let save = id.map_err(|source| ClientError::SaveId { source })?;
-            let mut saving = self.begin_save(job, step, options, &restarts.avoid, save).await?;
+            let mut saving = self.begin_save(job.at(step), options, &restarts.avoid, save).await?;
             if let Some(error) = restarts.take_refusal_that_recurs(&saving.begun) {
                 saving.abort_save().await;
                 return Err(error);
@@ -198,10 +198,10 @@ impl Client {
     /// open, and publishes one that is decided. An id that no gateway ever saw counts as aborted.
     pub async fn settle_save(
         &self,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         save: SaveId,
     ) -> Result<SaveFate, ClientError> {
+        let StepRef { job, step } = step_ref;
         let aborted = self.call_gateway(&AbortSave { job: job.clone(), step, save }).await;
         match aborted {
             Ok(()) => Ok(SaveFate::Aborted),
@@ -226,12 +226,12 @@ impl Client {
 
     async fn begin_save(
         &self,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         options: SaveOptions,
         avoid: &[NodeId],
         save: SaveId,
     ) -> Result<SaveSession, ClientError> {
+        let StepRef { job, step } = step_ref;
         let (job, avoid) = (job.clone(), avoid.to_vec());
         let begin = BeginSave { job: job.clone(), step, replace: options.replace, save, avoid };
         let begun = self.call_gateway(&begin).await?;

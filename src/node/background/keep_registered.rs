@@ -144,7 +144,7 @@ impl RegistrationRenewal {
         }
         if !progress.has_registered_before {
             self.catching_up.request();
-            self.context.tasks.spawn_until_stop(self.clone().introduce_itself());
+            self.context.tasks.spawn_until_stop(self.clone().introduce_to_next_nodes());
         }
         (progress.is_registered, progress.has_registered_before) = (true, true);
     }
@@ -160,7 +160,7 @@ impl RegistrationRenewal {
 
     /// Introduces this node to some of the other nodes. They read the list of nodes seconds later,
     /// and the catalogue may be down by then.
-    async fn introduce_itself(self: Arc<Self>) {
+    async fn introduce_to_next_nodes(self: Arc<Self>) {
         let Ok(nodes) = self.context.catalogue().list_nodes().await else { return };
         let mut nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();
         // Each node introduces itself to those that follow it by name, so that the work is shared

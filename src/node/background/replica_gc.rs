@@ -191,7 +191,7 @@ impl ReplicaGc {
                 store.put_record_file(scope, &name, &bytes)
             })
             .await?;
-        self.fencing.refuse_and_purge_removed(save).await?;
+        self.fencing.ensure_not_removed_or_purge(save).await?;
         Ok(true)
     }
 }

@@ -20,7 +20,7 @@ use crate::catalogue::record_access::{
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
-use crate::id::{Job, SaveId, Step};
+use crate::id::{Job, SaveId, Step, StepRef};
 use crate::node::context::NodeContext;
 use crate::node::gateway::removal::{SaveRemoval, UnpublishOutcome};
 use crate::node::retry_schedule::RetrySchedule;
@@ -121,7 +121,7 @@ impl Retention {
     }
 
     /// Runs one round. Returns the saves that it retired.
-    pub(in crate::node) async fn run_retention_round(
+    pub(in crate::node) async fn run_policy_round(
         self: &Arc<Self>,
         counts: &CheckpointCounts,
         cache: &mut RetentionCache,
@@ -178,7 +178,7 @@ impl Retention {
             match rule.fate(step, newer) {
                 Fate::Stays => {}
                 Fate::Retired => {
-                    self.retire_step(catalogue, job, step, &saved, rule, round).await?
+                    self.retire_step(catalogue, job.at(step), &saved, rule, round).await?
                 }
                 Fate::Archived if cache.archived.contains(&saved.save) => {
                     round.still_archived.insert(saved.save);
@@ -230,23 +230,23 @@ impl Retention {
     async fn retire_step(
         &self,
         catalogue: &dyn Catalogue,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         saved: &Saved,
         rule: Rule,
         round: &mut RetentionRound,
     ) -> Result<(), RemoteError> {
+        let StepRef { job, step } = step_ref;
         let Some(keep_newest) = rule.keep_newest else { return Ok(()) };
         if round.retired.len() >= RETIRED_AT_ONCE {
             round.to_retire += 1;
             return Ok(());
         }
         // The count may be outdated: newer steps may have been removed since the scan.
-        if !has_newer_steps(catalogue, job, step, u64::from(keep_newest.max(1))).await? {
+        if !has_newer_steps(catalogue, step_ref, u64::from(keep_newest.max(1))).await? {
             return Ok(());
         }
         let reason = RemoveReason::Retired;
-        let found = self.removal.unpublish(job, step, saved.save, reason).await?;
+        let found = self.removal.unpublish(step_ref, saved.save, reason).await?;
         if let UnpublishOutcome::Removing(entry) = found {
             tracing::info!(
                 %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
@@ -272,7 +272,7 @@ impl Retention {
         self.context.tasks.spawn_until_stop(async move {
             // No client watches this archiving, so its events are discarded.
             let (events, _) = mpsc::channel(1);
-            let archived = coordinator.archive_step(&job, step, OPTIONS, &events).await;
+            let archived = coordinator.archive_step(job.at(step), OPTIONS, &events).await;
             let left = match archived {
                 Ok(()) => {
                     match is_archived_and_dropped(&*service.context.catalogue(), save).await {
@@ -385,12 +385,12 @@ async fn is_archived_and_dropped(
 /// Returns whether at least `min_count` steps of the job after `step` are committed now.
 async fn has_newer_steps(
     catalogue: &dyn Catalogue,
-    job: &Job,
-    step: Step,
+    step_ref: StepRef<'_>,
     min_count: u64,
 ) -> Result<bool, RemoteError> {
+    let StepRef { job, .. } = step_ref;
     let steps = KeyScan::of_prefix(catalogue, format!("{CHECKPOINTS}{job}/"));
-    let mut steps = steps.starting_after(checkpoint_key(job, step));
+    let mut steps = steps.starting_after(checkpoint_key(step_ref));
     let mut newer = 0;
     while newer < min_count {
         let Some((key, entry)) = steps.next().await? else { return Ok(false) };

@@ -20,7 +20,7 @@ use crate::catalogue::record_access::{
     CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, update_record,
 };
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
-use crate::id::{Job, LeaseId, SaveId, Step};
+use crate::id::{Job, LeaseId, SaveId, Step, StepRef};
 use crate::node::active_saves::{ActiveSaveGuard, ActiveSaves};
 use crate::node::context::NodeContext;
 use crate::node::gateway::begin_save::SaveGateway;
@@ -88,7 +88,7 @@ impl SaveRecovery {
             if number < SCANS_PER_LEASE {
                 continue;
             }
-            match self.retention.run_retention_round(&survey, &mut looked).await {
+            match self.retention.run_policy_round(&survey, &mut looked).await {
                 // This daemon began these removals itself, so there is no originator to wait for.
                 Ok(retired) => {
                     collector.since.extend(retired.into_iter().map(|save| (save, Duration::ZERO)));
@@ -123,7 +123,7 @@ impl SaveRecovery {
                 if is_due
                     && state.is_grace_period_over(entry.save, now, self.context.settings.lease)
                 {
-                    self.resume_removal(&state.slots, &job, step, entry);
+                    self.resume_removal(&state.slots, job.at(step), entry);
                 }
             }
             match checkpoint.writing {
@@ -143,7 +143,7 @@ impl SaveRecovery {
                     let is_left =
                         state.is_grace_period_over(saved.save, now, self.context.settings.lease);
                     let is_tried =
-                        is_left && self.try_resume_publishing(&state.slots, &job, step, &saved);
+                        is_left && self.try_resume_publishing(&state.slots, job.at(step), &saved);
                     note(saved.save, if is_tried { now } else { seen(saved.save) });
                 }
                 None => {}
@@ -162,17 +162,17 @@ impl SaveRecovery {
     fn resume_removal(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         entry: Removing,
     ) {
+        let StepRef { job, step } = step_ref;
         let Some(mark) = ActiveSaveGuard::try_claim(&self.recovering, entry.save) else { return };
         let Ok(slot) = slots.clone().try_acquire_owned() else { return };
         let job = job.clone();
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
             let _held = (mark, slot);
-            let why = match service.removal.finish_removal(&job, step, &entry).await {
+            let why = match service.removal.finish_removal(job.at(step), &entry).await {
                 Ok(RemovalOutcome { is_complete: true, .. }) => {
                     service.retention.lock_removal_retries().forget_finished(entry.save);
                     return;
@@ -199,10 +199,10 @@ impl SaveRecovery {
     fn try_resume_publishing(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         saved: &Saved,
     ) -> bool {
+        let StepRef { job, step } = step_ref;
         let Some(mark) = ActiveSaveGuard::try_claim(&self.recovering, saved.save) else {
             return false;
         };
@@ -211,7 +211,7 @@ impl SaveRecovery {
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
             let _held = (mark, slot);
-            if let Err(error) = service.saves.mark_and_publish(&job, step, saved).await {
+            if let Err(error) = service.saves.mark_and_publish(job.at(step), saved).await {
                 tracing::warn!(%job, %step, %error, "failed to publish a decided save; retrying after a lease period");
             }
         });
@@ -246,7 +246,7 @@ impl SaveRecovery {
                 }
             }
         };
-        update_record(catalogue, &checkpoint_key(job, step), change).await?;
+        update_record(catalogue, &checkpoint_key(job.at(step)), change).await?;
         Ok(is_aborted)
     }
 }

@@ -39,7 +39,7 @@ impl Membership {
     }
 
     /// Answers a hello. If a node introduces itself by it, its address is kept.
-    pub(in crate::node) async fn record_introduction(
+    pub(in crate::node) async fn answer_hello(
         &self,
         call: Hello,
         peer: &Peer,

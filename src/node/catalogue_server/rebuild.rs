@@ -207,7 +207,7 @@ impl CatalogueRebuild {
             checkpoints.entry(step).or_default().removing = removing;
         }
         for ((job, step), checkpoint) in &checkpoints {
-            writer.put_entry(&checkpoint_key(job, *step), &checkpoint.to_bytes()?)?;
+            writer.put_entry(&checkpoint_key(job.at(*step)), &checkpoint.to_bytes()?)?;
         }
         for removing in &inventory.orphans {
             writer.put_entry(&orphan_key(removing.save), &removing.to_bytes()?)?;
@@ -426,7 +426,7 @@ impl CatalogueRebuild {
                 failures: 0,
                 waiting: None,
             };
-            writer.put_entry(&archive_request_key(&job, step), &request.to_bytes()?)?;
+            writer.put_entry(&archive_request_key(job.at(step)), &request.to_bytes()?)?;
         }
         answer.steps += 1;
         Ok(())

@@ -114,20 +114,21 @@ impl SaveGateway {
         call: &BeginSave,
         lease: LeaseId,
     ) -> Result<(Generation, LeaseId), RemoteError> {
-        let key = checkpoint_key(&call.job, call.step);
+        let key = checkpoint_key(call.job.at(call.step));
         let mut current = read_record::<Checkpoint>(catalogue, &key).await?;
         loop {
             let (mut checkpoint, revision) =
                 current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
-            let aborted = match self.resolve_writing(catalogue, call, &mut checkpoint).await? {
-                EarlierSave::IsThisOne { generation, lease } => return Ok((generation, lease)),
-                EarlierSave::Published => {
-                    current = read_record(catalogue, &key).await?;
-                    continue;
-                }
-                EarlierSave::Aborted(removing) => Some(removing),
-                EarlierSave::None => None,
-            };
+            let aborted =
+                match self.take_and_resolve_writing(catalogue, call, &mut checkpoint).await? {
+                    EarlierSave::IsThisOne { generation, lease } => return Ok((generation, lease)),
+                    EarlierSave::Published => {
+                        current = read_record(catalogue, &key).await?;
+                        continue;
+                    }
+                    EarlierSave::Aborted(removing) => Some(removing),
+                    EarlierSave::None => None,
+                };
             check_may_open(catalogue, call, &checkpoint).await?;
             let seen = [
                 checkpoint.committed.as_ref().map(|saved| saved.generation),
@@ -156,7 +157,7 @@ impl SaveGateway {
     /// # Errors
     /// [`GatewayError::StepBeingSaved`] if another client saves the step;
     /// [`GatewayError::SaveOver`] if the open save is this one and its lease is over.
-    async fn resolve_writing(
+    async fn take_and_resolve_writing(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
         call: &BeginSave,
@@ -181,7 +182,7 @@ impl SaveGateway {
                 Ok(EarlierSave::Aborted(Removing { save, generation, reason }))
             }
             Some(Writing::Decided { saved }) => {
-                self.mark_and_publish(&call.job, call.step, saved).await?;
+                self.mark_and_publish(call.job.at(call.step), saved).await?;
                 Ok(EarlierSave::Published)
             }
         }

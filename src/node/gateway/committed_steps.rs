@@ -58,22 +58,23 @@ impl CommittedSteps {
         call: RemoveStep,
     ) -> Result<RemoveAnswer, RemoteError> {
         let RemoveStep { job, step, save } = &call;
-        let entry = match self.removal.unpublish(job, *step, *save, RemoveReason::Deleted).await? {
-            UnpublishOutcome::Removing(entry) => entry,
-            UnpublishOutcome::OtherSave => {
-                let (job, step) = (job.clone(), *step);
-                return Err(GatewayError::StepSavedAnew { job, step }.into());
-            }
-            UnpublishOutcome::NotCommitted => {
-                let (job, step) = (job.clone(), *step);
-                return Err(GatewayError::StepNotCommitted { job, step }.into());
-            }
-        };
+        let entry =
+            match self.removal.unpublish(job.at(*step), *save, RemoveReason::Deleted).await? {
+                UnpublishOutcome::Removing(entry) => entry,
+                UnpublishOutcome::OtherSave => {
+                    let (job, step) = (job.clone(), *step);
+                    return Err(GatewayError::StepSavedAnew { job, step }.into());
+                }
+                UnpublishOutcome::NotCommitted => {
+                    let (job, step) = (job.clone(), *step);
+                    return Err(GatewayError::StepNotCommitted { job, step }.into());
+                }
+            };
         let removal = self.removal.clone();
         let work = self
             .context
             .tasks
-            .spawn(async move { removal.finish_removal(&call.job, call.step, &entry).await });
+            .spawn(async move { removal.finish_removal(call.job.at(call.step), &entry).await });
         let removed = work.await.map_err(|_| GatewayError::RemovalInterrupted)?;
         Ok(removed?.answer)
     }
@@ -86,7 +87,7 @@ impl CommittedSteps {
     ) -> Result<ListStepsAnswer, RemoteError> {
         match self
             .outage_reader
-            .read_if_catalogue_answers(self.list_steps_in_catalogue(call.clone()))
+            .read_if_catalogue_answers(self.list_committed_steps_in_catalogue(call.clone()))
             .await
         {
             Some(answer) => answer,
@@ -95,7 +96,7 @@ impl CommittedSteps {
     }
 
     /// Returns a page of committed steps from the catalogue.
-    async fn list_steps_in_catalogue(
+    async fn list_committed_steps_in_catalogue(
         &self,
         call: ListSteps,
     ) -> Result<ListStepsAnswer, RemoteError> {
@@ -104,7 +105,7 @@ impl CommittedSteps {
             Some(job) => format!("{CHECKPOINTS}{job}/"),
             None => CHECKPOINTS.to_owned(),
         };
-        let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
+        let after = call.after.map(|(job, step)| checkpoint_key(job.at(step)));
         let page = catalogue.list_entries(&prefix, after.as_deref(), MAX_PAGE).await?;
         let next = page.last().and_then(|(key, _)| parse_checkpoint_key(key));
         let mut steps = Vec::new();
@@ -123,8 +124,9 @@ impl CommittedSteps {
     async fn find_latest_step(&self, job: &Job) -> Result<StepView, RemoteError> {
         let (mut after, mut latest) = (None, None);
         loop {
-            let page =
-                self.list_steps_in_catalogue(ListSteps { job: Some(job.clone()), after }).await?;
+            let page = self
+                .list_committed_steps_in_catalogue(ListSteps { job: Some(job.clone()), after })
+                .await?;
             latest = page.steps.into_iter().next_back().or(latest);
             match page.next {
                 Some(next) => after = Some(next),
@@ -157,7 +159,7 @@ impl CommittedSteps {
             None => self.find_latest_step(&call.job).await?,
             Some(step) => {
                 let found =
-                    read_record::<Checkpoint>(&*catalogue, &checkpoint_key(&call.job, step))
+                    read_record::<Checkpoint>(&*catalogue, &checkpoint_key(call.job.at(step)))
                         .await?;
                 let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
                 let saved = saved.ok_or_else(|| GatewayError::StepNotCommitted {
@@ -229,7 +231,7 @@ impl CommittedSteps {
         let (coordinator, stop) = (self.context.coordinator(), self.context.tasks.stop_token());
         let stopping = || RemoteError::from(GatewayError::ArchivingInterrupted);
         let work = self.context.tasks.spawn(async move {
-            let archive = coordinator.archive_step(&call.job, call.step, call.options, &events);
+            let archive = coordinator.archive_step(call.job.at(call.step), call.options, &events);
             let result = tokio::select! {
                 biased;
                 () = stop.cancelled() => Err(stopping()),

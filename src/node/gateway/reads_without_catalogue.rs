@@ -183,7 +183,7 @@ impl OutageReader {
         call: ListSteps,
     ) -> Result<ListStepsAnswer, RemoteError> {
         let look = self.get_or_take_snapshot().await?;
-        let after = call.after.map(|(job, step)| checkpoint_key(&job, step));
+        let after = call.after.map(|(job, step)| checkpoint_key(job.at(step)));
         let is_wanted =
             |found: &MarkedSave| call.job.as_ref().is_none_or(|wanted| *wanted == found.job);
         let behind =
@@ -220,7 +220,7 @@ impl OutageReader {
     ) -> Result<ShowStepAnswer, RemoteError> {
         let look = self.get_or_take_snapshot().await?;
         let marked = match call.step {
-            Some(step) => look.steps.get(&checkpoint_key(&call.job, step)),
+            Some(step) => look.steps.get(&checkpoint_key(call.job.at(step))),
             None => look.steps.values().rfind(|found| found.job == call.job),
         };
         let Some(marked) = marked else {
@@ -341,7 +341,7 @@ impl OutageReader {
             })?;
         }
         for found in marked.into_values() {
-            let key = checkpoint_key(&found.job, found.step);
+            let key = checkpoint_key(found.job.at(found.step));
             let is_newer = |other: &MarkedSave| found.saved.generation > other.saved.generation;
             if look.steps.get(&key).is_none_or(is_newer) {
                 look.steps.insert(key, found);

@@ -15,7 +15,7 @@ use crate::catalogue::record_access::{
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
-use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step};
+use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
 use crate::net::call::address;
 use crate::node::context::NodeContext;
 use crate::node::quorum::{majority, tolerated_losses};
@@ -63,8 +63,7 @@ impl SaveRemoval {
     /// From then on it is being removed. Returns what the step's record says about it.
     pub(in crate::node) async fn unpublish(
         &self,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         save: SaveId,
         reason: RemoveReason,
     ) -> Result<UnpublishOutcome, RemoteError> {
@@ -86,8 +85,8 @@ impl SaveRemoval {
             checkpoint.removing.push(entry);
             Ok(Some(checkpoint))
         };
-        trace_point(TracePoint::Removing, format_args!("{job}/{step}"));
-        update_record(&*self.context.catalogue(), &checkpoint_key(job, step), change).await?;
+        trace_point(TracePoint::Removing, format_args!("{step_ref}"));
+        update_record(&*self.context.catalogue(), &checkpoint_key(step_ref), change).await?;
         Ok(found)
     }
 
@@ -95,26 +94,26 @@ impl SaveRemoval {
     /// Repeating it is safe.
     pub(in crate::node) async fn finish_removal(
         &self,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         entry: &Removing,
     ) -> Result<RemovalOutcome, RemoteError> {
+        let StepRef { job, step } = step_ref;
         let what = format!("{job}/{step}");
         if entry.reason != RemoveReason::Aborted {
             // A catalogue rebuilt meanwhile may list the save as committed again, because of its
             // marks.
-            self.unpublish(job, step, entry.save, entry.reason).await?;
+            self.unpublish(step_ref, entry.save, entry.reason).await?;
             // Earlier committed saves of the step come first. Without tombstones, their marks would
             // speak for the step as soon as the marks of the newer save are gone.
-            for older in self.find_older_removals(job, step, entry).await? {
-                self.unpublish(job, step, older.save, older.reason).await?;
+            for older in self.find_older_removals(step_ref, entry).await? {
+                self.unpublish(step_ref, older.save, older.reason).await?;
                 self.fence_and_put_tombstones(&what, &older).await?;
             }
         }
         let answer = self.fence_and_purge(&what, entry).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
-            self.forget_save(&*self.context.catalogue(), job, step, entry).await?;
+            self.forget_save(&*self.context.catalogue(), step_ref, entry).await?;
         }
         Ok(RemovalOutcome { answer, is_complete })
     }
@@ -132,12 +131,11 @@ impl SaveRemoval {
     /// Returns the earlier committed saves of the step that are being removed too, oldest first.
     async fn find_older_removals(
         &self,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         entry: &Removing,
     ) -> Result<Vec<Removing>, RemoteError> {
         let found =
-            read_record::<Checkpoint>(&*self.context.catalogue(), &checkpoint_key(job, step))
+            read_record::<Checkpoint>(&*self.context.catalogue(), &checkpoint_key(step_ref))
                 .await?;
         let mut removing = found.map(|(checkpoint, _)| checkpoint.removing).unwrap_or_default();
         let at = removing.iter().position(|other| other.save == entry.save);
@@ -238,8 +236,7 @@ impl SaveRemoval {
     async fn forget_save(
         &self,
         catalogue: &dyn Catalogue,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         entry: &Removing,
     ) -> Result<(), RemoteError> {
         trace_point(TracePoint::Forget, entry.save);
@@ -254,7 +251,7 @@ impl SaveRemoval {
                 catalogue.compare_and_set(&key, Some(found.revision), None).await?;
             }
         }
-        let key = checkpoint_key(job, step);
+        let key = checkpoint_key(step_ref);
         while let Some((mut checkpoint, revision)) =
             read_record::<Checkpoint>(catalogue, &key).await?
         {
@@ -280,7 +277,7 @@ impl SaveRemoval {
     pub(in crate::node) fn spawn_removal(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
-            if let Err(error) = service.finish_removal(&job, step, &entry).await {
+            if let Err(error) = service.finish_removal(job.at(step), &entry).await {
                 tracing::warn!(%job, %step, %error, "a removal is not complete: the catalogue server continues it");
             }
         });

@@ -17,7 +17,7 @@ use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
     Saved, ShardRoot, ShardState, Writing, roots_hash,
 };
-use crate::id::{Epoch, Generation, Job, NodeId, SaveId, ShardId, Step};
+use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId, StepRef};
 use crate::net::call::CallError;
 use crate::node::quorum::majority;
 use crate::pipeline::coordinator::list_shard_roots;
@@ -72,7 +72,7 @@ impl SaveGateway {
             return Err(GatewayError::RingNodeUnregistered { node, shard }.into());
         }
         let catalogue = self.context.catalogue();
-        let key = checkpoint_key(&root.job, root.step);
+        let key = checkpoint_key(root.job.at(root.step));
         let not_open = || GatewayError::SaveNotOpen { save: root.save };
         let checkpoint = read_record::<Checkpoint>(&*catalogue, &key).await?;
         let generation = match checkpoint.and_then(|(checkpoint, _)| checkpoint.writing) {
@@ -114,7 +114,7 @@ impl SaveGateway {
     /// Decides a save, unless it is decided already, and publishes it. Returns its committed form.
     async fn decide_and_publish(self: &Arc<Self>, call: CommitSave) -> Result<Saved, RemoteError> {
         let catalogue = self.context.catalogue();
-        let key = checkpoint_key(&call.job, call.step);
+        let key = checkpoint_key(call.job.at(call.step));
         let mut current = read_record::<Checkpoint>(&*catalogue, &key).await?;
         loop {
             let (mut checkpoint, revision) = current.ok_or_else(|| {
@@ -127,7 +127,7 @@ impl SaveGateway {
             }
             let saved = match checkpoint.writing.take() {
                 Some(Writing::Decided { saved }) if saved.save == call.save => {
-                    return self.mark_and_publish(&call.job, call.step, saved).await;
+                    return self.mark_and_publish(call.job.at(call.step), saved).await;
                 }
                 Some(Writing::Open { save, generation, .. }) if save == call.save => {
                     self.build_saved_if_complete(&call, generation).await?
@@ -141,7 +141,7 @@ impl SaveGateway {
             trace_point(TracePoint::Decide, format_args!("{}/{}", call.job, call.step));
             match compare_and_set_record(&*catalogue, &key, Some(revision), &checkpoint).await? {
                 RecordSetOutcome::Set(_) => {
-                    return self.mark_and_publish(&call.job, call.step, saved).await;
+                    return self.mark_and_publish(call.job.at(call.step), saved).await;
                 }
                 RecordSetOutcome::Conflict(other) => current = other,
             }
@@ -185,10 +185,10 @@ impl SaveGateway {
     /// at once.
     pub(in crate::node) async fn mark_and_publish(
         self: &Arc<Self>,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         saved: Saved,
     ) -> Result<Saved, RemoteError> {
+        let StepRef { job, step } = step_ref;
         let catalogue = self.context.catalogue();
         // Read the epoch before the roots, so that roots of an older catalogue database are never
         // marked under a later epoch.
@@ -223,7 +223,7 @@ impl SaveGateway {
             Ok(Some(checkpoint))
         };
         trace_point(TracePoint::Publish, format_args!("{job}/{step}"));
-        update_record(&*catalogue, &checkpoint_key(job, step), change).await?;
+        update_record(&*catalogue, &checkpoint_key(step_ref), change).await?;
         if let Some(entry) = superseded {
             self.removal.spawn_removal(job.clone(), step, entry);
         }
@@ -344,14 +344,14 @@ impl SaveGateway {
                 }
                 writing => {
                     checkpoint.writing = writing;
-                    if is_or_was_decided(&checkpoint, call.save) {
+                    if is_or_was_commit_decided(&checkpoint, call.save) {
                         return Err(GatewayError::SaveDecided { save: call.save }.into());
                     }
                     Ok(None)
                 }
             }
         };
-        update_record(&*self.context.catalogue(), &checkpoint_key(&call.job, call.step), change)
+        update_record(&*self.context.catalogue(), &checkpoint_key(call.job.at(call.step)), change)
             .await?;
         if let Some(entry) = entry {
             self.removal.spawn_removal(call.job, call.step, entry);
@@ -362,7 +362,7 @@ impl SaveGateway {
 
 /// Returns whether the save is decided or committed, or was committed before its removal. Also
 /// returns true for an open save, which the caller has handled before.
-fn is_or_was_decided(checkpoint: &Checkpoint, save: SaveId) -> bool {
+fn is_or_was_commit_decided(checkpoint: &Checkpoint, save: SaveId) -> bool {
     let was = checkpoint
         .removing
         .iter()

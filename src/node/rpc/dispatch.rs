@@ -240,7 +240,7 @@ impl RpcServer {
             Hello::NUMBER => {
                 let peer = served.peer.clone();
                 let peer = &peer;
-                reply!(Hello => |call| self.services.membership.record_introduction(call, peer))
+                reply!(Hello => |call| self.services.membership.answer_hello(call, peer))
             }
             BeginSave::NUMBER => reply!(BeginSave => |call| self.services.saves.begin_save(call)),
             RenewLease::NUMBER => {

@@ -67,7 +67,9 @@ impl Examination {
         };
         let stripe = call.stripe;
         let mut files = Vec::new();
-        for name in self.context.on_store(move |store| store.list_file_names(stripe)).await? {
+        for name in
+            self.context.on_store(move |store| store.list_file_names_on_disk(stripe)).await?
+        {
             let _turn = self.exam_limit.turn.lock().await;
             files.extend(self.examine_file(FileKey { stripe, name }).await?);
         }
@@ -92,7 +94,7 @@ impl Examination {
                 FileCheck::Gone => {
                     let names = self
                         .context
-                        .on_store(move |store| store.list_file_names(key.stripe))
+                        .on_store(move |store| store.list_file_names_on_disk(key.stripe))
                         .await?;
                     if names.contains(&key.name) {
                         continue;

@@ -78,7 +78,7 @@ impl PlanParts {
             return Err(RunError::Unknown.into());
         };
         let result = self.executor.run_reserved(run, cancelled).await;
-        self.fencing.refuse_and_purge_removed(stripe.shard.save()).await?;
+        self.fencing.ensure_not_removed_or_purge(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.context.settings.name, %error, "a part of a plan failed");
             if let RunError::Store(StoreError::Conflict { key })

@@ -51,7 +51,7 @@ impl Fencing {
     ///
     /// # Errors
     /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed.
-    pub(in crate::node) async fn refuse_and_purge_removed(
+    pub(in crate::node) async fn ensure_not_removed_or_purge(
         &self,
         save: SaveId,
     ) -> Result<(), RemoteError> {

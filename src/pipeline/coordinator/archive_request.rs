@@ -17,7 +17,7 @@ use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records::{Checkpoint, Record, ShardRoot, StripeState};
-use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step};
+use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step, StepRef};
 use crate::net::call::Caller;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
@@ -92,7 +92,7 @@ impl ActiveRequest {
         options: ArchiveOptions,
     ) -> Result<Self, CatalogueError> {
         let (key, lease_keeper) =
-            (archive_request_key(job, step), LeaseKeeper::start(coordinator).await?);
+            (archive_request_key(job.at(step)), LeaseKeeper::start(coordinator).await?);
         Ok(Self { key, job: job.clone(), step, save, options, failures: 0, lease_keeper })
     }
 
@@ -159,12 +159,12 @@ impl Coordinator {
     /// stripe.
     pub async fn archive_step(
         &self,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         options: ArchiveOptions,
         events: &ArchiveEventSender,
     ) -> Result<(), ArchiveError> {
-        let save = self.find_committed_save(job, step).await?;
+        let StepRef { job, step } = step_ref;
+        let save = self.find_committed_save(step_ref).await?;
         let claim = self.open_request((job, step, save), options).await?;
         self.run_request(&claim, events).await
     }
@@ -173,11 +173,11 @@ impl Coordinator {
     /// changed the request since, this does nothing: the request that it left waits anew.
     pub async fn take_over_request(
         &self,
-        job: &Job,
-        step: Step,
+        step_ref: StepRef<'_>,
         (found, revision): (ArchiveRequest, u64),
         events: &ArchiveEventSender,
     ) -> Result<(), ArchiveError> {
+        let StepRef { job, step } = step_ref;
         let mut claim =
             ActiveRequest::with_new_lease(self, (job, step, found.save), found.options).await?;
         claim.failures = found.failures;
@@ -302,15 +302,16 @@ impl Coordinator {
     /// Returns an error unless the save of the request is the committed save of its step.
     async fn ensure_committed(&self, claim: &ActiveRequest) -> Result<(), ArchiveError> {
         let ActiveRequest { job, step, save, .. } = claim;
-        match self.find_committed_save(job, *step).await? == *save {
+        match self.find_committed_save(job.at(*step)).await? == *save {
             true => Ok(()),
             false => Err(ArchiveError::NotFound { job: job.clone(), step: *step }),
         }
     }
 
     /// Returns the committed save of a step.
-    async fn find_committed_save(&self, job: &Job, step: Step) -> Result<SaveId, ArchiveError> {
-        let found = read_record::<Checkpoint>(&*self.catalogue, &checkpoint_key(job, step)).await?;
+    async fn find_committed_save(&self, step_ref: StepRef<'_>) -> Result<SaveId, ArchiveError> {
+        let StepRef { job, step } = step_ref;
+        let found = read_record::<Checkpoint>(&*self.catalogue, &checkpoint_key(step_ref)).await?;
         let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
         let saved = saved.ok_or_else(|| ArchiveError::NotFound { job: job.clone(), step })?;
         Ok(saved.save)

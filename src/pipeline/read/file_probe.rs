@@ -116,7 +116,10 @@ pub(super) async fn probe_nodes(
     for node in left {
         if reading.directory.heard(node, false) {
             let node = reading.directory.name(node);
-            tracing::info!(node, "a node is slow to answer: the read continues without it until it answers");
+            tracing::info!(
+                node,
+                "a node is slow to answer: the read continues without it until it answers"
+            );
         }
     }
     // A node that still answers is used for the stripes that follow. The task ends within `limit`.

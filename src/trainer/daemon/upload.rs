@@ -151,7 +151,7 @@ impl StagingDaemon {
     ) -> Result<Option<SaveId>, ClientError> {
         let mut committed = None;
         for save in saves {
-            if self.client.settle_save(job, step, *save).await? == SaveFate::Committed {
+            if self.client.settle_save(job.at(step), *save).await? == SaveFate::Committed {
                 committed = Some(*save);
             }
         }

@@ -87,8 +87,8 @@ impl Database {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner).checksum()
     }
 
-    /// Ends all changes if `copied` is the checksum of the current entries. Returns an error of
-    /// kind `Exists` if it is not.
+    /// Ends all changes if `copy_checksum` is the checksum of the current entries. Returns an error
+    /// of kind `Exists` if it is not.
     pub(super) fn stop_writes_for_transfer(
         &self,
         copy_checksum: DbChecksum,

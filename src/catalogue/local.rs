@@ -58,7 +58,7 @@ impl LocalCatalogue {
     /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease_period` is the lifetime of
     /// leases. The engine's work runs beside that of `workers`.
     ///
-    /// A node that has `seen` an epoch was part of a cluster. An empty or older database is then
+    /// A node that has seen an epoch was part of a cluster. An empty or older database is then
     /// not the cluster's, and is refused with [`CatalogueError::StaleDatabase`]. A database whose
     /// sum is wrong is refused with [`CatalogueError::Incomplete`].
     pub fn open(

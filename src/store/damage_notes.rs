@@ -269,8 +269,8 @@ impl Store {
         }
     }
 
-    /// Removes the note of `key` if there is one and `may_go`, which runs while no name can change,
-    /// agrees. Returns once the removal is durable.
+    /// Removes the note of `key` if there is one and `may_remove`, which runs while no name can
+    /// change, agrees. Returns once the removal is durable.
     pub(super) fn remove_damage_note_if(
         &self,
         key: FileKey,

@@ -382,7 +382,7 @@ async fn is_archived_and_dropped(
     Ok(true)
 }
 
-/// Returns whether at least `min_count` steps of the job after `step` are committed now.
+/// Returns whether at least `min_count` later steps of the job are committed now.
 async fn has_newer_steps(
     catalogue: &dyn Catalogue,
     step_ref: StepRef<'_>,

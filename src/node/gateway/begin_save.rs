@@ -88,7 +88,7 @@ impl SaveGateway {
         })
     }
 
-    /// Returns the first configured code, as (n, k), for which `live` nodes are enough.
+    /// Returns the first configured code, as (n, k), for which `live_nodes` are enough.
     fn choose_code(&self, live_nodes: usize) -> Result<(u8, u8), RemoteError> {
         let fits = self.context.settings.codes.iter().find(|(n, _)| usize::from(*n) <= live_nodes);
         if let Some(code) = fits {

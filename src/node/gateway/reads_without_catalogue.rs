@@ -146,8 +146,8 @@ impl OutageReader {
         }
     }
 
-    /// Runs `known`, a read of the catalogue. Returns its result, or `None` if no catalogue answers
-    /// or none answered a moment ago.
+    /// Runs `catalogue_read`. Returns its result, or `None` if no catalogue answers or none
+    /// answered a moment ago.
     pub(in crate::node) async fn read_if_catalogue_answers<T>(
         &self,
         catalogue_read: impl Future<Output = Result<T, RemoteError>>,

@@ -255,8 +255,8 @@ impl Coordinator {
         }
     }
 
-    /// Removes the request from the catalogue, or leaves it with the reason in `waiting` for a
-    /// retry. Then revokes the lease.
+    /// Removes the request from the catalogue, or leaves it with `waiting_reason` for a retry. Then
+    /// revokes the lease.
     async fn finish_request(
         &self,
         claim: &ActiveRequest,

@@ -133,7 +133,6 @@ pub fn comments_have_a_subject_and_say_what_is_returned(tree: &Tree) -> Complain
 /// Words in backticks in the comments of functions that name something outside the program.
 const OUTSIDE_WORDS: &[&str] = &[
     "demo",
-    "empty",
     "false",
     "flock",
     "float32",
@@ -173,10 +172,13 @@ pub fn comments_of_functions_name_what_is_there(tree: &Tree) -> Complaints {
                 continue;
             }
             let indent = &signature[..signature.len() - signature.trim_start().len()];
-            let ends = |line: &&str| {
-                *line == format!("{indent}}}") || line.ends_with(';') && !line.contains("let ")
-            };
-            let end = function.iter().position(ends).map_or(function.len(), |end| end + 1);
+            let close = format!("{indent}}}");
+            let is_declared = |at: usize| function[..=at].iter().all(|line| !line.contains('{'));
+            let end = (0..function.len())
+                .find(|&at| {
+                    *function[at] == close || function[at].ends_with(';') && is_declared(at)
+                })
+                .map_or(function.len(), |end| end + 1);
             let body = function[..end].join("\n");
             let words: Vec<&str> = body.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
             for word in comment.iter().flat_map(|line| quoted_words(line)) {

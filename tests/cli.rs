@@ -7,6 +7,8 @@
 mod damage;
 #[path = "cli/full.rs"]
 mod full;
+#[path = "cli/interrupts.rs"]
+mod interrupts;
 mod machine;
 #[path = "cli/upgrade.rs"]
 mod upgrade;

@@ -151,7 +151,8 @@ Examples:
   rapidraid save gpt/1400 out/step-1400 --record gpt-1400.rr    writes the record for a restore without a catalogue
 
 The shard of a file has the file's name. A folder is saved as a tree: out/step-1300/rank0/a.bin becomes the shard rank0/a.bin.
-Symbolic links in a folder are refused (name the files themselves); empty folders are not saved.";
+Symbolic links in a folder are refused (name the files themselves); empty folders are not saved.
+Ctrl-C or SIGTERM aborts the save, and frees its step at once; a second one ends without that.";
 
 /// Options of `save`.
 #[derive(Debug, clap::Args)]
@@ -187,7 +188,8 @@ Examples:
   rapidraid archive gpt/latest --trace hops.json    open hops.json in ui.perfetto.dev or chrome://tracing
   rapidraid archive gpt/1200 --plan star --codec reed-solomon-erasure
 
-A node does the work; this command shows its progress, and may be interrupted and run again.
+A node does the work; this command shows its progress, and may be interrupted and run again. Run twice, or by two
+people, it shows the progress of the archiving that is under way.
 Plans: chain        every node receives one stream and sends one on (RapidRAID)
        star         one node, which has two blocks, computes all parity
        naive-star   the coder fetches every block, even those it has (the paper's baseline)
@@ -267,8 +269,8 @@ Examples:
   rapidraid restore gpt/1200 --out part --shard rank0/a.bin --range 1MiB..2MiB
   rapidraid restore --record gpt-1400.rr --out resumed          asks only the nodes with the data, no catalogue
 
-Every byte is verified before it is written. A file appears under its name only when it is complete. Without --force, existing
-files are refused before anything is written.";
+Every byte is verified before it is written. A file appears under its name only when it is complete; an interrupted restore leaves
+no file. Without --force, existing files are refused before anything is written.";
 
 /// Options of `restore`.
 #[derive(Debug, clap::Args)]

@@ -12,6 +12,7 @@ mod demo;
 pub mod files;
 mod holdings;
 mod init;
+mod interrupt;
 mod known_nodes;
 mod log;
 mod node;

@@ -4,10 +4,10 @@ use std::io::{self, Read};
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
 use super::args::NodeOptions;
+use super::interrupt::Signals;
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::Paint;
 use super::{Front, Outcome, connect, files, log};
@@ -110,40 +110,6 @@ pub async fn run(front: &mut Front, options: NodeOptions) -> Outcome {
         which = signals.next() => {
             Err(CommandFailure::new(ErrorKind::Unavailable, format!("ended at once by a second {which}"))
                 .with_hint("nothing that was acknowledged is lost: start it again"))
-        }
-    }
-}
-
-/// The signals that end a process in order. SIGHUP is left to the system, so that `nohup` works.
-pub struct Signals {
-    interrupt: Signal,
-    terminate: Signal,
-}
-
-impl Signals {
-    /// Starts to catch the signals.
-    pub fn new() -> Result<Self, CommandFailure> {
-        let listen = |kind| {
-            signal(kind).map_err(|e| {
-                CommandFailure::new(ErrorKind::Io, format!("cannot listen for signals: {e}"))
-            })
-        };
-        Ok(Self {
-            interrupt: listen(SignalKind::interrupt())?,
-            terminate: listen(SignalKind::terminate())?,
-        })
-    }
-
-    /// Waits for the next SIGINT.
-    pub async fn interrupted(&mut self) {
-        self.interrupt.recv().await;
-    }
-
-    /// Waits for the next signal. Returns its name.
-    pub async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.interrupt.recv() => "SIGINT",
-            _ = self.terminate.recv() => "SIGTERM",
         }
     }
 }

@@ -12,11 +12,13 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::Save;
+use super::interrupt::{InterruptibleSave, Signals};
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
 use super::{Front, Outcome, connect, files, transfer};
-use crate::client::FileSource;
-use crate::client::{Client, ClientError, NewShard, SaveOptions, SaveReport};
+use crate::client::{
+    Client, ClientError, FileSource, NewShard, ProgressFn, SaveOptions, SaveReport,
+};
 use crate::clock::{Clock, SystemClock};
 use crate::format::save_record::SaveRecord;
 use crate::id::{IdError, ShardName};
@@ -54,23 +56,18 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     };
     let client = connect::client(&options.connect, &front.env).await?;
     let record_file = options.record.as_deref().map(files::create_new).transpose()?;
-    let (job, step) = (&options.step.job, options.step.step);
     let progress = transfer::watch(front, format!("save {}", options.step));
-    let clock = SystemClock::new();
-    let mut began = clock.now();
-    let how = SaveOptions { replace: options.replace };
-    let mut saved = client.save(job, step, shards(), how, progress.clone()).await;
-    if options.wait && is_being_saved(&client, &options, &saved).await {
-        front
-            .printer
-            .note(&format!("{} is being saved by another client: waiting for it", options.step));
-        while clock.now() < MAX_WAIT && is_being_saved(&client, &options, &saved).await {
-            clock.sleep(WAIT).await;
-            began = clock.now();
-            saved = client.save(job, step, shards(), how, progress.clone()).await;
+    let (mut signals, decisions) = (Signals::new()?, InterruptibleSave::new(shards()));
+    let saving = save_or_wait(front, &client, &options, &decisions, progress);
+    let (saved, took) = tokio::select! {
+        done = saving => done,
+        which = signals.next() => {
+            if let Some(path) = &options.record {
+                files::remove_file(path);
+            }
+            return decisions.settle(&client, &options.step, which, &mut signals).await;
         }
-    }
-    let took = clock.now() - began;
+    };
     connect::close(&client).await;
     if let (Err(_), Some(path)) = (&saved, &options.record) {
         files::remove_file(path);
@@ -104,6 +101,37 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
         }
     }
     Ok(Box::new(Saved { report, took, record }))
+}
+
+/// Saves the step. If another client saves it and the options say so, waits for that client first.
+/// Returns the result, and the time that the save itself took.
+async fn save_or_wait(
+    front: &mut Front,
+    client: &Client,
+    options: &Save,
+    decisions: &Arc<InterruptibleSave>,
+    progress: ProgressFn,
+) -> (Result<SaveReport, ClientError>, Duration) {
+    let (job, step) = (&options.step.job, options.step.step);
+    let how = SaveOptions { replace: options.replace };
+    let save = || {
+        let (decisions, progress) = (decisions.clone(), progress.clone());
+        client.save_with_decisions(job, step, how, decisions, progress)
+    };
+    let clock = SystemClock::new();
+    let mut began = clock.now();
+    let mut saved = save().await;
+    if options.wait && is_being_saved(client, options, &saved).await {
+        front
+            .printer
+            .note(&format!("{} is being saved by another client: waiting for it", options.step));
+        while clock.now() < MAX_WAIT && is_being_saved(client, options, &saved).await {
+            clock.sleep(WAIT).await;
+            began = clock.now();
+            saved = save().await;
+        }
+    }
+    (saved, clock.now() - began)
 }
 
 /// Returns whether a save was refused because another save of the step is in progress.

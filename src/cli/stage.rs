@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use super::args::Stage;
-use super::node::Signals;
+use super::interrupt::Signals;
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Table};
 use super::{Front, Outcome, connect, files, log};

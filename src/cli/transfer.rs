@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::{Archive, CodecWord, PlanWord, Restore, Verify};
+use super::interrupt::{Signals, interrupted};
 use super::printer::{CommandFailure, CommandOutput};
 use super::progress::ProgressLine;
 use super::table::{Paint, Tint, shown};
@@ -88,7 +89,17 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         codec: options.codec.into(),
         parallel: options.parallel,
     };
-    let archived = client.archive(job, step, how, &mut on_event).await;
+    let mut signals = Signals::new()?;
+    let archived = tokio::select! {
+        archived = client.archive(job, step, how, &mut on_event) => archived,
+        which = signals.next() => {
+            let name = named(job, step);
+            let failure = interrupted(which, &format!("the nodes go on archiving {name}"));
+            return Err(failure.with_hint(format!(
+                "`rapidraid archive {name}` shows the progress again, `rapidraid show {name}` the state"
+            )));
+        }
+    };
     drop(bar);
     let took = clock.now();
     connect::close(&client).await;
@@ -102,6 +113,24 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     }
     let report = archived.map_err(|error| connect::failure(&error))?;
     Ok(Box::new(Archived { report, took }))
+}
+
+/// The checkpoint that a restore reads.
+enum RestoreSource {
+    /// The one that a save record names.
+    Record(SaveRecord),
+    /// A step, which the catalogue finds.
+    Catalogue(AnyStep),
+}
+
+impl RestoreSource {
+    /// Returns the step as `JOB/STEP`.
+    fn name(&self) -> String {
+        match self {
+            RestoreSource::Record(record) => named(record.job(), Some(record.step())),
+            RestoreSource::Catalogue(AnyStep { job, step }) => named(job, *step),
+        }
+    }
 }
 
 /// Runs the command `restore`.
@@ -118,20 +147,35 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
         shard: options.shard,
         range: options.range.map(|range| range.0),
     };
-    let clock = SystemClock::new();
-    let restored = match (&record, &options.step) {
-        (Some(record), _) => {
-            let name = named(record.job(), Some(record.step()));
-            client.restore_by_record(record, request, watch(front, format!("restore {name}"))).await
-        }
-        (None, Some(AnyStep { job, step })) => {
-            let progress = watch(front, format!("restore {}", named(job, *step)));
-            client.restore(job, *step, request, progress).await
-        }
+    let source = match (record, options.step) {
+        (Some(record), _) => RestoreSource::Record(record),
+        (None, Some(step)) => RestoreSource::Catalogue(step),
         (None, None) => {
             let message = "neither a step nor a record was named";
             return Err(CommandFailure::new(ErrorKind::Invalid, message)
                 .with_hint("name JOB/STEP or --record"));
+        }
+    };
+    let (clock, mut signals, name) = (SystemClock::new(), Signals::new()?, source.name());
+    let progress = watch(front, format!("restore {name}"));
+    let restoring = async {
+        match &source {
+            RestoreSource::Record(record) => {
+                client.restore_by_record(record, request, progress).await
+            }
+            RestoreSource::Catalogue(AnyStep { job, step }) => {
+                client.restore(job, *step, request, progress).await
+            }
+        }
+    };
+    let restored = tokio::select! {
+        restored = restoring => restored,
+        which = signals.next() => {
+            // The restore has removed its temporary files when its future is dropped.
+            if is_new {
+                files::remove_empty_folder(&options.out);
+            }
+            return Err(interrupted(which, &format!("nothing of {name} was written")));
         }
     };
     let took = clock.now();

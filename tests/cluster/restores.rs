@@ -184,6 +184,24 @@ async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_restore_that_is_cancelled_in_the_middle_leaves_no_file_behind() {
+    let mut world = World::simulated(6, &[(6, 4)], 64 << 10, 5).await;
+    world.set_lag(2);
+    let (client, _) = archived_stripes(&world).await;
+    let (out, first) = (Arc::new(MemoryDisk::new(1 << 23)), Arc::new(tokio::sync::Notify::new()));
+    let (request, told) = (into(&out, false), first.clone());
+    let restoring = tokio::spawn(async move {
+        let progress = Arc::new(move |_| told.notify_one());
+        client.restore(&job(), Some(Step(1)), request, progress).await
+    });
+    first.notified().await;
+    assert_eq!(files_below(&*out, "").len(), 1);
+    restoring.abort();
+    assert!(restoring.await.unwrap_err().is_cancelled());
+    assert_eq!(files_below(&*out, ""), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_disk_that_fills_leaves_no_file_behind() {
     let world = World::start(4, &[(4, 2)], 64 << 10).await;
     let client = world.client();

@@ -12,7 +12,7 @@ mod stage;
 mod story;
 
 use super::args::Demo;
-use super::node::Signals;
+use super::interrupt::Signals;
 use super::printer::CommandFailure;
 use super::{Front, Outcome};
 use crate::kind::ErrorKind;

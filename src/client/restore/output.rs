@@ -104,23 +104,42 @@ pub(in crate::client) fn check_output(
     Ok(())
 }
 
-/// Ends the output. If the read `is_complete`, syncs the files and renames them to their
-/// final names, or as many as the file system allows. Removes the temporary files that are left.
-pub(in crate::client) fn finish_output(
-    output: &RestoreRequest,
-    parts: &[ShardSelection],
-    opened_parts: &[usize],
-    is_complete: bool,
-) -> Result<(), ClientError> {
-    let parts: Vec<&ShardSelection> = opened_parts.iter().filter_map(|&at| parts.get(at)).collect();
-    let finished = if is_complete { publish_files(&*output.out, &parts) } else { Ok(()) };
-    if !is_complete || finished.is_err() {
-        for part in parts {
+/// The temporary files of a restore. Dropping this removes those that have not got their final
+/// names, also when the restore is cancelled.
+pub(in crate::client) struct TemporaryFiles<'a> {
+    out: Option<&'a dyn Disk>,
+    parts: Vec<&'a ShardSelection>,
+}
+
+impl<'a> TemporaryFiles<'a> {
+    /// Creates the list of the temporary files of `output`, which is empty.
+    pub(in crate::client) fn new(output: &Output<'a>) -> Self {
+        Self { out: output.file_request().map(|request| &*request.out), parts: Vec::new() }
+    }
+
+    /// Adds the temporary file of `part`, which the restore has created.
+    pub(in crate::client) fn add(&mut self, part: &'a ShardSelection) {
+        self.parts.push(part);
+    }
+
+    /// Syncs the files and renames them to their final names, or as many as the file system allows.
+    /// All of them must be complete.
+    pub(in crate::client) fn publish(mut self) -> Result<(), ClientError> {
+        if let Some(out) = self.out {
+            publish_files(out, &self.parts)?;
+        }
+        self.parts.clear();
+        Ok(())
+    }
+}
+
+impl Drop for TemporaryFiles<'_> {
+    fn drop(&mut self) {
+        for part in &self.parts {
             // A file that has its final name is not there any more, so the removal fails for it.
-            let _ = output.out.remove(&part.temporary);
+            let _ = self.out.map(|out| out.remove(&part.temporary));
         }
     }
-    finished
 }
 
 fn publish_files(out: &dyn Disk, parts: &[&ShardSelection]) -> Result<(), ClientError> {

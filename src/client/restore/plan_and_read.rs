@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
-use super::output::{CountedSink, DiscardSink, FileSink, Output, check_output, finish_output};
+use super::output::{CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, check_output};
 use super::restore_request::RestoreRequest;
 use super::selection::{ReadRange, ShardSelection, StripeSlice, slice_for_range};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
@@ -230,17 +230,13 @@ impl Client {
                 if reader.needs_decoding() { &mut decoded_stripes } else { &mut replica_stripes };
             *slot += 1;
         }
-        let mut opened = Vec::new();
+        let mut files = TemporaryFiles::new(output);
         trace_point(TracePoint::Deliver, format_args!("{job}/{step}"));
-        let result =
-            self.read_into_output(&reading, &parts, planned, output, &count, &mut opened).await;
-        if let Some(output) = output.file_request() {
-            if result.is_ok() {
-                trace_point(TracePoint::Finish, format_args!("{job}/{step}"));
-            }
-            finish_output(output, &parts, &opened, result.is_ok())?;
+        self.read_into_output(&reading, &parts, planned, output, &count, &mut files).await?;
+        if output.file_request().is_some() {
+            trace_point(TracePoint::Finish, format_args!("{job}/{step}"));
         }
-        result?;
+        files.publish()?;
         let incidents =
             std::mem::take(&mut *reading.incidents.lock().unwrap_or_else(PoisonError::into_inner));
         let shards = parts.len() as u32;
@@ -488,14 +484,14 @@ impl Client {
         }
     }
 
-    async fn read_into_output(
+    async fn read_into_output<'a>(
         &self,
         reading: &Arc<ReadSession>,
-        parts: &[ShardSelection],
+        parts: &'a [ShardSelection],
         planned: Vec<Vec<PlannedStripe>>,
         output: &Output<'_>,
         count: &Arc<dyn Fn(u64) + Send + Sync>,
-        opened_parts: &mut Vec<usize>,
+        files: &mut TemporaryFiles<'a>,
     ) -> Result<(), ClientError> {
         let mut work = Vec::new();
         for (at, (part, readers)) in parts.iter().zip(planned).enumerate() {
@@ -503,7 +499,7 @@ impl Client {
                 Output::Files(output) => {
                     let failed = |source| ClientError::Output { path: part.path.clone(), source };
                     let file = output.out.create_new(&part.temporary).map_err(failed)?;
-                    opened_parts.push(at);
+                    files.add(part);
                     Arc::new(FileSink { file, start: part.range.start, done: count.clone() })
                 }
                 Output::Sinks(sinks) => match sinks.get(at) {

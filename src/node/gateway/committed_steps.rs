@@ -217,7 +217,8 @@ impl CommittedSteps {
     }
 
     /// Archives a step in a task of this daemon and sends its events to the client. The archiving
-    /// continues if the client disconnects.
+    /// continues if the client disconnects. If another daemon archives the step already, the
+    /// client sees the progress of that archiving.
     pub(in crate::node) async fn archive_step(
         self: &Arc<Self>,
         request: Request,

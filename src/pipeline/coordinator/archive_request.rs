@@ -110,6 +110,14 @@ impl ActiveRequest {
     }
 }
 
+/// The outcome of opening an archive request.
+enum OpenedRequest {
+    /// This coordinator runs the request.
+    Claimed(ActiveRequest),
+    /// The coordinator of this node runs the request.
+    RunBy(NodeId),
+}
+
 /// The work that a run of an archive request leaves for later.
 #[derive(Default)]
 struct RemainingWork {
@@ -153,10 +161,13 @@ impl Coordinator {
     /// The archive request is recorded in the catalogue before any work starts, so that another
     /// daemon resumes it if this one vanishes.
     ///
+    /// If another live coordinator runs the request, its progress is reported, and this coordinator
+    /// continues what it leaves unfinished.
+    ///
     /// # Errors
     /// [`ArchiveError::NotFound`] if the step is not committed; [`ArchiveError::Owned`] if another
-    /// live coordinator runs the request or owns one of the shards; otherwise the first error of a
-    /// stripe.
+    /// live coordinator owns one of the shards, or runs the request while nobody listens to
+    /// `events`; otherwise the first error of a stripe.
     pub async fn archive_step(
         &self,
         step_ref: StepRef<'_>,
@@ -165,8 +176,18 @@ impl Coordinator {
     ) -> Result<(), ArchiveError> {
         let StepRef { job, step } = step_ref;
         let save = self.find_committed_save(step_ref).await?;
-        let claim = self.open_request((job, step, save), options).await?;
-        self.run_request(&claim, events).await
+        loop {
+            let owner = match self.open_request((job, step, save), options).await? {
+                OpenedRequest::Claimed(claim) => return self.run_request(&claim, events).await,
+                OpenedRequest::RunBy(node) => self.fetch_directory().await?.name(node),
+            };
+            if events.is_closed() {
+                return Err(ArchiveError::Owned { what: step_ref.to_string(), owner });
+            }
+            let note = format!("{owner} archives {step_ref} already: this is its progress");
+            let _ = events.send(ArchiveEvent::Note(note)).await;
+            self.watch_request(step_ref, save, events).await?;
+        }
     }
 
     /// Resumes the archive request that was `found` under `revision`. If another coordinator has
@@ -220,23 +241,20 @@ impl Coordinator {
     }
 
     /// Records the archive request in the catalogue, or takes over a recorded one that has no live
-    /// coordinator. Returns the request.
+    /// coordinator. Returns the request, or the node whose coordinator runs it.
     async fn open_request(
         &self,
         target: (&Job, Step, SaveId),
         options: ArchiveOptions,
-    ) -> Result<ActiveRequest, ArchiveError> {
+    ) -> Result<OpenedRequest, ArchiveError> {
         let mut claim = ActiveRequest::with_new_lease(self, target, options).await?;
         let mut current = read_record::<ArchiveRequest>(&*self.catalogue, &claim.key).await?;
         loop {
             if let Some((other, _)) = &current
                 && self.catalogue.is_lease_alive(other.lease).await?
             {
-                let owner = self.fetch_directory().await?.name(other.node);
-                return Err(ArchiveError::Owned {
-                    what: format!("{}/{}", target.0, target.1),
-                    owner,
-                });
+                self.catalogue.revoke_lease(claim.lease_keeper.lease).await?;
+                return Ok(OpenedRequest::RunBy(other.node));
             }
             claim.failures = current.as_ref().map_or(0, |(other, _)| other.failures);
             let revision = current.map(|(_, revision)| revision);
@@ -249,7 +267,7 @@ impl Coordinator {
             )
             .await?
             {
-                RecordSetOutcome::Set(_) => return Ok(claim),
+                RecordSetOutcome::Set(_) => return Ok(OpenedRequest::Claimed(claim)),
                 RecordSetOutcome::Conflict(other) => current = other,
             }
         }

@@ -20,7 +20,7 @@ use std::collections::HashMap;
 
 use crate::code::{Layout, table};
 use crate::format::records::{MAX_RING, Node, RingNode};
-use crate::id::NodeId;
+use crate::id::{NodeId, SaveId};
 use crate::kind::ErrorKind;
 
 /// The error of a placement: there are fewer nodes than the code needs.
@@ -40,6 +40,31 @@ impl PlacementError {
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::Unavailable
     }
+}
+
+/// Returns the nodes that a save may use: all of `nodes`, or [`MAX_RING`] of them. The choice follows
+/// from the id of the save and takes evenly from all domains, so that the saves of a large cluster
+/// use all of its nodes.
+pub fn nodes_of_save(mut nodes: Vec<Node>, save: SaveId) -> Vec<Node> {
+    if nodes.len() <= MAX_RING {
+        return nodes;
+    }
+    let draw = |node: &Node| {
+        let mut hasher = blake3::Hasher::new_derive_key("rapidraid nodes of a save v1");
+        hasher.update(&save.0).update(node.name.as_str().as_bytes());
+        *hasher.finalize().as_bytes()
+    };
+    nodes.sort_by_cached_key(draw);
+    // The first node drawn of each domain comes first, then the second of each, and so on.
+    let mut drawn: HashMap<(String, String), usize> = HashMap::new();
+    let rank = |node: Node| {
+        let of_domain = drawn.entry((node.zone.clone(), node.rack.clone())).or_default();
+        *of_domain += 1;
+        (*of_domain, node)
+    };
+    let mut ranked: Vec<(usize, Node)> = nodes.into_iter().map(rank).collect();
+    ranked.sort_by_key(|(rank, _)| *rank);
+    ranked.into_iter().take(MAX_RING).map(|(_, node)| node).collect()
 }
 
 /// Returns the ring of a new shard: the given nodes with their domains interleaved, at most
@@ -195,6 +220,8 @@ impl Spares {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn nodes(count: usize, racks: usize) -> Vec<Node> {
@@ -214,6 +241,31 @@ mod tests {
             })
         };
         sizes.iter().enumerate().flat_map(of).collect()
+    }
+
+    #[test]
+    fn the_saves_of_a_large_cluster_use_all_nodes_and_all_domains_evenly() {
+        let save = |byte| SaveId([byte; 12]);
+        let names = |nodes: Vec<Node>| -> BTreeSet<String> {
+            nodes.iter().map(|node| node.name.to_string()).collect()
+        };
+        let few = nodes(MAX_RING, 4);
+        assert_eq!(nodes_of_save(few.clone(), save(1)), few);
+        let many = in_racks(&[100, 100, 100, 20]);
+        let mut used = BTreeSet::new();
+        for byte in 0..30 {
+            let chosen = nodes_of_save(many.clone(), save(byte));
+            assert_eq!(chosen.len(), MAX_RING);
+            let in_rack = |rack: &str| chosen.iter().filter(|node| node.rack == rack).count();
+            // The small domain gives all that it has.
+            assert_eq!(["r0", "r1", "r2", "r3"].map(in_rack), [36, 36, 36, 20]);
+            used.extend(names(chosen));
+        }
+        assert_eq!(used, names(many.clone()));
+        let mut reversed = many.clone();
+        reversed.reverse();
+        let (once, again) = (nodes_of_save(many, save(7)), nodes_of_save(reversed, save(7)));
+        assert_eq!(names(once), names(again));
     }
 
     /// Returns the greatest number of blocks in one stripe that have both replicas in one domain.

@@ -185,7 +185,7 @@ async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
 
 #[tokio::test(start_paused = true)]
 async fn a_restore_that_is_cancelled_in_the_middle_leaves_no_file_behind() {
-    let mut world = World::simulated(6, &[(6, 4)], 64 << 10, 5).await;
+    let world = World::simulated(6, &[(6, 4)], 64 << 10, 5).await;
     world.set_lag(2);
     let (client, _) = archived_stripes(&world).await;
     let (out, first) = (Arc::new(MemoryDisk::new(1 << 23)), Arc::new(tokio::sync::Notify::new()));

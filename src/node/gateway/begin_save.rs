@@ -10,12 +10,11 @@ use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_roots_prefix,
 };
-use crate::format::records::{
-    Checkpoint, MAX_RING, Node as NodeRecord, RemoveReason, Removing, Writing,
-};
+use crate::format::records::{Checkpoint, Node as NodeRecord, RemoveReason, Removing, Writing};
 use crate::id::{Generation, LeaseId, NodeId};
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::scan_interval;
+use crate::placement;
 use crate::stage::{TracePoint, trace_point};
 use crate::wire::RemoteError;
 use crate::wire::calls::{BeginSave, BeginSaveAnswer};
@@ -66,7 +65,7 @@ impl SaveGateway {
             nodes = live;
         }
         let (n, k) = self.choose_code(nodes.len())?;
-        nodes.truncate(MAX_RING);
+        let nodes = placement::nodes_of_save(nodes, call.save);
         let (granted, period) = catalogue.grant_lease().await?;
         trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
         let begun = self.open_save(&*catalogue, &call, granted).await;

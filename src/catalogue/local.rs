@@ -165,8 +165,8 @@ impl LocalCatalogue {
         .await
     }
 
-    /// Ends the pause after a transfer. If it `has_failed`, this catalogue
-    /// accepts changes again; otherwise the catalogue is served elsewhere.
+    /// Ends the pause after a transfer. If `has_failed` is set, the transfer failed and this
+    /// catalogue accepts changes again; otherwise the catalogue is served elsewhere.
     pub fn end_transfer(&self, has_failed: bool) {
         if has_failed {
             self.database.cancel_transfer();

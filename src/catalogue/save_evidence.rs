@@ -230,7 +230,7 @@ impl StripeEvidence {
     }
 
     /// Returns the number of pieces of an attempt that can be read. With a systematic code,
-    /// replicas left in place count as pieces, and so do `empty_blocks` blocks, which have no file.
+    /// replicas left in place count as pieces, and so do the `empty_blocks`, which have no file.
     fn count_readable_pieces(
         &self,
         attempt: Attempt,

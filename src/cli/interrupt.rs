@@ -1,18 +1,17 @@
 //! Interrupts: the signals that end a command, and what a command does first.
 //!
-//! A command that changes nothing durable simply ends. A save aborts what it began, an archiving
-//! goes on without its watcher, a restore removes its temporary files. A second signal ends the
-//! process at once.
+//! A command that changes nothing durable simply ends. A save aborts what it began, or ends its
+//! commit; an archiving goes on without its watcher; a restore removes its temporary files.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use serde_json::{Map, Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::Outcome;
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::Paint;
 use super::words::ExactStep;
@@ -22,8 +21,9 @@ use crate::entropy::{Entropy, SystemEntropy};
 use crate::id::SaveId;
 use crate::kind::ErrorKind;
 
-/// How long an interrupted save tries to abort what it began. After that its lease ends it.
-const ABORT_LIMIT: Duration = Duration::from_secs(2);
+/// How long an interrupted save tries to abort what it began: long enough to find another gateway.
+/// After that its lease ends it.
+const ABORT_LIMIT: Duration = Duration::from_secs(15);
 
 /// The signals that end a process in order. SIGHUP is left to the system, so that `nohup` works.
 pub struct Signals {
@@ -59,54 +59,114 @@ impl Signals {
     }
 }
 
-/// The decisions of the command `save`: the shards are known beforehand, and the id of the attempt
-/// under way is kept, so that an interrupt can abort it.
+/// How far a save has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum SavePhase {
+    /// It asks to begin, or waits to ask again.
+    Beginning,
+    /// It is open under this id, and sends its blocks.
+    Sending(SaveId),
+    /// It asks to be committed.
+    Committing,
+}
+
+/// The state of a save that a signal may call off.
+struct SaveProgress {
+    phase: SavePhase,
+    /// The id of the attempt under way.
+    save: Option<SaveId>,
+    is_called_off: bool,
+}
+
+/// The decisions of the command `save`. The shards are known beforehand. A signal calls the save
+/// off, unless it asks to be committed already.
 pub struct InterruptibleSave {
     shards: Vec<NewShard>,
-    save: Mutex<Option<SaveId>>,
+    progress: Mutex<SaveProgress>,
+}
+
+/// The end of an interrupted save.
+pub enum InterruptedSave<T> {
+    /// The save ended by itself with this result.
+    Ended(T),
+    /// The save was committed before the signal.
+    Committed(SaveId),
+    /// The save was aborted, or had not begun.
+    Aborted(CommandFailure),
+    /// It is not known whether the save is committed, or its abort did not reach a daemon.
+    Unsettled(CommandFailure),
 }
 
 impl InterruptibleSave {
     /// Creates the decisions for a save of `shards`.
     pub fn new(shards: Vec<NewShard>) -> Arc<Self> {
-        Arc::new(Self { shards, save: Mutex::default() })
+        let (phase, save, is_called_off) = (SavePhase::Beginning, None, false);
+        let progress = Mutex::new(SaveProgress { phase, save, is_called_off });
+        Arc::new(Self { shards, progress })
     }
 
-    /// Settles the save after `signal_name`, and returns the outcome of the command. A second signal
+    fn progress(&self) -> MutexGuard<'_, SaveProgress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls the save off. Returns how far it has come; from then on it comes no farther, unless it
+    /// asks to be committed already.
+    fn call_off(&self) -> SavePhase {
+        let mut progress = self.progress();
+        progress.is_called_off = true;
+        progress.phase
+    }
+
+    /// Ends `saving` after `signal_name`: aborts the save, or lets its commit end. A second signal
     /// ends the wait.
-    pub async fn settle(
+    pub async fn end<T>(
         &self,
         client: &Client,
         step: &ExactStep,
-        signal_name: &str,
-        signals: &mut Signals,
-    ) -> Outcome {
-        let begun = *self.save.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(save) = begun else {
-            return Err(interrupted(signal_name, &format!("the save of {step} had not begun")));
-        };
-        let (clock, step_ref) = (SystemClock::new(), step.job.at(step.step));
-        let settled = tokio::select! {
-            settled = deadline(&*clock, ABORT_LIMIT, client.settle_save(step_ref, save)) => settled,
-            again = signals.next() => {
-                let what = format!("a second {again} ended the abort of {step}");
-                return Err(unsettled(signal_name, &what, step));
-            }
-        };
-        match settled {
-            Ok(Ok(SaveFate::Aborted)) => {
-                let what = format!("the save of {step} was aborted, and nothing of it is visible");
-                Err(interrupted(signal_name, &what))
-            }
-            Ok(Ok(SaveFate::Committed)) => {
-                Ok(Box::new(CommittedBefore { step: step.clone(), save }))
-            }
-            Ok(Err(error)) => {
-                Err(unsettled(signal_name, &format!("the abort of {step} failed: {error}"), step))
-            }
-            Err(late) => {
-                Err(unsettled(signal_name, &format!("the abort of {step} failed: {late}"), step))
-            }
+        saving: Pin<&mut impl Future<Output = Result<T, ClientError>>>,
+        (signal_name, signals): (&str, &mut Signals),
+    ) -> InterruptedSave<Result<T, ClientError>> {
+        let again = signals.next();
+        match self.call_off() {
+            SavePhase::Committing => tokio::select! {
+                biased;
+                done = saving => InterruptedSave::Ended(done),
+                again = again => {
+                    let what = format!("a second {again} ended the wait for the commit of {step}");
+                    let hint = format!("`rapidraid show {step}` shows whether it is committed");
+                    InterruptedSave::Unsettled(interrupted(signal_name, &what).with_hint(hint))
+                }
+            },
+            // The daemon may be about to open the save. It is aborted as soon as its answer comes.
+            SavePhase::Beginning => tokio::select! {
+                biased;
+                done = within_limit(saving) => match done {
+                    Some(Ok(done)) => InterruptedSave::Ended(Ok(done)),
+                    Some(Err(_)) => {
+                        let what = format!("nothing of {step} was saved");
+                        InterruptedSave::Aborted(interrupted(signal_name, &what))
+                    }
+                    None => unsettled(signal_name, "no daemon answers", step),
+                },
+                again = again => unsettled(signal_name, &format!("a second {again}"), step),
+            },
+            SavePhase::Sending(save) => tokio::select! {
+                biased;
+                settled = within_limit(client.settle_save(step.job.at(step.step), save)) => {
+                    match settled {
+                        Some(Ok(SaveFate::Aborted)) => {
+                            let what = format!(
+                                "the save of {step} was aborted, and nothing of it is visible"
+                            );
+                            InterruptedSave::Aborted(interrupted(signal_name, &what))
+                        }
+                        Some(Ok(SaveFate::Committed)) => InterruptedSave::Committed(save),
+                        Some(Err(error)) => unsettled(signal_name, &error.to_string(), step),
+                        None => unsettled(signal_name, "no daemon answers", step),
+                    }
+                }
+                again = again => unsettled(signal_name, &format!("a second {again}"), step),
+            },
         }
     }
 }
@@ -114,19 +174,40 @@ impl InterruptibleSave {
 #[async_trait]
 impl SaveDecisions for InterruptibleSave {
     fn assign_save_id(&self, _attempt: u32) -> io::Result<SaveId> {
+        let mut progress = self.progress();
+        if progress.is_called_off {
+            return Err(io::Error::from(io::ErrorKind::Interrupted));
+        }
         let mut save = SaveId([0; 12]);
         SystemEntropy.fill(&mut save.0);
-        *self.save.lock().unwrap_or_else(PoisonError::into_inner) = Some(save);
+        (progress.save, progress.phase) = (Some(save), SavePhase::Beginning);
         Ok(save)
     }
 
     fn shards_for_code(&self, _code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
+        let mut progress = self.progress();
+        if progress.is_called_off {
+            return Err(ClientError::CalledOff { why: "interrupted".to_owned() });
+        }
+        if let Some(save) = progress.save {
+            progress.phase = SavePhase::Sending(save);
+        }
         Ok(self.shards.clone())
     }
 
     async fn approve_commit(&self) -> Result<(), String> {
+        let mut progress = self.progress();
+        if progress.is_called_off {
+            return Err("interrupted".to_owned());
+        }
+        progress.phase = SavePhase::Committing;
         Ok(())
     }
+}
+
+/// Runs `work`, at most [`ABORT_LIMIT`]. Returns its result, or `None` after the limit.
+async fn within_limit<T>(work: impl Future<Output = T>) -> Option<T> {
+    deadline(&*SystemClock::new(), ABORT_LIMIT, work).await.ok()
 }
 
 /// Returns the failure of a command that a signal ended, with `consequence`.
@@ -135,16 +216,18 @@ pub fn interrupted(signal_name: &str, consequence: &str) -> CommandFailure {
     CommandFailure::new(ErrorKind::Unavailable, message).with_hint("run the command again")
 }
 
-fn unsettled(signal_name: &str, consequence: &str, step: &ExactStep) -> CommandFailure {
-    interrupted(signal_name, consequence).with_hint(format!(
-        "the save ends by itself when its lease ends; until then {step} is being saved"
-    ))
+fn unsettled<T>(signal_name: &str, reason: &str, step: &ExactStep) -> InterruptedSave<T> {
+    let what = format!("the save of {step} could not be aborted ({reason})");
+    let hint = format!("it ends by itself when its lease ends; until then {step} is being saved");
+    InterruptedSave::Unsettled(interrupted(signal_name, &what).with_hint(hint))
 }
 
-/// The output of a save that was committed before the interrupt.
-struct CommittedBefore {
-    step: ExactStep,
-    save: SaveId,
+/// The output of a save that was committed before the signal.
+pub struct CommittedBefore {
+    /// The step.
+    pub step: ExactStep,
+    /// The save.
+    pub save: SaveId,
 }
 
 impl CommandOutput for CommittedBefore {
@@ -152,11 +235,12 @@ impl CommandOutput for CommittedBefore {
         let Self { step, save } = self;
         let fields = json!({
             "job": step.job, "step": step.step, "save": save.to_string(), "committed": true,
+            "record": null,
         });
         fields.as_object().cloned().unwrap_or_default()
     }
 
     fn text(&self, _: Paint) -> String {
-        format!("{} was committed before the interrupt\n", self.step)
+        format!("{} was committed before the signal; no record was written\n", self.step)
     }
 }

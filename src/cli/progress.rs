@@ -66,6 +66,11 @@ impl ProgressLine {
         self.bar.position()
     }
 
+    /// Runs `work`, which writes to stderr, while the bar is not there.
+    pub fn suspend(&self, work: impl FnOnce()) {
+        self.bar.suspend(work);
+    }
+
     fn show_if_long(&self) {
         if self.bar.elapsed() < SHOWN_AFTER {
             return;

@@ -12,8 +12,8 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::Save;
-use super::interrupt::{InterruptibleSave, Signals};
-use super::printer::{CommandFailure, CommandOutput};
+use super::interrupt::{CommittedBefore, InterruptedSave, InterruptibleSave, Signals};
+use super::printer::{CommandFailure, CommandOutput, Printer};
 use super::table::{Paint, Tint};
 use super::{Front, Outcome, connect, files, transfer};
 use crate::client::{
@@ -36,6 +36,7 @@ const MAX_DEPTH: usize = 64;
 
 /// Runs the command `save`.
 pub async fn run(front: &mut Front, options: Save) -> Outcome {
+    let mut signals = Signals::new()?;
     let found = shards_of(&options.paths)?;
     let mut sources = Vec::with_capacity(found.len());
     for (_, path) in &found {
@@ -57,15 +58,29 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let record_file = options.record.as_deref().map(files::create_new).transpose()?;
     let progress = transfer::watch(front, format!("save {}", options.step));
-    let (mut signals, decisions) = (Signals::new()?, InterruptibleSave::new(shards()));
-    let saving = save_or_wait(front, &client, &options, &decisions, progress);
-    let (saved, took) = tokio::select! {
-        done = saving => done,
-        which = signals.next() => {
-            if let Some(path) = &options.record {
-                files::remove_file(path);
+    let decisions = InterruptibleSave::new(shards());
+    let (saved, took) = {
+        let saving = save_or_wait(&mut front.printer, &client, &options, &decisions, progress);
+        let mut saving = std::pin::pin!(saving);
+        let done = tokio::select! {
+            biased;
+            done = &mut saving => InterruptedSave::Ended(done),
+            which = signals.next() => {
+                decisions.end(&client, &options.step, saving, (which, &mut signals)).await
             }
-            return decisions.settle(&client, &options.step, which, &mut signals).await;
+        };
+        match done {
+            InterruptedSave::Ended(Ok((report, took))) => (Ok(report), took),
+            InterruptedSave::Ended(Err(error)) => (Err(error), Duration::ZERO),
+            InterruptedSave::Committed(save) => {
+                connect::close(&client).await;
+                return Ok(Box::new(CommittedBefore { step: options.step.clone(), save }));
+            }
+            InterruptedSave::Aborted(failure) | InterruptedSave::Unsettled(failure) => {
+                connect::close(&client).await;
+                options.record.iter().for_each(|path| files::remove_file(path));
+                return Err(failure);
+            }
         }
     };
     connect::close(&client).await;
@@ -104,14 +119,14 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
 }
 
 /// Saves the step. If another client saves it and the options say so, waits for that client first.
-/// Returns the result, and the time that the save itself took.
+/// Returns the report, and the time that the save itself took.
 async fn save_or_wait(
-    front: &mut Front,
+    printer: &mut Printer,
     client: &Client,
     options: &Save,
     decisions: &Arc<InterruptibleSave>,
     progress: ProgressFn,
-) -> (Result<SaveReport, ClientError>, Duration) {
+) -> Result<(SaveReport, Duration), ClientError> {
     let (job, step) = (&options.step.job, options.step.step);
     let how = SaveOptions { replace: options.replace };
     let save = || {
@@ -122,16 +137,14 @@ async fn save_or_wait(
     let mut began = clock.now();
     let mut saved = save().await;
     if options.wait && is_being_saved(client, options, &saved).await {
-        front
-            .printer
-            .note(&format!("{} is being saved by another client: waiting for it", options.step));
+        printer.note(&format!("{} is being saved by another client: waiting for it", options.step));
         while clock.now() < MAX_WAIT && is_being_saved(client, options, &saved).await {
             clock.sleep(WAIT).await;
             began = clock.now();
             saved = save().await;
         }
     }
-    (saved, clock.now() - began)
+    Ok((saved?, clock.now() - began))
 }
 
 /// Returns whether a save was refused because another save of the step is in progress.

@@ -66,6 +66,7 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         return Err(CommandFailure::new(ErrorKind::Invalid, message)
             .with_hint("add --plan star, or omit --codec"));
     }
+    let mut signals = Signals::new()?;
     let client = connect::client(&options.connect, &front.env).await?;
     let trace_file = options.trace.as_deref().map(files::create_new).transpose()?;
     let (job, step) = (&options.step.job, options.step.step);
@@ -75,30 +76,32 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         None,
     );
     let clock = SystemClock::new();
-    let mut trace = Trace::default();
-    let mut on_event = |event: &ArchiveEvent| match event {
-        ArchiveEvent::Progress { done_bytes, total_bytes } => {
-            bar.set_total(*total_bytes);
-            bar.set(*done_bytes, "");
+    let (mut trace, mut has_begun, mut notes) = (Trace::default(), false, 0);
+    let printer = &mut front.printer;
+    let mut on_event = |event: &ArchiveEvent| {
+        has_begun = true;
+        match event {
+            ArchiveEvent::Progress { done_bytes, total_bytes } => {
+                bar.set_total(*total_bytes);
+                bar.set(*done_bytes, "");
+            }
+            ArchiveEvent::Stripe(report) => trace.add(report, clock.now()),
+            ArchiveEvent::Note(note) if notes < LISTED => {
+                notes += 1;
+                bar.suspend(|| printer.note(&format!("note: {note}")));
+            }
+            _ => {}
         }
-        ArchiveEvent::Stripe(report) => trace.add(report, clock.now()),
-        _ => {}
     };
     let how = ArchiveOptions {
         plan: options.plan.into(),
         codec: options.codec.into(),
         parallel: options.parallel,
     };
-    let mut signals = Signals::new()?;
     let archived = tokio::select! {
-        archived = client.archive(job, step, how, &mut on_event) => archived,
-        which = signals.next() => {
-            let name = named(job, step);
-            let failure = interrupted(which, &format!("the nodes go on archiving {name}"));
-            return Err(failure.with_hint(format!(
-                "`rapidraid archive {name}` shows the progress again, `rapidraid show {name}` the state"
-            )));
-        }
+        biased;
+        archived = client.archive(job, step, how, &mut on_event) => Ok(archived),
+        which = signals.next() => Err(which),
     };
     drop(bar);
     let took = clock.now();
@@ -111,6 +114,16 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         let failure = files::io_failure("write", path, &error);
         front.printer.note(&format!("no trace: {}", failure.message));
     }
+    let archived = archived.map_err(|which| {
+        let name = named(job, step);
+        let consequence = match has_begun {
+            true => format!("the nodes go on archiving {name}"),
+            false => format!("the nodes may have begun to archive {name}, and go on then"),
+        };
+        interrupted(which, &consequence).with_hint(format!(
+            "`rapidraid archive {name}` shows the progress again, `rapidraid show {name}` the state"
+        ))
+    })?;
     let report = archived.map_err(|error| connect::failure(&error))?;
     Ok(Box::new(Archived { report, took }))
 }
@@ -135,6 +148,7 @@ impl RestoreSource {
 
 /// Runs the command `restore`.
 pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
+    let mut signals = Signals::new()?;
     let record = options.record.as_deref().map(read_record).transpose()?;
     let nodes = record.iter().flat_map(SaveRecord::nodes).map(|node| node.address.clone());
     let client = connect::client_beside(&options.connect, &front.env, nodes.collect()).await?;
@@ -156,7 +170,7 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
                 .with_hint("name JOB/STEP or --record"));
         }
     };
-    let (clock, mut signals, name) = (SystemClock::new(), Signals::new()?, source.name());
+    let (clock, name) = (SystemClock::new(), source.name());
     let progress = watch(front, format!("restore {name}"));
     let restoring = async {
         match &source {
@@ -168,21 +182,19 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
             }
         }
     };
+    // Dropping the restore removes its temporary files.
     let restored = tokio::select! {
-        restored = restoring => restored,
-        which = signals.next() => {
-            // The restore has removed its temporary files when its future is dropped.
-            if is_new {
-                files::remove_empty_folder(&options.out);
-            }
-            return Err(interrupted(which, &format!("nothing of {name} was written")));
-        }
+        biased;
+        restored = restoring => Ok(restored),
+        which = signals.next() => Err(which),
     };
     let took = clock.now();
     connect::close(&client).await;
-    if is_new && restored.is_err() {
+    if is_new && !matches!(restored, Ok(Ok(_))) {
         files::remove_empty_folder(&options.out);
     }
+    let restored =
+        restored.map_err(|which| interrupted(which, &format!("nothing of {name} was written")))?;
     let report = restored.map_err(|error| {
         let failure = connect::failure(&error);
         match error {
@@ -258,12 +270,9 @@ impl CommandOutput for Archived {
     fn text(&self, paint: Paint) -> String {
         let report = &self.report;
         let stripes = counted(report.stripes, "stripe");
-        if report.reports.is_empty() && report.undropped == 0 {
-            let text = format!(
-                "{}/{}: nothing to do, {stripes} archived already\n",
-                report.job, report.step
-            );
-            return text + &listed("note", &report.notes, paint);
+        if report.total_bytes == 0 && report.undropped == 0 {
+            let (job, step) = (&report.job, report.step);
+            return format!("{job}/{step}: nothing to do, {stripes} archived already\n");
         }
         let dropped = match report.undropped {
             0 => "every piece was read back and proven, and the replicas are dropped".to_owned(),
@@ -271,14 +280,13 @@ impl CommandOutput for Archived {
                 "every piece was read back and proven; {some} of {stripes} keep replicas until their nodes answer again"
             ),
         };
-        let done = format!(
+        format!(
             "{} {}/{}: {stripes} in {:.2} s; {dropped}\n",
             paint.tint(Tint::Green, "archived"),
             report.job,
             report.step,
             self.took.as_secs_f64(),
-        );
-        done + &listed("note", &report.notes, paint)
+        )
     }
 }
 

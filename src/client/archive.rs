@@ -19,6 +19,8 @@ pub struct ArchiveReport {
     pub undropped: u64,
     /// Reports about the stripes that this call archived.
     pub reports: Vec<StripeReport>,
+    /// Number of bytes of the stripes that were not archived, or not dropped, at the beginning.
+    pub total_bytes: u64,
     /// Messages for the operator.
     pub notes: Vec<String>,
 }
@@ -64,13 +66,16 @@ impl Client {
             stripes: 0,
             undropped: 0,
             reports: Vec::new(),
+            total_bytes: 0,
             notes: Vec::new(),
         };
         loop {
             let event: ArchiveEvent = exchange.answer().await?;
             on_event(&event);
             match event {
-                ArchiveEvent::Progress { .. } => {}
+                ArchiveEvent::Progress { total_bytes, .. } => {
+                    report.total_bytes = report.total_bytes.max(total_bytes);
+                }
                 ArchiveEvent::Stripe(mut stripe) => {
                     // The times of single jobs are for traces, which receive them as they come. For
                     // thousands of stripes they would fill the memory.

@@ -160,14 +160,6 @@ pub enum ClientError {
         /// The cause.
         source: DiskError,
     },
-    /// Reading a local file failed.
-    #[error("{path}: {source}")]
-    Input {
-        /// The path of the file.
-        path: String,
-        /// The cause.
-        source: io::Error,
-    },
     /// A call failed.
     #[error(transparent)]
     Call(#[from] CallError),
@@ -228,7 +220,7 @@ impl ClientError {
             ClientError::Lost { .. } => ErrorKind::Lost,
             ClientError::FileExists { .. } | ClientError::InTheWay { .. } => ErrorKind::Exists,
             ClientError::Output { source, .. } => source.kind(),
-            ClientError::Input { .. } | ClientError::SaveId { .. } => ErrorKind::Io,
+            ClientError::SaveId { .. } => ErrorKind::Io,
             ClientError::CalledOff { .. } => ErrorKind::Corrupt,
             ClientError::Call(error) => error.kind(),
             ClientError::Net(error) => error.kind(),

@@ -1,7 +1,7 @@
 //! The policy for committed steps: which stay replicated, which are archived and which are retired.
 //!
 //! [`Rule::fate`] decides by a step's number and by its place among the job's committed steps, and
-//! by nothing else. docs/semantics.md, section 8, describes which daemon applies the policy, and
+//! by nothing else. docs/semantics.md, section 9, describes which daemon applies the policy, and
 //! how.
 
 use std::collections::BTreeMap;

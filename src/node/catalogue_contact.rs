@@ -1,16 +1,18 @@
-//! The last contact of this node with a catalogue server.
+//! What this node knows of whether a catalogue answers.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Whether a catalogue answers this node's registrations, and how often one has answered.
 #[derive(Default)]
 pub(in crate::node) struct CatalogueContact {
+    /// Whether no catalogue answered the last registration.
     is_silent: AtomicBool,
+    /// How often a catalogue has answered, or has begun.
     answers: AtomicU64,
 }
 
 impl CatalogueContact {
-    /// Records that a catalogue has answered.
+    /// Records that a catalogue has answered, or that a new one has begun.
     pub(in crate::node) fn record_answer(&self) {
         self.is_silent.store(false, Ordering::Relaxed);
         self.answers.fetch_add(1, Ordering::Relaxed);

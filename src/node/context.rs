@@ -20,7 +20,8 @@ use crate::store::Store;
 use crate::wire::{NodeAddress, RemoteError};
 use crate::workers::Workers;
 
-/// The identity, the settings and the resources of a node, and its access to the catalogue.
+/// The identity, the settings and the resources of a node, its access to the catalogue, and its
+/// tasks.
 pub(super) struct NodeContext {
     pub(super) settings: NodeSettings,
     pub(super) id: NodeId,
@@ -33,7 +34,9 @@ pub(super) struct NodeContext {
     pub(super) catalogue_server: CatalogueServer,
     /// Access to the catalogue while another node serves it.
     pub(super) remote: Arc<RemoteCatalogue>,
+    /// Whether a catalogue answers.
     pub(super) catalogue_contact: CatalogueContact,
+    /// The tasks of all services.
     pub(super) tasks: Tasks,
 }
 

@@ -20,11 +20,21 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
 /// A received request, with the memory reserved for it until it is parsed.
 pub(in crate::node) struct Request {
-    pub(in crate::node) frame: Bytes,
-    pub(in crate::node) _memory: Reservation,
+    frame: Bytes,
+    _memory: Reservation,
 }
 
 impl Request {
+    /// Creates a request from its frame and the memory reserved for it.
+    pub(in crate::node) fn new(frame: Bytes, memory: Reservation) -> Self {
+        Self { frame, _memory: memory }
+    }
+
+    /// Returns the frame.
+    pub(in crate::node) fn frame(&self) -> &Bytes {
+        &self.frame
+    }
+
     /// Parses the request. Returns the call and releases the memory.
     pub(in crate::node) fn parse<C: Call>(self) -> Result<C, WireError> {
         let (_, body) = split_request(&self.frame)?;
@@ -34,6 +44,7 @@ impl Request {
 
 /// An open call on the serving side.
 pub(in crate::node) struct IncomingCall {
+    /// The node that serves the call.
     pub(in crate::node) context: Arc<NodeContext>,
     /// The peer that made the call.
     pub(in crate::node) peer: Peer,

@@ -125,10 +125,10 @@ impl Node {
             budgets.archive.clone(),
         ));
         let services = Services::new(&context, &budgets, &executor, segmentation_offload);
-        services.spawn_background_work(&context.tasks);
         let rpc = RpcServer::new(context.clone(), budgets.clone(), transport.clone(), services);
         let rpc = Arc::new(rpc);
         context.tasks.spawn_until_stop(rpc.clone().accept_connections());
+        rpc.services().spawn_background_work(&context.tasks);
         Ok(Arc::new(Self { context, budgets, transport, rpc }))
     }
 

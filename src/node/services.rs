@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::background::archiving_takeover::ArchivingTakeover;
-use super::background::catch_up::CatchUp;
+use super::background::catch_up::CatchUpRounds;
 use super::background::keep_registered::RegistrationRenewal;
 use super::background::orphan_gc::OrphanGc;
 use super::background::replica_gc::ReplicaGc;
@@ -64,7 +64,7 @@ pub(in crate::node) struct Services {
     pub(in crate::node) status_report: Arc<StatusReport>,
     // Work without a request.
     pub(in crate::node) registration_renewal: Arc<RegistrationRenewal>,
-    pub(in crate::node) catch_up: Arc<CatchUp>,
+    pub(in crate::node) catch_up: Arc<CatchUpRounds>,
     pub(in crate::node) takeover: Arc<ArchivingTakeover>,
     pub(in crate::node) retention: Arc<Retention>,
     pub(in crate::node) save_recovery: Arc<SaveRecovery>,
@@ -80,101 +80,104 @@ impl Services {
         executor: &Arc<Executor>,
         segmentation_offload: bool,
     ) -> Self {
-        let (context, budgets, executor) =
-            (|| context.clone(), || budgets.clone(), || executor.clone());
         let catching_up = Arc::new(CatchUpRequests::default());
         let damaged_records = Arc::new(DamagedRecords::default());
-        let registration = Arc::new(Registration::new(context(), catching_up.clone()));
+        let registration = Arc::new(Registration::new(context.clone(), catching_up.clone()));
 
-        let fencing = Arc::new(Fencing::new(context(), registration.clone()));
+        let fencing = Arc::new(Fencing::new(context.clone(), registration.clone()));
         let shard_records =
-            Arc::new(ShardRecords::new(context(), fencing.clone(), damaged_records.clone()));
+            Arc::new(ShardRecords::new(context.clone(), fencing.clone(), damaged_records.clone()));
         let mending = Arc::new(Mending::new(
-            context(),
+            context.clone(),
             fencing.clone(),
-            budgets(),
-            executor(),
+            budgets.clone(),
+            executor.clone(),
             shard_records.clone(),
         ));
         let examination =
-            Arc::new(Examination::new(context(), mending.clone(), damaged_records.clone()));
-        let block_writes = Arc::new(BlockWrites::new(context(), fencing.clone(), budgets()));
+            Arc::new(Examination::new(context.clone(), mending.clone(), damaged_records.clone()));
+        let block_writes =
+            Arc::new(BlockWrites::new(context.clone(), fencing.clone(), budgets.clone()));
         let replica_copies = Arc::new(ReplicaCopies::new(
-            context(),
+            context.clone(),
             fencing.clone(),
-            budgets(),
-            executor(),
+            budgets.clone(),
+            executor.clone(),
             block_writes.clone(),
             mending.clone(),
             shard_records.clone(),
         ));
-        let file_reads = Arc::new(FileReads::new(context(), budgets()));
-        let plan_parts =
-            Arc::new(PlanParts::new(context(), fencing.clone(), executor(), mending.clone()));
-        let disk_space = Arc::new(DiskSpace::new(context()));
+        let file_reads = Arc::new(FileReads::new(context.clone(), budgets.clone()));
+        let plan_parts = Arc::new(PlanParts::new(
+            context.clone(),
+            fencing.clone(),
+            executor.clone(),
+            mending.clone(),
+        ));
+        let disk_space = Arc::new(DiskSpace::new(context.clone()));
 
-        let membership = Arc::new(Membership::new(context()));
-        let inventory_reader = Arc::new(InventoryReader::new(context()));
-        let majority_checks = Arc::new(MajorityChecks::new(context(), membership.clone()));
-        let catalogue_calls = Arc::new(CatalogueCalls::new(context()));
+        let membership = Arc::new(Membership::new(context.clone()));
+        let inventory_reader = Arc::new(InventoryReader::new(context.clone()));
+        let majority_checks = Arc::new(MajorityChecks::new(context.clone(), membership.clone()));
+        let catalogue_calls = Arc::new(CatalogueCalls::new(context.clone()));
         let rebuild = Arc::new(CatalogueRebuild::new(
-            context(),
+            context.clone(),
             membership.clone(),
             inventory_reader.clone(),
         ));
         let transfer = Arc::new(CatalogueTransfer::new(
-            context(),
+            context.clone(),
             membership.clone(),
             majority_checks.clone(),
             catalogue_calls.clone(),
             rebuild.clone(),
         ));
-        let node_removal = Arc::new(NodeRemoval::new(context()));
+        let node_removal = Arc::new(NodeRemoval::new(context.clone()));
 
-        let removal = Arc::new(SaveRemoval::new(context()));
-        let saves = Arc::new(SaveGateway::new(context(), removal.clone()));
+        let removal = Arc::new(SaveRemoval::new(context.clone()));
+        let saves = Arc::new(SaveGateway::new(context.clone(), removal.clone()));
         let outage_reader = Arc::new(OutageReader::new(
-            context(),
+            context.clone(),
             fencing.clone(),
             membership.clone(),
             inventory_reader.clone(),
         ));
         let steps = Arc::new(CommittedSteps::new(
-            context(),
+            context.clone(),
             catalogue_calls.clone(),
             outage_reader.clone(),
             removal.clone(),
         ));
 
         let replica_gc = Arc::new(ReplicaGc::new(
-            context(),
+            context.clone(),
             fencing.clone(),
             shard_records.clone(),
             disk_space.clone(),
         ));
         let registration_renewal = Arc::new(RegistrationRenewal::new(
-            context(),
-            executor(),
+            context.clone(),
+            executor.clone(),
             registration.clone(),
             catching_up.clone(),
             membership.clone(),
             replica_gc.clone(),
         ));
-        let catch_up = Arc::new(CatchUp::new(
-            context(),
+        let catch_up = Arc::new(CatchUpRounds::new(
+            context.clone(),
             fencing.clone(),
             registration,
             catching_up,
             shard_records.clone(),
         ));
-        let takeover = Arc::new(ArchivingTakeover::new(context()));
-        let orphan_gc = Arc::new(OrphanGc::new(context(), inventory_reader, removal.clone()));
-        let retention = Arc::new(Retention::new(context(), removal.clone()));
+        let takeover = Arc::new(ArchivingTakeover::new(context.clone()));
+        let orphan_gc = Arc::new(OrphanGc::new(context.clone(), inventory_reader, removal.clone()));
+        let retention = Arc::new(Retention::new(context.clone(), removal.clone()));
         let save_recovery =
-            Arc::new(SaveRecovery::new(context(), saves.clone(), removal, retention.clone()));
+            Arc::new(SaveRecovery::new(context.clone(), saves.clone(), removal, retention.clone()));
         let status_report = Arc::new(StatusReport::new(
-            context(),
-            budgets(),
+            context.clone(),
+            budgets.clone(),
             mending.clone(),
             damaged_records,
             disk_space.clone(),
@@ -210,6 +213,7 @@ impl Services {
             replica_gc,
         }
     }
+
     /// Spawns the work that the services do without a request.
     pub(in crate::node) fn spawn_background_work(&self, tasks: &Tasks) {
         tasks.spawn_until_stop(self.registration_renewal.clone().keep_registered());

@@ -41,7 +41,8 @@ impl Tasks {
         self.stop.child_token()
     }
 
-    /// Cancels the tasks. The next task that is spawned is cancelled at once.
+    /// Cancels the tasks of [`spawn_until_stop`](Self::spawn_until_stop), also those that are
+    /// spawned later. The others run to their end.
     pub(in crate::node) fn stop(&self) {
         self.stop.cancel();
         self.tracker.close();

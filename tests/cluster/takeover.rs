@@ -105,10 +105,6 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
         }
         taken_over += 1;
 
-        let other = world.client_of(4);
-        let error = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
-        assert!(error.to_string().contains("node03"), "{error}");
         // No client repeats the request. After the lease has ended, another daemon resumes the
         // archiving.
         until_archived(&world, &client).await;
@@ -117,6 +113,7 @@ async fn another_daemon_goes_on_when_the_coordinator_died() {
         world.boot(coordinator);
         world.until_live(6).await;
         until_dropped(&world).await;
+        let other = world.client_of(4);
         let report = other.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
         assert_eq!((report.stripes, report.undropped), (STRIPES as u64, 0));
         let held = world.assert_invariant(&client, 1).await;
@@ -292,21 +289,41 @@ async fn a_block_both_of_whose_nodes_are_away_waits_for_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_second_archiving_is_told_who_is_at_it() {
+async fn a_second_archiving_watches_the_first() {
     let world = World::start(4, &[(4, 2)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(LEN, 1))]).await;
     let (mut told, task) = archiving(world.client_of(2));
     told.recv().await.unwrap();
     let second = world.client_of(3);
-    let error = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
-    assert!(error.to_string().contains("node02"), "{error}");
+    let report = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+    assert_eq!((report.stripes, report.undropped, report.reports.len()), (STRIPES as u64, 0, 0));
+    assert!(report.total_bytes > 0 && report.notes[0].contains("node02"), "{report:?}");
     assert_eq!(task.await.unwrap().unwrap(), STRIPES as u64);
     // A further archiving finds nothing to do and reports that.
     let report = second.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
     assert_eq!((report.stripes, report.undropped, report.reports.len()), (STRIPES as u64, 0, 0));
     world.assert_invariant(&client, 1).await;
+    assert_exact(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_archiving_goes_on_when_the_first_coordinator_dies() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let (mut told, _task) = archiving(world.client_of(3));
+    told.recv().await.unwrap();
+    let second = world.client_of(4);
+    let watching =
+        tokio::spawn(async move { second.archive(&job(), None, one_by_one(), &mut |_| ()).await });
+    world.kill(3).await;
+    let report = watching.await.unwrap().unwrap();
+    assert_eq!(report.stripes, STRIPES as u64, "{report:?}");
+    assert!(report.notes[0].contains("node03"), "{report:?}");
+    world.boot(3);
+    until_dropped(&world).await;
     assert_exact(&client, 1).await;
     world.assert_idle().await;
 }

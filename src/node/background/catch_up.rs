@@ -30,7 +30,7 @@ use crate::node::storage::fencing::{Fencing, read_marked_save};
 use crate::node::storage::node_inventory;
 use crate::node::storage::records_and_drops::ShardRecords;
 use crate::store::{Store, StoreError};
-use crate::wire::calls::{self, ListRemovedSaves, PutMark, StandingAnswer};
+use crate::wire::calls::{CatchUp, ListRemovedSaves, PutMark, StandingAnswer};
 use crate::wire::{NodeAddress, RemoteError};
 
 /// Maximum number of removed saves in one page.
@@ -52,7 +52,7 @@ struct LocalMarks {
 }
 
 /// The service that catches up with commits and removals that this node missed.
-pub(in crate::node) struct CatchUp {
+pub(in crate::node) struct CatchUpRounds {
     context: Arc<NodeContext>,
     fencing: Arc<Fencing>,
     registration: Arc<Registration>,
@@ -60,7 +60,7 @@ pub(in crate::node) struct CatchUp {
     shard_records: Arc<ShardRecords>,
 }
 
-impl CatchUp {
+impl CatchUpRounds {
     /// Creates the service.
     pub(in crate::node) fn new(
         context: Arc<NodeContext>,
@@ -102,7 +102,7 @@ impl CatchUp {
 
     pub(in crate::node) async fn catch_up_on_request(
         &self,
-        call: calls::CatchUp,
+        call: CatchUp,
     ) -> Result<(), RemoteError> {
         self.run_catch_up_round(call.without.as_ref()).await
     }

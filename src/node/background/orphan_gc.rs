@@ -276,7 +276,7 @@ impl OrphanGc {
                 return OrphanVerdict::Remove(RemoveReason::Deleted);
             }
         }
-        match self.inventory_reader.is_marked_if_all_answer(storage_nodes, save).await {
+        match self.inventory_reader.is_marked_on_any_of_all(storage_nodes, save).await {
             Some(true) => OrphanVerdict::Retain(RetainReason::Marked),
             Some(false) => OrphanVerdict::Remove(RemoveReason::Aborted),
             None => OrphanVerdict::Retain(RetainReason::NotAllAsked),

@@ -191,7 +191,7 @@ impl ReplicaGc {
                 store.put_record_file(scope, &name, &bytes)
             })
             .await?;
-        self.fencing.ensure_not_removed_or_purge(save).await?;
+        self.fencing.purge_and_refuse_if_removed(save).await?;
         Ok(true)
     }
 }

@@ -1,5 +1,5 @@
 //! The policy, applied by the catalogue server: old steps are archived or retired
-//! (docs/semantics.md, 8).
+//! (docs/semantics.md, 9).
 //!
 //! One round runs per lease period. Each round decides from what the catalogue says at that time;
 //! what is remembered between two rounds only saves work. A round begins at most one archiving and

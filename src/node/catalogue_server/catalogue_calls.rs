@@ -27,7 +27,7 @@ impl CatalogueCalls {
     /// Returns the catalogue that this node serves.
     ///
     /// # Errors
-    /// Fails with kind `Unavailable` if it serves none.
+    /// [`CatalogueServerError::CatalogueNotServed`] if it serves none.
     pub(in crate::node) fn require_local_catalogue(
         &self,
     ) -> Result<Arc<LocalCatalogue>, RemoteError> {

@@ -247,7 +247,7 @@ impl InventoryReader {
 
     /// Returns whether any of `nodes` has a commit mark of `save`, or `None` if not all of them
     /// answer.
-    pub(in crate::node) async fn is_marked_if_all_answer(
+    pub(in crate::node) async fn is_marked_on_any_of_all(
         &self,
         nodes: &[NodeRecord],
         save: SaveId,

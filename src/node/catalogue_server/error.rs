@@ -52,7 +52,7 @@ pub(in crate::node) enum CatalogueServerError {
     /// A node refuses the epoch that a rebuild claims.
     #[error("node {node} refuses epoch {epoch}: {reason}")]
     EpochRefused { node: PeerName, epoch: Epoch, reason: String },
-    /// Less than a majority of the storage nodes have a commit mark of a step.
+    /// Half or fewer of the storage nodes have a commit mark of a step.
     #[error(
         "{marked} of {all} storage nodes have a commit mark of {job}/{step}, {needed} are needed: rebuild again"
     )]
@@ -112,7 +112,7 @@ pub(in crate::node) enum CatalogueServerError {
     /// A step is being saved, so that the nodes of its ring are not known.
     #[error("{job}/{step} is being saved: wait until it is done")]
     SaveOpen { job: Job, step: Step },
-    /// Less than a majority of the other storage nodes have caught up before a removal.
+    /// Half or fewer of the other storage nodes have caught up before a removal.
     #[error(
         "{caught_up} of the {others} storage nodes besides {node} know what is committed, {needed} are needed before it leaves ({reason})"
     )]

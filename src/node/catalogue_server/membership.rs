@@ -100,9 +100,7 @@ impl Membership {
     }
 
     /// Stores the list of nodes, to be used when no catalogue answers.
-    pub(in crate::node) async fn fetch_and_store_members(
-        &self,
-    ) -> Result<(), crate::wire::RemoteError> {
+    pub(in crate::node) async fn fetch_and_store_members(&self) -> Result<(), RemoteError> {
         let met_before: Vec<PeerName> = {
             let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
             met.keys().cloned().collect()

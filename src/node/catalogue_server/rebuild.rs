@@ -50,7 +50,8 @@ struct Rebuild<'a> {
     accept_loss: bool,
 }
 
-/// The service that rebuilds a lost catalogue.
+/// The service that rebuilds a lost catalogue. It also answers claims of an epoch, and creates and
+/// opens catalogue databases, here and for a move.
 pub(in crate::node) struct CatalogueRebuild {
     context: Arc<NodeContext>,
     membership: Arc<Membership>,

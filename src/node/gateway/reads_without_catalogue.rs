@@ -155,7 +155,8 @@ impl OutageReader {
         if self.context.local_catalogue().is_some() {
             return Some(catalogue_read.await);
         }
-        if self.context.catalogue_contact.is_silent() || self.cached_snapshot().is_some() {
+        let has_snapshot = self.cached_snapshot().is_some();
+        if has_snapshot || self.context.catalogue_contact.is_silent() {
             return None;
         }
         // A short probe finds out whether a catalogue answers; the read itself may take its time.
@@ -167,14 +168,14 @@ impl OutageReader {
         (!is_away).then_some(known)
     }
 
-    /// Returns the last snapshot, unless it is too old or a catalogue has answered since.
+    /// Returns the last snapshot. Drops it if it is too old or a catalogue has answered since.
     fn cached_snapshot(&self) -> Option<Arc<MarkSnapshot>> {
-        let cached = self.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_fresh = |cached: &&CachedSnapshot| {
-            self.context.clock.now() < cached.taken_at.saturating_add(SNAPSHOT_LASTS)
-                && cached.catalogue_answers == self.context.catalogue_contact.answers()
-        };
-        cached.as_ref().filter(is_fresh).map(|cached| cached.snapshot.clone())
+        let mut cached = self.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+        cached.take_if(|cached| {
+            self.context.clock.now() >= cached.taken_at.saturating_add(SNAPSHOT_LASTS)
+                || cached.catalogue_answers != self.context.catalogue_contact.answers()
+        });
+        cached.as_ref().map(|cached| cached.snapshot.clone())
     }
 
     /// Returns a page of the committed steps, in order.
@@ -350,7 +351,7 @@ impl OutageReader {
         Ok(look)
     }
 
-    /// Reads the marks of all nodes in `look.heard`, and removes from it the nodes that do not give
+    /// Reads the marks of all nodes in `snapshot.heard`, and removes from it the nodes that do not give
     /// all of theirs. Returns the marked saves that no node has recorded as removed, and the saves
     /// of which only damaged marks were seen.
     async fn read_unremoved_marks(
@@ -428,7 +429,7 @@ impl OutageReader {
 
     /// Returns which of the marked saves some node has recorded as removed. A reported removal has
     /// left a tombstone or a removed-save entry on one of the nodes heard. A node that does not
-    /// answer is removed from `look.heard`.
+    /// answer is removed from `snapshot.heard`.
     async fn fetch_removed_among_marked(
         &self,
         snapshot: &mut MarkSnapshot,

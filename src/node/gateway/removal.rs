@@ -68,7 +68,7 @@ impl SaveRemoval {
         reason: RemoveReason,
     ) -> Result<UnpublishOutcome, RemoteError> {
         let mut found = UnpublishOutcome::NotCommitted;
-        // `update` calls this again if the record has changed meanwhile, either by another writer
+        // `update_record` calls this again if the record has changed meanwhile, either by another writer
         // or by a write of this daemon whose answer was lost.
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {

@@ -155,17 +155,17 @@ impl RpcServer {
             }
             Err(_) => return served.recv.stop(ErrorKind::Timeout.wire_code()),
         };
-        let number = match split_request(&request.frame) {
+        let number = match split_request(request.frame()) {
             Ok((number, _)) => number,
             Err(error) => return served.refuse(error.into()).await,
         };
         let Some((_, name, who)) = ALL.iter().find(|(known, _, _)| *known == number) else {
             return served.refuse(RpcError::CallUnknown { number }.into()).await;
         };
-        if request.frame.len() > SHORT_REQUEST_BYTES && !LONG_CALLS.contains(&number) {
+        if request.frame().len() > SHORT_REQUEST_BYTES && !LONG_CALLS.contains(&number) {
             let too_long = RpcError::RequestTooLong {
                 call: name,
-                len_bytes: request.frame.len(),
+                len_bytes: request.frame().len(),
                 limit_bytes: SHORT_REQUEST_BYTES,
             };
             return served.refuse(too_long.into()).await;
@@ -191,7 +191,7 @@ impl RpcServer {
             limit_bytes: share.total_bytes(),
         })?;
         let frame = recv.read_frame(MAX_FRAME_BYTES).await?;
-        Ok(frame.map(|frame| Request { frame, _memory: memory }))
+        Ok(frame.map(|frame| Request::new(frame, memory)))
     }
 
     /// Parses the request, does the work and answers. The work is cancelled if the caller resets

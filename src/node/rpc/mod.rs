@@ -1,4 +1,4 @@
-//! Connections and calls: admission, limits, dispatch, and errors as a caller sees them.
+//! Connections and calls: admission, limits and dispatch; the status of the node.
 
 pub(super) mod dispatch;
 pub(super) mod error;

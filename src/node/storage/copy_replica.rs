@@ -68,7 +68,7 @@ impl ReplicaCopies {
             }
             copied => copied?,
         }
-        self.fencing.ensure_not_removed_or_purge(call.stripe.shard.save()).await?;
+        self.fencing.purge_and_refuse_if_removed(call.stripe.shard.save()).await?;
         self.shard_records.ensure_replicated_or_drop(call.stripe).await
     }
 

@@ -294,9 +294,9 @@ impl Mending {
         block: u8,
     ) -> Result<(), RemoteError> {
         self.shard_records.ensure_replicated_or_drop(stripe).await?;
-        self.fencing.ensure_not_removed_or_purge(stripe.shard.save()).await?;
+        self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
         self.rebuild_replica_from_grains(stripe, block).await?;
-        self.fencing.ensure_not_removed_or_purge(stripe.shard.save()).await?;
+        self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
         self.shard_records.ensure_replicated_or_drop(stripe).await
     }
 

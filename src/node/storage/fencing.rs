@@ -163,7 +163,7 @@ impl Fencing {
             raise_fence(store, shard, next)
         });
         let fence = fence.await?;
-        self.ensure_not_removed_or_purge(shard.save()).await?;
+        self.purge_and_refuse_if_removed(shard.save()).await?;
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
         if fences.len() >= MAX_CACHED_TOMBSTONES {
             fences.clear();

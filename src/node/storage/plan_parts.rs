@@ -36,12 +36,12 @@ impl PlanParts {
         Self { context, fencing, executor, mending }
     }
 
-    /// Reserves the memory and disk space of this node's part of a plan.
     /// Passes a stream to the part that waits for it.
     pub(in crate::node) fn accept_stream(&self, header: &StreamHeader, stream: IncomingStream) {
         self.executor.accept_stream(header, stream);
     }
 
+    /// Reserves the memory and disk space of this node's part of a plan.
     pub(in crate::node) async fn reserve_part(&self, call: ReservePart) -> Result<(), RemoteError> {
         let order = call.order;
         self.fencing
@@ -78,7 +78,7 @@ impl PlanParts {
             return Err(RunError::Unknown.into());
         };
         let result = self.executor.run_reserved(run, cancelled).await;
-        self.fencing.ensure_not_removed_or_purge(stripe.shard.save()).await?;
+        self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
         if let Err(error) = &result {
             tracing::warn!(node = %self.context.settings.name, %error, "a part of a plan failed");
             if let RunError::Store(StoreError::Conflict { key })

@@ -51,7 +51,7 @@ impl Fencing {
     ///
     /// # Errors
     /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed.
-    pub(in crate::node) async fn ensure_not_removed_or_purge(
+    pub(in crate::node) async fn purge_and_refuse_if_removed(
         &self,
         save: SaveId,
     ) -> Result<(), RemoteError> {

@@ -169,7 +169,7 @@ impl BlockWrites {
         let finishing = self.context.on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
-        self.fencing.ensure_not_removed_or_purge(call.stripe.shard.save()).await?;
+        self.fencing.purge_and_refuse_if_removed(call.stripe.shard.save()).await?;
         Ok(Some(PutBlockAnswer { forwarded }))
     }
 

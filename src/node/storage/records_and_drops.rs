@@ -88,7 +88,7 @@ impl ShardRecords {
         self.context
             .on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
             .await?;
-        self.fencing.ensure_not_removed_or_purge(call.shard.save()).await
+        self.fencing.purge_and_refuse_if_removed(call.shard.save()).await
     }
 
     /// Returns the bytes of a record, if this node has it, and remembers whether they are damaged.
@@ -121,7 +121,7 @@ impl ShardRecords {
         self.context
             .on_store(move |store| store.put_record_file(scope, &name, &call.bytes))
             .await?;
-        self.fencing.ensure_not_removed_or_purge(shard.save()).await
+        self.fencing.purge_and_refuse_if_removed(shard.save()).await
     }
 
     /// Stores a commit mark.
@@ -142,7 +142,7 @@ impl ShardRecords {
                 store.raise_epoch(call.epoch)
             })
             .await?;
-        self.fencing.ensure_not_removed_or_purge(shard.save()).await
+        self.fencing.purge_and_refuse_if_removed(shard.save()).await
     }
 
     /// Stores a receipt. This node must have each piece that the receipt ascribes to it.
@@ -164,7 +164,7 @@ impl ShardRecords {
                 store.raise_epoch(call.owner.epoch).map_err(RemoteError::from)
             })
             .await?;
-        self.fencing.ensure_not_removed_or_purge(save).await
+        self.fencing.purge_and_refuse_if_removed(save).await
     }
 
     /// Stores a tombstone. Does nothing if the save is in the removed-save set.

@@ -9,6 +9,7 @@ use tokio::task::JoinHandle;
 
 use super::error::ArchiveError;
 use super::owned_shard::OwnedShard;
+use super::watch_request::WatchOutcome;
 use crate::catalogue::record_access::{
     ArchiveRequest, MAX_WHY_CHARS, RecordSetOutcome, archive_request_key, checkpoint_key,
     compare_and_set_record, parse_record, read_record, shard_roots_prefix,
@@ -175,18 +176,30 @@ impl Coordinator {
         events: &ArchiveEventSender,
     ) -> Result<(), ArchiveError> {
         let StepRef { job, step } = step_ref;
-        let save = self.find_committed_save(step_ref).await?;
+        let mut watched = None;
         loop {
-            let owner = match self.open_request((job, step, save), options).await? {
+            let save = self.find_committed_save(step_ref).await?;
+            let node = match self.open_request((job, step, save), options).await? {
                 OpenedRequest::Claimed(claim) => return self.run_request(&claim, events).await,
-                OpenedRequest::RunBy(node) => self.fetch_directory().await?.name(node),
+                OpenedRequest::RunBy(node) => node,
             };
+            let owner = self.fetch_directory().await?.name(node);
             if events.is_closed() {
                 return Err(ArchiveError::Owned { what: step_ref.to_string(), owner });
             }
-            let note = format!("{owner} archives {step_ref} already: this is its progress");
-            let _ = events.send(ArchiveEvent::Note(note)).await;
-            self.watch_request(step_ref, save, events).await?;
+            if watched.replace(node) != Some(node) {
+                let note = format!("{owner} archives {step_ref} already: this is its progress");
+                let _ = events.send(ArchiveEvent::Note(note)).await;
+            }
+            match self.watch_request(step_ref, save, events).await? {
+                WatchOutcome::Finished => return Ok(()),
+                WatchOutcome::Vacant => {}
+                WatchOutcome::Waiting { node, reason } => {
+                    let owner = self.fetch_directory().await?.name(node);
+                    let what = step_ref.to_string();
+                    return Err(ArchiveError::Deferred { what, owner, reason });
+                }
+            }
         }
     }
 

@@ -30,6 +30,16 @@ pub enum ArchiveError {
         /// The owner.
         owner: String,
     },
+    /// The coordinator that was watched has failed, and the nodes will try again.
+    #[error("{owner} could not archive {what} now ({reason}); the nodes try again by themselves")]
+    Deferred {
+        /// The step.
+        what: String,
+        /// The node whose coordinator failed.
+        owner: String,
+        /// The reason.
+        reason: String,
+    },
     /// A newer owner took the shard, or the shard is being removed.
     #[error("shard {shard} has a newer owner, or is being removed: archiving stopped")]
     Fenced {
@@ -149,7 +159,8 @@ impl ArchiveError {
             ArchiveError::Owned { .. } => ErrorKind::Exists,
             ArchiveError::Fenced { .. } => ErrorKind::Fenced,
             ArchiveError::NoCode { .. } => ErrorKind::Invalid,
-            ArchiveError::NoSpare { .. }
+            ArchiveError::Deferred { .. }
+            | ArchiveError::NoSpare { .. }
             | ArchiveError::BlockUnreachable { .. }
             | ArchiveError::Unregistered { .. } => ErrorKind::Unavailable,
             // A node that did not answer may have the record.

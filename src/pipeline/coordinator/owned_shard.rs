@@ -15,6 +15,7 @@ use crate::code::{Code, CodeId, Layout, RsCode, table};
 use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
+use crate::kind::ErrorKind;
 use crate::pipeline::record_fetch;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
@@ -229,8 +230,8 @@ impl OwnedShard {
             }
         }
         self.ensure_owned()?;
-        let (reason, seeds) = ("its record changes again and again".into(), key);
-        Err(CatalogueError::Unreachable { seeds, reason }.into())
+        let message = format!("the record {key} changes again and again: try again later");
+        Err(CatalogueError::Refused { kind: ErrorKind::Unavailable, message }.into())
     }
 
     fn is_owned_by_us(&self, state: &ShardState) -> bool {

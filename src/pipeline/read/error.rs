@@ -6,7 +6,6 @@ use super::UnreadableStripe;
 use crate::code::CodeError;
 use crate::id::StripeId;
 use crate::kind::ErrorKind;
-use crate::pipeline::busy_retry::BUSY_LIMIT;
 use crate::plan::check::PlanError;
 use crate::workers::WorkerDied;
 
@@ -18,9 +17,7 @@ pub enum ReadError {
     #[error("{0}")]
     Lost(UnreadableStripe),
     /// A node whose files are needed was busy until the retries ended.
-    #[error(
-        "stripe {stripe}: node {node} has been busy for {BUSY_LIMIT:?} ({reason}): try again later"
-    )]
+    #[error("stripe {stripe}: node {node} is busy ({reason}): try again later")]
     Busy {
         /// The stripe.
         stripe: StripeId,

@@ -102,7 +102,7 @@ impl RetrySchedule {
     }
 
     /// Returns the work that waits for a retry, for display.
-    pub(in crate::node) fn policy_waits(&self) -> impl Iterator<Item = PolicyWait> {
+    pub(in crate::node) fn pending_retries(&self) -> impl Iterator<Item = PolicyWait> {
         self.waits.values().map(|wait| PolicyWait {
             job: wait.job.clone(),
             step: wait.step,
@@ -140,7 +140,7 @@ mod tests {
             }
         }
         assert_eq!(tries, [0, 10, 30, 70, 150]);
-        let seen: Vec<u32> = waits.policy_waits().map(|view| view.failures).collect();
+        let seen: Vec<u32> = waits.pending_retries().map(|view| view.failures).collect();
         assert_eq!(seen, [5]);
         waits.forget_unseen();
         waits.forget_unseen();

@@ -9,8 +9,8 @@ use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
 use super::durable_paths::if_found;
 use super::durable_paths::{file_path, stripe_dir};
-use super::source_file::SourceFile;
 use super::stored_file::{StoredFile, read_tail, read_tail_past_cache};
+use super::unverified_file::UnverifiedFile;
 use crate::format::file::{FileHeader, FileKey, FileName};
 use crate::format::grain_set::GrainSet;
 use crate::format::records::{Damage, Record};
@@ -104,7 +104,7 @@ impl Store {
     /// # Errors
     /// [`DiskError::NotFound`] if there is none, and [`StoreError::Misplaced`] if its header names
     /// another file.
-    pub fn open_grain_source(&self, key: FileKey) -> Result<SourceFile, StoreError> {
+    pub fn open_grain_source(&self, key: FileKey) -> Result<UnverifiedFile, StoreError> {
         let file = self.disk().open(&file_path(key))?;
         let tail = match self.read_checked_tail(&*file, key) {
             Ok(tail) => Some(tail),
@@ -117,7 +117,7 @@ impl Store {
             .filter(|noted| noted.describes_current_file)
             .cloned();
         let damaged = noted.map(|noted| noted.damage.grains.clone()).unwrap_or_default();
-        Ok(SourceFile::new(file, tail, damaged))
+        Ok(UnverifiedFile::new(file, tail, damaged))
     }
 
     fn read_checked_tail(

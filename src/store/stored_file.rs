@@ -5,7 +5,7 @@ use super::StoreError;
 use super::disk::{AlignedBuffer, Disk, DiskError, DiskFile};
 use super::durable_paths::file_path;
 use super::file_index::FileInfo;
-use super::source_file::SourceFile;
+use super::unverified_file::UnverifiedFile;
 use crate::format::FormatError;
 use crate::format::file::{FileHeader, FileKey, TRAILER_BYTES, Trailer, parse_tail};
 use crate::format::grain_set::GrainSet;
@@ -65,8 +65,8 @@ impl StoredFile {
     }
 
     /// Converts the file into a source for readers that verify the bytes themselves.
-    pub fn into_source(self) -> SourceFile {
-        SourceFile::new(self.file, Some((self.header, self.tree)), GrainSet::default())
+    pub fn into_source(self) -> UnverifiedFile {
+        UnverifiedFile::new(self.file, Some((self.header, self.tree)), GrainSet::default())
     }
 
     /// Returns the header.

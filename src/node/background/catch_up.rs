@@ -107,10 +107,10 @@ impl CatchUpRounds {
         self.run_catch_up_round(call.without.as_ref()).await
     }
 
-    /// Runs one round of catching up, without asking the node `leaving_node`. The keys are read
+    /// Runs one round of catching up, without asking the node `without`. The keys are read
     /// before the removed-save sets: a removal that the catalogue forgets before its key is read is
     /// in those sets by then.
-    async fn run_catch_up_round(&self, leaving_node: Option<&PeerName>) -> Result<(), RemoteError> {
+    async fn run_catch_up_round(&self, without: Option<&PeerName>) -> Result<(), RemoteError> {
         let _alone = self.catching_up.begin_round().await;
         let catalogue = self.context.catalogue();
         let epoch = catalogue.epoch();
@@ -121,7 +121,7 @@ impl CatchUpRounds {
         let registered =
             self.registration.fetch_registration_revision().await?.ok_or_else(not_registered)?;
         let nodes = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
-        let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != leaving_node).collect();
+        let nodes: Vec<_> = nodes.filter(|node| Some(&node.name) != without).collect();
         let is_complete =
             || async { Ok::<_, RemoteError>(catalogue.get(NOTHING_FORGOTTEN).await?.is_some()) };
         // The witnesses are asked before the steps are read, so that a node that cannot catch up

@@ -155,7 +155,7 @@ impl ReplicaGc {
     ) -> Result<u32, RemoteError> {
         let mut dropped = self.shard_records.drop_replicas(call.clone()).await;
         if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
-            && self.fetch_and_store_receipt(catalogue, &call).await?
+            && self.copy_missing_receipt_from_peer(catalogue, &call).await?
         {
             dropped = self.shard_records.drop_replicas(call).await;
         }
@@ -165,7 +165,7 @@ impl ReplicaGc {
     /// Fetches the stripe's receipt from another node if this node has none. Returns whether it
     /// fetched one. The receipt may be an earlier one of the same attempt, which does not ascribe a
     /// piece to this node. It therefore counts only if all pieces that it names are where it says.
-    async fn fetch_and_store_receipt(
+    async fn copy_missing_receipt_from_peer(
         &self,
         catalogue: &dyn Catalogue,
         call: &DropReplicas,

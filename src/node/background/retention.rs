@@ -311,8 +311,8 @@ impl Retention {
             requests.iter().any(|(job, step, _)| (job, *step) == (&wait.job, wait.step))
         };
         let mut waiting: Vec<PolicyWait> =
-            desk.waits.policy_waits().filter(|wait| !is_asked(wait)).collect();
-        waiting.extend(self.lock_removal_retries().policy_waits());
+            desk.waits.pending_retries().filter(|wait| !is_asked(wait)).collect();
+        waiting.extend(self.lock_removal_retries().pending_retries());
         waiting.extend(requests.iter().filter_map(|(job, step, request)| {
             let (failures, why) = (request.failures, request.waiting.clone()?);
             Some(PolicyWait { job: job.clone(), step: *step, failures, why })

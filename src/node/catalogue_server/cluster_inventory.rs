@@ -104,7 +104,7 @@ impl ClusterInventory {
     }
 
     /// Returns the nodes in the rings of the committed shards.
-    pub(in crate::node) fn ring_nodes(&self) -> impl Iterator<Item = NodeId> + '_ {
+    pub(in crate::node) fn committed_ring_members(&self) -> impl Iterator<Item = NodeId> + '_ {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);
         shards.flat_map(|shard| shard.root.ring.iter().map(|member| member.node))
     }

@@ -372,8 +372,10 @@ impl CatalogueRebuild {
             })?;
         }
         let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
-        let unknown =
-            inventory.ring_nodes().filter(|node| !known.contains(node)).collect::<BTreeSet<_>>();
+        let unknown = inventory
+            .committed_ring_members()
+            .filter(|node| !known.contains(node))
+            .collect::<BTreeSet<_>>();
         if !unknown.is_empty() {
             return Err(CatalogueServerError::HoldersUnknown { count: unknown.len() }.into());
         }

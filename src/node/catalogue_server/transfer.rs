@@ -67,7 +67,7 @@ impl CatalogueTransfer {
     /// Ends the catalogue on this daemon in favour of a complete copy of it. Runs on the old
     /// server, in a task of its own, because the caller may disconnect in the middle. A repeated
     /// call for the same copy has the same answer.
-    pub(in crate::node) async fn give_up_catalogue(
+    pub(in crate::node) async fn cede_catalogue_to_copy(
         self: &Arc<Self>,
         call: TransferCatalogue,
     ) -> Result<(), RemoteError> {

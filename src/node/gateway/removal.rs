@@ -110,7 +110,7 @@ impl SaveRemoval {
                 self.fence_and_put_tombstones(&what, &older).await?;
             }
         }
-        let answer = self.fence_and_purge(&what, entry).await?;
+        let answer = self.fence_and_purge_nodes(&what, entry).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
             self.forget_save(&*self.context.catalogue(), step_ref, entry).await?;
@@ -124,7 +124,7 @@ impl SaveRemoval {
         &self,
         entry: &Removing,
     ) -> Result<bool, RemoteError> {
-        let answer = self.fence_and_purge(&format!("save {}", entry.save), entry).await?;
+        let answer = self.fence_and_purge_nodes(&format!("save {}", entry.save), entry).await?;
         Ok(answer.waiting.is_empty())
     }
 
@@ -146,7 +146,7 @@ impl SaveRemoval {
 
     /// Fences the shards, writes tombstones and purges the files. Returns how many nodes have
     /// purged the save, and the names of those that have not.
-    async fn fence_and_purge(
+    async fn fence_and_purge_nodes(
         &self,
         label: &str,
         entry: &Removing,

@@ -1,4 +1,4 @@
-//! Saves at the gateway: begin, complete shards, decide, publish, abort (docs/semantics.md, 3).
+//! Saves at the gateway: complete shards, decide, publish, abort (docs/semantics.md, 3).
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -345,7 +345,7 @@ impl RpcServer {
             }
             PauseWrites::NUMBER => reply!(PauseWrites => |_| self.services.transfer.pause_writes()),
             TransferCatalogue::NUMBER => {
-                reply!(TransferCatalogue => |call| self.services.transfer.give_up_catalogue(call))
+                reply!(TransferCatalogue => |call| self.services.transfer.cede_catalogue_to_copy(call))
             }
             ClaimEpoch::NUMBER => {
                 reply!(ClaimEpoch => |call| self.services.rebuild.claim_epoch(call))

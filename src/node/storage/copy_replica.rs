@@ -50,7 +50,7 @@ impl ReplicaCopies {
     /// Recreates a replica on this node from the copy on another node. If that copy is damaged or
     /// missing, rebuilds the replica from good grains.
     pub(in crate::node) async fn copy_replica(&self, call: CopyReplica) -> Result<(), RemoteError> {
-        self.shard_records.ensure_replicated_or_drop(call.stripe).await?;
+        self.shard_records.ensure_not_archived(call.stripe).await?;
         self.fencing
             .check_and_raise_fence(call.stripe.shard, call.generation, call.coordinator)
             .await?;
@@ -69,7 +69,7 @@ impl ReplicaCopies {
             copied => copied?,
         }
         self.fencing.purge_and_refuse_if_removed(call.stripe.shard.save()).await?;
-        self.shard_records.ensure_replicated_or_drop(call.stripe).await
+        self.shard_records.ensure_not_archived(call.stripe).await
     }
 
     /// Copies a replica from another node and stores it if its root is that of the stripe's record.

@@ -293,11 +293,11 @@ impl Mending {
         stripe: StripeId,
         block: u8,
     ) -> Result<(), RemoteError> {
-        self.shard_records.ensure_replicated_or_drop(stripe).await?;
+        self.shard_records.ensure_not_archived(stripe).await?;
         self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
         self.rebuild_replica_from_grains(stripe, block).await?;
         self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
-        self.shard_records.ensure_replicated_or_drop(stripe).await
+        self.shard_records.ensure_not_archived(stripe).await
     }
 
     /// Gathers a block from all sources with good grains, and stores it on this node as a replica.

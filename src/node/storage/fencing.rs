@@ -91,7 +91,7 @@ impl Fencing {
     /// [`StorageError::NodeStoresNoData`] if the node stores no data;
     /// [`StorageError::EpochNotBegun`] if the epoch has not begun; [`StorageError::SaveRemoved`] if
     /// the save was removed.
-    pub(in crate::node) async fn check_writable(
+    pub(in crate::node) async fn check_client_may_write(
         &self,
         shard: ShardId,
         generation: Generation,

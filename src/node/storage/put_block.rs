@@ -127,7 +127,7 @@ impl BlockWrites {
         if call.len_bytes == 0 || call.len_bytes > MAX_BLOCK_BYTES {
             return Err(StorageError::BlockLengthInvalid { len_bytes: call.len_bytes }.into());
         }
-        self.fencing.check_writable(call.stripe.shard, call.generation).await?;
+        self.fencing.check_client_may_write(call.stripe.shard, call.generation).await?;
         self.check_below_high_water(call.len_bytes)?;
         let AdmittedBlock { memory: _memory, mut forward } =
             match self.admit_on_both_holders(&call).await? {

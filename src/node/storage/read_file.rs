@@ -11,7 +11,7 @@ use crate::kind::ErrorKind;
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::store::{FileInfo, SourceFile, Store, StoreError};
+use crate::store::{FileInfo, Store, StoreError, UnverifiedFile};
 use crate::units::MAX_BLOCK_BYTES;
 use crate::wire::calls::{FileView, ListFiles, ReadFile, ReadFileAnswer, ReadSource};
 use crate::wire::{BULK_CHUNK_BYTES, RemoteError};
@@ -21,7 +21,7 @@ const READ_MEMORY_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
 
 /// A part of a file that is sent to a reader, from byte `from` up to `end`.
 struct OpenFileRange {
-    file: Arc<SourceFile>,
+    file: Arc<UnverifiedFile>,
     from: u64,
     end: u64,
     memory: Reservation,
@@ -49,7 +49,7 @@ impl FileReads {
             Ok(call) => self.open_file_range(call).await,
             Err(error) => Err(error.into()),
         };
-        self.send_file_range(prepared, served).await;
+        self.send_unverified_range(prepared, served).await;
     }
 
     /// Sends a part of a file that may be damaged.
@@ -62,11 +62,11 @@ impl FileReads {
             Ok(call) => self.open_source_range(call).await,
             Err(error) => Err(error.into()),
         };
-        self.send_file_range(prepared, served).await;
+        self.send_unverified_range(prepared, served).await;
     }
 
     /// Sends the answer and then the bytes of a prepared read.
-    async fn send_file_range(
+    async fn send_unverified_range(
         self: &Arc<Self>,
         prepared: Result<(OpenFileRange, ReadFileAnswer), RemoteError>,
         mut served: IncomingCall,

@@ -54,7 +54,7 @@ impl ShardRecords {
 
     /// Stores the leaves of a shard or the record of a stripe, as a client sends them.
     pub(in crate::node) async fn put_record(&self, call: PutRecord) -> Result<(), RemoteError> {
-        self.fencing.check_writable(call.shard, call.generation).await?;
+        self.fencing.check_client_may_write(call.shard, call.generation).await?;
         let fixed = match call.record {
             RecordName::Leaves => {
                 let leaves = Leaves::parse(&call.bytes)?;
@@ -199,7 +199,7 @@ impl ShardRecords {
     /// Fails if the stripe is archived. If the catalogue records its drops as complete, also drops
     /// replicas that were recreated late on this node: the coordinator has seen enough pieces
     /// (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
-    pub(in crate::node) async fn ensure_replicated_or_drop(
+    pub(in crate::node) async fn ensure_not_archived(
         &self,
         stripe: StripeId,
     ) -> Result<(), RemoteError> {

@@ -72,7 +72,7 @@ impl StripeUploader {
             (Err(error), Some(refused)) if error.is_unanswered() => Err(refused),
             (answer, _) => answer,
         };
-        match answer.map_err(|error| holder_error(holders.0, error))?.forwarded {
+        match answer.map_err(|error| classify_holder_failure(holders.0, error))?.forwarded {
             Some(Ok(())) => Ok(info),
             Some(Err(message)) => {
                 // The first holder does not say whether the second one refused or is gone.
@@ -99,12 +99,12 @@ impl StripeUploader {
         let to = address(first);
         let opened = deadline(clock, STALL_LIMIT, self.caller.open(&to, call)).await;
         let opened = opened.map_err(|source| late_error(first, source)).and_then(|opened| opened);
-        let mut exchange = opened.map_err(|error| holder_error(holders.0, error))?;
+        let mut exchange = opened.map_err(|error| classify_holder_failure(holders.0, error))?;
         let admitted = self.await_answer::<BlockAdmitted>(&mut exchange, first).await;
-        let admitted = admitted.map_err(|error| holder_error(holders.0, error))?;
+        let admitted = admitted.map_err(|error| classify_holder_failure(holders.0, error))?;
         if let Some((code, message)) = admitted.second_refused {
             let refusal = RemoteError { kind: ErrorKind::from_wire_code(code), message };
-            return Err(holder_error(holders.1, refusal.into()));
+            return Err(classify_holder_failure(holders.1, refusal.into()));
         }
         Ok(exchange)
     }
@@ -218,7 +218,7 @@ fn late_error(first: &NodeAddress, source: Elapsed) -> CallError {
 
 /// Returns the error for the failure of a holder. Every other holder would refuse in the same way
 /// if the request itself is wrong. Silence, damage or shortage may affect this holder only.
-fn holder_error(node: NodeId, error: CallError) -> BlockError {
+fn classify_holder_failure(node: NodeId, error: CallError) -> BlockError {
     let is_fatal =
         matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Denied | ErrorKind::Invalid);
     if is_fatal && !error.is_unanswered() {

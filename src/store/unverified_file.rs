@@ -7,7 +7,7 @@ use crate::format::tree::GrainTree;
 use crate::units::GRAIN_BYTES;
 
 /// An open file from which grains are read. The reader verifies each grain.
-pub struct SourceFile {
+pub struct UnverifiedFile {
     file: Box<dyn DiskFile>,
     tail: Option<(FileHeader, GrainTree)>,
     /// Grains that are known to be damaged. They are not read again, because each attempt may take
@@ -15,7 +15,7 @@ pub struct SourceFile {
     damaged: GrainSet,
 }
 
-impl SourceFile {
+impl UnverifiedFile {
     pub(super) fn new(
         file: Box<dyn DiskFile>,
         tail: Option<(FileHeader, GrainTree)>,

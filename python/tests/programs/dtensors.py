@@ -89,8 +89,11 @@ def main() -> None:
         mesh = init_device_mesh("cpu", (4,))
         spread = distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Shard(0)])
         checkpointer.prepare({"spread": spread})
+        moved = spread.redistribute(mesh, [Shard(1)])
+        # The refused save reads no byte of the tensor. A collective that nobody waited for would end the process at its exit.
+        moved.to_local().clone()
         try:
-            checkpointer.save(1, {"spread": spread.redistribute(mesh, [Shard(1)])})
+            checkpointer.save(1, {"spread": moved})
         except rapidraid.errors.InvalidError as error:
             print(f"rank {dist.get_rank()} refused: {error}")
     elif part == "differ":
@@ -111,6 +114,7 @@ def main() -> None:
             checkpointer.save(1, state)
         except rapidraid.errors.InvalidError as error:
             print(f"rank {dist.get_rank()} refused: {error}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

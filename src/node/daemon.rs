@@ -264,7 +264,7 @@ impl Daemon {
         &self.node
     }
 
-    /// Waits until the daemon has stopped serving.
+    /// Waits until the daemon begins to stop.
     pub async fn wait_until_stopping(&self) {
         self.node.context.tasks.wait_for_stop().await;
     }

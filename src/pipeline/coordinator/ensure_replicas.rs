@@ -25,8 +25,8 @@ const FETCH_LIMIT: Duration = Duration::from_secs(300);
 /// The files of a stripe, by node; `None` for a node that does not answer.
 pub(super) type FilesByNode = BTreeMap<NodeId, Option<Vec<FileView>>>;
 
-/// A node with a damaged replica, by block.
-type DamagedReplicas = BTreeMap<usize, NodeId>;
+/// A node with a replica, whole or damaged, by block.
+type ReplicaSources = BTreeMap<usize, NodeId>;
 
 /// A replica that is to be recreated.
 struct Recreation {
@@ -72,8 +72,8 @@ impl StripeArchiving<'_> {
         }
         let missing = self.missing_blocks(&held);
         let damaged = match missing.is_empty() {
-            true => DamagedReplicas::new(),
-            false => self.find_damaged_replicas().await,
+            true => ReplicaSources::new(),
+            false => self.find_replica_sources().await,
         };
         if let Some(&block) = missing.iter().find(|block| !damaged.contains_key(block)) {
             return Err(self.missing_block_error(block, &held));
@@ -115,9 +115,9 @@ impl StripeArchiving<'_> {
         }
     }
 
-    /// Returns, for each block, the first node of the ring that has a damaged replica of it. Other
-    /// nodes may have the grains that are damaged there.
-    async fn find_damaged_replicas(&self) -> DamagedReplicas {
+    /// Returns, for each block, the first node of the ring that has a replica of it, whole or
+    /// damaged. Other nodes may have the grains that are damaged there.
+    async fn find_replica_sources(&self) -> ReplicaSources {
         let stripe = self.info.fixed.stripe;
         let caller = &self.coordinator.caller;
         let live = self.ring_nodes().filter(|node| self.directory.is_live(*node));
@@ -126,15 +126,15 @@ impl StripeArchiving<'_> {
             Some(async move { (node, caller.call(&to, &ListSources { stripe }).await) })
         });
         let asks: Vec<_> = asks.collect();
-        let mut damaged = DamagedReplicas::new();
+        let mut sources = ReplicaSources::new();
         for (node, answer) in join_all(asks).await {
             for source in answer.unwrap_or_default() {
                 if let FileName::Replica { block } = source.file {
-                    damaged.entry(block.into()).or_insert(node);
+                    sources.entry(block.into()).or_insert(node);
                 }
             }
         }
-        damaged
+        sources
     }
 
     /// Returns the stripe's places, with a spare in the place of each node that does not answer.
@@ -162,7 +162,7 @@ impl StripeArchiving<'_> {
         &self,
         places: &[NodeId],
         held: &FilesByNode,
-        damaged: &DamagedReplicas,
+        damaged: &ReplicaSources,
     ) -> Vec<Recreation> {
         let mut recreations = Vec::new();
         for (position, &to) in places.iter().enumerate() {

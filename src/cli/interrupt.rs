@@ -62,11 +62,11 @@ impl Signals {
 /// How far a save has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SavePhase {
-    /// It asks to begin, or waits to ask again.
+    /// The client asks to begin, or waits to ask again.
     Beginning,
-    /// It is open under this id, and sends its blocks.
+    /// The save is open under this id, and its blocks are being sent.
     Sending(SaveId),
-    /// It asks to be committed.
+    /// The client asks for the commit.
     Committing,
 }
 
@@ -91,10 +91,8 @@ pub enum InterruptedSave<T> {
     Ended(T),
     /// The save was committed before the signal.
     Committed(SaveId),
-    /// The save was aborted, or had not begun.
-    Aborted(CommandFailure),
-    /// It is not known whether the save is committed, or its abort did not reach a daemon.
-    Unsettled(CommandFailure),
+    /// The save was aborted or had not begun, or its fate is unknown: the failure says which.
+    Failed(CommandFailure),
 }
 
 impl InterruptibleSave {
@@ -134,7 +132,7 @@ impl InterruptibleSave {
                 again = again => {
                     let what = format!("a second {again} ended the wait for the commit of {step}");
                     let hint = format!("`rapidraid show {step}` shows whether it is committed");
-                    InterruptedSave::Unsettled(interrupted(signal_name, &what).with_hint(hint))
+                    InterruptedSave::Failed(interrupted(signal_name, &what).with_hint(hint))
                 }
             },
             // The daemon may be about to open the save. It is aborted as soon as its answer comes.
@@ -144,7 +142,7 @@ impl InterruptibleSave {
                     Some(Ok(done)) => InterruptedSave::Ended(Ok(done)),
                     Some(Err(_)) => {
                         let what = format!("nothing of {step} was saved");
-                        InterruptedSave::Aborted(interrupted(signal_name, &what))
+                        InterruptedSave::Failed(interrupted(signal_name, &what))
                     }
                     None => unsettled(signal_name, "no daemon answers", step),
                 },
@@ -158,7 +156,7 @@ impl InterruptibleSave {
                             let what = format!(
                                 "the save of {step} was aborted, and nothing of it is visible"
                             );
-                            InterruptedSave::Aborted(interrupted(signal_name, &what))
+                            InterruptedSave::Failed(interrupted(signal_name, &what))
                         }
                         Some(Ok(SaveFate::Committed)) => InterruptedSave::Committed(save),
                         Some(Err(error)) => unsettled(signal_name, &error.to_string(), step),
@@ -219,7 +217,7 @@ pub fn interrupted(signal_name: &str, consequence: &str) -> CommandFailure {
 fn unsettled<T>(signal_name: &str, reason: &str, step: &ExactStep) -> InterruptedSave<T> {
     let what = format!("the save of {step} could not be aborted ({reason})");
     let hint = format!("it ends by itself when its lease ends; until then {step} is being saved");
-    InterruptedSave::Unsettled(interrupted(signal_name, &what).with_hint(hint))
+    InterruptedSave::Failed(interrupted(signal_name, &what).with_hint(hint))
 }
 
 /// The output of a save that was committed before the signal.

@@ -76,7 +76,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
                 connect::close(&client).await;
                 return Ok(Box::new(CommittedBefore { step: options.step.clone(), save }));
             }
-            InterruptedSave::Aborted(failure) | InterruptedSave::Unsettled(failure) => {
+            InterruptedSave::Failed(failure) => {
                 connect::close(&client).await;
                 options.record.iter().for_each(|path| files::remove_file(path));
                 return Err(failure);

@@ -1,4 +1,4 @@
-//! What this node knows of whether a catalogue answers.
+//! The record of whether a catalogue answers this node.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

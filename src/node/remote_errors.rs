@@ -14,6 +14,7 @@ use crate::net::NetError;
 use crate::net::call::CallError;
 use crate::pipeline::coordinator::ArchiveError;
 use crate::pipeline::executor::RunError;
+use crate::pipeline::read::ReadError;
 use crate::pipeline::record_fetch::RecordsError;
 use crate::store::StoreError;
 use crate::wire::{RemoteError, WireError};
@@ -38,6 +39,12 @@ failures!(
     RunError,
     StoreError,
     WireError,
+    ReadError,
+    StorageError,
+    CatalogueServerError,
+    GatewayError,
+    BackgroundError,
+    RpcError,
 );
 
 impl From<CallError> for RemoteError {
@@ -66,10 +73,10 @@ pub(in crate::node) fn remote_error(kind: ErrorKind, message: impl Into<String>)
     RemoteError { kind, message: message.into() }
 }
 
-impl From<StorageError> for RemoteError {
-    fn from(error: StorageError) -> Self {
+impl StorageError {
+    fn kind(&self) -> ErrorKind {
         use StorageError as E;
-        let kind = match &error {
+        match self {
             E::SaveRemoved { .. }
             | E::SaveRemovedMeanwhile { .. }
             | E::GenerationOver { .. }
@@ -108,15 +115,14 @@ impl From<StorageError> for RemoteError {
             E::HighWaterReached { .. } => ErrorKind::Unavailable,
             E::ForwardUnanswered(_) | E::ForwardLate { .. } => ErrorKind::Timeout,
             E::BlockIncomplete | E::RunTaskLost => ErrorKind::Internal,
-        };
-        Self { kind, message: error.to_string() }
+        }
     }
 }
 
-impl From<CatalogueServerError> for RemoteError {
-    fn from(error: CatalogueServerError) -> Self {
+impl CatalogueServerError {
+    fn kind(&self) -> ErrorKind {
         use CatalogueServerError as E;
-        let kind = match &error {
+        match self {
             E::NodeNotRegistered { .. } => ErrorKind::NotFound,
             E::RebuildUnderWay
             | E::CatalogueServed { .. }
@@ -147,15 +153,14 @@ impl From<CatalogueServerError> for RemoteError {
             }
             E::StepsIncomplete { .. } => ErrorKind::Lost,
             E::DatabaseNotCreated { .. } => ErrorKind::Io,
-        };
-        Self { kind, message: error.to_string() }
+        }
     }
 }
 
-impl From<GatewayError> for RemoteError {
-    fn from(error: GatewayError) -> Self {
+impl GatewayError {
+    fn kind(&self) -> ErrorKind {
         use GatewayError as E;
-        let kind = match &error {
+        match self {
             E::NoLiveStorageNode
             | E::TooFewStorageNodes { .. }
             | E::CommitInterrupted
@@ -191,15 +196,14 @@ impl From<GatewayError> for RemoteError {
             E::TooManyRemovals { .. } => ErrorKind::Busy,
             E::RootNotEncodable => ErrorKind::Internal,
             E::EvidenceIncomplete { .. } => ErrorKind::Lost,
-        };
-        Self { kind, message: error.to_string() }
+        }
     }
 }
 
-impl From<BackgroundError> for RemoteError {
-    fn from(error: BackgroundError) -> Self {
+impl BackgroundError {
+    fn kind(&self) -> ErrorKind {
         use BackgroundError as E;
-        let kind = match &error {
+        match self {
             E::NodeNotRegistered { .. }
             | E::ProgramOutdated { .. }
             | E::EpochOver { .. }
@@ -207,19 +211,17 @@ impl From<BackgroundError> for RemoteError {
             | E::PolicyNotApplied => ErrorKind::Unavailable,
             E::RemovalForgotten => ErrorKind::Busy,
             E::TooManyDamagedMarks { .. } => ErrorKind::Corrupt,
-        };
-        Self { kind, message: error.to_string() }
+        }
     }
 }
 
-impl From<RpcError> for RemoteError {
-    fn from(error: RpcError) -> Self {
+impl RpcError {
+    fn kind(&self) -> ErrorKind {
         use RpcError as E;
-        let kind = match &error {
+        match self {
             E::CallUnknown { .. } | E::RequestTooLong { .. } => ErrorKind::Invalid,
             E::CallerNotNode { .. } => ErrorKind::Denied,
             E::NoHandler { .. } => ErrorKind::Internal,
-        };
-        Self { kind, message: error.to_string() }
+        }
     }
 }

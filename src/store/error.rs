@@ -2,8 +2,8 @@
 
 use super::disk::DiskError;
 use super::kv::KvError;
-use super::record_file::MAX_RECORD_FILE_BYTES;
 use crate::format::FormatError;
+use crate::format::envelope::MAX_RECORD_BYTES;
 use crate::format::file::FileKey;
 use crate::format::tree::Hash;
 use crate::id::Epoch;
@@ -152,7 +152,7 @@ pub enum StoreError {
         name: String,
     },
     /// A small record is longer than the limit.
-    #[error("a small record of {bytes} bytes is over the limit of {MAX_RECORD_FILE_BYTES}")]
+    #[error("a small record of {bytes} bytes is over the limit of {MAX_RECORD_BYTES}")]
     TooLong {
         /// Its length, in bytes.
         bytes: u64,

@@ -16,7 +16,6 @@ use crate::net::{Connection, NetError, Peer, RecvStream, Role, Transport};
 use crate::node::budgets::Budgets;
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::node::remote_errors::remote_error;
 use crate::node::services::Services;
 use crate::node::standings::get_standing;
 use crate::node::storage::node_inventory::{list_inventory, list_marked_saves};
@@ -150,8 +149,7 @@ impl RpcServer {
             Ok(Ok(None)) => return,
             Ok(Err(error)) => {
                 tracing::warn!(peer = %served.peer, %error, "cannot read a request");
-                let refusal = remote_error(error.kind(), error.to_string());
-                return served.refuse(refusal).await;
+                return served.refuse(error.into()).await;
             }
             Err(_) => return served.recv.stop(ErrorKind::Timeout.wire_code()),
         };

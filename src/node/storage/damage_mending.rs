@@ -20,7 +20,6 @@ use crate::gf::FingerprintKey;
 use crate::id::StripeId;
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
-use crate::node::remote_errors::remote_error;
 use crate::node::retry_schedule::backoff;
 use crate::pipeline::executor::Executor;
 use crate::pipeline::read::{ReadError, ReadSession, Sink, StripeReader, find_stripe_state};
@@ -344,7 +343,7 @@ impl Mending {
                 // The sources planned first were enough until one of them turned out to be damaged,
                 // too. Plan again with all sources.
                 Err(ReadError::Lost(_)) if looks < MAX_LOOKS => looks += 1,
-                read => break read.map_err(remote_read_error)?,
+                read => break read.map_err(RemoteError::from)?,
             }
         }
         let writer = sink.take_complete_writer().ok_or(StorageError::BlockIncomplete)?;
@@ -380,15 +379,15 @@ impl Mending {
                 let index = info.fixed.stripe.index;
                 let state = find_stripe_state(session, root, index, true).await;
                 let StripeState::Archived { attempt, .. } = state else {
-                    return Err(remote_read_error(ReadError::Lost(lost)));
+                    return Err(ReadError::Lost(lost).into());
                 };
                 let at = (index, info.places.as_slice());
                 let (caller, directory) = (&session.caller, &session.directory);
                 let receipt =
                     record_fetch::fetch_receipt(caller, directory, root, at, attempt).await.ok();
-                plan(state, receipt).await.map_err(remote_read_error)
+                plan(state, receipt).await.map_err(RemoteError::from)
             }
-            planned => planned.map_err(remote_read_error),
+            planned => planned.map_err(RemoteError::from),
         }
     }
 
@@ -425,10 +424,6 @@ impl Mending {
             )
         })
     }
-}
-
-fn remote_read_error(error: ReadError) -> RemoteError {
-    remote_error(error.kind(), error.to_string())
 }
 
 /// A sink that writes a block in order, whatever the order in which its grains arrive.

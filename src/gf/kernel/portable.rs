@@ -170,7 +170,11 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         let mut rest = word;
         while rest != 0 {
             let sum = &mut sums[rest.trailing_zeros() as usize];
-            sum.iter_mut().zip(&pair).for_each(|(sum, byte)| *sum ^= byte);
+            // A plain loop: a call of an iterator that is compiled in another unit would not be
+            // inlined.
+            for lane in 0..128 {
+                sum[lane] ^= pair[lane];
+            }
             rest &= rest - 1;
         }
     }

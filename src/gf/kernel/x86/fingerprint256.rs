@@ -44,31 +44,48 @@ pub(super) fn fingerprint(key: &FingerprintKey, grain: &[u8]) -> [u8; 16] {
         }
         t += 1;
     }
-    let mut w = [0; 256];
-    for (half, sums) in w.chunks_exact_mut(128).zip(&sums) {
-        for (b, sum) in sums.iter().enumerate() {
-            let mut bits = [0; 16];
-            // SAFETY: `bits` is 16 bytes.
-            unsafe { _mm_storeu_si128(bits.as_mut_ptr().cast(), *sum) };
-            for (byte, eight) in bits.iter().zip(half.chunks_exact_mut(8)) {
-                (0..8).for_each(|i| eight[i] |= (byte >> i & 1) << b);
-            }
+    // The bytes of w, eight in a word, the first in the low byte. Plain loops: a call of an iterator
+    // that is compiled in another unit would not be inlined.
+    let mut w = [0; 32];
+    let mut at = 0;
+    while at < 2 * 8 {
+        let (r, b) = (at / 8, at % 8);
+        let mut bits = [0_u8; 16];
+        // SAFETY: `bits` is 16 bytes.
+        unsafe { _mm_storeu_si128(bits.as_mut_ptr().cast(), sums[r][b]) };
+        let mut i = 0;
+        while i < 16 {
+            w[16 * r + i] |= spread(bits[i]) << b;
+            i += 1;
         }
+        at += 1;
     }
     last_level(key.tail(), &w)
 }
 
+/// Returns a word whose byte i is bit i of `bits`.
+#[inline]
+fn spread(bits: u8) -> u64 {
+    const ONES: u64 = 0x0101_0101_0101_0101;
+    // Bit i alone is left in byte i. Adding 127 to a byte sets its highest bit unless it is 0.
+    let single = (u64::from(bits) * ONES) & 0x8040_2010_0804_0201;
+    (single + 127 * ONES) >> 7 & ONES
+}
+
 /// Computes `F[j] = sum over m of H[m+j] * w[m]`, for all 16 j at once, for one m after the other.
 #[target_feature(enable = "avx2,pclmulqdq")]
-fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], w: &[u8; 256]) -> [u8; 16] {
+fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], w: &[u64; 32]) -> [u8; 16] {
+    const { assert!(FingerprintKey::TAIL_BYTES >= 255 + 16) };
     let nibble = _mm_set1_epi8(0x0f);
     let mut sum = _mm_setzero_si128();
-    for (window, &coef) in h.windows(16).zip(w) {
+    let mut m = 0;
+    while m < 256 {
+        let coef = (w[m / 8] >> (8 * (m % 8))) as u8;
         let [low, high] = &NIBBLES[usize::from(coef)];
-        // SAFETY: all three are 16 bytes.
+        // SAFETY: 16 bytes of `h` follow each m below 256, and the tables are 16 bytes.
         let (window, low, high) = unsafe {
             (
-                _mm_loadu_si128(window.as_ptr().cast()),
+                _mm_loadu_si128(h.as_ptr().wrapping_add(m).cast()),
                 _mm_loadu_si128(low.as_ptr().cast()),
                 _mm_loadu_si128(high.as_ptr().cast()),
             )
@@ -76,6 +93,7 @@ fn last_level(h: &[u8; FingerprintKey::TAIL_BYTES], w: &[u8; 256]) -> [u8; 16] {
         let low = _mm_shuffle_epi8(low, _mm_and_si128(window, nibble));
         let above = _mm_and_si128(_mm_srli_epi64::<4>(window), nibble);
         sum = _mm_xor_si128(sum, _mm_xor_si128(low, _mm_shuffle_epi8(high, above)));
+        m += 1;
     }
     let mut fingerprint = [0; 16];
     // SAFETY: `fingerprint` is 16 bytes.

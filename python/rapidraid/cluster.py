@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -19,8 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from . import _native
 from ._program import program
-from .errors import DeadlineError, UnavailableError
+from .errors import DeadlineError, NoDaemonError, UnavailableError
 
 #: Maximum time until all daemons are ready, in seconds.
 READY_S = 60.0
@@ -129,10 +131,36 @@ class LocalCluster:
             time.sleep(0.05)
 
     def kill(self, name: str) -> None:
-        """Kills a node, or the staging daemon (``"staging"``), with SIGKILL."""
+        """Kills a node, or the staging daemon (``"staging"``), with SIGKILL.
+
+        A staging daemon that a rank has started in the meantime is killed as well.
+        """
         child = self._children.pop(name)
         child.kill()
         child.wait()
+        if name == "staging":
+            self._kill_started_by_rank()
+
+    def staging_pid(self) -> int:
+        """Returns the process id of the daemon that serves the staging folder."""
+        directory, token, _ = _native.staging_place(self.config)
+        return _native.Session(directory, token, READY_S).daemon_pid
+
+    def _kill_started_by_rank(self) -> None:
+        try:
+            pid = self.staging_pid()
+            process = os.pidfd_open(pid)
+        except (NoDaemonError, ProcessLookupError):
+            return
+        try:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            # The descriptor of a process becomes readable when the process ends.
+            if not select.select([process], [], [], READY_S)[0]:
+                raise DeadlineError(f"the staging daemon {pid} has not ended {READY_S:.0f} s after SIGKILL")
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(process)
 
     def forget_memory(self) -> None:
         """Destroys the host's memory: the staging daemon and everything that it holds, as if the host were replaced."""

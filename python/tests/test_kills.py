@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from ranks import once
 
 import rapidraid
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 PROGRAM = Path(__file__).parent / "programs" / "storm.py"
 KILLS = int(os.environ.get("RAPIDRAID_KILLS_TORCH", "3"))
@@ -106,10 +107,22 @@ def test_whoever_is_killed_the_job_goes_on_bit_for_bit(cluster: rapidraid.LocalC
         else:
             pytest.fail(f"the job does not end\n{shown}")
     finally:
-        kill(storm.daemon)
         cluster.kill("staging")
         cluster.start_staging()
     assert storm.steps == quiet.steps
     if result := os.environ.get("RAPIDRAID_KILLS_RESULT"):
         record = {"kills": storm.kills, "seed": SEED, "steps": int(steps), "ranks": RANKS, "launches": played}
         Path(result).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def test_the_memory_of_a_daemon_that_a_rank_started_is_destroyed_too(job: str) -> None:
+    """The host loses its memory although its staging daemon is no longer the one that the cluster started."""
+    with rapidraid.local_cluster() as cluster:
+        kill(cluster.staging_pid())
+        with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+            assert checkpointer.save(1, {"weight": torch.ones(8)})
+        started = os.pidfd_open(cluster.staging_pid())
+        cluster.forget_memory()
+        has_ended = bool(select.select([started], [], [], 0)[0])
+        os.close(started)
+        assert has_ended

@@ -440,7 +440,15 @@ fn connect(
     let hello =
         StagingHello { oldest: OLDEST, newest: VERSION, member, pid: std::process::id(), token };
     let mut connection = Connection { socket, incoming: Incoming::default() };
-    let frame = exchange(&mut connection, WHAT, &to_bytes(&hello)?, vec![own], wait)?;
+    let answered = exchange(&mut connection, WHAT, &to_bytes(&hello)?, vec![own], wait);
+    let frame = answered.map_err(|error| match error {
+        // No request was sent. The daemon was about to end, so that another one can start.
+        StagingError::Disconnected { .. } => StagingError::NoDaemon {
+            dir: dir.to_owned(),
+            reason: "its daemon ended before it answered".into(),
+        },
+        error => error,
+    })?;
     let answer: StagingHelloAnswer = parse(&frame.bytes)?;
     if !answer.refused.is_empty() {
         return Err(StagingError::Refused { dir: dir.to_owned(), reason: answer.refused });
@@ -551,4 +559,23 @@ fn ready(
 pub fn boot_time() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::new(now.tv_sec.unsigned_abs(), now.tv_nsec as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_daemon_that_ends_during_the_greeting_is_no_daemon() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o700)).unwrap();
+        let listener = std::os::unix::net::UnixListener::bind(folder.path().join(SOCKET)).unwrap();
+        let daemon = std::thread::spawn(move || drop(listener.accept()));
+        let mut proceed = || true;
+        let mut wait = Wait::new(Duration::from_secs(60), &mut proceed);
+        let connected = Session::connect(folder.path(), None, &mut wait);
+        assert!(matches!(connected, Err(StagingError::NoDaemon { .. })));
+        daemon.join().unwrap();
+    }
 }

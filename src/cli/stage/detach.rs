@@ -45,14 +45,16 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
         };
         let ended = running.try_wait().ok().flatten();
         let last = || files::last_lines(&log, 5);
-        // A daemon that another process started at the same moment has won, and answers soon.
-        if let Some(status) = ended
-            && !last().contains("another staging daemon runs")
-        {
-            let message =
-                format!("the staging daemon ended ({status}); the end of its log:\n{}", last());
-            return Err(CommandFailure::new(ErrorKind::Unavailable, message)
-                .with_hint("`rapidraid stage` in a terminal shows why"));
+        if let Some(status) = ended {
+            // The folder is locked by a daemon that another process started, which answers soon, or
+            // by one that is about to end. In the second case the next start succeeds.
+            if !last().contains("another staging daemon runs") {
+                let message =
+                    format!("the staging daemon ended ({status}); the end of its log:\n{}", last());
+                return Err(CommandFailure::new(ErrorKind::Unavailable, message)
+                    .with_hint("`rapidraid stage` in a terminal shows why"));
+            }
+            child = None;
         }
         if clock.now() > READY_LIMIT {
             let message = format!(

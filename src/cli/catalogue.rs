@@ -24,7 +24,12 @@ const LISTED: usize = 20;
 pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let on = options.on.map(|host_port| Address { host_port, node: None });
-    let rebuilding = client.rebuild_catalogue(on.as_ref(), options.accept_loss);
+    let rebuilding = async {
+        match options.accept_loss {
+            false => client.rebuild_catalogue(on.as_ref()).await,
+            true => client.rebuild_catalogue_despite_loss(on.as_ref()).await,
+        }
+    };
     let answer = watched(front, "reading the nodes", rebuilding).await;
     connect::close(&client).await;
     Ok(Box::new(Rebuilt(answer.map_err(|error| connect::failure(&error))?)))

@@ -31,15 +31,29 @@ pub struct StatusReport {
 }
 
 impl Client {
-    /// Makes the daemon `on` rebuild a lost catalogue from the contents of the nodes and serve it
-    /// (docs/semantics.md, 8). `None` is the first seed that answers. With `accept_loss` the
-    /// rebuild continues even if fewer nodes are reached than it needs, or roots are missing.
+    /// Makes `daemon` rebuild a lost catalogue from the contents of the nodes and serve it
+    /// (docs/semantics.md, 8). `None` is the first seed that answers.
     pub async fn rebuild_catalogue(
         &self,
         daemon: Option<&Address>,
-        accept_loss: bool,
     ) -> Result<RebuildAnswer, ClientError> {
-        let call = RebuildCatalogue { accept_loss };
+        self.call_rebuild(daemon, RebuildCatalogue { accept_loss: false }).await
+    }
+
+    /// Does the same as [`rebuild_catalogue`](Self::rebuild_catalogue), even if fewer nodes are
+    /// reached than it needs, or roots are missing. The rebuilt catalogue has no step that was lost.
+    pub async fn rebuild_catalogue_despite_loss(
+        &self,
+        daemon: Option<&Address>,
+    ) -> Result<RebuildAnswer, ClientError> {
+        self.call_rebuild(daemon, RebuildCatalogue { accept_loss: true }).await
+    }
+
+    async fn call_rebuild(
+        &self,
+        daemon: Option<&Address>,
+        call: RebuildCatalogue,
+    ) -> Result<RebuildAnswer, ClientError> {
         match daemon {
             Some(on) => Ok(self.caller().call_within(on, &call, REBUILD_LIMIT).await?),
             None => self.call_gateway_once(&call, REBUILD_LIMIT).await,

@@ -2,7 +2,7 @@
 
 use super::connection::Client;
 use super::error::ClientError;
-use crate::id::{Job, Step};
+use crate::id::{Job, Step, StepRef};
 use crate::net::call::address;
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, ArchiveStep, StripeReport};
 
@@ -40,7 +40,7 @@ impl Client {
             Some(step) => step,
             None => self.fetch_step(job, None).await?.step.step,
         };
-        let report = self.start_and_watch_archive(job, step, options, on_event).await;
+        let report = self.start_and_watch_archive(job.at(step), options, on_event).await;
         if let Err(ClientError::Call(error)) = &report
             && error.is_unanswered()
         {
@@ -51,8 +51,7 @@ impl Client {
 
     async fn start_and_watch_archive(
         &self,
-        job: &Job,
-        step: Step,
+        StepRef { job, step }: StepRef<'_>,
         options: ArchiveOptions,
         on_event: &mut (dyn FnMut(&ArchiveEvent) + Send),
     ) -> Result<ArchiveReport, ClientError> {

@@ -336,7 +336,7 @@ async fn members_that_nobody_knows_keep_a_rebuild_from_going_on() {
         store.put_members(&members).unwrap();
     }
     let on = Address { host_port: address(1), node: None };
-    let refused = world.client_of(1).rebuild_catalogue(Some(&on), false).await.unwrap_err();
+    let refused = world.client_of(1).rebuild_catalogue(Some(&on)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("known to none"), "{refused}");
 }

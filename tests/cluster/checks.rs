@@ -221,7 +221,7 @@ async fn a_rebuild_that_too_few_nodes_have_claimed_ends() {
     }
     let client = world.client_of(1);
     let on = Address { host_port: address(1), node: None };
-    let refused = client.rebuild_catalogue(Some(&on), false).await.unwrap_err();
+    let refused = client.rebuild_catalogue(Some(&on)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("2 of 6 storage nodes"), "{refused}");
     assert!(world.nodes.values().all(|node| !node.is_writable_catalogue_server()));
@@ -231,7 +231,7 @@ async fn a_rebuild_that_too_few_nodes_have_claimed_ends() {
     for machine in &world.machines[3..=6] {
         machine.disk.set_call_guard(|_| true);
     }
-    let report = client.rebuild_catalogue(Some(&on), false).await.unwrap();
+    let report = client.rebuild_catalogue(Some(&on)).await.unwrap();
     assert_eq!((report.epoch, report.reached.len()), (Epoch(3), 6));
 }
 

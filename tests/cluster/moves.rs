@@ -27,7 +27,7 @@ async fn move_to(client: &Client, index: usize) -> Result<MoveCatalogueAnswer, C
 
 async fn rebuild_on(client: &Client, index: usize) {
     let on = Address { host_port: address(index), node: None };
-    client.rebuild_catalogue(Some(&on), false).await.unwrap();
+    client.rebuild_catalogue(Some(&on)).await.unwrap();
 }
 
 async fn assert_exact(client: &Client, step: u64) {

@@ -25,7 +25,10 @@ async fn rebuild_on(
     accept_loss: bool,
 ) -> Result<RebuildAnswer, ClientError> {
     let on = Address { host_port: address(index), node: None };
-    client.rebuild_catalogue(Some(&on), accept_loss).await
+    match accept_loss {
+        false => client.rebuild_catalogue(Some(&on)).await,
+        true => client.rebuild_catalogue_despite_loss(Some(&on)).await,
+    }
 }
 
 /// Kills the catalogue server and deletes its catalogue database. Returns the database.

@@ -435,7 +435,7 @@ async fn a_removal_that_a_rebuild_undid_spreads_no_further() {
     world.kill(0).await;
     world.kill(6).await;
     let on = Address { host_port: address(2), node: None };
-    world.client_of(2).rebuild_catalogue(Some(&on), false).await.unwrap();
+    world.client_of(2).rebuild_catalogue(Some(&on)).await.unwrap();
     world.boot(6);
     world.until_live(6).await;
     // All of these nodes catch up again.
@@ -496,7 +496,7 @@ async fn the_list_that_counts_is_the_latest_one_also_after_a_claim() {
     }
     world.boot(7);
     let on = Address { host_port: address(4), node: None };
-    let rebuilt = world.client_of(4).rebuild_catalogue(Some(&on), false).await.unwrap();
+    let rebuilt = world.client_of(4).rebuild_catalogue(Some(&on)).await.unwrap();
     assert_eq!(rebuilt.missing.len(), 3, "{rebuilt:?}");
 }
 

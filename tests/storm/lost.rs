@@ -216,7 +216,7 @@ impl Director {
 async fn rebuild(client: &rapidraid::client::Client, on: usize, report: &Report) {
     let at = Address { host_port: address(on), node: None };
     let limit = Duration::from_secs(3600);
-    let ended = tokio::time::timeout(limit, client.rebuild_catalogue(Some(&at), false)).await;
+    let ended = tokio::time::timeout(limit, client.rebuild_catalogue(Some(&at))).await;
     let ended = ended.unwrap_or_else(|_| panic!("a rebuild on node {on} stands still"));
     match ended {
         Ok(answer) => {

@@ -98,7 +98,7 @@ async fn archive(client: &Client, step: u64, rotten: bool) {
 
 async fn rebuild(client: &Client, on: usize) {
     let at = Address { host_port: address(on), node: None };
-    let ended = patient("a rebuild", client.rebuild_catalogue(Some(&at), false)).await;
+    let ended = patient("a rebuild", client.rebuild_catalogue(Some(&at))).await;
     assert_told("a rebuild", &ended, false);
     if let Ok(rebuilt) = ended {
         let lost = (rebuilt.incomplete.is_empty(), rebuilt.damaged.is_empty());

@@ -41,7 +41,7 @@ impl Client {
     ) -> Result<RestoreReport, ClientError> {
         let (job, step) = (record.job(), record.step());
         let shards = record.roots().iter().map(|root| (root.clone(), None)).collect();
-        let parts = self.select_requested(job, step, shards, Some(&request))?;
+        let parts = self.select_requested(job.at(step), shards, Some(&request))?;
         let directory = self.probe_record_nodes(record);
         let incident = Some(BY_RECORD);
         self.read_parts((job, step), parts, directory, incident, &Output::Files(&request), progress)

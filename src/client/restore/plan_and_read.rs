@@ -16,7 +16,7 @@ use crate::format::records::{Leaves, ShardState, StripeState};
 use crate::id::{Job, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::pipeline::read::{
-    ReadError, ReadSession, Sink, StripeReader, UnreadableStripe, find_stripe_state,
+    NodesToAsk, ReadError, ReadSession, Sink, StripeReader, UnreadableStripe, find_stripe_state,
 };
 use crate::pipeline::record_fetch::{self, RecordsError};
 use crate::stage::{TracePoint, trace_point};
@@ -166,7 +166,7 @@ impl Client {
         match wanted {
             ReadScope::All(output) => {
                 let parts =
-                    self.select_requested(job, step, found.shards, output.file_request())?;
+                    self.select_requested(job.at(step), found.shards, output.file_request())?;
                 self.read_parts(
                     (job, step),
                     parts,
@@ -178,7 +178,7 @@ impl Client {
                 .await
             }
             ReadScope::Ranges(ranges) => {
-                let parts = self.select_ranges(job, step, found.shards, ranges)?;
+                let parts = self.select_ranges(job.at(step), found.shards, ranges)?;
                 let sinks: Vec<_> = ranges.iter().map(|range| range.sink.clone()).collect();
                 let output = Output::Sinks(&sinks);
                 self.read_parts(
@@ -275,7 +275,7 @@ impl Client {
                             Some(known) => known.stripe(slice.stripe),
                             None => {
                                 let of = (&part.root, slice.stripe);
-                                Some(find_stripe_state(reading, of.0, of.1, false).await)
+                                Some(find_stripe_state(reading, of.0, of.1, NodesToAsk::Live).await)
                             }
                         };
                         let state = state.unwrap_or(StripeState::Replicated);
@@ -335,7 +335,8 @@ impl Client {
                 // as well, so derive the state from the nodes, once.
                 None if !is_busy && !has_asked_nodes => {
                     has_asked_nodes = true;
-                    let found = find_stripe_state(reading, &part.root, slice.stripe, true).await;
+                    let found =
+                        find_stripe_state(reading, &part.root, slice.stripe, NodesToAsk::All).await;
                     if found == state || found == StripeState::Replicated {
                         return Err(error.into());
                     }
@@ -358,7 +359,7 @@ impl Client {
         let shard = self.fetch_shard_state(reading, part).await?;
         let state = match part.state {
             Some(_) => shard.and_then(|shard| shard.stripe(stripe)),
-            None => Some(find_stripe_state(reading, &part.root, stripe, true).await),
+            None => Some(find_stripe_state(reading, &part.root, stripe, NodesToAsk::All).await),
         };
         Ok(state.filter(|state| *state != known))
     }

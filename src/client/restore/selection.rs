@@ -11,7 +11,7 @@ use crate::client::{Client, ClientError};
 use crate::format::geometry::StripeCut;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::gf::FingerprintKey;
-use crate::id::{Job, ShardName, Step};
+use crate::id::{ShardName, StepRef};
 use crate::pipeline::read::Sink;
 use crate::units::{GRAIN_BYTES, grains};
 
@@ -102,8 +102,7 @@ impl Client {
     /// Returns the parts of `shards` that `output` requests: all shards if it names none.
     pub(in crate::client) fn select_requested(
         &self,
-        job: &Job,
-        step: Step,
+        StepRef { job, step }: StepRef<'_>,
         shards: Vec<(ShardRoot, Option<ShardState>)>,
         output: Option<&RestoreRequest>,
     ) -> Result<Vec<ShardSelection>, ClientError> {
@@ -154,8 +153,7 @@ impl Client {
     /// Returns a part for each of `ranges`, in their order.
     pub(in crate::client) fn select_ranges(
         &self,
-        job: &Job,
-        step: Step,
+        StepRef { job, step }: StepRef<'_>,
         shards: Vec<(ShardRoot, Option<ShardState>)>,
         ranges: &[ReadRange],
     ) -> Result<Vec<ShardSelection>, ClientError> {

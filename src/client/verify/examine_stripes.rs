@@ -20,7 +20,7 @@ use crate::format::digest;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};
 use crate::id::{Attempt, Job, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
-use crate::pipeline::read::{ReadSession, find_stripe_state};
+use crate::pipeline::read::{NodesToAsk, ReadSession, find_stripe_state};
 use crate::pipeline::record_fetch::{self, RecordsError};
 use crate::wire::calls::{ExamineAnswer, ExamineStripe, GetRecord, RecordName};
 
@@ -120,7 +120,7 @@ impl Client {
             return Err(ClientError::Removed { job: job.clone(), step });
         }
         let incidents = found.step.by_marks.then(|| BY_MARKS.to_owned()).into_iter().collect();
-        let parts = self.select_requested(job, step, found.shards, None)?;
+        let parts = self.select_requested(job.at(step), found.shards, None)?;
         let reading = ReadSession::new(
             self.caller().clone(),
             self.workers().clone(),
@@ -256,7 +256,7 @@ impl Verification<'_> {
         let known = part.state.as_ref().and_then(|state| state.stripe(index));
         let mut state = match known {
             Some(state) => state,
-            None => find_stripe_state(&self.reading, &part.root, index, true).await,
+            None => find_stripe_state(&self.reading, &part.root, index, NodesToAsk::All).await,
         };
         let mut moves = 0;
         loop {

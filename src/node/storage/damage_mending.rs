@@ -22,7 +22,9 @@ use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::backoff;
 use crate::pipeline::executor::Executor;
-use crate::pipeline::read::{ReadError, ReadSession, Sink, StripeReader, find_stripe_state};
+use crate::pipeline::read::{
+    NodesToAsk, ReadError, ReadSession, Sink, StripeReader, find_stripe_state,
+};
 use crate::pipeline::record_fetch;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{BlockSpec, BlockWriter, FileCheck};
@@ -377,7 +379,7 @@ impl Mending {
                 // Pieces that were proven before the commit point are as good as those of an
                 // archived stripe.
                 let index = info.fixed.stripe.index;
-                let state = find_stripe_state(session, root, index, true).await;
+                let state = find_stripe_state(session, root, index, NodesToAsk::All).await;
                 let StripeState::Archived { attempt, .. } = state else {
                     return Err(ReadError::Lost(lost).into());
                 };

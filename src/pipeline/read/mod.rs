@@ -17,4 +17,4 @@ pub use grain_decoding::Sink;
 pub use read_session::ReadSession;
 pub use source_selection::UnreadableStripe;
 pub use stripe_reader::StripeReader;
-pub use stripe_state_from_nodes::find_stripe_state;
+pub use stripe_state_from_nodes::{NodesToAsk, find_stripe_state};

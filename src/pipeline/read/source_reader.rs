@@ -128,13 +128,13 @@ impl StripeSources {
         let end = (grains.end * GRAIN_BYTES).min(len);
         let span = (from, end - from);
         let limit = if is_patient { OPEN_LIMIT } else { SLOW_OPEN_LIMIT };
-        let opened =
-            self.request_file_range(&to, holding.file, holding.counts_as_copy, span, limit).await;
+        let opened = self.request_file_range(&to, &holding, span, limit).await;
         let opened = match opened {
             // The node has found damage since the probe, or finds it now.
             Ok(Err(error)) if error.kind() == ErrorKind::Corrupt && holding.counts_as_copy => {
                 self.report_damaged_file_once(&holding, &error.to_string());
-                self.request_file_range(&to, holding.file, false, span, limit).await
+                let damaged = RemoteFile { counts_as_copy: false, ..holding };
+                self.request_file_range(&to, &damaged, span, limit).await
             }
             opened => opened,
         };
@@ -164,21 +164,20 @@ impl StripeSources {
         Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, proof)) })
     }
 
-    /// Asks a node for a part of a file that counts as a copy, or of a damaged one. Returns the
-    /// exchange, on which the bytes follow, and the node's answer.
+    /// Asks the file's node for a part of the file. Returns the exchange, on which the bytes follow,
+    /// and the node's answer.
     async fn request_file_range(
         &self,
         to: &Address,
-        file: FileName,
-        counts_as_copy: bool,
+        wanted: &RemoteFile,
         (from, len_bytes): (u64, u64),
         limit: Duration,
     ) -> Result<Result<(Exchange, ReadFileAnswer), CallError>, Elapsed> {
-        let (stripe, hashes) = (self.info.fixed.stripe, true);
+        let (stripe, file, hashes) = (self.info.fixed.stripe, wanted.file, true);
         let clock = &**self.reading.caller.clock();
         let work = async {
             let caller = &self.reading.caller;
-            let mut exchange = match counts_as_copy {
+            let mut exchange = match wanted.counts_as_copy {
                 true => {
                     caller.open(to, &ReadFile { stripe, file, from, len_bytes, hashes }).await?
                 }
@@ -228,9 +227,7 @@ impl StripeSources {
             }
             let Some(to) = self.reading.directory.address(other.node) else { continue };
             let (to, nothing) = (address(&to), (0, 0));
-            let asked = self
-                .request_file_range(&to, other.file, other.counts_as_copy, nothing, SLOW_OPEN_LIMIT)
-                .await;
+            let asked = self.request_file_range(&to, other, nothing, SLOW_OPEN_LIMIT).await;
             if let Ok(Ok((_, answer))) = asked
                 && let Ok(Some(table)) = self.parse_hash_table(*other, len, answer)
             {

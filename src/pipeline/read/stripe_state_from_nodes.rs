@@ -16,27 +16,39 @@ use crate::pipeline::record_fetch;
 /// first.
 const ATTEMPTS_ASKED: usize = 4;
 
+/// The nodes of a ring that are asked for their files of a stripe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NodesToAsk {
+    /// The nodes that were live when the directory was fetched.
+    Live,
+    /// All nodes. Silent ones have longer to answer.
+    All,
+}
+
 /// Returns the state in which stripe `index` of a committed shard can be read: `Replicated` if
 /// there is a replica of every block, otherwise the archived state of the attempt that has the most
 /// pieces and a receipt on some node. Returns `Replicated` if no receipt is found either.
 ///
 /// A receipt exists only when all n pieces were proven, so it does not matter whether the catalogue
-/// had recorded that. If `asks_silent_nodes` is set, silent nodes are asked too.
+/// had recorded that.
 pub async fn find_stripe_state(
     reading: &Arc<ReadSession>,
     root: &ShardRoot,
     index: u32,
-    asks_silent_nodes: bool,
+    nodes_to_ask: NodesToAsk,
 ) -> StripeState {
     let stripe = StripeId { shard: root.shard, index };
     let ring = root.ring.iter().map(|member| member.node);
-    let nodes: BTreeSet<NodeId> =
-        ring.filter(|node| asks_silent_nodes || reading.directory.is_live(*node)).collect();
+    let (nodes, limit): (BTreeSet<NodeId>, _) = match nodes_to_ask {
+        NodesToAsk::Live => {
+            (ring.filter(|node| reading.directory.is_live(*node)).collect(), PROBE_LIMIT)
+        }
+        NodesToAsk::All => (ring.collect(), LONG_PROBE_LIMIT),
+    };
     let cut = root.geometry().ok().and_then(|geometry| geometry.stripe(index));
     let blocks: BTreeSet<u8> = (0..root.k)
         .filter(|&block| cut.as_ref().is_some_and(|cut| cut.block_len(block) > 0))
         .collect();
-    let limit = if asks_silent_nodes { LONG_PROBE_LIMIT } else { PROBE_LIMIT };
     let mut held = HeldFiles::new();
     // While replicas are being dropped, nodes may list replicas that are gone. Look for a receipt
     // first then.

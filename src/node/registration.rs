@@ -69,10 +69,10 @@ impl Registration {
 
     /// Registers this node, and checks before and after whether it was off the list. Returns the
     /// catalogue's answer.
-    pub(super) async fn register_and_check(&self) -> Result<RegisterAnswer, RemoteError> {
-        self.note_lost_registration().await?;
+    pub(super) async fn register_and_note_absence(&self) -> Result<RegisterAnswer, RemoteError> {
+        self.request_catch_up_if_unlisted().await?;
         let answer = self.register().await?;
-        self.note_lost_registration().await?;
+        self.request_catch_up_if_unlisted().await?;
         Ok(answer)
     }
 
@@ -81,7 +81,7 @@ impl Registration {
     /// is behind. A rebuilt database has other entries for all nodes. A node keeps its record then,
     /// because a rebuild lists only nodes that were on the list. In both cases a round of catching
     /// up becomes due.
-    pub(super) async fn note_lost_registration(&self) -> Result<(), RemoteError> {
+    pub(super) async fn request_catch_up_if_unlisted(&self) -> Result<(), RemoteError> {
         let noted = self
             .context
             .on_store(|store| Ok::<_, StoreError>(store.caught_up_registration()))

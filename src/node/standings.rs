@@ -23,7 +23,7 @@ pub(super) async fn get_standing(context: &NodeContext) -> Result<StandingAnswer
             let (epoch, revision) = (store.highest_seen_epoch(), store.revision_of_any_db());
             let nodes = store.read_members().unwrap_or_default().nodes;
             let listed = nodes.into_iter().filter(|node| node.storage).map(|node| node.name);
-            let (standing, listed) = (store.read_standing(), listed.collect());
+            let (standing, listed) = (store.read_catch_up_standing(), listed.collect());
             Ok::<_, RemoteError>(StandingAnswer { standing, epoch, revision, listed })
         })
         .await

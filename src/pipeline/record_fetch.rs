@@ -131,7 +131,11 @@ fn describe_record(record: &RecordName) -> String {
 
 /// Returns the addresses of the nodes to ask. Live nodes come before those that seem dead, and in
 /// both groups the nodes in `preferred` come before the other nodes of the ring.
-fn nodes_to_ask(directory: &Directory, root: &ShardRoot, preferred: &[NodeId]) -> Vec<NodeAddress> {
+fn ring_nodes_live_first(
+    directory: &Directory,
+    root: &ShardRoot,
+    preferred: &[NodeId],
+) -> Vec<NodeAddress> {
     let mut order: Vec<NodeId> = preferred.to_vec();
     order.extend(root.ring.iter().map(|member| member.node));
     let mut seen = std::collections::HashSet::new();
@@ -152,7 +156,7 @@ pub async fn fetch_leaves(
     fetch_accepted_record(
         caller,
         directory,
-        nodes_to_ask(directory, root, &[]),
+        ring_nodes_live_first(directory, root, &[]),
         root,
         RecordName::Leaves,
         |bytes| {
@@ -176,7 +180,7 @@ pub async fn fetch_stripe_record(
     index: u32,
 ) -> Result<StripeInfo, RecordsError> {
     let places = place(&root.ring, root.n.into(), root.k.into(), index)?;
-    let nodes = nodes_to_ask(directory, root, &places);
+    let nodes = ring_nodes_live_first(directory, root, &places);
     fetch_accepted_record(caller, directory, nodes, root, RecordName::Stripe { index }, |bytes| {
         let record = StripeRecord::parse(bytes).map_err(|error| error.to_string())?;
         let fixed = record.open(root, leaves, index).map_err(|error| error.to_string())?;
@@ -198,7 +202,7 @@ pub async fn fetch_receipt(
     attempt: Attempt,
 ) -> Result<Receipt, RecordsError> {
     let stripe = StripeId { shard: root.shard, index };
-    let nodes = nodes_to_ask(directory, root, preferred);
+    let nodes = ring_nodes_live_first(directory, root, preferred);
     fetch_accepted_record(
         caller,
         directory,

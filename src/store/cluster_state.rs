@@ -131,7 +131,7 @@ impl Store {
 
     /// Returns whether this node has caught up with the committed and the removed saves. A record
     /// that does not open counts as [`Standing::Behind`].
-    pub fn read_standing(&self) -> Standing {
+    pub fn read_catch_up_standing(&self) -> Standing {
         match self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp) {
             Ok(None) => Standing::Unknown,
             Ok(Some(CatchUp { registered: Some(_) })) => Standing::CaughtUp,
@@ -221,7 +221,10 @@ mod tests {
         assert!(store.put_members(&Members::default()).is_err());
         assert!(store.record_revision(DbId([1; 16]), 9).is_err());
         assert!(store.record_behind().is_err() && store.record_caught_up(Epoch(1), 4).is_err());
-        assert_eq!((store.revision_of_current_db(), store.read_standing()), (0, Standing::Behind));
+        assert_eq!(
+            (store.revision_of_current_db(), store.read_catch_up_standing()),
+            (0, Standing::Behind)
+        );
         for (path, kind) in notes {
             assert_eq!(store.get_record(path).unwrap(), Some(later(kind)), "{path}");
         }

@@ -1,5 +1,5 @@
-//! The removed-save set: the ids of removed saves whose files this node has purged. An id remains
-//! here after the save's tombstone is gone.
+//! The removed-save set: the ids of saves that this node knows to be removed. Their files are purged,
+//! or are ignored until a purge. An id remains here after the save's tombstone is gone.
 //!
 //! Ids are never taken out again. One small sealed record holds all ids that begin with the same
 //! byte (ids are random, so that the records grow evenly). Each record is replaced as a whole, so

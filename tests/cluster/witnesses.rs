@@ -469,7 +469,7 @@ async fn a_node_that_was_taken_off_takes_its_note_back_before_anything_else() {
     world.boot(5);
     world.until_live(5).await;
     tokio::time::sleep(3 * world.lease).await;
-    assert_eq!(world.nodes[&5].store().read_standing(), Standing::Behind);
+    assert_eq!(world.nodes[&5].store().read_catch_up_standing(), Standing::Behind);
     for other in 1..=4 {
         world.network.heal(&address(5), &address(other));
     }

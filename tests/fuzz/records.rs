@@ -198,7 +198,7 @@ fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
         store.last_db_id(),
         store.totals(),
     );
-    let _ = (store.read_standing(), store.caught_up_registration());
+    let _ = (store.read_catch_up_standing(), store.caught_up_registration());
     store.read_members()?;
     if store.try_record_removed(SAVE)? && !store.is_recorded_removed(SAVE)? {
         return Err(StoreError::NoIdentity);

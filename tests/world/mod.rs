@@ -375,7 +375,9 @@ impl World {
     pub async fn until_caught_up(&self) {
         let all = || {
             let stores = self.nodes.iter().filter(|(index, _)| **index != 0);
-            stores.into_iter().all(|(_, node)| node.store().read_standing() == Standing::CaughtUp)
+            stores
+                .into_iter()
+                .all(|(_, node)| node.store().read_catch_up_standing() == Standing::CaughtUp)
         };
         self.until("all nodes caught up", all).await;
     }

@@ -144,7 +144,7 @@ impl CatchUpRounds {
         if self.registration.fetch_registration_revision().await? != Some(registered) {
             return Err(not_registered().into());
         }
-        let was = self.context.store.read_standing();
+        let was = self.context.store.read_catch_up_standing();
         self.context.on_store(move |store| store.record_caught_up(epoch, registered)).await?;
         if was != Standing::CaughtUp {
             tracing::info!(%epoch, "this node knows what is committed and what was removed");

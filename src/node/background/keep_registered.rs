@@ -57,7 +57,7 @@ impl RegistrationRenewal {
         let mut progress = RegistrationProgress::default();
         loop {
             let registered = match self.may_be_unregistered(progress.last) {
-                true => self.registration.register_and_check().await,
+                true => self.registration.register_and_note_absence().await,
                 false => self.registration.register().await,
             };
             // A catalogue server that hears too few nodes accepts no registration, but it still
@@ -93,7 +93,7 @@ impl RegistrationRenewal {
     ) {
         let (epoch, db_id) = (answer.epoch, answer.map);
         if progress.last.is_some_and(|(_, last_db_id)| last_db_id != db_id)
-            && let Err(error) = self.registration.note_lost_registration().await
+            && let Err(error) = self.registration.request_catch_up_if_unlisted().await
         {
             tracing::info!(%error, "failed to read this node's entry in the new catalogue");
         }

@@ -69,7 +69,7 @@ impl SaveRecovery {
 
     /// Scans for unfinished work, and runs a round of the policy once per lease period, while this
     /// daemon serves the catalogue. Runs until the node stops.
-    pub(in crate::node) async fn run_save_recovery(self: Arc<Self>) {
+    pub(in crate::node) async fn run_recovery_and_retention(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(RECOVERED_AT_ONCE));
         let mut collector = RecoveryState { since: HashMap::new(), slots };
         let mut looked = RetentionCache::default();

@@ -123,7 +123,9 @@ impl Membership {
         Ok(())
     }
 
-    pub(in crate::node) async fn list_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
+    /// Returns the members of the list that this node stores, and the nodes that have introduced
+    /// themselves since. Asks no other node.
+    pub(in crate::node) async fn list_known_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
         let mut nodes = self.context.on_store(|store| store.read_members()).await?.nodes;
         let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, node) in met.iter() {
@@ -148,7 +150,7 @@ impl Membership {
             known.len() > before
         };
         add(vec![self.context.own_node_record()], &mut known);
-        add(self.list_members().await?, &mut known);
+        add(self.list_known_members().await?, &mut known);
         let mut reached = Vec::new();
         for _ in 0..MEMBER_ROUNDS {
             let nodes: Vec<NodeRecord> = known.values().cloned().collect();

@@ -128,7 +128,7 @@ impl SaveGateway {
                     EarlierSave::Aborted(removing) => Some(removing),
                     EarlierSave::None => None,
                 };
-            check_may_open(catalogue, call, &checkpoint).await?;
+            check_step_accepts_save(catalogue, call, &checkpoint).await?;
             let seen = [
                 checkpoint.committed.as_ref().map(|saved| saved.generation),
                 aborted.as_ref().map(|removing| removing.generation),
@@ -194,7 +194,7 @@ impl SaveGateway {
 /// [`GatewayError::StepCommitted`] if the step is committed and is not to be replaced;
 /// [`GatewayError::SaveOver`] if the save is over; [`GatewayError::TooManyRemovals`] if too many
 /// removals of the step are pending.
-async fn check_may_open(
+async fn check_step_accepts_save(
     catalogue: &dyn Catalogue,
     call: &BeginSave,
     checkpoint: &Checkpoint,

@@ -344,7 +344,7 @@ impl SaveGateway {
                 }
                 writing => {
                     checkpoint.writing = writing;
-                    if is_or_was_commit_decided(&checkpoint, call.save) {
+                    if is_open_or_was_decided(&checkpoint, call.save) {
                         return Err(GatewayError::SaveDecided { save: call.save }.into());
                     }
                     Ok(None)
@@ -362,7 +362,7 @@ impl SaveGateway {
 
 /// Returns whether the save is decided or committed, or was committed before its removal. Also
 /// returns true for an open save, which the caller has handled before.
-fn is_or_was_commit_decided(checkpoint: &Checkpoint, save: SaveId) -> bool {
+fn is_open_or_was_decided(checkpoint: &Checkpoint, save: SaveId) -> bool {
     let was = checkpoint
         .removing
         .iter()

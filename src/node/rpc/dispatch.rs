@@ -349,7 +349,7 @@ impl RpcServer {
                 reply!(ClaimEpoch => |call| self.services.rebuild.claim_epoch(call))
             }
             ListMembers::NUMBER => {
-                reply!(ListMembers => |_| self.services.membership.list_members())
+                reply!(ListMembers => |_| self.services.membership.list_known_members())
             }
             FindRemovedSaves::NUMBER => {
                 reply!(FindRemovedSaves => |call| self.services.outage_reader.find_removed_saves(call))

@@ -124,7 +124,7 @@ impl Fencing {
         }
         // Registering returns the catalogue's epoch, which a node that has just started may not
         // know yet.
-        let answer = self.registration.register_and_check().await?;
+        let answer = self.registration.register_and_note_absence().await?;
         if epoch > answer.epoch {
             return Err(StorageError::EpochNotBegun { epoch, newest: answer.epoch }.into());
         }

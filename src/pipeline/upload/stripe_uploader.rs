@@ -132,7 +132,12 @@ impl StripeUploader {
             if round > ROUNDS {
                 spares.retain(|_| false);
             }
-            todo.extend(self.replace_failed_nodes(stripe, places, &mut spares, &failures)?);
+            todo.extend(self.move_failed_blocks_to_spares(
+                stripe,
+                places,
+                &mut spares,
+                &failures,
+            )?);
         }
         Err(SaveError::NoHolders {
             stripe,
@@ -197,7 +202,7 @@ impl StripeUploader {
 
     /// Puts a spare in the place of each node that failed. Returns the blocks of the changed
     /// positions, which have to be sent again.
-    fn replace_failed_nodes(
+    fn move_failed_blocks_to_spares(
         &self,
         stripe: StripeId,
         places: &mut [NodeId],

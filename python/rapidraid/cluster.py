@@ -141,14 +141,14 @@ class LocalCluster:
         if name == "staging":
             self._kill_started_by_rank()
 
-    def staging_pid(self) -> int:
+    def daemon_pid(self) -> int:
         """Returns the process id of the daemon that serves the staging folder."""
         directory, token, _ = _native.staging_place(self.config)
         return _native.Session(directory, token, READY_S).daemon_pid
 
     def _kill_started_by_rank(self) -> None:
         try:
-            pid = self.staging_pid()
+            pid = self.daemon_pid()
             process = os.pidfd_open(pid)
         except (NoDaemonError, ProcessLookupError):
             return

@@ -118,10 +118,10 @@ def test_whoever_is_killed_the_job_goes_on_bit_for_bit(cluster: rapidraid.LocalC
 def test_the_memory_of_a_daemon_that_a_rank_started_is_destroyed_too(job: str) -> None:
     """The host loses its memory although its staging daemon is no longer the one that the cluster started."""
     with rapidraid.local_cluster() as cluster:
-        kill(cluster.staging_pid())
+        kill(cluster.daemon_pid())
         with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
             assert checkpointer.save(1, {"weight": torch.ones(8)})
-        started = os.pidfd_open(cluster.staging_pid())
+        started = os.pidfd_open(cluster.daemon_pid())
         cluster.forget_memory()
         has_ended = bool(select.select([started], [], [], 0)[0])
         os.close(started)

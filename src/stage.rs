@@ -36,6 +36,8 @@ macro_rules! stages {
 stages! {
     /// Save, gateway: the step is opened in the catalogue.
     Begin = "begin",
+    /// The record of a joint save is about to be written.
+    Join = "join",
     /// Save, client: the blocks of a stripe are sent.
     Send = "send",
     /// Save, holder: a block that arrived completely gets its name.

@@ -15,6 +15,8 @@ mod checks;
 mod decisions;
 #[path = "cluster/grains.rs"]
 mod grains;
+#[path = "cluster/joint.rs"]
+mod joint;
 #[path = "cluster/members.rs"]
 mod members;
 #[path = "cluster/moves.rs"]

@@ -60,6 +60,14 @@ pub fn shard_states_prefix(save: SaveId) -> String {
     format!("{SHARD_STATES}{save}")
 }
 
+/// Prefix of the records of joint saves.
+pub const JOINT_SAVES: &str = "j/";
+
+/// Returns the key of the record of a joint save.
+pub fn joint_save_key(save: SaveId) -> String {
+    format!("{JOINT_SAVES}{save}")
+}
+
 /// Prefix of the archive requests.
 pub const ARCHIVE_REQUESTS: &str = "a/";
 
@@ -177,6 +185,28 @@ pub async fn update_record<R: Record + Default + Clone, E: From<CatalogueError>>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::joint_save::{JointSave, MAX_WRITERS, WriterState};
+    use crate::format::records::{MAX_RING, RingNode};
+    use crate::id::LaunchId;
+
+    #[test]
+    fn the_longest_joint_save_fits_into_a_value() {
+        let state = WriterState::Announced { shards: u32::MAX, sent_mib: u32::MAX };
+        let node = RingNode { node: NodeId(u64::MAX), domain: u16::MAX };
+        let longest = JointSave {
+            save: SaveId([1; 12]),
+            launch: LaunchId([2; 16]),
+            lease: LeaseId([3; 16]),
+            seed: [4; 32],
+            n: u8::MAX,
+            k: u8::MAX,
+            block_bytes: u64::MAX,
+            ring: vec![node; MAX_RING],
+            writers: vec![state; MAX_WRITERS],
+        };
+        let len_bytes = longest.to_bytes().unwrap().len();
+        assert!(len_bytes <= crate::catalogue::MAX_VALUE_BYTES, "{len_bytes}");
+    }
 
     #[test]
     fn checkpoint_keys_sort_by_step_and_parse_back() {

@@ -1,12 +1,13 @@
 //! The errors of a client's operations.
 
 use std::io;
+use std::time::Duration;
 
 use crate::code::CodeError;
 use crate::format::FormatError;
 use crate::format::geometry::GeometryError;
 use crate::format::table::TableError;
-use crate::id::{ClusterId, Job, ShardName, Step};
+use crate::id::{ClusterId, Job, SaveId, ShardName, Step};
 use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::net::call::CallError;
@@ -108,6 +109,26 @@ pub enum ClientError {
     CalledOff {
         /// The caller's reason.
         why: String,
+    },
+    /// Other writers of a joint save have made no progress for too long.
+    #[error("other writers of the save have made no progress for {} s", limit.as_secs())]
+    WritersMissing {
+        /// The numbers of the writers.
+        writers: Vec<u32>,
+        /// How long the save has waited for them.
+        limit: Duration,
+    },
+    /// Another writer of a joint save has given the step up.
+    #[error("writer {writer} of the save has given the step up")]
+    WriterDropped {
+        /// The number of the writer.
+        writer: u32,
+    },
+    /// A joint save was aborted by another writer, or was over, at each attempt.
+    #[error("save {save} was aborted by another of its writers: it is tried again later")]
+    JointSaveOver {
+        /// The last save that was joined.
+        save: SaveId,
     },
     /// A range was given without the name of a shard.
     #[error("a range of bytes belongs to one shard: name it")]
@@ -221,7 +242,10 @@ impl ClientError {
             ClientError::FileExists { .. } | ClientError::InTheWay { .. } => ErrorKind::Exists,
             ClientError::Output { source, .. } => source.kind(),
             ClientError::SaveId { .. } => ErrorKind::Io,
-            ClientError::CalledOff { .. } => ErrorKind::Corrupt,
+            ClientError::CalledOff { .. } | ClientError::WriterDropped { .. } => ErrorKind::Corrupt,
+            ClientError::WritersMissing { .. } | ClientError::JointSaveOver { .. } => {
+                ErrorKind::Unavailable
+            }
             ClientError::Call(error) => error.kind(),
             ClientError::Net(error) => error.kind(),
             ClientError::Save(error) => error.kind(),

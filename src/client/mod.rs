@@ -34,7 +34,10 @@ pub use error::ClientError;
 pub use file_source::FileSource;
 pub use node_reports::{CatalogueReport, NodeReport};
 pub use restore::{CheckpointIndex, MemorySink, ReadRange, RestoreReport, RestoreRequest};
-pub use save::{NewShard, SaveCode, SaveDecisions, SaveFate, SaveOptions, SaveReport};
+pub use save::{
+    JointDecisions, JointWriter, NewShard, SaveCode, SaveDecisions, SaveFate, SaveOptions,
+    SaveReport,
+};
 pub use step_requests::ShowReport;
 pub use verify::{AbsentNode, Fault, HeldItem, Problem, VerifyReport};
 

@@ -89,6 +89,8 @@ pub enum RecordKind {
     CatchUp = 24,
     /// The damage note of a replica or piece file.
     Damage = 25,
+    /// A save of several writers, in the catalogue.
+    JointSave = 26,
 }
 
 impl fmt::Display for RecordKind {
@@ -119,6 +121,7 @@ impl fmt::Display for RecordKind {
             Self::StagedJob => "staged job",
             Self::CatchUp => "catch-up",
             Self::Damage => "damage note",
+            Self::JointSave => "joint save",
         })
     }
 }

@@ -12,6 +12,7 @@ pub mod envelope;
 pub mod file;
 pub mod geometry;
 pub mod grain_set;
+pub mod joint_save;
 pub mod records;
 #[cfg(test)]
 pub(crate) mod samples;

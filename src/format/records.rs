@@ -10,6 +10,7 @@ use super::FormatError;
 pub use super::cluster::{CatchUp, Damage, Heard, Home, Members, Node, SeenEpoch, Standing};
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError};
+pub use super::joint_save::JointSave;
 pub use super::save_record::SaveHead;
 pub use super::stripe_record::{BlockInfo, StripeFixed, StripeRecord, StripeRecordError};
 use crate::code::CodeId;

@@ -192,6 +192,8 @@ impl GatewayError {
             E::RootInconsistent { .. }
             | E::RingNodeUnregistered { .. }
             | E::ShardsIncomplete { .. }
+            | E::ShardNamesEqual { .. }
+            | E::WriterUnfit { .. }
             | E::TooManySaves { .. } => ErrorKind::Invalid,
             E::TooManyRemovals { .. } => ErrorKind::Busy,
             E::RootNotEncodable => ErrorKind::Internal,

@@ -9,6 +9,7 @@ use super::order::HopWork;
 use crate::code::CodeId;
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
+use crate::format::joint_save::JointSave;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState, Standing};
 use crate::id::{
     Attempt, ClusterId, DbId, Epoch, Generation, Job, LeaseId, PeerName, SaveId, ShardId, Step,
@@ -177,6 +178,64 @@ pub struct BeginSaveAnswer {
     pub block_bytes: u64,
     /// The live storage nodes.
     pub nodes: Vec<Node>,
+}
+
+/// The part of a writer in a joint save, in [`JoinSave`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WriterReport {
+    /// The writer takes part, and does not know its shards yet.
+    Joins,
+    /// The writer has joined `save`.
+    Announces {
+        /// The save.
+        save: SaveId,
+        /// The number of the writer's shards in it.
+        shards: u32,
+        /// The amount of data that the writer has sent, in MiB.
+        sent_mib: u32,
+    },
+    /// The writer has given the step up. No save of the launch can have the step any more.
+    Drops,
+}
+
+/// Answer to [`JoinSave`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum JoinSaveAnswer {
+    /// The save is open.
+    Open(Box<JoinedSave>),
+    /// The launch has committed the step.
+    Committed {
+        /// The save that is committed.
+        save: SaveId,
+    },
+}
+
+/// An open save of several writers, as a writer needs it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JoinedSave {
+    /// The save.
+    pub joint: JointSave,
+    /// The save's generation.
+    pub generation: Generation,
+    /// Lifetime of the lease without renewal, in milliseconds.
+    pub lease_ms: u64,
+    /// The nodes of the ring that are registered.
+    pub nodes: Vec<Node>,
+}
+
+/// Answer to [`ListCompletedShards`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CompletedShards {
+    /// The save is open.
+    Open {
+        /// The roots of completed shards, in order of their numbers. Some may be missing between
+        /// them.
+        roots: Vec<ShardRoot>,
+    },
+    /// The save is committed, or was committed and is being removed.
+    Committed,
+    /// The save is not open any more and is not known to have been committed.
+    Over,
 }
 
 /// The plan of an archiving and its parameters.

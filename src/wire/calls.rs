@@ -9,8 +9,8 @@ use super::{AllowedCaller, Call, NodeAddress};
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
 use crate::id::{
-    Attempt, DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, SaveId, ShardId, Step,
-    StripeId,
+    Attempt, DbId, Epoch, Generation, Job, LaunchId, LeaseId, NodeId, PeerName, SaveId, ShardId,
+    Step, StripeId,
 };
 
 macro_rules! calls {
@@ -144,6 +144,37 @@ calls! {
     } -> ();
     /// Transfers the catalogue from the daemon that serves it to this one (semantics 8).
     17 Anyone MoveCatalogue {} -> MoveCatalogueAnswer;
+    /// Joins the open save of a launch's step, and opens it if there is none (semantics 3). A
+    /// repeated call returns the same save.
+    18 Anyone JoinSave {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// The launch.
+        launch: LaunchId,
+        /// The number of the caller among the writers, from 0.
+        writer: u32,
+        /// The number of writers.
+        writers: u32,
+        /// What the writer says of its part.
+        report: WriterReport,
+        /// The committed save of another launch that the new one may replace.
+        replace: Option<SaveId>,
+        /// Nodes to avoid when the save is opened, if a configured code fits without them.
+        avoid: Vec<NodeId>,
+    } -> JoinSaveAnswer;
+    /// Lists the completed shards of an open save, in order, by pages.
+    19 Anyone ListCompletedShards {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// The save.
+        save: SaveId,
+        /// The page begins with this shard.
+        first: u32,
+    } -> CompletedShards;
 
     /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
     /// [`BlockTrailer`] frame follows.

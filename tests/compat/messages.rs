@@ -21,7 +21,8 @@ use serde::de::DeserializeOwned;
 
 use crate::fixture::Case;
 use crate::records::{
-    ATTEMPT, CLUSTER, CODE, GENERATION, LEASE, MAP, SAVE, cut, node, root, saved, state, stripe,
+    ATTEMPT, CLUSTER, CODE, GENERATION, LAUNCH, LEASE, MAP, SAVE, cut, joint_save, node, root,
+    saved, state, stripe,
 };
 
 const RUN: [u8; 16] = [0x70; 16];
@@ -178,6 +179,20 @@ fn for_clients(calls: &mut Calls) {
         block_bytes: 64 << 20,
         nodes: vec![node("node-1"), node("node-2")],
     };
+    let join = |report| JoinSave {
+        job: job.clone(),
+        step,
+        launch: LAUNCH,
+        writer: 1,
+        writers: 300,
+        report,
+        replace: Some(SAVE),
+        avoid: vec![NodeId(300)],
+    };
+    let announces = WriterReport::Announces { save, shards: 300, sent_mib: 70_000 };
+    let nodes = vec![node("node-1"), node("node-2")];
+    let joined =
+        JoinedSave { joint: joint_save(), generation: GENERATION, lease_ms: 10_000, nodes };
     calls
         .both(Hello { me: None }, hello)
         .request(", node", Hello { me: Some(node("node-1")) })
@@ -192,6 +207,16 @@ fn for_clients(calls: &mut Calls) {
             begun,
         )
         .both(RebuildCatalogue { accept_loss: true }, rebuilt())
+        .both(join(WriterReport::Joins), JoinSaveAnswer::Open(Box::new(joined)))
+        .request(", announces", join(announces))
+        .request(", drops", join(WriterReport::Drops))
+        .answer::<JoinSave>(", committed", JoinSaveAnswer::Committed { save })
+        .both(
+            ListCompletedShards { job: job.clone(), step, save, first: 300 },
+            CompletedShards::Open { roots: vec![root()] },
+        )
+        .answer::<ListCompletedShards>(", committed", CompletedShards::Committed)
+        .answer::<ListCompletedShards>(", over", CompletedShards::Over)
         .both(MoveCatalogue {}, moved())
         .both(RenewLease { lease: LEASE }, ())
         .both(CompleteShard { root: root() }, ())

@@ -8,6 +8,7 @@ use rapidraid::format::FormatError;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::{Content, FileHeader};
 use rapidraid::format::geometry::StripeCut;
+use rapidraid::format::joint_save::{JointSave, WriterState};
 use rapidraid::format::records::{
     BlockInfo, Checkpoint, CommitMark, Damage, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves,
     Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing,
@@ -130,6 +131,22 @@ fn checkpoint_open() -> Checkpoint {
     }
 }
 
+pub fn joint_save() -> JointSave {
+    let ring = |number: u16| RingNode { node: node_id(&format!("node-{number}")), domain: number };
+    let announced = WriterState::Announced { shards: 300, sent_mib: 70_000 };
+    JointSave {
+        save: SAVE,
+        launch: LAUNCH,
+        lease: LEASE,
+        seed: [0x55; 32],
+        n: 16,
+        k: 11,
+        block_bytes: 64 << 20,
+        ring: vec![ring(1), ring(2)],
+        writers: vec![WriterState::Unknown, announced, WriterState::Dropped],
+    }
+}
+
 fn stripe_record() -> StripeRecord {
     let block = |len_bytes, byte| BlockInfo {
         len_bytes,
@@ -247,7 +264,7 @@ fn folder_record(name: &str, path: &'static str) -> Case {
     Case { name: name.to_owned(), bytes, parse: Box::new(parse) }
 }
 
-const LAUNCH: LaunchId = LaunchId([0x1a; 16]);
+pub const LAUNCH: LaunchId = LaunchId([0x1a; 16]);
 const FILL: FillId = FillId([0xf1; 16]);
 
 fn damage() -> Damage {
@@ -337,6 +354,7 @@ pub fn cases() -> Vec<Case> {
         folder_record("catch-up", "catch-up"),
         record("damage note", damage()),
         record("save's head", head()),
+        record("joint save", joint_save()),
         record("staging folder", staging_folder()),
         record("segment owner", segment_owner()),
         record("staged step", staged_step(SaveState::Unsaved)),

@@ -9,8 +9,8 @@ use rapidraid::catalogue::record_access::ArchiveRequest;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::FileHeader;
 use rapidraid::format::records::{
-    Checkpoint, CommitMark, Damage, Fence, Leaves, Members, Node, Receipt, Record, Removing,
-    SaveHead, ShardRoot, ShardState, StripeRecord, StripeState, Tombstone,
+    Checkpoint, CommitMark, Damage, Fence, JointSave, Leaves, Members, Node, Receipt, Record,
+    Removing, SaveHead, ShardRoot, ShardState, StripeRecord, StripeState, Tombstone,
 };
 use rapidraid::id::{ClusterId, PeerName, SaveId};
 use rapidraid::store::kv::Batch;
@@ -86,6 +86,10 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(16) => record(bytes, |value: Members| plain(&value)),
         Some(25) => record(bytes, |value: Damage| plain(&value)),
         Some(19) => record(bytes, |value: SaveHead| plain(&value)),
+        Some(26) => record(bytes, |joint: JointSave| {
+            let _ = (joint.name_of(0), joint.ring_of(u32::MAX), joint.sent_mib());
+            plain(&joint)
+        }),
         Some(20) => record(bytes, |value: InstanceRecord| plain(&value)),
         Some(21) => record(bytes, |value: OwnerRecord| plain(&value)),
         Some(22) => record(bytes, |value: StepRecord| plain(&value)),

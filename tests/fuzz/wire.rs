@@ -72,6 +72,8 @@ const CALLS: &[Laws] = laws![
     GetPolicyStatus,
     RemoveNode,
     MoveCatalogue,
+    JoinSave,
+    ListCompletedShards,
     PutBlock,
     PutRecord,
     GetRecord,

@@ -13,40 +13,29 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use super::save_decisions::PlainSave;
+use super::shard_upload::ShardPlace;
 use crate::client::connection::LONG_LIMIT;
 use crate::client::{
     Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDecisions, SaveFate,
 };
-use crate::code::Layout;
-use crate::format::geometry::Geometry;
-use crate::format::records::{
-    FIELD_GF8, LAYOUT_STANDARD, Leaves, Node, Record, RingNode, Saved, ShardRoot, StripeRecord,
-    stripes_root,
-};
+use crate::format::records::{Node, Saved, ShardRoot};
 use crate::format::save_record::{SaveHead, SaveRecord};
-use crate::gf::FingerprintKey;
-use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step, StepRef, StripeId};
+use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, Step, StepRef};
 use crate::kind::ErrorKind;
 use crate::net::Address;
-use crate::pipeline::upload::{FailedNodes, SaveError, StripeUploader};
-use crate::placement::{Spares, place, ring};
-use crate::stage::{TracePoint, trace_point};
+use crate::pipeline::upload::{FailedNodes, SaveError};
+use crate::placement::ring;
 use crate::topology::Directory;
 use crate::wire::calls::{
-    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, Hello, NodeView, PutRecord,
-    RecordName, RenewLease,
+    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, Hello, NodeView, RenewLease,
 };
 
 /// Number of shards that are saved at once.
-const SHARDS_AT_ONCE: usize = 4;
-/// Number of stripes of one shard that are saved at once. While the slowest blocks of one stripe,
-/// and its records, are being sent, the other stripes keep the links of the other nodes busy. A
-/// single large shard, as a trainer saves it, may use all stripes of the save.
-const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
+pub(super) const SHARDS_AT_ONCE: usize = 4;
 /// Number of stripes of a save that are saved at once. A stripe sends at most 6 blocks at once.
 /// Each block keeps in memory two chunks of 256 KiB, unless the source hands out its own memory,
 /// and the bytes that the receiver has not acknowledged.
-const STRIPES_AT_ONCE: usize = 4;
+pub(super) const STRIPES_AT_ONCE: usize = 4;
 /// Time limit for a node to report its epoch. A later answer does not count when a save checks
 /// whether its epoch is over.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
@@ -58,7 +47,7 @@ const MOVE_LOOK: Duration = Duration::from_millis(250);
 /// Number of nodes that are asked for their epoch at once.
 const HELLOS_AT_ONCE: usize = 32;
 /// Maximum number of times that a save starts again after its nodes failed.
-const RESTARTS: u32 = 2;
+pub(super) const RESTARTS: u32 = 2;
 
 /// The options of a save.
 #[derive(Debug, Clone, Copy, Default)]
@@ -93,7 +82,7 @@ pub struct SaveReport {
 
 /// A task that renews a save's lease until this is dropped. It is dropped with the save's future,
 /// so that the lease of an abandoned save ends.
-struct RunningLeaseKeeper(tokio::task::JoinHandle<()>);
+pub(super) struct RunningLeaseKeeper(tokio::task::JoinHandle<()>);
 
 impl Drop for RunningLeaseKeeper {
     fn drop(&mut self) {
@@ -112,23 +101,25 @@ enum SaveOutcome {
 
 /// Returns whether an error may be due to the end of the save's epoch. Nodes then refuse the older
 /// epoch, and gateways lose the catalogue.
-fn can_be_epoch_end(kind: ErrorKind) -> bool {
+pub(super) fn can_be_epoch_end(kind: ErrorKind) -> bool {
     kind == ErrorKind::Fenced || kind.is_transient()
 }
 
 /// A save between begin and commit.
-struct SaveSession {
-    client: Client,
-    job: Job,
-    step: Step,
+pub(super) struct SaveSession {
+    pub(super) client: Client,
+    pub(super) job: Job,
+    pub(super) step: Step,
     cluster: ClusterId,
-    begun: BeginSaveAnswer,
+    pub(super) begun: BeginSaveAnswer,
     /// The roots of the shards that are completed, or may be.
     roots: Mutex<BTreeMap<u32, ShardRoot>>,
-    directory: Directory,
-    failures: Arc<FailedNodes>,
-    stripes: Semaphore,
-    progress: Arc<dyn Fn(u64) + Send + Sync>,
+    pub(super) directory: Directory,
+    pub(super) failures: Arc<FailedNodes>,
+    pub(super) stripes: Semaphore,
+    /// Number of bytes that were sent.
+    pub(super) sent_bytes: Arc<AtomicU64>,
+    pub(super) progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
 impl Client {
@@ -233,25 +224,35 @@ impl Client {
     ) -> Result<SaveSession, ClientError> {
         let StepRef { job, step } = step_ref;
         let (job, avoid) = (job.clone(), avoid.to_vec());
-        let begin = BeginSave { job: job.clone(), step, replace: options.replace, save, avoid };
+        let begin = BeginSave { job, step, replace: options.replace, save, avoid };
         let begun = self.call_gateway(&begin).await?;
+        self.start_session(step_ref, begun).await
+    }
+
+    /// Starts the session of an open save.
+    pub(super) async fn start_session(
+        &self,
+        step_ref: StepRef<'_>,
+        begun: BeginSaveAnswer,
+    ) -> Result<SaveSession, ClientError> {
         let cluster = self.fetch_cluster_id().await?;
         let live = begun.nodes.iter().map(|node| NodeView { node: node.clone(), live: true });
         Ok(SaveSession {
             client: self.clone(),
-            job,
-            step,
+            job: step_ref.job.clone(),
+            step: step_ref.step,
             cluster,
             directory: Directory::new(live.collect()),
             begun,
             roots: Mutex::default(),
             failures: Arc::default(),
             stripes: Semaphore::new(STRIPES_AT_ONCE),
+            sent_bytes: Arc::default(),
             progress: Arc::new(|_| ()),
         })
     }
 
-    fn spawn_lease_keeper(&self, begun: &BeginSaveAnswer) -> RunningLeaseKeeper {
+    pub(super) fn spawn_lease_keeper(&self, begun: &BeginSaveAnswer) -> RunningLeaseKeeper {
         let lease = begun.lease;
         let period = Duration::from_millis(begun.lease_ms / 3);
         let (client, runtime) = match self.lease_keeper() {
@@ -272,7 +273,7 @@ impl Client {
     }
 }
 
-fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), ClientError> {
+pub(super) fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), ClientError> {
     let mut names = HashSet::new();
     if let Some(twice) = shards.iter().find(|shard| !names.insert(&shard.name)) {
         return Err(ClientError::DuplicateName { name: twice.name.clone() });
@@ -282,10 +283,10 @@ fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), ClientError> {
 
 /// The number of restarts of a save, and the nodes that refused it in earlier tries.
 #[derive(Default)]
-struct SaveRestarts {
-    count: u32,
+pub(super) struct SaveRestarts {
+    pub(super) count: u32,
     /// Nodes that refused, which the next begin leaves out if a code fits without them.
-    avoid: Vec<NodeId>,
+    pub(super) avoid: Vec<NodeId>,
     /// The error of the last try, if nodes only refused.
     refused: Option<ClientError>,
 }
@@ -310,13 +311,17 @@ impl SaveSession {
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let shards = decisions.shards_for_code(SaveCode { n, k, block_bytes })?;
         check_shard_names_unique(&shards)?;
-        let total_bytes = shards.iter().map(|shard| shard.source.len_bytes()).sum();
-        let (done, progress) = (AtomicU64::new(0), progress.clone());
+        self.count_progress(shards.iter().map(|shard| shard.source.len_bytes()).sum(), progress);
+        Ok(shards)
+    }
+
+    /// Reports the bytes that are sent from here on to `progress`, as a part of `total_bytes`.
+    pub(super) fn count_progress(&mut self, total_bytes: u64, progress: &ProgressFn) {
+        let (sent, progress) = (self.sent_bytes.clone(), progress.clone());
         self.progress = Arc::new(move |bytes| {
-            let done_bytes = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            let done_bytes = sent.fetch_add(bytes, Ordering::Relaxed) + bytes;
             progress(Progress { done_bytes, total_bytes });
         });
-        Ok(shards)
     }
 
     async fn upload_and_commit(
@@ -338,7 +343,7 @@ impl SaveSession {
     /// Returns whether some node knows a later epoch, and so refuses what was begun in this one.
     /// During a transfer no node knows one yet, and callers that want to change a key receive
     /// `Busy`. If `failed` is `Busy`, this therefore waits up to [`MOVE_LIMIT`] for a later epoch.
-    async fn has_epoch_ended(&self, failed: ErrorKind) -> bool {
+    pub(super) async fn has_epoch_ended(&self, failed: ErrorKind) -> bool {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;
         loop {
@@ -388,7 +393,7 @@ impl SaveSession {
     }
 
     /// Aborts the save. Returns whether it is now known to be neither open nor decided.
-    async fn abort_save(&self) -> bool {
+    pub(super) async fn abort_save(&self) -> bool {
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
         self.client.call_gateway(&AbortSave { job, step, save }).await.is_ok()
     }
@@ -416,7 +421,7 @@ impl SaveSession {
         })
     }
 
-    async fn commit_save(&self, shard_count: usize) -> Result<Saved, ClientError> {
+    pub(super) async fn commit_save(&self, shard_count: usize) -> Result<Saved, ClientError> {
         let shards = u32::try_from(shard_count).unwrap_or(u32::MAX);
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
         self.client.call_gateway_within(&CommitSave { job, step, save, shards }, LONG_LIMIT).await
@@ -427,7 +432,7 @@ impl SaveSession {
     ///
     /// # Errors
     /// The save's `error`, if a restart would not help.
-    async fn prepare_restart(
+    pub(super) async fn prepare_restart(
         &mut self,
         error: ClientError,
         restarts: &mut SaveRestarts,
@@ -453,125 +458,24 @@ impl SaveSession {
         Ok(())
     }
 
+    /// Uploads and completes a shard of a save that has no other writer.
     async fn save_shard(
         &self,
         index: u32,
         shard_count: u32,
         shard: &NewShard,
     ) -> Result<(), ClientError> {
-        let BeginSaveAnswer { save, generation, n, k, block_bytes, .. } = self.begun;
-        let len_bytes = shard.source.len_bytes();
-        let geometry = Geometry::checked(len_bytes, block_bytes, n, k)?;
-        let id = ShardId::new(save, index);
         let mut fingerprint_key = [0; 32];
         self.client.entropy().fill(&mut fingerprint_key);
         let ring = ring(&self.begun.nodes, index.into());
-        let upload = StripeUploader {
-            caller: self.client.caller().clone(),
-            workers: self.client.workers().clone(),
-            directory: self.directory.clone(),
-            source: shard.source.clone(),
-            name: shard.name.to_string(),
-            key: Arc::new(FingerprintKey::derive(&fingerprint_key)),
-            key_bytes: fingerprint_key,
-            generation,
-            layout: Layout::new(n.into(), k.into())?,
-            failures: self.failures.clone(),
-            progress: self.progress.clone(),
-        };
-        let stripes = (0..geometry.stripes()).map(|index| StripeId { shard: id, index });
-        let work =
-            stripes.map(|stripe| self.upload_stripe_and_record(&upload, &ring, &geometry, stripe));
-        let work: Vec<_> = work.collect();
-        let hashes: Vec<[u8; 32]> =
-            stream::iter(work).buffered(STRIPES_OF_A_SHARD).try_collect().await?;
-        self.ensure_unchanged(shard).await?;
-        let root = ShardRoot {
-            job: self.job.clone(),
-            step: self.step,
-            save,
-            index,
-            shards: shard_count,
-            shard: id,
-            name: shard.name.clone(),
-            len_bytes,
-            block_bytes,
-            n,
-            k,
-            layout: LAYOUT_STANDARD,
-            field: FIELD_GF8,
-            fingerprint_key,
-            ring,
-            stripes_root: stripes_root(&hashes),
-        };
-        self.put_leaves(&root, hashes).await?;
-        self.lock_roots().insert(index, root.clone());
+        let place = ShardPlace { index, shard_count, ring, fingerprint_key };
+        let root = self.upload_shard(place, shard).await?;
+        self.complete_shard(root).await
+    }
+
+    /// Records that a shard is complete.
+    pub(super) async fn complete_shard(&self, root: ShardRoot) -> Result<(), ClientError> {
+        self.lock_roots().insert(root.index, root.clone());
         self.client.call_gateway(&CompleteShard { root }).await
-    }
-
-    /// Returns an error if the shard's source has changed since the save began.
-    async fn ensure_unchanged(&self, shard: &NewShard) -> Result<(), ClientError> {
-        let (source, name) = (shard.source.clone(), shard.name.to_string());
-        match self.client.workers().run(move || source.is_unchanged()).await? {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(SaveError::Changed { shard: name }.into()),
-            Err(source) => {
-                let offset = shard.source.len_bytes();
-                Err(SaveError::Source { shard: name, offset, source }.into())
-            }
-        }
-    }
-
-    async fn upload_stripe_and_record(
-        &self,
-        upload: &StripeUploader,
-        ring: &[RingNode],
-        geometry: &Geometry,
-        stripe: StripeId,
-    ) -> Result<[u8; 32], ClientError> {
-        // The semaphore is never closed while the save runs.
-        let _slot = self.stripes.acquire().await;
-        let (n, k) = (geometry.n.into(), geometry.k.into());
-        let mut places = place(ring, n, k, stripe.index)?;
-        let spares = Spares::new(ring, upload.layout, &places, |_| true);
-        let Some(cut) = geometry.stripe(stripe.index) else {
-            return Err(ClientError::NoShards);
-        };
-        trace_point(TracePoint::Send, stripe);
-        let fixed = upload.upload_stripe(stripe, cut, &mut places, spares).await?;
-        let record = StripeRecord::new(&fixed, places.clone())?;
-        upload.put_stripe_record(&fixed, &record, &places).await?;
-        Ok(record.leaf())
-    }
-
-    /// Puts the leaves on the nodes of the ring. Returns an error if more than k-1 nodes failed to
-    /// store them.
-    async fn put_leaves(&self, root: &ShardRoot, hashes: Vec<[u8; 32]>) -> Result<(), ClientError> {
-        let leaves = Leaves { root: root.clone(), hashes };
-        let call = PutRecord {
-            shard: root.shard,
-            record: RecordName::Leaves,
-            generation: self.begun.generation,
-            bytes: leaves.to_bytes()?,
-        };
-        let puts = root.ring.iter().map(|member| {
-            let call = &call;
-            async move {
-                let to = self.directory.address(member.node)?;
-                Some(self.client.caller().call(&to, call).await)
-            }
-        });
-        let mut puts = stream::iter(puts.collect::<Vec<_>>()).buffer_unordered(16);
-        let (mut missed, mut last) = (0, None);
-        while let Some(put) = puts.next().await {
-            if let Some(Err(error)) = put {
-                missed += 1;
-                last = Some(error);
-            }
-        }
-        match last {
-            Some(error) if missed > usize::from(root.k) - 1 => Err(error.into()),
-            _ => Ok(()),
-        }
     }
 }

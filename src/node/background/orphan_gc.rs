@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    CHECKPOINTS, NODES, ORPHANS, SHARD_ROOTS, SHARD_STATES, orphan_key, parse_record,
+    CHECKPOINTS, JOINT_SAVES, NODES, ORPHANS, SHARD_ROOTS, SHARD_STATES, orphan_key, parse_record,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
@@ -74,10 +74,10 @@ impl fmt::Display for RetainReason {
     }
 }
 
-/// The position of the scan over the keys of shards: the last key read of each of the two prefixes.
+/// The position of the scan over the keys of shards: the last key read of each prefix.
 #[derive(Default)]
 struct StrayKeyScan {
-    after: [Option<String>; 2],
+    after: [Option<String>; 3],
 }
 
 /// The verdict on a save that no step's record names.
@@ -233,7 +233,7 @@ impl OrphanGc {
         unknown.due = self.context.clock.now().saturating_add(wait);
     }
 
-    /// Removes the roots and states of saves that no step's record names, one page of each per
+    /// Removes the roots, states and joint records of saves that no step's record names, one page of each per
     /// round. A gateway that was paused while it completed a shard may write such keys after the
     /// save is removed and forgotten. The gateway removes them itself, unless it dies.
     async fn remove_stray_keys(
@@ -242,7 +242,9 @@ impl OrphanGc {
         scan: &mut StrayKeyScan,
     ) -> Result<(), RemoteError> {
         let mut found = Vec::new();
-        for (prefix, after) in [SHARD_ROOTS, SHARD_STATES].into_iter().zip(&mut scan.after) {
+        for (prefix, after) in
+            [SHARD_ROOTS, SHARD_STATES, JOINT_SAVES].into_iter().zip(&mut scan.after)
+        {
             let page = catalogue.list_entries(prefix, after.as_deref(), MAX_PAGE).await?;
             *after = page.last().map(|(key, _)| key.clone());
             let save =

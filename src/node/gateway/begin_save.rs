@@ -11,7 +11,7 @@ use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_roots_prefix,
 };
 use crate::format::records::{Checkpoint, Node as NodeRecord, RemoveReason, Removing, Writing};
-use crate::id::{Generation, LeaseId, NodeId};
+use crate::id::{Generation, LeaseId, NodeId, SaveId, StepRef};
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::scan_interval;
 use crate::placement;
@@ -23,7 +23,7 @@ use crate::wire::calls::{BeginSave, BeginSaveAnswer};
 const MAX_REMOVING: usize = 32;
 
 /// The fate of the save that was under way for a step when another save of it begins.
-enum EarlierSave {
+pub(super) enum EarlierSave {
     None,
     /// A duplicate of the call has opened the save already.
     IsThisOne {
@@ -55,17 +55,7 @@ impl SaveGateway {
         call: BeginSave,
     ) -> Result<BeginSaveAnswer, RemoteError> {
         let catalogue = self.context.catalogue();
-        let live = self.fetch_directory().await?.live_storage();
-        let avoid: HashSet<NodeId> = call.avoid.iter().copied().collect();
-        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
-        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
-        if self.choose_code(nodes.len()).is_err() {
-            // Too few nodes are left without the avoided ones. A save on nodes that may fail is
-            // better than none.
-            nodes = live;
-        }
-        let (n, k) = self.choose_code(nodes.len())?;
-        let nodes = placement::nodes_of_save(nodes, call.save);
+        let (n, k, nodes) = self.choose_nodes(&call.avoid, call.save).await?;
         let (granted, period) = catalogue.grant_lease().await?;
         trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
         let begun = self.open_save(&*catalogue, &call, granted).await;
@@ -85,6 +75,26 @@ impl SaveGateway {
             block_bytes: self.context.settings.block_bytes,
             nodes,
         })
+    }
+
+    /// Returns the code of a new save, as (n, k), and the nodes that it may use: the live storage
+    /// nodes, without those to avoid if a code fits without them.
+    pub(super) async fn choose_nodes(
+        &self,
+        avoid: &[NodeId],
+        save: SaveId,
+    ) -> Result<(u8, u8, Vec<NodeRecord>), RemoteError> {
+        let live = self.fetch_directory().await?.live_storage();
+        let avoid: HashSet<NodeId> = avoid.iter().copied().collect();
+        let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
+        let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();
+        if self.choose_code(nodes.len()).is_err() {
+            // Too few nodes are left without the avoided ones. A save on nodes that may fail is
+            // better than none.
+            nodes = live;
+        }
+        let (n, k) = self.choose_code(nodes.len())?;
+        Ok((n, k, placement::nodes_of_save(nodes, save)))
     }
 
     /// Returns the first configured code, as (n, k), for which `live_nodes` are enough.
@@ -113,30 +123,31 @@ impl SaveGateway {
         call: &BeginSave,
         lease: LeaseId,
     ) -> Result<(Generation, LeaseId), RemoteError> {
-        let key = checkpoint_key(call.job.at(call.step));
+        let step_ref = call.job.at(call.step);
+        let key = checkpoint_key(step_ref);
         let mut current = read_record::<Checkpoint>(catalogue, &key).await?;
         loop {
             let (mut checkpoint, revision) =
                 current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
-            let aborted =
-                match self.take_and_resolve_writing(catalogue, call, &mut checkpoint).await? {
-                    EarlierSave::IsThisOne { generation, lease } => return Ok((generation, lease)),
-                    EarlierSave::Published => {
-                        current = read_record(catalogue, &key).await?;
-                        continue;
-                    }
-                    EarlierSave::Aborted(removing) => Some(removing),
-                    EarlierSave::None => None,
-                };
-            check_step_accepts_save(catalogue, call, &checkpoint).await?;
-            let seen = [
-                checkpoint.committed.as_ref().map(|saved| saved.generation),
-                aborted.as_ref().map(|removing| removing.generation),
-                checkpoint.removing.iter().map(|removing| removing.generation).max(),
-            ];
-            let newest = seen.into_iter().flatten().max().unwrap_or_default();
-            let generation = newest.next(catalogue.epoch());
+            let aborted = match self
+                .take_and_resolve_writing(catalogue, step_ref, Some(call.save), &mut checkpoint)
+                .await?
+            {
+                EarlierSave::IsThisOne { generation, lease } => return Ok((generation, lease)),
+                EarlierSave::Published => {
+                    current = read_record(catalogue, &key).await?;
+                    continue;
+                }
+                EarlierSave::Aborted(removing) => Some(removing),
+                EarlierSave::None => None,
+            };
+            if checkpoint.committed.is_some() && !call.replace {
+                let (job, step) = (call.job.clone(), call.step);
+                return Err(GatewayError::StepCommitted { job, step }.into());
+            }
+            check_step_accepts_save(catalogue, step_ref, call.save, &checkpoint).await?;
             checkpoint.removing.extend(aborted.clone());
+            let generation = newest_generation(&checkpoint).next(catalogue.epoch());
             checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
             match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
                 RecordSetOutcome::Set(_) => {
@@ -151,29 +162,32 @@ impl SaveGateway {
     }
 
     /// Removes the save under way from `checkpoint`, if there is one, and returns its fate. A
-    /// decided save is published. An open save is aborted if its lease is over.
+    /// decided save is published. An open save is aborted if its lease is over. `own` is the id of
+    /// the save that is about to be opened, if the caller has drawn it.
     ///
     /// # Errors
     /// [`GatewayError::StepBeingSaved`] if another client saves the step;
-    /// [`GatewayError::SaveOver`] if the open save is this one and its lease is over.
-    async fn take_and_resolve_writing(
+    /// [`GatewayError::SaveOver`] if the open save is `own` and its lease is over.
+    pub(super) async fn take_and_resolve_writing(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
-        call: &BeginSave,
+        step_ref: StepRef<'_>,
+        own: Option<SaveId>,
         checkpoint: &mut Checkpoint,
     ) -> Result<EarlierSave, RemoteError> {
         match checkpoint.writing.take() {
             None => Ok(EarlierSave::None),
-            Some(Writing::Open { save, generation, lease }) if save == call.save => {
+            Some(Writing::Open { save, generation, lease }) if Some(save) == own => {
                 match catalogue.renew_lease(lease).await? {
                     true => Ok(EarlierSave::IsThisOne { generation, lease }),
-                    false => Err(GatewayError::SaveOver { save: call.save }.into()),
+                    false => Err(GatewayError::SaveOver { save }.into()),
                 }
             }
             Some(Writing::Open { lease, .. }) if catalogue.is_lease_alive(lease).await? => {
                 let lease = self.context.settings.lease;
                 let abort_seconds = (lease + scan_interval(lease)).as_secs() + 1;
-                let (job, step) = (call.job.clone(), call.step);
+                let StepRef { job, step } = step_ref;
+                let job = job.clone();
                 Err(GatewayError::StepBeingSaved { job, step, abort_seconds }.into())
             }
             Some(Writing::Open { save, generation, .. }) => {
@@ -181,37 +195,41 @@ impl SaveGateway {
                 Ok(EarlierSave::Aborted(Removing { save, generation, reason }))
             }
             Some(Writing::Decided { saved }) => {
-                self.mark_and_publish(call.job.at(call.step), saved).await?;
+                self.mark_and_publish(step_ref, saved).await?;
                 Ok(EarlierSave::Published)
             }
         }
     }
 }
 
-/// Checks that the step may have a new save.
+/// Returns the newest generation of all saves that the step's record names.
+pub(super) fn newest_generation(checkpoint: &Checkpoint) -> Generation {
+    let committed = checkpoint.committed.as_ref().map(|saved| saved.generation);
+    let removing = checkpoint.removing.iter().map(|removing| removing.generation);
+    removing.chain(committed).max().unwrap_or_default()
+}
+
+/// Checks that the step may have a new save with this id.
 ///
 /// # Errors
-/// [`GatewayError::StepCommitted`] if the step is committed and is not to be replaced;
 /// [`GatewayError::SaveOver`] if the save is over; [`GatewayError::TooManyRemovals`] if too many
 /// removals of the step are pending.
-async fn check_step_accepts_save(
+pub(super) async fn check_step_accepts_save(
     catalogue: &dyn Catalogue,
-    call: &BeginSave,
+    step_ref: StepRef<'_>,
+    save: SaveId,
     checkpoint: &Checkpoint,
 ) -> Result<(), RemoteError> {
-    if checkpoint.committed.is_some() && !call.replace {
-        return Err(GatewayError::StepCommitted { job: call.job.clone(), step: call.step }.into());
-    }
     // The call may have been delayed for long. A save id that is being removed or has roots is
     // never opened again, by this daemon or by another.
-    let is_removed = checkpoint.removing.iter().any(|removing| removing.save == call.save);
-    let roots = shard_roots_prefix(call.save);
+    let is_removed = checkpoint.removing.iter().any(|removing| removing.save == save);
+    let roots = shard_roots_prefix(save);
     if is_removed || !catalogue.list_entries(&roots, None, 1).await?.is_empty() {
-        return Err(GatewayError::SaveOver { save: call.save }.into());
+        return Err(GatewayError::SaveOver { save }.into());
     }
     if checkpoint.removing.len() >= MAX_REMOVING {
-        let (job, step) = (call.job.clone(), call.step);
-        return Err(GatewayError::TooManyRemovals { job, step }.into());
+        let StepRef { job, step } = step_ref;
+        return Err(GatewayError::TooManyRemovals { job: job.clone(), step }.into());
     }
     Ok(())
 }

@@ -51,6 +51,12 @@ pub(in crate::node) enum GatewayError {
     /// Some shards of the save are not complete.
     #[error("{complete} of {shards} shards of save {save} are complete")]
     ShardsIncomplete { complete: usize, shards: u32, save: SaveId },
+    /// Two shards of the save have one name.
+    #[error("two shards of save {save} are called {shard}: give each shard a name of its own")]
+    ShardNamesEqual { shard: ShardName, save: SaveId },
+    /// A writer of a joint save contradicts what the save is.
+    #[error("writer {writer} does not fit the save of {job}/{step}: {reason}")]
+    WriterUnfit { writer: u32, job: Job, step: Step, reason: String },
     /// A shard root that was read cannot be encoded.
     #[error("a shard root that was read cannot be encoded")]
     RootNotEncodable,

@@ -4,6 +4,7 @@
 pub(super) mod begin_save;
 pub(super) mod committed_steps;
 pub(super) mod error;
+mod joint_save;
 mod page_limits;
 pub(super) mod reads_without_catalogue;
 pub(super) mod removal;

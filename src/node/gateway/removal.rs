@@ -10,8 +10,8 @@ use futures_util::{StreamExt, stream};
 use super::error::GatewayError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record,
-    shard_roots_prefix, shard_state_key, shard_states_prefix, update_record,
+    NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record, joint_save_key,
+    read_record, shard_roots_prefix, shard_state_key, shard_states_prefix, update_record,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
@@ -250,6 +250,10 @@ impl SaveRemoval {
             while let Some((key, found)) = keys.next().await? {
                 catalogue.compare_and_set(&key, Some(found.revision), None).await?;
             }
+        }
+        let joint = joint_save_key(entry.save);
+        if let Some(found) = catalogue.get(&joint).await? {
+            catalogue.compare_and_set(&joint, Some(found.revision), None).await?;
         }
         let key = checkpoint_key(step_ref);
         while let Some((mut checkpoint, revision)) =

@@ -10,9 +10,10 @@ use super::begin_save::SaveGateway;
 use super::error::GatewayError;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
-    RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_root_key,
-    shard_state_key, update_record,
+    RecordSetOutcome, checkpoint_key, compare_and_set_record, joint_save_key, read_record,
+    shard_root_key, shard_state_key, update_record,
 };
+use crate::format::joint_save::JointSave;
 use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
     Saved, ShardRoot, ShardState, Writing, roots_hash,
@@ -27,7 +28,7 @@ use crate::wire::RemoteError;
 use crate::wire::calls::{AbortSave, CommitSave, CompleteShard, PutMark, RenewLease};
 
 /// Maximum number of shards of one save.
-const MAX_SHARDS: u32 = 65_536;
+pub(super) const MAX_SHARDS: u32 = 65_536;
 /// Maximum number of shards whose marks are written at once.
 const SHARDS_AT_ONCE: usize = 8;
 /// Maximum number of marks of one shard written at once.
@@ -79,6 +80,10 @@ impl SaveGateway {
             Some(Writing::Open { save, generation, .. }) if save == root.save => generation,
             _ => return Err(not_open().into()),
         };
+        let joint = read_record::<JointSave>(&*catalogue, &joint_save_key(root.save)).await?;
+        if joint.is_some_and(|(joint, _)| !joint.admits(&root)) {
+            return Err(GatewayError::RootInconsistent { shard: root.name }.into());
+        }
         let fresh = ShardState::fresh(generation, geometry.stripes());
         let keys = [shard_state_key(root.shard), shard_root_key(root.save, root.index)];
         trace_point(TracePoint::Seal, root.shard);
@@ -166,6 +171,11 @@ impl SaveGateway {
         if !complete {
             let (complete, shards, save) = (roots.len(), call.shards, call.save);
             return Err(GatewayError::ShardsIncomplete { complete, shards, save }.into());
+        }
+        let mut names = HashSet::new();
+        if let Some(twice) = roots.iter().find(|root| !names.insert(&root.name)) {
+            let (shard, save) = (twice.name.clone(), call.save);
+            return Err(GatewayError::ShardNamesEqual { shard, save }.into());
         }
         let Some(roots_hash) = roots_hash(roots.iter()) else {
             return Err(GatewayError::RootNotEncodable.into());
@@ -362,7 +372,7 @@ impl SaveGateway {
 
 /// Returns whether the save is decided or committed, or was committed before its removal. Also
 /// returns true for an open save, which the caller has handled before.
-fn is_open_or_was_decided(checkpoint: &Checkpoint, save: SaveId) -> bool {
+pub(super) fn is_open_or_was_decided(checkpoint: &Checkpoint, save: SaveId) -> bool {
     let was = checkpoint
         .removing
         .iter()

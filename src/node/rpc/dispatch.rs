@@ -24,11 +24,12 @@ use crate::wire::calls::{
     ALL, AbortSave, ArchiveStep, BeginSave, CatchUp, ClaimEpoch, CommitSave, CompareAndSetKey,
     CompleteShard, CopyReplica, DropReplicas, ExamineStripe, FindRemovedSaves, GetKey,
     GetNodeStatus, GetPolicyStatus, GetRecord, GetShardState, GetStanding, GrantLease, Hello,
-    ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListMarkedSaves, ListMembers, ListNodes,
-    ListRemovedSaves, ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock,
-    PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource,
-    RebuildCatalogue, RegisterNode, ReleasePart, RemoveNode, RemoveStep, RenewLease, ReservePart,
-    RevokeLease, RunPart, ShowStep, TouchLease, TransferCatalogue, VerifyFile,
+    JoinSave, ListCompletedShards, ListDamagedMarks, ListFiles, ListInventory, ListKeys,
+    ListMarkedSaves, ListMembers, ListNodes, ListRemovedSaves, ListSources, ListSteps,
+    MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord,
+    PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterNode, ReleasePart, RemoveNode,
+    RemoveStep, RenewLease, ReservePart, RevokeLease, RunPart, ShowStep, TouchLease,
+    TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
@@ -251,6 +252,12 @@ impl RpcServer {
                 reply!(CommitSave => |call| self.services.saves.commit_save(call))
             }
             AbortSave::NUMBER => reply!(AbortSave => |call| self.services.saves.abort_save(call)),
+            JoinSave::NUMBER => reply!(JoinSave => |call| self.services.saves.join_save(call)),
+            ListCompletedShards::NUMBER => {
+                reply!(ListCompletedShards => |call| {
+                    self.services.saves.list_completed_shards(call)
+                })
+            }
             RemoveStep::NUMBER => {
                 reply!(RemoveStep => |call| self.services.steps.remove_step(call))
             }

@@ -1,0 +1,468 @@
+//! Saving a step together with other writers: join, announce, upload, completion, the index, and
+//! the commit (docs/semantics.md, 3).
+
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::{Either, select};
+use futures_util::stream::{self, StreamExt, TryStreamExt};
+
+use super::save_decisions::{NewShard, SaveCode};
+use super::save_session::{RESTARTS, SHARDS_AT_ONCE, SaveRestarts, SaveSession, can_be_epoch_end};
+use super::shard_upload::ShardPlace;
+use crate::client::{Client, ClientError, ProgressFn};
+use crate::clock::Clock;
+use crate::format::joint_save::JointSave;
+use crate::format::records::ShardRoot;
+use crate::id::{LaunchId, NodeId, SaveId, ShardName, StepRef};
+use crate::pipeline::upload::ShardSource;
+use crate::wire::calls::{
+    BeginSaveAnswer, CompletedShards, JoinSave, JoinSaveAnswer, JoinedSave, ListCompletedShards,
+    WriterReport,
+};
+
+/// How often a writer reports its progress before the others count it as stalled.
+const REPORTS_A_STALL: u32 = 8;
+/// The pauses between two looks at what the other writers have done: the first, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+
+/// A writer of a joint save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JointWriter {
+    /// The launch.
+    pub launch: LaunchId,
+    /// The writer's number, from 0.
+    pub writer: u32,
+    /// The number of writers.
+    pub writers: u32,
+    /// How long a save waits for writers that make no progress.
+    pub stall: Duration,
+}
+
+/// The decisions of a writer of a joint save. [`Client::save_jointly`] asks for each, and again if the
+/// save starts again.
+#[async_trait]
+pub trait JointDecisions: Send + Sync {
+    /// Notes that the writer takes part in `save`. An error ends the save of this writer.
+    fn note_save(&self, save: SaveId) -> io::Result<()>;
+
+    /// Cuts the writer's content into shards that fit the code. The same content and code must give
+    /// the same shards.
+    fn cut_shards(&self, code: SaveCode) -> Result<Vec<Arc<dyn ShardSource>>, ClientError>;
+
+    /// Returns the name of the shard with this number in the save.
+    fn name_shard(&self, number: u32) -> Result<ShardName, ClientError>;
+
+    /// Decides whether the writer's shards may be completed. Called when all their bytes are
+    /// stored. An error aborts the save; its text becomes the reason.
+    async fn approve_shards(&self) -> Result<(), String>;
+
+    /// Notes that the save waits for `writers`; for none of them if the list is empty. An error
+    /// aborts the save; its text becomes the reason.
+    fn note_missing(&self, writers: &[u32]) -> Result<(), String>;
+
+    /// Returns the index of the save. It depends only on the data shards, whose roots are given in
+    /// order.
+    async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError>;
+}
+
+/// The end of an attempt.
+enum AttemptEnd {
+    Committed(SaveId),
+    /// The save is over and was not committed, as far as is known.
+    Over,
+}
+
+/// The state of the other writers, as the last look found it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Seen {
+    announced: usize,
+    sent_mib: u64,
+    complete: usize,
+}
+
+/// The time since the writers of a save last made progress.
+struct Watch {
+    clock: Arc<dyn Clock>,
+    limit: Duration,
+    seen: Option<Seen>,
+    since: Duration,
+    pause: Duration,
+}
+
+impl Watch {
+    fn new(clock: Arc<dyn Clock>, limit: Duration) -> Self {
+        let since = clock.now();
+        Self { clock, limit, seen: None, since, pause: PAUSES.0 }
+    }
+
+    /// Notes the state of the writers. Returns for how long it has been the same.
+    fn note(&mut self, seen: Seen) -> Duration {
+        let now = self.clock.now();
+        if self.seen != Some(seen) {
+            (self.seen, self.since, self.pause) = (Some(seen), now, PAUSES.0);
+        }
+        now.saturating_sub(self.since)
+    }
+
+    /// Pauses before the next look.
+    ///
+    /// # Errors
+    /// [`ClientError::WritersMissing`] if the state has been the same for too long.
+    async fn pause(&mut self, missing: Vec<u32>) -> Result<(), ClientError> {
+        if self.clock.now().saturating_sub(self.since) >= self.limit {
+            return Err(ClientError::WritersMissing { writers: missing, limit: self.limit });
+        }
+        self.clock.sleep(self.pause).await;
+        self.pause = (self.pause * 2).min(PAUSES.1);
+        Ok(())
+    }
+}
+
+/// A writer at work on a step: the arguments of [`Client::save_jointly`].
+struct JointWork<'a> {
+    step_ref: StepRef<'a>,
+    writer: JointWriter,
+    replace: Option<SaveId>,
+    decisions: &'a dyn JointDecisions,
+}
+
+impl Client {
+    /// Saves the part of a step that this writer has, together with the other writers of its launch.
+    /// `replace` is the committed save of another launch that may be replaced. Returns the save when
+    /// it is committed and visible.
+    ///
+    /// # Errors
+    /// [`ClientError::WritersMissing`] if other writers made no progress for too long, and
+    /// [`ClientError::WriterDropped`] if one has given the step up. These and all other errors
+    /// abort the save.
+    pub async fn save_jointly(
+        &self,
+        step_ref: StepRef<'_>,
+        writer: JointWriter,
+        replace: Option<SaveId>,
+        decisions: Arc<dyn JointDecisions>,
+        progress: ProgressFn,
+    ) -> Result<SaveId, ClientError> {
+        let work = JointWork { step_ref, writer, replace, decisions: &*decisions };
+        let mut restarts = SaveRestarts::default();
+        loop {
+            let joins = WriterReport::Joins;
+            let joined = match self.join_save(&work, joins, &restarts.avoid).await? {
+                JoinSaveAnswer::Committed { save } => return Ok(save),
+                JoinSaveAnswer::Open(joined) => *joined,
+            };
+            let save = joined.joint.save;
+            decisions.note_save(save).map_err(|source| ClientError::SaveId { source })?;
+            let mut session = self.start_session(step_ref, describe(&joined)).await?;
+            let lease = self.spawn_lease_keeper(&session.begun);
+            let mut shard_count = None;
+            let ended = session.save_joined(&work, &progress, &mut shard_count).await;
+            drop(lease);
+            let error = match ended {
+                Ok(AttemptEnd::Committed(save)) => return Ok(save),
+                Ok(AttemptEnd::Over) => None,
+                Err(error @ ClientError::WriterDropped { .. }) => return Err(error),
+                Err(error) => Some(error),
+            };
+            restarts.count += 1;
+            if let Some(error) = error {
+                match session.find_end_after(&work, &error, shard_count).await {
+                    Some(AttemptEnd::Committed(save)) => return Ok(save),
+                    Some(AttemptEnd::Over) => {}
+                    None => {
+                        session.prepare_restart(error, &mut restarts).await?;
+                        continue;
+                    }
+                }
+            }
+            if restarts.count > RESTARTS {
+                return Err(ClientError::JointSaveOver { save });
+            }
+            // Writers that abort in turns would otherwise open one save after the other.
+            self.caller().clock().sleep(Duration::from_millis(joined.lease_ms)).await;
+        }
+    }
+
+    /// Tells the other writers of a launch that this one has given the step up.
+    pub async fn drop_jointly(
+        &self,
+        step_ref: StepRef<'_>,
+        writer: JointWriter,
+    ) -> Result<(), ClientError> {
+        let StepRef { job, step } = step_ref;
+        let JointWriter { launch, writer, writers, .. } = writer;
+        let (job, report) = (job.clone(), WriterReport::Drops);
+        let (replace, avoid) = (None, Vec::new());
+        let call = JoinSave { job, step, launch, writer, writers, report, replace, avoid };
+        self.call_gateway(&call).await.map(drop)
+    }
+
+    /// Returns the state of a save that this client has joined before: whether it was committed.
+    pub async fn is_joint_save_committed(
+        &self,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+    ) -> Result<bool, ClientError> {
+        let (job, step) = (step_ref.job.clone(), step_ref.step);
+        let call = ListCompletedShards { job, step, save, first: u32::MAX };
+        Ok(self.call_gateway(&call).await? == CompletedShards::Committed)
+    }
+
+    async fn join_save(
+        &self,
+        work: &JointWork<'_>,
+        report: WriterReport,
+        avoid: &[NodeId],
+    ) -> Result<JoinSaveAnswer, ClientError> {
+        let JointWork { step_ref, writer, replace, .. } = *work;
+        let StepRef { job, step } = step_ref;
+        let JointWriter { launch, writer, writers, .. } = writer;
+        let (job, avoid) = (job.clone(), avoid.to_vec());
+        let call = JoinSave { job, step, launch, writer, writers, report, replace, avoid };
+        self.call_gateway(&call).await
+    }
+}
+
+fn describe(joined: &JoinedSave) -> BeginSaveAnswer {
+    let JoinedSave { joint, generation, lease_ms, nodes } = joined;
+    BeginSaveAnswer {
+        save: joint.save,
+        generation: *generation,
+        lease: joint.lease,
+        lease_ms: *lease_ms,
+        n: joint.n,
+        k: joint.k,
+        block_bytes: joint.block_bytes,
+        nodes: nodes.clone(),
+    }
+}
+
+fn place_of(joint: &JointSave, index: u32, shard_count: u32) -> ShardPlace {
+    let (ring, fingerprint_key) = (joint.ring_of(index), joint.fingerprint_key(index));
+    ShardPlace { index, shard_count, ring, fingerprint_key }
+}
+
+impl SaveSession {
+    /// Saves this writer's part of a save that was joined, and waits for the end of the save. Sets
+    /// `shard_count` when it is known.
+    async fn save_joined(
+        &mut self,
+        work: &JointWork<'_>,
+        progress: &ProgressFn,
+        shard_count: &mut Option<u32>,
+    ) -> Result<AttemptEnd, ClientError> {
+        let decisions = work.decisions;
+        let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
+        let sources = decisions.cut_shards(SaveCode { n, k, block_bytes })?;
+        let own_count = u32::try_from(sources.len()).unwrap_or(u32::MAX);
+        let joint = match self.announce(work, own_count).await? {
+            Ok(joint) => joint,
+            Err(end) => return Ok(end),
+        };
+        let (Some(total), Some(first)) =
+            (joint.shard_count(), joint.first_shard(work.writer.writer as usize))
+        else {
+            return Ok(AttemptEnd::Over);
+        };
+        *shard_count = Some(total);
+        let mut shards = Vec::with_capacity(sources.len());
+        for (number, source) in (first..).zip(sources) {
+            shards.push((number, NewShard { name: decisions.name_shard(number)?, source }));
+        }
+        self.count_progress(shards.iter().map(|(_, new)| new.source.len_bytes()).sum(), progress);
+        let session = &*self;
+        let uploads = shards
+            .iter()
+            .map(|(number, shard)| session.upload_shard(place_of(&joint, *number, total), shard));
+        let uploads: Vec<_> = uploads.collect();
+        let uploads = stream::iter(uploads).buffered(SHARDS_AT_ONCE).try_collect();
+        let reports = session.report_progress(work, own_count);
+        let roots: Vec<ShardRoot> = match select(pin!(uploads), pin!(reports)).await {
+            Either::Left((roots, _)) => roots?,
+            Either::Right((end, _)) => return end,
+        };
+        // Another writer commits as soon as all shards are complete.
+        decisions.approve_shards().await.map_err(|why| ClientError::CalledOff { why })?;
+        for root in roots {
+            session.complete_shard(root).await?;
+        }
+        session.commit_when_complete(work, &joint, own_count, total).await
+    }
+
+    /// Reports what this writer has, and returns the save's record, or the end of the save.
+    async fn report(
+        &self,
+        work: &JointWork<'_>,
+        shards: u32,
+    ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
+        let save = self.begun.save;
+        let sent_mib = (self.sent_bytes.load(Ordering::Relaxed) >> 20).min(u32::MAX.into()) as u32;
+        let report = WriterReport::Announces { save, shards, sent_mib };
+        let joint = match self.client.join_save(work, report, &[]).await? {
+            JoinSaveAnswer::Committed { save } => return Ok(Err(AttemptEnd::Committed(save))),
+            JoinSaveAnswer::Open(joined) => joined.joint,
+        };
+        if joint.save != save {
+            return Ok(Err(AttemptEnd::Over));
+        }
+        if let Some(writer) = joint.dropped_writer() {
+            return Err(ClientError::WriterDropped { writer });
+        }
+        Ok(Ok(joint))
+    }
+
+    /// Announces the number of this writer's shards until all writers have announced theirs.
+    /// Returns the save's record then, or the end of the save.
+    async fn announce(
+        &self,
+        work: &JointWork<'_>,
+        shards: u32,
+    ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
+        let mut watch = Watch::new(self.client.caller().clock().clone(), work.writer.stall);
+        loop {
+            let joint = match self.report(work, shards).await? {
+                Ok(joint) => joint,
+                end => return Ok(end),
+            };
+            let missing = joint.unknown_writers();
+            note_missing(work, &missing)?;
+            if missing.is_empty() {
+                return Ok(Ok(joint));
+            }
+            let announced = joint.writers.len() - missing.len();
+            watch.note(Seen { announced, sent_mib: 0, complete: 0 });
+            watch.pause(missing).await?;
+        }
+    }
+
+    /// Reports the progress of this writer from time to time. Returns only when the save is over
+    /// for it.
+    async fn report_progress(
+        &self,
+        work: &JointWork<'_>,
+        shards: u32,
+    ) -> Result<AttemptEnd, ClientError> {
+        loop {
+            self.client.caller().clock().sleep(work.writer.stall / REPORTS_A_STALL).await;
+            match self.report(work, shards).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(end)) => return Ok(end),
+                Err(error @ ClientError::WriterDropped { .. }) => return Err(error),
+                // The upload goes on, and finds out by itself whether the save does.
+                Err(error) => tracing::debug!(%error, "cannot report the progress of a save"),
+            }
+        }
+    }
+
+    /// Waits until all data shards are complete, saves the index, and commits. The first writer does
+    /// so at once, each other one a lease period of no progress later than the one before it.
+    /// Returns the end of the save.
+    async fn commit_when_complete(
+        &self,
+        work: &JointWork<'_>,
+        joint: &JointSave,
+        own_count: u32,
+        shard_count: u32,
+    ) -> Result<AttemptEnd, ClientError> {
+        let save = joint.save;
+        let index = shard_count.saturating_sub(1);
+        let turn = Duration::from_millis(self.begun.lease_ms) * work.writer.writer;
+        let mut watch = Watch::new(self.client.caller().clock().clone(), work.writer.stall);
+        let mut roots: Vec<ShardRoot> = Vec::new();
+        let mut sent_mib = 0;
+        let mut reported = watch.clock.now();
+        loop {
+            let complete = roots.len();
+            match self.list_completed_shards(work, complete as u32).await? {
+                CompletedShards::Committed => return Ok(AttemptEnd::Committed(save)),
+                CompletedShards::Over => return Ok(AttemptEnd::Over),
+                CompletedShards::Open { roots: page } => {
+                    for root in page {
+                        if root.index as usize == roots.len() {
+                            roots.push(root);
+                        }
+                    }
+                }
+            }
+            if roots.len() > complete && roots.len() < index as usize {
+                // There may be another page.
+                continue;
+            }
+            let now = watch.clock.now();
+            if now.saturating_sub(reported) >= work.writer.stall / REPORTS_A_STALL {
+                reported = now;
+                match self.report(work, own_count).await? {
+                    Ok(joint) => sent_mib = joint.sent_mib(),
+                    Err(end) => return Ok(end),
+                }
+            }
+            let unchanged = watch.note(Seen { announced: 0, sent_mib, complete: roots.len() });
+            let is_whole = roots.len() >= index as usize;
+            let missing = if is_whole { Vec::new() } else { find_missing(joint, &roots) };
+            note_missing(work, &missing)?;
+            if is_whole && unchanged >= turn {
+                roots.truncate(index as usize);
+                let shard = work.decisions.build_index(roots).await?;
+                let place = place_of(joint, index, shard_count);
+                let root = self.upload_shard(place, &shard).await?;
+                self.complete_shard(root).await?;
+                let saved = self.commit_save(shard_count as usize).await?;
+                return Ok(AttemptEnd::Committed(saved.save));
+            }
+            watch.pause(missing).await?;
+        }
+    }
+
+    async fn list_completed_shards(
+        &self,
+        work: &JointWork<'_>,
+        first: u32,
+    ) -> Result<CompletedShards, ClientError> {
+        let StepRef { job, step } = work.step_ref;
+        let (job, save) = (job.clone(), self.begun.save);
+        self.client.call_gateway(&ListCompletedShards { job, step, save, first }).await
+    }
+
+    /// Returns the end of the save after this writer's part has failed, or `None` if the failure is
+    /// the writer's own. A save of an epoch that is over is committed if all its shards are complete,
+    /// and aborted otherwise.
+    async fn find_end_after(
+        &self,
+        work: &JointWork<'_>,
+        error: &ClientError,
+        shard_count: Option<u32>,
+    ) -> Option<AttemptEnd> {
+        let save = self.begun.save;
+        if can_be_epoch_end(error.kind()) && self.has_epoch_ended(error.kind()).await {
+            if let Some(count) = shard_count
+                && self.commit_save(count as usize).await.is_ok()
+            {
+                return Some(AttemptEnd::Committed(save));
+            }
+            self.abort_save().await;
+            return Some(AttemptEnd::Over);
+        }
+        match self.list_completed_shards(work, u32::MAX).await {
+            Ok(CompletedShards::Committed) => Some(AttemptEnd::Committed(save)),
+            Ok(CompletedShards::Over) => Some(AttemptEnd::Over),
+            Ok(CompletedShards::Open { .. }) | Err(_) => None,
+        }
+    }
+}
+
+fn note_missing(work: &JointWork<'_>, writers: &[u32]) -> Result<(), ClientError> {
+    work.decisions.note_missing(writers).map_err(|why| ClientError::CalledOff { why })
+}
+
+/// Returns the writer of the first shard that is not complete, in a list of one.
+fn find_missing(joint: &JointSave, complete: &[ShardRoot]) -> Vec<u32> {
+    let next = complete.len() as u32;
+    let ends_after =
+        |writer: &u32| joint.first_shard(*writer as usize + 1).is_some_and(|end| end > next);
+    (0..joint.writers.len() as u32).find(ends_after).into_iter().collect()
+}

@@ -1,0 +1,199 @@
+//! The record of a save of several writers (docs/semantics.md, 3).
+
+use serde::{Deserialize, Serialize};
+
+use super::envelope::RecordKind;
+use super::records::{Record, RingNode, ShardRoot};
+use super::table::{DATA_SHARD, INDEX_SHARD};
+use crate::id::{LaunchId, LeaseId, SaveId};
+
+/// Maximum number of writers of one save. With it, the record is within the longest value of the
+/// catalogue.
+pub const MAX_WRITERS: usize = 128;
+
+/// A save that the writers of a launch write together.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JointSave {
+    /// The id of the save.
+    pub save: SaveId,
+    /// The launch.
+    pub launch: LaunchId,
+    /// The lease of the save, which all writers keep alive.
+    pub lease: LeaseId,
+    /// The seed of the shards' fingerprint keys.
+    pub seed: [u8; 32],
+    /// The number of pieces of a stripe.
+    pub n: u8,
+    /// The number of blocks of a stripe.
+    pub k: u8,
+    /// The padded length of a full block in bytes.
+    pub block_bytes: u64,
+    /// The ring of shard 0. The rings of the other shards are rotations of it.
+    pub ring: Vec<RingNode>,
+    /// The state of each writer.
+    pub writers: Vec<WriterState>,
+}
+
+/// The state of a writer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WriterState {
+    /// The writer has not said how many shards it has.
+    Unknown,
+    /// The writer sends its shards, or has sent them.
+    Announced {
+        /// The number of its shards.
+        shards: u32,
+        /// The amount of data that it has sent, in MiB, as last reported.
+        sent_mib: u32,
+    },
+    /// The writer has given the step up, so that the save can never be committed.
+    Dropped,
+}
+
+impl Record for JointSave {
+    const KIND: RecordKind = RecordKind::JointSave;
+}
+
+impl JointSave {
+    /// Returns the number of shards of the save, the index among them, or `None` if a writer has not
+    /// announced its own.
+    pub fn shard_count(&self) -> Option<u32> {
+        self.first_shard(self.writers.len())?.checked_add(1)
+    }
+
+    /// Returns the number of the first shard of `writer`, or `None` if a writer before it has not
+    /// announced its shards. For the number of writers, returns the number of the index.
+    pub fn first_shard(&self, writer: usize) -> Option<u32> {
+        self.writers.get(..writer)?.iter().try_fold(0u32, |sum, state| match state {
+            WriterState::Announced { shards, .. } => sum.checked_add(*shards),
+            WriterState::Unknown | WriterState::Dropped => None,
+        })
+    }
+
+    /// Returns the numbers of the writers in the state `Unknown`.
+    pub fn unknown_writers(&self) -> Vec<u32> {
+        let is_unknown = |state: &WriterState| *state == WriterState::Unknown;
+        let numbered = (0..).zip(&self.writers);
+        numbered.filter(|(_, state)| is_unknown(state)).map(|(writer, _)| writer).collect()
+    }
+
+    /// Returns the number of the first writer that has given the step up.
+    pub fn dropped_writer(&self) -> Option<u32> {
+        let mut numbered = (0..).zip(&self.writers);
+        numbered.find(|(_, state)| **state == WriterState::Dropped).map(|(writer, _)| writer)
+    }
+
+    /// Returns the amount of data that all writers have reported as sent, in MiB.
+    pub fn sent_mib(&self) -> u64 {
+        let sent = self.writers.iter().map(|state| match state {
+            WriterState::Announced { sent_mib, .. } => u64::from(*sent_mib),
+            WriterState::Unknown | WriterState::Dropped => 0,
+        });
+        sent.sum()
+    }
+
+    /// Returns the key of the fingerprints of shard `index`.
+    pub fn fingerprint_key(&self, index: u32) -> [u8; 32] {
+        let mut hasher = blake3::Hasher::new_derive_key("rapidraid joint save key v1");
+        hasher.update(&self.seed).update(&index.to_le_bytes());
+        hasher.finalize().into()
+    }
+
+    /// Returns the ring of shard `index`.
+    pub fn ring_of(&self, index: u32) -> Vec<RingNode> {
+        let mut ring = self.ring.clone();
+        let turn = (index as usize).checked_rem(ring.len()).unwrap_or_default();
+        ring.rotate_left(turn);
+        ring
+    }
+
+    /// Returns the name that shard `index` must have, or `None` while the number of shards is not
+    /// known.
+    pub fn name_of(&self, index: u32) -> Option<String> {
+        let launch = self.launch;
+        match self.shard_count()?.checked_sub(index)? {
+            0 => None,
+            1 => Some(format!("{INDEX_SHARD}{launch}")),
+            _ => Some(format!("{DATA_SHARD}{launch}/{index}")),
+        }
+    }
+
+    /// Returns whether `root` has the values that this save determines: its id, code, block length,
+    /// ring, fingerprint key, name, and the number of shards.
+    pub fn admits(&self, root: &ShardRoot) -> bool {
+        root.save == self.save
+            && (root.n, root.k, root.block_bytes) == (self.n, self.k, self.block_bytes)
+            && Some(root.shards) == self.shard_count()
+            && Some(root.name.as_str()) == self.name_of(root.index).as_deref()
+            && root.ring == self.ring_of(root.index)
+            && root.fingerprint_key == self.fingerprint_key(root.index)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::samples::shard_root;
+    use crate::id::{NodeId, ShardId};
+
+    const SAVE: SaveId = SaveId([7; 12]);
+
+    /// A save whose writers have announced these numbers of shards.
+    fn joint(writers: &[Option<u32>]) -> JointSave {
+        let state = |shards: &Option<u32>| {
+            shards.map_or(WriterState::Unknown, |shards| WriterState::Announced {
+                shards,
+                sent_mib: 1,
+            })
+        };
+        let ring = (0..5).map(|node| RingNode { node: NodeId(node), domain: node as u16 % 2 });
+        JointSave {
+            save: SAVE,
+            launch: LaunchId([2; 16]),
+            lease: LeaseId([1; 16]),
+            seed: [3; 32],
+            n: 4,
+            k: 3,
+            block_bytes: 1 << 20,
+            ring: ring.collect(),
+            writers: writers.iter().map(state).collect(),
+        }
+    }
+
+    #[test]
+    fn shards_are_numbered_writer_by_writer_and_the_index_is_last() {
+        let all = joint(&[Some(2), Some(0), Some(3)]);
+        let firsts: Vec<_> = (0..=4).map(|writer| all.first_shard(writer)).collect();
+        assert_eq!(firsts, [Some(0), Some(2), Some(2), Some(5), None]);
+        assert_eq!(all.shard_count(), Some(6));
+        let some = joint(&[Some(2), None, Some(3)]);
+        assert_eq!((some.first_shard(1), some.first_shard(2)), (Some(2), None));
+        assert_eq!((some.shard_count(), some.unknown_writers()), (None, vec![1]));
+        assert_eq!(joint(&[Some(u32::MAX)]).shard_count(), None);
+    }
+
+    #[test]
+    fn only_roots_that_follow_from_the_save_are_admitted() {
+        let all = joint(&[Some(2), Some(3)]);
+        let mut good = shard_root(all.ring_of(4));
+        good.save = SAVE;
+        good.index = 4;
+        good.shards = 6;
+        good.shard = ShardId::new(SAVE, 4);
+        (good.n, good.k, good.block_bytes) = (4, 3, 1 << 20);
+        good.fingerprint_key = all.fingerprint_key(4);
+        good.name = all.name_of(4).unwrap().parse().unwrap();
+        assert!(good.name.as_str().starts_with("data/") && good.name.as_str().ends_with("/4"));
+        assert!(all.name_of(5).unwrap().starts_with("index/") && all.name_of(6).is_none());
+        assert!(all.admits(&good));
+        let mut changed: Vec<ShardRoot> = vec![good.clone(); 6];
+        changed[0].shards = 5;
+        changed[1].ring.rotate_left(1);
+        changed[2].fingerprint_key = all.fingerprint_key(3);
+        changed[3].block_bytes += 64;
+        changed[4].save = SaveId([9; 12]);
+        changed[5].name = all.name_of(3).unwrap().parse().unwrap();
+        assert!(changed.iter().all(|root| !all.admits(root)));
+        assert!(!joint(&[Some(2), None]).admits(&good));
+    }
+}

@@ -1,0 +1,299 @@
+//! Saves of several writers: join, announce, list of completed shards (docs/semantics.md, 3).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::begin_save::{EarlierSave, SaveGateway, check_step_accepts_save, newest_generation};
+use super::error::GatewayError;
+use super::page_limits::SHARDS_SHOWN;
+use super::save_lifecycle::{MAX_SHARDS, is_open_or_was_decided};
+use crate::catalogue::Catalogue;
+use crate::catalogue::record_access::{
+    RecordSetOutcome, checkpoint_key, compare_and_set_record, joint_save_key, parse_record,
+    read_record, shard_root_key, shard_roots_prefix,
+};
+use crate::format::joint_save::{JointSave, MAX_WRITERS, WriterState};
+use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
+use crate::id::{LeaseId, NodeId, SaveId};
+use crate::placement;
+use crate::stage::{TracePoint, trace_point};
+use crate::wire::RemoteError;
+use crate::wire::calls::{
+    CompletedShards, JoinSave, JoinSaveAnswer, JoinedSave, ListCompletedShards, WriterReport,
+};
+
+/// How often the joint record of an open save is looked for, and the pause between two looks. It is
+/// written right after the step's record.
+const RECORD_LOOKS: (u32, Duration) = (20, Duration::from_millis(50));
+
+impl SaveGateway {
+    /// Joins the open save of a launch's step, and opens it if there is none. Records what the
+    /// writer reports. Repeating it is safe.
+    ///
+    /// # Errors
+    /// [`GatewayError::StepBeingSaved`] if another client or launch saves the step;
+    /// [`GatewayError::StepCommitted`] if a save that is not to be replaced is committed;
+    /// [`GatewayError::WriterUnfit`] if the call contradicts what other calls of the launch said.
+    pub(in crate::node) async fn join_save(
+        self: &Arc<Self>,
+        call: JoinSave,
+    ) -> Result<JoinSaveAnswer, RemoteError> {
+        if call.writers as usize > MAX_WRITERS || call.writer >= call.writers {
+            return Err(unfit(&call, format!("a save has 1 to {MAX_WRITERS} writers")));
+        }
+        let catalogue = self.context.catalogue();
+        let mut unused = None;
+        let joined = self.join_or_open(&*catalogue, &call, &mut unused).await;
+        if let Some(lease) = unused
+            && let Err(error) = catalogue.revoke_lease(lease).await
+        {
+            tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
+        }
+        joined
+    }
+
+    /// Does the work of [`join_save`](Self::join_save). A lease that was granted and is not that of
+    /// the save is left in `unused`.
+    async fn join_or_open(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &JoinSave,
+        unused: &mut Option<LeaseId>,
+    ) -> Result<JoinSaveAnswer, RemoteError> {
+        let step_ref = call.job.at(call.step);
+        let key = checkpoint_key(step_ref);
+        let mut current = read_record::<Checkpoint>(catalogue, &key).await?;
+        loop {
+            let (mut checkpoint, revision) =
+                current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
+            let own = self.find_own_open_save(catalogue, call, &checkpoint).await?;
+            let aborted = match own {
+                Some((joint, removing)) => {
+                    match self.record_report(catalogue, call, joint, &removing).await? {
+                        Some(joined) => return Ok(joined),
+                        // Its lease or its epoch is over, or a node of its ring is gone.
+                        None => Some(removing),
+                    }
+                }
+                None => match self
+                    .take_and_resolve_writing(catalogue, step_ref, None, &mut checkpoint)
+                    .await?
+                {
+                    EarlierSave::Published => {
+                        current = read_record(catalogue, &key).await?;
+                        continue;
+                    }
+                    EarlierSave::Aborted(removing) => Some(removing),
+                    EarlierSave::None | EarlierSave::IsThisOne { .. } => None,
+                },
+            };
+            if let Some(save) = find_committed_save(catalogue, call, &checkpoint).await? {
+                return Ok(JoinSaveAnswer::Committed { save });
+            }
+            let lease = match *unused {
+                Some(lease) => lease,
+                None => *unused.insert(catalogue.grant_lease().await?.0),
+            };
+            let joint = self.draw_joint_save(call, lease).await?;
+            check_step_accepts_save(catalogue, step_ref, joint.save, &checkpoint).await?;
+            checkpoint.removing.extend(aborted.clone());
+            let generation = newest_generation(&checkpoint).next(catalogue.epoch());
+            checkpoint.writing = Some(Writing::Open { save: joint.save, generation, lease });
+            trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
+            match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
+                RecordSetOutcome::Conflict(other) => {
+                    current = other;
+                    continue;
+                }
+                RecordSetOutcome::Set(revision) => current = Some((checkpoint, revision)),
+            }
+            *unused = None;
+            if let Some(entry) = aborted {
+                self.removal.spawn_removal(call.job.clone(), call.step, entry);
+            }
+            trace_point(TracePoint::Join, joint.save);
+            let joint_key = joint_save_key(joint.save);
+            compare_and_set_record(catalogue, &joint_key, None, &joint).await?;
+        }
+    }
+
+    /// Draws the id and the seed of a new save, and chooses its code and its ring.
+    async fn draw_joint_save(
+        &self,
+        call: &JoinSave,
+        lease: LeaseId,
+    ) -> Result<JointSave, RemoteError> {
+        let (mut save, mut seed) = (SaveId([0; 12]), [0; 32]);
+        self.context.entropy.fill(&mut save.0);
+        self.context.entropy.fill(&mut seed);
+        let (n, k, nodes) = self.choose_nodes(&call.avoid, save).await?;
+        Ok(JointSave {
+            save,
+            launch: call.launch,
+            lease,
+            seed,
+            n,
+            k,
+            block_bytes: self.context.settings.block_bytes,
+            ring: placement::ring(&nodes, 0),
+            writers: vec![WriterState::Unknown; call.writers as usize],
+        })
+    }
+
+    /// Returns the record of the step's open save if it is one of the caller's launch, with the
+    /// entry by which the save would be removed. Waits for a record that is about to be written.
+    async fn find_own_open_save(
+        &self,
+        catalogue: &dyn Catalogue,
+        call: &JoinSave,
+        checkpoint: &Checkpoint,
+    ) -> Result<Option<((JointSave, u64), Removing)>, RemoteError> {
+        let Some(Writing::Open { save, generation, .. }) = checkpoint.writing else {
+            return Ok(None);
+        };
+        let (looks, pause) = RECORD_LOOKS;
+        let key = checkpoint_key(call.job.at(call.step));
+        for _ in 0..looks {
+            if let Some(found) = read_record::<JointSave>(catalogue, &joint_save_key(save)).await? {
+                let removing = Removing { save, generation, reason: RemoveReason::Aborted };
+                return Ok((found.0.launch == call.launch).then_some((found, removing)));
+            }
+            let found = read_record::<Checkpoint>(catalogue, &key).await?;
+            let is_same = |(found, _): (Checkpoint, u64)| found.writing == checkpoint.writing;
+            if !found.is_some_and(is_same) {
+                break;
+            }
+            self.context.clock.sleep(pause).await;
+        }
+        Ok(None)
+    }
+
+    /// Records the report of a writer in the joint record of an open save. Returns the answer to the
+    /// writer, or `None` if the save can no longer be completed.
+    async fn record_report(
+        &self,
+        catalogue: &dyn Catalogue,
+        call: &JoinSave,
+        (mut joint, mut revision): (JointSave, u64),
+        removing: &Removing,
+    ) -> Result<Option<JoinSaveAnswer>, RemoteError> {
+        // Nodes refuse writes of an older epoch.
+        if removing.generation.epoch < catalogue.epoch()
+            || !catalogue.renew_lease(joint.lease).await?
+        {
+            return Ok(None);
+        }
+        let is_in_ring = |id: NodeId| joint.ring.iter().any(|member| member.node == id);
+        let registered = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
+        let nodes: Vec<_> = registered.filter(|node| is_in_ring(NodeId::of(&node.name))).collect();
+        if nodes.len() < joint.ring.len() {
+            return Ok(None);
+        }
+        while enter_report(&mut joint, call)? {
+            let key = joint_save_key(joint.save);
+            match compare_and_set_record(catalogue, &key, Some(revision), &joint).await? {
+                RecordSetOutcome::Set(_) => break,
+                RecordSetOutcome::Conflict(Some(other)) => (joint, revision) = other,
+                // The save was removed and forgotten.
+                RecordSetOutcome::Conflict(None) => return Ok(None),
+            }
+        }
+        let lease_ms = self.context.settings.lease.as_millis() as u64;
+        let generation = removing.generation;
+        let joined = JoinedSave { joint, generation, lease_ms, nodes };
+        Ok(Some(JoinSaveAnswer::Open(Box::new(joined))))
+    }
+
+    /// Lists the completed shards of an open save from number `first` on, and says whether the save
+    /// is open, committed or over.
+    pub(in crate::node) async fn list_completed_shards(
+        self: &Arc<Self>,
+        call: ListCompletedShards,
+    ) -> Result<CompletedShards, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let step_ref = call.job.at(call.step);
+        let found = read_record::<Checkpoint>(&*catalogue, &checkpoint_key(step_ref)).await?;
+        let checkpoint = found.map(|(checkpoint, _)| checkpoint).unwrap_or_default();
+        match &checkpoint.writing {
+            Some(Writing::Decided { saved }) if saved.save == call.save => {
+                self.mark_and_publish(step_ref, saved.clone()).await?;
+                return Ok(CompletedShards::Committed);
+            }
+            Some(writing) if writing.save() == call.save => {}
+            _ if is_open_or_was_decided(&checkpoint, call.save) => {
+                return Ok(CompletedShards::Committed);
+            }
+            _ => return Ok(CompletedShards::Over),
+        }
+        let prefix = shard_roots_prefix(call.save);
+        let before = call.first.checked_sub(1).map(|before| shard_root_key(call.save, before));
+        let page = catalogue.list_entries(&prefix, before.as_deref(), SHARDS_SHOWN as u32).await?;
+        let roots: Result<Vec<ShardRoot>, _> =
+            page.iter().map(|(key, entry)| parse_record(key, &entry.value)).collect();
+        Ok(CompletedShards::Open { roots: roots? })
+    }
+}
+
+/// Enters the report of a writer into the record. Returns whether that has changed it. A report on
+/// another save has no effect: the writer learns the current one.
+fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteError> {
+    if joint.writers.len() != call.writers as usize {
+        let (has, says) = (joint.writers.len(), call.writers);
+        return Err(unfit(call, format!("the save has {has} writers, this one says {says}")));
+    }
+    let state = &mut joint.writers[call.writer as usize];
+    let reported = match (call.report, *state) {
+        (WriterReport::Joins, _) | (_, WriterState::Dropped) => return Ok(false),
+        (WriterReport::Drops, _) => WriterState::Dropped,
+        (WriterReport::Announces { save, .. }, _) if save != joint.save => return Ok(false),
+        (WriterReport::Announces { shards, sent_mib, .. }, WriterState::Unknown) => {
+            WriterState::Announced { shards, sent_mib }
+        }
+        (
+            WriterReport::Announces { shards, sent_mib, .. },
+            WriterState::Announced { shards: known, sent_mib: sent },
+        ) => {
+            if shards != known {
+                return Err(unfit(call, format!("it announced {known} shards, and now {shards}")));
+            }
+            // A writer that was restarted counts anew.
+            WriterState::Announced { shards, sent_mib: sent_mib.max(sent) }
+        }
+    };
+    let has_changed = *state != reported;
+    *state = reported;
+    if joint.dropped_writer().is_none()
+        && joint.unknown_writers().is_empty()
+        && joint.shard_count().is_none_or(|count| count > MAX_SHARDS)
+    {
+        return Err(unfit(call, format!("a save has at most {MAX_SHARDS} shards")));
+    }
+    Ok(has_changed)
+}
+
+fn unfit(call: &JoinSave, reason: String) -> RemoteError {
+    let JoinSave { job, step, writer, .. } = call;
+    GatewayError::WriterUnfit { writer: *writer, job: job.clone(), step: *step, reason }.into()
+}
+
+/// Returns the save that is committed as the step if the caller's launch has committed it.
+///
+/// # Errors
+/// [`GatewayError::StepCommitted`] if another save is committed and is not to be replaced.
+async fn find_committed_save(
+    catalogue: &dyn Catalogue,
+    call: &JoinSave,
+    checkpoint: &Checkpoint,
+) -> Result<Option<SaveId>, RemoteError> {
+    let Some(save) = checkpoint.committed.as_ref().map(|saved| saved.save) else {
+        return Ok(None);
+    };
+    let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
+    if joint.is_some_and(|(joint, _)| joint.launch == call.launch) {
+        return Ok(Some(save));
+    }
+    if call.replace == Some(save) {
+        return Ok(None);
+    }
+    Err(GatewayError::StepCommitted { job: call.job.clone(), step: call.step }.into())
+}

@@ -1,0 +1,398 @@
+//! Saves of several writers: whole or not at all, whichever of them dies, pauses or contradicts the
+//! others.
+
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use rapidraid::client::{ClientError, JointDecisions, JointWriter, NewShard, SaveCode};
+use rapidraid::format::records::ShardRoot;
+use rapidraid::id::{LaunchId, SaveId, ShardName, Step};
+use rapidraid::kind::ErrorKind;
+use rapidraid::net::{Address, Role};
+use rapidraid::pipeline::upload::ShardSource;
+use rapidraid::wire::calls::{CompleteShard, JoinSave, JoinSaveAnswer, WriterReport};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::world::{World, address, content, job, quiet, read_file, restore, restore_error, save};
+
+const BLOCK: u64 = 64 << 10;
+const LEN: usize = 3 * BLOCK as usize - 100;
+const STALL: Duration = Duration::from_secs(60);
+const LAUNCH: LaunchId = LaunchId([7; 16]);
+
+/// A moment at which a writer waits until it is let on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Moment {
+    /// All bytes of the writer's shards are sent.
+    Sent,
+    /// The writer is about to build the index.
+    Index,
+}
+
+/// A writer that saves shards of fixed content.
+struct Writer {
+    launch: LaunchId,
+    number: u32,
+    shards: Vec<Bytes>,
+    saves: Mutex<Vec<SaveId>>,
+    missing: watch::Sender<Vec<u32>>,
+    waits_at: Option<Moment>,
+    at: watch::Sender<Option<Moment>>,
+    may_go: watch::Sender<bool>,
+}
+
+impl Writer {
+    /// Returns writer `number` of a launch, with `count` shards. The content follows from the
+    /// arguments.
+    fn new(launch: LaunchId, number: u32, count: u64) -> Self {
+        let seed = u64::from(launch.0[0]) * 1000 + u64::from(number) * 100;
+        let shards = (0..count).map(|shard| content(LEN + shard as usize, seed + shard)).collect();
+        Self {
+            launch,
+            number,
+            shards,
+            saves: Mutex::default(),
+            missing: watch::Sender::default(),
+            waits_at: None,
+            at: watch::Sender::default(),
+            may_go: watch::Sender::default(),
+        }
+    }
+
+    fn waiting_at(self, moment: Moment) -> Self {
+        Self { waits_at: Some(moment), ..self }
+    }
+
+    async fn pass(&self, moment: Moment) {
+        self.at.send_replace(Some(moment));
+        if self.waits_at == Some(moment) {
+            self.may_go.subscribe().wait_for(|may_go| *may_go).await.unwrap();
+        }
+    }
+
+    async fn has_reached(&self, moment: Moment) {
+        self.at.subscribe().wait_for(|at| *at == Some(moment)).await.unwrap();
+    }
+
+    async fn misses(&self, writers: &[u32]) {
+        self.missing.subscribe().wait_for(|missing| missing == writers).await.unwrap();
+    }
+
+    fn joint(&self, writers: u32) -> JointWriter {
+        JointWriter { launch: self.launch, writer: self.number, writers, stall: STALL }
+    }
+}
+
+#[async_trait]
+impl JointDecisions for Writer {
+    fn note_save(&self, save: SaveId) -> io::Result<()> {
+        self.saves.lock().unwrap().push(save);
+        Ok(())
+    }
+
+    fn cut_shards(&self, _code: SaveCode) -> Result<Vec<Arc<dyn ShardSource>>, ClientError> {
+        let source = |bytes: &Bytes| Arc::new(bytes.clone()) as Arc<dyn ShardSource>;
+        Ok(self.shards.iter().map(source).collect())
+    }
+
+    fn name_shard(&self, number: u32) -> Result<ShardName, ClientError> {
+        Ok(name(self.launch, number))
+    }
+
+    async fn approve_shards(&self) -> Result<(), String> {
+        self.pass(Moment::Sent).await;
+        Ok(())
+    }
+
+    fn note_missing(&self, writers: &[u32]) -> Result<(), String> {
+        self.missing.send_replace(writers.to_vec());
+        Ok(())
+    }
+
+    async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
+        self.pass(Moment::Index).await;
+        let name = format!("index/{}", self.launch).parse().unwrap();
+        Ok(NewShard { name, source: Arc::new(index_of(&data)) })
+    }
+}
+
+fn name(launch: LaunchId, number: u32) -> ShardName {
+    format!("data/{launch}/{number}").parse().unwrap()
+}
+
+fn index_of(data: &[ShardRoot]) -> Bytes {
+    let lines = data.iter().map(|root| format!("{} {:?}\n", root.name, root.stripes_root));
+    lines.collect::<String>().into()
+}
+
+async fn world() -> World {
+    World::simulated(6, &[(4, 2)], BLOCK, 1).await
+}
+
+type Saving = JoinHandle<Result<SaveId, ClientError>>;
+
+/// Lets a writer save a step through node `gateway`.
+fn start(world: &World, gateway: usize, step: u64, writers: u32, writer: &Arc<Writer>) -> Saving {
+    let (client, writer) = (world.client_of(gateway), writer.clone());
+    tokio::spawn(async move {
+        let joint = writer.joint(writers);
+        client.save_jointly(job().at(Step(step)), joint, None, writer, quiet()).await
+    })
+}
+
+/// Checks that the step has exactly the shards of these writers, and their index.
+async fn assert_exact(world: &World, step: u64, writers: &[&Arc<Writer>]) {
+    let (out, report) = restore(&world.client(), step).await.unwrap();
+    let shards: Vec<&Bytes> = writers.iter().flat_map(|writer| &writer.shards).collect();
+    assert_eq!(report.shards as usize, shards.len() + 1);
+    for (number, bytes) in (0..).zip(shards) {
+        let file = name(writers[0].launch, number).to_string();
+        assert!(read_file(&*out, &file) == *bytes, "shard {number}");
+    }
+    let roots: Vec<ShardRoot> =
+        world.committed(step).unwrap().into_iter().map(|(root, _)| root).collect();
+    let (index, data) = roots.split_last().unwrap();
+    assert!(read_file(&*out, index.name.as_str()) == index_of(data));
+}
+
+#[tokio::test(start_paused = true)]
+async fn writers_commit_one_save_together() {
+    let world = world().await;
+    let writers: Vec<_> =
+        [(0, 2), (1, 1), (2, 3)].map(|(n, count)| Arc::new(Writer::new(LAUNCH, n, count))).into();
+    let saving = writers.iter().enumerate().map(|(at, writer)| start(&world, at, 1, 3, writer));
+    let mut saves = Vec::new();
+    for saving in saving.collect::<Vec<_>>() {
+        saves.push(saving.await.unwrap().unwrap());
+    }
+    assert!(saves.iter().all(|save| *save == saves[0]), "{saves:?}");
+    assert_exact(&world, 1, &writers.iter().collect::<Vec<_>>()).await;
+    // A writer that asks again, because it was restarted, is told that all is done.
+    assert_eq!(start(&world, 4, 1, 3, &writers[1]).await.unwrap().unwrap(), saves[0]);
+    world.client().remove_step(&job(), Step(1)).await.unwrap();
+    world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_writer_that_never_comes_is_named_and_the_step_is_free_again() {
+    let world = world().await;
+    let alone = Arc::new(Writer::new(LAUNCH, 0, 1));
+    let begun = tokio::time::Instant::now();
+    let saving = start(&world, 0, 1, 2, &alone);
+    alone.misses(&[1]).await;
+    // Another launch has to wait meanwhile.
+    let other = Arc::new(Writer::new(LaunchId([8; 16]), 0, 1));
+    let refused = start(&world, 1, 1, 1, &other).await.unwrap().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
+    let error = saving.await.unwrap().unwrap_err();
+    assert!(matches!(&error, ClientError::WritersMissing { writers, .. } if *writers == [1]));
+    let took = begun.elapsed();
+    assert!((STALL..STALL + Duration::from_secs(5)).contains(&took), "{took:?}");
+    assert_eq!(restore_error(&world.client(), 1).await.kind(), ErrorKind::NotFound);
+    let saved = start(&world, 1, 1, 1, &other).await.unwrap();
+    saved.unwrap();
+    assert_exact(&world, 1, &[&other]).await;
+    world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_writer_that_drops_the_step_is_heard_at_once() {
+    let world = world().await;
+    for drops_first in [false, true] {
+        let step = 1 + u64::from(drops_first);
+        let waits = Arc::new(Writer::new(LAUNCH, 0, 1));
+        let drops = Writer::new(LAUNCH, 1, 1).joint(2);
+        let client = world.client_of(2);
+        let drop = || async { client.drop_jointly(job().at(Step(step)), drops).await.unwrap() };
+        if drops_first {
+            drop().await;
+        }
+        let begun = tokio::time::Instant::now();
+        let saving = start(&world, 0, step, 2, &waits);
+        if !drops_first {
+            waits.misses(&[1]).await;
+            drop().await;
+        }
+        let error = saving.await.unwrap().unwrap_err();
+        assert!(matches!(error, ClientError::WriterDropped { writer: 1 }), "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+    world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_is_left_commits_what_is_complete() {
+    let world = world().await;
+    let dies = Arc::new(Writer::new(LAUNCH, 0, 2).waiting_at(Moment::Index));
+    let lives = Arc::new(Writer::new(LAUNCH, 1, 1).waiting_at(Moment::Sent));
+    let dying = start(&world, 0, 1, 2, &dies);
+    let saving = start(&world, 1, 1, 2, &lives);
+    lives.has_reached(Moment::Sent).await;
+    dies.misses(&[1]).await;
+    lives.may_go.send_replace(true);
+    dies.has_reached(Moment::Index).await;
+    dying.abort();
+    let save = saving.await.unwrap().unwrap();
+    assert_exact(&world, 1, &[&dies, &lives]).await;
+    assert_eq!(dies.saves.lock().unwrap().as_slice(), [save]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_writers_of_the_index_write_the_same_bytes() {
+    let world = world().await;
+    let pauses = Arc::new(Writer::new(LAUNCH, 0, 1).waiting_at(Moment::Index));
+    let goes_on = Arc::new(Writer::new(LAUNCH, 1, 1).waiting_at(Moment::Index));
+    let both = [start(&world, 0, 1, 2, &pauses), start(&world, 1, 1, 2, &goes_on)];
+    pauses.has_reached(Moment::Index).await;
+    goes_on.has_reached(Moment::Index).await;
+    for writer in [&pauses, &goes_on] {
+        writer.may_go.send_replace(true);
+    }
+    let mut saves = Vec::new();
+    for saving in both {
+        saves.push(saving.await.unwrap().unwrap());
+    }
+    assert_eq!(saves[0], saves[1]);
+    assert_exact(&world, 1, &[&pauses, &goes_on]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_writer_that_is_restarted_sends_its_shards_again() {
+    let world = world().await;
+    let stays = Arc::new(Writer::new(LAUNCH, 0, 1));
+    let killed = Arc::new(Writer::new(LAUNCH, 1, 2).waiting_at(Moment::Sent));
+    let saving = start(&world, 0, 1, 2, &stays);
+    let first = start(&world, 1, 1, 2, &killed);
+    killed.has_reached(Moment::Sent).await;
+    stays.misses(&[1]).await;
+    first.abort();
+    tokio::time::sleep(STALL / 2).await;
+    let again = Arc::new(Writer::new(LAUNCH, 1, 2));
+    let save = start(&world, 3, 1, 2, &again).await.unwrap().unwrap();
+    assert_eq!(saving.await.unwrap().unwrap(), save);
+    assert_eq!(killed.saves.lock().unwrap().as_slice(), [save], "the save was not begun anew");
+    assert_exact(&world, 1, &[&stays, &again]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_writers_may_die() {
+    let world = world().await;
+    let both = [0, 1].map(|n| Arc::new(Writer::new(LAUNCH, n, 1).waiting_at(Moment::Sent)));
+    let saving = [0, 1].map(|n| start(&world, n, 1, 2, &both[n]));
+    for writer in &both {
+        writer.has_reached(Moment::Sent).await;
+    }
+    saving.iter().for_each(Saving::abort);
+    world.assert_swept(&world.client()).await;
+    // The next launch saves the step with other content.
+    let next = Arc::new(Writer::new(LaunchId([8; 16]), 0, 2));
+    start(&world, 1, 1, 1, &next).await.unwrap().unwrap();
+    assert_exact(&world, 1, &[&next]).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_save_goes_on_under_a_catalogue_that_has_moved() {
+    let world = world().await;
+    for (step, moment) in [(1, Moment::Sent), (2, Moment::Index)] {
+        let first = Arc::new(Writer::new(LAUNCH, 0, 1).waiting_at(moment));
+        let second = Arc::new(Writer::new(LAUNCH, 1, 1));
+        let saving = [start(&world, 2, step, 2, &first), start(&world, 3, step, 2, &second)];
+        first.has_reached(moment).await;
+        let to = Address { host_port: address(step as usize), node: None };
+        world.client().move_catalogue(&to).await.unwrap();
+        first.may_go.send_replace(true);
+        let mut saves = Vec::new();
+        for saving in saving {
+            saves.push(saving.await.unwrap().unwrap());
+        }
+        assert_eq!(saves[0], saves[1]);
+        assert_exact(&world, step, &[&first, &second]).await;
+    }
+    world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_contradicts_the_save_is_refused() {
+    let world = world().await;
+    let voice = world.voice(Role::Client, "writer");
+    let to = world.node_address(1);
+    let call = |writer, writers, report| JoinSave {
+        job: job(),
+        step: Step(1),
+        launch: LAUNCH,
+        writer,
+        writers,
+        report,
+        replace: None,
+        avoid: Vec::new(),
+    };
+    for (writer, writers) in [(0, 0), (2, 2), (0, 129)] {
+        let refused = voice.ask(&to, &call(writer, writers, WriterReport::Joins)).await;
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Invalid, "{writer} of {writers}");
+    }
+    let JoinSaveAnswer::Open(joined) =
+        voice.ask(&to, &call(0, 2, WriterReport::Joins)).await.unwrap()
+    else {
+        panic!("not open")
+    };
+    let save = joined.joint.save;
+    let announce = |shards| WriterReport::Announces { save, shards, sent_mib: 0 };
+    voice.ask(&to, &call(0, 2, announce(1))).await.unwrap();
+    for (what, wrong) in [
+        ("another number of writers", call(0, 3, WriterReport::Joins)),
+        ("another number of shards", call(0, 2, announce(2))),
+        ("too many shards", call(1, 2, announce(65_536))),
+    ] {
+        let refused = voice.ask(&to, &wrong).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Invalid, "{what}: {refused}");
+    }
+    voice.ask(&to, &call(1, 2, announce(1))).await.unwrap();
+    let joint = &joined.joint;
+    let mut root = crate::world::raw::empty_root(
+        &rapidraid::wire::calls::BeginSaveAnswer {
+            save,
+            generation: joined.generation,
+            lease: joint.lease,
+            lease_ms: joined.lease_ms,
+            n: joint.n,
+            k: joint.k,
+            block_bytes: joint.block_bytes,
+            nodes: joined.nodes.clone(),
+        },
+        1,
+        "weights",
+    );
+    root.shards = 3;
+    root.ring = joint.ring_of(0);
+    root.fingerprint_key = joint.fingerprint_key(0);
+    let refused = voice.ask(&to, &CompleteShard { root: root.clone() }).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "a name that is not the shard's: {refused}");
+    root.name = name(LAUNCH, 0);
+    voice.ask(&to, &CompleteShard { root: root.clone() }).await.unwrap();
+    root.fingerprint_key = [1; 32];
+    let refused = voice.ask(&to, &CompleteShard { root }).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "another key: {refused}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_the_save_that_is_named_is_replaced() {
+    let world = world().await;
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    let writer = Arc::new(Writer::new(LAUNCH, 0, 1));
+    let refused = start(&world, 0, 1, 1, &writer).await.unwrap().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
+    let client = world.client_of(2);
+    let committed = client.list_steps(None).await.unwrap()[0].saved.save;
+    for (replace, is_accepted) in [(SaveId([9; 12]), false), (committed, true)] {
+        let (joint, decisions) = (writer.joint(1), writer.clone());
+        let saved =
+            client.save_jointly(job().at(Step(1)), joint, Some(replace), decisions, quiet()).await;
+        assert_eq!(saved.is_ok(), is_accepted, "{saved:?}");
+    }
+    assert_exact(&world, 1, &[&writer]).await;
+    world.assert_swept(&world.client()).await;
+}

@@ -151,9 +151,14 @@ class Session:
         newest_seen: int | None = None,
         abandon_later: bool = False,
         keep: int = 0,
+        hosts: tuple[int, list[str]] | None = None,
         timeout: float = 60.0,
     ) -> int:
-        """Makes segments for a rank of a launch. Returns their number."""
+        """Makes segments for a rank of a launch. Returns their number.
+
+        ``hosts`` has the number of this host and the names of all, if the launch runs on several. ``world`` and ``rank``
+        count the ranks of this host then.
+        """
 
     def segment(self, at: int) -> SegmentBuffer:
         """Returns the data of a segment."""

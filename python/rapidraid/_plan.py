@@ -83,8 +83,8 @@ class Plan:
     aliases: dict[tuple[bool, Keys], tuple[bool, Keys]]
     #: Each save compares one part in this many of the replicated content between the ranks.
     sample_rounds: int = 1
-    #: The length of one segment of each rank, summed over all ranks, in bytes.
-    launch_bytes: int = 0
+    #: The length of a segment of each rank of the launch, in bytes.
+    rank_bytes: list[int] = field(default_factory=list)
     views: list[list[Any]] = field(default_factory=list)
     buffers: list[Any] = field(default_factory=list)
     memory: list[Any] = field(default_factory=list)
@@ -281,7 +281,7 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
     laid_out = gather((*sizes, str(error) if error else None, getattr(error, "hint", "")))
     raise_together(error, rank, [(refused, hint) for _, _, refused, hint in laid_out])
     assert plan is not None
-    plan.launch_bytes = sum(segment for segment, _, _, _ in laid_out)
+    plan.rank_bytes = [segment for segment, _, _, _ in laid_out]
     # All samples of a save are sent in one message, so a state with many names is compared over
     # several saves.
     plan.sample_rounds = max(1, -(-max(samples for _, samples, _, _ in laid_out) // MAX_SAMPLE_BYTES))

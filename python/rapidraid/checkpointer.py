@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -131,6 +132,29 @@ class _Group:
         return found
 
 
+@dataclass
+class _Hosts:
+    """The hosts of a launch: the number of this one, the names of all, and the ranks that run on this one."""
+
+    own: int
+    names: list[str]
+    ranks: list[int]
+
+    @classmethod
+    def of(cls, rank: int, folders: list[str], names: list[str]) -> _Hosts:
+        """Numbers the hosts in the order of their first ranks. Ranks with one staging folder are on one host."""
+        numbers = {folder: number for number, folder in enumerate(dict.fromkeys(folders))}
+        first = {folder: names[folders.index(folder)][:60] for folder in numbers}
+        is_unique = len(set(first.values())) == len(first)
+        shown = [name if is_unique else f"{name}#{number}" for number, name in enumerate(first.values())]
+        return cls(numbers[folders[rank]], shown, [other for other, folder in enumerate(folders) if folder == folders[rank]])
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the launch runs on several hosts, each of which saves a part of every step."""
+        return len(self.names) > 1
+
+
 class Checkpointer:
     """Saves and loads the state of one job.
 
@@ -181,6 +205,7 @@ class Checkpointer:
         self._config = find_config(config)
         self._start = start
         self._session = connect(self._config, timeout, start)
+        self._hosts: _Hosts
         self._launch, self._born_ns = self._agree()
         self._loads = 0
         self._lock = threading.RLock()
@@ -211,21 +236,31 @@ class Checkpointer:
 
         Returns the id and its time.
         """
-        mine = (secrets.token_hex(16), _native.boot_ns(), self._session.instance, self._session.cluster, self.when_full)
+        mine = (
+            secrets.token_hex(16),
+            _native.boot_ns(),
+            self._session.instance,
+            self._session.cluster,
+            self.when_full,
+            socket.gethostname(),
+        )
         found = self._group.gather(mine)
-        launch, born_ns, instance, cluster, when_full = found[0]
-        for rank, (_, _, other, other_cluster, other_when_full) in enumerate(found):
+        launch, _, _, cluster, when_full, _ = found[0]
+        for rank, (_, _, _, other_cluster, other_when_full, _) in enumerate(found):
             if other_when_full != when_full:
                 raise InvalidError(
                     f"rank 0 has when_full={when_full!r}, rank {rank} when_full={other_when_full!r}", "give all ranks the same when_full"
                 )
             if other_cluster != cluster:
                 raise InvalidError(f"rank 0 saves to cluster {cluster}, rank {rank} to {other_cluster}", "give all ranks one configuration")
-            if other != instance:
-                raise InvalidError(
-                    f"rank {rank} has another staging folder than rank 0 (launch {launch})",
-                    "all ranks of a job must run on one host and share its staging folder",
-                )
+        self._hosts = _Hosts.of(self.rank, [instance for _, _, instance, _, _, _ in found], [host for *_, host in found])
+        if self._hosts.are_several and when_full != "wait":
+            raise InvalidError(
+                f"when_full={when_full!r} with {len(self._hosts.names)} hosts",
+                'a launch of several hosts saves every step: pass when_full="wait"',
+            )
+        # The time counts from the boot of a host, so each host has its own.
+        born_ns = found[self._hosts.ranks[0]][1]
         return launch, born_ns
 
     def _on_signal(self, number: int, _frame: Any) -> None:
@@ -277,15 +312,16 @@ class Checkpointer:
         count = self._daemon.prepare(
             self.job,
             self._launch,
-            self.world,
-            self.rank,
+            len(self._hosts.ranks),
+            self._hosts.ranks.index(self.rank),
             segment_bytes=plan.segment_bytes,
-            launch_bytes=plan.launch_bytes,
+            launch_bytes=sum(plan.rank_bytes[rank] for rank in self._hosts.ranks),
             born_ns=self._born_ns,
             loaded=self._loaded,
             newest_seen=self._newest_seen,
             abandon_later=self._abandon_later,
             keep=self._keep,
+            hosts=(self._hosts.own, self._hosts.names) if self._hosts.are_several else None,
             timeout=self.timeout,
         )
         self._add_segments(count)
@@ -456,6 +492,10 @@ class Checkpointer:
         """
         limit = self.timeout * 10 if timeout is None else timeout
         self._loads += 1
+        if self._hosts.are_several:
+            step = self._choose_together(step, offline, limit)
+            if step is None:
+                return None
         choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
         for last in (False, True):
 
@@ -480,6 +520,28 @@ class Checkpointer:
                 newest,
             )
         return number
+
+    def _choose_together(self, step: int | None, offline: bool, limit: float) -> int | None:
+        """Lets rank 0 choose the step that the ranks of all hosts load, the newest committed one by default."""
+        chosen: int | None = None
+        failed: Exception | None = None
+        try:
+            if self._saved:
+                raise InvalidError("this launch has saved, and cannot go back", "make a new Checkpointer on all ranks, and load with it")
+            if offline:
+                raise InvalidError("offline=True with several hosts", "each host has only a part of a step in memory")
+            if self.rank == 0:
+                loaded = self._open_step(step, time.monotonic() + limit, number=self._loads, table_first=True)
+                if loaded is not None:
+                    chosen = loaded.number
+                    self._release(loaded, None)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks below
+            failed = error
+        told = self._group.gather((chosen, str(failed) if failed else None, getattr(failed, "hint", "")))
+        raise_together(failed, self.rank, [(refused, hint) for _, refused, hint in told])
+        chosen = told[0][0]
+        assert chosen is None or isinstance(chosen, int)
+        return chosen
 
     @_one_thread
     def read(self, step: int | None, name: str, *, timeout: float | None = None) -> Any:
@@ -518,29 +580,33 @@ class Checkpointer:
 
         The last element of the result is the name of a damaged entry, or ``None``.
         """
-        launch = None if number is None else self._launch
         until = time.monotonic() + limit
         while True:
-            loaded = self._daemon.load(
-                self.job,
-                step=step,
-                launch=launch,
-                number=number or 0,
-                offline=offline,
-                table_first=table_first,
-                timeout=max(0.0, until - time.monotonic()),
-            )
+            loaded = self._open_step(step, until, number=number, offline=offline, table_first=table_first)
             if loaded is None:
                 return None
             damaged = None
             try:
-                done = read(Reader(self._session, loaded, self.world if launch else 1, until))
+                done = read(Reader(self._session, loaded, 1 if number is None else len(self._hosts.ranks), until))
                 damaged = done[-1]
                 return done
             except ReadWholeError:
                 table_first = False
             finally:
                 self._release(loaded, damaged)
+
+    def _open_step(
+        self, step: int | None, until: float, *, number: int | None, offline: bool = False, table_first: bool
+    ) -> _native.LoadedStep | None:
+        return self._daemon.load(
+            self.job,
+            step=step,
+            launch=None if number is None else self._launch,
+            number=number or 0,
+            offline=offline,
+            table_first=table_first,
+            timeout=max(0.0, until - time.monotonic()),
+        )
 
     def _release(self, loaded: _native.LoadedStep, damaged: str | None) -> None:
         """Ends a load.

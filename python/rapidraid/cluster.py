@@ -39,7 +39,9 @@ class LocalCluster:
         block: The size of a block.
         folder: The folder of the cluster, which a later run can use again. Default: a temporary one, removed at the end.
         settings: More settings of the cluster and its nodes, such as ``{"memory": "256MiB"}`` (docs/configuration.md).
-        staging: More settings of the staging daemon, such as ``{"memory": "16GiB"}``.
+        staging: More settings of the staging daemons, such as ``{"memory": "16GiB"}``.
+        hosts: The number of training hosts, each with a staging daemon of its own. ``configs`` has the path of each
+            host's configuration; the first one is ``config``.
 
     """
 
@@ -51,6 +53,7 @@ class LocalCluster:
         folder: str | os.PathLike[str] | None = None,
         settings: dict[str, str] | None = None,
         staging: dict[str, str | int] | None = None,
+        hosts: int = 1,
     ) -> None:
         self._own = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="rapidraid-")) if folder is None else Path(folder)
@@ -58,6 +61,7 @@ class LocalCluster:
         memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.folder
         # The name follows from the folder's full path, so that the next run finds it again and no
         # other cluster uses it.
+        self.configs = [self.config, *(self.config.with_name(f"host-{host}.toml") for host in range(1, hosts))]
         self._staging = memory / f"rapidraid-{hashlib.sha256(str(self.folder.absolute()).encode()).hexdigest()[:12]}"
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:
@@ -65,7 +69,8 @@ class LocalCluster:
                 self._make(nodes, {"code.block": block, "memory": "64MiB", **(settings or {})}, staging or {})
             for node in sorted((self.folder / "cluster" / "nodes").iterdir()):
                 self.start(node.name)
-            self.start_staging()
+            for host in range(hosts):
+                self.start_staging(host)
             self._until_live()
         except BaseException:
             self.stop()
@@ -78,10 +83,14 @@ class LocalCluster:
         for at, address in enumerate(self._addresses(nodes), 1):
             command += ["--node", f"node-{at:02}={address}"]
         _run(command)
-        with self.config.open("a") as file:
-            file.write("\n[staging]\n")
-            for name, setting in {"dir": str(self._staging), "memory": "4GiB", **staging}.items():
-                file.write(f"{name} = {json.dumps(setting)}\n")
+        client = self.config.read_text()
+        for host, config in enumerate(self.configs):
+            settings_of_host = {"dir": str(self._staging_of(host)), "memory": "4GiB", **staging}
+            lines = [f"{name} = {json.dumps(setting)}\n" for name, setting in settings_of_host.items()]
+            config.write_text(client + "\n[staging]\n" + "".join(lines))
+
+    def _staging_of(self, host: int) -> Path:
+        return self._staging.with_name(f"{self._staging.name}-{host}") if host else self._staging
 
     def _addresses(self, nodes: int) -> list[str]:
         return [f"127.0.0.1:{port}" for port in _free_ports(nodes)]
@@ -95,9 +104,9 @@ class LocalCluster:
         config = self.folder / "cluster" / "nodes" / node / "rapidraid.toml"
         self._spawn(node, ["node", "--config", str(config), "--stop-at-eof"])
 
-    def start_staging(self) -> None:
-        """Starts the staging daemon."""
-        self._spawn("staging", ["stage", "--config", str(self.config), "--stop-at-eof"])
+    def start_staging(self, host: int = 0) -> None:
+        """Starts the staging daemon of a training host."""
+        self._spawn(_staging_name(host), ["stage", "--config", str(self.configs[host]), "--stop-at-eof"])
 
     def _spawn(self, name: str, arguments: list[str]) -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAPIDRAID_")}
@@ -121,7 +130,7 @@ class LocalCluster:
 
     def _until_live(self) -> None:
         until = time.monotonic() + READY_S
-        wanted = len([name for name in self._children if name != "staging"])
+        wanted = len(self.nodes)
         while True:
             text = _run([*self._within("staging"), program(), "status", "--json", "--config", str(self.config)])
             if text.count('"live":true') >= wanted:
@@ -131,24 +140,25 @@ class LocalCluster:
             time.sleep(0.05)
 
     def kill(self, name: str) -> None:
-        """Kills a node, or the staging daemon (``"staging"``), with SIGKILL.
+        """Kills a node, or a staging daemon (``"staging"``, ``"staging-1"`` and so on), with SIGKILL.
 
         A staging daemon that a rank has started in the meantime is killed as well.
         """
         child = self._children.pop(name)
         child.kill()
         child.wait()
-        if name == "staging":
-            self._kill_started_by_rank()
+        for host in range(len(self.configs)):
+            if name == _staging_name(host):
+                self._kill_started_by_rank(host)
 
-    def daemon_pid(self) -> int:
-        """Returns the process id of the daemon that serves the staging folder."""
-        directory, token, _ = _native.staging_place(self.config)
+    def daemon_pid(self, host: int = 0) -> int:
+        """Returns the process id of the daemon that serves the staging folder of a training host."""
+        directory, token, _ = _native.staging_place(self.configs[host])
         return _native.Session(directory, token, READY_S).daemon_pid
 
-    def _kill_started_by_rank(self) -> None:
+    def _kill_started_by_rank(self, host: int) -> None:
         try:
-            pid = self.daemon_pid()
+            pid = self.daemon_pid(host)
             process = os.pidfd_open(pid)
         except (NoDaemonError, ProcessLookupError):
             return
@@ -162,12 +172,12 @@ class LocalCluster:
         finally:
             os.close(process)
 
-    def forget_memory(self) -> None:
-        """Destroys the host's memory: the staging daemon and everything that it holds, as if the host were replaced."""
-        if "staging" in self._children:
-            self.kill("staging")
-        shutil.rmtree(self._staging, ignore_errors=True)
-        self.start_staging()
+    def forget_memory(self, host: int = 0) -> None:
+        """Destroys a training host's memory: its staging daemon and all that it holds, as if the host were replaced."""
+        if _staging_name(host) in self._children:
+            self.kill(_staging_name(host))
+        shutil.rmtree(self._staging_of(host), ignore_errors=True)
+        self.start_staging(host)
 
     def command(self, *arguments: str) -> str:
         """Runs a command of the program, such as ``archive job/7``. Returns its output."""
@@ -183,13 +193,13 @@ class LocalCluster:
 
     @property
     def staging(self) -> Path:
-        """The staging folder."""
+        """The staging folder of the first training host."""
         return self._staging
 
     @property
     def nodes(self) -> list[str]:
         """The names of the running nodes."""
-        return sorted(name for name in self._children if name != "staging")
+        return sorted(name for name in self._children if not name.startswith("staging"))
 
     def stop(self) -> None:
         """Ends all daemons and removes their memory, and the folder if it is temporary."""
@@ -198,7 +208,8 @@ class LocalCluster:
         for child in self._children.values():
             child.wait()
         self._children.clear()
-        shutil.rmtree(self._staging, ignore_errors=True)
+        for host in range(len(self.configs)):
+            shutil.rmtree(self._staging_of(host), ignore_errors=True)
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -207,6 +218,10 @@ class LocalCluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+
+def _staging_name(host: int) -> str:
+    return f"staging-{host}" if host else "staging"
 
 
 def local_cluster(nodes: int = 6, **options: object) -> LocalCluster:

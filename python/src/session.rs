@@ -10,7 +10,7 @@ use rapidraid::config::{ClientConfig, MAX_FILE_BYTES, Sources};
 use rapidraid::id::{FillId, IdError, Job, LaunchId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
-use rapidraid::trainer::protocol::{Answer, Load, Place, Prepare, Request, Resumed, Sample};
+use rapidraid::trainer::protocol::{Answer, Hosts, Load, Place, Prepare, Request, Resumed, Sample};
 use rapidraid::trainer::segment::{HEADER_BYTES, Header, stage};
 use rapidraid::trainer::session::{Segment, Wait, default_dir};
 
@@ -119,7 +119,7 @@ impl Session {
     }
 
     /// Makes segments for a rank of a launch. Returns their number.
-    #[pyo3(signature = (job, launch, world, rank, *, segment_bytes, launch_bytes, born_ns, loaded=None, newest_seen=None, abandon_later=false, keep=0, timeout=60.0))]
+    #[pyo3(signature = (job, launch, world, rank, *, segment_bytes, launch_bytes, born_ns, loaded=None, newest_seen=None, abandon_later=false, keep=0, hosts=None, timeout=60.0))]
     #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
     fn prepare(
         &mut self,
@@ -135,6 +135,7 @@ impl Session {
         newest_seen: Option<u64>,
         abandon_later: bool,
         keep: u32,
+        hosts: Option<(u32, Vec<String>)>,
         timeout: f64,
     ) -> PyResult<usize> {
         let place = Place { job: named(py, job)?, launch: named(py, launch)?, world, rank };
@@ -152,7 +153,8 @@ impl Session {
         // Release the old segments first: the new ones may need their memory.
         self.segments.clear();
         let session = &mut self.session;
-        let made = waiting(py, timeout, |wait| session.prepare(&prepare, wait))?;
+        let hosts = hosts.map(|(own, names)| Hosts { own, names });
+        let made = waiting(py, timeout, |wait| session.prepare(&prepare, hosts.as_ref(), wait))?;
         self.segments = made;
         self.place = Some(place);
         Ok(self.segments.len())

@@ -108,6 +108,7 @@ async fn serve(
         dir: dir.clone(),
         memory_bytes,
         fill: config.staging.fill,
+        stall: config.staging.stall,
         token: token(config)?,
         cluster: config.membership.cluster,
         background: background.handle(),

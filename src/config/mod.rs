@@ -76,6 +76,7 @@ pub const CLIENT_SETTINGS: &[&str] = &[
     "staging.token",
     "staging.fill_s",
     "staging.stop_s",
+    "staging.stall_s",
     "staging.nice",
 ];
 
@@ -171,6 +172,8 @@ pub struct StagingConfig {
     pub fill: Duration,
     /// The time for which a daemon that was asked to stop continues to save staged steps.
     pub stop: Duration,
+    /// How long a save of several hosts waits for hosts that make no progress.
+    pub stall: Duration,
     /// The nice value of the daemon's heavy work.
     pub nice: i32,
 }
@@ -180,6 +183,8 @@ const DEFAULT_FILL: Duration = Duration::from_secs(120);
 /// The default nice value of a staging daemon's heavy work, which gives it a tenth of the weight of
 /// training.
 const DEFAULT_NICE: i32 = 10;
+/// The default time that a save of several hosts waits for hosts that make no progress.
+const DEFAULT_STALL: Duration = Duration::from_secs(600);
 /// The default time for which a staging daemon continues to save after SIGTERM.
 const DEFAULT_STOP: Duration = Duration::from_secs(300);
 
@@ -308,6 +313,7 @@ impl StagingConfig {
             token: path("staging.token")?,
             fill: seconds(layers, "staging.fill_s", DEFAULT_FILL)?,
             stop: seconds(layers, "staging.stop_s", DEFAULT_STOP)?,
+            stall: seconds(layers, "staging.stall_s", DEFAULT_STALL)?,
             nice: layers
                 .get("staging.nice", "a nice value, 0 to 19", nice)?
                 .unwrap_or(DEFAULT_NICE),

@@ -91,6 +91,8 @@ pub enum RecordKind {
     Damage = 25,
     /// A save of several writers, in the catalogue.
     JointSave = 26,
+    /// The hosts of a launch, in a staging folder.
+    LaunchHosts = 27,
 }
 
 impl fmt::Display for RecordKind {
@@ -122,6 +124,7 @@ impl fmt::Display for RecordKind {
             Self::CatchUp => "catch-up",
             Self::Damage => "damage note",
             Self::JointSave => "joint save",
+            Self::LaunchHosts => "hosts of a launch",
         })
     }
 }

@@ -16,9 +16,11 @@ use crate::id::{ClusterId, FillId, InstanceId, Job, LaunchId, MemberId, SaveId, 
 use crate::kind::ErrorKind;
 
 /// The newest version of the protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// The oldest version that the daemon speaks.
 pub const OLDEST: u16 = 1;
+/// The version since which a launch can run on several hosts.
+pub const HOSTS_SINCE: u16 = 2;
 /// Maximum length of a message, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 256 << 10;
 /// Maximum number of descriptors in one message.
@@ -177,6 +179,18 @@ pub enum Request {
         /// How long the daemon may delay its answer, in milliseconds.
         limit_ms: u32,
     },
+    /// Does the same as [`Request::Prepare`] for a rank of a launch that runs on several hosts. The
+    /// numbers and lengths in the request are those of this host. Since version 2.
+    PrepareOnHost(Prepare, Hosts),
+}
+
+/// The hosts of a launch.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hosts {
+    /// The number of this host, from 0.
+    pub own: u32,
+    /// The names of all hosts, for messages to people, in the order of their numbers.
+    pub names: Vec<String>,
 }
 
 /// A rank of a launch.

@@ -21,8 +21,8 @@ use super::error::StagingError;
 use super::frames::{Frame, Incoming, Outgoing};
 use super::mapping::{self, Writable};
 use super::protocol::{
-    Answer, OLDEST, Place, Prepare, Request, StagingHello, StagingHelloAnswer, VERSION, parse,
-    to_bytes,
+    Answer, HOSTS_SINCE, Hosts, OLDEST, Place, Prepare, Request, StagingHello, StagingHelloAnswer,
+    VERSION, parse, to_bytes,
 };
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::id::{ClusterId, FillId, InstanceId, MemberId, SegmentId, Step};
@@ -229,13 +229,25 @@ impl Session {
     }
 
     /// Makes the segments of a rank: reserves their memory, charged to this process, and maps it.
+    /// `hosts` are those of the launch if it runs on several.
     pub fn prepare(
         &mut self,
         prepare: &Prepare,
+        hosts: Option<&Hosts>,
         wait: &mut Wait<'_>,
     ) -> Result<Vec<Arc<Segment>>, StagingError> {
         const WHAT: &str = "memory for the segments";
-        let request = |limit_ms| Request::Prepare(Prepare { limit_ms, ..prepare.clone() });
+        if hosts.is_some() && self.hello.version < HOSTS_SINCE {
+            let reason = "it knows no launches of several hosts: upgrade it".into();
+            return Err(StagingError::Refused { dir: self.dir.clone(), reason });
+        }
+        let request = |limit_ms| {
+            let prepare = Prepare { limit_ms, ..prepare.clone() };
+            match hosts {
+                Some(hosts) => Request::PrepareOnHost(prepare, hosts.clone()),
+                None => Request::Prepare(prepare),
+            }
+        };
         let (answer, descriptors) = self.ask_until(WHAT, request, &mut |_| (), wait)?;
         let Answer::Prepared { segments } = answer else {
             return Err(StagingError::Unexpected { what: WHAT });

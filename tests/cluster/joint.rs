@@ -108,7 +108,7 @@ impl JointDecisions for Writer {
         Ok(())
     }
 
-    fn note_missing(&self, writers: &[u32]) -> Result<(), String> {
+    fn note_missing(&self, writers: &[u32], _unchanged: Duration) -> Result<(), String> {
         self.missing.send_replace(writers.to_vec());
         Ok(())
     }

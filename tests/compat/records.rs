@@ -24,9 +24,9 @@ use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
 use rapidraid::trainer::daemon::core::LoadAnswer;
 use rapidraid::trainer::daemon::records::{
-    InstanceRecord, JobRecord, LaunchRecord, OwnerRecord, SaveState, StepRecord,
+    InstanceRecord, JobRecord, LaunchHosts, LaunchRecord, OwnerRecord, SaveState, StepRecord,
 };
-use rapidraid::trainer::protocol::{Place, Resumed};
+use rapidraid::trainer::protocol::{Hosts, Place, Resumed};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
 use rapidraid::wire::order::Codec;
 
@@ -315,6 +315,11 @@ fn staged_job() -> JobRecord {
     }
 }
 
+fn launch_hosts() -> LaunchHosts {
+    let hosts = Hosts { own: 1, names: vec!["host-a".into(), "host-b".into()] };
+    LaunchHosts { launch: LAUNCH, hosts, filled: Some(Step(1200)) }
+}
+
 /// Returns the cases of all records.
 pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
@@ -361,6 +366,7 @@ pub fn cases() -> Vec<Case> {
         record("staged step, begun", staged_step(SaveState::Begun { saves: vec![SAVE] })),
         record("staged step, committed", staged_step(SaveState::Committed { save: SAVE })),
         record("staged job", staged_job()),
+        record("hosts of a launch", launch_hosts()),
     ]
 }
 

@@ -6,9 +6,9 @@ use rapidraid::id::{FillId, InstanceId, LaunchId, MemberId, SegmentId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::mapping::{Readable, Writable, reserve};
 use rapidraid::trainer::protocol::{
-    Answer, Failure, JobStatus, Load, LoadSource, Loadable, Notice, Part, Pending, Place, Prepare,
-    Request, Resumed, Sample, StagingHello, StagingHelloAnswer, Status, StepInfo, StepStatus,
-    parse, to_bytes,
+    Answer, Failure, Hosts, JobStatus, Load, LoadSource, Loadable, Notice, Part, Pending, Place,
+    Prepare, Request, Resumed, Sample, StagingHello, StagingHelloAnswer, Status, StepInfo,
+    StepStatus, parse, to_bytes,
 };
 use rapidraid::trainer::segment::{HEADER_BYTES, Header, read_staged, stage};
 use serde::Serialize;
@@ -64,8 +64,10 @@ fn requests() -> Vec<(&'static str, Request)> {
     };
     let alone =
         Load { launch: None, step: None, offline: false, table_first: true, ..load.clone() };
+    let hosts = Hosts { own: 1, names: vec!["host-a".into(), "host-b".into()] };
     let (ticket, name) = (300, "model/embed.weight".to_owned());
     vec![
+        ("PrepareOnHost", Request::PrepareOnHost(prepare.clone(), hosts)),
         ("Prepare", Request::Prepare(prepare)),
         ("Attach", Request::Attach(place())),
         ("Fill", Request::Fill { step: STEP, or_skip: false, limit_ms: 2_000 }),

@@ -15,7 +15,9 @@ use rapidraid::format::records::{
 use rapidraid::id::{ClusterId, PeerName, SaveId};
 use rapidraid::store::kv::Batch;
 use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store, StoreError};
-use rapidraid::trainer::daemon::records::{InstanceRecord, JobRecord, OwnerRecord, StepRecord};
+use rapidraid::trainer::daemon::records::{
+    InstanceRecord, JobRecord, LaunchHosts, OwnerRecord, StepRecord,
+};
 
 use crate::fixtures;
 use crate::target::{Memory, Seen, Target, Verdict, round_trip, seen, within};
@@ -94,6 +96,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(21) => record(bytes, |value: OwnerRecord| plain(&value)),
         Some(22) => record(bytes, |value: StepRecord| plain(&value)),
         Some(23) => record(bytes, |value: JobRecord| plain(&value)),
+        Some(27) => record(bytes, |value: LaunchHosts| plain(&value)),
         _ => Ok(Seen::default()),
     }
 }

@@ -111,7 +111,7 @@ fn run(folder: &Path, settings: &Value) -> Result<(), StagingError> {
         keep: 0,
         limit_ms: 0,
     };
-    let segments = insist(|wait| session.prepare(&prepare, wait))?;
+    let segments = insist(|wait| session.prepare(&prepare, None, wait))?;
     let random = SeededEntropy::new(number("seed").unwrap());
     let mut rank = Rank { session, place, shape, segments, random };
     let mut step = loaded.map_or(0, |loaded| loaded.step);

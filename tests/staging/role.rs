@@ -216,7 +216,7 @@ impl Trainer {
         };
         self.segments.clear();
         self.rank = Some(Rank { place, shape });
-        self.segments = self.session(wait)?.prepare(&prepare, wait)?;
+        self.segments = self.session(wait)?.prepare(&prepare, None, wait)?;
         Ok(json!(self.segments.len()))
     }
 

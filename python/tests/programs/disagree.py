@@ -1,6 +1,6 @@
-"""Two ranks that disagree: they are on two hosts, or save different steps.
+"""Two ranks that save different steps.
 
-usage: disagree.py CONFIG OTHER_CONFIG JOB hosts|steps
+usage: disagree.py CONFIG JOB
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import rapidraid
 
-config, other, job, part = sys.argv[1:5]
+config, job = sys.argv[1:3]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
@@ -30,7 +30,7 @@ def is_refused(call: Callable[[], object]) -> bool:
 
 def save() -> None:
     """Saves step 1 on both ranks, then step 2 on rank 0 and step 3 on rank 1, without synchronisation."""
-    checkpointer = rapidraid.Checkpointer(job, config=other if part == "hosts" and rank == 1 else config, timeout=30)
+    checkpointer = rapidraid.Checkpointer(job, config=config, timeout=30)
     state = {"a": torch.full((4,), float(rank))}
     checkpointer.save(1, state)
     checkpointer.wait()

@@ -12,7 +12,7 @@ use super::output::{CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, 
 use super::restore_request::RestoreRequest;
 use super::selection::{ReadRange, ShardSelection, StripeSlice, slice_for_range};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
-use crate::format::records::{Leaves, ShardState, StripeState};
+use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::pipeline::read::{
@@ -112,6 +112,25 @@ impl Client {
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
         self.read_step(job, step, ReadScope::Ranges(ranges), progress).await
+    }
+
+    /// Reads ranges of completed shards of a save that is still open, verified by the shards' roots.
+    /// All `roots` are of one save.
+    pub async fn read_ranges_of_open_save(
+        &self,
+        roots: &[ShardRoot],
+        ranges: &[ReadRange],
+    ) -> Result<(), ClientError> {
+        let Some(first) = roots.first() else { return Ok(()) };
+        let step_ref = first.job.at(first.step);
+        let shards = roots.iter().map(|root| (root.clone(), None)).collect();
+        let parts = self.select_ranges(step_ref, shards, ranges)?;
+        let sinks: Vec<_> = ranges.iter().map(|range| range.sink.clone()).collect();
+        let (directory, output) = (self.fetch_directory(), Output::Sinks(&sinks));
+        let job_and_step = (step_ref.job, step_ref.step);
+        self.read_parts(job_and_step, parts, directory, None, &output, Arc::new(|_| ()))
+            .await
+            .map(drop)
     }
 
     /// Reads the scope. A step that is replaced meanwhile is read from the new save.

@@ -25,7 +25,9 @@ use crate::wire::calls::{
     WriterReport,
 };
 
-/// How often a writer reports its progress before the others count it as stalled.
+/// The longest interval between two reports of a writer's progress.
+const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+/// Minimum number of reports before the others count a writer as stalled.
 const REPORTS_A_STALL: u32 = 8;
 /// The pauses between two looks at what the other writers have done: the first, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
@@ -41,6 +43,12 @@ pub struct JointWriter {
     pub writers: u32,
     /// How long a save waits for writers that make no progress.
     pub stall: Duration,
+}
+
+impl JointWriter {
+    fn report_interval(&self) -> Duration {
+        REPORT_INTERVAL.min(self.stall / REPORTS_A_STALL)
+    }
 }
 
 /// The decisions of a writer of a joint save. [`Client::save_jointly`] asks for each, and again if the
@@ -61,9 +69,10 @@ pub trait JointDecisions: Send + Sync {
     /// stored. An error aborts the save; its text becomes the reason.
     async fn approve_shards(&self) -> Result<(), String>;
 
-    /// Notes that the save waits for `writers`; for none of them if the list is empty. An error
-    /// aborts the save; its text becomes the reason.
-    fn note_missing(&self, writers: &[u32]) -> Result<(), String>;
+    /// Notes that the save waits for `writers`, and for how long none of the writers has made
+    /// progress. If the list is empty, it waits for none. An error aborts the save; its text becomes
+    /// the reason.
+    fn note_missing(&self, writers: &[u32], unchanged: Duration) -> Result<(), String>;
 
     /// Returns the index of the save. It depends only on the data shards, whose roots are given in
     /// order.
@@ -330,12 +339,12 @@ impl SaveSession {
                 end => return Ok(end),
             };
             let missing = joint.unknown_writers();
-            note_missing(work, &missing)?;
+            let announced = joint.writers.len() - missing.len();
+            let unchanged = watch.note(Seen { announced, sent_mib: 0, complete: 0 });
+            note_missing(work, &missing, unchanged)?;
             if missing.is_empty() {
                 return Ok(Ok(joint));
             }
-            let announced = joint.writers.len() - missing.len();
-            watch.note(Seen { announced, sent_mib: 0, complete: 0 });
             watch.pause(missing).await?;
         }
     }
@@ -348,7 +357,7 @@ impl SaveSession {
         shards: u32,
     ) -> Result<AttemptEnd, ClientError> {
         loop {
-            self.client.caller().clock().sleep(work.writer.stall / REPORTS_A_STALL).await;
+            self.client.caller().clock().sleep(work.writer.report_interval()).await;
             match self.report(work, shards).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(end)) => return Ok(end),
@@ -394,7 +403,7 @@ impl SaveSession {
                 continue;
             }
             let now = watch.clock.now();
-            if now.saturating_sub(reported) >= work.writer.stall / REPORTS_A_STALL {
+            if now.saturating_sub(reported) >= work.writer.report_interval() {
                 reported = now;
                 match self.report(work, own_count).await? {
                     Ok(joint) => sent_mib = joint.sent_mib(),
@@ -404,7 +413,7 @@ impl SaveSession {
             let unchanged = watch.note(Seen { announced: 0, sent_mib, complete: roots.len() });
             let is_whole = roots.len() >= index as usize;
             let missing = if is_whole { Vec::new() } else { find_missing(joint, &roots) };
-            note_missing(work, &missing)?;
+            note_missing(work, &missing, unchanged)?;
             if is_whole && unchanged >= turn {
                 roots.truncate(index as usize);
                 let shard = work.decisions.build_index(roots).await?;
@@ -455,8 +464,13 @@ impl SaveSession {
     }
 }
 
-fn note_missing(work: &JointWork<'_>, writers: &[u32]) -> Result<(), ClientError> {
-    work.decisions.note_missing(writers).map_err(|why| ClientError::CalledOff { why })
+fn note_missing(
+    work: &JointWork<'_>,
+    writers: &[u32],
+    unchanged: Duration,
+) -> Result<(), ClientError> {
+    let noted = work.decisions.note_missing(writers, unchanged);
+    noted.map_err(|why| ClientError::CalledOff { why })
 }
 
 /// Returns the writer of the first shard that is not complete, in a list of one.

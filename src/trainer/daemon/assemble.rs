@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::StreamExt;
@@ -120,12 +121,22 @@ pub fn parts_of(parts: &[RankPart]) -> Vec<Part> {
     parts.iter().map(part).collect()
 }
 
+/// The part of a step that the segments of this host have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Coverage {
+    /// The whole step: every tensor must be there whole.
+    Whole,
+    /// The part of this host's ranks. The tables of all hosts are compared when they are merged.
+    OfOneHost,
+}
+
 /// Maps the segments of a step and merges their tables. `segments` has for each rank the segment, a
 /// share in it, and its length in bytes.
 pub fn assemble(
     folder: &Folder,
     key: &StepKey,
     segments: Vec<(SegmentId, Hold, u64)>,
+    coverage: Coverage,
 ) -> Result<Assembled, AssembleError> {
     let world = segments.len() as u32;
     let (mut bytes, mut tables, mut parts, mut base) =
@@ -166,7 +177,9 @@ pub fn assemble(
         source: Box::new(source),
     };
     let table = Table::merge(&inputs).map_err(wrong)?;
-    table.check_coverage().map_err(wrong)?;
+    if coverage == Coverage::Whole {
+        table.check_coverage().map_err(wrong)?;
+    }
     Ok(Assembled { fill: key.fill, bytes, table, parts })
 }
 
@@ -247,6 +260,17 @@ pub struct Shards {
     pub data: Vec<DataShard>,
     /// The index.
     pub index: Bytes,
+}
+
+/// Returns the content of each data shard: its extents, and its table.
+pub fn shard_sources(step: &Assembled, data: Vec<DataShard>) -> Vec<Arc<dyn ShardSource>> {
+    let source = |shard: DataShard| {
+        let mut bytes = step.bytes.slice(shard.range.start, shard.range.end);
+        let table_at = bytes.len_bytes().next_multiple_of(EXTENT_ALIGN_BYTES);
+        bytes.push(table_at, shard.table);
+        Arc::new(bytes) as Arc<dyn ShardSource>
+    };
+    data.into_iter().map(source).collect()
 }
 
 /// Cuts a step into shards of at most `max_bytes`, at the boundaries of extents.

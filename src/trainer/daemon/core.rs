@@ -11,18 +11,22 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+mod hosts;
 mod launches;
 mod loads;
 mod memory;
 mod restore;
 mod steps;
 
+pub use hosts::Missing;
 pub use restore::RestoredStep;
 
 use super::hold::{Bell, Hold, Holds};
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
-use crate::trainer::protocol::{Failure, JobStatus, Notice, Place, Resumed, Sample, StepStatus};
+use crate::trainer::protocol::{
+    Failure, Hosts, JobStatus, Notice, Place, Resumed, Sample, StepStatus,
+};
 
 /// Maximum number of ended launches that are remembered, per job.
 pub const MAX_OLD_LAUNCHES: usize = 64;
@@ -62,6 +66,12 @@ pub enum Effect {
     Forget(StepKey),
     /// Write the job's record.
     KeepJob(Job),
+    /// Write the record of a launch's hosts.
+    KeepHosts(Job, LaunchId),
+    /// Remove the record of a launch's hosts.
+    ForgetHosts(LaunchId),
+    /// Tell the other hosts of the step's launch that this one has dropped the step.
+    DropOnOtherHosts(StepKey, Hosts),
     /// Find out the outcome of the saves that the job has abandoned, and remove those that are
     /// committed.
     Settle(Job),
@@ -162,6 +172,10 @@ pub struct StagedStep {
     pub committed_at: Duration,
     /// The reason why the last attempt to save the step failed.
     pub trouble: Option<String>,
+    /// The hosts that the save of the step waits for.
+    pub missing: Option<Missing>,
+    /// The number of saves that ended because other hosts made no progress.
+    pub stalls: u32,
 }
 
 /// A step that all ranks of a launch skip.
@@ -186,6 +200,12 @@ pub struct Launch {
     /// Steps that were committed when the launch began to write and that it did not abandon. `None`
     /// until the resume point is compared with the cluster.
     pub committed_before: Option<BTreeSet<Step>>,
+    /// The hosts of the launch if it runs on several. The ranks here are numbered within this host
+    /// then.
+    pub hosts: Option<Hosts>,
+    /// The latest step that the launch has begun to fill on this host, kept for a launch of several
+    /// hosts.
+    filled: Option<Step>,
     members: BTreeMap<u32, MemberId>,
     segments_a_rank: usize,
     /// Sum over all ranks of the length of one segment, in bytes, for which memory was reserved.
@@ -270,6 +290,11 @@ impl JobState {
             self.dropped.pop_front();
         }
         self.dropped.push_back(fill);
+    }
+
+    /// Returns whether this host has all ranks of a launch.
+    fn has_whole_steps(&self, launch: LaunchId) -> bool {
+        !self.launches.get(&launch).is_some_and(Launch::is_on_several_hosts)
     }
 
     /// Returns the keys of the steps for which `is_it` holds, in order of step and launch.
@@ -439,7 +464,10 @@ impl Core {
         let what = match step.phase {
             Phase::Filling => format!("rank {} has not staged step {}", missing(), key.step),
             Phase::Staged => format!("step {} is being hashed", key.step),
-            Phase::Hashed | Phase::Saving { .. } => format!("step {} is being saved", key.step),
+            Phase::Hashed | Phase::Saving { .. } => match &step.missing {
+                Some(missing) => format!("step {} waits for {}", key.step, missing.names),
+                None => format!("step {} is being saved", key.step),
+            },
             Phase::Committed { .. } => format!("step {} is committed", key.step),
         };
         match &step.trouble {

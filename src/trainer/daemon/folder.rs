@@ -8,11 +8,11 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::core::StepKey;
-use super::records::{InstanceRecord, JobRecord, OwnerRecord, StepRecord};
+use super::records::{InstanceRecord, JobRecord, LaunchHosts, OwnerRecord, StepRecord};
 use crate::entropy::Entropy;
 use crate::format::FormatError;
 use crate::format::records::Record;
-use crate::id::{ClusterId, FillId, InstanceId, Job, SegmentId};
+use crate::id::{ClusterId, FillId, InstanceId, Job, LaunchId, SegmentId};
 use crate::kind::ErrorKind;
 use crate::trainer::mapping;
 use crate::trainer::segment::{self, State};
@@ -22,7 +22,7 @@ use crate::trainer::session::SOCKET;
 const MAX_FILE_BYTES: u64 = 1 << 30;
 
 /// The folders in the staging folder.
-const FOLDERS: [&str; 4] = ["segments", "steps", "jobs", "fetched"];
+const FOLDERS: [&str; 5] = ["segments", "steps", "jobs", "launches", "fetched"];
 const LOCK: &str = "lock";
 /// A file whose memory is freed when the daemon must write a record and the file system is full.
 const RESERVE: &str = "reserve";
@@ -361,6 +361,29 @@ impl Folder {
         let mut found = Vec::new();
         for path in self.list(&self.path.join("jobs"))? {
             found.extend(self.read_record::<JobRecord>(&path)?);
+        }
+        Ok(found)
+    }
+
+    fn hosts_path(&self, launch: LaunchId) -> PathBuf {
+        self.path.join("launches").join(launch.to_string())
+    }
+
+    /// Writes the record of a launch's hosts.
+    pub fn keep_hosts(&self, record: &LaunchHosts) -> Result<(), FolderError> {
+        self.write_record(&self.hosts_path(record.launch), record)
+    }
+
+    /// Removes the record of a launch's hosts.
+    pub fn forget_hosts(&self, launch: LaunchId) {
+        let _ = fs::remove_file(self.hosts_path(launch));
+    }
+
+    /// Returns the records of the hosts of all launches.
+    pub fn hosts(&self) -> Result<Vec<LaunchHosts>, FolderError> {
+        let mut found = Vec::new();
+        for path in self.list(&self.path.join("launches"))? {
+            found.extend(self.read_record::<LaunchHosts>(&path)?);
         }
         Ok(found)
     }

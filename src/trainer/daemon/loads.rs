@@ -133,6 +133,9 @@ impl StagingDaemon {
         let until = self.clock.now() + limit;
         // Headers of dead ranks count too, so read them before the step to load is chosen.
         self.accept_headers(None);
+        if let Some(what) = self.wait_for_other_hosts(load, until).await {
+            return pending(what, (0, 0));
+        }
         let (newest, found) = loop {
             let changes = self.with(|core| core.changes(&load.job));
             let committed = match self.committed_saves(&load.job).await {
@@ -189,6 +192,25 @@ impl StagingDaemon {
         }
         trace_point(StagingPoint::Loading, &load.job, step);
         self.open_ticket(load, step, newest, source, why_by_ranges, tickets)
+    }
+
+    /// Waits until the hosts of an older launch have saved what they have staged, before the resume
+    /// point is chosen. Returns a description of what it still waits for at `until`.
+    async fn wait_for_other_hosts(
+        self: &Arc<Self>,
+        load: &Load,
+        until: Duration,
+    ) -> Option<String> {
+        let (launch, _) = load.launch.filter(|_| load.step.is_none())?;
+        let mut heard = self.bell.listen();
+        loop {
+            let now = self.clock.now();
+            let what = self.with(|core| core.saving_on_several_hosts(&load.job, launch, now))?;
+            if now >= until {
+                return Some(what);
+            }
+            self.wait_for_bell(&mut heard, (until - now).min(ASK_AGAIN)).await;
+        }
     }
 
     /// Reads a step from the cluster: the whole step, or only its table if the process asked for

@@ -6,6 +6,7 @@ pub mod core;
 mod fetch;
 pub mod folder;
 pub mod hold;
+mod joint_upload;
 mod loads;
 mod ranges;
 pub mod records;
@@ -61,6 +62,8 @@ pub struct Settings {
     pub memory_bytes: u64,
     /// How long the ranks may fill a step, counted from the first rank that began.
     pub fill: Duration,
+    /// How long a save of several hosts waits for hosts that make no progress.
+    pub stall: Duration,
     /// The token that trainers must send; empty if none is required.
     pub token: Vec<u8>,
     /// The id of the cluster that the daemon saves to.
@@ -191,7 +194,10 @@ impl StagingDaemon {
             effects.sort_by_key(|effect| {
                 !matches!(
                     effect,
-                    Effect::MarkFilling(..) | Effect::MarkFree(_) | Effect::KeepJob(_)
+                    Effect::MarkFilling(..)
+                        | Effect::MarkFree(_)
+                        | Effect::KeepJob(_)
+                        | Effect::KeepHosts(..)
                 )
             });
             for effect in effects {
@@ -223,6 +229,17 @@ impl StagingDaemon {
                 {
                     tracing::error!(%job, %error, "cannot write the job's record");
                 }
+            }
+            Effect::KeepHosts(job, launch) => {
+                if let Some(record) = core.hosts_record(&job, launch)
+                    && let Err(error) = self.folder.keep_hosts(&record)
+                {
+                    tracing::error!(%job, %error, "cannot write the record of a launch's hosts");
+                }
+            }
+            Effect::ForgetHosts(launch) => self.folder.forget_hosts(launch),
+            Effect::DropOnOtherHosts(key, hosts) => {
+                drop(self.settings.background.spawn(self.clone().drop_on_other_hosts(key, hosts)));
             }
             Effect::KeepStep(key) => {
                 if let Some(record) = core.record(&key, SaveState::Unsaved)

@@ -7,7 +7,7 @@ use super::core::{LoadAnswer, StepKey};
 use crate::format::envelope::RecordKind;
 use crate::format::records::Record;
 use crate::id::{ClusterId, FillId, InstanceId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};
-use crate::trainer::protocol::{Place, Resumed};
+use crate::trainer::protocol::{Hosts, Place, Resumed};
 
 /// The identity of a staging folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -102,6 +102,18 @@ pub struct LaunchRecord {
     pub committed_before: Option<Vec<Step>>,
 }
 
+/// The hosts of a launch that runs on several of them (docs/staging.md, 10).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaunchHosts {
+    /// The launch.
+    pub launch: LaunchId,
+    /// The hosts, and which of them this one is.
+    pub hosts: Hosts,
+    /// The latest step that a rank of this host was ordered to fill. No step up to it is filled
+    /// again.
+    pub filled: Option<Step>,
+}
+
 impl StepRecord {
     /// Returns the key of the step.
     pub fn key(&self) -> StepKey {
@@ -120,4 +132,7 @@ impl Record for StepRecord {
 }
 impl Record for JobRecord {
     const KIND: RecordKind = RecordKind::StagedJob;
+}
+impl Record for LaunchHosts {
+    const KIND: RecordKind = RecordKind::LaunchHosts;
 }

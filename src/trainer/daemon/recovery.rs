@@ -22,6 +22,7 @@ impl StagingDaemon {
     /// unfinished fillings are dropped.
     pub(super) fn recover(self: &Arc<Self>) -> Result<(), FolderError> {
         let (jobs, steps) = (self.folder.jobs()?, self.folder.steps()?);
+        let hosts = self.folder.hosts()?;
         let segments: BTreeMap<SegmentId, OwnerRecord> =
             self.folder.segments()?.into_iter().collect();
         let mut headers: BTreeMap<StepKey, Vec<(u32, SegmentId)>> = BTreeMap::new();
@@ -44,6 +45,12 @@ impl StagingDaemon {
         self.with(|core| {
             for job in jobs {
                 core.restore_job(job);
+            }
+            for record in hosts {
+                let launch = record.launch;
+                if !core.restore_hosts(record) {
+                    core.effects.push(Effect::ForgetHosts(launch));
+                }
             }
             for (id, owner) in &segments {
                 core.add_segment(*id, owner.member, &owner.place, owner.len_bytes);

@@ -19,8 +19,8 @@ use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::frames::{Frame, Incoming, Outgoing};
 use crate::trainer::protocol::{
-    Answer, Failure, OLDEST, Pending, Place, Prepare, Request, StagingHello, StagingHelloAnswer,
-    Status, StepInfo, VERSION, parse, to_bytes,
+    Answer, Failure, Hosts, OLDEST, Pending, Place, Prepare, Request, StagingHello,
+    StagingHelloAnswer, Status, StepInfo, VERSION, parse, to_bytes,
 };
 use crate::trainer::session::user_of_peer;
 
@@ -199,7 +199,10 @@ impl StagingDaemon {
 
     async fn reply(self: &Arc<Self>, peer: &mut Peer, request: Request) -> Replied {
         match request {
-            Request::Prepare(prepare) => self.prepare(peer, &prepare).await,
+            Request::Prepare(prepare) => self.prepare(peer, &prepare, None).await,
+            Request::PrepareOnHost(prepare, hosts) => {
+                self.prepare(peer, &prepare, Some(&hosts)).await
+            }
             Request::Attach(place) => {
                 let segments = self.with(|core| core.attach(peer.member, &place))?;
                 self.watch(peer);
@@ -255,8 +258,13 @@ impl StagingDaemon {
     }
 
     /// Makes segments if there is room for them, and watches the process from now on.
-    async fn prepare(self: &Arc<Self>, peer: &mut Peer, prepare: &Prepare) -> Replied {
-        let made = self.prepare_segments(peer.member, prepare).await;
+    async fn prepare(
+        self: &Arc<Self>,
+        peer: &mut Peer,
+        prepare: &Prepare,
+        hosts: Option<&Hosts>,
+    ) -> Replied {
+        let made = self.prepare_segments(peer.member, prepare, hosts).await;
         // Watch the process after a failure too, because it may already be a member of its launch.
         // Do not watch it before the files exist: the remains of an ended process are looked for
         // only once.
@@ -264,7 +272,12 @@ impl StagingDaemon {
         made
     }
 
-    async fn prepare_segments(self: &Arc<Self>, member: MemberId, prepare: &Prepare) -> Replied {
+    async fn prepare_segments(
+        self: &Arc<Self>,
+        member: MemberId,
+        prepare: &Prepare,
+        hosts: Option<&Hosts>,
+    ) -> Replied {
         let limit = Duration::from_millis(prepare.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
         let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
@@ -274,7 +287,8 @@ impl StagingDaemon {
         self.accept_headers(None);
         let mut heard = self.bell.listen();
         let segments = loop {
-            let made = self.with(|core| core.prepare(member, prepare, &is_unmapped, &mut new_id));
+            let made =
+                self.with(|core| core.prepare(member, prepare, hosts, &is_unmapped, &mut new_id));
             match made {
                 Ok(segments) => break segments,
                 // Files that are only kept for possible later readers make room.

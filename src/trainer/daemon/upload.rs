@@ -9,7 +9,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use super::assemble::{self, Assembled, MAX_SHARD_STRIPES, cut, find_changed};
+use super::assemble::{
+    self, Assembled, Coverage, MAX_SHARD_STRIPES, cut, find_changed, shard_sources,
+};
 use super::core::{Phase, StepKey};
 use super::records::{SaveState, StepRecord};
 use super::trace::{StagingPoint, trace_point};
@@ -41,9 +43,11 @@ pub fn launch_of(name: &ShardName) -> Option<LaunchId> {
 }
 
 /// The origin of the save that is committed as a step.
-enum Committed {
+pub(super) enum Committed {
+    /// The launch itself.
+    Own(SaveId),
     /// An older launch of this host, which may be replaced.
-    Replaceable,
+    Replaceable(SaveId),
     /// Any other origin.
     Other,
     /// No committed save can be shown now, or the save is being removed. The step is tried again
@@ -52,7 +56,7 @@ enum Committed {
 }
 
 /// The outcome of an attempt to save a step.
-enum Attempt {
+pub(super) enum Attempt {
     Committed {
         save: SaveId,
         notes: Vec<String>,
@@ -109,6 +113,13 @@ impl StagingDaemon {
         let Some(phase) = self.with(|core| core.step(key).map(|step| step.phase.clone())) else {
             return Attempt::Gone;
         };
+        if let Some(hosts) = self.with(|core| core.hosts_of(key).cloned()) {
+            let earlier = match phase {
+                Phase::Saving { saves } => saves,
+                _ => Vec::new(),
+            };
+            return self.attempt_jointly(key, &hosts, &earlier).await;
+        }
         // Determine the outcome of earlier saves before another one begins: one of them may be
         // committed.
         if let Phase::Saving { saves } = phase {
@@ -126,11 +137,12 @@ impl StagingDaemon {
         };
         match self.send(key, &step, false).await {
             Err(error) if error.kind() == ErrorKind::Exists => match self.committed_by(key).await {
-                Committed::Replaceable => match self.send(key, &step, true).await {
+                Committed::Replaceable(_) => match self.send(key, &step, true).await {
                     Err(error) => self.judge(key, &error),
                     Ok(committed) => committed,
                 },
-                Committed::Other => {
+                // All saves of this filling are known and settled: this is one of another filling.
+                Committed::Own(_) | Committed::Other => {
                     Attempt::Failed(failure(key, &error, "save another step, or remove that one"))
                 }
                 // A save of a previous daemon may still be open; its lease will end.
@@ -161,7 +173,7 @@ impl StagingDaemon {
     /// Determines the origin of the save that is committed as the step. The save of an older launch
     /// of this host may be replaced if its step is later than the newest committed one that this
     /// launch saw.
-    async fn committed_by(self: &Arc<Self>, key: &StepKey) -> Committed {
+    pub(super) async fn committed_by(self: &Arc<Self>, key: &StepKey) -> Committed {
         let Ok(shown) = self.client.show_step(&key.job, Some(key.step)).await else {
             return Committed::Unknown;
         };
@@ -175,9 +187,7 @@ impl StagingDaemon {
         }
         let launch = shown.shards.iter().find_map(|(root, _)| launch_of(&root.name));
         if launch == Some(key.launch) {
-            // The save is of another filling of the step: all save ids of this filling are known,
-            // and were settled.
-            return Committed::Other;
+            return Committed::Own(save);
         }
         self.with(|core| {
             let is_later = core.launch(key).is_some_and(|launch| {
@@ -187,7 +197,7 @@ impl StagingDaemon {
                 .job(&key.job)
                 .zip(launch)
                 .is_some_and(|(job, launch)| job.old.contains(&launch));
-            if is_later && is_older { Committed::Replaceable } else { Committed::Other }
+            if is_later && is_older { Committed::Replaceable(save) } else { Committed::Other }
         })
     }
 
@@ -201,7 +211,9 @@ impl StagingDaemon {
         let _turn = self.hashing.lock().await;
         let Some(segments) = self.with(|core| core.hold_step(key)) else { return Ok(None) };
         let (daemon, of) = (self.clone(), key.clone());
-        let work = move || assemble::assemble(&daemon.folder, &of, segments);
+        let has_all_ranks = self.with(|core| core.hosts_of(key).is_none());
+        let coverage = if has_all_ranks { Coverage::Whole } else { Coverage::OfOneHost };
+        let work = move || assemble::assemble(&daemon.folder, &of, segments, coverage);
         let died = |error: &dyn std::fmt::Display| {
             Failure::new(ErrorKind::Internal, error.to_string(), "")
         };
@@ -305,8 +317,30 @@ impl StagingDaemon {
         Ok(Attempt::Committed { save: report.save, notes })
     }
 
+    /// Fails if the step was given up, or if its memory has changed since it was hashed. The error is
+    /// the reason, for people.
+    pub(super) async fn approve_content(
+        self: &Arc<Self>,
+        key: &StepKey,
+        step: &Assembled,
+    ) -> Result<(), String> {
+        if self.with(|core| core.step(key).is_none()) {
+            return Err("the step was given up".into());
+        }
+        match find_changed(step, &self.workers).await {
+            Ok(None) => {
+                trace_point(StagingPoint::Confirmed, &key.job, key.step);
+                Ok(())
+            }
+            Ok(Some(name)) => Err(format!(
+                "{name} was changed in memory after it was staged: does something write to the segment?"
+            )),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
     /// Returns what a failed save means for the step.
-    fn judge(self: &Arc<Self>, key: &StepKey, error: &ClientError) -> Attempt {
+    pub(super) fn judge(self: &Arc<Self>, key: &StepKey, error: &ClientError) -> Attempt {
         if self.with(|core| core.step(key).is_none()) {
             return Attempt::Gone;
         }
@@ -329,7 +363,8 @@ impl StagingDaemon {
         let now = self.clock.now();
         self.with(|core| core.committed(key, save, notes, now));
         trace_point(StagingPoint::Committed, &key.job, key.step);
-        if keep > 0 {
+        let is_first_host = self.with(|core| core.hosts_of(key).is_none_or(|hosts| hosts.own == 0));
+        if keep > 0 && is_first_host {
             self.trim(key, keep).await;
         }
     }
@@ -356,11 +391,11 @@ impl StagingDaemon {
 
 /// Returns whether the step itself is at fault, so that retries do not help. All other failures may
 /// pass.
-fn is_final(kind: ErrorKind) -> bool {
+pub(super) fn is_final(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Corrupt | ErrorKind::Invalid | ErrorKind::Denied)
 }
 
-fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {
+pub(super) fn failure(key: &StepKey, error: &ClientError, hint: &str) -> Failure {
     let own = error.hint().unwrap_or_default();
     let hint = if hint.is_empty() { own } else { hint.to_owned() };
     Failure::new(error.kind(), format!("saving step {}: {error}", key.step), hint)
@@ -403,13 +438,9 @@ impl SaveDecisions for StepDecisions {
         let max_bytes = code.stripe_bytes().saturating_mul(MAX_SHARD_STRIPES);
         let shards = cut(&self.step.table, max_bytes).map_err(|error| wrong(&error))?;
         let mut new = Vec::with_capacity(shards.data.len() + 1);
-        for (number, shard) in shards.data.into_iter().enumerate() {
-            let mut bytes = self.step.bytes.slice(shard.range.start, shard.range.end);
-            let at =
-                bytes.len_bytes().next_multiple_of(crate::trainer::segment::EXTENT_ALIGN_BYTES);
-            bytes.push(at, shard.table);
+        for (number, source) in shard_sources(&self.step, shards.data).into_iter().enumerate() {
             let name = data_name(self.key.launch, number).map_err(|error| wrong(&error))?;
-            new.push(NewShard { name, source: Arc::new(bytes) });
+            new.push(NewShard { name, source });
         }
         let name = index_name(self.key.launch).map_err(|error| wrong(&error))?;
         let index: Bytes = shards.index;
@@ -418,18 +449,6 @@ impl SaveDecisions for StepDecisions {
     }
 
     async fn approve_commit(&self) -> Result<(), String> {
-        if self.daemon.with(|core| core.step(&self.key).is_none()) {
-            return Err("the step was given up".into());
-        }
-        match find_changed(&self.step, &self.daemon.workers).await {
-            Ok(None) => {
-                trace_point(StagingPoint::Confirmed, &self.key.job, self.key.step);
-                Ok(())
-            }
-            Ok(Some(name)) => Err(format!(
-                "{name} was changed in memory after it was staged: does something write to the segment?"
-            )),
-            Err(error) => Err(error.to_string()),
-        }
+        self.daemon.approve_content(&self.key, &self.step).await
     }
 }

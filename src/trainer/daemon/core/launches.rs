@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
+use super::hosts::check_hosts;
 use super::{
     Core, Effect, Ending, Launch, MAX_OLD_LAUNCHES, Member, Phase, SEGMENTS_A_RANK, Segment, Use,
     fail,
@@ -10,7 +11,7 @@ use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::daemon::hold::Holds;
 use crate::trainer::daemon::records::LaunchRecord;
-use crate::trainer::protocol::{Failure, MAX_WORLD, Place, Prepare, Resumed};
+use crate::trainer::protocol::{Failure, Hosts, MAX_WORLD, Place, Prepare, Resumed};
 use crate::trainer::segment::HEADER_BYTES;
 use crate::units::ByteCount;
 
@@ -30,16 +31,25 @@ impl Core {
         &mut self,
         member: MemberId,
         prepare: &Prepare,
+        hosts: Option<&Hosts>,
         is_unmapped: &dyn Fn(SegmentId) -> bool,
         new_id: &mut dyn FnMut() -> SegmentId,
     ) -> Result<Vec<SegmentId>, Failure> {
         let place = &prepare.place;
         check_place(place)?;
+        hosts.map_or(Ok(()), check_hosts)?;
         if prepare.segment_bytes <= HEADER_BYTES || prepare.launch_bytes < prepare.segment_bytes {
             return fail(ErrorKind::Invalid, "the lengths of the segments do not fit together", "");
         }
-        self.take_over(prepare)?;
+        self.take_over(prepare, hosts)?;
         self.join(member, place)?;
+        if self.launch_mut(place).is_some_and(|launch| launch.hosts.as_ref() != hosts) {
+            return fail(
+                ErrorKind::Invalid,
+                format!("rank {} names other hosts than the other ranks", place.rank),
+                "make every Checkpointer of a launch with the same process group",
+            );
+        }
         // A member prepares again because its layout changed or it did not get the answer. Its
         // earlier segments are no longer used.
         for segment in self.owned(member) {
@@ -174,7 +184,7 @@ impl Core {
     }
 
     /// Makes a launch the newest of its job, and ends whatever older launches were filling.
-    fn take_over(&mut self, prepare: &Prepare) -> Result<(), Failure> {
+    fn take_over(&mut self, prepare: &Prepare, hosts: Option<&Hosts>) -> Result<(), Failure> {
         let place = &prepare.place;
         let job = self.jobs.entry(place.job.clone()).or_default();
         if job.newest == Some(place.launch) {
@@ -188,24 +198,28 @@ impl Core {
             return Err(fenced(place));
         }
         if let Some(old) = job.newest.replace(place.launch) {
-            if job.old.len() == MAX_OLD_LAUNCHES
-                && let Some(forgotten) = job.old.pop_front()
+            let forgotten = (job.old.len() == MAX_OLD_LAUNCHES).then(|| job.old.pop_front());
+            if let Some(forgotten) = forgotten.flatten()
+                && job.launches.remove(&forgotten).is_some_and(|old| old.is_on_several_hosts())
             {
-                job.launches.remove(&forgotten);
+                self.effects.push(Effect::ForgetHosts(forgotten));
             }
             job.old.push_back(old);
         }
-        job.launches.insert(
-            place.launch,
-            Launch::restored(LaunchRecord {
-                launch: place.launch,
-                world: place.world,
-                born_ns: prepare.born_ns,
-                resumed: prepare.resumed,
-                keep: prepare.keep,
-                committed_before: None,
-            }),
-        );
+        let launch = Launch::restored(LaunchRecord {
+            launch: place.launch,
+            world: place.world,
+            born_ns: prepare.born_ns,
+            resumed: prepare.resumed,
+            keep: prepare.keep,
+            committed_before: None,
+        });
+        job.launches.insert(place.launch, Launch { hosts: hosts.cloned(), ..launch });
+        if hosts.is_some() {
+            // Written before the job's record: a launch whose hosts are not known would count as one
+            // of this host alone.
+            self.effects.push(Effect::KeepHosts(place.job.clone(), place.launch));
+        }
         self.effects.push(Effect::KeepJob(place.job.clone()));
         self.end_old_launches(&place.job, place.launch);
         Ok(())
@@ -220,6 +234,7 @@ impl Core {
         }
         let filling =
             state.keys(job, |_, launch, step| launch != newest && !step.phase.is_complete());
+        self.drop_uncommitted_joint_steps(job, newest);
         for key in filling {
             let why = Failure::new(
                 ErrorKind::Fenced,

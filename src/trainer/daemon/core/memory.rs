@@ -29,7 +29,8 @@ impl Core {
         self.fetched_bytes = bytes;
     }
 
-    /// Returns the newest step in memory that all ranks have staged.
+    /// Returns the newest step in memory that all ranks have staged. Steps of which other hosts have
+    /// a part do not count.
     pub fn resume_point(&self, job: &Job) -> Option<StepKey> {
         let state = self.jobs.get(job)?;
         newest(job, state, |phase| phase.is_complete())
@@ -204,7 +205,7 @@ impl Core {
 }
 
 fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option<StepKey> {
-    state.keys(job, |_, _, step| is_it(&step.phase)).pop()
+    state.keys(job, |_, launch, step| is_it(&step.phase) && state.has_whole_steps(launch)).pop()
 }
 
 /// Returns the steps that must not be evicted: the one that the job would resume from and, if that

@@ -26,6 +26,8 @@ impl Launch {
             resumed: record.resumed,
             keep: record.keep,
             committed_before: record.committed_before.map(|steps| steps.into_iter().collect()),
+            hosts: None,
+            filled: None,
             members: BTreeMap::new(),
             segments_a_rank: 0,
             launch_bytes: 0,
@@ -99,6 +101,8 @@ impl Core {
             len_bytes,
             committed_at: Duration::ZERO,
             trouble: None,
+            missing: None,
+            stalls: 0,
         };
         state.steps.insert((key.step, key.launch), staged);
         if !is_saved {
@@ -166,10 +170,12 @@ impl Core {
     }
 
     /// Returns the key of a step in memory that all ranks of some launch have staged, preferably of
-    /// the newest launch.
+    /// the newest launch. Steps of which other hosts have a part do not count.
     pub fn complete_step(&self, job: &Job, step: Step) -> Option<StepKey> {
         let state = self.jobs.get(job)?;
-        let all = state.keys(job, |at, _, found| at == step && found.phase.is_complete());
+        let all = state.keys(job, |at, launch, found| {
+            at == step && found.phase.is_complete() && state.has_whole_steps(launch)
+        });
         all.into_iter().max_by_key(|key| state.newest == Some(key.launch))
     }
 

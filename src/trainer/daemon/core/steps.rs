@@ -56,6 +56,8 @@ impl Core {
             return Err(saved_twice(&place, step));
         }
         let (world, segments_a_rank) = (launch.world, launch.segments_a_rank);
+        let is_begun = self.key_of(&place.job, step, place.launch).is_some();
+        launch.check_may_fill(&place, step, or_skip, is_begun)?;
         if let Some(key) = self.key_of(&place.job, step, place.launch)
             && let Some(found) = self.step(&key)
             && found.parts.contains_key(&place.rank)
@@ -82,6 +84,7 @@ impl Core {
                 none => none,
             });
         };
+        self.begin_filling(&place, step);
         let state = self.jobs.entry(place.job.clone()).or_default();
         let found = state.steps.entry((step, place.launch)).or_insert_with(|| StagedStep {
             fill: new_fill(),
@@ -93,6 +96,8 @@ impl Core {
             len_bytes: 0,
             committed_at: Duration::ZERO,
             trouble: None,
+            missing: None,
+            stalls: 0,
         });
         let fill = found.fill;
         let key = StepKey { job: place.job, step, launch: place.launch, fill };
@@ -384,6 +389,12 @@ impl Core {
         }
         if !saves.is_empty() {
             self.effects.push(Effect::Settle(key.job.clone()));
+        }
+        // A newer launch has begun on the other hosts too, and drops the step there.
+        if why.kind() != ErrorKind::Fenced
+            && let Some(hosts) = self.hosts_of(key).cloned()
+        {
+            self.effects.push(Effect::DropOnOtherHosts(key.clone(), hosts));
         }
         self.effects.push(Effect::KeepJob(key.job.clone()));
         self.effects.extend(filling.iter().copied().map(Effect::MarkFree));

@@ -1,6 +1,7 @@
 //! Tests of the rules of docs/staging.md, one by one, without files and sockets.
 
 mod crashes;
+mod hosts;
 
 use super::*;
 use crate::trainer::protocol::Prepare;
@@ -45,6 +46,16 @@ impl World {
         rank: u32,
         world: u32,
     ) -> Result<Vec<SegmentId>, Failure> {
+        self.prepare_on(launch_number, rank, world, None)
+    }
+
+    fn prepare_on(
+        &mut self,
+        launch_number: u8,
+        rank: u32,
+        world: u32,
+        hosts: Option<&Hosts>,
+    ) -> Result<Vec<SegmentId>, Failure> {
         let place = Place { job: job(), launch: launch(launch_number), world, rank };
         let prepare = Prepare {
             place: place.clone(),
@@ -62,7 +73,8 @@ impl World {
             SegmentId([*drawn; 16])
         };
         let own = member(launch_number * 16 + rank as u8);
-        let made = self.core.prepare(own, &prepare, &|id| !mapped.contains(&id), &mut new_id)?;
+        let made =
+            self.core.prepare(own, &prepare, hosts, &|id| !mapped.contains(&id), &mut new_id)?;
         self.mapped.extend(&made);
         if self.core.unchecked(own).is_some() {
             self.core.checked(&place, BTreeSet::new(), None);

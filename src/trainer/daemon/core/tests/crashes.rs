@@ -114,7 +114,8 @@ fn a_length_out_of_all_reach_does_not_fit() {
             keep: 0,
             limit_ms: 0,
         };
-        let made = world.core.prepare(member(32), &prepare, &|_| true, &mut || SegmentId([9; 16]));
+        let made =
+            world.core.prepare(member(32), &prepare, None, &|_| true, &mut || SegmentId([9; 16]));
         assert_eq!(made.unwrap_err().kind(), ErrorKind::Busy);
     }
     assert!(world.core.used_bytes() <= 64 * MIB);

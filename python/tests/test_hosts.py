@@ -1,0 +1,140 @@
+"""Jobs of several hosts. Each "host" is a staging daemon with a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import once
+
+import rapidraid
+
+pytest.importorskip("torch")
+
+PROGRAM = str(Path(__file__).parent / "programs" / "hosts.py")
+REFUSED = str(Path(__file__).parent / "programs" / "hosts_refused.py")
+RANKS = 4
+#: How long a save waits for a host that makes no progress, in seconds.
+STALL_S = 3
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[rapidraid.LocalCluster]:
+    """Six storage nodes and two training hosts."""
+    with rapidraid.local_cluster(hosts=2, staging={"stall_s": STALL_S}) as running:
+        yield running
+
+
+class Run:
+    """A launch, and what its ranks have printed."""
+
+    def __init__(self, hosts: rapidraid.LocalCluster, job: str, steps: int, *, ranks: int = RANKS, on: tuple[int, ...] = (0, 1)) -> None:
+        self.pids: dict[int, int] = {}
+        self.starts: dict[int, int] = {}
+        self.totals: dict[tuple[int, int], str] = {}
+        self.losses: dict[tuple[int, int], str] = {}
+        self.hosts = hosts
+        self.arguments = (",".join(str(hosts.configs[host]) for host in on), job, str(steps))
+        self.ranks = ranks
+        self.kill_at: str | None = None
+        self.is_killed = False
+        self.lines: list[str] = []
+
+    def play(self) -> int:
+        """Runs the launch. Returns its exit code."""
+        code, self.lines = once(PROGRAM, self.ranks, *self.arguments, on_line=self.hear)
+        return code
+
+    def hear(self, line: str) -> None:
+        """Parses a line of a rank, and loses the second host when its moment has come."""
+        if match := re.fullmatch(r"rank (\d+) pid (\d+) start (\d+) total (.*)", line):
+            rank, start = int(match[1]), int(match[3])
+            self.pids[rank], self.starts[rank] = int(match[2]), start
+            self.totals[rank, start] = match[4]
+        elif match := re.fullmatch(r"rank (\d+) step (\d+) loss (.*) total (.*)", line):
+            self.losses[int(match[1]), int(match[2])] = match[3]
+            self.totals[int(match[1]), int(match[2])] = match[4]
+        if line == self.kill_at and not self.is_killed:
+            self.is_killed = True
+            self.hosts.kill("staging-1")
+            for rank in range(self.ranks // 2, self.ranks):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], signal.SIGKILL)
+
+
+def committed(hosts: rapidraid.LocalCluster, job: str) -> list[int]:
+    """Returns the committed steps of a job."""
+    return [step["step"] for step in json.loads(hosts.command("ls", job, "--json"))["steps"]]
+
+
+def test_two_hosts_save_one_checkpoint_and_resume_from_it(hosts: rapidraid.LocalCluster, job: str) -> None:
+    """Each step is whole: a launch on two hosts, and one on a single host, load what both had saved."""
+    first = Run(hosts, job, 3)
+    assert first.play() == 0, first.lines
+    assert committed(hosts, job) == [1, 2, 3]
+    shown = json.loads(hosts.command("show", f"{job}/3", "--tensors", "--json"))
+    names = {name["name"] for name in shown["names"]}
+    assert {f"rank {rank}: rng" for rank in range(RANKS)} <= names, names
+    for name in shown["names"]:
+        elements = 1
+        for size in name["shape"]:
+            elements *= size
+        assert sum(region["bytes"] for region in name["regions"]) % elements == 0, name["name"]
+    again = Run(hosts, job, 5)
+    assert again.play() == 0, again.lines
+    assert set(again.starts.values()) == {3} and len(again.starts) == RANKS
+    assert all(again.totals[rank, 3] == first.totals[rank, 3] for rank in range(RANKS))
+    whole = Run(hosts, f"{job}-whole", 5)
+    assert whole.play() == 0
+    assert all(whole.losses[rank, step] == again.losses[rank, step] for rank in range(RANKS) for step in (4, 5))
+    alone = Run(hosts, job, 6, ranks=2, on=(0,))
+    assert alone.play() == 0, alone.lines
+    assert set(alone.starts.values()) == {5}
+    assert alone.totals[0, 5] == again.totals[0, 5]
+
+
+def test_what_several_hosts_cannot_do_is_refused_on_all_ranks(hosts: rapidraid.LocalCluster, job: str) -> None:
+    """Every rank gets the error: skipping steps, a load without the cluster, and a load after a save."""
+    configs = ",".join(str(config) for config in hosts.configs)
+    code, lines = once(REFUSED, 2, configs, job)
+    assert code == 0, lines
+    for why in (
+        "a launch of several hosts saves every step",
+        "offline=True with several hosts",
+        "this launch has saved, and cannot go back",
+    ):
+        assert len([line for line in lines if why in line]) == 2, (why, lines)
+
+
+@pytest.mark.parametrize("at", ["rank 0 staged 4", "rank 2 staged 4", "rank 3 step 5 .*"])
+def test_a_host_is_lost_and_the_job_goes_on_without_it(hosts: rapidraid.LocalCluster, job: str, at: str) -> None:
+    """No half of a step is ever visible, and the other host resumes from the newest whole one."""
+    run = Run(hosts, job, 8)
+    pattern = re.compile(at)
+    heard = run.hear
+
+    def hear(line: str) -> None:
+        if pattern.fullmatch(line):
+            run.kill_at = line
+        heard(line)
+
+    run.hear = hear  # type: ignore[method-assign]
+    try:
+        assert run.play() != 0
+        assert run.is_killed
+        # The host does not come back: its memory is lost.
+        alone = Run(hosts, job, 8, ranks=2, on=(0,))
+        assert alone.play() == 0, alone.lines
+        (start,) = set(alone.starts.values())
+        assert 2 <= start <= 5, (start, run.lines)
+        assert alone.totals[0, start] == run.totals[0, start]
+        steps = committed(hosts, job)
+        assert steps[-1] == 8 and start in [*steps, *range(steps[0])]
+    finally:
+        hosts.forget_memory(1)

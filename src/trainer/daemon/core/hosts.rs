@@ -1,0 +1,174 @@
+//! Launches that run on several hosts: which steps they may fill, and what this host knows of the
+//! others (docs/staging.md, 10).
+
+use std::time::Duration;
+
+use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, fail};
+use crate::format::joint_save::MAX_WRITERS;
+use crate::id::{Job, LaunchId, Step};
+use crate::kind::ErrorKind;
+use crate::trainer::daemon::records::LaunchHosts;
+use crate::trainer::protocol::{Failure, Hosts, Place};
+
+/// How long a load waits for the steps of an older launch while no host makes progress. Hosts report
+/// their progress three times as often.
+const PROGRESS_PATIENCE: Duration = Duration::from_secs(15);
+/// Maximum length of a host's name in bytes.
+const MAX_HOST_NAME_BYTES: usize = 64;
+
+/// The hosts that a step's save waits for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Missing {
+    /// Their names, for messages to people.
+    pub names: String,
+    /// Since when none of the hosts has made progress.
+    pub since: Duration,
+}
+
+impl Launch {
+    /// Returns whether the launch runs on several hosts, so that this one has only a part of each
+    /// step.
+    pub(super) fn is_on_several_hosts(&self) -> bool {
+        self.hosts.is_some()
+    }
+
+    /// Fails unless the launch may fill the step. A launch of several hosts fills each step once and
+    /// in ascending order: a step that was dropped here may be part of a save that other hosts still
+    /// write. `is_begun` says that other ranks of this host fill the step already.
+    pub(super) fn check_may_fill(
+        &self,
+        place: &Place,
+        step: Step,
+        or_skip: bool,
+        is_begun: bool,
+    ) -> Result<(), Failure> {
+        if !self.is_on_several_hosts() {
+            return Ok(());
+        }
+        if or_skip {
+            return fail(
+                ErrorKind::Invalid,
+                "a launch of several hosts skips no step, because each host would decide for itself",
+                "pass when_full=\"wait\"",
+            );
+        }
+        if !is_begun && self.filled.is_some_and(|filled| step <= filled) {
+            return fail(
+                ErrorKind::Exists,
+                format!("step {step} of {} was begun by this launch before", place.job),
+                "save later steps, or make a new Checkpointer on all ranks to go back",
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Core {
+    /// Returns the hosts of a step's launch if it runs on several.
+    pub fn hosts_of(&self, key: &StepKey) -> Option<&Hosts> {
+        self.launch(key)?.hosts.as_ref()
+    }
+
+    /// Restores the hosts of a launch. Returns false if the launch is not known.
+    pub fn restore_hosts(&mut self, record: LaunchHosts) -> bool {
+        let mut launches = self.jobs.values_mut().flat_map(|job| &mut job.launches);
+        let Some((_, launch)) = launches.find(|(id, _)| **id == record.launch) else {
+            return false;
+        };
+        (launch.hosts, launch.filled) = (Some(record.hosts), record.filled);
+        true
+    }
+
+    /// Returns the record of a launch's hosts.
+    pub fn hosts_record(&self, job: &Job, launch: LaunchId) -> Option<LaunchHosts> {
+        let found = self.jobs.get(job)?.launches.get(&launch)?;
+        Some(LaunchHosts { launch, hosts: found.hosts.clone()?, filled: found.filled })
+    }
+
+    /// Records that a rank of the launch is about to be ordered to fill a step.
+    pub(super) fn begin_filling(&mut self, place: &Place, step: Step) {
+        let Some(launch) = self.launch_mut(place) else { return };
+        if launch.is_on_several_hosts() && launch.filled.is_none_or(|filled| filled < step) {
+            launch.filled = Some(step);
+            self.effects.push(Effect::KeepHosts(place.job.clone(), place.launch));
+        }
+    }
+
+    /// Notes the hosts that the save of a step waits for, and since when there is no progress; an
+    /// empty text if it waits for none. Returns false if the step is no longer in memory.
+    pub fn note_missing(&mut self, key: &StepKey, names: String, since: Duration) -> bool {
+        let Some(step) = self.step_mut(key) else { return false };
+        let is_same = step.missing.as_ref().map_or("", |missing| &missing.names) == names;
+        step.missing = (!names.is_empty()).then_some(Missing { names, since });
+        if !is_same {
+            self.bell.ring();
+        }
+        true
+    }
+
+    /// Counts the saves of a step that ended because other hosts made no progress.
+    pub fn count_stall(&mut self, key: &StepKey) -> u32 {
+        let Some(step) = self.step_mut(key) else { return 0 };
+        step.stalls += 1;
+        step.stalls
+    }
+
+    /// Returns a description of the step that a load of `launch` should wait for: one that another
+    /// launch has staged on this host, and that its hosts are still saving.
+    pub fn saving_on_several_hosts(
+        &self,
+        job: &Job,
+        launch: LaunchId,
+        now: Duration,
+    ) -> Option<String> {
+        let state = self.jobs.get(job)?;
+        let keys = state.keys(job, |_, of, step| {
+            let is_joint = state.launches.get(&of).is_some_and(Launch::is_on_several_hosts);
+            of != launch && is_joint && is_uncommitted(step) && !is_given_up(step, now)
+        });
+        keys.first().map(|key| self.progress_of(key))
+    }
+
+    /// Drops the steps of older launches of several hosts that are not committed: the job has
+    /// resumed from an earlier step.
+    pub(super) fn drop_uncommitted_joint_steps(&mut self, job: &Job, newest: LaunchId) {
+        let Some(state) = self.jobs.get(job) else { return };
+        let left = state.keys(job, |_, launch, step| {
+            let is_joint = state.launches.get(&launch).is_some_and(Launch::is_on_several_hosts);
+            launch != newest && is_joint && is_uncommitted(step)
+        });
+        for key in left {
+            let why = Failure::new(
+                ErrorKind::Fenced,
+                format!("step {} was not committed when a newer launch of {job} began", key.step),
+                "end this process; its successor has taken over",
+            );
+            self.drop_step(&key, why);
+        }
+    }
+}
+
+fn is_uncommitted(step: &StagedStep) -> bool {
+    step.phase.is_complete() && !matches!(step.phase, Phase::Committed { .. })
+}
+
+fn is_given_up(step: &StagedStep, now: Duration) -> bool {
+    let missing = step.missing.as_ref();
+    missing.is_some_and(|missing| now.saturating_sub(missing.since) > PROGRESS_PATIENCE)
+}
+
+/// Checks the hosts that a rank names.
+pub(super) fn check_hosts(hosts: &Hosts) -> Result<(), Failure> {
+    let count = hosts.names.len();
+    let fits = (2..=MAX_WRITERS).contains(&count)
+        && (hosts.own as usize) < count
+        && hosts.names.iter().all(|name| name.len() <= MAX_HOST_NAME_BYTES);
+    match fits {
+        true => Ok(()),
+        false => fail(
+            ErrorKind::Invalid,
+            format!("host {} of {count} hosts", hosts.own),
+            format!("a launch has 2 to {MAX_WRITERS} hosts, counted from 0"),
+        ),
+    }
+}

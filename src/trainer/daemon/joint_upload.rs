@@ -1,0 +1,283 @@
+//! Saves a step of a launch that runs on several hosts: each host's daemon saves the part of its own
+//! ranks, and one of them merges the tables into the index (docs/staging.md, 10).
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::StagingDaemon;
+use super::assemble::{Assembled, MAX_SHARD_STRIPES, cut, shard_sources};
+use super::core::StepKey;
+use super::records::{SaveState, StepRecord};
+use super::trace::{StagingPoint, trace_point};
+use super::upload::{Attempt, Committed, data_name, failure, index_name, is_final};
+use crate::client::{
+    ClientError, JointDecisions, JointWriter, MemorySink, NewShard, Progress, ReadRange, SaveCode,
+};
+use crate::format::records::ShardRoot;
+use crate::format::table::{FOOTER_BYTES, MergeInput, Table, TableError, TablePart, table_range};
+use crate::id::{SaveId, ShardName};
+use crate::kind::ErrorKind;
+use crate::pipeline::upload::ShardSource;
+use crate::trainer::load::MAX_TABLE_BYTES;
+use crate::trainer::protocol::{Failure, Hosts};
+
+/// The number of saves of a step that may end because other hosts made no progress. The step is
+/// dropped after the last one.
+const MAX_STALLS: u32 = 2;
+
+impl StagingDaemon {
+    /// Tries once to save this host's part of a step together with the other hosts.
+    pub(super) async fn attempt_jointly(
+        self: &Arc<Self>,
+        key: &StepKey,
+        hosts: &Hosts,
+        earlier: &[SaveId],
+    ) -> Attempt {
+        // An earlier save is not aborted, because other hosts may be in the middle of it.
+        for save in earlier {
+            match self.client.is_joint_save_committed(key.job.at(key.step), *save).await {
+                Ok(true) => return Attempt::Committed { save: *save, notes: Vec::new() },
+                Ok(false) => {}
+                Err(error) => return Attempt::Later(error.to_string()),
+            }
+        }
+        let step = match self.hashed_step(key).await {
+            Ok(Some(step)) => step,
+            Ok(None) => return Attempt::Gone,
+            Err(failure) if is_final(failure.kind()) => return Attempt::Failed(failure),
+            Err(failure) => return Attempt::Later(failure.to_string()),
+        };
+        let error = match self.send_jointly(key, hosts, &step, None).await {
+            Ok(attempt) => return attempt,
+            Err(error) if error.kind() == ErrorKind::Exists => match self.committed_by(key).await {
+                Committed::Own(save) => {
+                    return Attempt::Committed { save, notes: Vec::new() };
+                }
+                Committed::Replaceable(save) => {
+                    match self.send_jointly(key, hosts, &step, Some(save)).await {
+                        Ok(attempt) => return attempt,
+                        Err(error) => error,
+                    }
+                }
+                Committed::Other => {
+                    let hint = "save another step, or remove that one";
+                    return Attempt::Failed(failure(key, &error, hint));
+                }
+                Committed::Unknown => return Attempt::Later(error.to_string()),
+            },
+            Err(error) => error,
+        };
+        match &error {
+            ClientError::WritersMissing { writers, limit } => {
+                let what = format!("nothing was heard of {}", names(hosts, writers));
+                let message = format!("step {}: {what} for {} s", key.step, limit.as_secs());
+                match self.with(|core| core.count_stall(key)) {
+                    MAX_STALLS.. => {
+                        let hint = "start the job again on the hosts that are left";
+                        Attempt::Failed(Failure::new(ErrorKind::Timeout, message, hint))
+                    }
+                    _ => Attempt::Later(message),
+                }
+            }
+            ClientError::WriterDropped { writer } => {
+                let host = names(hosts, &[*writer]);
+                let message = format!("step {} was dropped on {host}", key.step);
+                let hint = "the log of the staging daemon there says why; save the next step";
+                Attempt::Failed(Failure::new(ErrorKind::Unavailable, message, hint))
+            }
+            error => self.judge(key, error),
+        }
+    }
+
+    async fn send_jointly(
+        self: &Arc<Self>,
+        key: &StepKey,
+        hosts: &Hosts,
+        step: &Arc<Assembled>,
+        replace: Option<SaveId>,
+    ) -> Result<Attempt, ClientError> {
+        let record = self.with(|core| core.record(key, SaveState::Unsaved));
+        let Some(record) = record else { return Ok(Attempt::Gone) };
+        let decisions = Arc::new(JointStepDecisions {
+            daemon: self.clone(),
+            key: key.clone(),
+            hosts: hosts.clone(),
+            step: step.clone(),
+            record,
+            saves: Mutex::default(),
+        });
+        let (daemon, of) = (self.clone(), key.clone());
+        let progress = Arc::new(move |progress: Progress| daemon.set_progress(&of, progress));
+        let writer = self.writer_of(key, hosts);
+        let saved = self
+            .client
+            .save_jointly(key.job.at(key.step), writer, replace, decisions, progress)
+            .await;
+        let now = self.clock.now();
+        self.with(|core| core.note_missing(key, String::new(), now));
+        Ok(Attempt::Committed { save: saved?, notes: Vec::new() })
+    }
+
+    fn writer_of(&self, key: &StepKey, hosts: &Hosts) -> JointWriter {
+        JointWriter {
+            launch: key.launch,
+            writer: hosts.own,
+            writers: hosts.names.len() as u32,
+            stall: self.settings.stall,
+        }
+    }
+
+    /// Tells the other hosts that this one has dropped its part of a step. If that fails, they
+    /// notice after a stall period.
+    pub(super) async fn drop_on_other_hosts(self: Arc<Self>, key: StepKey, hosts: Hosts) {
+        let writer = self.writer_of(&key, &hosts);
+        if let Err(error) = self.client.drop_jointly(key.job.at(key.step), writer).await
+            && error.kind() != ErrorKind::Exists
+        {
+            tracing::warn!(job = %key.job, step = %key.step, %error, "cannot tell the other hosts that the step is dropped");
+        }
+    }
+
+    /// Reads the tables at the end of the data shards of an open save.
+    async fn read_tables_of_open_save(
+        &self,
+        data: &[ShardRoot],
+    ) -> Result<Vec<Table>, ClientError> {
+        let footers = data
+            .iter()
+            .map(|root| root.len_bytes.saturating_sub(FOOTER_BYTES as u64)..root.len_bytes);
+        let footers = self.read_of_open_save(data, footers.collect()).await?;
+        let mut ranges = Vec::with_capacity(data.len());
+        for (root, footer) in data.iter().zip(&footers) {
+            let range = table_range(root.len_bytes, footer).map_err(|error| bad(root, error))?;
+            let (part, bytes) = (TablePart::Table, range.end - range.start);
+            if bytes > MAX_TABLE_BYTES {
+                let limit_bytes = MAX_TABLE_BYTES;
+                return Err(bad(root, TableError::TooLong { part, bytes, limit_bytes }));
+            }
+            ranges.push(range);
+        }
+        let tables = self.read_of_open_save(data, ranges).await?;
+        let parse = |(root, bytes): (&ShardRoot, Vec<u8>)| {
+            Table::parse(&bytes).map_err(|error| bad(root, error))
+        };
+        data.iter().zip(tables).map(parse).collect()
+    }
+
+    async fn read_of_open_save(
+        &self,
+        data: &[ShardRoot],
+        wanted: Vec<Range<u64>>,
+    ) -> Result<Vec<Vec<u8>>, ClientError> {
+        let sinks: Vec<_> =
+            wanted.iter().map(|range| Arc::new(MemorySink::new(range.clone()))).collect();
+        let ranges: Vec<_> = data
+            .iter()
+            .zip(wanted)
+            .zip(&sinks)
+            .map(|((root, range), sink)| {
+                let shard = root.name.clone();
+                ReadRange { shard, range, sink: sink.clone() }
+            })
+            .collect();
+        self.client.read_ranges_of_open_save(data, &ranges).await?;
+        Ok(sinks.iter().map(|sink| sink.take_bytes()).collect())
+    }
+}
+
+fn bad(root: &ShardRoot, source: TableError) -> ClientError {
+    ClientError::Index { job: root.job.clone(), step: root.step, source: Box::new(source) }
+}
+
+/// Returns the names of hosts, for messages.
+fn names(hosts: &Hosts, numbers: &[u32]) -> String {
+    let name = |number: &u32| hosts.names.get(*number as usize).map_or("?", String::as_str);
+    let names: Vec<&str> = numbers.iter().take(8).map(name).collect();
+    let more = numbers.len() - names.len();
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    match numbers.len() {
+        0 => String::new(),
+        1 => format!("host {}", names.concat()),
+        _ => format!("hosts {}{more}", names.join(", ")),
+    }
+}
+
+/// The decisions about this host's part of a joint save.
+struct JointStepDecisions {
+    daemon: Arc<StagingDaemon>,
+    key: StepKey,
+    hosts: Hosts,
+    step: Arc<Assembled>,
+    record: StepRecord,
+    /// The saves that this daemon has joined for the step.
+    saves: Mutex<Vec<SaveId>>,
+}
+
+impl JointStepDecisions {
+    fn wrong(error: &dyn std::fmt::Display) -> ClientError {
+        ClientError::CalledOff { why: error.to_string() }
+    }
+}
+
+#[async_trait]
+impl JointDecisions for JointStepDecisions {
+    fn note_save(&self, save: SaveId) -> io::Result<()> {
+        let gone = || io::Error::new(io::ErrorKind::NotFound, "the step was given up");
+        let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        saves.push(save);
+        // The record is written before this host announces its shards, so that no save can be
+        // committed that the next daemon does not know.
+        let state = SaveState::Begun { saves: saves.clone() };
+        let record = StepRecord { save: state, ..self.record.clone() };
+        self.daemon.folder.keep_step(&record).map_err(io::Error::other)?;
+        if !self.daemon.with(|core| core.saving(&self.key, saves.clone())) {
+            self.daemon.folder.forget_step(&self.key);
+            return Err(gone());
+        }
+        trace_point(StagingPoint::Saving, &self.key.job, self.key.step);
+        Ok(())
+    }
+
+    fn cut_shards(&self, code: SaveCode) -> Result<Vec<Arc<dyn ShardSource>>, ClientError> {
+        let max_bytes = code.stripe_bytes().saturating_mul(MAX_SHARD_STRIPES);
+        let shards = cut(&self.step.table, max_bytes).map_err(|error| Self::wrong(&error))?;
+        Ok(shard_sources(&self.step, shards.data))
+    }
+
+    fn name_shard(&self, number: u32) -> Result<ShardName, ClientError> {
+        data_name(self.key.launch, number as usize).map_err(|error| Self::wrong(&error))
+    }
+
+    async fn approve_shards(&self) -> Result<(), String> {
+        self.daemon.approve_content(&self.key, &self.step).await
+    }
+
+    fn note_missing(&self, writers: &[u32], unchanged: Duration) -> Result<(), String> {
+        let since = self.daemon.clock.now().saturating_sub(unchanged);
+        let missing = names(&self.hosts, writers);
+        match self.daemon.with(|core| core.note_missing(&self.key, missing, since)) {
+            true => Ok(()),
+            false => Err("the step was given up".into()),
+        }
+    }
+
+    async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
+        let tables = self.daemon.read_tables_of_open_save(&data).await?;
+        let merged = self.daemon.workers.run(move || {
+            let inputs: Vec<MergeInput<'_>> = (0..)
+                .zip(&tables)
+                .map(|(shard, table)| MergeInput { table, shard, base_offset_bytes: 0 })
+                .collect();
+            let table = Table::merge(&inputs)?;
+            table.check_coverage()?;
+            table.without_hashes().to_bytes()
+        });
+        let bytes = merged.await?.map_err(|error| Self::wrong(&error))?;
+        let name = index_name(self.key.launch).map_err(|error| Self::wrong(&error))?;
+        Ok(NewShard { name, source: Arc::new(bytes::Bytes::from(bytes)) })
+    }
+}

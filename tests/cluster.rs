@@ -17,6 +17,8 @@ mod decisions;
 mod grains;
 #[path = "cluster/joint.rs"]
 mod joint;
+#[path = "cluster/joint_runs.rs"]
+mod joint_runs;
 #[path = "cluster/members.rs"]
 mod members;
 #[path = "cluster/moves.rs"]

@@ -194,6 +194,7 @@ class Session:
         number: int = 0,
         offline: bool = False,
         table_first: bool = False,
+        from_cluster: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         timeout: float = 600.0,
     ) -> LoadedStep | None:

@@ -476,7 +476,7 @@ class Checkpointer:
     ) -> int | None:
         """Loads ``step`` (default: the resume point) into ``state``, in place.
 
-        Returns the step, or ``None`` if the job has none.
+        Returns the step, or ``None`` if the job has none. If the launch runs on several hosts, all ranks must call it.
 
         Args:
             state: The same structure as was saved. Missing entries, such as the state of a fresh optimizer, are created.
@@ -605,6 +605,8 @@ class Checkpointer:
             number=number or 0,
             offline=offline,
             table_first=table_first,
+            # Each host has only a part of a step in memory, and may have one that the others do not know.
+            from_cluster=number is not None and self._hosts.are_several,
             timeout=max(0.0, until - time.monotonic()),
         )
 

@@ -10,7 +10,9 @@ use rapidraid::config::{ClientConfig, MAX_FILE_BYTES, Sources};
 use rapidraid::id::{FillId, IdError, Job, LaunchId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
-use rapidraid::trainer::protocol::{Answer, Hosts, Load, Place, Prepare, Request, Resumed, Sample};
+use rapidraid::trainer::protocol::{
+    Answer, Hosts, Load, LoadFrom, Place, Prepare, Request, Resumed, Sample,
+};
 use rapidraid::trainer::segment::{HEADER_BYTES, Header, stage};
 use rapidraid::trainer::session::{Segment, Wait, default_dir};
 
@@ -286,7 +288,7 @@ impl Session {
 
     /// Opens a step for loading, by default the resume point. Returns `None` if the job has no
     /// step.
-    #[pyo3(signature = (job, *, step=None, launch=None, number=0, offline=false, table_first=false, on_progress=None, timeout=600.0))]
+    #[pyo3(signature = (job, *, step=None, launch=None, number=0, offline=false, table_first=false, from_cluster=false, on_progress=None, timeout=600.0))]
     #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
     fn load(
         &mut self,
@@ -297,6 +299,7 @@ impl Session {
         number: u32,
         offline: bool,
         table_first: bool,
+        from_cluster: bool,
         on_progress: Option<Py<PyAny>>,
         timeout: f64,
     ) -> PyResult<Option<LoadedStep>> {
@@ -305,6 +308,7 @@ impl Session {
         let launch = launch.map(|launch| (launch, number));
         let step = step.map(Step);
         let load = Load { job, launch, step, offline, table_first, limit_ms: 0 };
+        let from = if from_cluster { LoadFrom::Cluster } else { LoadFrom::Anywhere };
         let session = &mut self.session;
         let mut failed: Option<PyErr> = None;
         let loaded = waiting(py, timeout, |wait| {
@@ -315,7 +319,7 @@ impl Session {
                     failed = Some(error);
                 }
             };
-            session.load(&load, &mut told, wait)
+            session.load(&load, from, &mut told, wait)
         });
         match failed {
             Some(error) => Err(error),

@@ -7,7 +7,7 @@ use crate::code::CodeError;
 use crate::format::FormatError;
 use crate::format::geometry::GeometryError;
 use crate::format::table::TableError;
-use crate::id::{ClusterId, Job, SaveId, ShardName, Step};
+use crate::id::{ClusterId, Job, ShardName, Step};
 use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::net::call::CallError;
@@ -125,11 +125,8 @@ pub enum ClientError {
         writer: u32,
     },
     /// A joint save was aborted by another writer, or was over, at each attempt.
-    #[error("save {save} was aborted by another of its writers: it is tried again later")]
-    JointSaveOver {
-        /// The last save that was joined.
-        save: SaveId,
-    },
+    #[error("the save was aborted by another of its writers each time: it is tried again later")]
+    JointSaveOver,
     /// A range was given without the name of a shard.
     #[error("a range of bytes belongs to one shard: name it")]
     RangeOfMany,
@@ -243,7 +240,7 @@ impl ClientError {
             ClientError::Output { source, .. } => source.kind(),
             ClientError::SaveId { .. } => ErrorKind::Io,
             ClientError::CalledOff { .. } | ClientError::WriterDropped { .. } => ErrorKind::Corrupt,
-            ClientError::WritersMissing { .. } | ClientError::JointSaveOver { .. } => {
+            ClientError::WritersMissing { .. } | ClientError::JointSaveOver => {
                 ErrorKind::Unavailable
             }
             ClientError::Call(error) => error.kind(),

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::error::StagingError;
 use super::mapping::Readable;
 use super::protocol::{
-    Answer, Load, LoadSource, Loadable, MAX_WINDOW_EXTENTS, Part, Request, WINDOW_BYTES,
+    Answer, Load, LoadFrom, LoadSource, Loadable, MAX_WINDOW_EXTENTS, Part, Request, WINDOW_BYTES,
 };
 use super::segment::still_holds;
 use super::session::{Session, Wait};
@@ -58,11 +58,18 @@ impl Session {
     pub fn load(
         &mut self,
         load: &Load,
+        from: LoadFrom,
         on_progress: &mut dyn FnMut(u64, u64),
         wait: &mut Wait<'_>,
     ) -> Result<Option<LoadedStep>, StagingError> {
         const WHAT: &str = "the step to load";
-        let request = |limit_ms| Request::Load(Load { limit_ms, ..load.clone() });
+        let request = |limit_ms| {
+            let load = Load { limit_ms, ..load.clone() };
+            match from {
+                LoadFrom::Anywhere => Request::Load(load),
+                LoadFrom::Cluster => Request::LoadFromCluster(load),
+            }
+        };
         let mut pending = |pending: &super::protocol::Pending| {
             on_progress(pending.done_bytes, pending.total_bytes);
         };

@@ -182,6 +182,9 @@ pub enum Request {
     /// Does the same as [`Request::Prepare`] for a rank of a launch that runs on several hosts. The
     /// numbers and lengths in the request are those of this host. Since version 2.
     PrepareOnHost(Prepare, Hosts),
+    /// Does the same as [`Request::Load`], but ignores the steps in this host's memory
+    /// ([`LoadFrom::Cluster`]). Since version 2.
+    LoadFromCluster(Load),
 }
 
 /// The hosts of a launch.
@@ -246,6 +249,15 @@ pub struct Sample {
     pub name: String,
     /// The hash.
     pub hash: [u8; 16],
+}
+
+/// The places that a load may read from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadFrom {
+    /// The host's memory, and the cluster.
+    Anywhere,
+    /// The cluster alone, so that ranks on several hosts load the same.
+    Cluster,
 }
 
 /// The arguments of [`Request::Load`].

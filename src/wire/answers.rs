@@ -208,6 +208,8 @@ pub enum JoinSaveAnswer {
         /// The save that is committed.
         save: SaveId,
     },
+    /// The save that the writer reports on is not open any more.
+    Over,
 }
 
 /// An open save of several writers, as a writer needs it.

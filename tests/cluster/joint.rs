@@ -7,13 +7,16 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use rapidraid::catalogue::record_access::joint_save_key;
 use rapidraid::client::{ClientError, JointDecisions, JointWriter, NewShard, SaveCode};
 use rapidraid::format::records::ShardRoot;
-use rapidraid::id::{LaunchId, SaveId, ShardName, Step};
+use rapidraid::id::{LaunchId, SaveId, ShardId, ShardName, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::{Address, Role};
 use rapidraid::pipeline::upload::ShardSource;
-use rapidraid::wire::calls::{CompleteShard, JoinSave, JoinSaveAnswer, WriterReport};
+use rapidraid::wire::calls::{
+    CommitSave, CompareAndSetKey, CompleteShard, JoinSave, JoinSaveAnswer, WriterReport,
+};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -41,6 +44,8 @@ struct Writer {
     saves: Mutex<Vec<SaveId>>,
     missing: watch::Sender<Vec<u32>>,
     waits_at: Option<Moment>,
+    /// Whether the content is found changed before the shards are completed.
+    is_changed: bool,
     at: watch::Sender<Option<Moment>>,
     may_go: watch::Sender<bool>,
 }
@@ -58,6 +63,7 @@ impl Writer {
             saves: Mutex::default(),
             missing: watch::Sender::default(),
             waits_at: None,
+            is_changed: false,
             at: watch::Sender::default(),
             may_go: watch::Sender::default(),
         }
@@ -105,7 +111,7 @@ impl JointDecisions for Writer {
 
     async fn approve_shards(&self) -> Result<(), String> {
         self.pass(Moment::Sent).await;
-        Ok(())
+        if self.is_changed { Err("weights were changed".into()) } else { Ok(()) }
     }
 
     fn note_missing(&self, writers: &[u32], _unchanged: Duration) -> Result<(), String> {
@@ -376,6 +382,45 @@ async fn what_contradicts_the_save_is_refused() {
     root.fingerprint_key = [1; 32];
     let refused = voice.ask(&to, &CompleteShard { root }).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Invalid, "another key: {refused}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn content_that_changed_meanwhile_is_not_committed() {
+    let world = world().await;
+    let writer = Arc::new(Writer { is_changed: true, ..Writer::new(LAUNCH, 0, 1) });
+    let error = start(&world, 0, 1, 1, &writer).await.unwrap().unwrap_err();
+    assert!(matches!(error, ClientError::CalledOff { .. }), "{error}");
+    assert_eq!(restore_error(&world.client(), 1).await.kind(), ErrorKind::NotFound);
+    world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_shards_of_one_name_are_no_checkpoint() {
+    let world = world().await;
+    let voice = world.voice(Role::Client, "writer");
+    let to = world.node_address(1);
+    let begun = voice.begin(&to, 1).await.unwrap();
+    for index in 0..2 {
+        let mut root = crate::world::raw::empty_root(&begun, 1, "weights");
+        (root.index, root.shards, root.shard) = (index, 2, ShardId::new(begun.save, index));
+        voice.ask(&to, &CompleteShard { root }).await.unwrap();
+    }
+    let commit = CommitSave { job: job(), step: Step(1), save: begun.save, shards: 2 };
+    let refused = voice.ask(&to, &commit).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_joint_record_that_comes_too_late_is_removed() {
+    let world = world().await;
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    let node = world.voice(Role::Node, world.machines[2].name.as_str());
+    let save = SaveId([9; 12]);
+    // The gateway was paused until the save was aborted and forgotten.
+    let (key, value) = (joint_save_key(save), Some(vec![1, 2, 3]));
+    let serving = world.node_address(world.serving()[0]);
+    node.ask(&serving, &CompareAndSetKey { key, expected: None, value }).await.unwrap();
+    world.assert_swept(&world.client()).await;
 }
 
 #[tokio::test(start_paused = true)]

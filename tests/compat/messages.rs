@@ -211,6 +211,7 @@ fn for_clients(calls: &mut Calls) {
         .request(", announces", join(announces))
         .request(", drops", join(WriterReport::Drops))
         .answer::<JoinSave>(", committed", JoinSaveAnswer::Committed { save })
+        .answer::<JoinSave>(", over", JoinSaveAnswer::Over)
         .both(
             ListCompletedShards { job: job.clone(), step, save, first: 300 },
             CompletedShards::Open { roots: vec![root()] },

@@ -9,7 +9,7 @@ use rapidraid::id::{FillId, Step};
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::load::{LoadedStep, Target};
 use rapidraid::trainer::mapping::Writable;
-use rapidraid::trainer::protocol::Load;
+use rapidraid::trainer::protocol::{Load, LoadFrom};
 use rapidraid::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, Header, stage};
 use rapidraid::trainer::session::{Segment, Session, Wait};
 
@@ -196,7 +196,9 @@ pub fn load(
     load: &Load,
     wait: &mut Wait<'_>,
 ) -> Result<Option<Loaded>, StagingError> {
-    let Some(mut step) = session.load(load, &mut |_, _| (), wait)? else { return Ok(None) };
+    let Some(mut step) = session.load(load, LoadFrom::Anywhere, &mut |_, _| (), wait)? else {
+        return Ok(None);
+    };
     match check(session, &mut step, wait) {
         Ok(found) => {
             session.release(step, wait)?;

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::load::LoadedStep;
-use rapidraid::trainer::protocol::{Load, LoadSource, MAX_WINDOW_EXTENTS, Request, WINDOW_BYTES};
+use rapidraid::trainer::protocol::{
+    Load, LoadFrom, LoadSource, MAX_WINDOW_EXTENTS, Request, WINDOW_BYTES,
+};
 use rapidraid::trainer::session::Session;
 
 use crate::content;
@@ -40,7 +42,7 @@ fn load_of(job: &str, table_first: bool) -> Load {
 }
 
 fn open(session: &mut Session, load: &Load) -> LoadedStep {
-    with_wait(|wait| session.load(load, &mut |_, _| (), wait)).unwrap().unwrap()
+    with_wait(|wait| session.load(load, LoadFrom::Anywhere, &mut |_, _| (), wait)).unwrap().unwrap()
 }
 
 fn release(session: &mut Session, step: LoadedStep) {

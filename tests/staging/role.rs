@@ -9,7 +9,9 @@ use std::time::Duration;
 use rapidraid::id::{FillId, LaunchId, Step};
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::load::LoadedStep;
-use rapidraid::trainer::protocol::{Answer, Load, Place, Prepare, Request, Resumed, Sample};
+use rapidraid::trainer::protocol::{
+    Answer, Load, LoadFrom, Place, Prepare, Request, Resumed, Sample,
+};
 use rapidraid::trainer::session::{Segment, Session, Wait};
 use serde_json::{Value, json};
 
@@ -158,7 +160,8 @@ impl Trainer {
             }
             "open" => {
                 let load = load_of(order);
-                self.loaded = self.session(wait)?.load(&load, &mut |_, _| (), wait)?;
+                self.loaded =
+                    self.session(wait)?.load(&load, LoadFrom::Anywhere, &mut |_, _| (), wait)?;
                 Ok(json!(self.loaded.as_ref().map(|loaded| loaded.step().0)))
             }
             "check" => {

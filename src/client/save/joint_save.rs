@@ -16,13 +16,14 @@ use super::save_session::{RESTARTS, SHARDS_AT_ONCE, SaveRestarts, SaveSession, c
 use super::shard_upload::ShardPlace;
 use crate::client::{Client, ClientError, ProgressFn};
 use crate::clock::Clock;
-use crate::format::joint_save::JointSave;
+use crate::format::joint_save::{JointSave, WriterState};
 use crate::format::records::ShardRoot;
 use crate::id::{LaunchId, NodeId, SaveId, ShardName, StepRef};
+use crate::kind::ErrorKind;
 use crate::pipeline::upload::ShardSource;
 use crate::wire::calls::{
-    BeginSaveAnswer, CompletedShards, JoinSave, JoinSaveAnswer, JoinedSave, ListCompletedShards,
-    WriterReport,
+    AbortSave, BeginSaveAnswer, CompletedShards, JoinSave, JoinSaveAnswer, JoinedSave,
+    ListCompletedShards, WriterReport,
 };
 
 /// The longest interval between two reports of a writer's progress.
@@ -147,8 +148,8 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::WritersMissing`] if other writers made no progress for too long, and
-    /// [`ClientError::WriterDropped`] if one has given the step up. These and all other errors
-    /// abort the save.
+    /// [`ClientError::WriterDropped`] if one has given the step up, which ends the save for all.
+    /// Every other error aborts the save.
     pub async fn save_jointly(
         &self,
         step_ref: StepRef<'_>,
@@ -161,9 +162,11 @@ impl Client {
         let mut restarts = SaveRestarts::default();
         loop {
             let joins = WriterReport::Joins;
+            note_missing(&work, &[], Duration::ZERO)?;
             let joined = match self.join_save(&work, joins, &restarts.avoid).await? {
                 JoinSaveAnswer::Committed { save } => return Ok(save),
                 JoinSaveAnswer::Open(joined) => *joined,
+                JoinSaveAnswer::Over => return Err(ClientError::JointSaveOver),
             };
             let save = joined.joint.save;
             decisions.note_save(save).map_err(|source| ClientError::SaveId { source })?;
@@ -190,28 +193,47 @@ impl Client {
                 }
             }
             if restarts.count > RESTARTS {
-                return Err(ClientError::JointSaveOver { save });
+                return Err(ClientError::JointSaveOver);
             }
             // Writers that abort in turns would otherwise open one save after the other.
             self.caller().clock().sleep(Duration::from_millis(joined.lease_ms)).await;
         }
     }
 
-    /// Tells the other writers of a launch that this one has given the step up.
+    /// Tells the other writers of a launch that this one has given the step up. Returns whether
+    /// nobody needs to hear of it any more: all writers have given the step up, or it is committed.
     pub async fn drop_jointly(
         &self,
         step_ref: StepRef<'_>,
         writer: JointWriter,
-    ) -> Result<(), ClientError> {
+    ) -> Result<bool, ClientError> {
         let StepRef { job, step } = step_ref;
         let JointWriter { launch, writer, writers, .. } = writer;
         let (job, report) = (job.clone(), WriterReport::Drops);
         let (replace, avoid) = (None, Vec::new());
         let call = JoinSave { job, step, launch, writer, writers, report, replace, avoid };
-        self.call_gateway(&call).await.map(drop)
+        Ok(match self.call_gateway(&call).await? {
+            JoinSaveAnswer::Open(joined) => {
+                joined.joint.writers.iter().all(|state| *state == WriterState::Dropped)
+            }
+            JoinSaveAnswer::Committed { .. } | JoinSaveAnswer::Over => true,
+        })
     }
 
-    /// Returns the state of a save that this client has joined before: whether it was committed.
+    /// Aborts a save if it is open. Does nothing if it is decided, committed or over.
+    pub async fn abort_if_open(
+        &self,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+    ) -> Result<(), ClientError> {
+        let (job, step) = (step_ref.job.clone(), step_ref.step);
+        match self.call_gateway(&AbortSave { job, step, save }).await {
+            Err(error) if error.kind() == ErrorKind::Exists => Ok(()),
+            aborted => aborted,
+        }
+    }
+
+    /// Returns whether a save that this client has joined before was committed.
     pub async fn is_joint_save_committed(
         &self,
         step_ref: StepRef<'_>,
@@ -315,14 +337,13 @@ impl SaveSession {
         let joint = match self.client.join_save(work, report, &[]).await? {
             JoinSaveAnswer::Committed { save } => return Ok(Err(AttemptEnd::Committed(save))),
             JoinSaveAnswer::Open(joined) => joined.joint,
+            JoinSaveAnswer::Over => return Ok(Err(AttemptEnd::Over)),
         };
-        if joint.save != save {
-            return Ok(Err(AttemptEnd::Over));
-        }
+        // Also if it is another save: a writer that drops a step says so in whichever is open.
         if let Some(writer) = joint.dropped_writer() {
             return Err(ClientError::WriterDropped { writer });
         }
-        Ok(Ok(joint))
+        Ok(if joint.save == save { Ok(joint) } else { Err(AttemptEnd::Over) })
     }
 
     /// Announces the number of this writer's shards until all writers have announced theirs.
@@ -334,9 +355,14 @@ impl SaveSession {
     ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
         let mut watch = Watch::new(self.client.caller().clock().clone(), work.writer.stall);
         loop {
-            let joint = match self.report(work, shards).await? {
-                Ok(joint) => joint,
-                end => return Ok(end),
+            let joint = match self.report(work, shards).await {
+                Ok(Ok(joint)) => joint,
+                Ok(end) => return Ok(end),
+                Err(error) if error.kind().is_transient() => {
+                    watch.pause(Vec::new()).await.map_err(|_| error)?;
+                    continue;
+                }
+                Err(error) => return Err(error),
             };
             let missing = joint.unknown_writers();
             let announced = joint.writers.len() - missing.len();
@@ -358,6 +384,7 @@ impl SaveSession {
     ) -> Result<AttemptEnd, ClientError> {
         loop {
             self.client.caller().clock().sleep(work.writer.report_interval()).await;
+            note_missing(work, &[], Duration::ZERO)?;
             match self.report(work, shards).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(end)) => return Ok(end),
@@ -381,16 +408,22 @@ impl SaveSession {
         let save = joint.save;
         let index = shard_count.saturating_sub(1);
         let turn = Duration::from_millis(self.begun.lease_ms) * work.writer.writer;
+        let turn = turn.min(work.writer.stall / 2);
         let mut watch = Watch::new(self.client.caller().clock().clone(), work.writer.stall);
         let mut roots: Vec<ShardRoot> = Vec::new();
         let mut sent_mib = 0;
         let mut reported = watch.clock.now();
         loop {
             let complete = roots.len();
-            match self.list_completed_shards(work, complete as u32).await? {
-                CompletedShards::Committed => return Ok(AttemptEnd::Committed(save)),
-                CompletedShards::Over => return Ok(AttemptEnd::Over),
-                CompletedShards::Open { roots: page } => {
+            match self.list_completed_shards(work, complete as u32).await {
+                Ok(CompletedShards::Committed) => return Ok(AttemptEnd::Committed(save)),
+                Ok(CompletedShards::Over) => return Ok(AttemptEnd::Over),
+                Err(error) if error.kind().is_transient() => {
+                    watch.pause(Vec::new()).await.map_err(|_| error)?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+                Ok(CompletedShards::Open { roots: page }) => {
                     for root in page {
                         if root.index as usize == roots.len() {
                             roots.push(root);
@@ -405,9 +438,11 @@ impl SaveSession {
             let now = watch.clock.now();
             if now.saturating_sub(reported) >= work.writer.report_interval() {
                 reported = now;
-                match self.report(work, own_count).await? {
-                    Ok(joint) => sent_mib = joint.sent_mib(),
-                    Err(end) => return Ok(end),
+                match self.report(work, own_count).await {
+                    Ok(Ok(joint)) => sent_mib = joint.sent_mib(),
+                    Ok(Err(end)) => return Ok(end),
+                    Err(error) if error.kind().is_transient() => {}
+                    Err(error) => return Err(error),
                 }
             }
             let unchanged = watch.note(Seen { announced: 0, sent_mib, complete: roots.len() });
@@ -479,4 +514,25 @@ fn find_missing(joint: &JointSave, complete: &[ShardRoot]) -> Vec<u32> {
     let ends_after =
         |writer: &u32| joint.first_shard(*writer as usize + 1).is_some_and(|end| end > next);
     (0..joint.writers.len() as u32).find(ends_after).into_iter().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::SystemClock;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stall_counts_from_the_last_progress() {
+        let limit = Duration::from_secs(10);
+        let mut watch = Watch::new(SystemClock::new(), limit);
+        let seen = |sent_mib| Seen { announced: 2, sent_mib, complete: 0 };
+        for sent_mib in 0..5 {
+            assert_eq!(watch.note(seen(sent_mib)), Duration::ZERO);
+            tokio::time::advance(limit - PAUSES.0).await;
+            watch.pause(vec![1]).await.unwrap();
+        }
+        assert!(watch.note(seen(4)) >= limit);
+        let stalled = watch.pause(vec![1]).await.unwrap_err();
+        assert!(matches!(stalled, ClientError::WritersMissing { writers, .. } if writers == [1]));
+    }
 }

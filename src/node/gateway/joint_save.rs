@@ -87,8 +87,8 @@ impl SaveGateway {
                     EarlierSave::None | EarlierSave::IsThisOne { .. } => None,
                 },
             };
-            if let Some(save) = find_committed_save(catalogue, call, &checkpoint).await? {
-                return Ok(JoinSaveAnswer::Committed { save });
+            if let Some(answer) = find_end(catalogue, call, &checkpoint).await? {
+                return Ok(answer);
             }
             let lease = match *unused {
                 Some(lease) => lease,
@@ -251,13 +251,13 @@ fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteEr
         }
         (
             WriterReport::Announces { shards, sent_mib, .. },
-            WriterState::Announced { shards: known, sent_mib: sent },
+            WriterState::Announced { shards: known, .. },
         ) => {
             if shards != known {
                 return Err(unfit(call, format!("it announced {known} shards, and now {shards}")));
             }
             // A writer that was restarted counts anew.
-            WriterState::Announced { shards, sent_mib: sent_mib.max(sent) }
+            WriterState::Announced { shards, sent_mib }
         }
     };
     let has_changed = *state != reported;
@@ -276,24 +276,27 @@ fn unfit(call: &JoinSave, reason: String) -> RemoteError {
     GatewayError::WriterUnfit { writer: *writer, job: job.clone(), step: *step, reason }.into()
 }
 
-/// Returns the save that is committed as the step if the caller's launch has committed it.
+/// Returns the answer to a writer whose launch has no open save of the step, or `None` if a save is
+/// to be opened. The launch may have committed the step. A writer that reports on a save learns that
+/// the save is over.
 ///
 /// # Errors
 /// [`GatewayError::StepCommitted`] if another save is committed and is not to be replaced.
-async fn find_committed_save(
+async fn find_end(
     catalogue: &dyn Catalogue,
     call: &JoinSave,
     checkpoint: &Checkpoint,
-) -> Result<Option<SaveId>, RemoteError> {
-    let Some(save) = checkpoint.committed.as_ref().map(|saved| saved.save) else {
-        return Ok(None);
-    };
-    let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
-    if joint.is_some_and(|(joint, _)| joint.launch == call.launch) {
-        return Ok(Some(save));
+) -> Result<Option<JoinSaveAnswer>, RemoteError> {
+    if let Some(save) = checkpoint.committed.as_ref().map(|saved| saved.save) {
+        let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
+        if joint.is_some_and(|(joint, _)| joint.launch == call.launch) {
+            return Ok(Some(JoinSaveAnswer::Committed { save }));
+        }
+        if call.replace != Some(save) {
+            let (job, step) = (call.job.clone(), call.step);
+            return Err(GatewayError::StepCommitted { job, step }.into());
+        }
     }
-    if call.replace == Some(save) {
-        return Ok(None);
-    }
-    Err(GatewayError::StepCommitted { job: call.job.clone(), step: call.step }.into())
+    let is_report = matches!(call.report, WriterReport::Announces { .. });
+    Ok(is_report.then_some(JoinSaveAnswer::Over))
 }

@@ -81,6 +81,9 @@ impl SaveGateway {
             _ => return Err(not_open().into()),
         };
         let joint = read_record::<JointSave>(&*catalogue, &joint_save_key(root.save)).await?;
+        if joint.as_ref().is_some_and(|(joint, _)| joint.dropped_writer().is_some()) {
+            return Err(not_open().into());
+        }
         if joint.is_some_and(|(joint, _)| !joint.admits(&root)) {
             return Err(GatewayError::RootInconsistent { shard: root.name }.into());
         }

@@ -18,7 +18,7 @@ mod memory;
 mod restore;
 mod steps;
 
-pub use hosts::Missing;
+pub use hosts::OlderSteps;
 pub use restore::RestoredStep;
 
 use super::hold::{Bell, Hold, Holds};
@@ -70,6 +70,8 @@ pub enum Effect {
     KeepHosts(Job, LaunchId),
     /// Remove the record of a launch's hosts.
     ForgetHosts(LaunchId),
+    /// Abort these saves of a step of several hosts, if they are open.
+    AbortIfOpen(StepKey, Vec<SaveId>),
     /// Tell the other hosts of the step's launch that this one has dropped the step.
     DropOnOtherHosts(StepKey, Hosts),
     /// Find out the outcome of the saves that the job has abandoned, and remove those that are
@@ -172,8 +174,10 @@ pub struct StagedStep {
     pub committed_at: Duration,
     /// The reason why the last attempt to save the step failed.
     pub trouble: Option<String>,
-    /// The hosts that the save of the step waits for.
-    pub missing: Option<Missing>,
+    /// The hosts that the save of the step waits for, for messages; empty if there are none.
+    pub missing: String,
+    /// When the step was staged, or its save last made progress.
+    pub progressed_at: Duration,
     /// The number of saves that ended because other hosts made no progress.
     pub stalls: u32,
 }
@@ -464,10 +468,10 @@ impl Core {
         let what = match step.phase {
             Phase::Filling => format!("rank {} has not staged step {}", missing(), key.step),
             Phase::Staged => format!("step {} is being hashed", key.step),
-            Phase::Hashed | Phase::Saving { .. } => match &step.missing {
-                Some(missing) => format!("step {} waits for {}", key.step, missing.names),
-                None => format!("step {} is being saved", key.step),
-            },
+            Phase::Hashed | Phase::Saving { .. } if !step.missing.is_empty() => {
+                format!("step {} waits for {}", key.step, step.missing)
+            }
+            Phase::Hashed | Phase::Saving { .. } => format!("step {} is being saved", key.step),
             Phase::Committed { .. } => format!("step {} is committed", key.step),
         };
         match &step.trouble {

@@ -28,6 +28,9 @@ use crate::trainer::protocol::{Failure, Hosts};
 /// The number of saves of a step that may end because other hosts made no progress. The step is
 /// dropped after the last one.
 const MAX_STALLS: u32 = 2;
+/// How long a host tells the others that it has dropped a step, and the interval between two times.
+const DROP_LIMIT: Duration = Duration::from_secs(60);
+const DROP_INTERVAL: Duration = Duration::from_secs(2);
 
 impl StagingDaemon {
     /// Tries once to save this host's part of a step together with the other hosts.
@@ -37,6 +40,16 @@ impl StagingDaemon {
         hosts: &Hosts,
         earlier: &[SaveId],
     ) -> Attempt {
+        if self.with(|core| core.has_earlier_uncommitted(key)) {
+            return Attempt::Later("an earlier step of the launch is being saved".into());
+        }
+        let now = self.clock.now();
+        // A failed attempt is no progress, and neither is the next one until it gets further.
+        self.with(|core| {
+            if core.step(key).is_some_and(|step| step.trouble.is_none()) {
+                core.note_progress(key, now);
+            }
+        });
         // An earlier save is not aborted, because other hosts may be in the middle of it.
         for save in earlier {
             match self.client.is_joint_save_committed(key.job.at(key.step), *save).await {
@@ -111,14 +124,17 @@ impl StagingDaemon {
             saves: Mutex::default(),
         });
         let (daemon, of) = (self.clone(), key.clone());
-        let progress = Arc::new(move |progress: Progress| daemon.set_progress(&of, progress));
+        let progress = Arc::new(move |progress: Progress| {
+            daemon.set_progress(&of, progress);
+            let now = daemon.clock.now();
+            daemon.with(|core| core.note_progress(&of, now));
+        });
         let writer = self.writer_of(key, hosts);
         let saved = self
             .client
             .save_jointly(key.job.at(key.step), writer, replace, decisions, progress)
             .await;
-        let now = self.clock.now();
-        self.with(|core| core.note_missing(key, String::new(), now));
+        self.with(|core| core.note_missing(key, String::new()));
         Ok(Attempt::Committed { save: saved?, notes: Vec::new() })
     }
 
@@ -131,14 +147,39 @@ impl StagingDaemon {
         }
     }
 
-    /// Tells the other hosts that this one has dropped its part of a step. If that fails, they
-    /// notice after a stall period.
+    /// Tells the other hosts that this one has dropped its part of a step, until all have dropped it
+    /// or it does not concern them any more. A host that stages the step much later notices after a
+    /// stall period.
     pub(super) async fn drop_on_other_hosts(self: Arc<Self>, key: StepKey, hosts: Hosts) {
         let writer = self.writer_of(&key, &hosts);
-        if let Err(error) = self.client.drop_jointly(key.job.at(key.step), writer).await
-            && error.kind() != ErrorKind::Exists
-        {
-            tracing::warn!(job = %key.job, step = %key.step, %error, "cannot tell the other hosts that the step is dropped");
+        let until = self.clock.now() + DROP_LIMIT;
+        loop {
+            let is_newest = |core: &mut super::core::Core| {
+                core.job(&key.job).is_some_and(|job| job.newest == Some(key.launch))
+            };
+            if !self.with(is_newest) || self.clock.now() >= until {
+                return;
+            }
+            match self.client.drop_jointly(key.job.at(key.step), writer).await {
+                Ok(true) => return,
+                Ok(false) => {}
+                // Another launch saves the step.
+                Err(error) if error.kind() == ErrorKind::Exists => return,
+                Err(error) => {
+                    tracing::info!(job = %key.job, step = %key.step, %error, "cannot tell the other hosts yet that the step is dropped");
+                }
+            }
+            self.clock.sleep(DROP_INTERVAL).await;
+        }
+    }
+
+    /// Aborts the saves of a step that this host has dropped. One that cannot be reached ends with
+    /// its lease, or is committed by the other hosts.
+    pub(super) async fn abort_if_open(self: Arc<Self>, key: StepKey, saves: Vec<SaveId>) {
+        for save in saves {
+            if let Err(error) = self.client.abort_if_open(key.job.at(key.step), save).await {
+                tracing::info!(job = %key.job, step = %key.step, %error, "cannot abort the save of a dropped step");
+            }
         }
     }
 
@@ -257,9 +298,13 @@ impl JointDecisions for JointStepDecisions {
     }
 
     fn note_missing(&self, writers: &[u32], unchanged: Duration) -> Result<(), String> {
-        let since = self.daemon.clock.now().saturating_sub(unchanged);
+        let progressed_at = self.daemon.clock.now().saturating_sub(unchanged);
         let missing = names(&self.hosts, writers);
-        match self.daemon.with(|core| core.note_missing(&self.key, missing, since)) {
+        let is_there = self.daemon.with(|core| {
+            core.note_missing(&self.key, missing);
+            core.note_progress(&self.key, progressed_at)
+        });
+        match is_there {
             true => Ok(()),
             false => Err("the step was given up".into()),
         }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fs::MemfdFlags;
 
 use super::assemble::{Assembled, find_changed, parts_of};
-use super::core::{LoadAnswer, StepKey};
+use super::core::{LoadAnswer, OlderSteps, StepKey};
 use super::fetch::{FetchFailure, FetchScope, Fetched};
 use super::hold::Hold;
 use super::ranges::Window;
@@ -21,7 +21,8 @@ use crate::format::table::Table;
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{
-    Answer, Failure, Load, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Place, Resumed,
+    Answer, Failure, Load, LoadFrom, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Place,
+    Resumed,
 };
 
 /// Maximum number of open loads of one connection.
@@ -123,6 +124,7 @@ impl StagingDaemon {
         self: &Arc<Self>,
         member: MemberId,
         load: &Load,
+        from: LoadFrom,
         tickets: &mut Tickets,
     ) -> Replied {
         if tickets.open.len() >= MAX_TICKETS {
@@ -133,7 +135,7 @@ impl StagingDaemon {
         let until = self.clock.now() + limit;
         // Headers of dead ranks count too, so read them before the step to load is chosen.
         self.accept_headers(None);
-        if let Some(what) = self.wait_for_other_hosts(load, until).await {
+        if let Some(what) = self.wait_for_older_steps(load, from, until).await {
             return pending(what, (0, 0));
         }
         let (newest, found) = loop {
@@ -148,7 +150,7 @@ impl StagingDaemon {
                 Err(failure) => return Err(failure),
             };
             let newest = committed.as_ref().and_then(|saves| saves.last()).map(|(step, _)| *step);
-            match self.find(load, committed.as_deref(), changes)? {
+            match self.find(load, from, committed.as_deref(), changes)? {
                 Some(found) => break (newest, found),
                 None if self.clock.now() >= until => {
                     return pending(format!("a step of {} was just committed", load.job), (0, 0));
@@ -194,18 +196,24 @@ impl StagingDaemon {
         self.open_ticket(load, step, newest, source, why_by_ranges, tickets)
     }
 
-    /// Waits until the hosts of an older launch have saved what they have staged, before the resume
-    /// point is chosen. Returns a description of what it still waits for at `until`.
-    async fn wait_for_other_hosts(
+    /// Waits until the steps of older launches that cannot be loaded from memory are saved, before
+    /// the resume point is chosen. Returns a description of what it still waits for at `until`.
+    async fn wait_for_older_steps(
         self: &Arc<Self>,
         load: &Load,
+        from: LoadFrom,
         until: Duration,
     ) -> Option<String> {
         let (launch, _) = load.launch.filter(|_| load.step.is_none())?;
+        let waited_for = match from {
+            LoadFrom::Anywhere => OlderSteps::OfSeveralHosts,
+            LoadFrom::Cluster => OlderSteps::All,
+        };
         let mut heard = self.bell.listen();
         loop {
             let now = self.clock.now();
-            let what = self.with(|core| core.saving_on_several_hosts(&load.job, launch, now))?;
+            let what =
+                self.with(|core| core.saving_for_older_launch(&load.job, launch, waited_for, now))?;
             if now >= until {
                 return Some(what);
             }
@@ -382,6 +390,7 @@ impl StagingDaemon {
     fn find(
         self: &Arc<Self>,
         load: &Load,
+        from: LoadFrom,
         committed: Option<&[(Step, SaveId)]>,
         changes: u64,
     ) -> Result<Option<Found>, Failure> {
@@ -415,9 +424,10 @@ impl StagingDaemon {
         let save_of = |step: Step| of(step).map(|save| save.1);
         let in_memory = self.with(|core| {
             let counts = committed.is_none() || core.drop_replaced(&load.job, changes, &save_of);
-            counts.then(|| match wanted {
-                Some(step) => core.complete_step(&load.job, step),
-                None => core.resume_point(&load.job),
+            counts.then(|| match (from, wanted) {
+                (LoadFrom::Cluster, _) => None,
+                (LoadFrom::Anywhere, Some(step)) => core.complete_step(&load.job, step),
+                (LoadFrom::Anywhere, None) => core.resume_point(&load.job),
             })
         });
         let Some(in_memory) = in_memory else { return Ok(None) };

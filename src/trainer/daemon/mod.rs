@@ -238,6 +238,12 @@ impl StagingDaemon {
                 }
             }
             Effect::ForgetHosts(launch) => self.folder.forget_hosts(launch),
+            Effect::AbortIfOpen(key, saves) => {
+                if !saves.is_empty() {
+                    let work = self.clone().abort_if_open(key, saves);
+                    drop(self.settings.background.spawn(work));
+                }
+            }
             Effect::DropOnOtherHosts(key, hosts) => {
                 drop(self.settings.background.spawn(self.clone().drop_on_other_hosts(key, hosts)));
             }

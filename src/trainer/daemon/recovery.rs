@@ -70,6 +70,9 @@ impl StagingDaemon {
                     found += 1;
                     continue;
                 }
+                if let Some(hosts) = core.hosts_of(&key).cloned() {
+                    core.effects.push(Effect::DropOnOtherHosts(key.clone(), hosts));
+                }
                 tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again, or the step was dropped: it is not in memory any more");
                 self.folder.forget_step(&key);
             }

@@ -11,7 +11,7 @@ use tokio::net::{UnixListener, UnixStream};
 
 use super::core::{Ending, FillOutcome};
 use super::loads::Tickets;
-use super::records::OwnerRecord;
+use super::records::{LaunchHosts, OwnerRecord};
 use super::trace::{StagingPoint, trace_point};
 use super::{MAX_HELD_BACK, StagingDaemon, StartError};
 use crate::clock::deadline;
@@ -19,7 +19,7 @@ use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::frames::{Frame, Incoming, Outgoing};
 use crate::trainer::protocol::{
-    Answer, Failure, Hosts, OLDEST, Pending, Place, Prepare, Request, StagingHello,
+    Answer, Failure, Hosts, LoadFrom, OLDEST, Pending, Place, Prepare, Request, StagingHello,
     StagingHelloAnswer, Status, StepInfo, VERSION, parse, to_bytes,
 };
 use crate::trainer::session::user_of_peer;
@@ -223,7 +223,12 @@ impl StagingDaemon {
             Request::Notices => {
                 plain(Answer::Notices(self.with(|core| core.take_notices(peer.member))))
             }
-            Request::Load(load) => self.load(peer.member, &load, &mut peer.tickets).await,
+            Request::Load(load) => {
+                self.load(peer.member, &load, LoadFrom::Anywhere, &mut peer.tickets).await
+            }
+            Request::LoadFromCluster(load) => {
+                self.load(peer.member, &load, LoadFrom::Cluster, &mut peer.tickets).await
+            }
             Request::Open { ticket, first } => self.open_parts(&peer.tickets, ticket, first),
             Request::Verified { ticket, extents } => {
                 self.set_verified(&peer.tickets, ticket, &extents)?;
@@ -286,6 +291,9 @@ impl StagingDaemon {
         // ended.
         self.accept_headers(None);
         let mut heard = self.bell.listen();
+        if let Some(hosts) = hosts {
+            self.keep_hosts_first(prepare, hosts)?;
+        }
         let segments = loop {
             let made =
                 self.with(|core| core.prepare(member, prepare, hosts, &is_unmapped, &mut new_id));
@@ -321,6 +329,20 @@ impl StagingDaemon {
             )?);
         }
         Ok((Answer::Prepared { segments }, descriptors))
+    }
+
+    /// Writes the record of a launch's hosts before the launch is known. Without the record, the next
+    /// daemon would take this host's part of a step for the whole.
+    fn keep_hosts_first(self: &Arc<Self>, prepare: &Prepare, hosts: &Hosts) -> Result<(), Failure> {
+        let Place { job, launch, .. } = &prepare.place;
+        if self.with(|core| core.hosts_record(job, *launch).is_some()) {
+            return Ok(());
+        }
+        let record = LaunchHosts { launch: *launch, hosts: hosts.clone(), filled: None };
+        self.folder.keep_hosts(&record).map_err(|error| {
+            let hint = "check the free space and the permissions of the staging folder";
+            Failure::new(error.kind(), error.to_string(), hint)
+        })
     }
 
     fn make_segment(

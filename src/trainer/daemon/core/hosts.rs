@@ -16,13 +16,13 @@ const PROGRESS_PATIENCE: Duration = Duration::from_secs(15);
 /// Maximum length of a host's name in bytes.
 const MAX_HOST_NAME_BYTES: usize = 64;
 
-/// The hosts that a step's save waits for.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Missing {
-    /// Their names, for messages to people.
-    pub names: String,
-    /// Since when none of the hosts has made progress.
-    pub since: Duration,
+/// The steps of older launches that a load waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OlderSteps {
+    /// Those of which other hosts have a part. All others can be loaded from memory.
+    OfSeveralHosts,
+    /// All.
+    All,
 }
 
 impl Launch {
@@ -52,7 +52,14 @@ impl Launch {
                 "pass when_full=\"wait\"",
             );
         }
-        if !is_begun && self.filled.is_some_and(|filled| step <= filled) {
+        if !is_begun && self.filled == Some(step) {
+            return fail(
+                ErrorKind::Unavailable,
+                format!("step {step} was dropped on this host"),
+                "save the next step: a launch of several hosts fills no step twice",
+            );
+        }
+        if !is_begun && self.filled.is_some_and(|filled| step < filled) {
             return fail(
                 ErrorKind::Exists,
                 format!("step {step} of {} was begun by this launch before", place.job),
@@ -94,16 +101,20 @@ impl Core {
         }
     }
 
-    /// Notes the hosts that the save of a step waits for, and since when there is no progress; an
-    /// empty text if it waits for none. Returns false if the step is no longer in memory.
-    pub fn note_missing(&mut self, key: &StepKey, names: String, since: Duration) -> bool {
+    /// Notes that the save of a step makes progress. Returns false if the step is no longer in memory.
+    pub fn note_progress(&mut self, key: &StepKey, now: Duration) -> bool {
         let Some(step) = self.step_mut(key) else { return false };
-        let is_same = step.missing.as_ref().map_or("", |missing| &missing.names) == names;
-        step.missing = (!names.is_empty()).then_some(Missing { names, since });
-        if !is_same {
+        step.progressed_at = step.progressed_at.max(now);
+        true
+    }
+
+    /// Notes the hosts that the save of a step waits for; an empty text if it waits for none.
+    pub fn note_missing(&mut self, key: &StepKey, names: String) {
+        let Some(step) = self.step_mut(key) else { return };
+        if step.missing != names {
+            step.missing = names;
             self.bell.ring();
         }
-        true
     }
 
     /// Counts the saves of a step that ended because other hosts made no progress.
@@ -113,20 +124,37 @@ impl Core {
         step.stalls
     }
 
-    /// Returns a description of the step that a load of `launch` should wait for: one that another
-    /// launch has staged on this host, and that its hosts are still saving.
-    pub fn saving_on_several_hosts(
+    /// Returns whether the launch of the step has an earlier step here that is not committed. The
+    /// hosts of a launch save their steps in order: each would otherwise wait for the other in
+    /// another step.
+    pub fn has_earlier_uncommitted(&self, key: &StepKey) -> bool {
+        let Some(state) = self.jobs.get(&key.job) else { return false };
+        let earlier = state.keys(&key.job, |step, launch, found| {
+            launch == key.launch && step < key.step && is_uncommitted(found)
+        });
+        !earlier.is_empty()
+    }
+
+    /// Returns a description of a step that a load of `launch` should wait for: one that another
+    /// launch has staged on this host and that is being saved. `counts` says of which launches. Returns
+    /// `None` if no such step makes progress.
+    pub fn saving_for_older_launch(
         &self,
         job: &Job,
         launch: LaunchId,
+        counts: OlderSteps,
         now: Duration,
     ) -> Option<String> {
         let state = self.jobs.get(job)?;
-        let keys = state.keys(job, |_, of, step| {
-            let is_joint = state.launches.get(&of).is_some_and(Launch::is_on_several_hosts);
-            of != launch && is_joint && is_uncommitted(step) && !is_given_up(step, now)
+        let waited_for = state.keys(job, |_, of, step| {
+            let counts = counts == OlderSteps::All || !state.has_whole_steps(of);
+            of != launch && counts && is_uncommitted(step)
         });
-        keys.first().map(|key| self.progress_of(key))
+        let makes_progress = waited_for
+            .iter()
+            .filter_map(|key| self.step(key))
+            .any(|step| now.saturating_sub(step.progressed_at) <= PROGRESS_PATIENCE);
+        waited_for.first().filter(|_| makes_progress).map(|key| self.progress_of(key))
     }
 
     /// Drops the steps of older launches of several hosts that are not committed: the job has
@@ -150,11 +178,6 @@ impl Core {
 
 fn is_uncommitted(step: &StagedStep) -> bool {
     step.phase.is_complete() && !matches!(step.phase, Phase::Committed { .. })
-}
-
-fn is_given_up(step: &StagedStep, now: Duration) -> bool {
-    let missing = step.missing.as_ref();
-    missing.is_some_and(|missing| now.saturating_sub(missing.since) > PROGRESS_PATIENCE)
 }
 
 /// Checks the hosts that a rank names.

@@ -101,7 +101,8 @@ impl Core {
             len_bytes,
             committed_at: Duration::ZERO,
             trouble: None,
-            missing: None,
+            missing: String::new(),
+            progressed_at: Duration::ZERO,
             stalls: 0,
         };
         state.steps.insert((key.step, key.launch), staged);
@@ -119,6 +120,18 @@ impl Core {
                 continue;
             }
             let Some(fill) = filling_of(*id) else { continue };
+            let place = &segment.place;
+            if let Some(job) = self.jobs.get(&place.job)
+                && job.newest == Some(place.launch)
+                && let Some(launch) = job.launches.get(&place.launch)
+                && let (Some(hosts), Some(step)) = (&launch.hosts, launch.filled)
+            {
+                // The step that was being filled is the latest one.
+                let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
+                if !job.steps.contains_key(&(step, place.launch)) {
+                    self.effects.push(Effect::DropOnOtherHosts(key, hosts.clone()));
+                }
+            }
             if let Some(job) = self.jobs.get_mut(&segment.place.job)
                 && !job.dropped.contains(&fill)
             {

@@ -96,7 +96,8 @@ impl Core {
             len_bytes: 0,
             committed_at: Duration::ZERO,
             trouble: None,
-            missing: None,
+            missing: String::new(),
+            progressed_at: now,
             stalls: 0,
         });
         let fill = found.fill;
@@ -377,6 +378,18 @@ impl Core {
             Phase::Committed { save, .. } => vec![*save],
             _ => Vec::new(),
         };
+        let hosts = self.hosts_of(key).cloned();
+        let saves = match &hosts {
+            // The other hosts may have committed the step meanwhile. Then it stays: a newer launch
+            // may have resumed from it.
+            Some(_) => {
+                let is_open = !matches!(step.phase, Phase::Committed { .. });
+                let open = if is_open { saves } else { Vec::new() };
+                self.effects.push(Effect::AbortIfOpen(key.clone(), open));
+                Vec::new()
+            }
+            None => saves,
+        };
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
         // Record this before any rank is notified: a header that says *staged* later must not bring
@@ -392,7 +405,7 @@ impl Core {
         }
         // A newer launch has begun on the other hosts too, and drops the step there.
         if why.kind() != ErrorKind::Fenced
-            && let Some(hosts) = self.hosts_of(key).cloned()
+            && let Some(hosts) = hosts
         {
             self.effects.push(Effect::DropOnOtherHosts(key.clone(), hosts));
         }

@@ -34,9 +34,9 @@ fn a_step_is_filled_once_and_in_order() {
     world.core.give_up(member(16), Step(10), fill, "why").unwrap();
     assert!(world.effects().iter().any(is_drop));
     assert!(world.core.staged(member(16), Step(10), segment, fill, Vec::new()).is_err());
-    for step in [9, 10] {
+    for (step, kind) in [(9, ErrorKind::Exists), (10, ErrorKind::Unavailable)] {
         for own in [16, 17] {
-            assert_eq!(world.fill(own, step).unwrap_err().kind(), ErrorKind::Exists, "{own}");
+            assert_eq!(world.fill(own, step).unwrap_err().kind(), kind, "{own}");
         }
     }
     assert!(matches!(world.fill(16, 11), Ok(FillOutcome::Segment(..))));
@@ -48,7 +48,7 @@ fn a_step_is_filled_once_and_in_order() {
     again.core.restore_job(world.core.job_record(&job()).unwrap());
     assert!(again.core.restore_hosts(record));
     again.prepare_on(1, 0, 2, Some(&hosts(0))).unwrap();
-    assert_eq!(again.fill(16, 11).unwrap_err().kind(), ErrorKind::Exists);
+    assert_eq!(again.fill(16, 11).unwrap_err().kind(), ErrorKind::Unavailable);
 }
 
 #[test]
@@ -89,30 +89,77 @@ fn a_newer_launch_drops_what_is_not_committed_and_tells_nobody() {
     world.prepare(2, 0, 1).unwrap();
     assert_eq!((world.phase(1, 10), world.phase(1, 11)), (Some("committed"), None));
     let effects = world.effects();
-    assert!(effects.contains(&Effect::Settle(job())), "its save is aborted: {effects:?}");
+    let aborts = Effect::AbortIfOpen(key, vec![save(11)]);
+    assert!(effects.contains(&aborts), "its save is aborted if it is open: {effects:?}");
     assert!(!effects.iter().any(is_drop), "the other hosts have the newer launch too");
 }
 
 #[test]
-fn a_load_waits_while_the_hosts_make_progress() {
+fn a_load_waits_while_a_step_makes_progress() {
+    let mut world = world();
+    world.stage(16, 10);
+    world.stage(16, 11);
+    let (first, second) = (world.key(1, 10).unwrap(), world.key(1, 11).unwrap());
+    let waits = |world: &World, of: u8, seconds| {
+        let now = Duration::from_secs(seconds);
+        let counts = OlderSteps::OfSeveralHosts;
+        world.core.saving_for_older_launch(&job(), launch(of), counts, now)
+    };
+    assert_eq!(waits(&world, 1, 0), None, "its own steps");
+    assert_eq!(waits(&world, 2, 15).as_deref(), Some("step 10 is being hashed"));
+    assert_eq!(waits(&world, 2, 16), None, "neither of them makes progress");
+    world.core.hashed(&first);
+    world.core.note_missing(&first, "host host-b".into());
+    assert!(world.core.note_progress(&first, Duration::from_secs(100)));
+    assert_eq!(waits(&world, 2, 115).as_deref(), Some("step 10 waits for host host-b"));
+    assert_eq!(waits(&world, 2, 116), None);
+    assert!(world.core.note_progress(&second, Duration::from_secs(110)));
+    assert!(waits(&world, 2, 116).is_some(), "the other one does");
+    assert!(world.core.has_earlier_uncommitted(&second));
+    assert!(!world.core.has_earlier_uncommitted(&first));
+    world.commit(1, 10);
+    assert!(!world.core.has_earlier_uncommitted(&second));
+    world.commit(1, 11);
+    assert_eq!(waits(&world, 2, 116), None);
+    assert!(!world.core.note_progress(&StepKey { step: Step(12), ..second }, Duration::ZERO));
+}
+
+#[test]
+fn loads_of_several_hosts_wait_for_every_launch() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(1, 0, 1).unwrap();
+    world.stage(16, 10);
+    let waits = |counts| {
+        world.core.saving_for_older_launch(&job(), launch(2), counts, Duration::ZERO).is_some()
+    };
+    assert!(waits(OlderSteps::All) && !waits(OlderSteps::OfSeveralHosts));
+}
+
+#[test]
+fn a_committed_step_stays_when_its_memory_is_given_up() {
     let mut world = world();
     world.stage(16, 10);
     let key = world.key(1, 10).unwrap();
-    let waits = |world: &World, of: u8, seconds| {
-        world.core.saving_on_several_hosts(&job(), launch(of), Duration::from_secs(seconds))
-    };
-    assert_eq!(waits(&world, 1, 0), None, "its own step");
-    assert!(waits(&world, 2, 1_000).is_some());
-    world.core.hashed(&key);
-    let heard = |world: &mut World, name: &str, seconds| {
-        world.core.note_missing(&key, name.to_owned(), Duration::from_secs(seconds))
-    };
-    assert!(heard(&mut world, "host host-b", 100));
-    assert_eq!(waits(&world, 2, 115).as_deref(), Some("step 10 waits for host host-b"));
-    assert_eq!(waits(&world, 2, 116), None);
-    assert!(heard(&mut world, "host host-b", 110), "it has made progress");
-    assert!(waits(&world, 2, 116).is_some());
-    world.commit(1, 10);
-    assert_eq!(waits(&world, 2, 116), None);
-    assert!(!heard(&mut World::new(MIB), "host host-b", 1), "the step is gone");
+    assert!(world.core.saving(&key, vec![save(3)]));
+    world.effects();
+    world.core.drop_step(&key, Failure::new(ErrorKind::Corrupt, "why", ""));
+    let effects = world.effects();
+    assert!(effects.contains(&Effect::AbortIfOpen(key, vec![save(3)])), "{effects:?}");
+    let removes = |effect: &Effect| matches!(effect, Effect::Settle(_));
+    assert!(!effects.iter().any(removes), "the other hosts may have committed it");
+    assert_eq!(world.core.next_abandoned(&job()), None);
+}
+
+#[test]
+fn a_filling_that_a_dead_daemon_left_is_dropped_on_all_hosts() {
+    let mut world = world();
+    let FillOutcome::Segment(segment, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    let mut next = World::new(64 * MIB);
+    next.core.restore_job(world.core.job_record(&job()).unwrap());
+    next.core.restore_hosts(world.core.hosts_record(&job(), launch(1)).unwrap());
+    let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
+    next.core.add_segment(segment, member(16), &place, MIB);
+    next.core.drop_left(&|id| (id == segment).then_some(fill));
+    let key = StepKey { job: job(), step: Step(10), launch: launch(1), fill };
+    assert!(next.effects().contains(&Effect::DropOnOtherHosts(key, hosts(1))));
 }

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -21,9 +21,17 @@ def _free_port() -> int:
 
 
 def once(
-    script: str, ranks: int, *arguments: str, on_line: Callable[[str], None] | None = None, env: dict[str, str] | None = None
+    script: str,
+    ranks: int,
+    *arguments: str,
+    on_line: Callable[[str], None] | None = None,
+    env: dict[str, str] | None = None,
+    configs: Sequence[Path] = (),
 ) -> tuple[int, list[str]]:
-    """Runs one launch; if a rank fails, kills the others. Returns the first nonzero exit code, or 0, and the output."""
+    """Runs one launch; if a rank fails, kills the others. Returns the first nonzero exit code, or 0, and the output.
+
+    With ``configs``, the ranks are divided evenly over as many hosts, and the argument ``CONFIG`` becomes that of the host.
+    """
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     lines: list[str] = []
     lock = threading.Lock()
@@ -49,7 +57,9 @@ def once(
     try:
         for rank in range(ranks):
             own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
-            children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own))
+            config = str(configs[rank * len(configs) // ranks]) if configs else ""
+            here = [config if configs and word == "CONFIG" else word for word in command]
+            children.append(subprocess.Popen(here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own))
         threads = [threading.Thread(target=watch, args=(child,)) for child in children]
         killer = threading.Timer(LIMIT_S, lambda: [child.kill() for child in children])
         killer.start()

@@ -34,13 +34,16 @@ def hosts() -> Iterator[rapidraid.LocalCluster]:
 class Run:
     """A launch, and what its ranks have printed."""
 
-    def __init__(self, hosts: rapidraid.LocalCluster, job: str, steps: int, *, ranks: int = RANKS, on: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(
+        self, hosts: rapidraid.LocalCluster, job: str, steps: int, *more: str, ranks: int = RANKS, on: tuple[int, ...] = (0, 1)
+    ) -> None:
         self.pids: dict[int, int] = {}
         self.starts: dict[int, int] = {}
         self.totals: dict[tuple[int, int], str] = {}
         self.losses: dict[tuple[int, int], str] = {}
         self.hosts = hosts
-        self.arguments = (",".join(str(hosts.configs[host]) for host in on), job, str(steps))
+        self.configs = [hosts.configs[host] for host in on]
+        self.arguments = ("CONFIG", job, str(steps), *more)
         self.ranks = ranks
         self.kill_at: str | None = None
         self.is_killed = False
@@ -48,7 +51,7 @@ class Run:
 
     def play(self) -> int:
         """Runs the launch. Returns its exit code."""
-        code, self.lines = once(PROGRAM, self.ranks, *self.arguments, on_line=self.hear)
+        code, self.lines = once(PROGRAM, self.ranks, *self.arguments, on_line=self.hear, configs=self.configs)
         return code
 
     def hear(self, line: str) -> None:
@@ -101,8 +104,7 @@ def test_two_hosts_save_one_checkpoint_and_resume_from_it(hosts: rapidraid.Local
 
 def test_what_several_hosts_cannot_do_is_refused_on_all_ranks(hosts: rapidraid.LocalCluster, job: str) -> None:
     """Every rank gets the error: skipping steps, a load without the cluster, and a load after a save."""
-    configs = ",".join(str(config) for config in hosts.configs)
-    code, lines = once(REFUSED, 2, configs, job)
+    code, lines = once(REFUSED, 2, "CONFIG", job, configs=hosts.configs)
     assert code == 0, lines
     for why in (
         "a launch of several hosts saves every step",
@@ -138,3 +140,37 @@ def test_a_host_is_lost_and_the_job_goes_on_without_it(hosts: rapidraid.LocalClu
         assert steps[-1] == 8 and start in [*steps, *range(steps[0])]
     finally:
         hosts.forget_memory(1)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[rapidraid.LocalCluster]:
+    """Six storage nodes and four training hosts."""
+    with rapidraid.local_cluster(hosts=4, staging={"memory": "256MiB", "stall_s": STALL_S}) as running:
+        yield running
+
+
+def test_ddp_goes_on_with_three_of_four_hosts_as_from_torch_save(four: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """A host is lost for good. The losses on the other three are those of a run that is resumed by ``torch.load``."""
+    whole = Run(four, job, 3, str(tmp_path), on=(0, 1, 2, 3))
+    assert whole.play() == 0, whole.lines
+    four.kill("staging-3")
+    ours = Run(four, job, 6, ranks=3, on=(0, 1, 2))
+    assert ours.play() == 0, ours.lines
+    theirs = Run(four, f"{job}-torch", 6, str(tmp_path), "torch", ranks=3, on=(0, 1, 2))
+    assert theirs.play() == 0, theirs.lines
+    assert set(ours.starts.values()) == set(theirs.starts.values()) == {3}
+    assert len(ours.losses) == 9 and ours.losses == theirs.losses
+    four.forget_memory(3)
+
+
+def test_fsdp_state_is_equal_on_three_of_four_hosts(four: rapidraid.LocalCluster, job: str) -> None:
+    """Sharded tensors, saved by four hosts, are bit-equal on three, and what these save is so on one."""
+    env = {"JOB": job}
+    saved = ""
+    for hosts, ranks, steps in [((0, 1, 2, 3), 4, 3), ((0, 1, 2), 3, 2), ((2,), 2, 0)]:
+        configs = [four.configs[host] for host in hosts]
+        code, lines = once("fsdp.py", ranks, "CONFIG", str(steps), env=env, configs=configs)
+        assert code == 0, lines
+        loaded = next(line for line in lines if line.startswith("loaded "))
+        assert not saved or loaded.split(" ")[1:] == saved.split(" ")[1:], (loaded, saved)
+        saved = next((line for line in lines if line.startswith("saved ")), saved)

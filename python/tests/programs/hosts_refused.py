@@ -1,6 +1,6 @@
 """Two ranks on two "hosts" that ask for what a launch of several hosts cannot do.
 
-usage: hosts_refused.py CONFIG,CONFIG JOB
+usage: hosts_refused.py CONFIG JOB
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import rapidraid
 
-configs, job = sys.argv[1].split(","), sys.argv[2]
+config, job = sys.argv[1:3]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
@@ -26,9 +26,9 @@ def is_refused(call: Callable[[], object]) -> None:
         print(f"rank {rank} refused: {error}", flush=True)
 
 
-is_refused(lambda: rapidraid.Checkpointer(job, config=configs[rank], when_full="skip"))
+is_refused(lambda: rapidraid.Checkpointer(job, config=config, when_full="skip"))
 state = {"weight": torch.ones(8)}
-with rapidraid.Checkpointer(job, config=configs[rank]) as checkpointer:
+with rapidraid.Checkpointer(job, config=config) as checkpointer:
     is_refused(lambda: checkpointer.load(state, offline=True))
     checkpointer.save(1, state)
     checkpointer.wait()

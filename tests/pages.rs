@@ -150,6 +150,7 @@ fn every_message_is_on_its_page() {
         "JoinedSave",
         "WriterReport",
         "CompletedShards",
+        "OpenSaveView",
         "ArchiveOptions",
         "PlanChoice",
         "ArchiveEvent",

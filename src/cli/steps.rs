@@ -17,7 +17,7 @@ use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{NodeId, PeerName};
 use crate::kind::ErrorKind;
 use crate::units::{ByteCount, date};
-use crate::wire::calls::{RemoveAnswer, StepView};
+use crate::wire::calls::{OpenSaveView, RemoveAnswer, StepView};
 
 /// Maximum number of shards that `show` lists; JSON has them all.
 const LISTED: usize = 50;
@@ -28,8 +28,10 @@ const BY_MARKS: &str = "the catalogue does not answer: this list is from the nod
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let steps = connect::ask(client.list_steps(options.job.as_ref())).await;
+    // Only a catalogue knows of them, and an older daemon does not list them.
+    let open = client.list_open_saves(options.job.as_ref()).await.unwrap_or_default();
     connect::close(&client).await;
-    Ok(Box::new(Steps(steps?)))
+    Ok(Box::new(Steps { committed: steps?, open }))
 }
 
 /// Runs the command `show`.
@@ -59,20 +61,67 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
     Ok(Box::new(Removed { step: options.step, answer }))
 }
 
-struct Steps(Vec<StepView>);
+struct Steps {
+    committed: Vec<StepView>,
+    open: Vec<OpenSaveView>,
+}
+
+impl Steps {
+    /// Returns a line for each save that is not committed yet.
+    fn open_text(&self) -> String {
+        let line = |view: &OpenSaveView| {
+            let step = format!("{}/{}", view.job, view.step);
+            if view.is_decided {
+                return format!("{step} is decided: its commit marks are being written\n");
+            }
+            if let Some(writer) = view.dropped_writer {
+                return format!("{step} is given up: host {writer} has dropped it\n");
+            }
+            let by = match view.writers {
+                0 => String::new(),
+                hosts => format!(" by {hosts} hosts"),
+            };
+            let shards = match view.shards {
+                Some(shards) => {
+                    format!(": {} of {shards} shards are complete", view.complete_shards)
+                }
+                None => String::new(),
+            };
+            let late: Vec<String> = view.late_writers.iter().map(ToString::to_string).collect();
+            let late = match late.len() {
+                0 => String::new(),
+                1 => format!(", host {} is not done", late.concat()),
+                _ => format!(", hosts {} are not done", late.join(", ")),
+            };
+            format!("{step} is being saved{by}{shards}{late}\n")
+        };
+        self.open.iter().map(line).collect()
+    }
+}
 
 impl CommandOutput for Steps {
     fn json(&self) -> Map<String, Value> {
-        let steps = self.0.iter().map(|view| Value::Object(step_json(view))).collect();
-        Map::from_iter([("steps".to_owned(), Value::Array(steps))])
+        let steps = self.committed.iter().map(|view| Value::Object(step_json(view))).collect();
+        let open = |view: &OpenSaveView| {
+            json!({
+                "job": view.job, "step": view.step, "save": view.save.to_string(), "decided": view.is_decided,
+                "complete_shards": view.complete_shards, "shards": view.shards, "hosts": view.writers,
+                "late_hosts": view.late_writers, "dropped_host": view.dropped_writer,
+            })
+        };
+        let open = self.open.iter().map(open).collect();
+        Map::from_iter([
+            ("steps".to_owned(), Value::Array(steps)),
+            ("open_saves".to_owned(), Value::Array(open)),
+        ])
     }
 
     fn text(&self, paint: Paint) -> String {
-        if self.0.is_empty() {
-            return "no checkpoints\n".to_owned();
+        if self.committed.is_empty() {
+            return "no checkpoints\n".to_owned() + &self.open_text();
         }
         let mut table = Table::new(&["JOB/STEP", ">SHARDS", ">SIZE", "SAVED (UTC)"]);
-        for view in &self.0 {
+        for view in &self.committed {
             table.row([
                 format!("{}/{}", view.job, view.step),
                 view.saved.shards.to_string(),
@@ -80,8 +129,8 @@ impl CommandOutput for Steps {
                 date(view.saved.saved_at),
             ]);
         }
-        let is_away = self.0.iter().any(|view| view.by_marks);
-        table.render(paint) + if is_away { BY_MARKS } else { "" }
+        let is_away = self.committed.iter().any(|view| view.by_marks);
+        table.render(paint) + &self.open_text() + if is_away { BY_MARKS } else { "" }
     }
 }
 

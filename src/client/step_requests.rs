@@ -5,8 +5,8 @@ use super::error::ClientError;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{Job, SaveId, Step, StepRef};
 use crate::wire::calls::{
-    GetPolicyStatus, Hello, ListSteps, NodeView, RemoveAnswer, RemoveStep, ShowStep,
-    ShowStepAnswer, StepView,
+    GetPolicyStatus, Hello, ListOpenSaves, ListSteps, NodeView, OpenSaveView, RemoveAnswer,
+    RemoveStep, ShowStep, ShowStepAnswer, StepView,
 };
 
 /// All information about one step.
@@ -35,6 +35,14 @@ impl Client {
                 None => return Ok(steps),
             }
         }
+    }
+
+    /// Returns the saves of a job (`None`: of all jobs) that are not committed yet, at most 64.
+    pub async fn list_open_saves(
+        &self,
+        job: Option<&Job>,
+    ) -> Result<Vec<OpenSaveView>, ClientError> {
+        self.call_gateway(&ListOpenSaves { job: job.cloned() }).await
     }
 
     pub(super) async fn fetch_step(

@@ -240,6 +240,29 @@ pub enum CompletedShards {
     Over,
 }
 
+/// A save that is not committed yet.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OpenSaveView {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// The save.
+    pub save: SaveId,
+    /// Whether the save is decided, and its commit marks are being written.
+    pub is_decided: bool,
+    /// Number of completed shards.
+    pub complete_shards: u32,
+    /// Number of shards, if it is known.
+    pub shards: Option<u32>,
+    /// Number of writers of a joint save; 0 for a save of one client.
+    pub writers: u32,
+    /// The writers of a joint save that have not completed their shards.
+    pub late_writers: Vec<u32>,
+    /// The writer of a joint save that has given the step up.
+    pub dropped_writer: Option<u32>,
+}
+
 /// The plan of an archiving and its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArchiveOptions {

@@ -175,6 +175,11 @@ calls! {
         /// The page begins with this shard.
         first: u32,
     } -> CompletedShards;
+    /// Lists saves that are not committed yet, in order of job and step; at most 64.
+    31 Anyone ListOpenSaves {
+        /// The job whose saves are listed; `None` for all jobs.
+        job: Option<Job>,
+    } -> Vec<OpenSaveView>;
 
     /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
     /// [`BlockTrailer`] frame follows.

@@ -190,6 +190,10 @@ async fn a_writer_that_never_comes_is_named_and_the_step_is_free_again() {
     let begun = tokio::time::Instant::now();
     let saving = start(&world, 0, 1, 2, &alone);
     alone.misses(&[1]).await;
+    let open = world.client_of(3).list_open_saves(Some(&job())).await.unwrap();
+    let [open] = &open[..] else { panic!("{open:?}") };
+    assert_eq!((open.step, open.writers, open.shards), (Step(1), 2, None));
+    assert_eq!((&open.late_writers[..], open.dropped_writer), (&[1][..], None), "0 has announced");
     // Another launch has to wait meanwhile.
     let other = Arc::new(Writer::new(LaunchId([8; 16]), 0, 1));
     let refused = start(&world, 1, 1, 1, &other).await.unwrap().unwrap_err();
@@ -241,6 +245,9 @@ async fn whoever_is_left_commits_what_is_complete() {
     dies.misses(&[1]).await;
     lives.may_go.send_replace(true);
     dies.has_reached(Moment::Index).await;
+    let open = world.client_of(3).list_open_saves(None).await.unwrap();
+    assert_eq!((open[0].complete_shards, open[0].shards), (3, Some(4)));
+    assert!(open[0].late_writers.is_empty() && !open[0].is_decided);
     dying.abort();
     let save = saving.await.unwrap().unwrap();
     assert_exact(&world, 1, &[&dies, &lives]).await;

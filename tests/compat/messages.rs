@@ -189,6 +189,17 @@ fn for_clients(calls: &mut Calls) {
         replace: Some(SAVE),
         avoid: vec![NodeId(300)],
     };
+    let open_save = OpenSaveView {
+        job: job.clone(),
+        step,
+        save,
+        is_decided: false,
+        complete_shards: 3,
+        shards: Some(300),
+        writers: 4,
+        late_writers: vec![1, 3],
+        dropped_writer: Some(2),
+    };
     let announces = WriterReport::Announces { save, shards: 300, sent_mib: 70_000 };
     let nodes = vec![node("node-1"), node("node-2")];
     let joined =
@@ -218,6 +229,8 @@ fn for_clients(calls: &mut Calls) {
         )
         .answer::<ListCompletedShards>(", committed", CompletedShards::Committed)
         .answer::<ListCompletedShards>(", over", CompletedShards::Over)
+        .both(ListOpenSaves { job: Some(job.clone()) }, vec![open_save])
+        .request(", all jobs", ListOpenSaves { job: None })
         .both(MoveCatalogue {}, moved())
         .both(RenewLease { lease: LEASE }, ())
         .both(CompleteShard { root: root() }, ())

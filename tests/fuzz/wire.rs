@@ -74,6 +74,7 @@ const CALLS: &[Laws] = laws![
     MoveCatalogue,
     JoinSave,
     ListCompletedShards,
+    ListOpenSaves,
     PutBlock,
     PutRecord,
     GetRecord,

@@ -2,5 +2,7 @@
 
 /// Maximum number of shards in one page of an answer.
 pub(super) const SHARDS_SHOWN: usize = 128;
+/// Maximum number of open saves in a list.
+pub(super) const OPEN_SAVES_SHOWN: usize = 64;
 /// Maximum number of saves in a page of steps, and in one question about removals.
 pub(super) const SAVES_PER_PAGE: usize = 256;

@@ -25,10 +25,10 @@ use crate::wire::calls::{
     CompleteShard, CopyReplica, DropReplicas, ExamineStripe, FindRemovedSaves, GetKey,
     GetNodeStatus, GetPolicyStatus, GetRecord, GetShardState, GetStanding, GrantLease, Hello,
     JoinSave, ListCompletedShards, ListDamagedMarks, ListFiles, ListInventory, ListKeys,
-    ListMarkedSaves, ListMembers, ListNodes, ListRemovedSaves, ListSources, ListSteps,
-    MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord,
-    PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterNode, ReleasePart, RemoveNode,
-    RemoveStep, RenewLease, ReservePart, RevokeLease, RunPart, ShowStep, TouchLease,
+    ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves, ListSources,
+    ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt,
+    PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterNode, ReleasePart,
+    RemoveNode, RemoveStep, RenewLease, ReservePart, RevokeLease, RunPart, ShowStep, TouchLease,
     TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
@@ -253,6 +253,9 @@ impl RpcServer {
             }
             AbortSave::NUMBER => reply!(AbortSave => |call| self.services.saves.abort_save(call)),
             JoinSave::NUMBER => reply!(JoinSave => |call| self.services.saves.join_save(call)),
+            ListOpenSaves::NUMBER => {
+                reply!(ListOpenSaves => |call| self.services.saves.list_open_saves(call))
+            }
             ListCompletedShards::NUMBER => {
                 reply!(ListCompletedShards => |call| {
                     self.services.saves.list_completed_shards(call)

@@ -497,7 +497,10 @@ impl Core {
                 .iter()
                 .map(|((step, _), found)| StepStatus {
                     step: *step,
-                    state: found.phase.name().to_owned(),
+                    state: match found.missing.as_str() {
+                        "" => found.phase.name().to_owned(),
+                        missing => format!("waits for {missing}"),
+                    },
                     len_bytes: found.len_bytes,
                     staged: found.parts.len() as u32,
                     world: found.world,

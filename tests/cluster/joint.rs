@@ -180,6 +180,7 @@ async fn writers_commit_one_save_together() {
     // A writer that asks again, because it was restarted, is told that all is done.
     assert_eq!(start(&world, 4, 1, 3, &writers[1]).await.unwrap().unwrap(), saves[0]);
     world.client().remove_step(&job(), Step(1)).await.unwrap();
+    assert_eq!(world.catalogue_keys("j/"), [""; 0], "removed with the save's other keys");
     world.assert_swept(&world.client()).await;
 }
 
@@ -326,6 +327,21 @@ async fn a_save_goes_on_under_a_catalogue_that_has_moved() {
         assert_exact(&world, step, &[&first, &second]).await;
     }
     world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_writer_that_comes_after_a_move_begins_anew() {
+    let world = world().await;
+    let early = Arc::new(Writer::new(LAUNCH, 0, 1));
+    let late = Arc::new(Writer::new(LAUNCH, 1, 1));
+    let saving = start(&world, 2, 1, 2, &early);
+    early.misses(&[1]).await;
+    let to = Address { host_port: address(3), node: None };
+    world.client().move_catalogue(&to).await.unwrap();
+    let save = start(&world, 4, 1, 2, &late).await.unwrap().unwrap();
+    assert_eq!(saving.await.unwrap().unwrap(), save);
+    assert_eq!(late.saves.lock().unwrap().as_slice(), [save], "nodes refuse the older epoch");
+    assert_exact(&world, 1, &[&early, &late]).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -25,6 +25,8 @@ use crate::world::{World, address, content, job, quiet, read_file, restore, rest
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 3 * BLOCK as usize - 100;
 const STALL: Duration = Duration::from_secs(60);
+/// Maximum time of a wait in a test.
+const LIMIT: Duration = Duration::from_secs(600);
 const LAUNCH: LaunchId = LaunchId([7; 16]);
 
 /// A moment at which a writer waits until it is let on.
@@ -81,11 +83,15 @@ impl Writer {
     }
 
     async fn has_reached(&self, moment: Moment) {
-        self.at.subscribe().wait_for(|at| *at == Some(moment)).await.unwrap();
+        let mut at = self.at.subscribe();
+        let reached = at.wait_for(|at| *at == Some(moment));
+        tokio::time::timeout(LIMIT, reached).await.expect("the moment never came").unwrap();
     }
 
     async fn misses(&self, writers: &[u32]) {
-        self.missing.subscribe().wait_for(|missing| missing == writers).await.unwrap();
+        let mut missing = self.missing.subscribe();
+        let misses = missing.wait_for(|missing| missing == writers);
+        tokio::time::timeout(LIMIT, misses).await.expect("never waited for them").unwrap();
     }
 
     fn joint(&self, writers: u32) -> JointWriter {

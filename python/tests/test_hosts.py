@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,9 @@ pytest.importorskip("torch")
 PROGRAM = str(Path(__file__).parent / "programs" / "hosts.py")
 REFUSED = str(Path(__file__).parent / "programs" / "hosts_refused.py")
 RANKS = 4
+#: Number of kills of the random test, and its seed.
+KILLS = int(os.environ.get("RAPIDRAID_KILLS_HOSTS", "2"))
+SEED = int(os.environ.get("RAPIDRAID_KILLS_SEED", "0"))
 #: How long a save waits for a host that makes no progress, in seconds.
 STALL_S = 3
 
@@ -174,3 +179,63 @@ def test_fsdp_state_is_equal_on_three_of_four_hosts(four: rapidraid.LocalCluster
         loaded = next(line for line in lines if line.startswith("loaded "))
         assert not saved or loaded.split(" ")[1:] == saved.split(" ")[1:], (loaded, saved)
         saved = next((line for line in lines if line.startswith("saved ")), saved)
+
+
+class Storm(Run):
+    """A launch of four ranks on two hosts, in which one thing is killed at a random moment."""
+
+    def __init__(self, hosts: rapidraid.LocalCluster, job: str, steps: int, draw: random.Random) -> None:
+        super().__init__(hosts, job, steps)
+        self.victim = draw.choice(["rank 0", "rank 3", "all ranks", "daemon 0", "daemon 1", "host 1"])
+        self.at = f"rank {draw.randrange(RANKS)} {draw.choice(['step', 'staged'])} "
+        self.after = draw.randint(1, 3)
+        self.delay_s = draw.choice([0.0, 0.01, 0.1, 0.4])
+
+    def hear(self, line: str) -> None:
+        """Parses a line of a rank, and starts the kill when its moment has come."""
+        super().hear(line)
+        if not self.is_killed and len(self.pids) == RANKS and re.match(rf"{self.at}{self.starts[0] + self.after}\b", line):
+            self.is_killed = True
+            threading.Timer(self.delay_s, self.kill).start()
+
+    def kill(self) -> None:
+        """Kills the victim."""
+        pids = [pid for rank, pid in self.pids.items() if self.victim in (f"rank {rank}", "all ranks", f"host {rank * 2 // RANKS}")]
+        for host in (0, 1):
+            if self.victim in (f"daemon {host}", f"host {host}"):
+                # A rank may be starting another daemon just now.
+                with contextlib.suppress(rapidraid.RapidraidError):
+                    pids.append(self.hosts.daemon_pid(host))
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_whoever_is_killed_the_job_goes_on_from_whole_steps(hosts: rapidraid.LocalCluster, job: str) -> None:
+    """All hosts stay: no committed step is lost, all ranks resume from one step, and every loss is that of a quiet run."""
+    steps = (KILLS + 1) * 4
+    quiet = Run(hosts, f"{job}-quiet", steps)
+    assert quiet.play() == 0, quiet.lines
+    draw = random.Random(SEED)
+    losses: dict[tuple[int, int], str] = {}
+    kills, newest = 0, 0
+    try:
+        for launch in range(2 * KILLS + 2):
+            storm = Storm(hosts, job, steps, draw)
+            storm.is_killed = kills >= KILLS
+            what = f"launch {launch}: {storm.victim} killed {storm.delay_s} s after {storm.at}{storm.after} of it"
+            kills += 1
+            code = storm.play()
+            print(f"{what}: code {code}, started at {storm.starts}")
+            shown = "\n".join([what, *storm.lines[-40:]])
+            assert len(set(storm.starts.values())) == 1 and len(storm.starts) == RANKS, shown
+            assert newest <= storm.starts[0], f"committed step {newest} is lost\n{shown}"
+            losses.update(storm.losses)
+            newest = max(committed(hosts, job), default=0)
+            if newest == steps:
+                break
+    finally:
+        for host in (0, 1):
+            hosts.kill("staging-1" if host else "staging")
+            hosts.start_staging(host)
+    assert newest == steps and losses == quiet.losses

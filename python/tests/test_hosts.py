@@ -182,27 +182,41 @@ def test_fsdp_state_is_equal_on_three_of_four_hosts(four: rapidraid.LocalCluster
 
 
 class Storm(Run):
-    """A launch of four ranks on two hosts, in which one thing is killed at a random moment."""
+    """A launch of four ranks on two hosts, in which things are killed at random moments, ``left`` at most."""
 
-    def __init__(self, hosts: rapidraid.LocalCluster, job: str, steps: int, draw: random.Random) -> None:
+    def __init__(self, hosts: rapidraid.LocalCluster, job: str, steps: int, draw: random.Random, left: int) -> None:
         super().__init__(hosts, job, steps)
-        self.victim = draw.choice(["rank 0", "rank 3", "all ranks", "daemon 0", "daemon 1", "host 1"])
-        self.at = f"rank {draw.randrange(RANKS)} {draw.choice(['step', 'staged'])} "
-        self.after = draw.randint(1, 3)
-        self.delay_s = draw.choice([0.0, 0.01, 0.1, 0.4])
+        self.draw = draw
+        self.left = left
+        self.killed: list[str] = []
+        self.arm()
+
+    def arm(self) -> None:
+        """Draws the next victim, and the moment of its kill."""
+        self.victim = self.draw.choice(["rank 0", "rank 3", "all ranks", "daemon 0", "daemon 1", "host 1"])
+        self.at = f"rank {self.draw.randrange(RANKS)} {self.draw.choice(['step', 'staged'])} "
+        self.after = self.draw.randint(1, 3)
+        self.delay_s = self.draw.choice([0.0, 0.01, 0.1, 0.4])
+        self.base: int | None = None
 
     def hear(self, line: str) -> None:
         """Parses a line of a rank, and starts the kill when its moment has come."""
         super().hear(line)
-        if not self.is_killed and len(self.pids) == RANKS and re.match(rf"{self.at}{self.starts[0] + self.after}\b", line):
-            self.is_killed = True
-            threading.Timer(self.delay_s, self.kill).start()
+        if self.left == 0 or len(self.pids) < RANKS or not line.startswith(self.at):
+            return
+        step = int(line.removeprefix(self.at).split(" ")[0])
+        self.base = step if self.base is None else self.base
+        if step >= self.base + self.after:
+            self.left -= 1
+            self.killed.append(f"{self.victim}, {self.delay_s} s after {line.split(' loss')[0]}")
+            threading.Timer(self.delay_s, self.kill, [self.victim]).start()
+            self.arm()
 
-    def kill(self) -> None:
-        """Kills the victim."""
-        pids = [pid for rank, pid in self.pids.items() if self.victim in (f"rank {rank}", "all ranks", f"host {rank * 2 // RANKS}")]
+    def kill(self, victim: str) -> None:
+        """Kills a victim."""
+        pids = [pid for rank, pid in self.pids.items() if victim in (f"rank {rank}", "all ranks", f"host {rank * 2 // RANKS}")]
         for host in (0, 1):
-            if self.victim in (f"daemon {host}", f"host {host}"):
+            if victim in (f"daemon {host}", f"host {host}"):
                 # A rank may be starting another daemon just now.
                 with contextlib.suppress(rapidraid.RapidraidError):
                     pids.append(self.hosts.daemon_pid(host))
@@ -218,16 +232,14 @@ def test_whoever_is_killed_the_job_goes_on_from_whole_steps(hosts: rapidraid.Loc
     assert quiet.play() == 0, quiet.lines
     draw = random.Random(SEED)
     losses: dict[tuple[int, int], str] = {}
-    kills, newest = 0, 0
+    left, newest = KILLS, 0
     try:
-        for launch in range(2 * KILLS + 2):
-            storm = Storm(hosts, job, steps, draw)
-            storm.is_killed = kills >= KILLS
-            what = f"launch {launch}: {storm.victim} killed {storm.delay_s} s after {storm.at}{storm.after} of it"
-            kills += 1
+        for launch in range(KILLS + 2):
+            storm = Storm(hosts, job, steps, draw, left)
             code = storm.play()
-            print(f"{what}: code {code}, started at {storm.starts}")
-            shown = "\n".join([what, *storm.lines[-40:]])
+            left = storm.left
+            shown = "\n".join([*storm.killed, *storm.lines[-40:]])
+            print(f"launch {launch}: code {code}, started at {storm.starts}, killed: {'; '.join(storm.killed)}")
             assert len(set(storm.starts.values())) == 1 and len(storm.starts) == RANKS, shown
             assert newest <= storm.starts[0], f"committed step {newest} is lost\n{shown}"
             losses.update(storm.losses)

@@ -212,7 +212,7 @@ async fn run(seed: u64) -> u64 {
     let mut parts = Vec::new();
     for number in 1..=1 + random.below(2) as u8 {
         // A few runs have as many writers as a large job has hosts.
-        let writers = if seed % 20 == 7 { 64 } else { 2 + random.below(4) as u32 };
+        let writers = if seed % 25 == 7 { 64 } else { 2 + random.below(4) as u32 };
         for step in 1..=STEPS {
             let launch = LaunchId([number; 16]);
             parts.extend((0..writers).map(|writer| Part { launch, writer, writers, step, seed }));
@@ -269,5 +269,6 @@ fn each_step_is_whole_and_of_one_launch() {
     });
     let (committed, steps) = (committed.into_inner(), seeds * STEPS);
     println!("{committed} of {steps} steps were committed");
-    assert!(committed > steps / 4 && committed < steps, "the runs show little");
+    let shows_little = seeds >= SEEDS && (committed < steps / 4 || committed == steps);
+    assert!(!shows_little, "almost all steps, or almost none");
 }

@@ -172,8 +172,7 @@ impl Client {
             decisions.note_save(save).map_err(|source| ClientError::SaveId { source })?;
             let mut session = self.start_session(step_ref, describe(&joined)).await?;
             let lease = self.spawn_lease_keeper(&session.begun);
-            let mut shard_count = None;
-            let ended = session.save_joined(&work, &progress, &mut shard_count).await;
+            let ended = session.save_joined(&work, &progress).await;
             drop(lease);
             let error = match ended {
                 Ok(AttemptEnd::Committed(save)) => return Ok(save),
@@ -183,7 +182,7 @@ impl Client {
             };
             restarts.count += 1;
             if let Some(error) = error {
-                match session.find_end_after(&work, &error, shard_count).await {
+                match session.find_end_after(&work, &error).await {
                     Some(AttemptEnd::Committed(save)) => return Ok(save),
                     Some(AttemptEnd::Over) => {}
                     None => {
@@ -279,13 +278,11 @@ fn place_of(joint: &JointSave, index: u32, shard_count: u32) -> ShardPlace {
 }
 
 impl SaveSession {
-    /// Saves this writer's part of a save that was joined, and waits for the end of the save. Sets
-    /// `shard_count` when it is known.
+    /// Saves this writer's part of a save that was joined, and waits for the end of the save.
     async fn save_joined(
         &mut self,
         work: &JointWork<'_>,
         progress: &ProgressFn,
-        shard_count: &mut Option<u32>,
     ) -> Result<AttemptEnd, ClientError> {
         let decisions = work.decisions;
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
@@ -300,7 +297,6 @@ impl SaveSession {
         else {
             return Ok(AttemptEnd::Over);
         };
-        *shard_count = Some(total);
         let mut shards = Vec::with_capacity(sources.len());
         for (number, source) in (first..).zip(sources) {
             shards.push((number, NewShard { name: decisions.name_shard(number)?, source }));
@@ -473,21 +469,15 @@ impl SaveSession {
     }
 
     /// Returns the end of the save after this writer's part has failed, or `None` if the failure is
-    /// the writer's own. A save of an epoch that is over is committed if all its shards are complete,
-    /// and aborted otherwise.
+    /// the writer's own. A save of an epoch that is over is aborted, because nodes refuse it.
     async fn find_end_after(
         &self,
         work: &JointWork<'_>,
         error: &ClientError,
-        shard_count: Option<u32>,
     ) -> Option<AttemptEnd> {
         let save = self.begun.save;
         if can_be_epoch_end(error.kind()) && self.has_epoch_ended(error.kind()).await {
-            if let Some(count) = shard_count
-                && self.commit_save(count as usize).await.is_ok()
-            {
-                return Some(AttemptEnd::Committed(save));
-            }
+            // If it is decided all the same, the next join says so.
             self.abort_save().await;
             return Some(AttemptEnd::Over);
         }

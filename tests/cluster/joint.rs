@@ -351,6 +351,24 @@ async fn a_writer_that_comes_after_a_move_begins_anew() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_node_that_a_joint_save_does_not_use_can_be_removed() {
+    let mut world = world().await;
+    let name = |world: &World, index: usize| world.machines[index].name.clone();
+    world.kill(5).await;
+    world.until_live(5).await;
+    let writer = Arc::new(Writer::new(LAUNCH, 0, 1));
+    let saving = start(&world, 0, 1, 2, &writer);
+    writer.misses(&[1]).await;
+    let client = world.client();
+    client.remove_node(&name(&world, 5)).await.unwrap();
+    world.kill(4).await;
+    world.until_live(4).await;
+    let refused = client.remove_node(&name(&world, 4)).await.unwrap_err();
+    assert!(refused.to_string().contains("job/1"), "it is in the ring: {refused}");
+    saving.abort();
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_contradicts_the_save_is_refused() {
     let world = world().await;
     let voice = world.voice(Role::Client, "writer");

@@ -9,10 +9,11 @@ use futures_util::{StreamExt, stream};
 use super::error::CatalogueServerError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    CHECKPOINTS, NODES, ORPHANS, parse_checkpoint_key, parse_record, shard_roots_prefix,
+    CHECKPOINTS, NODES, ORPHANS, joint_save_key, parse_checkpoint_key, parse_record, read_record,
+    shard_roots_prefix,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
-use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
+use crate::format::records::{Checkpoint, JointSave, RemoveReason, Removing, ShardRoot, Writing};
 use crate::id::{NodeId, PeerName, SaveId};
 use crate::net::call::address;
 use crate::node::context::NodeContext;
@@ -147,9 +148,11 @@ impl NodeRemoval {
             let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let saves = match checkpoint.writing {
-                // Only the client of an open save knows which nodes it uses.
-                Some(Writing::Open { .. }) => {
-                    return Err(CatalogueServerError::SaveOpen { job, step }.into());
+                Some(Writing::Open { save, .. }) => {
+                    if may_use_node(catalogue, save, node).await? {
+                        return Err(CatalogueServerError::SaveOpen { job, step }.into());
+                    }
+                    Vec::new()
                 }
                 Some(Writing::Decided { saved }) => vec![saved],
                 None => Vec::new(),
@@ -178,6 +181,19 @@ impl NodeRemoval {
         }
         Ok(false)
     }
+}
+
+/// Returns whether an open save may put blocks on a node. Only the client of a save that is not joint
+/// knows which nodes it uses.
+async fn may_use_node(
+    catalogue: &dyn Catalogue,
+    save: SaveId,
+    node: NodeId,
+) -> Result<bool, RemoteError> {
+    let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
+    let is_in_ring =
+        |(joint, _): (JointSave, u64)| joint.ring.iter().any(|member| member.node == node);
+    Ok(joint.is_none_or(is_in_ring))
 }
 
 async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), RemoteError> {

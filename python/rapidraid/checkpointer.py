@@ -113,7 +113,10 @@ def find_config(config: str | os.PathLike[str] | None) -> Path:
 
 
 class _Group:
-    """The ranks of the launch. Collectives are used only to agree on the launch and in ``prepare``."""
+    """The ranks of the launch.
+
+    Collectives are used to agree on the launch, in ``prepare`` and, if there are several hosts, in ``load``.
+    """
 
     def __init__(self, group: Any) -> None:
         torch = sys.modules.get("torch")
@@ -141,13 +144,13 @@ class _Hosts:
     ranks: list[int]
 
     @classmethod
-    def of(cls, rank: int, folders: list[str], names: list[str]) -> _Hosts:
+    def of(cls, rank: int, instances: list[str], names: list[str]) -> _Hosts:
         """Numbers the hosts in the order of their first ranks. Ranks with one staging folder are on one host."""
-        numbers = {folder: number for number, folder in enumerate(dict.fromkeys(folders))}
-        first = {folder: names[folders.index(folder)][:60] for folder in numbers}
+        numbers = {instance: number for number, instance in enumerate(dict.fromkeys(instances))}
+        first = {instance: names[instances.index(instance)][:60] for instance in numbers}
         is_unique = len(set(first.values())) == len(first)
         shown = [name if is_unique else f"{name}#{number}" for number, name in enumerate(first.values())]
-        return cls(numbers[folders[rank]], shown, [other for other, folder in enumerate(folders) if folder == folders[rank]])
+        return cls(numbers[instances[rank]], shown, [other for other, instance in enumerate(instances) if instance == instances[rank]])
 
     @property
     def are_several(self) -> bool:
@@ -164,7 +167,7 @@ class Checkpointer:
         group: The process group of the launch. Default: the default group, if there is one.
         keep: The number of committed steps to keep. Older ones are removed after each commit. Default: all.
         when_full: The behaviour of ``save`` while both segments hold uncommitted steps: ``"wait"`` for one, ``"skip"``
-            the step, or raise (``"error"``).
+            the step, or raise (``"error"``). A launch on several hosts needs ``"wait"``.
         abandon_later: Whether the first save removes committed steps that are later than the loaded one.
         save_on: Signals that set :attr:`should_stop`, for preemption.
         start: Whether to start a staging daemon if none answers.
@@ -486,7 +489,8 @@ class Checkpointer:
             cast: Whether to convert element types where they differ.
             private: How to treat private state if the launch that saved had another number of ranks. ``"skip"`` leaves
                 it as it is; a function returns for each rank the rank whose private state it takes.
-            offline: Whether to accept a step from this host's memory if the cluster does not answer.
+            offline: Whether to accept a step from this host's memory if the cluster does not answer. Refused if the
+                launch runs on several hosts.
             timeout: The maximum duration, in seconds. Default: ten times the checkpointer's timeout.
 
         """
@@ -529,7 +533,7 @@ class Checkpointer:
             if self._saved:
                 raise InvalidError("this launch has saved, and cannot go back", "make a new Checkpointer on all ranks, and load with it")
             if offline:
-                raise InvalidError("offline=True with several hosts", "each host has only a part of a step in memory")
+                raise InvalidError("offline=True with several hosts", "leave it out: each host has only a part of a step in memory")
             if self.rank == 0:
                 loaded = self._open_step(step, time.monotonic() + limit, number=self._loads, table_first=True)
                 if loaded is not None:

@@ -75,7 +75,7 @@ impl Steps {
                 return format!("{step} is decided: its commit marks are being written\n");
             }
             if let Some(writer) = view.dropped_writer {
-                return format!("{step} is given up: host {writer} has dropped it\n");
+                return format!("{step} is not saved: host {writer} has dropped it\n");
             }
             let by = match view.writers {
                 0 => String::new(),
@@ -90,8 +90,8 @@ impl Steps {
             let late: Vec<String> = view.late_writers.iter().map(ToString::to_string).collect();
             let late = match late.len() {
                 0 => String::new(),
-                1 => format!(", host {} is not done", late.concat()),
-                _ => format!(", hosts {} are not done", late.join(", ")),
+                1 => format!(", waits for host {}", late.concat()),
+                _ => format!(", waits for hosts {}", late.join(", ")),
             };
             format!("{step} is being saved{by}{shards}{late}\n")
         };

@@ -111,21 +111,23 @@ pub enum ClientError {
         why: String,
     },
     /// Other writers of a joint save have made no progress for too long.
-    #[error("other writers of the save have made no progress for {} s", limit.as_secs())]
+    #[error("writers {writers:?} of the save have made no progress for {} s: check their hosts", limit.as_secs())]
     WritersMissing {
         /// The numbers of the writers.
         writers: Vec<u32>,
         /// How long the save has waited for them.
         limit: Duration,
     },
-    /// Another writer of a joint save has given the step up.
-    #[error("writer {writer} of the save has given the step up")]
+    /// Another writer of a joint save has dropped the step.
+    #[error(
+        "writer {writer} of the save has dropped the step: its log says why; save the next step"
+    )]
     WriterDropped {
         /// The number of the writer.
         writer: u32,
     },
-    /// A joint save was aborted by another writer, or was over, at each attempt.
-    #[error("the save was aborted by another of its writers each time: it is tried again later")]
+    /// Each attempt at a joint save ended without a commit: a writer aborted it, or its lease ended.
+    #[error("the joint save ended without a commit at each attempt: save the step again")]
     JointSaveOver,
     /// A range was given without the name of a shard.
     #[error("a range of bytes belongs to one shard: name it")]
@@ -262,6 +264,10 @@ impl ClientError {
             ClientError::Unreachable { .. } => {
                 Some("check that the daemons run and that the seeds in rapidraid.toml are theirs")
             }
+            // Their texts say what to do.
+            ClientError::WritersMissing { .. }
+            | ClientError::WriterDropped { .. }
+            | ClientError::JointSaveOver => None,
             other => hint_for(other.kind()),
         };
         hint.map(str::to_owned)

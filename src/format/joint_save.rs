@@ -46,7 +46,7 @@ pub enum WriterState {
         /// The amount of data that it has sent, in MiB, as last reported.
         sent_mib: u32,
     },
-    /// The writer has given the step up, so that the save can never be committed.
+    /// The writer has dropped the step, so that the save can never be committed.
     Dropped,
 }
 
@@ -77,7 +77,7 @@ impl JointSave {
         numbered.filter(|(_, state)| is_unknown(state)).map(|(writer, _)| writer).collect()
     }
 
-    /// Returns the number of the first writer that has given the step up.
+    /// Returns the number of the first writer that has dropped the step.
     pub fn dropped_writer(&self) -> Option<u32> {
         let mut numbered = (0..).zip(&self.writers);
         numbered.find(|(_, state)| **state == WriterState::Dropped).map(|(writer, _)| writer)

@@ -196,7 +196,8 @@ pub struct Hosts {
     pub names: Vec<String>,
 }
 
-/// A rank of a launch.
+/// A rank of a launch. If the launch runs on several hosts, `world` and `rank` count the ranks of
+/// this host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
     /// The job.
@@ -216,8 +217,8 @@ pub struct Prepare {
     pub place: Place,
     /// Length of each segment, in bytes.
     pub segment_bytes: u64,
-    /// Sum over all ranks of the length of one segment, in bytes. The launch gets memory for all of
-    /// its ranks or for none.
+    /// Sum of the length of one segment over all ranks of the launch on this host, in bytes. They all
+    /// get memory, or none does.
     pub launch_bytes: u64,
     /// When rank 0 made the launch, in nanoseconds since the host's boot. An older launch never
     /// replaces a newer one.

@@ -194,7 +194,7 @@ pub enum WriterReport {
         /// The amount of data that the writer has sent, in MiB.
         sent_mib: u32,
     },
-    /// The writer has given the step up. No save of the launch can have the step any more.
+    /// The writer has dropped the step. No save of the launch can have the step any more.
     Drops,
 }
 
@@ -257,9 +257,10 @@ pub struct OpenSaveView {
     pub shards: Option<u32>,
     /// Number of writers of a joint save; 0 for a save of one client.
     pub writers: u32,
-    /// The writers of a joint save that have not completed their shards.
+    /// The writers for which a joint save waits: those that have not announced their shards or, when
+    /// all have, those that have not completed them.
     pub late_writers: Vec<u32>,
-    /// The writer of a joint save that has given the step up.
+    /// The writer of a joint save that has dropped the step.
     pub dropped_writer: Option<u32>,
 }
 

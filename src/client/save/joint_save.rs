@@ -13,7 +13,7 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 
 use super::save_decisions::{NewShard, SaveCode};
 use super::save_session::{RESTARTS, SHARDS_AT_ONCE, SaveRestarts, SaveSession, can_be_epoch_end};
-use super::shard_upload::ShardPlace;
+use super::shard_upload::ShardParameters;
 use crate::client::{Client, ClientError, ProgressFn};
 use crate::clock::Clock;
 use crate::format::joint_save::{JointSave, WriterState};
@@ -87,31 +87,31 @@ enum AttemptEnd {
     Over,
 }
 
-/// The state of the other writers, as the last look found it.
+/// What all writers of the save have done, this one included.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Seen {
+struct SaveProgress {
     announced: usize,
     sent_mib: u64,
     complete: usize,
 }
 
 /// The time since the writers of a save last made progress.
-struct Watch {
+struct StallTimer {
     clock: Arc<dyn Clock>,
     limit: Duration,
-    seen: Option<Seen>,
+    seen: Option<SaveProgress>,
     since: Duration,
     pause: Duration,
 }
 
-impl Watch {
+impl StallTimer {
     fn new(clock: Arc<dyn Clock>, limit: Duration) -> Self {
         let since = clock.now();
         Self { clock, limit, seen: None, since, pause: PAUSES.0 }
     }
 
     /// Notes the state of the writers. Returns for how long it has been the same.
-    fn note(&mut self, seen: Seen) -> Duration {
+    fn note(&mut self, seen: SaveProgress) -> Duration {
         let now = self.clock.now();
         if self.seen != Some(seen) {
             (self.seen, self.since, self.pause) = (Some(seen), now, PAUSES.0);
@@ -147,9 +147,10 @@ impl Client {
     /// it is committed and visible.
     ///
     /// # Errors
-    /// [`ClientError::WritersMissing`] if other writers made no progress for too long, and
-    /// [`ClientError::WriterDropped`] if one has given the step up, which ends the save for all.
-    /// Every other error aborts the save.
+    /// [`ClientError::WritersMissing`] if the writers made no progress for too long,
+    /// [`ClientError::WriterDropped`] if one has dropped the step, and [`ClientError::JointSaveOver`]
+    /// if each attempt ended without a commit. An error after the writer has joined aborts the save
+    /// if it is open, except `WriterDropped` and an error of `note_save`.
     pub async fn save_jointly(
         &self,
         step_ref: StepRef<'_>,
@@ -272,9 +273,9 @@ fn describe(joined: &JoinedSave) -> BeginSaveAnswer {
     }
 }
 
-fn place_of(joint: &JointSave, index: u32, shard_count: u32) -> ShardPlace {
+fn parameters_of(joint: &JointSave, index: u32, shard_count: u32) -> ShardParameters {
     let (ring, fingerprint_key) = (joint.ring_of(index), joint.fingerprint_key(index));
-    ShardPlace { index, shard_count, ring, fingerprint_key }
+    ShardParameters { index, shard_count, ring, fingerprint_key }
 }
 
 impl SaveSession {
@@ -303,9 +304,9 @@ impl SaveSession {
         }
         self.count_progress(shards.iter().map(|(_, new)| new.source.len_bytes()).sum(), progress);
         let session = &*self;
-        let uploads = shards
-            .iter()
-            .map(|(number, shard)| session.upload_shard(place_of(&joint, *number, total), shard));
+        let uploads = shards.iter().map(|(number, shard)| {
+            session.upload_shard(parameters_of(&joint, *number, total), shard)
+        });
         let uploads: Vec<_> = uploads.collect();
         let uploads = stream::iter(uploads).buffered(SHARDS_AT_ONCE).try_collect();
         let reports = session.report_progress(work, own_count);
@@ -349,25 +350,25 @@ impl SaveSession {
         work: &JointWork<'_>,
         shards: u32,
     ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
-        let mut watch = Watch::new(self.client.caller().clock().clone(), work.writer.stall);
+        let mut timer = StallTimer::new(self.client.caller().clock().clone(), work.writer.stall);
         loop {
             let joint = match self.report(work, shards).await {
                 Ok(Ok(joint)) => joint,
                 Ok(end) => return Ok(end),
                 Err(error) if error.kind().is_transient() => {
-                    watch.pause(Vec::new()).await.map_err(|_| error)?;
+                    timer.pause(Vec::new()).await.map_err(|_| error)?;
                     continue;
                 }
                 Err(error) => return Err(error),
             };
             let missing = joint.unknown_writers();
             let announced = joint.writers.len() - missing.len();
-            let unchanged = watch.note(Seen { announced, sent_mib: 0, complete: 0 });
+            let unchanged = timer.note(SaveProgress { announced, sent_mib: 0, complete: 0 });
             note_missing(work, &missing, unchanged)?;
             if missing.is_empty() {
                 return Ok(Ok(joint));
             }
-            watch.pause(missing).await?;
+            timer.pause(missing).await?;
         }
     }
 
@@ -391,8 +392,8 @@ impl SaveSession {
         }
     }
 
-    /// Waits until all data shards are complete, saves the index, and commits. The first writer does
-    /// so at once, each other one a lease period of no progress later than the one before it.
+    /// Waits until all data shards are complete, saves the index, and commits. Writer 0 does so at
+    /// once. Writer i does so after i lease periods without progress, at most half a stall period.
     /// Returns the end of the save.
     async fn commit_when_complete(
         &self,
@@ -405,17 +406,17 @@ impl SaveSession {
         let index = shard_count.saturating_sub(1);
         let turn = Duration::from_millis(self.begun.lease_ms) * work.writer.writer;
         let turn = turn.min(work.writer.stall / 2);
-        let mut watch = Watch::new(self.client.caller().clock().clone(), work.writer.stall);
+        let mut timer = StallTimer::new(self.client.caller().clock().clone(), work.writer.stall);
         let mut roots: Vec<ShardRoot> = Vec::new();
         let mut sent_mib = 0;
-        let mut reported = watch.clock.now();
+        let mut reported = timer.clock.now();
         loop {
             let complete = roots.len();
             match self.list_completed_shards(work, complete as u32).await {
                 Ok(CompletedShards::Committed) => return Ok(AttemptEnd::Committed(save)),
                 Ok(CompletedShards::Over) => return Ok(AttemptEnd::Over),
                 Err(error) if error.kind().is_transient() => {
-                    watch.pause(Vec::new()).await.map_err(|_| error)?;
+                    timer.pause(Vec::new()).await.map_err(|_| error)?;
                     continue;
                 }
                 Err(error) => return Err(error),
@@ -431,7 +432,7 @@ impl SaveSession {
                 // There may be another page.
                 continue;
             }
-            let now = watch.clock.now();
+            let now = timer.clock.now();
             if now.saturating_sub(reported) >= work.writer.report_interval() {
                 reported = now;
                 match self.report(work, own_count).await {
@@ -441,20 +442,21 @@ impl SaveSession {
                     Err(error) => return Err(error),
                 }
             }
-            let unchanged = watch.note(Seen { announced: 0, sent_mib, complete: roots.len() });
+            let unchanged =
+                timer.note(SaveProgress { announced: 0, sent_mib, complete: roots.len() });
             let is_whole = roots.len() >= index as usize;
             let missing = if is_whole { Vec::new() } else { find_missing(joint, &roots) };
             note_missing(work, &missing, unchanged)?;
             if is_whole && unchanged >= turn {
                 roots.truncate(index as usize);
                 let shard = work.decisions.build_index(roots).await?;
-                let place = place_of(joint, index, shard_count);
-                let root = self.upload_shard(place, &shard).await?;
+                let parameters = parameters_of(joint, index, shard_count);
+                let root = self.upload_shard(parameters, &shard).await?;
                 self.complete_shard(root).await?;
                 let saved = self.commit_save(shard_count as usize).await?;
                 return Ok(AttemptEnd::Committed(saved.save));
             }
-            watch.pause(missing).await?;
+            timer.pause(missing).await?;
         }
     }
 
@@ -514,15 +516,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_stall_counts_from_the_last_progress() {
         let limit = Duration::from_secs(10);
-        let mut watch = Watch::new(SystemClock::new(), limit);
-        let seen = |sent_mib| Seen { announced: 2, sent_mib, complete: 0 };
+        let mut timer = StallTimer::new(SystemClock::new(), limit);
+        let seen = |sent_mib| SaveProgress { announced: 2, sent_mib, complete: 0 };
         for sent_mib in 0..5 {
-            assert_eq!(watch.note(seen(sent_mib)), Duration::ZERO);
+            assert_eq!(timer.note(seen(sent_mib)), Duration::ZERO);
             tokio::time::advance(limit - PAUSES.0).await;
-            watch.pause(vec![1]).await.unwrap();
+            timer.pause(vec![1]).await.unwrap();
         }
-        assert!(watch.note(seen(4)) >= limit);
-        let stalled = watch.pause(vec![1]).await.unwrap_err();
+        assert!(timer.note(seen(4)) >= limit);
+        let stalled = timer.pause(vec![1]).await.unwrap_err();
         assert!(matches!(stalled, ClientError::WritersMissing { writers, .. } if writers == [1]));
     }
 }

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use super::save_decisions::PlainSave;
-use super::shard_upload::ShardPlace;
+use super::shard_upload::ShardParameters;
 use crate::client::connection::LONG_LIMIT;
 use crate::client::{
     Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDecisions, SaveFate,
@@ -468,8 +468,8 @@ impl SaveSession {
         let mut fingerprint_key = [0; 32];
         self.client.entropy().fill(&mut fingerprint_key);
         let ring = ring(&self.begun.nodes, index.into());
-        let place = ShardPlace { index, shard_count, ring, fingerprint_key };
-        let root = self.upload_shard(place, shard).await?;
+        let parameters = ShardParameters { index, shard_count, ring, fingerprint_key };
+        let root = self.upload_shard(parameters, shard).await?;
         self.complete_shard(root).await
     }
 

@@ -24,8 +24,9 @@ use crate::wire::calls::{BeginSaveAnswer, PutRecord, RecordName};
 /// and its records, are being sent, the other stripes keep the links of the other nodes busy. A
 /// single large shard, as a trainer saves it, may use all stripes of the save.
 const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
-/// The place of a shard in its save.
-pub(super) struct ShardPlace {
+
+/// What a save determines about one of its shards before the shard's bytes are sent.
+pub(super) struct ShardParameters {
     /// The shard's number, from 0.
     pub(super) index: u32,
     /// The number of shards of the save.
@@ -40,10 +41,10 @@ impl SaveSession {
     /// Uploads all stripes of a shard, their records, and the leaves. Returns the shard's root.
     pub(super) async fn upload_shard(
         &self,
-        place: ShardPlace,
+        parameters: ShardParameters,
         shard: &NewShard,
     ) -> Result<ShardRoot, ClientError> {
-        let ShardPlace { index, shard_count, ring, fingerprint_key } = place;
+        let ShardParameters { index, shard_count, ring, fingerprint_key } = parameters;
         let BeginSaveAnswer { save, generation, n, k, block_bytes, .. } = self.begun;
         let len_bytes = shard.source.len_bytes();
         let geometry = Geometry::checked(len_bytes, block_bytes, n, k)?;

@@ -55,7 +55,9 @@ pub(in crate::node) enum GatewayError {
     #[error("two shards of save {save} are called {shard}: give each shard a name of its own")]
     ShardNamesEqual { shard: ShardName, save: SaveId },
     /// A writer of a joint save contradicts what the save is.
-    #[error("writer {writer} does not fit the save of {job}/{step}: {reason}")]
+    #[error(
+        "writer {writer} contradicts the save of {job}/{step}: {reason}; start the job again on all hosts"
+    )]
     WriterUnfit { writer: u32, job: Job, step: Step, reason: String },
     /// A shard root that was read cannot be encoded.
     #[error("a shard root that was read cannot be encoded")]

@@ -33,7 +33,7 @@ impl SaveGateway {
     /// # Errors
     /// [`GatewayError::StepBeingSaved`] if another client or launch saves the step;
     /// [`GatewayError::StepCommitted`] if a save that is not to be replaced is committed;
-    /// [`GatewayError::WriterUnfit`] if the call contradicts what other calls of the launch said.
+    /// [`GatewayError::WriterUnfit`] if the call is over a limit, or contradicts the open save.
     pub(in crate::node) async fn join_save(
         self: &Arc<Self>,
         call: JoinSave,
@@ -239,7 +239,7 @@ impl SaveGateway {
 fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteError> {
     if joint.writers.len() != call.writers as usize {
         let (has, says) = (joint.writers.len(), call.writers);
-        return Err(unfit(call, format!("the save has {has} writers, this one says {says}")));
+        return Err(unfit(call, format!("the save has {has} writers, this call names {says}")));
     }
     let state = &mut joint.writers[call.writer as usize];
     let reported = match (call.report, *state) {

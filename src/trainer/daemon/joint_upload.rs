@@ -86,11 +86,12 @@ impl StagingDaemon {
         };
         match &error {
             ClientError::WritersMissing { writers, limit } => {
-                let what = format!("nothing was heard of {}", names(hosts, writers));
-                let message = format!("step {}: {what} for {} s", key.step, limit.as_secs());
+                let (host, seconds) = (names(hosts, writers), limit.as_secs());
+                let message = format!("step {}: no progress of {host} for {seconds} s", key.step);
                 match self.with(|core| core.count_stall(key)) {
                     MAX_STALLS.. => {
-                        let hint = "start the job again on the hosts that are left";
+                        let hint =
+                            "start the staging daemon there, or the job on the hosts that are left";
                         Attempt::Failed(Failure::new(ErrorKind::Timeout, message, hint))
                     }
                     _ => Attempt::Later(message),
@@ -166,7 +167,7 @@ impl StagingDaemon {
                 // Another launch saves the step.
                 Err(error) if error.kind() == ErrorKind::Exists => return,
                 Err(error) => {
-                    tracing::info!(job = %key.job, step = %key.step, %error, "cannot tell the other hosts yet that the step is dropped");
+                    tracing::info!(job = %key.job, step = %key.step, %error, "the other hosts do not know yet that the step is dropped: trying again");
                 }
             }
             self.clock.sleep(DROP_INTERVAL).await;
@@ -178,7 +179,7 @@ impl StagingDaemon {
     pub(super) async fn abort_if_open(self: Arc<Self>, key: StepKey, saves: Vec<SaveId>) {
         for save in saves {
             if let Err(error) = self.client.abort_if_open(key.job.at(key.step), save).await {
-                tracing::info!(job = %key.job, step = %key.step, %error, "cannot abort the save of a dropped step");
+                tracing::info!(job = %key.job, step = %key.step, %error, "cannot abort the save of a dropped step: it ends with its lease, unless the other hosts commit it");
             }
         }
     }

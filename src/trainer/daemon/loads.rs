@@ -213,7 +213,7 @@ impl StagingDaemon {
         loop {
             let now = self.clock.now();
             let what =
-                self.with(|core| core.saving_for_older_launch(&load.job, launch, waited_for, now))?;
+                self.with(|core| core.describe_awaited_step(&load.job, launch, waited_for, now))?;
             if now >= until {
                 return Some(what);
             }

@@ -117,7 +117,8 @@ impl Core {
         }
     }
 
-    /// Counts the saves of a step that ended because other hosts made no progress.
+    /// Counts a save of the step that ended because other hosts made no progress. Returns how many
+    /// did.
     pub fn count_stall(&mut self, key: &StepKey) -> u32 {
         let Some(step) = self.step_mut(key) else { return 0 };
         step.stalls += 1;
@@ -135,10 +136,10 @@ impl Core {
         !earlier.is_empty()
     }
 
-    /// Returns a description of a step that a load of `launch` should wait for: one that another
-    /// launch has staged on this host and that is being saved. `counts` says of which launches. Returns
-    /// `None` if no such step makes progress.
-    pub fn saving_for_older_launch(
+    /// Returns the progress of an older launch's step for which a load of `launch` should wait.
+    /// `counts` says which older launches count. Returns `None` if none of their steps makes
+    /// progress.
+    pub fn describe_awaited_step(
         &self,
         job: &Job,
         launch: LaunchId,
@@ -157,8 +158,8 @@ impl Core {
         waited_for.first().filter(|_| makes_progress).map(|key| self.progress_of(key))
     }
 
-    /// Drops the steps of older launches of several hosts that are not committed: the job has
-    /// resumed from an earlier step.
+    /// Drops the uncommitted steps of older launches of several hosts: a newer launch has begun, and
+    /// it does not load them.
     pub(super) fn drop_uncommitted_joint_steps(&mut self, job: &Job, newest: LaunchId) {
         let Some(state) = self.jobs.get(job) else { return };
         let left = state.keys(job, |_, launch, step| {
@@ -190,8 +191,10 @@ pub(super) fn check_hosts(hosts: &Hosts) -> Result<(), Failure> {
         true => Ok(()),
         false => fail(
             ErrorKind::Invalid,
-            format!("host {} of {count} hosts", hosts.own),
-            format!("a launch has 2 to {MAX_WRITERS} hosts, counted from 0"),
+            format!("this is host {} of {count}, or a host's name is too long", hosts.own),
+            format!(
+                "use 2 to {MAX_WRITERS} hosts, and names of at most {MAX_HOST_NAME_BYTES} bytes"
+            ),
         ),
     }
 }

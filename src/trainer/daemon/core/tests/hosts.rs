@@ -103,7 +103,7 @@ fn a_load_waits_while_a_step_makes_progress() {
     let waits = |world: &World, of: u8, seconds| {
         let now = Duration::from_secs(seconds);
         let counts = OlderSteps::OfSeveralHosts;
-        world.core.saving_for_older_launch(&job(), launch(of), counts, now)
+        world.core.describe_awaited_step(&job(), launch(of), counts, now)
     };
     assert_eq!(waits(&world, 1, 0), None, "its own steps");
     assert_eq!(waits(&world, 2, 15).as_deref(), Some("step 10 is being hashed"));
@@ -130,7 +130,7 @@ fn loads_of_several_hosts_wait_for_every_launch() {
     world.prepare(1, 0, 1).unwrap();
     world.stage(16, 10);
     let waits = |counts| {
-        world.core.saving_for_older_launch(&job(), launch(2), counts, Duration::ZERO).is_some()
+        world.core.describe_awaited_step(&job(), launch(2), counts, Duration::ZERO).is_some()
     };
     assert!(waits(OlderSteps::All) && !waits(OlderSteps::OfSeveralHosts));
 }

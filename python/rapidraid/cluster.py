@@ -5,6 +5,7 @@ Its daemons are real and end with the process that started them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from typing import Self
 
 from . import _native
 from ._program import program
-from .errors import DeadlineError, NoDaemonError, UnavailableError
+from .errors import DeadlineError, NoDaemonError, RapidraidError, UnavailableError
 
 #: Maximum time until all daemons are ready, in seconds.
 READY_S = 60.0
@@ -202,14 +203,17 @@ class LocalCluster:
         return sorted(name for name in self._children if not name.startswith("staging"))
 
     def stop(self) -> None:
-        """Ends all daemons and removes their memory, and the folder if it is temporary."""
+        """Ends all daemons, also those that ranks have started, and removes their memory, and the folder if it is temporary."""
         for child in self._children.values():
             child.kill()
         for child in self._children.values():
             child.wait()
         self._children.clear()
         for host in range(len(self.configs)):
+            with contextlib.suppress(RapidraidError):
+                self._kill_started_by_rank(host)
             shutil.rmtree(self._staging_of(host), ignore_errors=True)
+            self._staging_of(host).with_suffix(".log").unlink(missing_ok=True)
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 

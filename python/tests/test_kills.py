@@ -115,14 +115,23 @@ def test_whoever_is_killed_the_job_goes_on_bit_for_bit(cluster: rapidraid.LocalC
         Path(result).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def test_the_memory_of_a_daemon_that_a_rank_started_is_destroyed_too(job: str) -> None:
+def test_daemons_that_ranks_started_end_with_the_memory_and_with_the_cluster(job: str) -> None:
     """The host loses its memory although its staging daemon is no longer the one that the cluster started."""
     with rapidraid.local_cluster() as cluster:
-        kill(cluster.daemon_pid())
-        with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
-            assert checkpointer.save(1, {"weight": torch.ones(8)})
-        started = os.pidfd_open(cluster.daemon_pid())
-        cluster.forget_memory()
-        has_ended = bool(select.select([started], [], [], 0)[0])
-        os.close(started)
-        assert has_ended
+        for is_last in (False, True):
+            kill(cluster.daemon_pid())
+            with rapidraid.Checkpointer(f"{job}-{is_last}", config=cluster.config) as checkpointer:
+                assert checkpointer.save(1, {"weight": torch.ones(8)})
+            started = os.pidfd_open(cluster.daemon_pid())
+            if not is_last:
+                cluster.forget_memory()
+                assert has_ended(started)
+    assert has_ended(started)
+    assert not list(cluster.staging.parent.glob(f"{cluster.staging.name}*"))
+
+
+def has_ended(process: int) -> bool:
+    """Returns whether the process of a descriptor has ended, and closes the descriptor."""
+    ended = bool(select.select([process], [], [], 0)[0])
+    os.close(process)
+    return ended

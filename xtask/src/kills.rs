@@ -1,5 +1,5 @@
 //! `cargo xtask kills`: kills real daemons, by the tests `kills`, `sixteen` and `staging`, and by
-//! `python/tests/test_kills.py`. Environment variables tell the tests how much to do.
+//! `python/tests/test_kills.py` and `test_hosts.py`. Environment variables tell the tests how much to do.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -23,7 +23,9 @@ const CELLS: &str = "at_a_stage";
 const RANDOM: &str = "at_any_moment";
 const STANDSTILL: &str = "do_not_stand_still";
 /// A file of pytest instead of a test of cargo.
-const TORCH: &str = "torch";
+const TORCH: &str = "tests/test_kills.py";
+/// The same for a job of several hosts.
+const HOSTS: &str = "tests/test_hosts.py";
 const FLIPS: &str = "a_bit_that_turns";
 const STAGING: &str = "no_whole_step_is_lost";
 
@@ -67,6 +69,10 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
                 what.push((TORCH, "", &[][..]));
                 ("RAPIDRAID_KILLS_TORCH", true)
             }
+            "--hosts" => {
+                what.push((HOSTS, "whoever_is_killed", &[][..]));
+                ("RAPIDRAID_KILLS_HOSTS", true)
+            }
             "--result" => {
                 // The test runs in its own folder, so the path must be absolute.
                 let path = rest.next().and_then(|path| std::path::absolute(path).ok());
@@ -86,8 +92,8 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
     match what[..] {
         [(test, only, skip)] => Ok(Kills { test, only, skip, settings }),
         _ => {
-            let all =
-                "--cells, --cell, --random, --restores, --standstill, --staging, --flips, --torch";
+            let all = "--cells, --cell, --random, --restores, --standstill, --staging, --flips, \
+                       --torch, --hosts";
             Err(format!("kills plays one of {all}"))
         }
     }
@@ -95,8 +101,8 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
 
 /// Runs the tests and shows their output meanwhile.
 pub fn kills(kills: &Kills) -> ExitCode {
-    if kills.test == TORCH {
-        return match kills_with_torch(&kills.settings) {
+    if [TORCH, HOSTS].contains(&kills.test) {
+        return match kills_with_torch(kills) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("cargo xtask kills: {error:#}");
@@ -110,13 +116,16 @@ pub fn kills(kills: &Kills) -> ExitCode {
     cargo::test(kills.test, &arguments, kills.settings.iter().cloned())
 }
 
-fn kills_with_torch(settings: &[(&str, String)]) -> Result<()> {
+fn kills_with_torch(kills: &Kills) -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
     let environment = with_wheel(root, "dev", &[])?;
-    let mut tests = environment.pytest("tests/test_kills.py");
+    let mut tests = environment.pytest(kills.test);
+    if !kills.only.is_empty() {
+        tests.args(["-k", kills.only]);
+    }
     // Each launch reports its result at once.
     tests.arg("-s");
-    run(tests.envs(settings.iter().cloned()))
+    run(tests.envs(kills.settings.iter().cloned()))
 }
 
 #[cfg(test)]
@@ -140,6 +149,8 @@ mod tests {
         assert_eq!((flips.test, flips.only), ("staging", FLIPS));
         let torch = parse(&["--torch", "20"]).unwrap();
         assert_eq!((torch.test, torch.settings[0].0), (TORCH, "RAPIDRAID_KILLS_TORCH"));
+        let hosts = parse(&["--hosts", "20", "--seed", "3"]).unwrap();
+        assert_eq!((hosts.test, hosts.settings[0].0), (HOSTS, "RAPIDRAID_KILLS_HOSTS"));
         assert_eq!(parse(&["--cells"]).unwrap().only, CELLS);
         for wrong in [
             &[][..],

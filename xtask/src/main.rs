@@ -35,6 +35,7 @@ cargo xtask kills --standstill                      archives 64 stripes at once 
 cargo xtask kills --staging N [--seed S] [--result FILE]    N kills of trainers and their staging daemon, in each phase of a step
 cargo xtask kills --flips N [--seed S] [--result FILE]      N flipped bits in each place: segments, files, memory of loads
 cargo xtask kills --torch N [--seed S] [--result FILE]      N kills of PyTorch trainers and their staging daemon
+cargo xtask kills --hosts N [--seed S]                      N kills of ranks, daemons and hosts of a job on two hosts
 cargo xtask bench kernels [--short] [--only WORDS] [--json]    the kernels compared with others; docs/benchmarks/kernels.md
 cargo xtask bench kernels --as NAME [--json]    the same on another processor: writes kernels-NAME beside the record; its page must exist
 cargo xtask bench plot    draws docs/benchmarks/kernels.svg from benches/record/kernels.json

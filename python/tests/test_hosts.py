@@ -26,7 +26,7 @@ RANKS = 4
 KILLS = int(os.environ.get("RAPIDRAID_KILLS_HOSTS", "2"))
 SEED = int(os.environ.get("RAPIDRAID_KILLS_SEED", "0"))
 #: How long a save waits for a host that makes no progress, in seconds.
-STALL_S = 3
+STALL_S = 120
 
 
 @pytest.fixture(scope="module")

@@ -241,6 +241,8 @@ pub struct JobState {
     /// The answers that were given to the loads of launches.
     pub loads: VecDeque<LoadAnswer>,
     launches: BTreeMap<LaunchId, Launch>,
+    /// The launch whose load last waited for steps of older launches, and since when.
+    awaited_since: Option<(LaunchId, Duration)>,
     /// Number of commits and removals by this daemon. A list of committed steps that was requested
     /// before the last change may be outdated.
     changes: u64,

@@ -140,22 +140,29 @@ impl Core {
     /// `counts` says which older launches count. Returns `None` if none of their steps makes
     /// progress.
     pub fn describe_awaited_step(
-        &self,
+        &mut self,
         job: &Job,
         launch: LaunchId,
         counts: OlderSteps,
         now: Duration,
     ) -> Option<String> {
-        let state = self.jobs.get(job)?;
-        let waited_for = state.keys(job, |_, of, step| {
+        let state = self.jobs.get_mut(job)?;
+        let awaited = state.keys(job, |_, of, step| {
             let counts = counts == OlderSteps::All || !state.has_whole_steps(of);
             of != launch && counts && is_uncommitted(step)
         });
-        let makes_progress = waited_for
+        let first = awaited.first()?;
+        // A daemon that was killed may have been started again just now, by the same launch.
+        let since = match state.awaited_since {
+            Some((of, since)) if of == launch => since,
+            _ => now,
+        };
+        state.awaited_since = Some((launch, since));
+        let makes_progress = awaited
             .iter()
             .filter_map(|key| self.step(key))
-            .any(|step| now.saturating_sub(step.progressed_at) <= PROGRESS_PATIENCE);
-        waited_for.first().filter(|_| makes_progress).map(|key| self.progress_of(key))
+            .any(|step| now.saturating_sub(step.progressed_at.max(since)) <= PROGRESS_PATIENCE);
+        makes_progress.then(|| self.progress_of(first))
     }
 
     /// Drops the uncommitted steps of older launches of several hosts: a newer launch has begun, and

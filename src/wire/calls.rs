@@ -157,7 +157,7 @@ calls! {
         writer: u32,
         /// The number of writers.
         writers: u32,
-        /// What the writer says of its part.
+        /// The writer's report on its part.
         report: WriterReport,
         /// The committed save of another launch that the new one may replace.
         replace: Option<SaveId>,

@@ -2,13 +2,14 @@
 //! others.
 
 use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use rapidraid::catalogue::record_access::joint_save_key;
-use rapidraid::client::{ClientError, JointDecisions, JointWriter, NewShard, SaveCode};
+use rapidraid::client::{Client, ClientError, JointDecisions, JointWriter, NewShard, SaveCode};
 use rapidraid::format::records::ShardRoot;
 use rapidraid::id::{LaunchId, SaveId, ShardId, ShardName, Step};
 use rapidraid::kind::ErrorKind;
@@ -45,6 +46,8 @@ struct Writer {
     shards: Vec<Bytes>,
     saves: Mutex<Vec<SaveId>>,
     missing: watch::Sender<Vec<u32>>,
+    /// The number of notes of missing writers.
+    notes: AtomicU32,
     waits_at: Option<Moment>,
     /// Whether the content is found changed before the shards are completed.
     is_changed: bool,
@@ -64,6 +67,7 @@ impl Writer {
             shards,
             saves: Mutex::default(),
             missing: watch::Sender::default(),
+            notes: AtomicU32::default(),
             waits_at: None,
             is_changed: false,
             at: watch::Sender::default(),
@@ -120,9 +124,13 @@ impl JointDecisions for Writer {
         if self.is_changed { Err("weights were changed".into()) } else { Ok(()) }
     }
 
-    fn note_missing(&self, writers: &[u32], _unchanged: Duration) -> Result<(), String> {
-        self.missing.send_replace(writers.to_vec());
+    fn ensure_wanted(&self) -> Result<(), String> {
         Ok(())
+    }
+
+    fn note_missing(&self, writers: &[u32], _unchanged: Duration) {
+        self.notes.fetch_add(1, Ordering::Relaxed);
+        self.missing.send_replace(writers.to_vec());
     }
 
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
@@ -149,7 +157,11 @@ type Saving = JoinHandle<Result<SaveId, ClientError>>;
 
 /// Lets a writer save a step through node `gateway`.
 fn start(world: &World, gateway: usize, step: u64, writers: u32, writer: &Arc<Writer>) -> Saving {
-    let (client, writer) = (world.client_of(gateway), writer.clone());
+    start_by(world.client_of(gateway), step, writers, writer)
+}
+
+fn start_by(client: Client, step: u64, writers: u32, writer: &Arc<Writer>) -> Saving {
+    let writer = writer.clone();
     tokio::spawn(async move {
         let joint = writer.joint(writers);
         client.save_jointly(job().at(Step(step)), joint, None, writer, quiet()).await
@@ -239,6 +251,23 @@ async fn a_writer_that_drops_the_step_is_heard_at_once() {
         assert!(begun.elapsed() < Duration::from_secs(5));
     }
     world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_report_during_an_upload_is_no_progress() {
+    let world = world().await;
+    let (client, number) = world.connect(vec![address(0)]);
+    let clock = world.machines[0].time.clock();
+    world.network.set_pace(&format!("client{number}:0"), clock, Duration::from_secs(5));
+    let writer = Writer { shards: vec![content(6 * LEN, 1)], ..Writer::new(LAUNCH, 0, 1) };
+    let writer = Arc::new(writer.waiting_at(Moment::Sent));
+    let begun = tokio::time::Instant::now();
+    let saving = start_by(client, 1, 1, &writer);
+    writer.has_reached(Moment::Sent).await;
+    assert!(begun.elapsed() > STALL / 4, "too fast for a report: {:?}", begun.elapsed());
+    assert_eq!(writer.notes.load(Ordering::Relaxed), 1, "one, when all had announced");
+    writer.may_go.send_replace(true);
+    saving.await.unwrap().unwrap();
 }
 
 #[tokio::test(start_paused = true)]

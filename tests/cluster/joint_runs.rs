@@ -77,9 +77,11 @@ impl JointDecisions for Part {
         Ok(())
     }
 
-    fn note_missing(&self, _writers: &[u32], _unchanged: Duration) -> Result<(), String> {
+    fn ensure_wanted(&self) -> Result<(), String> {
         Ok(())
     }
+
+    fn note_missing(&self, _writers: &[u32], _unchanged: Duration) {}
 
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
         let name = format!("index/{}", self.launch).parse().unwrap();

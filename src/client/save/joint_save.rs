@@ -70,10 +70,13 @@ pub trait JointDecisions: Send + Sync {
     /// stored. An error aborts the save; its text becomes the reason.
     async fn approve_shards(&self) -> Result<(), String>;
 
+    /// Fails if the writer no longer wants to save the step. The error aborts the save; its text
+    /// becomes the reason.
+    fn ensure_wanted(&self) -> Result<(), String>;
+
     /// Notes that the save waits for `writers`, and for how long none of the writers has made
-    /// progress. If the list is empty, it waits for none. An error aborts the save; its text becomes
-    /// the reason.
-    fn note_missing(&self, writers: &[u32], unchanged: Duration) -> Result<(), String>;
+    /// progress. If the list is empty, it waits for none.
+    fn note_missing(&self, writers: &[u32], unchanged: Duration);
 
     /// Returns the index of the save. It depends only on the data shards, whose roots are given in
     /// order.
@@ -87,7 +90,7 @@ enum AttemptEnd {
     Over,
 }
 
-/// What all writers of the save have done, this one included.
+/// The progress of all writers of the save, this one included.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct SaveProgress {
     announced: usize,
@@ -141,6 +144,12 @@ struct JointWork<'a> {
     decisions: &'a dyn JointDecisions,
 }
 
+impl JointWork<'_> {
+    fn ensure_wanted(&self) -> Result<(), ClientError> {
+        self.decisions.ensure_wanted().map_err(|why| ClientError::CalledOff { why })
+    }
+}
+
 impl Client {
     /// Saves the part of a step that this writer has, together with the other writers of its launch.
     /// `replace` is the committed save of another launch that may be replaced. Returns the save when
@@ -163,7 +172,7 @@ impl Client {
         let mut restarts = SaveRestarts::default();
         loop {
             let joins = WriterReport::Joins;
-            note_missing(&work, &[], Duration::ZERO)?;
+            work.ensure_wanted()?;
             let joined = match self.join_save(&work, joins, &restarts.avoid).await? {
                 JoinSaveAnswer::Committed { save } => return Ok(save),
                 JoinSaveAnswer::Open(joined) => *joined,
@@ -364,7 +373,8 @@ impl SaveSession {
             let missing = joint.unknown_writers();
             let announced = joint.writers.len() - missing.len();
             let unchanged = timer.note(SaveProgress { announced, sent_mib: 0, complete: 0 });
-            note_missing(work, &missing, unchanged)?;
+            work.ensure_wanted()?;
+            work.decisions.note_missing(&missing, unchanged);
             if missing.is_empty() {
                 return Ok(Ok(joint));
             }
@@ -381,7 +391,7 @@ impl SaveSession {
     ) -> Result<AttemptEnd, ClientError> {
         loop {
             self.client.caller().clock().sleep(work.writer.report_interval()).await;
-            note_missing(work, &[], Duration::ZERO)?;
+            work.ensure_wanted()?;
             match self.report(work, shards).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(end)) => return Ok(end),
@@ -446,18 +456,29 @@ impl SaveSession {
                 timer.note(SaveProgress { announced: 0, sent_mib, complete: roots.len() });
             let is_whole = roots.len() >= index as usize;
             let missing = if is_whole { Vec::new() } else { find_missing(joint, &roots) };
-            note_missing(work, &missing, unchanged)?;
+            work.ensure_wanted()?;
+            work.decisions.note_missing(&missing, unchanged);
             if is_whole && unchanged >= turn {
                 roots.truncate(index as usize);
-                let shard = work.decisions.build_index(roots).await?;
-                let parameters = parameters_of(joint, index, shard_count);
-                let root = self.upload_shard(parameters, &shard).await?;
-                self.complete_shard(root).await?;
-                let saved = self.commit_save(shard_count as usize).await?;
-                return Ok(AttemptEnd::Committed(saved.save));
+                return self.commit_with_index(work, joint, roots).await;
             }
             timer.pause(missing).await?;
         }
+    }
+
+    /// Uploads the index of the data shards as the save's last shard, and commits the save.
+    async fn commit_with_index(
+        &self,
+        work: &JointWork<'_>,
+        joint: &JointSave,
+        data: Vec<ShardRoot>,
+    ) -> Result<AttemptEnd, ClientError> {
+        let index = data.len() as u32;
+        let shard = work.decisions.build_index(data).await?;
+        let root = self.upload_shard(parameters_of(joint, index, index + 1), &shard).await?;
+        self.complete_shard(root).await?;
+        let saved = self.commit_save(index as usize + 1).await?;
+        Ok(AttemptEnd::Committed(saved.save))
     }
 
     async fn list_completed_shards(
@@ -489,15 +510,6 @@ impl SaveSession {
             Ok(CompletedShards::Open { .. }) | Err(_) => None,
         }
     }
-}
-
-fn note_missing(
-    work: &JointWork<'_>,
-    writers: &[u32],
-    unchanged: Duration,
-) -> Result<(), ClientError> {
-    let noted = work.decisions.note_missing(writers, unchanged);
-    noted.map_err(|why| ClientError::CalledOff { why })
 }
 
 /// Returns the writer of the first shard that is not complete, in a list of one.

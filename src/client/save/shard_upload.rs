@@ -25,7 +25,7 @@ use crate::wire::calls::{BeginSaveAnswer, PutRecord, RecordName};
 /// single large shard, as a trainer saves it, may use all stripes of the save.
 const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
 
-/// What a save determines about one of its shards before the shard's bytes are sent.
+/// The parameters of a shard that follow from its save.
 pub(super) struct ShardParameters {
     /// The shard's number, from 0.
     pub(super) index: u32,

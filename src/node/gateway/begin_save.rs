@@ -59,10 +59,8 @@ impl SaveGateway {
         let (granted, period) = catalogue.grant_lease().await?;
         trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
         let begun = self.open_save(&*catalogue, &call, granted).await;
-        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted)
-            && let Err(error) = catalogue.revoke_lease(granted).await
-        {
-            tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
+        if begun.as_ref().map_or(true, |(_, lease)| *lease != granted) {
+            revoke_unused_lease(&*catalogue, granted).await;
         }
         let (generation, lease) = begun?;
         Ok(BeginSaveAnswer {
@@ -199,6 +197,13 @@ impl SaveGateway {
                 Ok(EarlierSave::Published)
             }
         }
+    }
+}
+
+/// Revokes a lease that was granted for a save which was not opened under it.
+pub(super) async fn revoke_unused_lease(catalogue: &dyn Catalogue, lease: LeaseId) {
+    if let Err(error) = catalogue.revoke_lease(lease).await {
+        tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
     }
 }
 

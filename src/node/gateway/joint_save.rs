@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::begin_save::{EarlierSave, SaveGateway, check_step_accepts_save, newest_generation};
+use super::begin_save::{
+    EarlierSave, SaveGateway, check_step_accepts_save, newest_generation, revoke_unused_lease,
+};
 use super::error::GatewayError;
 use super::page_limits::SHARDS_SHOWN;
 use super::save_lifecycle::{MAX_SHARDS, is_open_or_was_decided};
@@ -44,10 +46,8 @@ impl SaveGateway {
         let catalogue = self.context.catalogue();
         let mut unused = None;
         let joined = self.join_or_open(&*catalogue, &call, &mut unused).await;
-        if let Some(lease) = unused
-            && let Err(error) = catalogue.revoke_lease(lease).await
-        {
-            tracing::info!(%error, "cannot revoke an unused lease: it expires by itself");
+        if let Some(lease) = unused {
+            revoke_unused_lease(&*catalogue, lease).await;
         }
         joined
     }

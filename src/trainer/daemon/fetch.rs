@@ -13,15 +13,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::tables::{TablesError, merge_tables, range_of_footer, range_of_table, read_tables};
 use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, lock};
-use crate::client::{ClientError, MemorySink, Progress, ReadRange, ShowReport, Sink};
-use crate::format::table::{
-    DATA_SHARD, FOOTER_BYTES, INDEX_SHARD, MergeInput, Table, TableError, TablePart, table_range,
-};
+use crate::client::{ClientError, Progress, ReadRange, ShowReport, Sink};
+use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table, TableError};
 use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
 use crate::kind::ErrorKind;
-use crate::trainer::load::MAX_TABLE_BYTES;
 use crate::trainer::mapping;
 use crate::trainer::protocol::{Failure, Part};
 
@@ -330,11 +328,7 @@ impl StagingDaemon {
             FetchScope::Whole => self.read_shards(&mut fetched, fetch).await?,
             FetchScope::Table => self.read_tables(&fetched).await?,
         };
-        let inputs: Vec<MergeInput<'_>> = (0..)
-            .zip(&tables)
-            .map(|(shard, table)| MergeInput { table, shard, base_offset_bytes: 0 })
-            .collect();
-        fetched.table = Table::merge(&inputs).map_err(|error| bad_index(&fetched, &error))?;
+        fetched.table = merge_tables(&tables).map_err(|error| bad_index(&fetched, &error))?;
         Ok(fetched)
     }
 
@@ -389,7 +383,9 @@ impl StagingDaemon {
                 file.read_exact_at(&mut bytes, range.start).map_err(io_failed)?;
                 Ok::<_, FetchFailure>(bytes)
             };
-            let range = range_of_table(fetched, part.len_bytes, &read(footer(part.len_bytes))?)?;
+            let footer = read(range_of_footer(part.len_bytes))?;
+            let range = range_of_table(part.len_bytes, &footer)
+                .map_err(|error| bad_index(fetched, &error))?;
             Ok(Table::parse(&read(range)?).map_err(|error| bad_index(fetched, &error))?)
         };
         fetched.files.iter().map(table).collect()
@@ -397,48 +393,15 @@ impl StagingDaemon {
 
     /// Reads only the tables at the end of the shards. Returns them.
     async fn read_tables(&self, fetched: &Fetched) -> Result<Vec<Table>, Failure> {
-        let footers = fetched.shards.iter().map(|(name, bytes)| (name, footer(*bytes)));
-        let footers = self.read_all(fetched, footers.collect()).await?;
-        let lengths = fetched.shards.iter().zip(&footers);
-        let ranges = lengths
-            .map(|((name, bytes), footer)| Ok((name, range_of_table(fetched, *bytes, footer)?)))
-            .collect::<Result<Vec<_>, Failure>>()?;
-        let parse = |bytes: &Vec<u8>| Table::parse(bytes).map_err(|e| bad_index(fetched, &e));
-        self.read_all(fetched, ranges).await?.iter().map(parse).collect()
+        let (job, step) = (&fetched.job, fetched.step);
+        let read = |ranges: Vec<ReadRange>| async move {
+            self.client.read_ranges(job, Some(step), &ranges, Arc::new(|_| ())).await.map(drop)
+        };
+        read_tables(&fetched.shards, read).await.map_err(|error| match error {
+            TablesError::Read(error) => failed(step, &error),
+            TablesError::Table(error) => bad_index(fetched, &error),
+        })
     }
-
-    async fn read_all(
-        &self,
-        fetched: &Fetched,
-        wanted: Vec<(&ShardName, Range<u64>)>,
-    ) -> Result<Vec<Vec<u8>>, Failure> {
-        let sinks: Vec<_> =
-            wanted.iter().map(|(_, range)| Arc::new(MemorySink::new(range.clone()))).collect();
-        let ranges: Vec<_> = wanted
-            .into_iter()
-            .zip(&sinks)
-            .map(|((shard, range), to)| ReadRange { shard: shard.clone(), range, sink: to.clone() })
-            .collect();
-        let read =
-            self.client.read_ranges(&fetched.job, Some(fetched.step), &ranges, Arc::new(|_| ()));
-        read.await.map_err(|error| failed(fetched.step, &error))?;
-        Ok(sinks.iter().map(|sink| sink.take_bytes()).collect())
-    }
-}
-
-/// Returns the range of the footer in a shard of this length. A shard may be too short for one.
-fn footer(len_bytes: u64) -> Range<u64> {
-    len_bytes.saturating_sub(FOOTER_BYTES as u64)..len_bytes
-}
-
-fn range_of_table(fetched: &Fetched, len_bytes: u64, footer: &[u8]) -> Result<Range<u64>, Failure> {
-    let range = table_range(len_bytes, footer).map_err(|error| bad_index(fetched, &error))?;
-    let (part, bytes) = (TablePart::Table, range.end - range.start);
-    if bytes > MAX_TABLE_BYTES {
-        let limit_bytes = MAX_TABLE_BYTES;
-        return Err(bad_index(fetched, &TableError::TooLong { part, bytes, limit_bytes }));
-    }
-    Ok(range)
 }
 
 fn bad_index(Fetched { job, step, .. }: &Fetched, error: &TableError) -> Failure {

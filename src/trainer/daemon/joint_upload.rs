@@ -2,7 +2,6 @@
 //! ranks, and one of them merges the tables into the index (docs/staging.md, 10).
 
 use std::io;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -12,17 +11,15 @@ use super::StagingDaemon;
 use super::assemble::{Assembled, MAX_SHARD_STRIPES, cut, shard_sources};
 use super::core::StepKey;
 use super::records::{SaveState, StepRecord};
-use super::trace::{StagingPoint, trace_point};
+use super::tables::{merge_tables, read_tables};
 use super::upload::{Attempt, Committed, data_name, failure, index_name, is_final};
 use crate::client::{
-    ClientError, JointDecisions, JointWriter, MemorySink, NewShard, Progress, ReadRange, SaveCode,
+    ClientError, JointDecisions, JointWriter, NewShard, Progress, ReadRange, SaveCode,
 };
 use crate::format::records::ShardRoot;
-use crate::format::table::{FOOTER_BYTES, MergeInput, Table, TableError, TablePart, table_range};
 use crate::id::{SaveId, ShardName};
 use crate::kind::ErrorKind;
 use crate::pipeline::upload::ShardSource;
-use crate::trainer::load::MAX_TABLE_BYTES;
 use crate::trainer::protocol::{Failure, Hosts};
 
 /// The number of saves of a step that may end because other hosts made no progress. The step is
@@ -183,56 +180,6 @@ impl StagingDaemon {
             }
         }
     }
-
-    /// Reads the tables at the end of the data shards of an open save.
-    async fn read_tables_of_open_save(
-        &self,
-        data: &[ShardRoot],
-    ) -> Result<Vec<Table>, ClientError> {
-        let footers = data
-            .iter()
-            .map(|root| root.len_bytes.saturating_sub(FOOTER_BYTES as u64)..root.len_bytes);
-        let footers = self.read_of_open_save(data, footers.collect()).await?;
-        let mut ranges = Vec::with_capacity(data.len());
-        for (root, footer) in data.iter().zip(&footers) {
-            let range = table_range(root.len_bytes, footer).map_err(|error| bad(root, error))?;
-            let (part, bytes) = (TablePart::Table, range.end - range.start);
-            if bytes > MAX_TABLE_BYTES {
-                let limit_bytes = MAX_TABLE_BYTES;
-                return Err(bad(root, TableError::TooLong { part, bytes, limit_bytes }));
-            }
-            ranges.push(range);
-        }
-        let tables = self.read_of_open_save(data, ranges).await?;
-        let parse = |(root, bytes): (&ShardRoot, Vec<u8>)| {
-            Table::parse(&bytes).map_err(|error| bad(root, error))
-        };
-        data.iter().zip(tables).map(parse).collect()
-    }
-
-    async fn read_of_open_save(
-        &self,
-        data: &[ShardRoot],
-        wanted: Vec<Range<u64>>,
-    ) -> Result<Vec<Vec<u8>>, ClientError> {
-        let sinks: Vec<_> =
-            wanted.iter().map(|range| Arc::new(MemorySink::new(range.clone()))).collect();
-        let ranges: Vec<_> = data
-            .iter()
-            .zip(wanted)
-            .zip(&sinks)
-            .map(|((root, range), sink)| {
-                let shard = root.name.clone();
-                ReadRange { shard, range, sink: sink.clone() }
-            })
-            .collect();
-        self.client.read_ranges_of_open_save(data, &ranges).await?;
-        Ok(sinks.iter().map(|sink| sink.take_bytes()).collect())
-    }
-}
-
-fn bad(root: &ShardRoot, source: TableError) -> ClientError {
-    ClientError::Index { job: root.job.clone(), step: root.step, source: Box::new(source) }
 }
 
 /// Returns the names of hosts, for messages.
@@ -268,20 +215,11 @@ impl JointStepDecisions {
 #[async_trait]
 impl JointDecisions for JointStepDecisions {
     fn note_save(&self, save: SaveId) -> io::Result<()> {
-        let gone = || io::Error::new(io::ErrorKind::NotFound, "the step was given up");
+        // Called before this host announces its shards, so that no save can be committed that the
+        // next daemon does not know.
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.push(save);
-        // The record is written before this host announces its shards, so that no save can be
-        // committed that the next daemon does not know.
-        let state = SaveState::Begun { saves: saves.clone() };
-        let record = StepRecord { save: state, ..self.record.clone() };
-        self.daemon.folder.keep_step(&record).map_err(io::Error::other)?;
-        if !self.daemon.with(|core| core.saving(&self.key, saves.clone())) {
-            self.daemon.folder.forget_step(&self.key);
-            return Err(gone());
-        }
-        trace_point(StagingPoint::Saving, &self.key.job, self.key.step);
-        Ok(())
+        self.daemon.record_saves(&self.key, &self.record, &saves)
     }
 
     fn cut_shards(&self, code: SaveCode) -> Result<Vec<Arc<dyn ShardSource>>, ClientError> {
@@ -298,27 +236,33 @@ impl JointDecisions for JointStepDecisions {
         self.daemon.approve_content(&self.key, &self.step).await
     }
 
-    fn note_missing(&self, writers: &[u32], unchanged: Duration) -> Result<(), String> {
-        let progressed_at = self.daemon.clock.now().saturating_sub(unchanged);
-        let missing = names(&self.hosts, writers);
-        let is_there = self.daemon.with(|core| {
-            core.note_missing(&self.key, missing);
-            core.note_progress(&self.key, progressed_at)
-        });
-        match is_there {
+    fn ensure_wanted(&self) -> Result<(), String> {
+        match self.daemon.with(|core| core.step(&self.key).is_some()) {
             true => Ok(()),
             false => Err("the step was given up".into()),
         }
     }
 
+    fn note_missing(&self, writers: &[u32], unchanged: Duration) {
+        let progressed_at = self.daemon.clock.now().saturating_sub(unchanged);
+        let missing = names(&self.hosts, writers);
+        self.daemon.with(|core| {
+            core.note_missing(&self.key, missing);
+            core.note_progress(&self.key, progressed_at);
+        });
+    }
+
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
-        let tables = self.daemon.read_tables_of_open_save(&data).await?;
+        let shards: Vec<_> = data.iter().map(|root| (root.name.clone(), root.len_bytes)).collect();
+        let client = &self.daemon.client;
+        let read = |ranges: Vec<ReadRange>| {
+            let data = &data;
+            async move { client.read_ranges_of_open_save(data, &ranges).await }
+        };
+        let (job, step) = (&self.key.job, self.key.step);
+        let tables = read_tables(&shards, read).await.map_err(|error| error.of_step(job, step))?;
         let merged = self.daemon.workers.run(move || {
-            let inputs: Vec<MergeInput<'_>> = (0..)
-                .zip(&tables)
-                .map(|(shard, table)| MergeInput { table, shard, base_offset_bytes: 0 })
-                .collect();
-            let table = Table::merge(&inputs)?;
+            let table = merge_tables(&tables)?;
             table.check_coverage()?;
             table.without_hashes().to_bytes()
         });

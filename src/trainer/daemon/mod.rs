@@ -13,6 +13,7 @@ pub mod records;
 mod recovery;
 mod server;
 pub mod source;
+mod tables;
 pub mod trace;
 mod upload;
 
@@ -239,10 +240,7 @@ impl StagingDaemon {
             }
             Effect::ForgetHosts(launch) => self.folder.forget_hosts(launch),
             Effect::AbortIfOpen(key, saves) => {
-                if !saves.is_empty() {
-                    let work = self.clone().abort_if_open(key, saves);
-                    drop(self.settings.background.spawn(work));
-                }
+                drop(self.settings.background.spawn(self.clone().abort_if_open(key, saves)));
             }
             Effect::DropOnOtherHosts(key, hosts) => {
                 drop(self.settings.background.spawn(self.clone().drop_on_other_hosts(key, hosts)));

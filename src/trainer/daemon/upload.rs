@@ -317,6 +317,26 @@ impl StagingDaemon {
         Ok(Attempt::Committed { save: report.save, notes })
     }
 
+    /// Records that saves of a step begin, or may have begun, under these ids. The record is written
+    /// first: the daemon after one that is killed from here on must ask for their outcome. Fails if
+    /// the step was given up.
+    pub(super) fn record_saves(
+        self: &Arc<Self>,
+        key: &StepKey,
+        record: &StepRecord,
+        saves: &[SaveId],
+    ) -> io::Result<()> {
+        let save = SaveState::Begun { saves: saves.to_vec() };
+        let record = StepRecord { save, ..record.clone() };
+        self.folder.keep_step(&record).map_err(io::Error::other)?;
+        if !self.with(|core| core.saving(key, saves.to_vec())) {
+            self.folder.forget_step(key);
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the step was given up"));
+        }
+        trace_point(StagingPoint::Saving, &key.job, key.step);
+        Ok(())
+    }
+
     /// Fails if the step was given up, or if its memory has changed since it was hashed. The error is
     /// the reason, for people.
     pub(super) async fn approve_content(
@@ -414,21 +434,11 @@ struct StepDecisions {
 #[async_trait]
 impl SaveDecisions for StepDecisions {
     fn assign_save_id(&self, _attempt: u32) -> io::Result<SaveId> {
-        let gone = || io::Error::new(io::ErrorKind::NotFound, "the step was given up");
         let mut save = SaveId([0; 12]);
         self.daemon.entropy.fill(&mut save.0);
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.push(save);
-        // Write the record first: the daemon after one that is killed from here on must ask for the
-        // outcome of the save.
-        let state = SaveState::Begun { saves: saves.clone() };
-        let record = StepRecord { save: state, ..self.record.clone() };
-        self.daemon.folder.keep_step(&record).map_err(io::Error::other)?;
-        if !self.daemon.with(|core| core.saving(&self.key, saves.clone())) {
-            self.daemon.folder.forget_step(&self.key);
-            return Err(gone());
-        }
-        trace_point(StagingPoint::Saving, &self.key.job, self.key.step);
+        self.daemon.record_saves(&self.key, &self.record, &saves)?;
         Ok(save)
     }
 

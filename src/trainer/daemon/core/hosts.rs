@@ -19,9 +19,9 @@ const MAX_HOST_NAME_BYTES: usize = 64;
 /// The steps of older launches that a load waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OlderSteps {
-    /// Those of which other hosts have a part. All others can be loaded from memory.
+    /// The steps of which other hosts have a part. Every other step can be loaded from memory.
     OfSeveralHosts,
-    /// All.
+    /// All steps.
     All,
 }
 
@@ -101,11 +101,11 @@ impl Core {
         }
     }
 
-    /// Notes that the save of a step makes progress. Returns false if the step is no longer in memory.
-    pub fn note_progress(&mut self, key: &StepKey, now: Duration) -> bool {
-        let Some(step) = self.step_mut(key) else { return false };
-        step.progressed_at = step.progressed_at.max(now);
-        true
+    /// Notes that the save of a step made progress at `now`.
+    pub fn note_progress(&mut self, key: &StepKey, now: Duration) {
+        if let Some(step) = self.step_mut(key) {
+            step.progressed_at = step.progressed_at.max(now);
+        }
     }
 
     /// Notes the hosts that the save of a step waits for; an empty text if it waits for none.
@@ -170,8 +170,7 @@ impl Core {
     pub(super) fn drop_uncommitted_joint_steps(&mut self, job: &Job, newest: LaunchId) {
         let Some(state) = self.jobs.get(job) else { return };
         let left = state.keys(job, |_, launch, step| {
-            let is_joint = state.launches.get(&launch).is_some_and(Launch::is_on_several_hosts);
-            launch != newest && is_joint && is_uncommitted(step)
+            launch != newest && !state.has_whole_steps(launch) && is_uncommitted(step)
         });
         for key in left {
             let why = Failure::new(

@@ -37,7 +37,9 @@ impl Core {
     ) -> Result<Vec<SegmentId>, Failure> {
         let place = &prepare.place;
         check_place(place)?;
-        hosts.map_or(Ok(()), check_hosts)?;
+        if let Some(hosts) = hosts {
+            check_hosts(hosts)?;
+        }
         if prepare.segment_bytes <= HEADER_BYTES || prepare.launch_bytes < prepare.segment_bytes {
             return fail(ErrorKind::Invalid, "the lengths of the segments do not fit together", "");
         }
@@ -198,11 +200,12 @@ impl Core {
             return Err(fenced(place));
         }
         if let Some(old) = job.newest.replace(place.launch) {
-            let forgotten = (job.old.len() == MAX_OLD_LAUNCHES).then(|| job.old.pop_front());
-            if let Some(forgotten) = forgotten.flatten()
-                && job.launches.remove(&forgotten).is_some_and(|old| old.is_on_several_hosts())
+            if job.old.len() == MAX_OLD_LAUNCHES
+                && let Some(forgotten) = job.old.pop_front()
             {
-                self.effects.push(Effect::ForgetHosts(forgotten));
+                let launch = job.launches.remove(&forgotten);
+                let effect = Effect::ForgetHosts(forgotten);
+                self.effects.extend(launch.and_then(|old| old.hosts).map(|_| effect));
             }
             job.old.push_back(old);
         }
@@ -215,11 +218,6 @@ impl Core {
             committed_before: None,
         });
         job.launches.insert(place.launch, Launch { hosts: hosts.cloned(), ..launch });
-        if hosts.is_some() {
-            // Written before the job's record: a launch whose hosts are not known would count as one
-            // of this host alone.
-            self.effects.push(Effect::KeepHosts(place.job.clone(), place.launch));
-        }
         self.effects.push(Effect::KeepJob(place.job.clone()));
         self.end_old_launches(&place.job, place.launch);
         Ok(())

@@ -383,9 +383,9 @@ impl Core {
             // The other hosts may have committed the step meanwhile. Then it stays: a newer launch
             // may have resumed from it.
             Some(_) => {
-                let is_open = !matches!(step.phase, Phase::Committed { .. });
-                let open = if is_open { saves } else { Vec::new() };
-                self.effects.push(Effect::AbortIfOpen(key.clone(), open));
+                if matches!(step.phase, Phase::Saving { .. }) {
+                    self.effects.push(Effect::AbortIfOpen(key.clone(), saves));
+                }
                 Vec::new()
             }
             None => saves,

@@ -28,10 +28,14 @@ const BY_MARKS: &str = "the catalogue does not answer: this list is from the nod
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let steps = connect::ask(client.list_steps(options.job.as_ref())).await;
-    // Only a catalogue knows of them, and an older daemon does not list them.
-    let open = client.list_open_saves(options.job.as_ref()).await.unwrap_or_default();
+    let is_away = steps.as_ref().is_ok_and(|steps| steps.iter().any(|view| view.by_marks));
+    // Commit marks say nothing of saves that are not committed.
+    let open = match is_away || steps.is_err() {
+        true => Ok(Vec::new()),
+        false => client.list_open_saves(options.job.as_ref()).await,
+    };
     connect::close(&client).await;
-    Ok(Box::new(Steps { committed: steps?, open }))
+    Ok(Box::new(Steps { committed: steps?, open: open.map_err(|error| error.to_string()) }))
 }
 
 /// Runs the command `show`.
@@ -63,7 +67,8 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
 
 struct Steps {
     committed: Vec<StepView>,
-    open: Vec<OpenSaveView>,
+    /// The saves that are not committed yet, or the reason why they are not known.
+    open: Result<Vec<OpenSaveView>, String>,
 }
 
 impl Steps {
@@ -95,7 +100,10 @@ impl Steps {
             };
             format!("{step} is being saved{by}{shards}{late}\n")
         };
-        self.open.iter().map(line).collect()
+        match &self.open {
+            Ok(open) => open.iter().map(line).collect(),
+            Err(reason) => format!("saves that are not committed yet are not listed: {reason}\n"),
+        }
     }
 }
 
@@ -109,11 +117,11 @@ impl CommandOutput for Steps {
                 "late_hosts": view.late_writers, "dropped_host": view.dropped_writer,
             })
         };
-        let open = self.open.iter().map(open).collect();
-        Map::from_iter([
-            ("steps".to_owned(), Value::Array(steps)),
-            ("open_saves".to_owned(), Value::Array(open)),
-        ])
+        let open = match &self.open {
+            Ok(views) => Value::Array(views.iter().map(open).collect()),
+            Err(_) => Value::Null,
+        };
+        Map::from_iter([("steps".to_owned(), Value::Array(steps)), ("open_saves".to_owned(), open)])
     }
 
     fn text(&self, paint: Paint) -> String {

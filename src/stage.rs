@@ -38,6 +38,8 @@ stages! {
     Begin = "begin",
     /// The record of a joint save is about to be written.
     Join = "join",
+    /// A launch is about to be registered as the newest one of its job.
+    Register = "register",
     /// Save, client: the blocks of a stripe are sent.
     Send = "send",
     /// Save, holder: a block that arrived completely gets its name.

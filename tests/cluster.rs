@@ -19,6 +19,8 @@ mod grains;
 mod joint;
 #[path = "cluster/joint_runs.rs"]
 mod joint_runs;
+#[path = "cluster/launches.rs"]
+mod launches;
 #[path = "cluster/members.rs"]
 mod members;
 #[path = "cluster/moves.rs"]

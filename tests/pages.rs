@@ -149,6 +149,8 @@ fn every_message_is_on_its_page() {
         "JoinSaveAnswer",
         "JoinedSave",
         "WriterReport",
+        "LaunchClaim",
+        "LaunchView",
         "CompletedShards",
         "OpenSaveView",
         "ArchiveOptions",
@@ -178,6 +180,7 @@ fn every_message_is_on_its_page() {
         "MoveCatalogueAnswer",
         "DbChecksum",
         "CompareAndSetAnswer",
+        "GuardedSetAnswer",
         "DropReplicasAnswer",
     ];
     let orders = [

@@ -6,13 +6,16 @@
 //! until they are durable.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::database_format::{
     DATA, REVISION, SUM, entry_checksum, parse_entry, parse_number, verify_checksum,
 };
 use super::record_access::NODES;
-use super::{CatalogueError, Entry, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES, SetOutcome};
+use super::{
+    CatalogueError, Entry, Guard, GuardedOutcome, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES,
+    SetOutcome,
+};
 use crate::kind::ErrorKind;
 use crate::store::kv::{Batch, Kv};
 use crate::wire::calls::DbChecksum;
@@ -124,24 +127,64 @@ impl Database {
         expected: Option<u64>,
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError> {
+        self.check_lengths(key, value.as_deref())?;
+        let mut written = self.lock_for_change()?;
+        self.change(&mut written, key, expected, value)
+    }
+
+    /// See [`Catalogue::compare_and_set_guarded`](super::Catalogue::compare_and_set_guarded).
+    pub(super) fn compare_and_set_guarded(
+        &self,
+        key: &str,
+        expected: Option<u64>,
+        value: Vec<u8>,
+        guard: &Guard,
+    ) -> Result<GuardedOutcome, CatalogueError> {
+        self.check_lengths(key, Some(&value))?;
+        // Nothing changes while the lock is held.
+        let mut written = self.lock_for_change()?;
+        let now = self.get(key)?;
+        if now.as_ref().map(|entry| entry.revision) != expected {
+            return Ok(GuardedOutcome::Conflict(now));
+        }
+        if self.get(&guard.key)?.map(|entry| entry.revision) != guard.revision {
+            return Ok(GuardedOutcome::GuardConflict);
+        }
+        Ok(match self.change(&mut written, key, expected, Some(value))? {
+            SetOutcome::Set(revision) => GuardedOutcome::Set(revision),
+            SetOutcome::Conflict(entry) => GuardedOutcome::Conflict(entry),
+        })
+    }
+
+    fn check_lengths(&self, key: &str, value: Option<&[u8]>) -> Result<(), CatalogueError> {
         if key.len() > MAX_KEY_BYTES {
             let what = key.chars().take(64).collect();
             return Err(CatalogueError::TooLong { what, bytes: key.len(), limit: MAX_KEY_BYTES });
         }
-        let value_bytes = value.as_ref().map_or(0, Vec::len);
-        if value_bytes > MAX_VALUE_BYTES {
+        let bytes = value.map_or(0, <[u8]>::len);
+        if bytes > MAX_VALUE_BYTES {
             let what = format!("value of {key}");
-            return Err(CatalogueError::TooLong {
-                what,
-                bytes: value_bytes,
-                limit: MAX_VALUE_BYTES,
-            });
+            return Err(CatalogueError::TooLong { what, bytes, limit: MAX_VALUE_BYTES });
         }
+        Ok(())
+    }
+
+    fn lock_for_change(&self) -> Result<MutexGuard<'_, WriterState>, CatalogueError> {
         self.refuse_if_read_only()?;
-        let mut written = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        if written.is_transferred {
-            return Err(transfer_error());
+        let written = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        match written.is_transferred {
+            true => Err(transfer_error()),
+            false => Ok(written),
         }
+    }
+
+    fn change(
+        &self,
+        written: &mut WriterState,
+        key: &str,
+        expected: Option<u64>,
+        value: Option<Vec<u8>>,
+    ) -> Result<SetOutcome, CatalogueError> {
         let full_key = format!("{DATA}{key}");
         let before = self.kv.get(full_key.as_bytes())?;
         let now = before.as_deref().and_then(parse_entry);

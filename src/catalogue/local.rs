@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use super::database::{Database, transfer_error};
 use super::database_format::{DbWriter, read_epoch_and_id};
 use super::record_access::{NODES, NOTHING_FORGOTTEN, parse_record};
-use super::{Catalogue, CatalogueError, Entry, MAX_PAGE, SetOutcome};
+use super::{Catalogue, CatalogueError, Entry, Guard, GuardedOutcome, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
 use crate::format::records::{Node, Record};
@@ -216,6 +216,21 @@ impl Catalogue for LocalCatalogue {
         .await
     }
 
+    async fn compare_and_set_guarded(
+        &self,
+        key: &str,
+        expected: Option<u64>,
+        value: Vec<u8>,
+        guard: &Guard,
+    ) -> Result<GuardedOutcome, CatalogueError> {
+        self.wait_while_paused().await?;
+        let (key, guard) = (key.to_owned(), guard.clone());
+        self.run_on_database(&self.write_workers, move |table| {
+            table.compare_and_set_guarded(&key, expected, value, &guard)
+        })
+        .await
+    }
+
     async fn list_entries(
         &self,
         prefix: &str,
@@ -384,6 +399,27 @@ mod tests {
             again.compare_and_set("a", None, Some(vec![9])).await.unwrap(),
             SetOutcome::Set(5)
         );
+    }
+
+    #[tokio::test]
+    async fn a_guarded_set_needs_both_revisions_and_compares_its_own_key_first() {
+        let kv = Arc::new(MemoryKv::new());
+        let catalogue = open(&kv).unwrap();
+        let set = async |expected, value: &[u8], revision| {
+            let guard = Guard { key: "guard".into(), revision };
+            let value = value.to_vec();
+            catalogue.compare_and_set_guarded("a", expected, value, &guard).await.unwrap()
+        };
+        assert_eq!(set(None, b"1", Some(1)).await, GuardedOutcome::GuardConflict);
+        assert_eq!(catalogue.get("a").await.unwrap(), None);
+        assert_eq!(set(None, b"1", None).await, GuardedOutcome::Set(2));
+        catalogue.compare_and_set("guard", None, Some(vec![0])).await.unwrap();
+        // The guard has changed too, but a repeated call must find its own value.
+        let now = Some(Entry { value: b"1".to_vec(), revision: 2 });
+        assert_eq!(set(None, b"1", None).await, GuardedOutcome::Conflict(now));
+        assert_eq!(set(Some(2), b"2", None).await, GuardedOutcome::GuardConflict);
+        assert_eq!(set(Some(2), b"2", Some(3)).await, GuardedOutcome::Set(4));
+        open(&kv).unwrap();
     }
 
     #[tokio::test]

@@ -52,6 +52,26 @@ pub enum SetOutcome {
     Conflict(Option<Entry>),
 }
 
+/// A second key, whose revision a compare-and-set requires as well.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Guard {
+    /// The key.
+    pub key: String,
+    /// The revision that it must have; `None`: the key must not exist.
+    pub revision: Option<u64>,
+}
+
+/// The outcome of a compare-and-set with a [`Guard`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GuardedOutcome {
+    /// The change is durable. The key's new revision.
+    Set(u64),
+    /// The key is not as expected, and nothing was changed. The key's current entry.
+    Conflict(Option<Entry>),
+    /// The key is as expected and the guard is not. Nothing was changed.
+    GuardConflict,
+}
+
 /// The errors of the catalogue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -167,6 +187,17 @@ pub trait Catalogue: Send + Sync + 'static {
         expected: Option<u64>,
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError>;
+
+    /// Sets a key as [`compare_and_set`](Self::compare_and_set) does, if the key of `guard` has its
+    /// revision in the same moment. The key itself is compared first, so that a repeated call
+    /// recognises its own effect.
+    async fn compare_and_set_guarded(
+        &self,
+        key: &str,
+        expected: Option<u64>,
+        value: Vec<u8>,
+        guard: &Guard,
+    ) -> Result<GuardedOutcome, CatalogueError>;
 
     /// Returns the keys of `prefix` after `after` with their entries, in order. Returns at most
     /// `limit` and at most [`MAX_PAGE`] entries.

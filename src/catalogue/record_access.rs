@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Catalogue, CatalogueError, SetOutcome};
+use super::{Catalogue, CatalogueError, Guard, GuardedOutcome, SetOutcome};
 use crate::format::envelope::RecordKind;
 use crate::format::records::Record;
 use crate::id::{Job, LeaseId, NodeId, SaveId, ShardId, Step, StepRef};
@@ -66,6 +66,19 @@ pub const JOINT_SAVES: &str = "j/";
 /// Returns the key of the record of a joint save.
 pub fn joint_save_key(save: SaveId) -> String {
     format!("{JOINT_SAVES}{save}")
+}
+
+/// Prefix of the orders of launches.
+pub const LAUNCH_ORDERS: &str = "l/";
+
+/// Returns the key of the order of a job's launches.
+pub fn launch_order_key(job: &Job) -> String {
+    format!("{LAUNCH_ORDERS}{job}")
+}
+
+/// Parses the key of an order of launches. Returns its job.
+pub fn parse_launch_order_key(key: &str) -> Option<Job> {
+    key.strip_prefix(LAUNCH_ORDERS)?.parse().ok()
 }
 
 /// Prefix of the archive requests.
@@ -159,6 +172,35 @@ pub async fn compare_and_set_record<R: Record>(
     }
 }
 
+/// Writes a record by compare-and-set as [`compare_and_set_record`] does. With a guard, the guard's
+/// key must have its revision in the same moment; otherwise the outcome is a conflict with the
+/// record as it is now.
+pub async fn compare_and_set_record_guarded<R: Record>(
+    catalogue: &dyn Catalogue,
+    key: &str,
+    expected: Option<u64>,
+    record: &R,
+    guard: Option<&Guard>,
+) -> Result<RecordSetOutcome<R>, CatalogueError> {
+    let Some(guard) = guard else {
+        return compare_and_set_record(catalogue, key, expected, record).await;
+    };
+    let value = record.to_bytes().map_err(|error| CatalogueError::Record {
+        key: key.to_owned(),
+        reason: error.to_string(),
+    })?;
+    match catalogue.compare_and_set_guarded(key, expected, value, guard).await? {
+        GuardedOutcome::Set(revision) => Ok(RecordSetOutcome::Set(revision)),
+        GuardedOutcome::Conflict(entry) => {
+            let now = entry.map(|entry| Ok((parse_record(key, &entry.value)?, entry.revision)));
+            now.transpose().map(RecordSetOutcome::Conflict)
+        }
+        GuardedOutcome::GuardConflict => {
+            Ok(RecordSetOutcome::Conflict(read_record(catalogue, key).await?))
+        }
+    }
+}
+
 /// Changes a record: reads it, applies `change`, and writes the result by compare-and-set. Starts
 /// again when another writer was faster. `change` returns `None` to leave the record as it is.
 /// Returns the record as it is now.
@@ -186,6 +228,7 @@ pub async fn update_record<R: Record + Default + Clone, E: From<CatalogueError>>
 mod tests {
     use super::*;
     use crate::format::joint_save::{JointSave, MAX_WRITERS, WriterState};
+    use crate::format::launch_order::{LaunchOrder, MAX_LAUNCHES};
     use crate::format::records::{MAX_RING, RingNode};
     use crate::id::LaunchId;
 
@@ -205,6 +248,19 @@ mod tests {
             writers: vec![state; MAX_WRITERS],
         };
         let len_bytes = longest.to_bytes().unwrap().len();
+        assert!(len_bytes <= crate::catalogue::MAX_VALUE_BYTES, "{len_bytes}");
+    }
+
+    #[test]
+    fn the_longest_order_of_launches_fits_into_a_value() {
+        let mut order = LaunchOrder::default();
+        for number in 0..=MAX_LAUNCHES as u8 {
+            order.register(LaunchId([number; 16]), u64::MAX, Some(Step(u64::MAX)));
+            if let Some(newest) = order.launches.last_mut() {
+                newest.number = u64::MAX;
+            }
+        }
+        let len_bytes = order.to_bytes().unwrap().len();
         assert!(len_bytes <= crate::catalogue::MAX_VALUE_BYTES, "{len_bytes}");
     }
 

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::{Catalogue, CatalogueError, Entry, SetOutcome};
+use super::{Catalogue, CatalogueError, Entry, Guard, GuardedOutcome, SetOutcome};
 use crate::clock::deadline;
 use crate::format::records::Node;
 use crate::id::{DbId, Epoch, LeaseId, PeerName};
@@ -17,8 +17,9 @@ use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Caller, address};
 use crate::net::{Address, Connection};
 use crate::wire::calls::{
-    CompareAndSetAnswer, CompareAndSetKey, GetKey, GrantLease, Hello, HelloAnswer, ListKeys,
-    ListNodes, NodeView, RegisterAnswer, RegisterNode, RevokeLease, TouchLease,
+    CompareAndSetAnswer, CompareAndSetKey, CompareAndSetKeyGuarded, GetKey, GrantLease,
+    GuardedSetAnswer, Hello, HelloAnswer, ListKeys, ListNodes, NodeView, RegisterAnswer,
+    RegisterNode, RevokeLease, TouchLease,
 };
 use crate::wire::{Call, NodeAddress, RemoteError};
 
@@ -339,6 +340,29 @@ impl Catalogue for RemoteCatalogue {
                 Ok(SetOutcome::Conflict(other.map(|(value, revision)| Entry { value, revision })))
             }
         }
+    }
+
+    async fn compare_and_set_guarded(
+        &self,
+        key: &str,
+        expected: Option<u64>,
+        value: Vec<u8>,
+        guard: &Guard,
+    ) -> Result<GuardedOutcome, CatalogueError> {
+        let (guard_key, guard_revision) = (guard.key.clone(), guard.revision);
+        let key = key.to_owned();
+        let call = CompareAndSetKeyGuarded { key, expected, value, guard_key, guard_revision };
+        Ok(match self.call_server(&call).await? {
+            GuardedSetAnswer::Set(revision) => GuardedOutcome::Set(revision),
+            // As above: the value found may be this call's own.
+            GuardedSetAnswer::Conflict(Some((value, revision))) if value == call.value => {
+                GuardedOutcome::Set(revision)
+            }
+            GuardedSetAnswer::Conflict(other) => {
+                GuardedOutcome::Conflict(other.map(|(value, revision)| Entry { value, revision }))
+            }
+            GuardedSetAnswer::GuardConflict => GuardedOutcome::GuardConflict,
+        })
     }
 
     async fn list_entries(

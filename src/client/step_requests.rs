@@ -2,11 +2,13 @@
 
 use super::connection::{Client, LONG_LIMIT};
 use super::error::ClientError;
+use crate::format::launch_order::{LaunchOrder, RegisteredLaunch};
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{Job, SaveId, Step, StepRef};
+use crate::id::{Job, LaunchId, SaveId, Step, StepRef};
 use crate::wire::calls::{
-    GetPolicyStatus, Hello, ListOpenSaves, ListSteps, NodeView, OpenSaveView, RemoveAnswer,
-    RemoveStep, ShowStep, ShowStepAnswer, StepView,
+    GetPolicyStatus, Hello, LaunchClaim, LaunchView, ListLaunches, ListOpenSaves, ListSteps,
+    NodeView, OpenSaveView, RegisterLaunch, RemoveAnswer, RemoveLaunchStep, RemoveStep, ShowStep,
+    ShowStepAnswer, StepView,
 };
 
 /// All information about one step.
@@ -43,6 +45,47 @@ impl Client {
         job: Option<&Job>,
     ) -> Result<Vec<OpenSaveView>, ClientError> {
         self.call_gateway(&ListOpenSaves { job: job.cloned() }).await
+    }
+
+    /// Registers a launch as the newest one of its job, or confirms that it is (docs/semantics.md, 3).
+    /// `resumed` is the step that it loaded.
+    ///
+    /// # Errors
+    /// Fails with kind `Fenced` if another launch is newer.
+    pub async fn register_launch(
+        &self,
+        job: &Job,
+        launch: LaunchId,
+        resumed: Option<Step>,
+        claim: LaunchClaim,
+    ) -> Result<(), ClientError> {
+        let call = RegisterLaunch { job: job.clone(), launch, resumed, claim };
+        self.call_gateway_within(&call, LONG_LIMIT).await
+    }
+
+    /// Returns the newest launch of each job.
+    pub async fn list_newest_launches(&self) -> Result<Vec<LaunchView>, ClientError> {
+        let mut launches: Vec<LaunchView> = Vec::new();
+        loop {
+            let after = launches.last().map(|view| view.job.clone());
+            let page = self.call_gateway(&ListLaunches { job: None, after }).await?;
+            if page.is_empty() {
+                return Ok(launches);
+            }
+            launches.extend(page);
+        }
+    }
+
+    /// Returns the order of a job's launches.
+    pub async fn fetch_launch_order(&self, job: &Job) -> Result<LaunchOrder, ClientError> {
+        let call = ListLaunches { job: Some(job.clone()), after: None };
+        let launches = self.call_gateway(&call).await?.into_iter().map(|view| RegisteredLaunch {
+            launch: view.launch,
+            number: view.number,
+            registered_at: view.registered_at,
+            resumed: view.resumed,
+        });
+        Ok(LaunchOrder { launches: launches.collect() })
     }
 
     pub(super) async fn fetch_step(
@@ -102,6 +145,20 @@ impl Client {
         let save = self.find_committed_save(job.at(step)).await?;
         // Ask only once. A repeated request could report as missing what the first one has removed.
         self.call_gateway_once(&RemoveStep { job: job.clone(), step, save }, LONG_LIMIT).await
+    }
+
+    /// Removes the save of a committed step for a launch.
+    ///
+    /// # Errors
+    /// Fails with kind `Fenced` if another launch of the job is newer.
+    pub async fn remove_launch_step(
+        &self,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+        launch: LaunchId,
+    ) -> Result<RemoveAnswer, ClientError> {
+        let remove = RemoveStep { job: step_ref.job.clone(), step: step_ref.step, save };
+        self.call_gateway_once(&RemoveLaunchStep { remove, launch }, LONG_LIMIT).await
     }
 
     /// Returns the id of the save that is committed as the step.

@@ -93,6 +93,8 @@ pub enum RecordKind {
     JointSave = 26,
     /// The hosts of a launch, in a staging folder.
     LaunchHosts = 27,
+    /// The launches of a job, in the catalogue.
+    LaunchOrder = 28,
 }
 
 impl fmt::Display for RecordKind {
@@ -125,6 +127,7 @@ impl fmt::Display for RecordKind {
             Self::Damage => "damage note",
             Self::JointSave => "joint save",
             Self::LaunchHosts => "hosts of a launch",
+            Self::LaunchOrder => "order of launches",
         })
     }
 }

@@ -11,7 +11,7 @@ use crate::id::{LaunchId, LeaseId, SaveId};
 /// catalogue.
 pub const MAX_WRITERS: usize = 128;
 
-/// A save that the writers of a launch write together.
+/// A save that belongs to a launch. Its writers write it together, or one client writes it alone.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JointSave {
     /// The id of the save.
@@ -20,7 +20,7 @@ pub struct JointSave {
     pub launch: LaunchId,
     /// The lease of the save, which all writers keep alive.
     pub lease: LeaseId,
-    /// The seed of the shards' fingerprint keys.
+    /// The seed of the shards' fingerprint keys; zeros if one client writes the save.
     pub seed: [u8; 32],
     /// The number of pieces of a stripe.
     pub n: u8,
@@ -30,7 +30,7 @@ pub struct JointSave {
     pub block_bytes: u64,
     /// The ring of shard 0. The rings of the other shards are rotations of it.
     pub ring: Vec<RingNode>,
-    /// The state of each writer.
+    /// The state of each writer; empty if one client writes the save.
     pub writers: Vec<WriterState>,
 }
 
@@ -55,9 +55,18 @@ impl Record for JointSave {
 }
 
 impl JointSave {
+    /// Returns whether one client writes the save, which then only takes its launch and its ring from
+    /// this record.
+    pub fn has_one_client(&self) -> bool {
+        self.writers.is_empty()
+    }
+
     /// Returns the number of shards of the save, the index among them, or `None` if a writer has not
-    /// announced its own.
+    /// announced its own, or if one client writes the save.
     pub fn shard_count(&self) -> Option<u32> {
+        if self.has_one_client() {
+            return None;
+        }
         self.first_shard(self.writers.len())?.checked_add(1)
     }
 

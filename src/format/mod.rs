@@ -13,6 +13,7 @@ pub mod file;
 pub mod geometry;
 pub mod grain_set;
 pub mod joint_save;
+pub mod launch_order;
 pub mod records;
 #[cfg(test)]
 pub(crate) mod samples;

@@ -11,6 +11,7 @@ pub use super::cluster::{CatchUp, Damage, Heard, Home, Members, Node, SeenEpoch,
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError};
 pub use super::joint_save::JointSave;
+pub use super::launch_order::LaunchOrder;
 pub use super::save_record::SaveHead;
 pub use super::stripe_record::{BlockInfo, StripeFixed, StripeRecord, StripeRecordError};
 use crate::code::CodeId;

@@ -180,6 +180,9 @@ impl GatewayError {
                 ErrorKind::Exists
             }
             E::SaveOver { .. }
+            | E::LaunchReplaced { .. }
+            | E::LaunchUnregistered { .. }
+            | E::LaunchOvertaken { .. }
             | E::LeaseOver
             | E::SaveNotOpen { .. }
             | E::SaveAbortedOrReplaced { .. }

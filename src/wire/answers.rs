@@ -12,8 +12,8 @@ use crate::format::grain_set::GrainSet;
 use crate::format::joint_save::JointSave;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState, Standing};
 use crate::id::{
-    Attempt, ClusterId, DbId, Epoch, Generation, Job, LeaseId, PeerName, SaveId, ShardId, Step,
-    StripeId,
+    Attempt, ClusterId, DbId, Epoch, Generation, Job, LaunchId, LeaseId, PeerName, SaveId, ShardId,
+    Step, StripeId,
 };
 
 /// The beginning of the note in [`NodeStatusAnswer`] of a catalogue server that is read-only.
@@ -262,6 +262,34 @@ pub struct OpenSaveView {
     pub late_writers: Vec<u32>,
     /// The writer of a joint save that has dropped the step.
     pub dropped_writer: Option<u32>,
+}
+
+/// The reason why a launch that is not registered is newer than all others of its job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LaunchClaim {
+    /// It registers for the first time, and no other launch has registered since it began.
+    After {
+        /// The newest launch of the job when this one began.
+        newest: Option<LaunchId>,
+    },
+    /// It was registered before, and the catalogue has been rebuilt since. No other launch has
+    /// committed a step later than its resume point.
+    Again,
+}
+
+/// A launch of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaunchView {
+    /// The job.
+    pub job: Job,
+    /// The launch.
+    pub launch: LaunchId,
+    /// The number of the launch in its job, from 1.
+    pub number: u64,
+    /// When the launch registered, in seconds since 1970.
+    pub registered_at: u64,
+    /// The step that the launch loaded.
+    pub resumed: Option<Step>,
 }
 
 /// The plan of an archiving and its parameters.
@@ -534,6 +562,17 @@ pub enum CompareAndSetAnswer {
     Set(u64),
     /// The key has another revision. Its value and revision; nothing was changed.
     Conflict(Option<(Vec<u8>, u64)>),
+}
+
+/// Answer to [`CompareAndSetKeyGuarded`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GuardedSetAnswer {
+    /// The change is durable. The key's new revision.
+    Set(u64),
+    /// The key has another revision. Its value and revision; nothing was changed.
+    Conflict(Option<(Vec<u8>, u64)>),
+    /// The second key has another revision. Nothing was changed.
+    GuardConflict,
 }
 
 /// Answer to [`DropReplicas`].

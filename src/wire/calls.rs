@@ -180,6 +180,40 @@ calls! {
         /// The job whose saves are listed; `None` for all jobs.
         job: Option<Job>,
     } -> Vec<OpenSaveView>;
+    /// Registers a launch of a job, or confirms that it is the newest one (semantics 3). Publishes
+    /// the job's decided saves, and aborts open saves of older launches.
+    32 Anyone RegisterLaunch {
+        /// The job.
+        job: Job,
+        /// The launch.
+        launch: LaunchId,
+        /// The step that the launch loaded.
+        resumed: Option<Step>,
+        /// The reason why an unknown launch is newer than all others.
+        claim: LaunchClaim,
+    } -> ();
+    /// Opens a save of a launch that one client writes. Otherwise as [`BeginSave`].
+    33 Anyone BeginLaunchSave {
+        /// The save.
+        begin: BeginSave,
+        /// The launch.
+        launch: LaunchId,
+    } -> BeginSaveAnswer;
+    /// Lists the newest launch of each job, in order of the jobs, by pages of at most 64. For one
+    /// job, lists its last launches instead, the newest last.
+    34 Anyone ListLaunches {
+        /// The job whose launches are listed; `None` for the newest launch of each job.
+        job: Option<Job>,
+        /// The page begins after this job.
+        after: Option<Job>,
+    } -> Vec<LaunchView>;
+    /// Removes a committed step for a launch, if it is the newest one of the job.
+    35 Anyone RemoveLaunchStep {
+        /// The step.
+        remove: RemoveStep,
+        /// The launch.
+        launch: LaunchId,
+    } -> RemoveAnswer;
 
     /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
     /// [`BlockTrailer`] frame follows.
@@ -319,6 +353,21 @@ calls! {
         /// The lease.
         lease: LeaseId,
     } -> ();
+
+    /// Sets a key by compare-and-set, if a second key has a given revision in the same moment. The
+    /// change is durable before the answer.
+    47 Nodes CompareAndSetKeyGuarded {
+        /// The key.
+        key: String,
+        /// The revision that the key must have; `None`: the key must not exist.
+        expected: Option<u64>,
+        /// The new value.
+        value: Vec<u8>,
+        /// The second key.
+        guard_key: String,
+        /// The revision that the second key must have; `None`: it must not exist.
+        guard_revision: Option<u64>,
+    } -> GuardedSetAnswer;
 
     /// Admits a node's part of a plan: reserves all memory and disk space that it will need.
     50 Nodes ReservePart {

@@ -9,7 +9,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use rapidraid::catalogue::record_access::joint_save_key;
-use rapidraid::client::{Client, ClientError, JointDecisions, JointWriter, NewShard, SaveCode};
+use rapidraid::client::{
+    Client, ClientError, JointDecisions, JointWriter, NewShard, SaveCode, SaveOptions,
+};
 use rapidraid::format::records::ShardRoot;
 use rapidraid::id::{LaunchId, SaveId, ShardId, ShardName, Step};
 use rapidraid::kind::ErrorKind;
@@ -21,7 +23,9 @@ use rapidraid::wire::calls::{
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::world::{World, address, content, job, quiet, read_file, restore, restore_error, save};
+use crate::world::{
+    World, address, content, job, quiet, read_file, register, restore, restore_error, save, shard,
+};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 3 * BLOCK as usize - 100;
@@ -164,6 +168,7 @@ fn start_by(client: Client, step: u64, writers: u32, writer: &Arc<Writer>) -> Sa
     let writer = writer.clone();
     tokio::spawn(async move {
         let joint = writer.joint(writers);
+        register(&client, writer.launch, None).await?;
         client.save_jointly(job().at(Step(step)), joint, None, writer, quiet()).await
     })
 }
@@ -213,17 +218,21 @@ async fn a_writer_that_never_comes_is_named_and_the_step_is_free_again() {
     let [open] = &open[..] else { panic!("{open:?}") };
     assert_eq!((open.step, open.writers, open.shards), (Step(1), 2, None));
     assert_eq!((&open.late_writers[..], open.dropped_writer), (&[1][..], None), "0 has announced");
-    // Another launch has to wait meanwhile.
-    let other = Arc::new(Writer::new(LaunchId([8; 16]), 0, 1));
-    let refused = start(&world, 1, 1, 1, &other).await.unwrap().unwrap_err();
+    // A save of no launch has to wait meanwhile.
+    let plain = vec![shard("a", &content(LEN, 1))];
+    let refused = world
+        .client()
+        .save(&job(), Step(1), plain, SaveOptions::default(), quiet())
+        .await
+        .unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
     let error = saving.await.unwrap().unwrap_err();
     assert!(matches!(&error, ClientError::WritersMissing { writers, .. } if *writers == [1]));
     let took = begun.elapsed();
     assert!((STALL..STALL + Duration::from_secs(5)).contains(&took), "{took:?}");
     assert_eq!(restore_error(&world.client(), 1).await.kind(), ErrorKind::NotFound);
-    let saved = start(&world, 1, 1, 1, &other).await.unwrap();
-    saved.unwrap();
+    let other = Arc::new(Writer::new(LaunchId([8; 16]), 0, 1));
+    start(&world, 1, 1, 1, &other).await.unwrap().unwrap();
     assert_exact(&world, 1, &[&other]).await;
     world.assert_swept(&world.client()).await;
 }
@@ -412,6 +421,9 @@ async fn what_contradicts_the_save_is_refused() {
         replace: None,
         avoid: Vec::new(),
     };
+    let unknown = voice.ask(&to, &call(0, 2, WriterReport::Joins)).await.unwrap_err();
+    assert_eq!(unknown.kind(), ErrorKind::Fenced, "{unknown}");
+    register(&world.client(), LAUNCH, None).await.unwrap();
     for (writer, writers) in [(0, 0), (2, 2), (0, 129)] {
         let refused = voice.ask(&to, &call(writer, writers, WriterReport::Joins)).await;
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::Invalid, "{writer} of {writers}");

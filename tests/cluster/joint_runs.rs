@@ -1,6 +1,7 @@
 //! Seeded runs of joint saves: writers die, pause, come back and give up, nodes lose power, the
-//! catalogue moves, answers are late, and two launches save the same steps. Each step is whole and
-//! of one launch, and nothing is left that no record explains.
+//! catalogue moves, answers are late, and a second launch begins while writers of the first one still
+//! save. Each step is whole and of one launch, no step of the first launch is committed after the
+//! second has begun beyond it, and nothing is left that no record explains.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,13 +18,16 @@ use rapidraid::id::{LaunchId, SaveId, ShardName, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Address;
 use rapidraid::pipeline::upload::ShardSource;
+use rapidraid::wire::calls::LaunchClaim;
 use tokio::task::JoinHandle;
 
 use crate::world::runs::{number, play, play_all};
 use crate::world::{World, address, content, job, quiet, read_file, restore};
 
 /// Number of seeds in the test suite. `RAPIDRAID_JOINT_SEEDS=2000` runs more.
-const SEEDS: u64 = 30;
+const SEEDS: u64 = 20;
+const FIRST: LaunchId = LaunchId([1; 16]);
+const SECOND: LaunchId = LaunchId([2; 16]);
 const NODES: usize = 7;
 const BLOCK: u64 = 64 << 10;
 const STEPS: u64 = 2;
@@ -37,6 +41,9 @@ const REST: Duration = Duration::from_secs(1_800);
 /// The saves that writers have reported as committed, by step.
 type Reports = Arc<Mutex<BTreeMap<u64, Vec<(LaunchId, SaveId)>>>>;
 
+/// The committed steps right after the second launch had registered.
+type CommittedBefore = Arc<Mutex<Option<Vec<u64>>>>;
+
 /// The part of a step that one writer of a launch has.
 #[derive(Clone)]
 struct Part {
@@ -45,6 +52,8 @@ struct Part {
     writers: u32,
     step: u64,
     seed: u64,
+    /// The launch that was the newest when this one began, and the step that this one loaded.
+    begun: (Option<LaunchId>, Option<Step>),
 }
 
 impl Part {
@@ -92,12 +101,35 @@ impl JointDecisions for Part {
 }
 
 /// Lets a writer save its part, again and again, until it is committed or given up.
-fn start(world: &World, gateway: usize, part: Part, reports: &Reports) -> JoinHandle<()> {
-    let (client, reports) = (world.client_of(gateway), reports.clone());
+fn start(
+    world: &World,
+    gateway: usize,
+    part: Part,
+    reports: &Reports,
+    before: &CommittedBefore,
+) -> JoinHandle<()> {
+    let (client, reports, before) = (world.client_of(gateway), reports.clone(), before.clone());
     tokio::spawn(async move {
         let Part { launch, writer, writers, step, .. } = part;
         let joint = JointWriter { launch, writer, writers, stall: STALL };
+        let (newest, resumed) = part.begun;
         for _ in 0..TRIES {
+            let claim = LaunchClaim::After { newest };
+            match client.register_launch(&job(), launch, resumed, claim).await {
+                Ok(()) if launch == SECOND && before.lock().unwrap().is_none() => {
+                    if let Ok(steps) = client.list_steps(Some(&job())).await {
+                        let steps = steps.into_iter().map(|view| view.step.0).collect();
+                        before.lock().unwrap().get_or_insert(steps);
+                    }
+                }
+                Ok(()) => {}
+                // An older launch may still save the steps that its successor resumed from.
+                Err(error) if error.kind() == ErrorKind::Fenced => {}
+                Err(_) => {
+                    tokio::time::sleep(TRY_PAUSE).await;
+                    continue;
+                }
+            }
             let decisions = Arc::new(part.clone());
             let step_ref = job();
             let saved =
@@ -121,6 +153,7 @@ struct Run {
     parts: Vec<Part>,
     tasks: Vec<Option<JoinHandle<()>>>,
     reports: Reports,
+    before: CommittedBefore,
     /// The machine that has no power.
     down: Option<usize>,
 }
@@ -132,7 +165,32 @@ impl Run {
 
     fn start(&mut self, at: usize) {
         let part = self.parts[at].clone();
-        self.tasks[at] = Some(start(&self.world, self.gateway(), part, &self.reports));
+        let gateway = self.gateway();
+        self.tasks[at] = Some(start(&self.world, gateway, part, &self.reports, &self.before));
+    }
+
+    /// Adds the parts of a launch that begins now, and starts most of its writers.
+    async fn begin_launch(&mut self, launch: LaunchId) {
+        let client = self.world.client_of(self.gateway());
+        let Ok(steps) = client.list_steps(Some(&job())).await else { return };
+        let Ok(order) = client.fetch_launch_order(&job()).await else { return };
+        let loaded = steps.last().map(|view| view.step);
+        let begun = (order.newest().map(|newest| newest.launch), loaded);
+        let seed = self.world.seed;
+        // A few runs have as many writers as a large job has hosts.
+        let writers = if seed % 25 == 7 { 64 } else { 2 + self.random.below(4) as u32 };
+        let first = self.parts.len();
+        for step in 1 + loaded.map_or(0, |step| step.0)..=STEPS {
+            let part = |writer| Part { launch, writer, writers, step, seed, begun };
+            self.parts.extend((0..writers).map(part));
+        }
+        self.tasks.resize_with(self.parts.len(), || None);
+        for at in first..self.parts.len() {
+            if self.random.below(8) > 0 {
+                self.start(at);
+            }
+            tokio::time::sleep(Duration::from_millis(self.random.below(20))).await;
+        }
     }
 
     /// Does one random thing: kills, starts or drops a writer, cuts or restores power, or moves the
@@ -196,6 +254,13 @@ impl Run {
         for (of, save) in reports {
             assert_eq!((of, save), (launch, index.save), "step {step}");
         }
+        let second = self.parts.iter().find(|part| part.launch == SECOND);
+        if let (Some(second), Some(before)) = (second, &*self.before.lock().unwrap())
+            && launch == FIRST
+            && second.begun.1.is_none_or(|resumed| step > resumed.0)
+        {
+            assert!(before.contains(&step), "step {step} was committed behind the second launch");
+        }
         let parts = self.parts.iter().filter(|part| part.launch == launch && part.step == step);
         let contents: Vec<Bytes> = parts.flat_map(Part::shards).collect();
         assert_eq!(contents.len(), data.len(), "step {step}");
@@ -212,27 +277,22 @@ async fn run(seed: u64) -> u64 {
     let world = World::simulated(NODES, &[(5, 3), (4, 2)], BLOCK, seed).await;
     let random = SeededEntropy::new(seed);
     world.set_lag(random.below(30));
-    let mut parts = Vec::new();
-    for number in 1..=1 + random.below(2) as u8 {
-        // A few runs have as many writers as a large job has hosts.
-        let writers = if seed % 25 == 7 { 64 } else { 2 + random.below(4) as u32 };
-        for step in 1..=STEPS {
-            let launch = LaunchId([number; 16]);
-            parts.extend((0..writers).map(|writer| Part { launch, writer, writers, step, seed }));
+    let (parts, tasks) = (Vec::new(), Vec::new());
+    let (reports, before) = (Reports::default(), CommittedBefore::default());
+    let mut run = Run { world, random, parts, tasks, reports, before, down: None };
+    run.begin_launch(FIRST).await;
+    let events = run.random.below(14);
+    // In half of the runs there is no second launch.
+    let begins_at = run.random.below(2 * events + 1);
+    for event in 0..=events {
+        if event == begins_at {
+            run.begin_launch(SECOND).await;
         }
-    }
-    let tasks = parts.iter().map(|_| None).collect();
-    let mut run = Run { world, random, parts, tasks, reports: Reports::default(), down: None };
-    for at in 0..run.parts.len() {
-        if run.random.below(8) > 0 {
-            run.start(at);
+        if event < events {
+            let pause = if run.random.below(4) == 0 { 15_000 } else { 400 };
+            tokio::time::sleep(Duration::from_millis(run.random.below(pause))).await;
+            run.happen().await;
         }
-        tokio::time::sleep(Duration::from_millis(run.random.below(20))).await;
-    }
-    for _ in 0..run.random.below(14) {
-        let pause = if run.random.below(4) == 0 { 15_000 } else { 400 };
-        tokio::time::sleep(Duration::from_millis(run.random.below(pause))).await;
-        run.happen().await;
     }
     if let Some(index) = run.down.take() {
         run.world.kill(index).await;

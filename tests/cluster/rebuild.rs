@@ -19,7 +19,7 @@ use crate::world::{
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;
 
-async fn rebuild_on(
+pub async fn rebuild_on(
     client: &Client,
     index: usize,
     accept_loss: bool,
@@ -32,7 +32,7 @@ async fn rebuild_on(
 }
 
 /// Kills the catalogue server and deletes its catalogue database. Returns the database.
-async fn lose_catalogue(world: &mut World) -> Option<Arc<MemoryKv>> {
+pub async fn lose_catalogue(world: &mut World) -> Option<Arc<MemoryKv>> {
     world.kill(0).await;
     let map = world.machines[0].catalogue.get();
     world.machines[0].catalogue.set(None);

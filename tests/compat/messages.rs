@@ -200,6 +200,17 @@ fn for_clients(calls: &mut Calls) {
         late_writers: vec![1, 3],
         dropped_writer: Some(2),
     };
+    let begin =
+        BeginSave { job: job.clone(), step, replace: true, save: SAVE, avoid: vec![NodeId(300)] };
+    let register =
+        |claim| RegisterLaunch { job: job.clone(), launch: LAUNCH, resumed: Some(step), claim };
+    let launch_view = |resumed| LaunchView {
+        job: job.clone(),
+        launch: LAUNCH,
+        number: 300,
+        registered_at: 1_800_000_000,
+        resumed,
+    };
     let announces = WriterReport::Announces { save, shards: 300, sent_mib: 70_000 };
     let nodes = vec![node("node-1"), node("node-2")];
     let joined =
@@ -207,16 +218,14 @@ fn for_clients(calls: &mut Calls) {
     calls
         .both(Hello { me: None }, hello)
         .request(", node", Hello { me: Some(node("node-1")) })
-        .both(
-            BeginSave {
-                job: job.clone(),
-                step,
-                replace: true,
-                save: SAVE,
-                avoid: vec![NodeId(300)],
-            },
-            begun,
-        )
+        .both(begin.clone(), begun.clone())
+        .both(BeginLaunchSave { begin, launch: LAUNCH }, begun)
+        .both(register(LaunchClaim::After { newest: Some(LAUNCH) }), ())
+        .request(", first", register(LaunchClaim::After { newest: None }))
+        .request(", again", register(LaunchClaim::Again))
+        .both(ListLaunches { job: Some(job.clone()), after: None }, vec![launch_view(Some(step))])
+        .request(", newest", ListLaunches { job: None, after: Some(job.clone()) })
+        .answer::<ListLaunches>(", nothing loaded", vec![launch_view(None)])
         .both(RebuildCatalogue { accept_loss: true }, rebuilt())
         .both(join(WriterReport::Joins), JoinSaveAnswer::Open(Box::new(joined)))
         .request(", announces", join(announces))
@@ -249,6 +258,8 @@ fn for_clients(calls: &mut Calls) {
     }
     archive_events(calls);
     let waiting = vec!["node-3".parse().unwrap()];
+    let remove = RemoveStep { job: job.clone(), step, save };
+    let removed = RemoveAnswer { confirmed: 15, waiting };
     let listed = ListStepsAnswer { steps: vec![step_view()], next: Some((job.clone(), step)) };
     let shards = vec![(root(), Some(state())), (root(), None)];
     let status = NodeStatusAnswer {
@@ -264,7 +275,8 @@ fn for_clients(calls: &mut Calls) {
         notes: vec!["1 files are in quarantine".into()],
     };
     calls
-        .both(RemoveStep { job: job.clone(), step, save }, RemoveAnswer { confirmed: 15, waiting })
+        .both(remove.clone(), removed.clone())
+        .both(RemoveLaunchStep { remove, launch: LAUNCH }, removed)
         .both(ListSteps { job: Some(job.clone()), after: Some((job.clone(), step)) }, listed)
         .request(", all", ListSteps { job: None, after: None })
         .both(
@@ -349,6 +361,14 @@ fn of_the_catalogue(calls: &mut Calls) {
     let value = vec![1, 2, 3];
     let (expected, prefix) = (Some(300), "c/".to_owned());
     let epoch = GENERATION.epoch;
+    let other = Some((value.clone(), 299));
+    let guarded = |guard_revision| CompareAndSetKeyGuarded {
+        key: key(),
+        expected: Some(300),
+        value: value.clone(),
+        guard_key: "l/gpt".into(),
+        guard_revision,
+    };
     calls
         .both(
             RegisterNode { node: node("node-1") },
@@ -366,6 +386,11 @@ fn of_the_catalogue(calls: &mut Calls) {
             CompareAndSetAnswer::Conflict(Some((value.clone(), 299))),
         )
         .answer::<CompareAndSetKey>(", gone", CompareAndSetAnswer::Conflict(None))
+        .both(guarded(Some(300)), GuardedSetAnswer::Set(301))
+        .request(", absent guard", guarded(None))
+        .answer::<CompareAndSetKeyGuarded>(", other", GuardedSetAnswer::Conflict(other))
+        .answer::<CompareAndSetKeyGuarded>(", gone", GuardedSetAnswer::Conflict(None))
+        .answer::<CompareAndSetKeyGuarded>(", other guard", GuardedSetAnswer::GuardConflict)
         .both(ListKeys { prefix, after: Some(key()), limit: 256 }, vec![(key(), value, 300)])
         .both(GrantLease {}, (LEASE, 10_000))
         .both(TouchLease { lease: LEASE, keep: true }, true)

@@ -9,6 +9,7 @@ use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::{Content, FileHeader};
 use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::joint_save::{JointSave, WriterState};
+use rapidraid::format::launch_order::{LaunchOrder, RegisteredLaunch};
 use rapidraid::format::records::{
     BlockInfo, Checkpoint, CommitMark, Damage, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves,
     Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing,
@@ -320,6 +321,16 @@ fn launch_hosts() -> LaunchHosts {
     LaunchHosts { launch: LAUNCH, hosts, filled: Some(Step(1200)) }
 }
 
+fn launch_order() -> LaunchOrder {
+    let entry = |number: u8, resumed| RegisteredLaunch {
+        launch: LaunchId([number; 16]),
+        number: number.into(),
+        registered_at: 1_800_000_000,
+        resumed,
+    };
+    LaunchOrder { launches: vec![entry(1, None), entry(2, Some(Step(1200)))] }
+}
+
 /// Returns the cases of all records.
 pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
@@ -367,6 +378,7 @@ pub fn cases() -> Vec<Case> {
         record("staged step, committed", staged_step(SaveState::Committed { save: SAVE })),
         record("staged job", staged_job()),
         record("hosts of a launch", launch_hosts()),
+        record("order of launches", launch_order()),
     ]
 }
 

@@ -9,10 +9,10 @@ use rapidraid::catalogue::record_access::ArchiveRequest;
 use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::FileHeader;
 use rapidraid::format::records::{
-    Checkpoint, CommitMark, Damage, Fence, JointSave, Leaves, Members, Node, Receipt, Record,
-    Removing, SaveHead, ShardRoot, ShardState, StripeRecord, StripeState, Tombstone,
+    Checkpoint, CommitMark, Damage, Fence, JointSave, LaunchOrder, Leaves, Members, Node, Receipt,
+    Record, Removing, SaveHead, ShardRoot, ShardState, StripeRecord, StripeState, Tombstone,
 };
-use rapidraid::id::{ClusterId, PeerName, SaveId};
+use rapidraid::id::{ClusterId, PeerName, SaveId, Step};
 use rapidraid::store::kv::Batch;
 use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store, StoreError};
 use rapidraid::trainer::daemon::records::{
@@ -96,6 +96,12 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(21) => record(bytes, |value: OwnerRecord| plain(&value)),
         Some(22) => record(bytes, |value: StepRecord| plain(&value)),
         Some(23) => record(bytes, |value: JobRecord| plain(&value)),
+        Some(28) => record(bytes, |order: LaunchOrder| {
+            for entry in &order.launches {
+                let _ = order.may_save(entry.launch, Step(0));
+            }
+            plain(&order)
+        }),
         Some(27) => record(bytes, |value: LaunchHosts| plain(&value)),
         _ => Ok(Seen::default()),
     }

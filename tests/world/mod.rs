@@ -24,18 +24,20 @@ use std::time::Duration;
 use bytes::Bytes;
 use echo::Echo;
 use power::{Host, Leaves, Power, PoweredKv};
-use rapidraid::client::{Client, NewShard, NodeReport, ProgressFn, RestoreRequest, SaveOptions};
+use rapidraid::client::{
+    Client, ClientError, NewShard, NodeReport, ProgressFn, RestoreRequest, SaveOptions,
+};
 use rapidraid::config::{DEFAULT_LEASE, Policy, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::records::Standing;
-use rapidraid::id::{ClusterId, Job, PeerName, Step};
+use rapidraid::id::{ClusterId, Job, LaunchId, PeerName, Step};
 use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{Node, NodeParts, NodeSettings};
 use rapidraid::store::{
     CatalogueStorage, Disk, Kv, KvError, LOCK_FILE, MemoryDisk, MemoryKv, Store,
 };
-use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
+use rapidraid::wire::calls::{ArchiveOptions, LaunchClaim, PlanChoice};
 use rapidraid::wire::order::Codec;
 use rapidraid::workers::Workers;
 use spy::{Requests, Spied};
@@ -458,6 +460,18 @@ pub async fn replace_and_die(world: &mut World, len: usize) {
 pub async fn save(client: &Client, step: u64, shards: &[(&str, &Bytes)]) {
     let shards = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
     client.save(&job(), Step(step), shards, SaveOptions::default(), quiet()).await.unwrap();
+}
+
+/// Registers a launch that begins now and has loaded the step `resumed`.
+pub async fn register(
+    client: &Client,
+    launch: LaunchId,
+    resumed: Option<u64>,
+) -> Result<(), ClientError> {
+    let order = client.fetch_launch_order(&job()).await?;
+    let newest = order.newest().map(|newest| newest.launch);
+    let claim = LaunchClaim::After { newest };
+    client.register_launch(&job(), launch, resumed.map(Step), claim).await
 }
 
 pub fn options(plan: PlanChoice) -> ArchiveOptions {

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 
 use crate::client::ClientError;
 use crate::entropy::Entropy;
-use crate::id::{SaveId, ShardName};
+use crate::id::{LaunchId, SaveId, ShardName};
 use crate::pipeline::upload::ShardSource;
 
 /// A shard to save.
@@ -28,6 +28,12 @@ pub trait SaveDecisions: Send + Sync {
     /// after a crash whether the save was committed, store the id durably before this returns, and
     /// call [`crate::client::Client::settle_save`] later.
     fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId>;
+
+    /// Returns the launch that the save belongs to, if it belongs to one. The launch must be
+    /// registered ([`crate::client::Client::register_launch`]).
+    fn launch(&self) -> Option<LaunchId> {
+        None
+    }
 
     /// Returns the shards. The caller may cut them to fit the code that the cluster has chosen.
     fn shards_for_code(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError>;

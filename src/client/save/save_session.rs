@@ -20,14 +20,15 @@ use crate::client::{
 };
 use crate::format::records::{Node, Saved, ShardRoot};
 use crate::format::save_record::{SaveHead, SaveRecord};
-use crate::id::{ClusterId, Generation, Job, NodeId, SaveId, Step, StepRef};
+use crate::id::{ClusterId, Generation, Job, LaunchId, NodeId, SaveId, Step, StepRef};
 use crate::kind::ErrorKind;
 use crate::net::Address;
 use crate::pipeline::upload::{FailedNodes, SaveError};
 use crate::placement::ring;
 use crate::topology::Directory;
 use crate::wire::calls::{
-    AbortSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, Hello, NodeView, RenewLease,
+    AbortSave, BeginLaunchSave, BeginSave, BeginSaveAnswer, CommitSave, CompleteShard, Hello,
+    NodeView, RenewLease,
 };
 
 /// Number of shards that are saved at once.
@@ -152,7 +153,14 @@ impl Client {
         loop {
             let id = decisions.assign_save_id(restarts.count);
             let save = id.map_err(|source| ClientError::SaveId { source })?;
-            let mut saving = self.begin_save(job.at(step), options, &restarts.avoid, save).await?;
+            let begin = BeginSave {
+                job: job.clone(),
+                step,
+                replace: options.replace,
+                save,
+                avoid: restarts.avoid.clone(),
+            };
+            let mut saving = self.begin_save(begin, decisions.launch()).await?;
             if let Some(error) = restarts.take_refusal_that_recurs(&saving.begun) {
                 saving.abort_save().await;
                 return Err(error);
@@ -217,16 +225,15 @@ impl Client {
 
     async fn begin_save(
         &self,
-        step_ref: StepRef<'_>,
-        options: SaveOptions,
-        avoid: &[NodeId],
-        save: SaveId,
+        begin: BeginSave,
+        launch: Option<LaunchId>,
     ) -> Result<SaveSession, ClientError> {
-        let StepRef { job, step } = step_ref;
-        let (job, avoid) = (job.clone(), avoid.to_vec());
-        let begin = BeginSave { job, step, replace: options.replace, save, avoid };
-        let begun = self.call_gateway(&begin).await?;
-        self.start_session(step_ref, begun).await
+        let (job, step) = (begin.job.clone(), begin.step);
+        let begun = match launch {
+            None => self.call_gateway(&begin).await?,
+            Some(launch) => self.call_gateway(&BeginLaunchSave { begin, launch }).await?,
+        };
+        self.start_session(job.at(step), begun).await
     }
 
     /// Starts the session of an open save.

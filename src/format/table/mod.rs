@@ -34,6 +34,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::id::{LaunchId, ShardName};
 pub use build::TableBuilder;
 pub use error::{Section, TableError, TablePart};
 pub use layout::{FOOTER_BYTES, table_range};
@@ -47,6 +48,11 @@ pub use search::{CopyDim, ExtentCopy, SearchError, Wanted, search};
 pub const DATA_SHARD: &str = "data/";
 /// The start of the name of the index shard. The launch follows.
 pub const INDEX_SHARD: &str = "index/";
+
+/// Returns the launch in the name of an index shard. Returns `None` for other names.
+pub fn launch_of_index(name: &ShardName) -> Option<LaunchId> {
+    name.as_str().strip_prefix(INDEX_SHARD)?.parse().ok()
+}
 
 /// The set of names in which a path is unique. The shared space sorts first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use super::error::CatalogueServerError;
 use crate::catalogue::local::LocalCatalogue;
-use crate::catalogue::{Catalogue, SetOutcome};
+use crate::catalogue::{Catalogue, Guard, GuardedOutcome, SetOutcome};
 use crate::id::LeaseId;
 use crate::node::context::NodeContext;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
-    CompareAndSetAnswer, CompareAndSetKey, GetKey, ListKeys, RegisterAnswer, RegisterNode,
-    RevokeLease, TouchLease,
+    CompareAndSetAnswer, CompareAndSetKey, CompareAndSetKeyGuarded, GetKey, GuardedSetAnswer,
+    ListKeys, RegisterAnswer, RegisterNode, RevokeLease, TouchLease,
 };
 
 /// The service that reads and changes the catalogue for other nodes, while this node serves it.
@@ -62,6 +62,24 @@ impl CatalogueCalls {
             SetOutcome::Conflict(entry) => {
                 CompareAndSetAnswer::Conflict(entry.map(|entry| (entry.value, entry.revision)))
             }
+        })
+    }
+
+    pub(in crate::node) async fn compare_and_set_key_guarded(
+        &self,
+        call: CompareAndSetKeyGuarded,
+    ) -> Result<GuardedSetAnswer, RemoteError> {
+        let guard = Guard { key: call.guard_key, revision: call.guard_revision };
+        let outcome = self
+            .require_local_catalogue()?
+            .compare_and_set_guarded(&call.key, call.expected, call.value, &guard)
+            .await?;
+        Ok(match outcome {
+            GuardedOutcome::Set(revision) => GuardedSetAnswer::Set(revision),
+            GuardedOutcome::Conflict(entry) => {
+                GuardedSetAnswer::Conflict(entry.map(|entry| (entry.value, entry.revision)))
+            }
+            GuardedOutcome::GuardConflict => GuardedSetAnswer::GuardConflict,
         })
     }
 

@@ -5,19 +5,24 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::error::GatewayError;
+use super::launches::{AdmittedLaunch, admit_launch};
 use super::removal::SaveRemoval;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
-    RecordSetOutcome, checkpoint_key, compare_and_set_record, read_record, shard_roots_prefix,
+    RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
+    joint_save_key, read_record, shard_roots_prefix,
 };
-use crate::format::records::{Checkpoint, Node as NodeRecord, RemoveReason, Removing, Writing};
-use crate::id::{Generation, LeaseId, NodeId, SaveId, StepRef};
+use crate::format::joint_save::JointSave;
+use crate::format::records::{
+    Checkpoint, Node as NodeRecord, RemoveReason, Removing, RingNode, Writing,
+};
+use crate::id::{Generation, LaunchId, LeaseId, NodeId, SaveId, StepRef};
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::scan_interval;
 use crate::placement;
 use crate::stage::{TracePoint, trace_point};
 use crate::wire::RemoteError;
-use crate::wire::calls::{BeginSave, BeginSaveAnswer};
+use crate::wire::calls::{BeginLaunchSave, BeginSave, BeginSaveAnswer};
 
 /// Maximum number of pending removals of one step.
 const MAX_REMOVING: usize = 32;
@@ -36,6 +41,28 @@ pub(super) enum EarlierSave {
     Aborted(Removing),
 }
 
+/// A client that is about to open a save.
+#[derive(Clone, Copy)]
+pub(super) struct SaveCaller<'a> {
+    /// The id of its save, if it has drawn one.
+    pub(super) save: Option<SaveId>,
+    /// The launch of its save, if it belongs to one.
+    pub(super) launch: Option<&'a AdmittedLaunch>,
+}
+
+impl SaveCaller<'_> {
+    async fn has_newer_launch_than(
+        &self,
+        catalogue: &dyn Catalogue,
+        save: SaveId,
+    ) -> Result<bool, RemoteError> {
+        match self.launch {
+            Some(launch) => launch.is_newer_than_launch_of(catalogue, save).await,
+            None => Ok(false),
+        }
+    }
+}
+
 /// The service that begins, completes, commits and aborts the saves of clients.
 pub(in crate::node) struct SaveGateway {
     pub(super) context: Arc<NodeContext>,
@@ -48,22 +75,38 @@ impl SaveGateway {
         Self { context, removal }
     }
 
-    /// Opens a save: chooses its code and its nodes, and grants it a lease. Returns all that the
-    /// client needs to send blocks.
+    /// Opens a save that belongs to no launch: chooses its code and its nodes, and grants it a lease.
+    /// Returns all that the client needs to send blocks.
     pub(in crate::node) async fn begin_save(
         self: &Arc<Self>,
         call: BeginSave,
+    ) -> Result<BeginSaveAnswer, RemoteError> {
+        self.begin(call, None).await
+    }
+
+    /// Opens a save of a launch. Otherwise as [`begin_save`](Self::begin_save).
+    pub(in crate::node) async fn begin_launch_save(
+        self: &Arc<Self>,
+        call: BeginLaunchSave,
+    ) -> Result<BeginSaveAnswer, RemoteError> {
+        self.begin(call.begin, Some(call.launch)).await
+    }
+
+    async fn begin(
+        self: &Arc<Self>,
+        call: BeginSave,
+        launch: Option<LaunchId>,
     ) -> Result<BeginSaveAnswer, RemoteError> {
         let catalogue = self.context.catalogue();
         let (n, k, nodes) = self.choose_nodes(&call.avoid, call.save).await?;
         let (granted, period) = catalogue.grant_lease().await?;
         trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
-        let begun = self.open_save(&*catalogue, &call, granted).await;
+        let begun = self.open_save(&*catalogue, &call, launch, granted).await;
         if begun.as_ref().map_or(true, |(_, lease)| *lease != granted) {
             revoke_unused_lease(&*catalogue, granted).await;
         }
         let (generation, lease) = begun?;
-        Ok(BeginSaveAnswer {
+        let begun = BeginSaveAnswer {
             save: call.save,
             generation,
             lease,
@@ -72,7 +115,36 @@ impl SaveGateway {
             k,
             block_bytes: self.context.settings.block_bytes,
             nodes,
-        })
+        };
+        match launch {
+            Some(launch) => self.record_launch_of_save(&*catalogue, begun, launch).await,
+            None => Ok(begun),
+        }
+    }
+
+    /// Creates the record that names the launch and the ring of a save which one client writes.
+    /// Returns the answer to the client. If the record exists, because this call is a duplicate, the
+    /// answer has the code and the nodes in that record.
+    async fn record_launch_of_save(
+        &self,
+        catalogue: &dyn Catalogue,
+        begun: BeginSaveAnswer,
+        launch: LaunchId,
+    ) -> Result<BeginSaveAnswer, RemoteError> {
+        let BeginSaveAnswer { save, lease, n, k, block_bytes, .. } = begun;
+        let ring = placement::ring(&begun.nodes, 0);
+        let (seed, writers) = ([0; 32], Vec::new());
+        let record = JointSave { save, launch, lease, seed, n, k, block_bytes, ring, writers };
+        trace_point(TracePoint::Join, save);
+        let key = joint_save_key(save);
+        match compare_and_set_record(catalogue, &key, None, &record).await? {
+            RecordSetOutcome::Conflict(Some((first, _))) => {
+                let JointSave { n, k, block_bytes, .. } = first;
+                let nodes = list_ring_nodes(catalogue, &first.ring).await?;
+                Ok(BeginSaveAnswer { n, k, block_bytes, nodes, ..begun })
+            }
+            _ => Ok(begun),
+        }
     }
 
     /// Returns the code of a new save, as (n, k), and the nodes that it may use: the live storage
@@ -119,6 +191,7 @@ impl SaveGateway {
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
         call: &BeginSave,
+        launch: Option<LaunchId>,
         lease: LeaseId,
     ) -> Result<(Generation, LeaseId), RemoteError> {
         let step_ref = call.job.at(call.step);
@@ -127,8 +200,13 @@ impl SaveGateway {
         loop {
             let (mut checkpoint, revision) =
                 current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
+            let admitted = match launch {
+                Some(launch) => Some(admit_launch(catalogue, launch, step_ref).await?),
+                None => None,
+            };
+            let caller = SaveCaller { save: Some(call.save), launch: admitted.as_ref() };
             let aborted = match self
-                .take_and_resolve_writing(catalogue, step_ref, Some(call.save), &mut checkpoint)
+                .take_and_resolve_writing(catalogue, step_ref, caller, &mut checkpoint)
                 .await?
             {
                 EarlierSave::IsThisOne { generation, lease } => return Ok((generation, lease)),
@@ -147,7 +225,10 @@ impl SaveGateway {
             checkpoint.removing.extend(aborted.clone());
             let generation = newest_generation(&checkpoint).next(catalogue.epoch());
             checkpoint.writing = Some(Writing::Open { save: call.save, generation, lease });
-            match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
+            let guard = admitted.as_ref().map(|admitted| &admitted.guard);
+            match compare_and_set_record_guarded(catalogue, &key, revision, &checkpoint, guard)
+                .await?
+            {
                 RecordSetOutcome::Set(_) => {
                     if let Some(entry) = aborted {
                         self.removal.spawn_removal(call.job.clone(), call.step, entry);
@@ -160,28 +241,31 @@ impl SaveGateway {
     }
 
     /// Removes the save under way from `checkpoint`, if there is one, and returns its fate. A
-    /// decided save is published. An open save is aborted if its lease is over. `own` is the id of
-    /// the save that is about to be opened, if the caller has drawn it.
+    /// decided save is published. An open save is aborted if its lease is over, or if its launch is
+    /// older than that of the caller.
     ///
     /// # Errors
     /// [`GatewayError::StepBeingSaved`] if another client saves the step;
-    /// [`GatewayError::SaveOver`] if the open save is `own` and its lease is over.
+    /// [`GatewayError::SaveOver`] if the open save is the caller's and its lease is over.
     pub(super) async fn take_and_resolve_writing(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
         step_ref: StepRef<'_>,
-        own: Option<SaveId>,
+        caller: SaveCaller<'_>,
         checkpoint: &mut Checkpoint,
     ) -> Result<EarlierSave, RemoteError> {
         match checkpoint.writing.take() {
             None => Ok(EarlierSave::None),
-            Some(Writing::Open { save, generation, lease }) if Some(save) == own => {
+            Some(Writing::Open { save, generation, lease }) if Some(save) == caller.save => {
                 match catalogue.renew_lease(lease).await? {
                     true => Ok(EarlierSave::IsThisOne { generation, lease }),
                     false => Err(GatewayError::SaveOver { save }.into()),
                 }
             }
-            Some(Writing::Open { lease, .. }) if catalogue.is_lease_alive(lease).await? => {
+            Some(Writing::Open { save, lease, .. })
+                if catalogue.is_lease_alive(lease).await?
+                    && !caller.has_newer_launch_than(catalogue, save).await? =>
+            {
                 let lease = self.context.settings.lease;
                 let abort_seconds = (lease + scan_interval(lease)).as_secs() + 1;
                 let StepRef { job, step } = step_ref;
@@ -198,6 +282,16 @@ impl SaveGateway {
             }
         }
     }
+}
+
+/// Returns the registered nodes of a ring.
+pub(super) async fn list_ring_nodes(
+    catalogue: &dyn Catalogue,
+    ring: &[RingNode],
+) -> Result<Vec<NodeRecord>, RemoteError> {
+    let is_in_ring = |id: NodeId| ring.iter().any(|member| member.node == id);
+    let registered = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
+    Ok(registered.filter(|node| is_in_ring(NodeId::of(&node.name))).collect())
 }
 
 /// Revokes a lease that was granted for a save which was not opened under it.

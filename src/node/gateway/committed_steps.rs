@@ -22,7 +22,7 @@ use crate::pipeline::coordinator::list_shard_roots;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
-    RemoveStep, ShowStep, ShowStepAnswer, StepView,
+    RemoveLaunchStep, RemoveStep, ShowStep, ShowStepAnswer, StepView,
 };
 
 /// Maximum number of queued events for a client that watches an archiving.
@@ -57,19 +57,40 @@ impl CommittedSteps {
         self: &Arc<Self>,
         call: RemoveStep,
     ) -> Result<RemoveAnswer, RemoteError> {
-        let RemoveStep { job, step, save } = &call;
-        let entry =
-            match self.removal.unpublish(job.at(*step), *save, RemoveReason::Deleted).await? {
-                UnpublishOutcome::Removing(entry) => entry,
-                UnpublishOutcome::OtherSave => {
-                    let (job, step) = (job.clone(), *step);
-                    return Err(GatewayError::StepSavedAnew { job, step }.into());
-                }
-                UnpublishOutcome::NotCommitted => {
-                    let (job, step) = (job.clone(), *step);
-                    return Err(GatewayError::StepNotCommitted { job, step }.into());
-                }
-            };
+        let step_ref = call.job.at(call.step);
+        let outcome = self.removal.unpublish(step_ref, call.save, RemoveReason::Deleted).await?;
+        self.finish_removal_of(call, outcome).await
+    }
+
+    /// Removes a committed step for a launch. Otherwise as [`remove_step`](Self::remove_step).
+    ///
+    /// # Errors
+    /// [`GatewayError::LaunchReplaced`] if the launch is not the newest one of the job.
+    pub(in crate::node) async fn remove_launch_step(
+        self: &Arc<Self>,
+        call: RemoveLaunchStep,
+    ) -> Result<RemoveAnswer, RemoteError> {
+        let RemoveLaunchStep { remove, launch } = call;
+        let step_ref = remove.job.at(remove.step);
+        let outcome = self.removal.unpublish_for_launch(step_ref, remove.save, launch).await?;
+        self.finish_removal_of(remove, outcome).await
+    }
+
+    async fn finish_removal_of(
+        self: &Arc<Self>,
+        call: RemoveStep,
+        outcome: UnpublishOutcome,
+    ) -> Result<RemoveAnswer, RemoteError> {
+        let (job, step) = (call.job.clone(), call.step);
+        let entry = match outcome {
+            UnpublishOutcome::Removing(entry) => entry,
+            UnpublishOutcome::OtherSave => {
+                return Err(GatewayError::StepSavedAnew { job, step }.into());
+            }
+            UnpublishOutcome::NotCommitted => {
+                return Err(GatewayError::StepNotCommitted { job, step }.into());
+            }
+        };
         let removal = self.removal.clone();
         let work = self
             .context

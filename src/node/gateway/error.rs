@@ -1,7 +1,8 @@
 //! The errors of the calls that any daemon serves for a client.
 
 use super::page_limits::SAVES_PER_PAGE;
-use crate::id::{Job, NodeId, SaveId, ShardName, Step};
+use crate::id::{Job, LaunchId, NodeId, SaveId, ShardName, Step};
+use crate::units::date;
 
 /// The reason why a client's request was refused or failed.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +31,20 @@ pub(in crate::node) enum GatewayError {
     /// Too many removals of older saves of the step are pending.
     #[error("{job}/{step} waits for nodes to remove older saves: start the nodes that are down")]
     TooManyRemovals { job: Job, step: Step },
+    /// A newer launch of the job has registered.
+    #[error(
+        "launch {launch} of job {job} is over: launch {number} ({newest}) writes for the job since {}",
+        date(*since)
+    )]
+    LaunchReplaced { launch: LaunchId, job: Job, number: u64, newest: LaunchId, since: u64 },
+    /// The launch is not known: it never registered, or the catalogue was rebuilt.
+    #[error("launch {launch} of job {job} is not registered: it may save no step")]
+    LaunchUnregistered { launch: LaunchId, job: Job },
+    /// A launch that was registered before has been overtaken by another one.
+    #[error(
+        "launch {launch} of job {job} is over: launch {other} has committed step {step}, which launch {launch} has not loaded"
+    )]
+    LaunchOvertaken { launch: LaunchId, job: Job, step: Step, other: LaunchId },
     /// The lease of the save is over.
     #[error("the save's lease is over: it was aborted; save again")]
     LeaseOver,

@@ -4,19 +4,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::begin_save::{
-    EarlierSave, SaveGateway, check_step_accepts_save, newest_generation, revoke_unused_lease,
+    EarlierSave, SaveCaller, SaveGateway, check_step_accepts_save, list_ring_nodes,
+    newest_generation, revoke_unused_lease,
 };
 use super::error::GatewayError;
+use super::launches::{AdmittedLaunch, admit_launch};
 use super::page_limits::SHARDS_SHOWN;
 use super::save_lifecycle::{MAX_SHARDS, is_open_or_was_decided};
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
-    RecordSetOutcome, checkpoint_key, compare_and_set_record, joint_save_key, parse_record,
-    read_record, shard_root_key, shard_roots_prefix,
+    RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
+    joint_save_key, parse_record, read_record, shard_root_key, shard_roots_prefix,
 };
 use crate::format::joint_save::{JointSave, MAX_WRITERS, WriterState};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
-use crate::id::{LeaseId, NodeId, SaveId};
+use crate::id::{LeaseId, SaveId};
 use crate::placement;
 use crate::stage::{TracePoint, trace_point};
 use crate::wire::RemoteError;
@@ -27,6 +29,16 @@ use crate::wire::calls::{
 /// How often the joint record of an open save is looked for, and the pause between two looks. It is
 /// written right after the step's record.
 const RECORD_LOOKS: (u32, Duration) = (20, Duration::from_millis(50));
+
+/// The fate of the save that was under way for a step when a writer joins.
+enum EarlierJoint {
+    /// It is one of the writer's launch, which has joined it.
+    Joined(JoinSaveAnswer),
+    /// It was decided, and is committed now.
+    Published,
+    /// There was none, or it can no longer be completed and is removed.
+    Ended(Option<Removing>),
+}
 
 impl SaveGateway {
     /// Joins the open save of a launch's step, and opens it if there is none. Records what the
@@ -66,27 +78,16 @@ impl SaveGateway {
         loop {
             let (mut checkpoint, revision) =
                 current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
-            let own = self.find_own_open_save(catalogue, call, &checkpoint).await?;
-            let aborted = match own {
-                Some((joint, removing)) => {
-                    match self.record_report(catalogue, call, joint, &removing).await? {
-                        Some(joined) => return Ok(joined),
-                        // Its lease or its epoch is over, or a node of its ring is gone.
-                        None => Some(removing),
-                    }
-                }
-                None => match self
-                    .take_and_resolve_writing(catalogue, step_ref, None, &mut checkpoint)
-                    .await?
-                {
-                    EarlierSave::Published => {
+            let admitted = admit_launch(catalogue, call.launch, step_ref).await?;
+            let aborted =
+                match self.resolve_earlier(catalogue, call, &admitted, &mut checkpoint).await? {
+                    EarlierJoint::Joined(answer) => return Ok(answer),
+                    EarlierJoint::Published => {
                         current = read_record(catalogue, &key).await?;
                         continue;
                     }
-                    EarlierSave::Aborted(removing) => Some(removing),
-                    EarlierSave::None | EarlierSave::IsThisOne { .. } => None,
-                },
-            };
+                    EarlierJoint::Ended(removing) => removing,
+                };
             if let Some(answer) = find_end(catalogue, call, &checkpoint).await? {
                 return Ok(answer);
             }
@@ -100,7 +101,10 @@ impl SaveGateway {
             let generation = newest_generation(&checkpoint).next(catalogue.epoch());
             checkpoint.writing = Some(Writing::Open { save: joint.save, generation, lease });
             trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
-            match compare_and_set_record(catalogue, &key, revision, &checkpoint).await? {
+            let guard = Some(&admitted.guard);
+            match compare_and_set_record_guarded(catalogue, &key, revision, &checkpoint, guard)
+                .await?
+            {
                 RecordSetOutcome::Conflict(other) => {
                     current = other;
                     continue;
@@ -115,6 +119,35 @@ impl SaveGateway {
             let joint_key = joint_save_key(joint.save);
             compare_and_set_record(catalogue, &joint_key, None, &joint).await?;
         }
+    }
+
+    /// Records the report of the writer if the step has an open save of its launch. Otherwise removes
+    /// the save under way from `checkpoint`, if there is one.
+    async fn resolve_earlier(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &JoinSave,
+        admitted: &AdmittedLaunch,
+        checkpoint: &mut Checkpoint,
+    ) -> Result<EarlierJoint, RemoteError> {
+        if let Some((joint, removing)) =
+            self.find_own_open_save(catalogue, call, checkpoint).await?
+        {
+            return Ok(match self.record_report(catalogue, call, joint, &removing).await? {
+                Some(answer) => EarlierJoint::Joined(answer),
+                // Its lease or its epoch is over, or a node of its ring is gone.
+                None => EarlierJoint::Ended(Some(removing)),
+            });
+        }
+        let step_ref = call.job.at(call.step);
+        let caller = SaveCaller { save: None, launch: Some(admitted) };
+        let earlier =
+            self.take_and_resolve_writing(catalogue, step_ref, caller, checkpoint).await?;
+        Ok(match earlier {
+            EarlierSave::Published => EarlierJoint::Published,
+            EarlierSave::Aborted(removing) => EarlierJoint::Ended(Some(removing)),
+            EarlierSave::None | EarlierSave::IsThisOne { .. } => EarlierJoint::Ended(None),
+        })
     }
 
     /// Draws the id and the seed of a new save, and chooses its code and its ring.
@@ -183,9 +216,7 @@ impl SaveGateway {
         {
             return Ok(None);
         }
-        let is_in_ring = |id: NodeId| joint.ring.iter().any(|member| member.node == id);
-        let registered = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
-        let nodes: Vec<_> = registered.filter(|node| is_in_ring(NodeId::of(&node.name))).collect();
+        let nodes = list_ring_nodes(catalogue, &joint.ring).await?;
         if nodes.len() < joint.ring.len() {
             return Ok(None);
         }

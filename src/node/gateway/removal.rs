@@ -8,14 +8,16 @@ use std::time::Duration;
 use futures_util::{StreamExt, stream};
 
 use super::error::GatewayError;
+use super::launches::require_newest;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record, joint_save_key,
-    read_record, shard_roots_prefix, shard_state_key, shard_states_prefix, update_record,
+    NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record,
+    compare_and_set_record_guarded, joint_save_key, read_record, shard_roots_prefix,
+    shard_state_key, shard_states_prefix, update_record,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
-use crate::id::{Generation, Job, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
+use crate::id::{Generation, Job, LaunchId, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
 use crate::net::call::address;
 use crate::node::context::NodeContext;
 use crate::node::quorum::{majority, tolerated_losses};
@@ -71,23 +73,47 @@ impl SaveRemoval {
         // `update_record` calls this again if the record has changed meanwhile, either by another writer
         // or by a write of this daemon whose answer was lost.
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
-            let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
-                let going = checkpoint.removing.into_iter().find(|entry| entry.save == save);
-                found = match (checkpoint.committed, going) {
-                    (Some(_), _) => UnpublishOutcome::OtherSave,
-                    (None, Some(entry)) => UnpublishOutcome::Removing(entry),
-                    (None, None) => UnpublishOutcome::NotCommitted,
-                };
-                return Ok(None);
-            };
-            let entry = Removing { save, generation: saved.generation, reason };
-            found = UnpublishOutcome::Removing(entry.clone());
-            checkpoint.removing.push(entry);
-            Ok(Some(checkpoint))
+            let (outcome, has_changed) = move_to_removing(&mut checkpoint, save, reason);
+            found = outcome;
+            Ok(has_changed.then_some(checkpoint))
         };
         trace_point(TracePoint::Removing, format_args!("{step_ref}"));
         update_record(&*self.context.catalogue(), &checkpoint_key(step_ref), change).await?;
         Ok(found)
+    }
+
+    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, for a launch that is the newest
+    /// one of the job.
+    ///
+    /// # Errors
+    /// [`GatewayError::LaunchReplaced`] if it is not.
+    pub(super) async fn unpublish_for_launch(
+        &self,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+        launch: LaunchId,
+    ) -> Result<UnpublishOutcome, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let key = checkpoint_key(step_ref);
+        loop {
+            let guard = require_newest(&*catalogue, launch, step_ref.job).await?;
+            let found = read_record::<Checkpoint>(&*catalogue, &key).await?;
+            let Some((mut checkpoint, revision)) = found else {
+                return Ok(UnpublishOutcome::NotCommitted);
+            };
+            let (outcome, has_changed) =
+                move_to_removing(&mut checkpoint, save, RemoveReason::Deleted);
+            if !has_changed {
+                return Ok(outcome);
+            }
+            trace_point(TracePoint::Removing, format_args!("{step_ref}"));
+            let (expected, guard) = (Some(revision), Some(&guard));
+            let set =
+                compare_and_set_record_guarded(&*catalogue, &key, expected, &checkpoint, guard);
+            if let RecordSetOutcome::Set(_) = set.await? {
+                return Ok(outcome);
+            }
+        }
     }
 
     /// Carries out one removal of a save of a step, as far as it can go now. Returns its progress.
@@ -286,6 +312,27 @@ impl SaveRemoval {
             }
         });
     }
+}
+
+/// Moves `save` to the removals of the step if it is committed. Returns what the step's record says
+/// about it then, and whether the record has changed.
+fn move_to_removing(
+    checkpoint: &mut Checkpoint,
+    save: SaveId,
+    reason: RemoveReason,
+) -> (UnpublishOutcome, bool) {
+    let Some(saved) = checkpoint.committed.take_if(|saved| saved.save == save) else {
+        let going = checkpoint.removing.iter().find(|entry| entry.save == save);
+        let outcome = match (&checkpoint.committed, going) {
+            (Some(_), _) => UnpublishOutcome::OtherSave,
+            (None, Some(entry)) => UnpublishOutcome::Removing(entry.clone()),
+            (None, None) => UnpublishOutcome::NotCommitted,
+        };
+        return (outcome, false);
+    };
+    let entry = Removing { save, generation: saved.generation, reason };
+    checkpoint.removing.push(entry.clone());
+    (UnpublishOutcome::Removing(entry), true)
 }
 
 /// Records that the catalogue no longer knows every removal. Nodes that catch up from now on ask

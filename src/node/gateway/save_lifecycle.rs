@@ -8,17 +8,18 @@ use futures_util::stream::{self, TryStreamExt};
 
 use super::begin_save::SaveGateway;
 use super::error::GatewayError;
+use super::launches::{admit_launch, find_launch_of_open_save, require_newest};
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
-    RecordSetOutcome, checkpoint_key, compare_and_set_record, joint_save_key, read_record,
-    shard_root_key, shard_state_key, update_record,
+    RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
+    joint_save_key, read_record, shard_root_key, shard_state_key, update_record,
 };
 use crate::format::joint_save::JointSave;
 use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
     Saved, ShardRoot, ShardState, Writing, roots_hash,
 };
-use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId, StepRef};
+use crate::id::{Epoch, Generation, LaunchId, NodeId, SaveId, ShardId, StepRef};
 use crate::net::call::CallError;
 use crate::node::quorum::majority;
 use crate::pipeline::coordinator::list_shard_roots;
@@ -84,6 +85,7 @@ impl SaveGateway {
         if joint.as_ref().is_some_and(|(joint, _)| joint.dropped_writer().is_some()) {
             return Err(not_open().into());
         }
+        let joint = joint.filter(|(joint, _)| !joint.has_one_client());
         if joint.is_some_and(|(joint, _)| !joint.admits(&root)) {
             return Err(GatewayError::RootInconsistent { shard: root.name }.into());
         }
@@ -133,11 +135,17 @@ impl SaveGateway {
             {
                 return Ok(saved.clone());
             }
+            let mut guard = None;
             let saved = match checkpoint.writing.take() {
                 Some(Writing::Decided { saved }) if saved.save == call.save => {
                     return self.mark_and_publish(call.job.at(call.step), saved).await;
                 }
                 Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                    if let Some(launch) = find_launch_of_open_save(&*catalogue, save).await? {
+                        let step_ref = call.job.at(call.step);
+                        let admitted = admit_launch(&*catalogue, launch, step_ref).await?;
+                        guard = Some(admitted.guard);
+                    }
                     self.build_saved_if_complete(&call, generation).await?
                 }
                 _ => {
@@ -147,7 +155,10 @@ impl SaveGateway {
             };
             checkpoint.writing = Some(Writing::Decided { saved: saved.clone() });
             trace_point(TracePoint::Decide, format_args!("{}/{}", call.job, call.step));
-            match compare_and_set_record(&*catalogue, &key, Some(revision), &checkpoint).await? {
+            let (expected, guard) = (Some(revision), guard.as_ref());
+            match compare_and_set_record_guarded(&*catalogue, &key, expected, &checkpoint, guard)
+                .await?
+            {
                 RecordSetOutcome::Set(_) => {
                     return self.mark_and_publish(call.job.at(call.step), saved).await;
                 }
@@ -346,30 +357,47 @@ impl SaveGateway {
         self: &Arc<Self>,
         call: AbortSave,
     ) -> Result<(), RemoteError> {
-        let mut entry = None;
-        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
-            match checkpoint.writing.take() {
+        self.abort_save_for(call, None).await
+    }
+
+    /// Aborts an open save as [`abort_save`](Self::abort_save) does. With a launch, fails unless this
+    /// launch is the newest one of the job.
+    pub(super) async fn abort_save_for(
+        self: &Arc<Self>,
+        call: AbortSave,
+        launch: Option<LaunchId>,
+    ) -> Result<(), RemoteError> {
+        let catalogue = self.context.catalogue();
+        let key = checkpoint_key(call.job.at(call.step));
+        loop {
+            let guard = match launch {
+                Some(launch) => Some(require_newest(&*catalogue, launch, &call.job).await?),
+                None => None,
+            };
+            let found = read_record::<Checkpoint>(&*catalogue, &key).await?;
+            let Some((mut checkpoint, revision)) = found else { return Ok(()) };
+            let removing = match checkpoint.writing.take() {
                 Some(Writing::Open { save, generation, .. }) if save == call.save => {
-                    let removing = Removing { save, generation, reason: RemoveReason::Aborted };
-                    checkpoint.removing.push(removing.clone());
-                    entry = Some(removing);
-                    Ok(Some(checkpoint))
+                    Removing { save, generation, reason: RemoveReason::Aborted }
                 }
                 writing => {
                     checkpoint.writing = writing;
-                    if is_open_or_was_decided(&checkpoint, call.save) {
-                        return Err(GatewayError::SaveDecided { save: call.save }.into());
-                    }
-                    Ok(None)
+                    return match is_open_or_was_decided(&checkpoint, call.save) {
+                        true => Err(GatewayError::SaveDecided { save: call.save }.into()),
+                        false => Ok(()),
+                    };
                 }
+            };
+            checkpoint.removing.push(removing.clone());
+            let (expected, guard) = (Some(revision), guard.as_ref());
+            if let RecordSetOutcome::Set(_) =
+                compare_and_set_record_guarded(&*catalogue, &key, expected, &checkpoint, guard)
+                    .await?
+            {
+                self.removal.spawn_removal(call.job, call.step, removing);
+                return Ok(());
             }
-        };
-        update_record(&*self.context.catalogue(), &checkpoint_key(call.job.at(call.step)), change)
-            .await?;
-        if let Some(entry) = entry {
-            self.removal.spawn_removal(call.job, call.step, entry);
         }
-        Ok(())
     }
 }
 

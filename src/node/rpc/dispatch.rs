@@ -21,14 +21,15 @@ use crate::node::standings::get_standing;
 use crate::node::storage::node_inventory::{list_inventory, list_marked_saves};
 use crate::pipeline::executor::IncomingStream;
 use crate::wire::calls::{
-    ALL, AbortSave, ArchiveStep, BeginSave, CatchUp, ClaimEpoch, CommitSave, CompareAndSetKey,
-    CompleteShard, CopyReplica, DropReplicas, ExamineStripe, FindRemovedSaves, GetKey,
-    GetNodeStatus, GetPolicyStatus, GetRecord, GetShardState, GetStanding, GrantLease, Hello,
-    JoinSave, ListCompletedShards, ListDamagedMarks, ListFiles, ListInventory, ListKeys,
-    ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves, ListSources,
-    ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt,
-    PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterNode, ReleasePart,
-    RemoveNode, RemoveStep, RenewLease, ReservePart, RevokeLease, RunPart, ShowStep, TouchLease,
+    ALL, AbortSave, ArchiveStep, BeginLaunchSave, BeginSave, CatchUp, ClaimEpoch, CommitSave,
+    CompareAndSetKey, CompareAndSetKeyGuarded, CompleteShard, CopyReplica, DropReplicas,
+    ExamineStripe, FindRemovedSaves, GetKey, GetNodeStatus, GetPolicyStatus, GetRecord,
+    GetShardState, GetStanding, GrantLease, Hello, JoinSave, ListCompletedShards, ListDamagedMarks,
+    ListFiles, ListInventory, ListKeys, ListLaunches, ListMarkedSaves, ListMembers, ListNodes,
+    ListOpenSaves, ListRemovedSaves, ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave,
+    PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource,
+    RebuildCatalogue, RegisterLaunch, RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode,
+    RemoveStep, RenewLease, ReservePart, RevokeLease, RunPart, ShowStep, TouchLease,
     TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
@@ -242,6 +243,15 @@ impl RpcServer {
                 reply!(Hello => |call| self.services.membership.answer_hello(call, peer))
             }
             BeginSave::NUMBER => reply!(BeginSave => |call| self.services.saves.begin_save(call)),
+            BeginLaunchSave::NUMBER => {
+                reply!(BeginLaunchSave => |call| self.services.saves.begin_launch_save(call))
+            }
+            RegisterLaunch::NUMBER => {
+                reply!(RegisterLaunch => |call| self.services.saves.register_launch(call))
+            }
+            ListLaunches::NUMBER => {
+                reply!(ListLaunches => |call| self.services.saves.list_launches(call))
+            }
             RenewLease::NUMBER => {
                 reply!(RenewLease => |call| self.services.saves.renew_lease(call))
             }
@@ -263,6 +273,9 @@ impl RpcServer {
             }
             RemoveStep::NUMBER => {
                 reply!(RemoveStep => |call| self.services.steps.remove_step(call))
+            }
+            RemoveLaunchStep::NUMBER => {
+                reply!(RemoveLaunchStep => |call| self.services.steps.remove_launch_step(call))
             }
             ListSteps::NUMBER => reply!(ListSteps => |call| self.services.steps.list_steps(call)),
             ShowStep::NUMBER => reply!(ShowStep => |call| self.services.steps.show_step(call)),
@@ -306,6 +319,11 @@ impl RpcServer {
             GetKey::NUMBER => reply!(GetKey => |call| self.services.catalogue_calls.get_key(call)),
             CompareAndSetKey::NUMBER => {
                 reply!(CompareAndSetKey => |call| self.services.catalogue_calls.compare_and_set_key(call))
+            }
+            CompareAndSetKeyGuarded::NUMBER => {
+                reply!(CompareAndSetKeyGuarded => |call| {
+                    self.services.catalogue_calls.compare_and_set_key_guarded(call)
+                })
             }
             ListKeys::NUMBER => {
                 reply!(ListKeys => |call| self.services.catalogue_calls.list_keys(call))

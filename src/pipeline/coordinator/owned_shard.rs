@@ -263,7 +263,7 @@ mod tests {
 
     use super::*;
     use crate::catalogue::local::LocalCatalogue;
-    use crate::catalogue::{Catalogue, Entry, SetOutcome};
+    use crate::catalogue::{Catalogue, Entry, Guard, GuardedOutcome, SetOutcome};
     use crate::clock::SystemClock;
     use crate::entropy::SeededEntropy;
     use crate::format::records::{FIELD_GF8, LAYOUT_STANDARD, Node, RingNode};
@@ -307,6 +307,15 @@ mod tests {
             }
             let outcome = self.inner.compare_and_set(key, expected, value).await;
             if self.after.swap(false, Ordering::Relaxed) { Err(lost()) } else { outcome }
+        }
+        async fn compare_and_set_guarded(
+            &self,
+            key: &str,
+            expected: Option<u64>,
+            value: Vec<u8>,
+            guard: &Guard,
+        ) -> Result<GuardedOutcome, CatalogueError> {
+            self.inner.compare_and_set_guarded(key, expected, value, guard).await
         }
         async fn list_entries(
             &self,

@@ -1,0 +1,266 @@
+//! The launches of a job: which of them may save (docs/semantics.md, 3).
+
+use std::sync::Arc;
+
+use super::begin_save::SaveGateway;
+use super::error::GatewayError;
+use super::page_limits::LAUNCHES_SHOWN;
+use crate::catalogue::key_scan::KeyScan;
+use crate::catalogue::record_access::{
+    CHECKPOINTS, LAUNCH_ORDERS, RecordSetOutcome, compare_and_set_record, joint_save_key,
+    launch_order_key, parse_checkpoint_key, parse_launch_order_key, parse_record, read_record,
+    shard_root_key,
+};
+use crate::catalogue::{Catalogue, Guard};
+use crate::format::joint_save::JointSave;
+use crate::format::launch_order::{LaunchOrder, LaunchRank, RegisteredLaunch};
+use crate::format::records::{Checkpoint, Saved, ShardRoot, Writing};
+use crate::format::table::launch_of_index;
+use crate::id::{Job, LaunchId, SaveId, Step, StepRef};
+use crate::stage::{TracePoint, trace_point};
+use crate::wire::RemoteError;
+use crate::wire::calls::{AbortSave, LaunchClaim, LaunchView, ListLaunches, RegisterLaunch};
+
+/// A launch that may save a step, as long as the order of the job's launches has not changed.
+pub(super) struct AdmittedLaunch {
+    launch: LaunchId,
+    order: LaunchOrder,
+    /// The condition for a change that the launch makes.
+    pub(super) guard: Guard,
+}
+
+impl SaveGateway {
+    /// Registers a launch as the newest one of its job, or confirms that it is. Then publishes the
+    /// decided saves of later steps than its resume point, and aborts the open ones of older
+    /// launches. Repeating it is safe.
+    ///
+    /// # Errors
+    /// [`GatewayError::LaunchReplaced`] if a newer launch has registered;
+    /// [`GatewayError::LaunchOvertaken`] if the launch claims to have been registered before, and
+    /// another one has committed a later step than its resume point.
+    pub(in crate::node) async fn register_launch(
+        self: &Arc<Self>,
+        call: RegisterLaunch,
+    ) -> Result<(), RemoteError> {
+        let catalogue = self.context.catalogue();
+        let key = launch_order_key(&call.job);
+        let mut current = read_record::<LaunchOrder>(&*catalogue, &key).await?;
+        loop {
+            let (mut order, revision) =
+                current.map_or_else(Default::default, |(found, revision)| (found, Some(revision)));
+            let has_changed = match order.rank_of(call.launch) {
+                LaunchRank::Newest => order.lower_resume_point(call.resumed),
+                LaunchRank::Older => return Err(replaced(&call.job, call.launch, &order).into()),
+                LaunchRank::Unknown => {
+                    check_claim(&*catalogue, &call, &order).await?;
+                    order.register(call.launch, self.context.clock.wall_seconds(), call.resumed);
+                    true
+                }
+            };
+            if !has_changed {
+                break;
+            }
+            trace_point(TracePoint::Register, format_args!("{}/{}", call.job, call.launch));
+            match compare_and_set_record(&*catalogue, &key, revision, &order).await? {
+                RecordSetOutcome::Set(_) => {
+                    tracing::info!(job = %call.job, launch = %call.launch, "the launch is the newest one of its job");
+                    break;
+                }
+                RecordSetOutcome::Conflict(other) => current = other,
+            }
+        }
+        self.end_older_saves(&*catalogue, &call).await
+    }
+
+    /// Publishes the decided saves of later steps than the launch's resume point, so that it finds
+    /// all of them committed. Aborts the open saves of other launches, which are older as long as
+    /// this one is the newest.
+    async fn end_older_saves(
+        self: &Arc<Self>,
+        catalogue: &dyn Catalogue,
+        call: &RegisterLaunch,
+    ) -> Result<(), RemoteError> {
+        let is_later = |step: Step| call.resumed.is_none_or(|resumed| step > resumed);
+        let mut checkpoints = KeyScan::of_prefix(catalogue, steps_prefix(&call.job));
+        while let Some((key, entry)) = checkpoints.next().await? {
+            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
+            let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
+            match checkpoint.writing {
+                Some(Writing::Decided { saved }) if is_later(step) => {
+                    self.mark_and_publish(job.at(step), saved).await?;
+                }
+                Some(Writing::Open { save, .. }) if is_later(step) => {
+                    let launch = find_launch_of_open_save(catalogue, save).await?;
+                    if launch.is_some_and(|launch| launch != call.launch) {
+                        let abort = AbortSave { job, step, save };
+                        self.abort_save_for(abort, Some(call.launch)).await?;
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Lists the newest launch of each job, by pages, or the last launches of one job.
+    pub(in crate::node) async fn list_launches(
+        &self,
+        call: ListLaunches,
+    ) -> Result<Vec<LaunchView>, RemoteError> {
+        let catalogue = self.context.catalogue();
+        if let Some(job) = call.job {
+            let found = read_record::<LaunchOrder>(&*catalogue, &launch_order_key(&job)).await?;
+            let launches = found.map(|(order, _)| order.launches).unwrap_or_default();
+            return Ok(launches.into_iter().map(|entry| describe(&job, entry)).collect());
+        }
+        let after = call.after.map(|job| launch_order_key(&job));
+        let limit = LAUNCHES_SHOWN as u32;
+        let page = catalogue.list_entries(LAUNCH_ORDERS, after.as_deref(), limit).await?;
+        let mut views = Vec::with_capacity(page.len());
+        for (key, entry) in page {
+            let mut order: LaunchOrder = parse_record(&key, &entry.value)?;
+            let newest = order.launches.pop();
+            views.extend(
+                parse_launch_order_key(&key).zip(newest).map(|(job, entry)| describe(&job, entry)),
+            );
+        }
+        Ok(views)
+    }
+}
+
+fn describe(job: &Job, entry: RegisteredLaunch) -> LaunchView {
+    let RegisteredLaunch { launch, number, registered_at, resumed } = entry;
+    LaunchView { job: job.clone(), launch, number, registered_at, resumed }
+}
+
+fn steps_prefix(job: &Job) -> String {
+    format!("{CHECKPOINTS}{job}/")
+}
+
+fn replaced(job: &Job, launch: LaunchId, order: &LaunchOrder) -> GatewayError {
+    match order.newest() {
+        None => GatewayError::LaunchUnregistered { launch, job: job.clone() },
+        Some(newest) => GatewayError::LaunchReplaced {
+            launch,
+            job: job.clone(),
+            number: newest.number,
+            newest: newest.launch,
+            since: newest.registered_at,
+        },
+    }
+}
+
+/// Checks that a launch may save a step. Returns it with the condition for its changes.
+///
+/// # Errors
+/// [`GatewayError::LaunchReplaced`] if a newer launch has registered, and
+/// [`GatewayError::LaunchUnregistered`] if none has.
+pub(super) async fn admit_launch(
+    catalogue: &dyn Catalogue,
+    launch: LaunchId,
+    step_ref: StepRef<'_>,
+) -> Result<AdmittedLaunch, RemoteError> {
+    let (order, guard) = read_order(catalogue, step_ref.job).await?;
+    match order.may_save(launch, step_ref.step) {
+        true => Ok(AdmittedLaunch { launch, order, guard }),
+        false => Err(replaced(step_ref.job, launch, &order).into()),
+    }
+}
+
+/// Checks that a launch is the newest one of its job. Returns the condition for its changes.
+///
+/// # Errors
+/// As [`admit_launch`].
+pub(super) async fn require_newest(
+    catalogue: &dyn Catalogue,
+    launch: LaunchId,
+    job: &Job,
+) -> Result<Guard, RemoteError> {
+    let (order, guard) = read_order(catalogue, job).await?;
+    match order.rank_of(launch) {
+        LaunchRank::Newest => Ok(guard),
+        LaunchRank::Older | LaunchRank::Unknown => Err(replaced(job, launch, &order).into()),
+    }
+}
+
+async fn read_order(
+    catalogue: &dyn Catalogue,
+    job: &Job,
+) -> Result<(LaunchOrder, Guard), RemoteError> {
+    let key = launch_order_key(job);
+    let found = read_record::<LaunchOrder>(catalogue, &key).await?;
+    let (order, revision) =
+        found.map_or_else(Default::default, |(order, revision)| (order, Some(revision)));
+    Ok((order, Guard { key, revision }))
+}
+
+impl AdmittedLaunch {
+    /// Returns whether an open save is one of a launch that registered before this one.
+    pub(super) async fn is_newer_than_launch_of(
+        &self,
+        catalogue: &dyn Catalogue,
+        save: SaveId,
+    ) -> Result<bool, RemoteError> {
+        let launch = find_launch_of_open_save(catalogue, save).await?;
+        Ok(launch.is_some_and(|launch| self.order.is_before(launch, self.launch)))
+    }
+}
+
+/// Checks why a launch that is not in `order` would be the newest one.
+async fn check_claim(
+    catalogue: &dyn Catalogue,
+    call: &RegisterLaunch,
+    order: &LaunchOrder,
+) -> Result<(), RemoteError> {
+    match call.claim {
+        LaunchClaim::After { newest } => {
+            let found = order.newest().map(|newest| newest.launch);
+            // The order is empty when the catalogue was rebuilt since.
+            match found.is_none() || found == newest {
+                true => Ok(()),
+                false => Err(replaced(&call.job, call.launch, order).into()),
+            }
+        }
+        LaunchClaim::Again => refuse_if_overtaken(catalogue, call).await,
+    }
+}
+
+/// Refuses a launch if another one has committed a later step than its resume point, and the newest
+/// of these steps is not its own.
+async fn refuse_if_overtaken(
+    catalogue: &dyn Catalogue,
+    call: &RegisterLaunch,
+) -> Result<(), RemoteError> {
+    let mut later: Vec<(Step, Saved)> = Vec::new();
+    let mut checkpoints = KeyScan::of_prefix(catalogue, steps_prefix(&call.job));
+    while let Some((key, entry)) = checkpoints.next().await? {
+        let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
+        let Some((_, step)) = parse_checkpoint_key(&key) else { continue };
+        if call.resumed.is_none_or(|resumed| step > resumed) {
+            later.extend(checkpoint.committed.map(|saved| (step, saved)));
+        }
+    }
+    for (step, saved) in later.into_iter().rev() {
+        let last = shard_root_key(saved.save, saved.shards.saturating_sub(1));
+        let root = read_record::<ShardRoot>(catalogue, &last).await?;
+        match root.and_then(|(root, _)| launch_of_index(&root.name)) {
+            // A save of no launch says nothing.
+            None => {}
+            Some(launch) if launch == call.launch => return Ok(()),
+            Some(other) => {
+                let (job, launch) = (call.job.clone(), call.launch);
+                return Err(GatewayError::LaunchOvertaken { job, step, launch, other }.into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns the launch of a save that is open or decided, or `None` if it belongs to none.
+pub(super) async fn find_launch_of_open_save(
+    catalogue: &dyn Catalogue,
+    save: SaveId,
+) -> Result<Option<LaunchId>, RemoteError> {
+    let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
+    Ok(joint.map(|(joint, _)| joint.launch))
+}

@@ -107,6 +107,54 @@ def test_two_hosts_save_one_checkpoint_and_resume_from_it(hosts: rapidraid.Local
     assert alone.totals[0, 5] == again.totals[0, 5]
 
 
+def test_a_launch_that_another_host_has_replaced_saves_nothing_more(hosts: rapidraid.LocalCluster, job: str) -> None:
+    """Two people start one job name on two hosts. The first launch is refused, and is told who has taken over."""
+    import torch
+
+    def launches() -> dict[str, object]:
+        (newest,) = json.loads(hosts.command("ls", job, "--json"))["launches"]
+        return {"number": newest["number"], "resumed": newest["resumed"]}
+
+    state = {"weight": torch.ones(1000)}
+    old = rapidraid.Checkpointer(job, config=hosts.configs[0])
+    with rapidraid.Checkpointer(job, config=hosts.configs[1]) as new:
+        assert old.load(state) is None
+        old.save(1, state)
+        old.wait()
+        assert launches() == {"number": 1, "resumed": None}
+        assert new.load(state) == 1
+        assert launches()["number"] == 1, "a load takes over nothing"
+        new.save(2, state)
+        new.wait()
+        assert launches() == {"number": 2, "resumed": 1}
+        with pytest.raises(rapidraid.errors.FencedError, match=r"launch 2 \([0-9a-f]+\) writes for the job since 20"):
+            old.save(3, state)
+            old.wait()
+        with pytest.raises(rapidraid.errors.FencedError, match="writes for the job since"):
+            old.save(4, state)
+        with pytest.raises(rapidraid.errors.FencedError):
+            old.close()
+        new.save(3, state)
+        new.wait()
+        assert committed(hosts, job) == [1, 2, 3]
+    text = hosts.command("ls", job)
+    assert re.search(rf"^job {job}: launch 2 saves since 20.*, from step 1$", text, re.MULTILINE), text
+    # Going back to an older step ends the launch on the other host too.
+    with (
+        rapidraid.Checkpointer(job, config=hosts.configs[1]) as late,
+        rapidraid.Checkpointer(job, config=hosts.configs[0], abandon_later=True) as back,
+    ):
+        assert late.load(state) == 3
+        assert back.load(state, step=1) == 1
+        back.save(2, state)
+        back.wait()
+        assert committed(hosts, job) == [1, 2]
+        # It began before the other one has registered, and loaded a step that is gone.
+        with pytest.raises(rapidraid.errors.FencedError):
+            late.save(4, state)
+        assert committed(hosts, job) == [1, 2]
+
+
 def test_what_several_hosts_cannot_do_is_refused_on_all_ranks(hosts: rapidraid.LocalCluster, job: str) -> None:
     """Every rank gets the error: skipping steps, a load without the cluster, and a load after a save."""
     code, lines = once(REFUSED, 2, "CONFIG", job, configs=hosts.configs)

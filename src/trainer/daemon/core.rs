@@ -19,6 +19,7 @@ mod restore;
 mod steps;
 
 pub use hosts::OlderSteps;
+pub use launches::overtaken_by;
 pub use restore::RestoredStep;
 
 use super::hold::{Bell, Hold, Holds};
@@ -182,6 +183,13 @@ pub struct StagedStep {
     pub stalls: u32,
 }
 
+impl StagedStep {
+    /// Returns whether all ranks have staged the step and it is not committed.
+    pub(super) fn is_uncommitted(&self) -> bool {
+        self.phase.is_complete() && !matches!(self.phase, Phase::Committed { .. })
+    }
+}
+
 /// A step that all ranks of a launch skip.
 #[derive(Debug, Clone)]
 struct Skipped {
@@ -207,6 +215,8 @@ pub struct Launch {
     /// The hosts of the launch if it runs on several. The ranks here are numbered within this host
     /// then.
     pub hosts: Option<Hosts>,
+    /// The reason why the launch may no longer write, although no newer one is known on this host.
+    fenced: Option<Failure>,
     /// The latest step that the launch has begun to fill on this host, kept for a launch of several
     /// hosts.
     filled: Option<Step>,
@@ -236,6 +246,9 @@ pub struct JobState {
     /// The most recently dropped fillings. A header that names one of them does not bring its step
     /// back.
     pub dropped: VecDeque<FillId>,
+    /// For each launch that has not registered yet: the newest launch of the job in the cluster when
+    /// this one began.
+    predecessors: VecDeque<(LaunchId, Option<LaunchId>)>,
     /// Abandoned saves that are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
     /// The answers that were given to the loads of launches.

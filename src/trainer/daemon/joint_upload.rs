@@ -163,6 +163,11 @@ impl StagingDaemon {
                 Ok(false) => {}
                 // Another launch saves the step.
                 Err(error) if error.kind() == ErrorKind::Exists => return,
+                Err(error)
+                    if error.kind() == ErrorKind::Fenced && self.is_overtaken(&key).await =>
+                {
+                    return;
+                }
                 Err(error) => {
                     tracing::info!(job = %key.job, step = %key.step, %error, "the other hosts do not know yet that the step is dropped: trying again");
                 }

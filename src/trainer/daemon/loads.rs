@@ -140,7 +140,9 @@ impl StagingDaemon {
         }
         let (newest, found) = loop {
             let changes = self.with(|core| core.changes(&load.job));
-            let committed = match self.committed_saves(&load.job).await {
+            let launch = load.launch.map(|(launch, _)| launch);
+            let heeded = self.heed_launch_order(&load.job, launch).await;
+            let committed = match heeded.and(self.committed_saves(&load.job).await) {
                 Ok(committed) => Some(committed),
                 Err(_) if load.offline => None,
                 Err(failure) if failure.kind().is_transient() => {

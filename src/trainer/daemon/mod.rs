@@ -7,6 +7,7 @@ mod fetch;
 pub mod folder;
 pub mod hold;
 mod joint_upload;
+mod launch_order;
 mod loads;
 mod ranges;
 pub mod records;

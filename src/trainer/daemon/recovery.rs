@@ -10,7 +10,9 @@ use super::core::{Effect, Phase, RestoredStep, StepKey};
 use super::folder::FolderError;
 use super::records::{OwnerRecord, SaveState};
 use crate::client::ClientError;
-use crate::id::{Job, SegmentId, Step};
+use crate::format::launch_order::LaunchRank;
+use crate::id::{Job, SaveId, SegmentId, Step, StepRef};
+use crate::kind::ErrorKind;
 use crate::trainer::mapping::Readable;
 use crate::trainer::segment::read_header;
 
@@ -117,10 +119,34 @@ impl StagingDaemon {
         while let Some((step, save)) = self.with(|core| core.next_abandoned(job)) {
             let failed = |error| (step, error);
             if self.settle(job, step, &[save]).await.map_err(failed)?.is_some() {
-                self.remove_save(job, step, save).await.map_err(failed)?;
+                self.remove_abandoned_save(job.at(step), save).await.map_err(failed)?;
             }
             self.with(|core| core.forget_abandoned(job, &(step, save)));
         }
         Ok(())
+    }
+
+    /// Removes a committed save that the newest launch of this host has abandoned. Leaves it if
+    /// another launch of the job is newer, which may have resumed from it.
+    async fn remove_abandoned_save(
+        self: &Arc<Self>,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+    ) -> Result<(), ClientError> {
+        let newest = self.with(|core| core.job(step_ref.job).and_then(|job| job.newest));
+        let Some(launch) = newest else { return Ok(()) };
+        match self.client.remove_launch_step(step_ref, save, launch).await {
+            // Another task removed it first, or another save of the step is committed.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) if error.kind() == ErrorKind::Fenced => {
+                let order = self.client.fetch_launch_order(step_ref.job).await?;
+                match order.rank_of(launch) {
+                    LaunchRank::Newest | LaunchRank::Older => Ok(()),
+                    // The launch has not registered yet.
+                    LaunchRank::Unknown => Err(error),
+                }
+            }
+            removed => removed.map(drop),
+        }
     }
 }

@@ -15,7 +15,7 @@ use super::records::{LaunchHosts, OwnerRecord};
 use super::trace::{StagingPoint, trace_point};
 use super::{MAX_HELD_BACK, StagingDaemon, StartError};
 use crate::clock::deadline;
-use crate::id::{FillId, Job, MemberId, SaveId, SegmentId, Step};
+use crate::id::{FillId, Job, MemberId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::frames::{Frame, Incoming, Outgoing};
 use crate::trainer::protocol::{
@@ -270,6 +270,7 @@ impl StagingDaemon {
         hosts: Option<&Hosts>,
     ) -> Replied {
         let made = self.prepare_segments(peer.member, prepare, hosts).await;
+        self.heed_launch_order_soon(&prepare.place);
         // Watch the process after a failure too, because it may already be a member of its launch.
         // Do not watch it before the files exist: the remains of an ended process are looked for
         // only once.
@@ -445,97 +446,6 @@ impl StagingDaemon {
                     self.wait_for_bell(&mut heard, until - now).await;
                 }
             }
-        }
-    }
-
-    /// Compares the resume point of a launch with the committed steps. Removes later steps if the
-    /// launch asked for it; fails otherwise if there are any. Returns a description of what it
-    /// still waits for at `until`, or `None` when done.
-    async fn check_resumed(
-        self: &Arc<Self>,
-        member: MemberId,
-        until: Duration,
-    ) -> Result<Option<String>, Failure> {
-        let Some((place, resumed)) = self.with(|core| core.unchecked(member)) else {
-            return Ok(None);
-        };
-        let queue = self.queue_of(&place.job);
-        let limit = until.saturating_sub(self.clock.now());
-        let Ok(_turn) = deadline(&*self.clock, limit, queue.lock()).await else {
-            return Ok(Some(format!("a step of {} is being saved", place.job)));
-        };
-        if self.with(|core| core.unchecked(member)).is_none() {
-            return Ok(None);
-        }
-        self.check_keep(&place).await?;
-        let committed = self.committed_saves(&place.job).await?;
-        let newest = committed.last().map(|(step, _)| *step);
-        // Include steps that were committed since the launch loaded: it continues from before them.
-        let is_later = |step: Step| resumed.loaded.is_none_or(|loaded| step > loaded);
-        let later_saves: Vec<(Step, SaveId)> =
-            committed.iter().copied().filter(|(step, _)| is_later(*step)).collect();
-        let in_memory =
-            self.with(|core| core.later_in_memory(&place.job, resumed.loaded, place.launch));
-        let saved = later_saves.iter().map(|(step, _)| *step);
-        let mut later: Vec<Step> = saved.chain(in_memory).collect();
-        later.sort_unstable();
-        later.dedup();
-        if let (Some(first), Some(last)) = (later.first(), later.last()) {
-            if !resumed.abandon_later {
-                let loaded =
-                    resumed.loaded.map_or("nothing".to_owned(), |step| format!("step {step}"));
-                let message = format!(
-                    "{} was resumed from {loaded}, but later steps are there: {} from {first} to {last}",
-                    place.job,
-                    later.len()
-                );
-                let hint =
-                    "load the newest step, or pass abandon_later=True to remove the later ones";
-                return Err(Failure::new(ErrorKind::Exists, message, hint));
-            }
-            self.abandon(&place, resumed.loaded, later_saves).await?;
-        }
-        let kept = committed.into_iter().map(|(step, _)| step).filter(|step| !is_later(*step));
-        self.with(|core| core.checked(&place, kept.collect(), newest));
-        Ok(None)
-    }
-
-    /// Abandons the steps later than the one that a launch was resumed from: first in memory, then
-    /// in the cluster, newest first. The saves stay on record until they are removed, so that
-    /// nothing resumes from them after a crash.
-    async fn abandon(
-        self: &Arc<Self>,
-        place: &Place,
-        loaded: Option<Step>,
-        saves: Vec<(Step, SaveId)>,
-    ) -> Result<(), Failure> {
-        let job = &place.job;
-        self.with(|core| core.abandon(job, loaded, place.launch, &saves));
-        for (step, _) in &saves {
-            trace_point(StagingPoint::Abandoning, job, *step);
-        }
-        self.settle_abandoned(job).await.map_err(|(step, error)| {
-            let message = format!("abandoning step {step} of {job}: {error}");
-            Failure::new(error.kind(), message, error.hint().unwrap_or_default())
-        })
-    }
-
-    /// Removes a committed step if its save is `save`.
-    pub(super) async fn remove_save(
-        &self,
-        job: &Job,
-        step: Step,
-        save: SaveId,
-    ) -> Result<(), crate::client::ClientError> {
-        let views = self.client.list_steps(Some(job)).await?;
-        if !views.iter().any(|view| view.step == step && view.saved.save == save) {
-            return Ok(());
-        }
-        match self.client.remove_step(job, step).await {
-            // Another task removed it first, such as the one that continues after a launch stops
-            // waiting.
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-            removed => removed.map(drop),
         }
     }
 

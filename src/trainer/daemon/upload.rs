@@ -19,7 +19,7 @@ use super::{StagingDaemon, lock};
 use crate::client::{
     ClientError, NewShard, Progress, SaveCode, SaveDecisions, SaveFate, SaveOptions,
 };
-use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table};
+use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table, launch_of_index};
 use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Sample};
@@ -35,11 +35,6 @@ pub fn data_name(launch: LaunchId, number: usize) -> Result<ShardName, IdError> 
 /// Returns the name of the index of a launch's step.
 pub fn index_name(launch: LaunchId) -> Result<ShardName, IdError> {
     format!("{INDEX_SHARD}{launch}").parse()
-}
-
-/// Returns the launch in the name of an index shard.
-pub fn launch_of(name: &ShardName) -> Option<LaunchId> {
-    name.as_str().strip_prefix(INDEX_SHARD)?.parse().ok()
 }
 
 /// The origin of the save that is committed as a step.
@@ -67,6 +62,8 @@ pub(super) enum Attempt {
     Failed(Failure),
     /// A later attempt may succeed.
     Later(String),
+    /// The save was refused as fenced, and perhaps the launch is over.
+    Fenced(String),
 }
 
 impl StagingDaemon {
@@ -83,7 +80,11 @@ impl StagingDaemon {
             // Steps of a job are saved one at a time, in the order in which they became staged. A
             // failed attempt lets the next step have its turn.
             let turn = queue.lock().await;
-            match self.attempt(key).await {
+            let attempt = match self.attempt(key).await {
+                Attempt::Fenced(reason) => self.find_out_why_fenced(key, reason).await,
+                attempt => attempt,
+            };
+            match attempt {
                 Attempt::Committed { save, notes } => {
                     trace_point(StagingPoint::Decided, &key.job, key.step);
                     tracing::info!(job = %key.job, step = %key.step, %save, "committed");
@@ -94,7 +95,7 @@ impl StagingDaemon {
                     tracing::error!(job = %key.job, step = %key.step, "the step is not saved: {failure}");
                     return self.with(|core| core.drop_step(key, failure));
                 }
-                Attempt::Later(reason) => {
+                Attempt::Later(reason) | Attempt::Fenced(reason) => {
                     // An outage of hours produces one line, not one for each attempt.
                     if reason != last_reason {
                         tracing::warn!(job = %key.job, step = %key.step, "not saved yet: {reason}");
@@ -185,7 +186,7 @@ impl StagingDaemon {
             // The save is being removed.
             return Committed::Unknown;
         }
-        let launch = shown.shards.iter().find_map(|(root, _)| launch_of(&root.name));
+        let launch = shown.shards.iter().find_map(|(root, _)| launch_of_index(&root.name));
         if launch == Some(key.launch) {
             return Committed::Own(save);
         }
@@ -364,9 +365,10 @@ impl StagingDaemon {
         if self.with(|core| core.step(key).is_none()) {
             return Attempt::Gone;
         }
-        match is_final(error.kind()) {
-            true => Attempt::Failed(failure(key, error, "")),
-            false => Attempt::Later(error.to_string()),
+        match error.kind() {
+            ErrorKind::Fenced => Attempt::Fenced(error.to_string()),
+            kind if is_final(kind) => Attempt::Failed(failure(key, error, "")),
+            _ => Attempt::Later(error.to_string()),
         }
     }
 
@@ -398,12 +400,19 @@ impl StagingDaemon {
                 return tracing::warn!(job = %key.job, %error, "cannot list the steps: older ones are kept for now");
             }
         };
-        let mut before: Vec<_> = steps.into_iter().map(|view| view.step).collect();
-        before.retain(|step| *step < key.step);
+        let mut before: Vec<_> =
+            steps.into_iter().map(|view| (view.step, view.saved.save)).collect();
+        before.retain(|(step, _)| *step < key.step);
         before.sort_unstable_by(|a, b| b.cmp(a));
-        for step in before.into_iter().skip(keep.saturating_sub(1) as usize) {
-            if let Err(error) = self.client.remove_step(&key.job, step).await {
-                tracing::warn!(job = %key.job, %step, %error, "cannot remove an older step");
+        for (step, save) in before.into_iter().skip(keep.saturating_sub(1) as usize) {
+            let step_ref = key.job.at(step);
+            match self.client.remove_launch_step(step_ref, save, key.launch).await {
+                Ok(_) => {}
+                // A newer launch has other steps to keep.
+                Err(error) if error.kind() == ErrorKind::Fenced => return,
+                Err(error) => {
+                    tracing::warn!(job = %key.job, %step, %error, "cannot remove an older step");
+                }
             }
         }
     }
@@ -440,6 +449,10 @@ impl SaveDecisions for StepDecisions {
         saves.push(save);
         self.daemon.record_saves(&self.key, &self.record, &saves)?;
         Ok(save)
+    }
+
+    fn launch(&self) -> Option<LaunchId> {
+        Some(self.key.launch)
     }
 
     fn shards_for_code(&self, code: SaveCode) -> Result<Vec<NewShard>, ClientError> {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, fail};
+use super::{Core, Effect, Launch, StepKey, fail};
 use crate::format::joint_save::MAX_WRITERS;
 use crate::id::{Job, LaunchId, Step};
 use crate::kind::ErrorKind;
@@ -131,7 +131,7 @@ impl Core {
     pub fn has_earlier_uncommitted(&self, key: &StepKey) -> bool {
         let Some(state) = self.jobs.get(&key.job) else { return false };
         let earlier = state.keys(&key.job, |step, launch, found| {
-            launch == key.launch && step < key.step && is_uncommitted(found)
+            launch == key.launch && step < key.step && found.is_uncommitted()
         });
         !earlier.is_empty()
     }
@@ -149,7 +149,7 @@ impl Core {
         let state = self.jobs.get_mut(job)?;
         let awaited = state.keys(job, |_, of, step| {
             let counts = counts == OlderSteps::All || !state.has_whole_steps(of);
-            of != launch && counts && is_uncommitted(step)
+            of != launch && counts && step.is_uncommitted()
         });
         let first = awaited.first()?;
         // A daemon that was killed may have been started again just now, by the same launch.
@@ -170,7 +170,7 @@ impl Core {
     pub(super) fn drop_uncommitted_joint_steps(&mut self, job: &Job, newest: LaunchId) {
         let Some(state) = self.jobs.get(job) else { return };
         let left = state.keys(job, |_, launch, step| {
-            launch != newest && !state.has_whole_steps(launch) && is_uncommitted(step)
+            launch != newest && !state.has_whole_steps(launch) && step.is_uncommitted()
         });
         for key in left {
             let why = Failure::new(
@@ -181,10 +181,6 @@ impl Core {
             self.drop_step(&key, why);
         }
     }
-}
-
-fn is_uncommitted(step: &StagedStep) -> bool {
-    step.phase.is_complete() && !matches!(step.phase, Phase::Committed { .. })
 }
 
 /// Checks the hosts that a rank names.

@@ -4,16 +4,30 @@ use std::collections::{BTreeSet, VecDeque};
 
 use super::hosts::check_hosts;
 use super::{
-    Core, Effect, Ending, Launch, MAX_OLD_LAUNCHES, Member, Phase, SEGMENTS_A_RANK, Segment, Use,
-    fail,
+    Core, Effect, Ending, Launch, MAX_OLD_LAUNCHES, Member, Phase, SEGMENTS_A_RANK, Segment,
+    StepKey, Use, fail,
 };
+use crate::format::launch_order::{LaunchOrder, LaunchRank};
 use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::daemon::hold::Holds;
 use crate::trainer::daemon::records::LaunchRecord;
 use crate::trainer::protocol::{Failure, Hosts, MAX_WORLD, Place, Prepare, Resumed};
 use crate::trainer::segment::HEADER_BYTES;
-use crate::units::ByteCount;
+use crate::units::{ByteCount, date};
+
+/// Returns the failure of a step whose launch may no longer save it.
+pub fn overtaken_by(key: &StepKey, order: &LaunchOrder) -> Failure {
+    let by = order.newest().map_or("another launch".to_owned(), |newest| {
+        let since = date(newest.registered_at);
+        format!("launch {} ({}) writes for the job since {since}", newest.number, newest.launch)
+    });
+    let message = format!(
+        "step {} of {} is not saved: launch {} is over, {by}",
+        key.step, key.job, key.launch
+    );
+    Failure::new(ErrorKind::Fenced, message, "end this process; its successor has taken over")
+}
 
 fn fenced(place: &Place) -> Failure {
     let message = format!(
@@ -292,8 +306,66 @@ impl Core {
         };
         let place = &found.place;
         match self.jobs.get(&place.job) {
-            Some(job) if job.newest == Some(place.launch) => Ok(place.clone()),
+            Some(job) if job.newest == Some(place.launch) => {
+                let launch = job.launches.get(&place.launch);
+                match launch.and_then(|launch| launch.fenced.as_ref()) {
+                    Some(why) => Err(why.clone()),
+                    None => Ok(place.clone()),
+                }
+            }
             _ => Err(fenced(place)),
+        }
+    }
+
+    /// Notes the newest launch of the job in the cluster when `launch` began. Only the first note
+    /// counts.
+    pub fn note_predecessor(&mut self, job: &Job, launch: LaunchId, newest: Option<LaunchId>) {
+        if self.predecessor(job, launch).is_some() {
+            return;
+        }
+        let known = &mut self.jobs.entry(job.clone()).or_default().predecessors;
+        if known.len() >= MAX_OLD_LAUNCHES {
+            known.pop_front();
+        }
+        known.push_back((launch, newest));
+    }
+
+    /// Returns the newest launch of the job in the cluster when `launch` began. The outer value is
+    /// `None` if it was not noted.
+    pub fn predecessor(&self, job: &Job, launch: LaunchId) -> Option<Option<LaunchId>> {
+        let known = &self.jobs.get(job)?.predecessors;
+        known.iter().find(|(of, _)| *of == launch).map(|(_, newest)| *newest)
+    }
+
+    /// Returns whether the launch is the newest one on this host.
+    pub fn is_newest_here(&self, job: &Job, launch: LaunchId) -> bool {
+        self.jobs.get(job).is_some_and(|state| state.newest == Some(launch))
+    }
+
+    /// Drops the staged steps that their launches may no longer save, because other launches have
+    /// registered since. Their saves are aborted if they are open, and never removed.
+    pub fn drop_overtaken_steps(&mut self, job: &Job, order: &LaunchOrder) {
+        if order.launches.is_empty() {
+            return;
+        }
+        let Some(state) = self.jobs.get(job) else { return };
+        let overtaken = state.keys(job, |step, launch, found| {
+            // The newest launch here may be unknown because the catalogue was rebuilt. It registers
+            // again when it saves.
+            let is_known =
+                state.newest != Some(launch) || order.rank_of(launch) != LaunchRank::Unknown;
+            found.is_uncommitted() && !order.may_save(launch, step) && is_known
+        });
+        for key in overtaken {
+            self.drop_overtaken_step(&key, overtaken_by(&key, order));
+        }
+    }
+
+    /// Lets a launch fill no further step, because of `why`.
+    pub fn fence_launch(&mut self, job: &Job, launch: LaunchId, why: Failure) {
+        let launches = self.jobs.get_mut(job).map(|state| &mut state.launches);
+        if let Some(found) = launches.and_then(|launches| launches.get_mut(&launch)) {
+            found.fenced = Some(why);
         }
     }
 

@@ -27,6 +27,7 @@ impl Launch {
             keep: record.keep,
             committed_before: record.committed_before.map(|steps| steps.into_iter().collect()),
             hosts: None,
+            fenced: None,
             filled: None,
             members: BTreeMap::new(),
             segments_a_rank: 0,

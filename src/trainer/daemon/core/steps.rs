@@ -17,6 +17,15 @@ const MAX_OVER: usize = 256;
 /// Maximum number of skipped steps that are remembered per launch.
 const MAX_SKIPPED: usize = 64;
 
+/// The fate of the saves of a step that is dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum SavesOfDropped {
+    /// They are aborted, and removed if they are committed.
+    Remove,
+    /// They are aborted if they are open.
+    AbortIfOpen,
+}
+
 impl Core {
     /// Chooses a segment into which the member may write `step`. If there is none and `or_skip` is
     /// set, skips the step and returns [`FillOutcome::Skipped`]. `new_fill` and `new_segment` draw
@@ -372,24 +381,40 @@ impl Core {
     /// Drops a step as a whole: frees its segments, notifies its ranks, and abandons its saves. A
     /// save that is already committed is abandoned too, and is then removed from the cluster.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
+        // Of a step of several hosts, the other hosts may have committed the save meanwhile. Then it
+        // stays: a newer launch may have resumed from it.
+        let fate = match self.hosts_of(key) {
+            Some(_) => SavesOfDropped::AbortIfOpen,
+            None => SavesOfDropped::Remove,
+        };
+        self.drop_step_with_saves(key, why, fate);
+    }
+
+    /// Drops a staged step that its launch may no longer save. A save of it that is committed all the
+    /// same stays, because a newer launch may have resumed from it.
+    pub fn drop_overtaken_step(&mut self, key: &StepKey, why: Failure) {
+        if self.step(key).is_some_and(StagedStep::is_uncommitted) {
+            self.drop_step_with_saves(key, why, SavesOfDropped::AbortIfOpen);
+        }
+    }
+
+    fn drop_step_with_saves(&mut self, key: &StepKey, why: Failure, fate: SavesOfDropped) {
         let Some(step) = self.step(key) else { return };
-        let saves = match &step.phase {
+        let begun = match &step.phase {
             Phase::Saving { saves } => saves.clone(),
-            Phase::Committed { save, .. } => vec![*save],
             _ => Vec::new(),
         };
-        let hosts = self.hosts_of(key).cloned();
-        let saves = match &hosts {
-            // The other hosts may have committed the step meanwhile. Then it stays: a newer launch
-            // may have resumed from it.
-            Some(_) => {
-                if matches!(step.phase, Phase::Saving { .. }) {
-                    self.effects.push(Effect::AbortIfOpen(key.clone(), saves));
+        let saves = match (fate, &step.phase) {
+            (SavesOfDropped::AbortIfOpen, _) => {
+                if !begun.is_empty() {
+                    self.effects.push(Effect::AbortIfOpen(key.clone(), begun));
                 }
                 Vec::new()
             }
-            None => saves,
+            (SavesOfDropped::Remove, Phase::Committed { save, .. }) => vec![*save],
+            (SavesOfDropped::Remove, _) => begun,
         };
+        let hosts = self.hosts_of(key).cloned();
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
         // Record this before any rank is notified: a header that says *staged* later must not bring

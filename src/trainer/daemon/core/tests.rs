@@ -2,6 +2,7 @@
 
 mod crashes;
 mod hosts;
+mod launch_order;
 
 use super::*;
 use crate::trainer::protocol::Prepare;

@@ -12,12 +12,12 @@ use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::words::ExactStep;
 use super::{Front, Outcome, connect, tensors};
-use crate::client::ShowReport;
+use crate::client::{Client, ClientError, ShowReport};
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{NodeId, PeerName};
+use crate::id::{Job, NodeId, PeerName};
 use crate::kind::ErrorKind;
 use crate::units::{ByteCount, date};
-use crate::wire::calls::{OpenSaveView, RemoveAnswer, StepView};
+use crate::wire::calls::{LaunchView, OpenSaveView, RemoveAnswer, StepView};
 
 /// Maximum number of shards that `show` lists; JSON has them all.
 const LISTED: usize = 50;
@@ -29,13 +29,30 @@ pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let steps = connect::ask(client.list_steps(options.job.as_ref())).await;
     let is_away = steps.as_ref().is_ok_and(|steps| steps.iter().any(|view| view.by_marks));
-    // Commit marks say nothing of saves that are not committed.
-    let open = match is_away || steps.is_err() {
-        true => Ok(Vec::new()),
-        false => client.list_open_saves(options.job.as_ref()).await,
+    // Commit marks say nothing of launches, and of saves that are not committed.
+    let (open, launches) = match is_away || steps.is_err() {
+        true => (Ok(Vec::new()), Ok(Vec::new())),
+        false => (
+            client.list_open_saves(options.job.as_ref()).await,
+            list_newest_launches(&client, options.job.as_ref()).await,
+        ),
     };
     connect::close(&client).await;
-    Ok(Box::new(Steps { committed: steps?, open: open.map_err(|error| error.to_string()) }))
+    Ok(Box::new(Steps {
+        committed: steps?,
+        open: open.map_err(|error| error.to_string()),
+        launches: launches.map_err(|error| error.to_string()),
+    }))
+}
+
+/// Returns the newest launch of each job, or of one job.
+async fn list_newest_launches(
+    client: &Client,
+    job: Option<&Job>,
+) -> Result<Vec<LaunchView>, ClientError> {
+    let mut launches = client.list_newest_launches().await?;
+    launches.retain(|view| job.is_none_or(|job| view.job == *job));
+    Ok(launches)
 }
 
 /// Runs the command `show`.
@@ -69,6 +86,8 @@ struct Steps {
     committed: Vec<StepView>,
     /// The saves that are not committed yet, or the reason why they are not known.
     open: Result<Vec<OpenSaveView>, String>,
+    /// The newest launch of each job, or the reason why they are not known.
+    launches: Result<Vec<LaunchView>, String>,
 }
 
 impl Steps {
@@ -105,6 +124,22 @@ impl Steps {
             Err(reason) => format!("saves that are not committed yet are not listed: {reason}\n"),
         }
     }
+
+    /// Returns a line for the newest launch of each job.
+    fn launches_text(&self) -> String {
+        let line = |view: &LaunchView| {
+            let from = match view.resumed {
+                Some(step) => format!("step {step}"),
+                None => "the beginning".to_owned(),
+            };
+            let (number, since) = (view.number, date(view.registered_at));
+            format!("job {}: launch {number} saves since {since}, from {from}\n", view.job)
+        };
+        match &self.launches {
+            Ok(launches) => launches.iter().map(line).collect(),
+            Err(reason) => format!("launches are not listed: {reason}\n"),
+        }
+    }
 }
 
 impl CommandOutput for Steps {
@@ -121,12 +156,26 @@ impl CommandOutput for Steps {
             Ok(views) => Value::Array(views.iter().map(open).collect()),
             Err(_) => Value::Null,
         };
-        Map::from_iter([("steps".to_owned(), Value::Array(steps)), ("open_saves".to_owned(), open)])
+        let launch = |view: &LaunchView| {
+            json!({
+                "job": view.job, "launch": view.launch.to_string(), "number": view.number,
+                "registered_at": view.registered_at, "resumed": view.resumed,
+            })
+        };
+        let launches = match &self.launches {
+            Ok(views) => Value::Array(views.iter().map(launch).collect()),
+            Err(_) => Value::Null,
+        };
+        Map::from_iter([
+            ("steps".to_owned(), Value::Array(steps)),
+            ("open_saves".to_owned(), open),
+            ("launches".to_owned(), launches),
+        ])
     }
 
     fn text(&self, paint: Paint) -> String {
         if self.committed.is_empty() {
-            return "no checkpoints\n".to_owned() + &self.open_text();
+            return "no checkpoints\n".to_owned() + &self.open_text() + &self.launches_text();
         }
         let mut table = Table::new(&["JOB/STEP", ">SHARDS", ">SIZE", "SAVED (UTC)"]);
         for view in &self.committed {
@@ -138,7 +187,8 @@ impl CommandOutput for Steps {
             ]);
         }
         let is_away = self.committed.iter().any(|view| view.by_marks);
-        table.render(paint) + &self.open_text() + if is_away { BY_MARKS } else { "" }
+        let below = self.open_text() + &self.launches_text();
+        table.render(paint) + &below + if is_away { BY_MARKS } else { "" }
     }
 }
 

@@ -231,6 +231,10 @@ text_id!(
     PeerName, "node or client name", "1 to 63 of A-Z a-z 0-9 . _ - (not dots alone)", |t| is_word(t, 63)
 );
 text_id!(
+    /// A label of a committed step.
+    Label, "label", "1 to 64 of A-Z a-z 0-9 . _ - (not dots alone)", |t| is_word(t, 64)
+);
+text_id!(
     /// The name of a shard: a relative path. A restore joins it to a folder, so a text that could
     /// leave that folder is not a valid name.
     ShardName, "shard name",

@@ -151,6 +151,7 @@ fn every_message_is_on_its_page() {
         "WriterReport",
         "LaunchClaim",
         "LaunchView",
+        "LabelledStep",
         "CompletedShards",
         "OpenSaveView",
         "ArchiveOptions",

@@ -212,6 +212,12 @@ class Session:
     def remove(self, job: str, step: int, timeout: float) -> None:
         """Removes a committed step."""
 
+    def label(self, job: str, step: int, label: str, is_removed: bool, timeout: float) -> None:
+        """Adds a label to a committed step, or removes one."""
+
+    def labels(self, job: str, timeout: float) -> list[tuple[int, list[str]]]:
+        """Returns the labelled steps of a job, in order, with their labels."""
+
     def leave(self, timeout: float) -> None:
         """Ends the session. The memory of this process's segments becomes free for others."""
 

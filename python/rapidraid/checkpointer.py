@@ -625,10 +625,35 @@ class Checkpointer:
         except RapidraidError as error:
             log.debug("the daemon is not told of the end of a load: %s", error)
 
-    def latest(self) -> int | None:
-        """Returns the newest committed step, or ``None`` if there is none."""
-        steps = self.steps()
-        return steps[-1].step if steps else None
+    def latest(self, label: str | None = None) -> int | None:
+        """Returns the newest committed step, or the newest one with a label. Returns ``None`` if there is none."""
+        if label is None:
+            steps = self.steps()
+            return steps[-1].step if steps else None
+        return max((step for step, labels in self.labels().items() if label in labels), default=None)
+
+    @_one_thread
+    def labels(self) -> dict[int, list[str]]:
+        """Returns the labels of the committed steps that have any, oldest step first."""
+        return dict(self._daemon.labels(self.job, self.timeout))
+
+    @_one_thread
+    def label(self, step: int, name: str, *, remove: bool = False) -> None:
+        """Gives a committed step a label, for example after an evaluation, or takes it away.
+
+        The newest step with each label is kept: neither ``keep`` nor the policy of the cluster removes it.
+
+        Args:
+            step: The step, which must be committed.
+            name: The label, 1 to 64 of ``A-Z a-z 0-9 . _ -``. A step has at most 16.
+            remove: Whether to take the label away.
+
+        Raises:
+            NotFoundError: The step is not committed.
+            InvalidError: The name is not valid, or the step has too many labels.
+
+        """
+        self._daemon.label(self.job, step, name, remove, self.timeout)
 
     @_one_thread
     def steps(self) -> list[Info]:

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use rapidraid::config::{ClientConfig, MAX_FILE_BYTES, Sources};
-use rapidraid::id::{FillId, IdError, Job, LaunchId, Step};
+use rapidraid::format::step_labels::LabelChange;
+use rapidraid::id::{FillId, IdError, Job, Label, LaunchId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::protocol::{
@@ -383,6 +384,39 @@ impl Session {
         let request = Request::Remove { job: named(py, job)?, step: Step(step) };
         let session = &mut self.session;
         waiting(py, timeout, |wait| session.tell("the removal", &request, wait))
+    }
+
+    /// Adds a label to a committed step, or removes one if `is_removed`.
+    #[pyo3(signature = (job, step, label, is_removed, timeout))]
+    fn label(
+        &mut self,
+        py: Python<'_>,
+        job: &str,
+        step: u64,
+        label: &str,
+        is_removed: bool,
+        timeout: f64,
+    ) -> PyResult<()> {
+        let (job, label) = (named(py, job)?, named(py, label)?);
+        let change = if is_removed { LabelChange::Remove } else { LabelChange::Add };
+        let session = &mut self.session;
+        waiting(py, timeout, |wait| session.label_step(job, Step(step), label, change, wait))
+    }
+
+    /// Returns the labelled steps of a job, in order, with their labels.
+    fn labels(
+        &mut self,
+        py: Python<'_>,
+        job: &str,
+        timeout: f64,
+    ) -> PyResult<Vec<(u64, Vec<String>)>> {
+        let job = named(py, job)?;
+        let session = &mut self.session;
+        let labels = waiting(py, timeout, |wait| session.list_labels(job, wait))?;
+        let text = |(step, labels): (Step, Vec<Label>)| {
+            (step.0, labels.into_iter().map(String::from).collect())
+        };
+        Ok(labels.into_iter().map(text).collect())
     }
 
     /// Ends the session. The memory of this process's segments becomes free for others.

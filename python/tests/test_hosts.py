@@ -127,10 +127,10 @@ def test_a_launch_that_another_host_has_replaced_saves_nothing_more(hosts: rapid
         new.save(2, state)
         new.wait()
         assert launches() == {"number": 2, "resumed": 1}
-        with pytest.raises(rapidraid.errors.FencedError, match=r"launch 2 \([0-9a-f]+\) writes for the job since 20"):
+        with pytest.raises(rapidraid.errors.FencedError, match=r"launch 2 \([0-9a-f]+\) has been saving for the job since 20"):
             old.save(3, state)
             old.wait()
-        with pytest.raises(rapidraid.errors.FencedError, match="writes for the job since"):
+        with pytest.raises(rapidraid.errors.FencedError, match="has been saving for the job since"):
             old.save(4, state)
         with pytest.raises(rapidraid.errors.FencedError):
             old.close()
@@ -138,7 +138,7 @@ def test_a_launch_that_another_host_has_replaced_saves_nothing_more(hosts: rapid
         new.wait()
         assert committed(hosts, job) == [1, 2, 3]
     text = hosts.command("ls", job)
-    assert re.search(rf"^job {job}: launch 2 saves since 20.*, from step 1$", text, re.MULTILINE), text
+    assert re.search(rf"^job {job}: launch 2, registered 20.*, resumed from step 1$", text, re.MULTILINE), text
     # Going back to an older step ends the launch on the other host too.
     with (
         rapidraid.Checkpointer(job, config=hosts.configs[1]) as late,

@@ -81,6 +81,25 @@ pub fn parse_launch_order_key(key: &str) -> Option<Job> {
     key.strip_prefix(LAUNCH_ORDERS)?.parse().ok()
 }
 
+/// Prefix of the labels.
+pub const LABELS: &str = "b/";
+
+/// Returns the prefix of the labels of a job's steps.
+pub fn labels_prefix(job: &Job) -> String {
+    format!("{LABELS}{job}/")
+}
+
+/// Returns the key of a step's labels. The keys of a job's steps sort by step number.
+pub fn labels_key(step_ref: StepRef<'_>) -> String {
+    let StepRef { job, step } = step_ref;
+    format!("{LABELS}{job}/{:020}", step.0)
+}
+
+/// Parses the key of a step's labels. Returns its job and step.
+pub fn parse_labels_key(key: &str) -> Option<(Job, Step)> {
+    parse_job_and_step(key.strip_prefix(LABELS)?)
+}
+
 /// Prefix of the archive requests.
 pub const ARCHIVE_REQUESTS: &str = "a/";
 

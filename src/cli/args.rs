@@ -16,7 +16,7 @@ pub use staging::Stage;
 
 use super::printer::{CommandFailure, CommandOutput, Look, Printer};
 use super::words::{AnyStep, ByteRange, ExactStep, Setting, Shape};
-use crate::id::{Job, ShardName};
+use crate::id::{Job, Label, ShardName};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 use crate::wire::calls::PlanChoice;
@@ -68,6 +68,8 @@ pub enum Command {
     Show(Show),
     /// Remove a checkpoint
     Rm(Rm),
+    /// Mark a checkpoint with a label, which also keeps the newest checkpoint that has it
+    Label(LabelOptions),
     /// Make every node check its copies of a checkpoint, and say how many more nodes may be lost
     Verify(Verify),
     /// Show the nodes: which are up, what they hold and use
@@ -306,6 +308,9 @@ pub struct Restore {
 pub struct Ls {
     /// List only the steps of this job
     pub job: Option<Job>,
+    /// List only the steps with this label
+    #[arg(long, value_name = "LABEL", requires = "job")]
+    pub label: Option<Label>,
     /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,
@@ -379,6 +384,25 @@ pub struct Rm {
     /// The job and the step's number
     #[arg(value_name = "JOB/STEP")]
     pub step: ExactStep,
+    /// The options to connect to the cluster.
+    #[command(flatten)]
+    pub connect: Connect,
+}
+
+/// Options of `label`.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  rapidraid label gpt/1200 trusted\n  rapidraid label gpt/1200 trusted --remove\n  rapidraid ls gpt --label trusted\n\nNeither the policy nor a trainer's `keep` removes the newest checkpoint with a label; `rm` does."
+)]
+pub struct LabelOptions {
+    /// The job and the step's number
+    #[arg(value_name = "JOB/STEP")]
+    pub step: ExactStep,
+    /// The label: 1 to 64 of A-Z a-z 0-9 . _ -
+    pub label: Label,
+    /// Take the label away
+    #[arg(long)]
+    pub remove: bool,
     /// The options to connect to the cluster.
     #[command(flatten)]
     pub connect: Connect,

@@ -14,6 +14,7 @@ mod holdings;
 mod init;
 mod interrupt;
 mod known_nodes;
+mod labels;
 mod log;
 mod node;
 pub mod picture;
@@ -94,6 +95,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Ls(options) => steps::list(front, options).await,
         Command::Show(options) => steps::show(front, options).await,
         Command::Rm(options) => steps::remove(front, options).await,
+        Command::Label(options) => labels::label(front, options).await,
         Command::Status(options) => status::run(front, options).await,
         Command::Catalogue(CatalogueCommand::Rebuild(options)) => {
             catalogue::rebuild(front, options).await

@@ -1,6 +1,6 @@
 //! `ls`, `show` and `rm`: list, show and remove checkpoints.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
@@ -14,7 +14,7 @@ use super::words::ExactStep;
 use super::{Front, Outcome, connect, tensors};
 use crate::client::{Client, ClientError, ShowReport};
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{Job, NodeId, PeerName};
+use crate::id::{Job, Label, NodeId, PeerName, Step};
 use crate::kind::ErrorKind;
 use crate::units::{ByteCount, date};
 use crate::wire::calls::{LaunchView, OpenSaveView, RemoveAnswer, StepView};
@@ -30,29 +30,80 @@ pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let steps = connect::ask(client.list_steps(options.job.as_ref())).await;
     let is_away = steps.as_ref().is_ok_and(|steps| steps.iter().any(|view| view.by_marks));
     // Commit marks say nothing of launches, and of saves that are not committed.
+    let labels = match (&options.job, is_away || steps.is_err()) {
+        (_, true) => Ok(BTreeMap::new()),
+        (job, false) => {
+            list_labels(&client, job.as_ref(), steps.as_deref().unwrap_or_default()).await
+        }
+    };
     let (open, launches) = match is_away || steps.is_err() {
         true => (Ok(Vec::new()), Ok(Vec::new())),
         false => (
             client.list_open_saves(options.job.as_ref()).await,
-            list_newest_launches(&client, options.job.as_ref()).await,
+            list_newest_launches(
+                &client,
+                options.job.as_ref(),
+                steps.as_deref().unwrap_or_default(),
+            )
+            .await,
         ),
     };
     connect::close(&client).await;
+    let (mut committed, labels) = (steps?, labels.map_err(|error| connect::failure(&error))?);
+    if let Some(label) = &options.label {
+        let has_label = |view: &StepView| {
+            labels.get(&(view.job.clone(), view.step)).is_some_and(|all| all.contains(label))
+        };
+        committed.retain(has_label);
+    }
     Ok(Box::new(Steps {
-        committed: steps?,
+        committed,
+        labels,
         open: open.map_err(|error| error.to_string()),
         launches: launches.map_err(|error| error.to_string()),
     }))
 }
 
-/// Returns the newest launch of each job, or of one job.
+/// The labels of steps.
+type Labels = BTreeMap<(Job, Step), Vec<Label>>;
+
+/// Returns the labels of the steps of one job, or of the jobs of `steps`.
+async fn list_labels(
+    client: &Client,
+    job: Option<&Job>,
+    steps: &[StepView],
+) -> Result<Labels, ClientError> {
+    let jobs: BTreeSet<&Job> = match job {
+        Some(job) => BTreeSet::from([job]),
+        None => steps.iter().map(|view| &view.job).collect(),
+    };
+    let mut labels = BTreeMap::new();
+    for job in jobs {
+        let of_job = client.list_labels(job).await?;
+        labels.extend(of_job.into_iter().map(|(step, of_step)| ((job.clone(), step), of_step)));
+    }
+    Ok(labels)
+}
+
+/// Returns the newest launch of one job, or of each job that has steps.
 async fn list_newest_launches(
     client: &Client,
     job: Option<&Job>,
+    steps: &[StepView],
 ) -> Result<Vec<LaunchView>, ClientError> {
-    let mut launches = client.list_newest_launches().await?;
-    launches.retain(|view| job.is_none_or(|job| view.job == *job));
-    Ok(launches)
+    let Some(job) = job else {
+        let mut launches = client.list_newest_launches().await?;
+        launches.retain(|launch| steps.iter().any(|view| view.job == launch.job));
+        return Ok(launches);
+    };
+    let newest = client.fetch_launch_order(job).await?.launches.pop();
+    Ok(Vec::from_iter(newest.map(|newest| LaunchView {
+        job: job.clone(),
+        launch: newest.launch,
+        number: newest.number,
+        registered_at: newest.registered_at,
+        resumed: newest.resumed,
+    })))
 }
 
 /// Runs the command `show`.
@@ -84,6 +135,7 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
 
 struct Steps {
     committed: Vec<StepView>,
+    labels: Labels,
     /// The saves that are not committed yet, or the reason why they are not known.
     open: Result<Vec<OpenSaveView>, String>,
     /// The newest launch of each job, or the reason why they are not known.
@@ -125,15 +177,19 @@ impl Steps {
         }
     }
 
+    fn labels_of(&self, view: &StepView) -> &[Label] {
+        self.labels.get(&(view.job.clone(), view.step)).map_or(&[], Vec::as_slice)
+    }
+
     /// Returns a line for the newest launch of each job.
     fn launches_text(&self) -> String {
         let line = |view: &LaunchView| {
             let from = match view.resumed {
-                Some(step) => format!("step {step}"),
-                None => "the beginning".to_owned(),
+                Some(step) => format!("resumed from step {step}"),
+                None => "from the beginning".to_owned(),
             };
             let (number, since) = (view.number, date(view.registered_at));
-            format!("job {}: launch {number} saves since {since}, from {from}\n", view.job)
+            format!("job {}: launch {number}, registered {since}, {from}\n", view.job)
         };
         match &self.launches {
             Ok(launches) => launches.iter().map(line).collect(),
@@ -144,7 +200,12 @@ impl Steps {
 
 impl CommandOutput for Steps {
     fn json(&self) -> Map<String, Value> {
-        let steps = self.committed.iter().map(|view| Value::Object(step_json(view))).collect();
+        let step = |view: &StepView| {
+            let mut step = step_json(view);
+            step.insert("labels".to_owned(), json!(self.labels_of(view)));
+            Value::Object(step)
+        };
+        let steps = self.committed.iter().map(step).collect();
         let open = |view: &OpenSaveView| {
             json!({
                 "job": view.job, "step": view.step, "save": view.save.to_string(), "decided": view.is_decided,
@@ -177,14 +238,20 @@ impl CommandOutput for Steps {
         if self.committed.is_empty() {
             return "no checkpoints\n".to_owned() + &self.open_text() + &self.launches_text();
         }
-        let mut table = Table::new(&["JOB/STEP", ">SHARDS", ">SIZE", "SAVED (UTC)"]);
+        let has_labels = self.committed.iter().any(|view| !self.labels_of(view).is_empty());
+        let mut heads = vec!["JOB/STEP", ">SHARDS", ">SIZE", "SAVED (UTC)"];
+        heads.extend(has_labels.then_some("LABELS"));
+        let mut table = Table::new(&heads);
         for view in &self.committed {
-            table.row([
+            let mut row = vec![
                 format!("{}/{}", view.job, view.step),
                 view.saved.shards.to_string(),
                 ByteCount(view.saved.len_bytes).to_string(),
                 date(view.saved.saved_at),
-            ]);
+            ];
+            let labels: Vec<&str> = self.labels_of(view).iter().map(Label::as_str).collect();
+            row.extend(has_labels.then(|| labels.join(", ")));
+            table.row(row);
         }
         let is_away = self.committed.iter().any(|view| view.by_marks);
         let below = self.open_text() + &self.launches_text();

@@ -1,14 +1,16 @@
 //! The committed steps of a cluster: list, show and remove.
 
+use std::collections::BTreeMap;
+
 use super::connection::{Client, LONG_LIMIT};
 use super::error::ClientError;
 use crate::format::launch_order::{LaunchOrder, RegisteredLaunch};
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{Job, LaunchId, SaveId, Step, StepRef};
+use crate::id::{Job, Label, LaunchId, SaveId, Step, StepRef};
 use crate::wire::calls::{
-    GetPolicyStatus, Hello, LaunchClaim, LaunchView, ListLaunches, ListOpenSaves, ListSteps,
-    NodeView, OpenSaveView, RegisterLaunch, RemoveAnswer, RemoveLaunchStep, RemoveStep, ShowStep,
-    ShowStepAnswer, StepView,
+    GetPolicyStatus, Hello, LabelChange, LabelStep, LabelledStep, LaunchClaim, LaunchView,
+    ListLabels, ListLaunches, ListOpenSaves, ListSteps, NodeView, OpenSaveView, RegisterLaunch,
+    RemoveAnswer, RemoveLaunchStep, RemoveStep, ShowStep, ShowStepAnswer, StepView,
 };
 
 /// All information about one step.
@@ -159,6 +161,41 @@ impl Client {
     ) -> Result<RemoveAnswer, ClientError> {
         let remove = RemoveStep { job: step_ref.job.clone(), step: step_ref.step, save };
         self.call_gateway_once(&RemoveLaunchStep { remove, launch }, LONG_LIMIT).await
+    }
+
+    /// Adds a label to a committed step, or removes one (docs/semantics.md, 9). Returns the labels that
+    /// the step has then.
+    pub async fn label_step(
+        &self,
+        step_ref: StepRef<'_>,
+        label: &Label,
+        change: LabelChange,
+    ) -> Result<Vec<Label>, ClientError> {
+        let save = self.find_committed_save(step_ref).await?;
+        let (job, step, label) = (step_ref.job.clone(), step_ref.step, label.clone());
+        self.call_gateway(&LabelStep { job, step, save, label, change }).await
+    }
+
+    /// Returns the labels of a job's committed steps. Steps without labels are left out.
+    pub async fn list_labels(&self, job: &Job) -> Result<BTreeMap<Step, Vec<Label>>, ClientError> {
+        let mut labelled: Vec<LabelledStep> = Vec::new();
+        loop {
+            let after = labelled.last().map(|found| found.step);
+            let page = self.call_gateway(&ListLabels { job: job.clone(), after }).await?;
+            if page.is_empty() {
+                break;
+            }
+            labelled.extend(page);
+        }
+        if labelled.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let committed = self.list_steps(Some(job)).await?;
+        let is_committed = |found: &LabelledStep| {
+            committed.iter().any(|view| (view.step, view.saved.save) == (found.step, found.save))
+        };
+        labelled.retain(|found| is_committed(found) && !found.labels.is_empty());
+        Ok(labelled.into_iter().map(|found| (found.step, found.labels)).collect())
     }
 
     /// Returns the id of the save that is committed as the step.

@@ -95,6 +95,8 @@ pub enum RecordKind {
     LaunchHosts = 27,
     /// The launches of a job, in the catalogue.
     LaunchOrder = 28,
+    /// The labels of a committed save, in the catalogue.
+    StepLabels = 29,
 }
 
 impl fmt::Display for RecordKind {
@@ -128,6 +130,7 @@ impl fmt::Display for RecordKind {
             Self::JointSave => "joint save",
             Self::LaunchHosts => "hosts of a launch",
             Self::LaunchOrder => "order of launches",
+            Self::StepLabels => "labels of a step",
         })
     }
 }

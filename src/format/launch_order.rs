@@ -26,7 +26,8 @@ pub struct RegisteredLaunch {
     pub number: u64,
     /// When the launch registered, in seconds since 1970. It is only for people.
     pub registered_at: u64,
-    /// The resume point: the step that the launch loaded, or `None` if it loaded nothing.
+    /// The resume point: the earliest step that the launch has resumed from, or `None` if it loaded
+    /// nothing.
     pub resumed: Option<Step>,
 }
 

@@ -18,6 +18,7 @@ pub mod records;
 #[cfg(test)]
 pub(crate) mod samples;
 pub mod save_record;
+pub mod step_labels;
 mod stripe_record;
 pub mod table;
 pub mod tree;

@@ -187,6 +187,7 @@ impl GatewayError {
             | E::SaveNotOpen { .. }
             | E::SaveAbortedOrReplaced { .. }
             | E::RecordConflict { .. }
+            | E::StepLabelledLate { .. }
             | E::StepSavedAnew { .. } => ErrorKind::Fenced,
             E::StepNotCommitted { .. }
             | E::NoStepCommitted { .. }
@@ -197,6 +198,7 @@ impl GatewayError {
             | E::ShardsIncomplete { .. }
             | E::ShardNamesEqual { .. }
             | E::WriterUnfit { .. }
+            | E::TooManyLabels { .. }
             | E::TooManySaves { .. } => ErrorKind::Invalid,
             E::TooManyRemovals { .. } => ErrorKind::Busy,
             E::RootNotEncodable => ErrorKind::Internal,

@@ -10,6 +10,7 @@ pub mod cgroup;
 pub mod daemon;
 pub mod error;
 pub mod frames;
+mod labels;
 pub mod load;
 pub mod mapping;
 pub mod protocol;

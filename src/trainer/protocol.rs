@@ -12,15 +12,22 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::id::{ClusterId, FillId, InstanceId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};
+use crate::format::step_labels::LabelChange;
+use crate::id::{
+    ClusterId, FillId, InstanceId, Job, Label, LaunchId, MemberId, SaveId, SegmentId, Step,
+};
 use crate::kind::ErrorKind;
 
 /// The newest version of the protocol.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// The oldest version that the daemon speaks.
 pub const OLDEST: u16 = 1;
 /// The version since which a launch can run on several hosts.
 pub const HOSTS_SINCE: u16 = 2;
+/// The version since which steps have labels.
+pub const LABELS_SINCE: u16 = 3;
+/// Maximum number of bytes of the labels in one answer. Older steps are left out.
+pub const MAX_LABEL_BYTES: usize = 128 << 10;
 /// Maximum length of a message, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 256 << 10;
 /// Maximum number of descriptors in one message.
@@ -185,6 +192,23 @@ pub enum Request {
     /// Does the same as [`Request::Load`], but ignores the steps in this host's memory
     /// ([`LoadFrom::Cluster`]). Since version 2.
     LoadFromCluster(Load),
+    /// Adds a label to a committed step, or removes one. The answer is [`Answer::Done`]. Since
+    /// version 3.
+    LabelStep {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// The label.
+        label: Label,
+        /// The change.
+        change: LabelChange,
+    },
+    /// Lists the labels of a job's committed steps. The answer is [`Answer::Labels`]. Since version 3.
+    ListLabels {
+        /// The job.
+        job: Job,
+    },
 }
 
 /// The hosts of a launch.
@@ -340,6 +364,8 @@ pub enum Answer {
         /// The reason, for people.
         what: String,
     },
+    /// The labelled steps of a job, in order, with their labels.
+    Labels(Vec<(Step, Vec<Label>)>),
 }
 
 /// A request that failed.

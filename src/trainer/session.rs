@@ -91,10 +91,10 @@ struct Connection {
 
 /// The connection of a launch's process to the daemon.
 pub struct Session {
-    dir: PathBuf,
+    pub(super) dir: PathBuf,
     token: Option<PathBuf>,
     member: MemberId,
-    hello: StagingHelloAnswer,
+    pub(super) hello: StagingHelloAnswer,
     /// The connection; `None` after a failure. The next call then connects again.
     connection: Option<Connection>,
     place: Option<Place>,

@@ -11,9 +11,10 @@ use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
 use crate::format::joint_save::JointSave;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState, Standing};
+pub use crate::format::step_labels::LabelChange;
 use crate::id::{
-    Attempt, ClusterId, DbId, Epoch, Generation, Job, LaunchId, LeaseId, PeerName, SaveId, ShardId,
-    Step, StripeId,
+    Attempt, ClusterId, DbId, Epoch, Generation, Job, Label, LaunchId, LeaseId, PeerName, SaveId,
+    ShardId, Step, StripeId,
 };
 
 /// The beginning of the note in [`NodeStatusAnswer`] of a catalogue server that is read-only.
@@ -288,8 +289,19 @@ pub struct LaunchView {
     pub number: u64,
     /// When the launch registered, in seconds since 1970.
     pub registered_at: u64,
-    /// The step that the launch loaded.
+    /// The earliest step that the launch has resumed from.
     pub resumed: Option<Step>,
+}
+
+/// A save with labels.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LabelledStep {
+    /// The step.
+    pub step: Step,
+    /// The save. It counts only while it is committed as the step.
+    pub save: SaveId,
+    /// Its labels, ascending.
+    pub labels: Vec<Label>,
 }
 
 /// The plan of an archiving and its parameters.

@@ -9,8 +9,8 @@ use super::{AllowedCaller, Call, NodeAddress};
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
 use crate::id::{
-    Attempt, DbId, Epoch, Generation, Job, LaunchId, LeaseId, NodeId, PeerName, SaveId, ShardId,
-    Step, StripeId,
+    Attempt, DbId, Epoch, Generation, Job, Label, LaunchId, LeaseId, NodeId, PeerName, SaveId,
+    ShardId, Step, StripeId,
 };
 
 macro_rules! calls {
@@ -187,7 +187,7 @@ calls! {
         job: Job,
         /// The launch.
         launch: LaunchId,
-        /// The step that the launch loaded.
+        /// The step that the launch has resumed from; `None` if it loaded nothing.
         resumed: Option<Step>,
         /// The reason why an unknown launch is newer than all others.
         claim: LaunchClaim,
@@ -214,6 +214,26 @@ calls! {
         /// The launch.
         launch: LaunchId,
     } -> RemoveAnswer;
+    /// Adds a label to a committed save, or removes one (semantics 9). Returns the save's labels.
+    36 Anyone LabelStep {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// The save that the caller saw committed as the step. No other save is labelled.
+        save: SaveId,
+        /// The label.
+        label: Label,
+        /// The change.
+        change: LabelChange,
+    } -> Vec<Label>;
+    /// Lists the labelled saves of a job, in order of their steps, by pages of at most 64.
+    37 Anyone ListLabels {
+        /// The job.
+        job: Job,
+        /// The page begins after this step.
+        after: Option<Step>,
+    } -> Vec<LabelledStep>;
 
     /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
     /// [`BlockTrailer`] frame follows.

@@ -13,7 +13,7 @@ use rapidraid::client::{
 };
 use rapidraid::clock::SystemClock;
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::format::launch_order::LaunchRank;
+use rapidraid::format::launch_order::{LaunchRank, MAX_LAUNCHES};
 use rapidraid::format::records::Record;
 use rapidraid::id::{LaunchId, SaveId, Step};
 use rapidraid::kind::ErrorKind;
@@ -132,7 +132,7 @@ async fn a_launch_that_was_replaced_commits_nothing_later_than_its_successors_re
     early_save.await.unwrap().unwrap();
     let error = commit(&world, A, 30).await.unwrap_err();
     let text = error.to_string();
-    assert!(text.contains(&format!("launch 2 ({B}) writes for the job since ")), "{text}");
+    assert!(text.contains(&format!("launch 2 ({B}) has been saving for the job since ")), "{text}");
     commit(&world, B, 20).await.unwrap();
     assert_eq!(steps(&world), [5, 10, 20]);
     let names = world.committed(20).unwrap();
@@ -333,10 +333,12 @@ async fn after_a_rebuild_the_launch_that_has_committed_last_goes_on() {
     // The older launch wakes up first. Its successor has committed a step.
     let again = LaunchClaim::Again;
     assert_fenced(client.register_launch(&job(), A, None, again).await);
+    // A save of no launch overtakes nobody.
+    save(&client, 25, &[("a", &content(1000, 1))]).await;
     client.register_launch(&job(), B, Some(Step(10)), again).await.unwrap();
     commit(&world, B, 30).await.unwrap();
     assert_fenced(commit(&world, A, 40).await);
-    assert_eq!(steps(&world), [10, 20, 30]);
+    assert_eq!(steps(&world), [10, 20, 25, 30]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -349,8 +351,20 @@ async fn saves_of_no_launch_know_no_order() {
     save(&client, 20, &[("a", &bytes)]).await;
     register(&client, B, None).await.unwrap();
     save(&client, 30, &[("a", &bytes)]).await;
-    // They do not overtake a launch either.
-    client.register_launch(&job(), B, None, LaunchClaim::Again).await.unwrap();
     commit(&world, B, 40).await.unwrap();
     assert_eq!(steps(&world), [10, 20, 30, 40]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_launch_that_the_order_has_forgotten_does_not_come_back() {
+    let world = world().await;
+    let client = world.client();
+    register(&client, A, None).await.unwrap();
+    for number in 0..=MAX_LAUNCHES {
+        register(&client, LaunchId([100 + number as u8; 16]), None).await.unwrap();
+    }
+    let order = client.fetch_launch_order(&job()).await.unwrap();
+    assert_eq!((order.launches.len(), order.rank_of(A)), (MAX_LAUNCHES, LaunchRank::Unknown));
+    assert_fenced(client.register_launch(&job(), A, None, LaunchClaim::Again).await);
+    assert_fenced(commit(&world, A, 10).await);
 }

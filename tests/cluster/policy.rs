@@ -8,7 +8,9 @@ use rapidraid::client::{Client, SaveOptions};
 use rapidraid::config::{Policy, Rule};
 use rapidraid::format::records::StripeState;
 use rapidraid::id::{Job, Step};
+use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, LOCK_FILE};
+use rapidraid::wire::calls::{LabelChange, LabelStep};
 use rapidraid::wire::policy::PolicyAnswer;
 
 use crate::world::{World, content, job, quiet, read_file, restore, save, shard};
@@ -148,6 +150,79 @@ async fn the_newest_and_every_fourth_step_are_kept_and_others_go() {
     let answer = policy(&client).await;
     assert_eq!((answer.to_retire, answer.removing, answer.waiting), (0, 0, vec![]));
     world.assert_idle().await;
+}
+
+async fn label(client: &Client, step: u64, label: &str) {
+    let label = label.parse().unwrap();
+    client.label_step(job().at(Step(step)), &label, LabelChange::Add).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_newest_with_each_label_is_kept() {
+    let mut world = World::start(4, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save_steps(&client, 1..=6).await;
+    for (step, name) in [(1, "trusted"), (2, "trusted"), (2, "a"), (3, "b"), (6, "b")] {
+        label(&client, step, name).await;
+    }
+    restart(&mut world, for_all(keep(1))).await;
+    // Step 1 has no label that no newer step has, and neither has step 3.
+    until_left(&client, &job(), &[2, 6]).await;
+    tokio::time::sleep(3 * world.lease).await;
+    assert_eq!(steps(&client, &job()).await, [2, 6]);
+    // When a newer step gets the labels, the older one goes.
+    save_steps(&client, [7]).await;
+    until_left(&client, &job(), &[2, 6, 7]).await;
+    label(&client, 7, "trusted").await;
+    tokio::time::sleep(3 * world.lease).await;
+    assert_eq!(steps(&client, &job()).await, [2, 6, 7], "step 2 still has `a` alone");
+    label(&client, 7, "a").await;
+    until_left(&client, &job(), &[6, 7]).await;
+    let labels = client.list_labels(&job()).await.unwrap();
+    assert_eq!(labels.keys().copied().collect::<Vec<_>>(), [Step(6), Step(7)]);
+    // A person removes what has a label, and the label goes with it.
+    client.remove_step(&job(), Step(6)).await.unwrap();
+    world.until("its labels gone", || world.catalogue_keys("b/").len() == 1).await;
+    world.assert_swept(&client).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_label_belongs_to_one_save() {
+    let world = World::start(4, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save_steps(&client, [1]).await;
+    let first = client.list_steps(Some(&job())).await.unwrap()[0].saved.save;
+    label(&client, 1, "trusted").await;
+    label(&client, 1, "trusted").await;
+    assert_eq!(client.list_labels(&job()).await.unwrap()[&Step(1)].len(), 1);
+    let newer = vec![shard("weights", &content(LEN, 2))];
+    client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
+    assert!(client.list_labels(&job()).await.unwrap().is_empty(), "the new save has none");
+    // A request that still names the old save is refused.
+    let call = LabelStep {
+        job: job(),
+        step: Step(1),
+        save: first,
+        label: "trusted".parse().unwrap(),
+        change: LabelChange::Add,
+    };
+    let voice = world.voice(rapidraid::net::Role::Client, "late");
+    let refused = voice.ask(&world.node_address(1), &call).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
+    for number in 0..16 {
+        label(&client, 1, &format!("label-{number}")).await;
+    }
+    let step_ref = job();
+    let step_ref = step_ref.at(Step(1));
+    let more = "one-more".parse().unwrap();
+    let refused = client.label_step(step_ref, &more, LabelChange::Add).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
+    let left = client.label_step(step_ref, &"label-3".parse().unwrap(), LabelChange::Remove).await;
+    assert_eq!(left.unwrap().len(), 15);
+    client.label_step(step_ref, &more, LabelChange::Add).await.unwrap();
+    let missing = client.label_step(job().at(Step(9)), &more, LabelChange::Add).await.unwrap_err();
+    assert_eq!(missing.kind(), ErrorKind::NotFound, "{missing}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -260,6 +260,14 @@ fn for_clients(calls: &mut Calls) {
     let waiting = vec!["node-3".parse().unwrap()];
     let remove = RemoveStep { job: job.clone(), step, save };
     let removed = RemoveAnswer { confirmed: 15, waiting };
+    let label = |change| LabelStep {
+        job: job.clone(),
+        step,
+        save,
+        label: "trusted".parse().unwrap(),
+        change,
+    };
+    let labelled = LabelledStep { step, save, labels: vec!["trusted".parse().unwrap()] };
     let listed = ListStepsAnswer { steps: vec![step_view()], next: Some((job.clone(), step)) };
     let shards = vec![(root(), Some(state())), (root(), None)];
     let status = NodeStatusAnswer {
@@ -277,6 +285,10 @@ fn for_clients(calls: &mut Calls) {
     calls
         .both(remove.clone(), removed.clone())
         .both(RemoveLaunchStep { remove, launch: LAUNCH }, removed)
+        .both(label(LabelChange::Add), vec!["trusted".parse().unwrap()])
+        .request(", remove", label(LabelChange::Remove))
+        .both(ListLabels { job: job.clone(), after: Some(step) }, vec![labelled])
+        .request(", first page", ListLabels { job: job.clone(), after: None })
         .both(ListSteps { job: Some(job.clone()), after: Some((job.clone(), step)) }, listed)
         .request(", all", ListSteps { job: None, after: None })
         .both(

@@ -16,6 +16,7 @@ use rapidraid::format::records::{
     RingNode, Run, SaveHead, Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState,
     Tombstone, Writing, stripes_root,
 };
+use rapidraid::format::step_labels::StepLabels;
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{
     Attempt, ClusterId, DbId, Epoch, FillId, Generation, InstanceId, LaunchId, LeaseId, MemberId,
@@ -331,6 +332,11 @@ fn launch_order() -> LaunchOrder {
     LaunchOrder { launches: vec![entry(1, None), entry(2, Some(Step(1200)))] }
 }
 
+fn step_labels() -> StepLabels {
+    let labels = ["a", "trusted"].map(|label| label.parse().unwrap());
+    StepLabels { save: SAVE, labels: labels.to_vec() }
+}
+
 /// Returns the cases of all records.
 pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
@@ -379,6 +385,7 @@ pub fn cases() -> Vec<Case> {
         record("staged job", staged_job()),
         record("hosts of a launch", launch_hosts()),
         record("order of launches", launch_order()),
+        record("labels of a step", step_labels()),
     ]
 }
 

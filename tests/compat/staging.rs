@@ -1,6 +1,7 @@
 //! One value of every message between trainers and their staging daemon, and of a segment. Both are
 //! compatible between versions, because the daemon and the Python wheel are upgraded separately.
 
+use rapidraid::format::step_labels::LabelChange;
 use rapidraid::format::table::Table;
 use rapidraid::id::{FillId, InstanceId, LaunchId, MemberId, SegmentId, Step};
 use rapidraid::kind::ErrorKind;
@@ -65,6 +66,10 @@ fn requests() -> Vec<(&'static str, Request)> {
     let alone =
         Load { launch: None, step: None, offline: false, table_first: true, ..load.clone() };
     let hosts = Hosts { own: 1, names: vec!["host-a".into(), "host-b".into()] };
+    let label = |change| {
+        let (job, label) = (job(), "trusted".parse().unwrap());
+        Request::LabelStep { job, step: STEP, label, change }
+    };
     let (ticket, name) = (300, "model/embed.weight".to_owned());
     vec![
         ("PrepareOnHost", Request::PrepareOnHost(prepare.clone(), hosts)),
@@ -83,6 +88,9 @@ fn requests() -> Vec<(&'static str, Request)> {
         ("Corrupt", Request::Corrupt { ticket, name }),
         ("Release", Request::Release { ticket }),
         ("Steps", Request::Steps { job: job() }),
+        ("LabelStep", label(LabelChange::Add)),
+        ("LabelStep, remove", label(LabelChange::Remove)),
+        ("ListLabels", Request::ListLabels { job: job() }),
         ("Remove", Request::Remove { job: job(), step: STEP }),
         ("Status", Request::Status),
         ("Free", Request::Free { job: job(), with_unsaved: true }),
@@ -155,6 +163,7 @@ fn answers() -> Vec<(&'static str, Answer)> {
         ("Status", Answer::Status(status())),
         ("Freed", Answer::Freed { bytes: 16 << 30 }),
         ("Skipped", Answer::Skipped { what: "all segments are in use".into() }),
+        ("Labels", Answer::Labels(vec![(STEP, vec!["trusted".parse().unwrap()])])),
     ]
 }
 

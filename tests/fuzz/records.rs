@@ -10,7 +10,8 @@ use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::FileHeader;
 use rapidraid::format::records::{
     Checkpoint, CommitMark, Damage, Fence, JointSave, LaunchOrder, Leaves, Members, Node, Receipt,
-    Record, Removing, SaveHead, ShardRoot, ShardState, StripeRecord, StripeState, Tombstone,
+    Record, Removing, SaveHead, ShardRoot, ShardState, StepLabels, StripeRecord, StripeState,
+    Tombstone,
 };
 use rapidraid::id::{ClusterId, PeerName, SaveId, Step};
 use rapidraid::store::kv::Batch;
@@ -96,6 +97,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(21) => record(bytes, |value: OwnerRecord| plain(&value)),
         Some(22) => record(bytes, |value: StepRecord| plain(&value)),
         Some(23) => record(bytes, |value: JobRecord| plain(&value)),
+        Some(29) => record(bytes, |value: StepLabels| plain(&value)),
         Some(28) => record(bytes, |order: LaunchOrder| {
             for entry in &order.launches {
                 let _ = order.may_save(entry.launch, Step(0));

@@ -79,6 +79,8 @@ const CALLS: &[Laws] = laws![
     BeginLaunchSave,
     ListLaunches,
     RemoveLaunchStep,
+    LabelStep,
+    ListLabels,
     PutBlock,
     PutRecord,
     GetRecord,

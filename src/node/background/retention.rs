@@ -22,6 +22,7 @@ use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step, StepRef};
 use crate::node::context::NodeContext;
+use crate::node::gateway::labels::find_label_to_keep;
 use crate::node::gateway::removal::{SaveRemoval, UnpublishOutcome};
 use crate::node::retry_schedule::RetrySchedule;
 use crate::wire::RemoteError;
@@ -245,9 +246,14 @@ impl Retention {
         if !has_newer_steps(catalogue, step_ref, u64::from(keep_newest.max(1))).await? {
             return Ok(());
         }
+        // A label that is set from here on changes its record, and then nothing is retired.
+        let (label, guard) = find_label_to_keep(catalogue, step_ref, saved.save).await?;
+        if label.is_some() {
+            return Ok(());
+        }
         let reason = RemoveReason::Retired;
-        let found = self.removal.unpublish(step_ref, saved.save, reason).await?;
-        if let UnpublishOutcome::Removing(entry) = found {
+        let found = self.removal.unpublish_if(step_ref, saved.save, reason, &guard).await?;
+        if let Some(UnpublishOutcome::Removing(entry)) = found {
             tracing::info!(
                 %job, %step, save = %saved.save, bytes = saved.len_bytes, keep_newest, keep_every = rule.keep_every,
                 "retired by the policy: enough newer steps are committed"

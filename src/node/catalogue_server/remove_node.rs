@@ -183,8 +183,8 @@ impl NodeRemoval {
     }
 }
 
-/// Returns whether an open save may put blocks on a node. Only the client of a save that is not joint
-/// knows which nodes it uses.
+/// Returns whether an open save may put blocks on a node. Only the client of a save that belongs to no
+/// launch knows which nodes it uses.
 async fn may_use_node(
     catalogue: &dyn Catalogue,
     save: SaveId,

@@ -47,6 +47,10 @@ impl CommittedSteps {
         Self { context, catalogue_calls, outage_reader, removal }
     }
 
+    pub(super) fn catalogue(&self) -> Arc<dyn Catalogue> {
+        self.context.catalogue()
+    }
+
     /// Removes a committed step. Returns how many nodes have purged it, and which have not. The
     /// work continues if the client disconnects.
     ///
@@ -65,7 +69,8 @@ impl CommittedSteps {
     /// Removes a committed step for a launch. Otherwise as [`remove_step`](Self::remove_step).
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] if the launch is not the newest one of the job.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is not the
+    /// newest one of the job.
     pub(in crate::node) async fn remove_launch_step(
         self: &Arc<Self>,
         call: RemoveLaunchStep,

@@ -33,7 +33,7 @@ pub(in crate::node) enum GatewayError {
     TooManyRemovals { job: Job, step: Step },
     /// A newer launch of the job has registered.
     #[error(
-        "launch {launch} of job {job} is over: launch {number} ({newest}) writes for the job since {}",
+        "launch {launch} of job {job} is over: launch {number} ({newest}) has been saving for the job since {}",
         date(*since)
     )]
     LaunchReplaced { launch: LaunchId, job: Job, number: u64, newest: LaunchId, since: u64 },
@@ -104,6 +104,12 @@ pub(in crate::node) enum GatewayError {
         "{job}/{step} was saved anew meanwhile: nothing was removed; remove it again if that save is to be removed as well"
     )]
     StepSavedAnew { job: Job, step: Step },
+    /// Another save of the step was committed before it was labelled.
+    #[error("{job}/{step} was saved anew meanwhile: label that save, if it is the one")]
+    StepLabelledLate { job: Job, step: Step },
+    /// The save has as many labels as it may.
+    #[error("{job}/{step} has 16 labels: remove one of them first")]
+    TooManyLabels { job: Job, step: Step },
     /// The daemon stopped while it removed a step.
     #[error("the daemon is stopping: the removal continues later")]
     RemovalInterrupted,

@@ -13,7 +13,7 @@ use crate::catalogue::record_access::{
 };
 use crate::catalogue::{Catalogue, Guard};
 use crate::format::joint_save::JointSave;
-use crate::format::launch_order::{LaunchOrder, LaunchRank, RegisteredLaunch};
+use crate::format::launch_order::{LaunchOrder, LaunchRank, MAX_LAUNCHES, RegisteredLaunch};
 use crate::format::records::{Checkpoint, Saved, ShardRoot, Writing};
 use crate::format::table::launch_of_index;
 use crate::id::{Job, LaunchId, SaveId, Step, StepRef};
@@ -30,9 +30,9 @@ pub(super) struct AdmittedLaunch {
 }
 
 impl SaveGateway {
-    /// Registers a launch as the newest one of its job, or confirms that it is. Then publishes the
-    /// decided saves of later steps than its resume point, and aborts the open ones of older
-    /// launches. Repeating it is safe.
+    /// Registers a launch as the newest one of its job, or confirms that it is and lowers its resume
+    /// point. Then publishes the decided saves of later steps than the resume point, and aborts the
+    /// open ones of older launches. Repeating it is safe.
     ///
     /// # Errors
     /// [`GatewayError::LaunchReplaced`] if a newer launch has registered;
@@ -85,18 +85,27 @@ impl SaveGateway {
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
-            match checkpoint.writing {
-                Some(Writing::Decided { saved }) if is_later(step) => {
-                    self.mark_and_publish(job.at(step), saved).await?;
+            let Some(writing) = checkpoint.writing.filter(|_| is_later(step)) else { continue };
+            let ended = match &writing {
+                Writing::Decided { saved } => {
+                    self.mark_and_publish(job.at(step), saved.clone()).await.map(drop)
                 }
-                Some(Writing::Open { save, .. }) if is_later(step) => {
-                    let launch = find_launch_of_open_save(catalogue, save).await?;
-                    if launch.is_some_and(|launch| launch != call.launch) {
-                        let abort = AbortSave { job, step, save };
-                        self.abort_save_for(abort, Some(call.launch)).await?;
+                Writing::Open { save, .. } => {
+                    let save = *save;
+                    match find_launch_of_open_save(catalogue, save).await? {
+                        Some(launch) if launch != call.launch => {
+                            let abort = AbortSave { job: job.clone(), step, save };
+                            self.abort_save_for(abort, Some(call.launch)).await
+                        }
+                        _ => Ok(()),
                     }
                 }
-                _ => {}
+            };
+            let Err(error) = ended else { continue };
+            // Another daemon may have ended the save meanwhile.
+            let now = read_record::<Checkpoint>(catalogue, &key).await?;
+            if now.is_some_and(|(now, _)| now.writing.as_ref() == Some(&writing)) {
+                return Err(error);
             }
         }
         Ok(())
@@ -137,6 +146,14 @@ fn steps_prefix(job: &Job) -> String {
     format!("{CHECKPOINTS}{job}/")
 }
 
+/// Returns the refusal of a launch that is not the newest one, or that may not save a step.
+fn refusal(job: &Job, launch: LaunchId, order: &LaunchOrder) -> GatewayError {
+    match order.newest().filter(|_| order.rank_of(launch) != LaunchRank::Unknown) {
+        None => GatewayError::LaunchUnregistered { launch, job: job.clone() },
+        Some(_) => replaced(job, launch, order),
+    }
+}
+
 fn replaced(job: &Job, launch: LaunchId, order: &LaunchOrder) -> GatewayError {
     match order.newest() {
         None => GatewayError::LaunchUnregistered { launch, job: job.clone() },
@@ -154,7 +171,7 @@ fn replaced(job: &Job, launch: LaunchId, order: &LaunchOrder) -> GatewayError {
 ///
 /// # Errors
 /// [`GatewayError::LaunchReplaced`] if a newer launch has registered, and
-/// [`GatewayError::LaunchUnregistered`] if none has.
+/// [`GatewayError::LaunchUnregistered`] if the launch is unknown.
 pub(super) async fn admit_launch(
     catalogue: &dyn Catalogue,
     launch: LaunchId,
@@ -163,7 +180,7 @@ pub(super) async fn admit_launch(
     let (order, guard) = read_order(catalogue, step_ref.job).await?;
     match order.may_save(launch, step_ref.step) {
         true => Ok(AdmittedLaunch { launch, order, guard }),
-        false => Err(replaced(step_ref.job, launch, &order).into()),
+        false => Err(refusal(step_ref.job, launch, &order).into()),
     }
 }
 
@@ -179,7 +196,7 @@ pub(super) async fn require_newest(
     let (order, guard) = read_order(catalogue, job).await?;
     match order.rank_of(launch) {
         LaunchRank::Newest => Ok(guard),
-        LaunchRank::Older | LaunchRank::Unknown => Err(replaced(job, launch, &order).into()),
+        LaunchRank::Older | LaunchRank::Unknown => Err(refusal(job, launch, &order).into()),
     }
 }
 
@@ -220,6 +237,12 @@ async fn check_claim(
                 true => Ok(()),
                 false => Err(replaced(&call.job, call.launch, order).into()),
             }
+        }
+        // A launch that the order does not list any more was registered in this database.
+        LaunchClaim::Again
+            if order.newest().is_some_and(|newest| newest.number > MAX_LAUNCHES as u64) =>
+        {
+            Err(replaced(&call.job, call.launch, order).into())
         }
         LaunchClaim::Again => refuse_if_overtaken(catalogue, call).await,
     }

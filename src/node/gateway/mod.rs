@@ -5,6 +5,7 @@ pub(super) mod begin_save;
 pub(super) mod committed_steps;
 pub(super) mod error;
 mod joint_save;
+pub(super) mod labels;
 mod launches;
 mod open_saves;
 mod page_limits;

@@ -12,11 +12,13 @@ use super::launches::require_newest;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record,
-    compare_and_set_record_guarded, joint_save_key, read_record, shard_roots_prefix,
+    compare_and_set_record_guarded, joint_save_key, labels_key, read_record, shard_roots_prefix,
     shard_state_key, shard_states_prefix, update_record,
 };
-use crate::catalogue::{Catalogue, SetOutcome};
-use crate::format::records::{Checkpoint, Record, RemoveReason, Removing, ShardState, Tombstone};
+use crate::catalogue::{Catalogue, Guard, SetOutcome};
+use crate::format::records::{
+    Checkpoint, Record, RemoveReason, Removing, ShardState, StepLabels, Tombstone,
+};
 use crate::id::{Generation, Job, LaunchId, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
 use crate::net::call::address;
 use crate::node::context::NodeContext;
@@ -86,7 +88,7 @@ impl SaveRemoval {
     /// one of the job.
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] if it is not.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if it is not.
     pub(super) async fn unpublish_for_launch(
         &self,
         step_ref: StepRef<'_>,
@@ -94,26 +96,39 @@ impl SaveRemoval {
         launch: LaunchId,
     ) -> Result<UnpublishOutcome, RemoteError> {
         let catalogue = self.context.catalogue();
-        let key = checkpoint_key(step_ref);
         loop {
             let guard = require_newest(&*catalogue, launch, step_ref.job).await?;
-            let found = read_record::<Checkpoint>(&*catalogue, &key).await?;
-            let Some((mut checkpoint, revision)) = found else {
-                return Ok(UnpublishOutcome::NotCommitted);
-            };
-            let (outcome, has_changed) =
-                move_to_removing(&mut checkpoint, save, RemoveReason::Deleted);
-            if !has_changed {
-                return Ok(outcome);
-            }
-            trace_point(TracePoint::Removing, format_args!("{step_ref}"));
-            let (expected, guard) = (Some(revision), Some(&guard));
-            let set =
-                compare_and_set_record_guarded(&*catalogue, &key, expected, &checkpoint, guard);
-            if let RecordSetOutcome::Set(_) = set.await? {
+            let reason = RemoveReason::Deleted;
+            if let Some(outcome) = self.unpublish_if(step_ref, save, reason, &guard).await? {
                 return Ok(outcome);
             }
         }
+    }
+
+    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, if the key of `guard` has its
+    /// revision in the same moment. Returns `None` if that or the step's record has changed, so that
+    /// nothing was done.
+    pub(in crate::node) async fn unpublish_if(
+        &self,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+        reason: RemoveReason,
+        guard: &Guard,
+    ) -> Result<Option<UnpublishOutcome>, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let key = checkpoint_key(step_ref);
+        let found = read_record::<Checkpoint>(&*catalogue, &key).await?;
+        let Some((mut checkpoint, revision)) = found else {
+            return Ok(Some(UnpublishOutcome::NotCommitted));
+        };
+        let (outcome, has_changed) = move_to_removing(&mut checkpoint, save, reason);
+        if !has_changed {
+            return Ok(Some(outcome));
+        }
+        trace_point(TracePoint::Removing, format_args!("{step_ref}"));
+        let (expected, guard) = (Some(revision), Some(guard));
+        let set = compare_and_set_record_guarded(&*catalogue, &key, expected, &checkpoint, guard);
+        Ok(matches!(set.await?, RecordSetOutcome::Set(_)).then_some(outcome))
     }
 
     /// Carries out one removal of a save of a step, as far as it can go now. Returns its progress.
@@ -280,6 +295,12 @@ impl SaveRemoval {
         let joint = joint_save_key(entry.save);
         if let Some(found) = catalogue.get(&joint).await? {
             catalogue.compare_and_set(&joint, Some(found.revision), None).await?;
+        }
+        let labels = labels_key(step_ref);
+        if let Some((found, revision)) = read_record::<StepLabels>(catalogue, &labels).await?
+            && found.save == entry.save
+        {
+            catalogue.compare_and_set(&labels, Some(revision), None).await?;
         }
         let key = checkpoint_key(step_ref);
         while let Some((mut checkpoint, revision)) =

@@ -24,13 +24,13 @@ use crate::wire::calls::{
     ALL, AbortSave, ArchiveStep, BeginLaunchSave, BeginSave, CatchUp, ClaimEpoch, CommitSave,
     CompareAndSetKey, CompareAndSetKeyGuarded, CompleteShard, CopyReplica, DropReplicas,
     ExamineStripe, FindRemovedSaves, GetKey, GetNodeStatus, GetPolicyStatus, GetRecord,
-    GetShardState, GetStanding, GrantLease, Hello, JoinSave, ListCompletedShards, ListDamagedMarks,
-    ListFiles, ListInventory, ListKeys, ListLaunches, ListMarkedSaves, ListMembers, ListNodes,
-    ListOpenSaves, ListRemovedSaves, ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave,
-    PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource,
-    RebuildCatalogue, RegisterLaunch, RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode,
-    RemoveStep, RenewLease, ReservePart, RevokeLease, RunPart, ShowStep, TouchLease,
-    TransferCatalogue, VerifyFile,
+    GetShardState, GetStanding, GrantLease, Hello, JoinSave, LabelStep, ListCompletedShards,
+    ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListLabels, ListLaunches,
+    ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves, ListSources,
+    ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt,
+    PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterLaunch, RegisterNode,
+    ReleasePart, RemoveLaunchStep, RemoveNode, RemoveStep, RenewLease, ReservePart, RevokeLease,
+    RunPart, ShowStep, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
@@ -273,6 +273,12 @@ impl RpcServer {
             }
             RemoveStep::NUMBER => {
                 reply!(RemoveStep => |call| self.services.steps.remove_step(call))
+            }
+            LabelStep::NUMBER => {
+                reply!(LabelStep => |call| self.services.steps.label_step(call))
+            }
+            ListLabels::NUMBER => {
+                reply!(ListLabels => |call| self.services.steps.list_labels(call))
             }
             RemoveLaunchStep::NUMBER => {
                 reply!(RemoveLaunchStep => |call| self.services.steps.remove_launch_step(call))

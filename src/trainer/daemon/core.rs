@@ -19,7 +19,7 @@ mod restore;
 mod steps;
 
 pub use hosts::OlderSteps;
-pub use launches::overtaken_by;
+pub use launches::launch_over_failure;
 pub use restore::RestoredStep;
 
 use super::hold::{Bell, Hold, Holds};
@@ -246,8 +246,7 @@ pub struct JobState {
     /// The most recently dropped fillings. A header that names one of them does not bring its step
     /// back.
     pub dropped: VecDeque<FillId>,
-    /// For each launch that has not registered yet: the newest launch of the job in the cluster when
-    /// this one began.
+    /// For each of the last launches: the newest launch of the job in the cluster when it began.
     predecessors: VecDeque<(LaunchId, Option<LaunchId>)>,
     /// Abandoned saves that are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,

@@ -164,7 +164,7 @@ impl StagingDaemon {
                 // Another launch saves the step.
                 Err(error) if error.kind() == ErrorKind::Exists => return,
                 Err(error)
-                    if error.kind() == ErrorKind::Fenced && self.is_overtaken(&key).await =>
+                    if error.kind() == ErrorKind::Fenced && self.may_no_longer_save(&key).await =>
                 {
                     return;
                 }

@@ -6,15 +6,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::StagingDaemon;
-use super::core::{StepKey, overtaken_by};
+use super::core::{StepKey, launch_over_failure};
 use super::trace::{StagingPoint, trace_point};
 use super::upload::Attempt;
 use crate::clock::deadline;
-use crate::format::launch_order::LaunchRank;
+use crate::format::launch_order::{LaunchOrder, LaunchRank};
 use crate::id::{Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::ErrorKind;
-use crate::trainer::protocol::{Failure, Place, Resumed};
+use crate::trainer::protocol::{Failure, Load, Place, Resumed};
 use crate::wire::calls::LaunchClaim;
+
+/// How long a load waits for the order of launches.
+const ORDER_LIMIT: Duration = Duration::from_secs(5);
+/// Interval between two looks whether the first host has registered the launch.
+const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 /// The committed and staged steps, seen from the one that a launch was resumed from.
 struct LaterSteps {
@@ -29,10 +34,10 @@ struct LaterSteps {
 }
 
 impl StagingDaemon {
-    /// Compares the resume point of a launch with the committed steps, and registers the launch as the
-    /// newest one of its job. Removes later steps if the launch asked for it; fails otherwise if there
-    /// are any. Returns a description of what it
-    /// still waits for at `until`, or `None` when done.
+    /// Registers the launch as the newest one of its job. Compares its resume point with the
+    /// committed steps before and after: later ones are removed if the launch abandons them, and are
+    /// an error otherwise. Returns a description of what it still waits for at `until`, or `None` when
+    /// done.
     pub(super) async fn check_resumed(
         self: &Arc<Self>,
         member: MemberId,
@@ -54,7 +59,9 @@ impl StagingDaemon {
         // one. Compared again afterwards, because only then older launches commit no later step any
         // more.
         self.find_later_steps(&place, resumed).await?;
-        self.register_launch(&place, resumed).await?;
+        if let Some(what) = self.register_launch(&place, resumed, until).await? {
+            return Ok(Some(what));
+        }
         let LaterSteps { committed, in_memory, before, newest } =
             self.find_later_steps(&place, resumed).await?;
         if !(committed.is_empty() && in_memory.is_empty()) {
@@ -122,102 +129,136 @@ impl StagingDaemon {
         })
     }
 
-    /// Notes the newest launch of the job in the cluster for a launch that begins. The launch can
-    /// register only as long as this one stays the newest. Drops the staged steps that older launches
-    /// may no longer save.
-    pub(super) async fn heed_launch_order(
+    /// Reads the order of the job's launches. Drops the staged steps that their launches may no longer
+    /// save. Notes the newest launch for a launch that begins: it can register only as long as this
+    /// one stays the newest.
+    pub(super) async fn read_launch_order(
         self: &Arc<Self>,
         job: &Job,
-        launch: Option<LaunchId>,
-    ) -> Result<(), Failure> {
+        begins: LaunchId,
+    ) -> Result<LaunchOrder, Failure> {
         let order = self.client.fetch_launch_order(job).await.map_err(|error| {
             let message = format!("the cluster does not say which launches {job} has: {error}");
             Failure::new(error.kind(), message, error.hint().unwrap_or_default())
         })?;
         self.with(|core| {
-            if let Some(launch) = launch {
-                let newest = order.newest().map(|newest| newest.launch);
-                core.note_predecessor(job, launch, newest);
-            }
-            core.drop_overtaken_steps(job, &order);
+            core.note_predecessor(job, begins, order.newest().map(|newest| newest.launch));
+            core.drop_unsavable_steps(job, &order);
         });
-        Ok(())
+        Ok(order)
     }
 
-    /// Notes the newest launch of the job for a launch that has prepared and perhaps loads nothing.
-    /// If the cluster does not answer now, its first fill asks again.
-    pub(super) fn heed_launch_order_soon(self: &Arc<Self>, place: &Place) {
+    /// Reads the order of launches for a load that chooses the step itself. A load works without it,
+    /// as long as the catalogue does not answer.
+    pub(super) async fn read_launch_order_before(self: &Arc<Self>, load: &Load) {
+        let Some((launch, _)) = load.launch.filter(|_| load.step.is_none() && !load.offline) else {
+            return;
+        };
+        let read = deadline(&*self.clock, ORDER_LIMIT, self.read_launch_order(&load.job, launch));
+        match read.await {
+            Ok(Ok(_)) => {}
+            Ok(Err(failure)) => tracing::info!(job = %load.job, "{failure}"),
+            Err(_) => tracing::info!(job = %load.job, "the order of launches is not known in time"),
+        }
+    }
+
+    /// Reads the order of launches in the background, for a launch that has prepared and perhaps
+    /// loads nothing. If the cluster does not answer now, its first fill asks again.
+    pub(super) fn spawn_launch_order_read(self: &Arc<Self>, place: &Place) {
         let (daemon, place) = (self.clone(), place.clone());
         if !self.with(|core| core.predecessor(&place.job, place.launch).is_some()) {
             drop(tokio::spawn(async move {
-                let heeded = daemon.heed_launch_order(&place.job, Some(place.launch)).await;
-                if let Err(failure) = heeded {
+                if let Err(failure) = daemon.read_launch_order(&place.job, place.launch).await {
                     tracing::info!(job = %place.job, "{failure}");
                 }
             }));
         }
     }
 
-    /// Registers the launch of a rank as the newest one of its job. If another one is newer, the
-    /// launch may fill no further step here.
+    /// Registers the launch of a rank as the newest one of its job. Of a launch of several hosts, host
+    /// 0 claims to be the newest, and the others wait for that. If another launch is newer, the launch
+    /// may fill no further step here. Returns a description of what it waits for at `until`.
     async fn register_launch(
         self: &Arc<Self>,
         place: &Place,
         resumed: Resumed,
-    ) -> Result<(), Failure> {
+        until: Duration,
+    ) -> Result<Option<String>, Failure> {
         let (job, launch) = (&place.job, place.launch);
-        let predecessor = || self.with(|core| core.predecessor(job, launch));
-        if predecessor().is_none() {
-            self.heed_launch_order(job, Some(launch)).await?;
-        }
-        let claim = LaunchClaim::After { newest: predecessor().flatten() };
-        let registered = self.client.register_launch(job, launch, resumed.loaded, claim).await;
-        registered.map_err(|error| {
-            let failure =
-                Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default());
-            if error.kind() == ErrorKind::Fenced {
-                self.with(|core| core.fence_launch(job, launch, failure.clone()));
+        let is_first_host = self.with(|core| core.is_on_first_host(place));
+        loop {
+            let order = self.read_launch_order(job, launch).await?;
+            if is_first_host || order.rank_of(launch) != LaunchRank::Unknown {
+                let claim = LaunchClaim::After { newest: self.choose_predecessor(place, &order) };
+                let registered =
+                    self.client.register_launch(job, launch, resumed.loaded, claim).await;
+                return registered.map(|()| None).map_err(|error| {
+                    let hint = error.hint().unwrap_or_default();
+                    let failure = Failure::new(error.kind(), error.to_string(), hint);
+                    if error.kind() == ErrorKind::Fenced {
+                        self.with(|core| core.fence_launch(job, launch, failure.clone()));
+                    }
+                    failure
+                });
             }
-            failure
+            if self.clock.now() >= until {
+                return Ok(Some("the first host has not begun to save yet".to_owned()));
+            }
+            self.clock.sleep(LOOK_AGAIN).await;
+        }
+    }
+
+    /// Returns the launch that a launch claims to follow: the one that was the newest when it began.
+    /// A launch that has run on this host before is older all the same, also if it has registered
+    /// since, because the catalogue was rebuilt.
+    fn choose_predecessor(
+        self: &Arc<Self>,
+        place: &Place,
+        order: &LaunchOrder,
+    ) -> Option<LaunchId> {
+        let newest = order.newest().map(|newest| newest.launch);
+        self.with(|core| match newest {
+            Some(newest) if core.has_run_here(&place.job, newest) => Some(newest),
+            _ => core.predecessor(&place.job, place.launch).flatten(),
         })
     }
 
     /// Finds out why a save was refused as fenced. Drops the step if its launch may no longer save
     /// it. Registers the launch again if the catalogue was rebuilt.
-    pub(super) async fn find_out_why_fenced(
-        self: &Arc<Self>,
-        key: &StepKey,
-        reason: String,
-    ) -> Attempt {
+    pub(super) async fn judge_fenced(self: &Arc<Self>, key: &StepKey, reason: String) -> Attempt {
         let (job, launch) = (&key.job, key.launch);
         let order = match self.client.fetch_launch_order(job).await {
             Ok(order) => order,
             Err(error) => return Attempt::Later(error.to_string()),
         };
-        let is_unknown = order.rank_of(launch) == LaunchRank::Unknown;
-        if is_unknown && self.with(|core| core.is_newest_here(job, launch)) {
-            let resumed =
-                self.with(|core| core.launch(key).and_then(|launch| launch.resumed.loaded));
-            let registered =
-                self.client.register_launch(job, launch, resumed, LaunchClaim::Again).await;
-            match registered {
-                Err(error) if error.kind() == ErrorKind::Fenced => {}
-                _ => return Attempt::Later(reason),
-            }
-        } else if order.may_save(key.launch, key.step) || order.launches.is_empty() {
+        if order.may_save(launch, key.step) {
             return Attempt::Later(reason);
         }
-        let failure = overtaken_by(key, &order);
+        let mut failure = launch_over_failure(key, &order);
+        // A launch without living ranks registers only if there is no other one.
+        let registers_again = order.rank_of(launch) == LaunchRank::Unknown
+            && (order.launches.is_empty() || self.with(|core| core.has_members(job, launch)));
+        if registers_again {
+            let resumed = self.with(|core| core.launch(key).and_then(|found| found.resumed.loaded));
+            let claim = LaunchClaim::Again;
+            match self.client.register_launch(job, launch, resumed, claim).await {
+                Err(error) if error.kind() == ErrorKind::Fenced => {
+                    let hint = error.hint().unwrap_or_default();
+                    failure = Failure::new(error.kind(), error.to_string(), hint);
+                }
+                _ => return Attempt::Later(reason),
+            }
+        }
         tracing::error!(%job, step = %key.step, "{failure}");
         self.with(|core| {
             core.fence_launch(job, launch, failure.clone());
-            core.drop_overtaken_step(key, failure);
+            core.drop_unsavable_step(key, failure);
         });
         Attempt::Gone
     }
 
     /// Returns whether the launch of a step is known to be over for this step.
-    pub(super) async fn is_overtaken(&self, key: &StepKey) -> bool {
+    pub(super) async fn may_no_longer_save(&self, key: &StepKey) -> bool {
         let order = self.client.fetch_launch_order(&key.job).await;
         order.is_ok_and(|order| {
             order.rank_of(key.launch) == LaunchRank::Older && !order.may_save(key.launch, key.step)

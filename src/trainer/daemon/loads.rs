@@ -140,9 +140,8 @@ impl StagingDaemon {
         }
         let (newest, found) = loop {
             let changes = self.with(|core| core.changes(&load.job));
-            let launch = load.launch.map(|(launch, _)| launch);
-            let heeded = self.heed_launch_order(&load.job, launch).await;
-            let committed = match heeded.and(self.committed_saves(&load.job).await) {
+            self.read_launch_order_before(load).await;
+            let committed = match self.committed_saves(&load.job).await {
                 Ok(committed) => Some(committed),
                 Err(_) if load.offline => None,
                 Err(failure) if failure.kind().is_transient() => {

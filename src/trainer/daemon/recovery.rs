@@ -10,7 +10,6 @@ use super::core::{Effect, Phase, RestoredStep, StepKey};
 use super::folder::FolderError;
 use super::records::{OwnerRecord, SaveState};
 use crate::client::ClientError;
-use crate::format::launch_order::LaunchRank;
 use crate::id::{Job, SaveId, SegmentId, Step, StepRef};
 use crate::kind::ErrorKind;
 use crate::trainer::mapping::Readable;
@@ -126,26 +125,30 @@ impl StagingDaemon {
         Ok(())
     }
 
-    /// Removes a committed save that the newest launch of this host has abandoned. Leaves it if
-    /// another launch of the job is newer, which may have resumed from it.
+    /// Removes a committed save that a launch of this host has abandoned, in the name of the newest
+    /// launch of the job. Leaves the save if that launch runs elsewhere: it may have resumed from it.
     async fn remove_abandoned_save(
         self: &Arc<Self>,
         step_ref: StepRef<'_>,
         save: SaveId,
     ) -> Result<(), ClientError> {
-        let newest = self.with(|core| core.job(step_ref.job).and_then(|job| job.newest));
-        let Some(launch) = newest else { return Ok(()) };
-        match self.client.remove_launch_step(step_ref, save, launch).await {
-            // Another task removed it first, or another save of the step is committed.
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-            Err(error) if error.kind() == ErrorKind::Fenced => {
-                let order = self.client.fetch_launch_order(step_ref.job).await?;
-                match order.rank_of(launch) {
-                    LaunchRank::Newest | LaunchRank::Older => Ok(()),
-                    // The launch has not registered yet.
-                    LaunchRank::Unknown => Err(error),
-                }
+        let StepRef { job, step } = step_ref;
+        let views = self.client.list_steps(Some(job)).await?;
+        if !views.iter().any(|view| view.step == step && view.saved.save == save) {
+            return Ok(());
+        }
+        let order = self.client.fetch_launch_order(job).await?;
+        let removed = match order.newest().map(|newest| newest.launch) {
+            // No launch has registered since the catalogue was rebuilt.
+            None => self.client.remove_step(job, step).await,
+            Some(newest) if self.with(|core| core.has_run_here(job, newest)) => {
+                self.client.remove_launch_step(step_ref, save, newest).await
             }
+            Some(_) => return Ok(()),
+        };
+        match removed {
+            // Another task removed it first.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed.map(drop),
         }
     }

@@ -15,12 +15,13 @@ use super::records::{LaunchHosts, OwnerRecord};
 use super::trace::{StagingPoint, trace_point};
 use super::{MAX_HELD_BACK, StagingDaemon, StartError};
 use crate::clock::deadline;
-use crate::id::{FillId, Job, MemberId, SegmentId, Step};
+use crate::format::step_labels::LabelChange;
+use crate::id::{FillId, Job, Label, MemberId, SegmentId, Step, StepRef};
 use crate::kind::ErrorKind;
 use crate::trainer::frames::{Frame, Incoming, Outgoing};
 use crate::trainer::protocol::{
-    Answer, Failure, Hosts, LoadFrom, OLDEST, Pending, Place, Prepare, Request, StagingHello,
-    StagingHelloAnswer, Status, StepInfo, VERSION, parse, to_bytes,
+    Answer, Failure, Hosts, LoadFrom, MAX_LABEL_BYTES, OLDEST, Pending, Place, Prepare, Request,
+    StagingHello, StagingHelloAnswer, Status, StepInfo, VERSION, parse, to_bytes,
 };
 use crate::trainer::session::user_of_peer;
 
@@ -246,6 +247,10 @@ impl StagingDaemon {
             }
             Request::Steps { job } => self.steps(&job).await,
             Request::Remove { job, step } => self.remove(&job, step).await,
+            Request::LabelStep { job, step, label, change } => {
+                self.label(job.at(step), &label, change).await
+            }
+            Request::ListLabels { job } => self.labels(&job).await,
             Request::Status => plain(Answer::Status(self.status())),
             Request::Free { job, with_unsaved } => {
                 let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
@@ -270,7 +275,7 @@ impl StagingDaemon {
         hosts: Option<&Hosts>,
     ) -> Replied {
         let made = self.prepare_segments(peer.member, prepare, hosts).await;
-        self.heed_launch_order_soon(&prepare.place);
+        self.spawn_launch_order_read(&prepare.place);
         // Watch the process after a failure too, because it may already be a member of its launch.
         // Do not watch it before the files exist: the remains of an ended process are looked for
         // only once.
@@ -493,6 +498,27 @@ impl StagingDaemon {
             Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
         })?;
         plain(Answer::Done)
+    }
+
+    async fn label(&self, step_ref: StepRef<'_>, label: &Label, change: LabelChange) -> Replied {
+        self.client.label_step(step_ref, label, change).await.map_err(|error| {
+            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
+        })?;
+        plain(Answer::Done)
+    }
+
+    async fn labels(&self, job: &Job) -> Replied {
+        let labels = self.client.list_labels(job).await.map_err(|error| {
+            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
+        })?;
+        let mut bytes = 0;
+        let fits = |(_, labels): &(Step, Vec<Label>)| {
+            bytes += labels.iter().map(|label| label.as_str().len() + 8).sum::<usize>() + 16;
+            bytes <= MAX_LABEL_BYTES
+        };
+        let mut newest: Vec<_> = labels.into_iter().rev().take_while(fits).collect();
+        newest.reverse();
+        plain(Answer::Labels(newest))
     }
 
     /// Returns the daemon's status.

@@ -1,7 +1,7 @@
 //! Saves a step that all ranks have staged: checks it, hashes it, sends it, verifies its memory
 //! once more, and commits it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::client::{
     ClientError, NewShard, Progress, SaveCode, SaveDecisions, SaveFate, SaveOptions,
 };
 use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table, launch_of_index};
-use crate::id::{IdError, Job, LaunchId, SaveId, ShardName, Step};
+use crate::id::{IdError, Job, Label, LaunchId, SaveId, ShardName, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Sample};
 
@@ -81,7 +81,7 @@ impl StagingDaemon {
             // failed attempt lets the next step have its turn.
             let turn = queue.lock().await;
             let attempt = match self.attempt(key).await {
-                Attempt::Fenced(reason) => self.find_out_why_fenced(key, reason).await,
+                Attempt::Fenced(reason) => self.judge_fenced(key, reason).await,
                 attempt => attempt,
             };
             match attempt {
@@ -375,7 +375,7 @@ impl StagingDaemon {
     async fn finish(self: &Arc<Self>, key: &StepKey, save: SaveId, notes: Vec<String>) {
         let Some(record) = self.with(|core| core.record(key, SaveState::Committed { save })) else {
             // The step was dropped just before its commit. Its save is on record as abandoned and
-            // will be removed.
+            // will be removed, unless it may be the resume point of a newer launch.
             return;
         };
         let keep = self.with(|core| core.launch(key).map_or(0, |launch| launch.keep));
@@ -400,11 +400,21 @@ impl StagingDaemon {
                 return tracing::warn!(job = %key.job, %error, "cannot list the steps: older ones are kept for now");
             }
         };
+        let labels = match self.client.list_labels(&key.job).await {
+            Ok(labels) => labels,
+            Err(error) => {
+                return tracing::warn!(job = %key.job, %error, "cannot list the labels: older steps are kept for now");
+            }
+        };
+        let labelled = newest_with_each_label(&labels);
         let mut before: Vec<_> =
             steps.into_iter().map(|view| (view.step, view.saved.save)).collect();
         before.retain(|(step, _)| *step < key.step);
         before.sort_unstable_by(|a, b| b.cmp(a));
         for (step, save) in before.into_iter().skip(keep.saturating_sub(1) as usize) {
+            if labelled.contains(&step) {
+                continue;
+            }
             let step_ref = key.job.at(step);
             match self.client.remove_launch_step(step_ref, save, key.launch).await {
                 Ok(_) => {}
@@ -416,6 +426,15 @@ impl StagingDaemon {
             }
         }
     }
+}
+
+/// Returns the newest step with each label.
+fn newest_with_each_label(labels: &BTreeMap<Step, Vec<Label>>) -> BTreeSet<Step> {
+    let mut newest: BTreeMap<&Label, Step> = BTreeMap::new();
+    for (step, labels) in labels {
+        newest.extend(labels.iter().map(|label| (label, *step)));
+    }
+    newest.into_values().collect()
 }
 
 /// Returns whether the step itself is at fault, so that retries do not help. All other failures may

@@ -76,6 +76,14 @@ impl Core {
         self.launch(key)?.hosts.as_ref()
     }
 
+    /// Returns whether this host is the first one of a rank's launch, or the only one.
+    pub fn is_on_first_host(&self, place: &Place) -> bool {
+        let launches = self.jobs.get(&place.job).map(|state| &state.launches);
+        let launch = launches.and_then(|launches| launches.get(&place.launch));
+        let hosts = launch.and_then(|launch| launch.hosts.as_ref());
+        hosts.is_none_or(|hosts| hosts.own == 0)
+    }
+
     /// Restores the hosts of a launch. Returns false if the launch is not known.
     pub fn restore_hosts(&mut self, record: LaunchHosts) -> bool {
         let mut launches = self.jobs.values_mut().flat_map(|job| &mut job.launches);

@@ -17,10 +17,13 @@ use crate::trainer::segment::HEADER_BYTES;
 use crate::units::{ByteCount, date};
 
 /// Returns the failure of a step whose launch may no longer save it.
-pub fn overtaken_by(key: &StepKey, order: &LaunchOrder) -> Failure {
+pub fn launch_over_failure(key: &StepKey, order: &LaunchOrder) -> Failure {
     let by = order.newest().map_or("another launch".to_owned(), |newest| {
         let since = date(newest.registered_at);
-        format!("launch {} ({}) writes for the job since {since}", newest.number, newest.launch)
+        format!(
+            "launch {} ({}) has been saving for the job since {since}",
+            newest.number, newest.launch
+        )
     });
     let message = format!(
         "step {} of {} is not saved: launch {} is over, {by}",
@@ -337,27 +340,34 @@ impl Core {
         known.iter().find(|(of, _)| *of == launch).map(|(_, newest)| *newest)
     }
 
-    /// Returns whether the launch is the newest one on this host.
-    pub fn is_newest_here(&self, job: &Job, launch: LaunchId) -> bool {
-        self.jobs.get(job).is_some_and(|state| state.newest == Some(launch))
+    /// Returns whether a launch of this host has living ranks here.
+    pub fn has_members(&self, job: &Job, launch: LaunchId) -> bool {
+        let launches = self.jobs.get(job).map(|state| &state.launches);
+        let found = launches.and_then(|launches| launches.get(&launch));
+        found.is_some_and(|launch| !launch.members.is_empty())
+    }
+
+    /// Returns whether a launch has run on this host, as far as is remembered.
+    pub fn has_run_here(&self, job: &Job, launch: LaunchId) -> bool {
+        let state = self.jobs.get(job);
+        state.is_some_and(|state| state.newest == Some(launch) || state.old.contains(&launch))
     }
 
     /// Drops the staged steps that their launches may no longer save, because other launches have
     /// registered since. Their saves are aborted if they are open, and never removed.
-    pub fn drop_overtaken_steps(&mut self, job: &Job, order: &LaunchOrder) {
+    pub fn drop_unsavable_steps(&mut self, job: &Job, order: &LaunchOrder) {
         if order.launches.is_empty() {
             return;
         }
         let Some(state) = self.jobs.get(job) else { return };
         let overtaken = state.keys(job, |step, launch, found| {
-            // The newest launch here may be unknown because the catalogue was rebuilt. It registers
-            // again when it saves.
-            let is_known =
-                state.newest != Some(launch) || order.rank_of(launch) != LaunchRank::Unknown;
-            found.is_uncommitted() && !order.may_save(launch, step) && is_known
+            // The newest launch here may be unknown because the catalogue was rebuilt.
+            let can_register_again =
+                state.newest == Some(launch) && order.rank_of(launch) == LaunchRank::Unknown;
+            found.is_uncommitted() && !order.may_save(launch, step) && !can_register_again
         });
         for key in overtaken {
-            self.drop_overtaken_step(&key, overtaken_by(&key, order));
+            self.drop_unsavable_step(&key, launch_over_failure(&key, order));
         }
     }
 

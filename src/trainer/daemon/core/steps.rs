@@ -379,7 +379,8 @@ impl Core {
     }
 
     /// Drops a step as a whole: frees its segments, notifies its ranks, and abandons its saves. A
-    /// save that is already committed is abandoned too, and is then removed from the cluster.
+    /// save that is already committed is abandoned too, and is then removed from the cluster, unless
+    /// other hosts have parts of the step.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
         // Of a step of several hosts, the other hosts may have committed the save meanwhile. Then it
         // stays: a newer launch may have resumed from it.
@@ -392,7 +393,7 @@ impl Core {
 
     /// Drops a staged step that its launch may no longer save. A save of it that is committed all the
     /// same stays, because a newer launch may have resumed from it.
-    pub fn drop_overtaken_step(&mut self, key: &StepKey, why: Failure) {
+    pub fn drop_unsavable_step(&mut self, key: &StepKey, why: Failure) {
         if self.step(key).is_some_and(StagedStep::is_uncommitted) {
             self.drop_step_with_saves(key, why, SavesOfDropped::AbortIfOpen);
         }

@@ -29,10 +29,10 @@ fn a_load_finds_no_step_that_its_launch_may_no_longer_save() {
     let mut world = world();
     let key = world.key(1, 20).unwrap();
     for harmless in [order(&[]), order(&[(1, None)]), order(&[(1, None), (9, Some(20))])] {
-        world.core.drop_overtaken_steps(&job(), &harmless);
+        world.core.drop_unsavable_steps(&job(), &harmless);
         assert_eq!(world.phase(1, 20), Some("saving"), "{harmless:?}");
     }
-    world.core.drop_overtaken_steps(&job(), &order(&[(1, None), (9, None)]));
+    world.core.drop_unsavable_steps(&job(), &order(&[(1, None), (9, None)]));
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("committed"), None));
     let effects = world.effects();
     assert!(effects.contains(&Effect::AbortIfOpen(key, vec![save(20)])), "{effects:?}");
@@ -44,10 +44,10 @@ fn a_load_finds_no_step_that_its_launch_may_no_longer_save() {
 fn the_newest_launch_of_the_host_registers_again_before_its_steps_are_judged() {
     let mut world = world();
     // The catalogue was rebuilt, and another launch has registered first.
-    world.core.drop_overtaken_steps(&job(), &order(&[(9, None)]));
+    world.core.drop_unsavable_steps(&job(), &order(&[(9, None)]));
     assert_eq!(world.phase(1, 20), Some("saving"));
     world.prepare(2, 0, 1).unwrap();
-    world.core.drop_overtaken_steps(&job(), &order(&[(9, None)]));
+    world.core.drop_unsavable_steps(&job(), &order(&[(9, None)]));
     assert_eq!(world.phase(1, 20), None);
 }
 
@@ -59,6 +59,25 @@ fn a_fenced_launch_fills_no_step() {
     assert_eq!(world.fill(16, 40).unwrap_err(), why);
     world.prepare(2, 0, 1).unwrap();
     assert!(world.fill(32, 40).is_ok(), "its successor on this host is another launch");
+}
+
+#[test]
+fn which_launches_have_run_here_and_still_live() {
+    let mut world = world();
+    assert!(
+        world.core.has_run_here(&job(), launch(1)) && world.core.has_members(&job(), launch(1))
+    );
+    world.core.gone(member(16), Ending::Died);
+    assert!(
+        world.core.has_run_here(&job(), launch(1)) && !world.core.has_members(&job(), launch(1))
+    );
+    world.prepare(2, 0, 1).unwrap();
+    assert!(
+        world.core.has_run_here(&job(), launch(1)) && world.core.has_run_here(&job(), launch(2))
+    );
+    assert!(
+        !world.core.has_run_here(&job(), launch(3)) && !world.core.has_members(&job(), launch(3))
+    );
 }
 
 #[test]

@@ -1,0 +1,43 @@
+//! `label`: mark checkpoints.
+
+use serde_json::{Map, Value, json};
+
+use super::args::LabelOptions;
+use super::printer::CommandOutput;
+use super::table::Paint;
+use super::words::ExactStep;
+use super::{Front, Outcome, connect};
+use crate::id::Label;
+use crate::wire::calls::LabelChange;
+
+/// Runs the command `label`.
+pub async fn label(front: &mut Front, options: LabelOptions) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let change = if options.remove { LabelChange::Remove } else { LabelChange::Add };
+    let ExactStep { job, step } = &options.step;
+    let labels = connect::ask(client.label_step(job.at(*step), &options.label, change)).await;
+    connect::close(&client).await;
+    Ok(Box::new(Labelled { step: options.step, labels: labels? }))
+}
+
+struct Labelled {
+    step: ExactStep,
+    /// All labels of the step.
+    labels: Vec<Label>,
+}
+
+impl CommandOutput for Labelled {
+    fn json(&self) -> Map<String, Value> {
+        let ExactStep { job, step } = &self.step;
+        let fields = [("job", json!(job)), ("step", json!(step)), ("labels", json!(self.labels))];
+        fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    }
+
+    fn text(&self, _paint: Paint) -> String {
+        let labels: Vec<&str> = self.labels.iter().map(Label::as_str).collect();
+        match labels.is_empty() {
+            true => format!("{} has no labels\n", self.step),
+            false => format!("{} has the labels {}\n", self.step, labels.join(", ")),
+        }
+    }
+}

@@ -25,6 +25,9 @@ use crate::kind::ErrorKind;
 /// After that its lease ends it.
 const ABORT_LIMIT: Duration = Duration::from_secs(15);
 
+/// The name of the signal that Ctrl-C sends.
+const INTERRUPT: &str = "SIGINT";
+
 /// The signals that end a process in order. SIGHUP is left to the system, so that `nohup` works.
 pub struct Signals {
     interrupt: Signal,
@@ -53,7 +56,7 @@ impl Signals {
     /// Waits for the next signal. Returns its name.
     pub async fn next(&mut self) -> &'static str {
         tokio::select! {
-            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.interrupt.recv() => INTERRUPT,
             _ = self.terminate.recv() => "SIGTERM",
         }
     }
@@ -211,7 +214,13 @@ async fn within_limit<T>(work: impl Future<Output = T>) -> Option<T> {
 /// Returns the failure of a command that a signal ended, with `consequence`.
 pub fn interrupted(signal_name: &str, consequence: &str) -> CommandFailure {
     let message = format!("interrupted by {signal_name}: {consequence}");
-    CommandFailure::new(ErrorKind::Unavailable, message).with_hint("run the command again")
+    let signal = match signal_name {
+        INTERRUPT => rustix::process::Signal::INT,
+        _ => rustix::process::Signal::TERM,
+    };
+    let failure = CommandFailure::new(ErrorKind::Unavailable, message);
+    let signal = u8::try_from(signal.as_raw()).ok();
+    CommandFailure { signal, ..failure.with_hint("run the command again") }
 }
 
 fn unsettled<T>(signal_name: &str, reason: &str, step: &ExactStep) -> InterruptedSave<T> {

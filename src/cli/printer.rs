@@ -46,12 +46,14 @@ pub struct CommandFailure {
     pub message: String,
     /// The advice: what to do next.
     pub hint: String,
+    /// The number of the signal that ended the command, if one did.
+    pub signal: Option<u8>,
 }
 
 impl CommandFailure {
     /// Creates a failure with the default hint of its kind.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), hint: hint_of(kind).to_owned() }
+        Self { kind, message: message.into(), hint: hint_of(kind).to_owned(), signal: None }
     }
 
     /// Creates a failure from an error and its chain of causes. A cause is left out if the message
@@ -76,9 +78,11 @@ impl CommandFailure {
 
     /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
-        match self.kind {
-            ErrorKind::Invalid => 2,
-            _ => 1,
+        match (self.signal, self.kind) {
+            // As shells report a process that a signal ended.
+            (Some(signal), _) => signal.saturating_add(128),
+            (None, ErrorKind::Invalid) => 2,
+            (None, _) => 1,
         }
     }
 }

@@ -44,14 +44,14 @@ fn has_stripe_files(cluster: &Cluster) -> bool {
 fn an_interrupted_save_is_aborted_and_its_step_is_free_at_once() {
     let cluster = Cluster::start(6, &["code.list=6,4", "timeouts.lease_s=60"]);
     cluster.write("in/a.bin", &bytes(4_000_000, 1));
-    for signal_sent in [Signal::INT, Signal::TERM] {
+    for (signal_sent, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         cluster.daemons[3].signal(Signal::STOP);
         let saving = spawn(&cluster, "save gpt/1 in --record gpt.record");
         wait_until("the save has begun", || has_stripe_files(&cluster));
         signal(&saving, signal_sent);
         saving
             .ended(LIMIT)
-            .fails(1, &["interrupted by", "was aborted", "nothing of it is visible"]);
+            .fails(code, &["interrupted by", "was aborted", "nothing of it is visible"]);
         cluster.daemons[3].signal(Signal::CONT);
         assert!(!cluster.path("gpt.record").exists());
         wait_until("the files are removed", || !has_stripe_files(&cluster));
@@ -74,7 +74,7 @@ fn an_archiving_goes_on_without_its_watcher_and_another_one_joins_it() {
         shown["shards"][0]["archiving"].as_u64() > Some(0)
     });
     signal(&first, Signal::INT);
-    first.ended(LIMIT).fails(1, &["interrupted by SIGINT", "go on"]);
+    first.ended(LIMIT).fails(130, &["interrupted by SIGINT", "go on"]);
     let has_joined = Arc::new(AtomicBool::new(false));
     let told = has_joined.clone();
     let listener = Arc::new(move |line: &str| {
@@ -105,7 +105,7 @@ fn an_interrupted_restore_leaves_no_file() {
         let ended = restoring.ended(LIMIT);
         cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::CONT));
         if ended.code != 0 {
-            ended.fails(1, &["interrupted by SIGINT", "nothing of gpt/1 was written"]);
+            ended.fails(130, &["interrupted by SIGINT", "nothing of gpt/1 was written"]);
             break;
         }
         std::fs::remove_dir_all(cluster.path("out")).unwrap();

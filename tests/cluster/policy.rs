@@ -189,15 +189,18 @@ async fn the_newest_with_each_label_is_kept() {
 
 #[tokio::test(start_paused = true)]
 async fn a_label_belongs_to_one_save() {
-    let world = World::start(4, &[(4, 2)], BLOCK).await;
-    let client = world.client();
+    let mut world = World::start(5, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
     save_steps(&client, [1]).await;
     let first = client.list_steps(Some(&job())).await.unwrap()[0].saved.save;
     label(&client, 1, "trusted").await;
     label(&client, 1, "trusted").await;
     assert_eq!(client.list_labels(&job()).await.unwrap()[&Step(1)].len(), 1);
+    // The removal of the old save waits for a node, so its labels are still there.
+    world.kill(5).await;
     let newer = vec![shard("weights", &content(LEN, 2))];
     client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
+    assert_eq!(world.catalogue_keys("b/").len(), 1);
     assert!(client.list_labels(&job()).await.unwrap().is_empty(), "the new save has none");
     // A request that still names the old save is refused.
     let call = LabelStep {

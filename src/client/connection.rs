@@ -252,7 +252,7 @@ impl Client {
 
     /// Sends a call to the gateway, and to another one if that gateway does not answer. Each
     /// attempt may take `limit`.
-    pub(super) async fn call_gateway_within<C: Call>(
+    pub(super) async fn call_any_gateway_within<C: Call>(
         &self,
         call: &C,
         limit: Duration,
@@ -284,7 +284,7 @@ impl Client {
     }
 
     pub(super) async fn call_gateway<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
-        self.call_gateway_within(call, CALL_LIMIT).await
+        self.call_any_gateway_within(call, CALL_LIMIT).await
     }
 
     /// Returns the cluster's id, as the first gateway reported it.

@@ -62,7 +62,7 @@ impl Client {
         claim: LaunchClaim,
     ) -> Result<(), ClientError> {
         let call = RegisterLaunch { job: job.clone(), launch, resumed, claim };
-        self.call_gateway_within(&call, LONG_LIMIT).await
+        self.call_any_gateway_within(&call, LONG_LIMIT).await
     }
 
     /// Returns the newest launch of each job.

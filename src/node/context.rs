@@ -58,8 +58,8 @@ impl NodeContext {
             CatalogueServer::open_or_create(db_location, settings.begin_catalogue, seen, &open)?;
         let (own_node, seeds) = (node_record_from_settings(&settings), settings.seeds.clone());
         let remote = Arc::new(RemoteCatalogue::new(caller.clone(), own_node, seeds));
-        remote.set_expected_epoch(seen, store.last_db_id());
-        if let Some(last) = store.last_catalogue_server() {
+        remote.set_expected_epoch(seen, store.db_id_of_highest_epoch());
+        if let Some(last) = store.server_of_highest_epoch() {
             remote.add_fallback_nodes([NodeAddress { name: last.name, host_port: last.address }]);
         }
         // The stored members only help to find the catalogue. A record of them that does not open
@@ -130,7 +130,7 @@ impl NodeContext {
 
     /// Runs blocking work on the store, on the worker threads and not on those of the network.
     /// Returns its result.
-    pub(super) async fn on_store<T, E>(
+    pub(super) async fn run_on_store<T, E>(
         &self,
         work: impl FnOnce(&Store) -> Result<T, E> + Send + 'static,
     ) -> Result<T, RemoteError>

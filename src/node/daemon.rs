@@ -20,7 +20,7 @@ use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::store::{
     Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledCatalogueStorage, SledKv,
-    SledOpening, Store, StoreError, adjust_and_probe_reserve,
+    SledOpening, Store, StoreError, adjust_reserve_probing_space,
 };
 use crate::workers::Workers;
 
@@ -213,7 +213,7 @@ impl Daemon {
         let disk = Arc::new(disk);
         // The reserve is adjusted before sled opens: sled needs free space to open, and its first
         // failed write stops the daemon.
-        if let Err(error) = adjust_and_probe_reserve(&*disk) {
+        if let Err(error) = adjust_reserve_probing_space(&*disk) {
             tracing::warn!(%error, "failed to adjust the disk reserve");
         }
         let maps = SledCatalogueStorage::new(&lock, disk.root().join(CATALOGUE_DIR), cache_bytes);

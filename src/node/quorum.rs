@@ -158,7 +158,7 @@ impl fmt::Display for TooFewNodes {
 }
 
 /// Returns the nodes that have been part of the cluster. An empty node has no evidence to offer.
-pub(in crate::node) fn filter_former_members(
+pub(in crate::node) fn keep_nodes_with_seen_epoch(
     heard: Vec<(NodeRecord, HelloAnswer)>,
 ) -> Vec<NodeRecord> {
     let has_seen = heard.into_iter().filter(|(_, hello)| hello.epoch > Epoch::default());

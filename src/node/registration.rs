@@ -84,7 +84,7 @@ impl Registration {
     pub(super) async fn request_catch_up_if_unlisted(&self) -> Result<(), RemoteError> {
         let noted = self
             .context
-            .on_store(|store| Ok::<_, StoreError>(store.caught_up_registration()))
+            .run_on_store(|store| Ok::<_, StoreError>(store.caught_up_registration()))
             .await?;
         let Some(noted) = noted else { return Ok(()) };
         let registered = self.fetch_registration_revision().await?;
@@ -94,7 +94,7 @@ impl Registration {
         self.catching_up.request();
         let epoch = |revision: u64| revision / REVISIONS_PER_EPOCH;
         if registered.is_none_or(|registered| epoch(registered) == epoch(noted)) {
-            self.context.on_store(|store| store.record_behind()).await?;
+            self.context.run_on_store(|store| store.record_behind()).await?;
             tracing::warn!("this node was off the list of nodes: it catches up again");
         }
         Ok(())

@@ -64,7 +64,7 @@ impl RetrySchedule {
     }
 
     /// Returns whether the save may be tried now. Notes that the round has asked for it.
-    pub(in crate::node) fn mark_seen_is_due(&mut self, save: SaveId, now: Duration) -> bool {
+    pub(in crate::node) fn mark_seen_and_check_due(&mut self, save: SaveId, now: Duration) -> bool {
         self.waits.get_mut(&save).is_none_or(|wait| {
             wait.is_asked_for = true;
             wait.due <= now
@@ -95,7 +95,7 @@ impl RetrySchedule {
         self.waits.remove(&save);
     }
 
-    /// Forgets the saves for which [`RetrySchedule::mark_seen_is_due`] was not called since the
+    /// Forgets the saves for which [`RetrySchedule::mark_seen_and_check_due`] was not called since the
     /// last round.
     pub(in crate::node) fn forget_unseen(&mut self) {
         self.waits.retain(|_, wait| std::mem::take(&mut wait.is_asked_for));
@@ -132,7 +132,7 @@ mod tests {
         let mut tries = Vec::new();
         for at in 0..200 {
             let now = at * SECOND;
-            if waits.mark_seen_is_due(save, now) {
+            if waits.mark_seen_and_check_due(save, now) {
                 tries.push(at);
                 waits.record_failure(save, (&job, Step(1)), now, "away".into());
             } else {
@@ -144,6 +144,6 @@ mod tests {
         assert_eq!(seen, [5]);
         waits.forget_unseen();
         waits.forget_unseen();
-        assert!(waits.mark_seen_is_due(save, 160 * SECOND));
+        assert!(waits.mark_seen_and_check_due(save, 160 * SECOND));
     }
 }

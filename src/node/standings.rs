@@ -17,7 +17,7 @@ const AT_ONCE: usize = 32;
 /// list.
 pub(super) async fn get_standing(context: &NodeContext) -> Result<StandingAnswer, RemoteError> {
     context
-        .on_store(|store| {
+        .run_on_store(|store| {
             // The list is stored before the revision. Reading the revision first ensures that
             // the list is at least as new as the reported revision.
             let (epoch, revision) = (store.highest_seen_epoch(), store.revision_of_any_db());

@@ -14,7 +14,7 @@ const CATCH_UP: &str = "catch-up";
 impl Store {
     /// Returns the epoch record on disk, or `None`.
     pub(super) fn read_seen_epoch(&self) -> Result<Option<SeenEpoch>, StoreError> {
-        let noted = self.get_sealed(EPOCH, RecordKind::Epoch);
+        let noted = self.open_sealed_record(EPOCH, RecordKind::Epoch);
         noted.map_err(|error| match error {
             StoreError::Format { path, source } => StoreError::Epoch { path, source },
             other => other,
@@ -24,13 +24,13 @@ impl Store {
     /// Returns the record of the last catalogue revision. A record that does not open counts as
     /// missing: the record helps to detect an old copy of the catalogue, but nothing depends on it.
     pub(super) fn read_last_revision(&self) -> Option<Heard> {
-        self.get_sealed(HEARD, RecordKind::Heard).ok().flatten()
+        self.open_sealed_record(HEARD, RecordKind::Heard).ok().flatten()
     }
 
     /// Returns the last revision that this node knows of the catalogue database of its epoch; 0 if
     /// it knows none.
     pub fn revision_of_current_db(&self) -> u64 {
-        let (map, heard) = (self.last_db_id(), *self.lock_last_revision());
+        let (map, heard) = (self.db_id_of_highest_epoch(), *self.lock_last_revision());
         heard.filter(|heard| map == Some(heard.map)).map_or(0, |heard| heard.revision)
     }
 
@@ -64,13 +64,13 @@ impl Store {
     }
 
     /// Returns the catalogue server that claimed that epoch from this node, if any.
-    pub fn last_catalogue_server(&self) -> Option<Home> {
+    pub fn server_of_highest_epoch(&self) -> Option<Home> {
         self.lock_seen_epoch().home.clone()
     }
 
     /// Returns the id of that epoch's catalogue database, or `None` if this node does not know it
     /// yet.
-    pub fn last_db_id(&self) -> Option<DbId> {
+    pub fn db_id_of_highest_epoch(&self) -> Option<DbId> {
         self.lock_seen_epoch().map
     }
 
@@ -78,7 +78,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError::StaleEpoch`] if a later epoch was seen.
-    pub fn raise_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
+    pub fn raise_highest_seen_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
         let mut seen = self.lock_seen_epoch();
         refuse_older_epoch(&seen, epoch)?;
         if epoch > seen.epoch {
@@ -132,7 +132,7 @@ impl Store {
     /// Returns whether this node has caught up with the committed and the removed saves. A record
     /// that does not open counts as [`Standing::Behind`].
     pub fn read_catch_up_standing(&self) -> Standing {
-        match self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp) {
+        match self.open_sealed_record::<CatchUp>(CATCH_UP, RecordKind::CatchUp) {
             Ok(None) => Standing::Unknown,
             Ok(Some(CatchUp { registered: Some(_) })) => Standing::CaughtUp,
             Ok(Some(_)) | Err(_) => Standing::Behind,
@@ -142,7 +142,7 @@ impl Store {
     /// Returns the number of the registration under which this node caught up, or `None` if it has
     /// not.
     pub fn caught_up_registration(&self) -> Option<u64> {
-        let record = self.get_sealed::<CatchUp>(CATCH_UP, RecordKind::CatchUp);
+        let record = self.open_sealed_record::<CatchUp>(CATCH_UP, RecordKind::CatchUp);
         record.ok().flatten().and_then(|record| record.registered)
     }
 
@@ -164,7 +164,7 @@ impl Store {
 
     /// Returns the nodes of the cluster as this node last heard; empty if it never did.
     pub fn read_members(&self) -> Result<Members, StoreError> {
-        Ok(self.get_sealed(MEMBERS, RecordKind::Members)?.unwrap_or_default())
+        Ok(self.open_sealed_record(MEMBERS, RecordKind::Members)?.unwrap_or_default())
     }
 
     /// Records the nodes of the cluster durably.
@@ -239,7 +239,7 @@ mod tests {
         let disk = Arc::new(MemoryDisk::new(1 << 20));
         let store = open(&disk);
         let (ours, theirs) = (DbId([1; 16]), DbId([2; 16]));
-        store.raise_epoch(Epoch(2)).unwrap();
+        store.raise_highest_seen_epoch(Epoch(2)).unwrap();
         // The epoch is known, but no catalogue server has claimed it yet.
         store.claim_epoch(Epoch(2), ours, home("a")).unwrap();
         store.record_db_id(Epoch(2), ours).unwrap();
@@ -252,17 +252,25 @@ mod tests {
         let disk = Arc::new(disk.crash());
         let store = open(&disk);
         assert_eq!(
-            (store.highest_seen_epoch(), store.last_db_id(), store.last_catalogue_server()),
+            (
+                store.highest_seen_epoch(),
+                store.db_id_of_highest_epoch(),
+                store.server_of_highest_epoch()
+            ),
             (Epoch(2), Some(ours), Some(home("a")))
         );
         let older = store.claim_epoch(Epoch(1), ours, home("a"));
         assert!(matches!(older, Err(StoreError::StaleEpoch { .. })));
-        store.raise_epoch(Epoch(2)).unwrap();
-        assert_eq!(store.last_catalogue_server(), Some(home("a")));
+        store.raise_highest_seen_epoch(Epoch(2)).unwrap();
+        assert_eq!(store.server_of_highest_epoch(), Some(home("a")));
         store.claim_epoch(Epoch(3), theirs, home("b")).unwrap();
-        store.raise_epoch(Epoch(4)).unwrap();
+        store.raise_highest_seen_epoch(Epoch(4)).unwrap();
         assert_eq!(
-            (store.highest_seen_epoch(), store.last_db_id(), store.last_catalogue_server()),
+            (
+                store.highest_seen_epoch(),
+                store.db_id_of_highest_epoch(),
+                store.server_of_highest_epoch()
+            ),
             (Epoch(4), None, None)
         );
         store.claim_epoch(Epoch(4), ours, home("a")).unwrap();
@@ -276,7 +284,10 @@ mod tests {
         let store = open(&disk);
         assert_eq!(store.revision_of_current_db(), 8);
         // No epoch can follow the highest number.
-        for far in [store.raise_epoch(Epoch(u64::MAX)), store.record_db_id(Epoch(1 << 40), ours)] {
+        for far in [
+            store.raise_highest_seen_epoch(Epoch(u64::MAX)),
+            store.record_db_id(Epoch(1 << 40), ours),
+        ] {
             assert!(matches!(far, Err(StoreError::FarEpoch { .. })));
         }
         assert_eq!(store.highest_seen_epoch(), Epoch(4));

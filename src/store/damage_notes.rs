@@ -7,7 +7,7 @@ use super::StoreError;
 use super::damage_note::{DamageNote, DamageNotes};
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::durable_paths::if_found;
+use super::durable_paths::none_if_not_found;
 use super::durable_paths::{file_path, stripe_dir};
 use super::stored_file::{StoredFile, read_tail, read_tail_past_cache};
 use super::unverified_file::UnverifiedFile;
@@ -67,7 +67,7 @@ pub(super) fn parse_damage_note_name(name: &str) -> Option<FileName> {
 pub(super) fn is_damage_error(error: &StoreError) -> bool {
     match error {
         StoreError::Misplaced { .. } => false,
-        StoreError::Disk(error @ DiskError::Io { .. }) => !error.is_too_many_files(),
+        StoreError::Disk(error @ DiskError::Io { .. }) => !error.is_too_many_open_files(),
         error => error.kind() == ErrorKind::Corrupt,
     }
 }
@@ -141,7 +141,7 @@ impl Store {
     /// Returns the names of the replicas and pieces in a stripe's folder, in whatever state they
     /// are.
     pub fn list_file_names_on_disk(&self, stripe: StripeId) -> Result<Vec<FileName>, StoreError> {
-        let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
+        let entries = none_if_not_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
         let files = entries.into_iter().filter(|entry| !entry.is_dir);
         Ok(files.filter_map(|entry| entry.name.parse().ok()).collect())
     }
@@ -170,7 +170,7 @@ impl Store {
     /// # Errors
     /// If the file cannot be checked: a later release wrote it, or the disk refuses to open it.
     pub fn check_and_note_damage(&self, key: FileKey) -> Result<FileCheck, StoreError> {
-        let file = match if_found(self.disk().open(&file_path(key))) {
+        let file = match none_if_not_found(self.disk().open(&file_path(key))) {
             Ok(Some(file)) => file,
             Ok(None) => {
                 self.remove_damage_note_if(key, |_| self.current_inode_number(key).is_none())?;
@@ -178,7 +178,7 @@ impl Store {
                 return Ok(FileCheck::Gone);
             }
             // The file has a name, but none of its bytes can be read.
-            Err(error @ DiskError::Io { .. }) if !error.is_too_many_files() => {
+            Err(error @ DiskError::Io { .. }) if !error.is_too_many_open_files() => {
                 return Ok(self.record_damage(key, Damage::default()));
             }
             Err(error) => return Err(error.into()),
@@ -219,7 +219,7 @@ impl Store {
     fn record_damage(&self, key: FileKey, damage: Damage) -> FileCheck {
         match self.put_damage_note(key, damage) {
             Some((damage, (old_bytes, new_bytes))) => {
-                self.index().adjust_record_bytes(old_bytes, new_bytes);
+                self.index().adjust_total_record_bytes(old_bytes, new_bytes);
                 FileCheck::Damaged(damage)
             }
             None => FileCheck::Gone,
@@ -280,7 +280,8 @@ impl Store {
             return Ok(());
         }
         let path = damage_note_path(key);
-        let bytes = if_found(self.disk().open(&path))?.map(|file| file.len_bytes()).transpose()?;
+        let bytes =
+            none_if_not_found(self.disk().open(&path))?.map(|file| file.len_bytes()).transpose()?;
         let removed = self.durable_names().remove_file_and_empty_dirs_if(&path, || {
             let mut notes = self.lock_damage_notes();
             let may_go = notes.get(&key).is_some_and(|noted| may_remove(&noted.damage));
@@ -290,7 +291,7 @@ impl Store {
             may_go
         })?;
         if removed {
-            self.index().adjust_record_bytes(bytes, None);
+            self.index().adjust_total_record_bytes(bytes, None);
         }
         Ok(())
     }
@@ -317,7 +318,7 @@ impl Store {
         for name in folder_entry_names {
             let Some(file) = parse_damage_note_name(name) else { continue };
             let key = FileKey { stripe, name: file };
-            let there = if_found(self.disk().open(&file_path(key)));
+            let there = none_if_not_found(self.disk().open(&file_path(key)));
             if let Ok(None) = there {
                 self.durable_names().remove_file_and_empty_dirs(&damage_note_path(key))?;
                 continue;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::StoreError;
 use super::damage_note::DamageNotes;
 use super::disk::{Disk, DiskEntry, DiskLock, Space};
-use super::durable_paths::if_found;
+use super::durable_paths::none_if_not_found;
 use super::durable_paths::{
     FileNames, QUARANTINE, SHARDS, TMP, file_path, parse_stripe_index, shard_dir, stripe_dir,
 };
@@ -121,7 +121,7 @@ impl Store {
             _lock: lock,
         };
         let store = Self { inner: Arc::new(inner) };
-        store.check_or_claim_folder(&identity)?;
+        store.claim_folder_and_clear_tmp(&identity)?;
         *store.lock_seen_epoch() = store.read_seen_epoch()?.unwrap_or_default();
         *store.lock_last_revision() = store.read_last_revision();
         store.load_or_create_slots()?;
@@ -131,8 +131,9 @@ impl Store {
         Ok((store, counts))
     }
 
-    fn check_or_claim_folder(&self, ours: &NodeIdentity) -> Result<(), StoreError> {
-        let found: Option<NodeIdentity> = self.get_sealed(IDENTITY, RecordKind::NodeIdentity)?;
+    fn claim_folder_and_clear_tmp(&self, ours: &NodeIdentity) -> Result<(), StoreError> {
+        let found: Option<NodeIdentity> =
+            self.open_sealed_record(IDENTITY, RecordKind::NodeIdentity)?;
         let fresh = found.is_none();
         match found {
             Some(found) if found.format > FOLDER_FORMAT => {
@@ -151,7 +152,7 @@ impl Store {
             }
             Some(_) => {}
             None => {
-                let files = if_found(self.disk().list(SHARDS))?.unwrap_or_default();
+                let files = none_if_not_found(self.disk().list(SHARDS))?.unwrap_or_default();
                 if !files.is_empty() {
                     return Err(StoreError::NoIdentity);
                 }
@@ -173,7 +174,7 @@ impl Store {
         Ok(())
     }
 
-    pub(super) fn get_sealed<T: for<'a> Deserialize<'a>>(
+    pub(super) fn open_sealed_record<T: for<'a> Deserialize<'a>>(
         &self,
         path: &str,
         kind: RecordKind,
@@ -268,14 +269,14 @@ impl Store {
     /// The caller decides whether the file may be removed.
     pub fn remove_file(&self, key: FileKey) -> Result<bool, StoreError> {
         let removed = self.durable_names().remove_file_and_empty_dirs(&file_path(key))?;
-        self.remove_index_entry(key);
+        self.remove_stale_index_entry(key);
         self.remove_damage_note_if(key, |_| self.current_inode_number(key).is_none())?;
         Ok(removed)
     }
 
     /// Removes the index entry of a file that was removed or quarantined. If that fails, the next
     /// start corrects the index.
-    pub(super) fn remove_index_entry(&self, key: FileKey) {
+    pub(super) fn remove_stale_index_entry(&self, key: FileKey) {
         if let Err(error) = self.index().reconcile_entry(key, None) {
             tracing::error!(%key, %error, "failed to remove the index entry of a file that was removed or quarantined: the next start corrects the index");
         }
@@ -306,7 +307,7 @@ impl Store {
     /// their lengths in bytes. A removal uses this list. A file that only the index names has
     /// length 0.
     pub fn list_all_files(&self, stripe: StripeId) -> Result<Vec<(FileKey, u64)>, StoreError> {
-        let entries = if_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
+        let entries = none_if_not_found(self.disk().list(&stripe_dir(stripe)))?.unwrap_or_default();
         let on_disk = entries.into_iter().filter(|entry| !entry.is_dir);
         let key = |entry: DiskEntry| {
             let name = entry.name.parse().ok()?;
@@ -357,7 +358,8 @@ impl Store {
         after: Option<u32>,
         limit: usize,
     ) -> Result<Vec<StripeId>, StoreError> {
-        let names = if_found(self.disk().list_folders(&shard_dir(shard)))?.unwrap_or_default();
+        let names =
+            none_if_not_found(self.disk().list_folders(&shard_dir(shard)))?.unwrap_or_default();
         let stripes = names.iter().filter_map(|name| parse_stripe_index(name));
         let stripes = stripes.filter(|index| after.is_none_or(|after| *index > after));
         Ok(stripes.map(|index| StripeId { shard, index }).take(limit).collect())

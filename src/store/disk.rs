@@ -81,7 +81,7 @@ impl DiskError {
 
     /// Returns whether the process or the system has too many open files. Such an error says
     /// nothing about the file itself.
-    pub fn is_too_many_files(&self) -> bool {
+    pub fn is_too_many_open_files(&self) -> bool {
         use rustix::io::Errno;
         let number = match self {
             Self::Io { source, .. } => source.raw_os_error(),

@@ -3,7 +3,7 @@
 
 use super::disk::{Disk, DiskError};
 use super::durable_paths::TMP;
-use super::durable_paths::if_found;
+use super::durable_paths::none_if_not_found;
 
 /// The file in the data folder whose allocated blocks are the reserve.
 const RESERVE: &str = "reserve";
@@ -26,10 +26,10 @@ pub enum ReserveState {
 /// Space that must be free when sled opens: a segment of each of the two folders, and records.
 const OPENING_BYTES: u64 = 2 << 20;
 
-/// Adjusts the reserve before sled opens. Unlike [`adjust_reserve`] it also tries to allocate
+/// Adjusts the reserve before sled opens. Unlike [`create_or_release_reserve`] it also tries to allocate
 /// some space, since a quota refuses writes while the file system has free space.
-pub fn adjust_and_probe_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
-    let state = adjust_reserve(disk)?;
+pub fn adjust_reserve_probing_space(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
+    let state = create_or_release_reserve(disk)?;
     if state == ReserveState::Absent {
         return Ok(state);
     }
@@ -57,7 +57,7 @@ fn can_allocate(disk: &dyn Disk, bytes: u64) -> Result<bool, DiskError> {
 
 /// Removes the reserve, if it is in place. Returns whether it was.
 pub fn release_reserve(disk: &dyn Disk) -> Result<bool, DiskError> {
-    let Some(file) = if_found(disk.open(RESERVE))? else { return Ok(false) };
+    let Some(file) = none_if_not_found(disk.open(RESERVE))? else { return Ok(false) };
     if file.len_bytes()? > 0 {
         return Ok(false);
     }
@@ -69,10 +69,10 @@ pub fn release_reserve(disk: &dyn Disk) -> Result<bool, DiskError> {
 /// Removes the reserve when less space is free than it allocates, and recreates it when four times
 /// as much is free. Returns whether it is in place. A file of the same name that has bytes is
 /// foreign and is left alone.
-pub fn adjust_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
+pub fn create_or_release_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let space = disk.space()?;
     let bytes = (space.total_bytes / RESERVE_PART).min(MAX_RESERVE_BYTES);
-    let file = if_found(disk.open(RESERVE))?;
+    let file = none_if_not_found(disk.open(RESERVE))?;
     let is_there = file.is_some();
     if let Some(file) = file
         && file.len_bytes()? > 0
@@ -127,19 +127,27 @@ mod tests {
     #[test]
     fn it_is_given_up_when_little_is_free_and_set_aside_when_there_is_plenty() {
         let (disk, reserve) = (disk(), TOTAL / RESERVE_PART);
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::InPlace);
+        assert_eq!(create_or_release_reserve(&disk).unwrap(), ReserveState::InPlace);
         assert_eq!(disk.space().unwrap().free_bytes, TOTAL - reserve);
         write(&disk, TOTAL - 2 * reserve).unwrap();
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::InPlace, "as much is free");
+        assert_eq!(
+            create_or_release_reserve(&disk).unwrap(),
+            ReserveState::InPlace,
+            "as much is free"
+        );
         disk.set_capacity(TOTAL - reserve);
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::Absent);
+        assert_eq!(create_or_release_reserve(&disk).unwrap(), ReserveState::Absent);
         assert!(disk.space().unwrap().free_bytes >= reserve / 2, "what it held is free");
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::Absent);
+        assert_eq!(create_or_release_reserve(&disk).unwrap(), ReserveState::Absent);
         disk.set_capacity(TOTAL);
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::Absent, "that is not plenty");
+        assert_eq!(
+            create_or_release_reserve(&disk).unwrap(),
+            ReserveState::Absent,
+            "that is not plenty"
+        );
         disk.remove("foreign").unwrap();
         disk.sync_dir("").unwrap();
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::InPlace);
+        assert_eq!(create_or_release_reserve(&disk).unwrap(), ReserveState::InPlace);
     }
 
     #[test]
@@ -148,12 +156,12 @@ mod tests {
             for is_full in [false, true] {
                 let disk = disk();
                 if is_full {
-                    adjust_reserve(&disk).unwrap();
+                    create_or_release_reserve(&disk).unwrap();
                     write(&disk, TOTAL - 2 * TOTAL / RESERVE_PART).unwrap();
                     disk.set_capacity(TOTAL - TOTAL / RESERVE_PART);
                 }
                 disk.fail_once_after(failing);
-                let looked = adjust_reserve(&disk);
+                let looked = create_or_release_reserve(&disk);
                 for after in [disk.crash(), disk.crash_torn(failing)] {
                     after.set_capacity(TOTAL);
                     let _ = after.remove("foreign");
@@ -162,7 +170,7 @@ mod tests {
                         after.remove(&format!("{TMP}/{}", entry.name)).unwrap();
                     });
                     after.sync_all().unwrap();
-                    let again = adjust_reserve(&after).unwrap();
+                    let again = create_or_release_reserve(&after).unwrap();
                     assert_eq!(again, ReserveState::InPlace, "{failing}: {looked:?}");
                 }
             }

@@ -175,7 +175,7 @@ impl FileNames {
     /// Moves a file from below `shards/` to a folder outside, and returns once it is durable there
     /// and durably gone from its old place. Returns `false` if nothing was moved because
     /// `may_move`, which runs while no name can change, reports that another file has the name.
-    pub(super) fn move_out_durably<E: From<DiskError>>(
+    pub(super) fn move_out_of_shards_if<E: From<DiskError>>(
         &self,
         from: &str,
         to: &str,
@@ -215,7 +215,7 @@ pub(super) fn is_record_name(name: &str) -> bool {
 }
 
 /// Turns [`DiskError::NotFound`] into `None`.
-pub(super) fn if_found<T>(result: Result<T, DiskError>) -> Result<Option<T>, DiskError> {
+pub(super) fn none_if_not_found<T>(result: Result<T, DiskError>) -> Result<Option<T>, DiskError> {
     match result {
         Ok(found) => Ok(Some(found)),
         Err(DiskError::NotFound { .. }) => Ok(None),

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::StoreError;
 use super::disk::Disk;
 use super::durable_paths::file_path;
-use super::durable_paths::if_found;
+use super::durable_paths::none_if_not_found;
 use super::kv::{Batch, Kv, MAX_PAGE};
 use crate::format::file::{Content, FileHeader, FileKey, FileName};
 use crate::format::tree::Hash;
@@ -184,7 +184,7 @@ impl Index {
         totals.quarantined = totals.quarantined.saturating_add(1);
     }
 
-    pub(super) fn adjust_record_bytes(&self, old_bytes: Option<u64>, new_bytes: Option<u64>) {
+    pub(super) fn adjust_total_record_bytes(&self, old_bytes: Option<u64>, new_bytes: Option<u64>) {
         let mut totals = self.lock_totals();
         let small = totals.small_bytes.saturating_add(new_bytes.unwrap_or(0));
         totals.small_bytes = small.saturating_sub(old_bytes.unwrap_or(0));
@@ -199,7 +199,7 @@ impl Index {
     ) -> Result<(), StoreError> {
         let index_key = file_key(key);
         let mut totals = self.lock_totals();
-        let there = if_found(self.disk.open(&file_path(key)))?.is_some();
+        let there = none_if_not_found(self.disk.open(&file_path(key)))?.is_some();
         let old = self.kv.get(&index_key)?;
         let old_info = old.as_ref().and_then(|value| parse_entry(&index_key, value));
         let mut batch = Batch::new();

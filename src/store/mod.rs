@@ -62,7 +62,7 @@ pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FingerprintFn
 pub use damage_notes::{FileCheck, GrainSource};
 pub use data_folder::{INDEX_DIR, LOCK_FILE, Store};
 pub use disk::{Disk, DiskError, DiskFile};
-pub use disk_reserve::{ReserveState, adjust_and_probe_reserve, adjust_reserve};
+pub use disk_reserve::{ReserveState, adjust_reserve_probing_space, create_or_release_reserve};
 pub use error::StoreError;
 pub use file_index::{FileInfo, Totals};
 pub use kv::{CatalogueStorage, Kv, KvError};

@@ -25,7 +25,7 @@ impl Store {
     /// the move is durable. `inspected` is the file that was inspected; `None` stands for a file
     /// that does not open because it is corrupt. Returns `false` if that file is gone; a good file
     /// may have its name now.
-    pub fn quarantine_file(
+    pub fn quarantine_file_if_unchanged(
         &self,
         key: FileKey,
         inspected: Option<&StoredFile>,
@@ -35,12 +35,12 @@ impl Store {
         if moved {
             self.remove_damage_note_if(key, |_| self.current_inode_number(key).is_none())?;
             self.index().increment_quarantined();
-            self.remove_index_entry(key);
+            self.remove_stale_index_entry(key);
         }
         Ok(moved)
     }
 
-    /// Moves a file like [`quarantine_file`](Self::quarantine_file), but leaves the counts and the
+    /// Moves a file like [`quarantine_file_if_unchanged`](Self::quarantine_file_if_unchanged), but leaves the counts and the
     /// index to the caller.
     pub(super) fn move_to_quarantine(
         &self,
@@ -60,7 +60,7 @@ impl Store {
                 _ => Err(error),
             },
         };
-        if !self.durable_names().move_out_durably(&file_path(key), &aside, is_it)? {
+        if !self.durable_names().move_out_of_shards_if(&file_path(key), &aside, is_it)? {
             return Ok(false);
         }
         tracing::warn!(%key, aside, why, "moved a file to quarantine");
@@ -126,23 +126,27 @@ mod tests {
         let (kv, disk) = (Arc::new(MemoryKv::new()), Arc::new(disk));
         let (store, _) = Store::open(disk.clone(), lock, kv, ClusterId([1; 16]), &name).unwrap();
         let key = FileKey::replica(STRIPE, 1);
-        assert!(!store.quarantine_file(key, None, "nothing is there").unwrap());
+        assert!(!store.quarantine_file_if_unchanged(key, None, "nothing is there").unwrap());
         write(&store);
         let judged = store.open_undamaged_file(key).unwrap();
         write(&store);
-        assert!(!store.quarantine_file(key, Some(&judged), "it was replaced").unwrap());
-        assert!(!store.quarantine_file(key, None, "it opens").unwrap());
+        assert!(
+            !store.quarantine_file_if_unchanged(key, Some(&judged), "it was replaced").unwrap()
+        );
+        assert!(!store.quarantine_file_if_unchanged(key, None, "it opens").unwrap());
         assert_eq!(
             store.list_undamaged_files(STRIPE).unwrap(),
             [store.open_undamaged_file(key).unwrap().index_entry()]
         );
 
         let judged = store.open_undamaged_file(key).unwrap();
-        assert!(store.quarantine_file(key, Some(&judged), "it is the one").unwrap());
+        assert!(store.quarantine_file_if_unchanged(key, Some(&judged), "it is the one").unwrap());
         write(&store);
         disk.set_file_len(&file_path(key), 7).unwrap();
-        assert!(!store.quarantine_file(key, Some(&judged), "that one is gone").unwrap());
-        assert!(store.quarantine_file(key, None, "it does not open").unwrap());
+        assert!(
+            !store.quarantine_file_if_unchanged(key, Some(&judged), "that one is gone").unwrap()
+        );
+        assert!(store.quarantine_file_if_unchanged(key, None, "it does not open").unwrap());
         assert_eq!(
             (store.totals().quarantined, store.list_undamaged_files(STRIPE).unwrap()),
             (2, vec![])

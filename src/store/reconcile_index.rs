@@ -91,7 +91,7 @@ impl FolderScan<'_> {
         let folder = shard_dir(shard);
         for entry in self.store.disk().list(&folder)? {
             match stripe_index_of_dir(&entry) {
-                Some(index) => self.scan_stripe(StripeId { shard, index }, totals)?,
+                Some(index) => self.reconcile_stripe_entries(StripeId { shard, index }, totals)?,
                 None => self.count_record_or_note_unknown(&folder, &entry, totals),
             }
         }
@@ -111,7 +111,11 @@ impl FolderScan<'_> {
         }
     }
 
-    fn scan_stripe(&mut self, stripe: StripeId, totals: &mut Totals) -> Result<(), StoreError> {
+    fn reconcile_stripe_entries(
+        &mut self,
+        stripe: StripeId,
+        totals: &mut Totals,
+    ) -> Result<(), StoreError> {
         self.scanned_stripes.insert(stripe);
         let known = self.store.index().list_stripe_files(stripe)?;
         let mut files = Vec::new();

@@ -6,7 +6,7 @@
 use super::StoreError;
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
-use super::durable_paths::{if_found, is_record_name, shard_dir, stripe_dir};
+use super::durable_paths::{is_record_name, none_if_not_found, shard_dir, stripe_dir};
 use crate::format::envelope::MAX_RECORD_BYTES;
 use crate::id::{ShardId, StripeId};
 
@@ -68,7 +68,7 @@ impl Store {
     ) -> Result<(), StoreError> {
         let path = scope.record_path(name)?;
         let old_bytes = self.put_record(&path, bytes)?;
-        self.index().adjust_record_bytes(old_bytes, Some(bytes.len() as u64));
+        self.index().adjust_total_record_bytes(old_bytes, Some(bytes.len() as u64));
         Ok(())
     }
 
@@ -91,7 +91,7 @@ impl Store {
                 old.len_bytes()? > MAX_RECORD_FILE_BYTES || may_replace(&read_small_file(old)?);
             if fits { Ok(()) } else { Err(StoreError::ImmutableRecord { path: path.clone() }) }
         })?;
-        self.index().adjust_record_bytes(old_bytes, Some(bytes.len() as u64));
+        self.index().adjust_total_record_bytes(old_bytes, Some(bytes.len() as u64));
         Ok(())
     }
 
@@ -120,7 +120,7 @@ impl Store {
         scope: RecordScope,
         name: &str,
     ) -> Result<Option<Vec<u8>>, StoreError> {
-        let Some(file) = if_found(self.disk().open(&scope.record_path(name)?))? else {
+        let Some(file) = none_if_not_found(self.disk().open(&scope.record_path(name)?))? else {
             return Ok(None);
         };
         let read = |out: &mut [u8]| file.read_past_cache_at(out, 0);
@@ -131,20 +131,20 @@ impl Store {
     /// none.
     pub fn remove_record_file(&self, scope: RecordScope, name: &str) -> Result<bool, StoreError> {
         let path = scope.record_path(name)?;
-        let bytes = match if_found(self.disk().open(&path))? {
+        let bytes = match none_if_not_found(self.disk().open(&path))? {
             Some(file) => file.len_bytes()?,
             None => 0,
         };
         let removed = self.durable_names().remove_file_and_empty_dirs(&path)?;
         if removed {
-            self.index().adjust_record_bytes(Some(bytes), None);
+            self.index().adjust_total_record_bytes(Some(bytes), None);
         }
         Ok(removed)
     }
 
     /// Returns the names and lengths in bytes of a scope's small records, ordered by name.
     pub fn list_record_files(&self, scope: RecordScope) -> Result<Vec<(String, u64)>, StoreError> {
-        let entries = if_found(self.disk().list(&scope.folder()))?.unwrap_or_default();
+        let entries = none_if_not_found(self.disk().list(&scope.folder()))?.unwrap_or_default();
         let small = entries.into_iter().filter(|e| !e.is_dir && is_record_name(&e.name));
         Ok(small.map(|entry| (entry.name, entry.len_bytes)).collect())
     }
@@ -165,7 +165,7 @@ impl Store {
     ) -> Result<Option<u64>, StoreError> {
         self.write_record(path, bytes, |path| {
             check_locked()?;
-            let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
+            let Some(file) = none_if_not_found(self.disk().open(path))? else { return Ok(None) };
             Ok(Some(file.len_bytes()?))
         })
     }
@@ -179,7 +179,7 @@ impl Store {
         check_old: impl FnOnce(&dyn DiskFile) -> Result<(), StoreError>,
     ) -> Result<Option<u64>, StoreError> {
         self.write_record(path, bytes, |path| {
-            let Some(file) = if_found(self.disk().open(path))? else { return Ok(None) };
+            let Some(file) = none_if_not_found(self.disk().open(path))? else { return Ok(None) };
             check_old(file.as_ref())?;
             Ok(Some(file.len_bytes()?))
         })
@@ -213,7 +213,7 @@ impl Store {
 
     /// Reads a record at any path in the folder. Returns `None` if there is none.
     pub(super) fn get_record(&self, path: &str) -> Result<Option<Vec<u8>>, StoreError> {
-        match if_found(self.disk().open(path))? {
+        match none_if_not_found(self.disk().open(path))? {
             Some(file) => read_small_file(file.as_ref()).map(Some),
             None => Ok(None),
         }

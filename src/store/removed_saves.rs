@@ -38,7 +38,7 @@ impl Store {
             self.removed_saves_lock().lock().unwrap_or_else(PoisonError::into_inner);
         let path = removed_saves_path(save);
         let mut graves: RemovedSaves =
-            self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
+            self.open_sealed_record(&path, RecordKind::Graves)?.unwrap_or_default();
         if let Err(at) = graves.saves.binary_search(&save) {
             if graves.saves.len() >= MAX_REMOVED_PER_FILE {
                 return Ok(false);
@@ -73,7 +73,7 @@ impl Store {
                 self.removed_saves_lock().lock().unwrap_or_else(PoisonError::into_inner);
             let path = removed_saves_path(ours[0]);
             let mut graves: RemovedSaves =
-                self.get_sealed(&path, RecordKind::Graves)?.unwrap_or_default();
+                self.open_sealed_record(&path, RecordKind::Graves)?.unwrap_or_default();
             let is_known = |save: &SaveId| graves.saves.binary_search(save).is_ok();
             let missing: Vec<SaveId> =
                 ours.iter().filter(|save| !is_known(save)).copied().collect();
@@ -99,7 +99,8 @@ impl Store {
         let mut saves = Vec::new();
         for first in after.map_or(0, |after| after.0[0])..=u8::MAX {
             let path = removed_saves_path(SaveId([first; 12]));
-            let graves: Option<RemovedSaves> = self.get_sealed(&path, RecordKind::Graves)?;
+            let graves: Option<RemovedSaves> =
+                self.open_sealed_record(&path, RecordKind::Graves)?;
             let behind = graves.unwrap_or_default().saves.into_iter();
             saves.extend(behind.filter(|save| after.is_none_or(|after| *save > after)));
             if saves.len() >= limit {
@@ -114,7 +115,7 @@ impl Store {
     /// error, because any save could be in it.
     pub fn is_recorded_removed(&self, save: SaveId) -> Result<bool, StoreError> {
         let graves: Option<RemovedSaves> =
-            self.get_sealed(&removed_saves_path(save), RecordKind::Graves)?;
+            self.open_sealed_record(&removed_saves_path(save), RecordKind::Graves)?;
         Ok(graves.is_some_and(|graves| graves.saves.binary_search(&save).is_ok()))
     }
 }
@@ -179,7 +180,7 @@ mod tests {
         store.try_record_removed(all[9]).unwrap();
         store.record_all_removed(Epoch(2), all.iter().rev().copied().chain([all[3]])).unwrap();
         store.record_all_removed(Epoch(2), []).unwrap();
-        store.raise_epoch(Epoch(3)).unwrap();
+        store.raise_highest_seen_epoch(Epoch(3)).unwrap();
         assert!(store.record_all_removed(Epoch(2), [save(0, 5)]).is_err(), "that epoch is over");
         drop(store);
         let store = open(&disk.crash());

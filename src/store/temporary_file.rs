@@ -113,7 +113,7 @@ impl TemporaryFile {
     /// indexed.
     pub(super) fn publish_under_key(mut self, tail: &Tail) -> Result<StoreOutcome, StoreError> {
         let (key, header) = (self.key(), &tail.header);
-        let (was_there, replaced) = self.claim_final_name(header)?;
+        let (was_there, replaced) = self.rename_unless_other_content(header)?;
         self.is_published = true;
         let file_bytes = header.len_bytes + tail.bytes.len() as u64;
         self.store.index().reconcile_entry(key, Some(FileInfo::from_header(header, file_bytes)))?;
@@ -131,7 +131,10 @@ impl TemporaryFile {
     /// Takes the name, unless a file with other content that counts has it. If the file there does
     /// not open and has no damage note, it is moved to quarantine. Returns whether the same content
     /// was there, and the number of a damaged file that was replaced.
-    fn claim_final_name(&self, header: &FileHeader) -> Result<(bool, Option<u64>), StoreError> {
+    fn rename_unless_other_content(
+        &self,
+        header: &FileHeader,
+    ) -> Result<(bool, Option<u64>), StoreError> {
         let (store, key) = (&self.store, self.key());
         let take = || {
             let path = file_path(key);
@@ -148,7 +151,7 @@ impl TemporaryFile {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
                 // Whether this call moved the file or another one came first, the name is now free
                 // or has a file that opens.
-                store.quarantine_file(key, None, &error.to_string())?;
+                store.quarantine_file_if_unchanged(key, None, &error.to_string())?;
                 take()
             }
             done => done,

@@ -8,7 +8,7 @@ use super::StoreError;
 use super::data_folder::Store;
 use super::disk::DiskError;
 use super::disk_reserve::release_reserve;
-use super::durable_paths::{if_found, shard_dir};
+use super::durable_paths::{none_if_not_found, shard_dir};
 use super::record_file::RecordScope;
 use super::tombstone_slots::{SLOT_BYTES, SLOT_COUNT, SLOTS, TombstoneSlot, TombstoneSlots};
 use crate::format::records::{Record, Tombstone};
@@ -34,7 +34,7 @@ impl Store {
     /// Reads the slots at start, and creates their file if there is none.
     pub(super) fn load_or_create_slots(&self) -> Result<(), StoreError> {
         let mut slots = TombstoneSlots::default();
-        if let Some(file) = if_found(self.disk().open_to_write(SLOTS))? {
+        if let Some(file) = none_if_not_found(self.disk().open_to_write(SLOTS))? {
             let mut slot = [0; SLOT_BYTES];
             let mut is_whole = true;
             for number in 0..SLOT_COUNT {
@@ -188,7 +188,9 @@ mod tests {
     use crate::format::records::RemoveReason;
     use crate::id::{ClusterId, Epoch, Generation};
     use crate::store::disk::{DiskEntry, DiskFile, DiskLock, Space};
-    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, ReserveState, adjust_reserve};
+    use crate::store::{
+        Disk, LOCK_FILE, MemoryDisk, MemoryKv, ReserveState, create_or_release_reserve,
+    };
 
     const CAPACITY: u64 = 1 << 20;
 
@@ -255,7 +257,7 @@ mod tests {
     fn without_a_slot_a_tombstone_takes_the_space_of_the_reserve() {
         let disk = MemoryDisk::new(CAPACITY);
         let store = open(&disk);
-        assert_eq!(adjust_reserve(&disk).unwrap(), ReserveState::InPlace);
+        assert_eq!(create_or_release_reserve(&disk).unwrap(), ReserveState::InPlace);
         fill(&disk);
         let last = SLOT_COUNT as u8;
         for number in 0..=last {

@@ -245,7 +245,8 @@ async fn a_writer_that_drops_the_step_is_heard_at_once() {
         let waits = Arc::new(Writer::new(LAUNCH, 0, 1));
         let drops = Writer::new(LAUNCH, 1, 1).joint(2);
         let client = world.client_of(2);
-        let drop = || async { client.drop_jointly(job().at(Step(step)), drops).await.unwrap() };
+        let drop =
+            || async { client.report_step_dropped(job().at(Step(step)), drops).await.unwrap() };
         if drops_first {
             drop().await;
         }
@@ -434,17 +435,17 @@ async fn what_contradicts_the_save_is_refused() {
         panic!("not open")
     };
     let save = joined.joint.save;
-    let announce = |shards| WriterReport::Announces { save, shards, sent_mib: 0 };
-    voice.ask(&to, &call(0, 2, announce(1))).await.unwrap();
+    let announce_and_await_writers = |shards| WriterReport::Announces { save, shards, sent_mib: 0 };
+    voice.ask(&to, &call(0, 2, announce_and_await_writers(1))).await.unwrap();
     for (what, wrong) in [
         ("another number of writers", call(0, 3, WriterReport::Joins)),
-        ("another number of shards", call(0, 2, announce(2))),
-        ("too many shards", call(1, 2, announce(65_536))),
+        ("another number of shards", call(0, 2, announce_and_await_writers(2))),
+        ("too many shards", call(1, 2, announce_and_await_writers(65_536))),
     ] {
         let refused = voice.ask(&to, &wrong).await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Invalid, "{what}: {refused}");
     }
-    voice.ask(&to, &call(1, 2, announce(1))).await.unwrap();
+    voice.ask(&to, &call(1, 2, announce_and_await_writers(1))).await.unwrap();
     let joint = &joined.joint;
     let mut root = crate::world::raw::empty_root(
         &rapidraid::wire::calls::BeginSaveAnswer {

@@ -215,7 +215,7 @@ impl Run {
                 if let Some(task) = self.tasks[at].take() {
                     task.abort();
                     let client = self.world.client_of(self.gateway());
-                    let _ = client.drop_jointly(job().at(Step(step)), joint).await;
+                    let _ = client.report_step_dropped(job().at(Step(step)), joint).await;
                     self.tasks[at] = Some(tokio::spawn(async {}));
                 }
             }

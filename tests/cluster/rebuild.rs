@@ -335,12 +335,12 @@ async fn who_knows_an_epoch_and_no_home_is_found_by_the_home() {
     let seen = world.nodes[&3].store();
     world.nodes[&0]
         .store()
-        .record_db_id(seen.highest_seen_epoch(), seen.last_db_id().unwrap())
+        .record_db_id(seen.highest_seen_epoch(), seen.db_id_of_highest_epoch().unwrap())
         .unwrap();
     world.kill(0).await;
     world.boot(0);
     tokio::time::sleep(3 * world.lease).await;
-    assert_eq!(world.nodes[&0].store().last_catalogue_server(), None, "it was told after all");
+    assert_eq!(world.nodes[&0].store().server_of_highest_epoch(), None, "it was told after all");
     assert_exact(&world.client_of(0), 1).await;
     save(&world.client_of(0), 2, &[("weights", &content(LEN, 2))]).await;
 }

@@ -209,8 +209,8 @@ fn open_folder(place: &str, bytes: &[u8]) -> Result<(), StoreError> {
     let (store, _) = Store::open(disk, lock, kv, ClusterId([0xc1; 16]), &name)?;
     let _ = (
         store.highest_seen_epoch(),
-        store.last_catalogue_server(),
-        store.last_db_id(),
+        store.server_of_highest_epoch(),
+        store.db_id_of_highest_epoch(),
         store.totals(),
     );
     let _ = (store.read_catch_up_standing(), store.caught_up_registration());

@@ -49,7 +49,8 @@ impl Subject {
             peer.ask(&home, &CompareAndSetKey { key, expected: None, value }).await.unwrap();
         }
         let store = world.nodes[&NODE].store();
-        let (epoch, map, held) = (store.highest_seen_epoch(), store.last_db_id(), Held::new());
+        let (epoch, map, held) =
+            (store.highest_seen_epoch(), store.db_id_of_highest_epoch(), Held::new());
         let me = NodeId::of(&world.machines[NODE].name);
         assert!(map.is_some());
         Self { world, client, peer, to, model: State { me, held, epoch, map, archived } }
@@ -145,7 +146,7 @@ impl Subject {
             return;
         }
         let (held, epoch, map) =
-            (self.held(), self.store().highest_seen_epoch(), self.store().last_db_id());
+            (self.held(), self.store().highest_seen_epoch(), self.store().db_id_of_highest_epoch());
         for path in held.keys().chain(before.held.keys()).chain(after.held.keys()) {
             let found = held.get(path);
             let is_either = found == before.held.get(path) || found == after.held.get(path);
@@ -199,7 +200,7 @@ impl Subject {
         assert_eq!(self.held(), self.model.held, "{}", when());
         let store = self.store();
         assert_eq!(
-            (store.highest_seen_epoch(), store.last_db_id()),
+            (store.highest_seen_epoch(), store.db_id_of_highest_epoch()),
             (self.model.epoch, self.model.map),
             "{}",
             when()

@@ -84,8 +84,8 @@ const CALLS: [Call; 7] = [
     },
     Call {
         what: "an epoch",
-        before: |store| store.raise_epoch(Epoch(3)).unwrap(),
-        run: |store| store.raise_epoch(Epoch(5)),
+        before: |store| store.raise_highest_seen_epoch(Epoch(3)).unwrap(),
+        run: |store| store.raise_highest_seen_epoch(Epoch(5)),
         done: |store| match store.highest_seen_epoch() {
             Epoch(3) => false,
             epoch => epoch == Epoch(5) || panic!("{epoch}"),
@@ -195,7 +195,7 @@ fn a_crash_on_the_way_to_quarantine_never_loses_the_file() {
         write_block(&store, &content(LEN)).unwrap();
         let judged = store.open_undamaged_file(REPLICA).ok();
         disk.stop_after(operation);
-        let result = store.quarantine_file(REPLICA, judged.as_ref(), "a test");
+        let result = store.quarantine_file_if_unchanged(REPLICA, judged.as_ref(), "a test");
         let (after, _) = open(&disk.crash());
         if !done_file(&after, REPLICA) {
             assert_eq!(after.totals().quarantined, 1, "operation {operation}");

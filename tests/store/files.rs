@@ -248,7 +248,7 @@ fn numbers_and_lists_follow_what_is_there() {
     assert_eq!(store.totals(), totals);
 
     let judged = store.open_undamaged_file(piece_key()).unwrap();
-    assert!(store.quarantine_file(piece_key(), Some(&judged), "a test").unwrap());
+    assert!(store.quarantine_file_if_unchanged(piece_key(), Some(&judged), "a test").unwrap());
     store.remove_file(FileKey::replica(StripeId { shard: shard(1), index: 7 }, 2)).unwrap();
     assert!(store.remove_record_file(RecordScope::Shard(shard(1)), "commit").unwrap());
     assert!(!store.remove_record_file(RecordScope::Shard(shard(1)), "commit").unwrap());

@@ -18,9 +18,9 @@ use super::{
 #[test]
 fn the_folder_knows_whose_it_is_and_which_epoch_it_has_seen() {
     let (disk, store) = new_store();
-    store.raise_epoch(Epoch(4)).unwrap();
-    store.raise_epoch(Epoch(4)).unwrap();
-    assert_eq!(store.raise_epoch(Epoch(3)).unwrap_err().kind(), ErrorKind::Fenced);
+    store.raise_highest_seen_epoch(Epoch(4)).unwrap();
+    store.raise_highest_seen_epoch(Epoch(4)).unwrap();
+    assert_eq!(store.raise_highest_seen_epoch(Epoch(3)).unwrap_err().kind(), ErrorKind::Fenced);
     drop(store);
     for (cluster, node) in [(ClusterId([2; 16]), "n1"), (CLUSTER, "n2")] {
         let lock = disk.lock("lock").unwrap();

@@ -124,9 +124,10 @@ impl Director {
     fn homes(&self) -> Vec<usize> {
         let mut serving = self.world.serving();
         serving.retain(|home| {
-            let map = self.world.nodes[home].store().last_db_id();
+            let map = self.world.nodes[home].store().db_id_of_highest_epoch();
             let others = self.world.nodes.iter().filter(|(index, _)| *index != home);
-            map.is_some() && others.into_iter().any(|(_, node)| node.store().last_db_id() == map)
+            map.is_some()
+                && others.into_iter().any(|(_, node)| node.store().db_id_of_highest_epoch() == map)
         });
         serving
     }

@@ -87,7 +87,9 @@ impl Client {
             return Vec::new();
         }
         let known: Vec<Vec<Node>> = if live.is_empty() {
-            vec![self.call_gateway_within(&ListMembers {}, NEWS_LIMIT).await.unwrap_or_default()]
+            vec![
+                self.call_any_gateway_within(&ListMembers {}, NEWS_LIMIT).await.unwrap_or_default(),
+            ]
         } else {
             let asks = live.iter().map(|view| async move {
                 let to = address(&NodeAddress::of(&view.node));

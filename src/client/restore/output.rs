@@ -74,7 +74,7 @@ impl Sink for DiscardSink {
 
 /// Checks the output before anything is written. Returns an error if a file or folder is in the
 /// way, or if the file of one shard would be a folder of another.
-pub(in crate::client) fn check_output(
+pub(in crate::client) fn refuse_output_conflicts(
     output: &RestoreRequest,
     parts: &[ShardSelection],
 ) -> Result<(), ClientError> {

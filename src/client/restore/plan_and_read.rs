@@ -8,7 +8,9 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
 
-use super::output::{CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, check_output};
+use super::output::{
+    CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, refuse_output_conflicts,
+};
 use super::restore_request::RestoreRequest;
 use super::selection::{ReadRange, ShardSelection, StripeSlice, slice_for_range};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
@@ -225,7 +227,7 @@ impl Client {
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
         if let Some(output) = output.file_request() {
-            check_output(output, &parts)?;
+            refuse_output_conflicts(output, &parts)?;
         }
         let reading = ReadSession::new(
             self.caller().clone(),

@@ -1,4 +1,4 @@
-//! Saving a step together with other writers: join, announce, upload, completion, the index, and
+//! Saving a step together with other writers: join, announce_and_await_writers, upload, completion, the index, and
 //! the commit (docs/semantics.md, 3).
 
 use std::io;
@@ -182,7 +182,7 @@ impl Client {
             decisions.note_save(save).map_err(|source| ClientError::SaveId { source })?;
             let mut session = self.start_session(step_ref, describe(&joined)).await?;
             let lease = self.spawn_lease_keeper(&session.begun);
-            let ended = session.save_joined(&work, &progress).await;
+            let ended = session.save_part_and_await_end(&work, &progress).await;
             drop(lease);
             let error = match ended {
                 Ok(AttemptEnd::Committed(save)) => return Ok(save),
@@ -192,11 +192,11 @@ impl Client {
             };
             restarts.count += 1;
             if let Some(error) = error {
-                match session.find_end_after(&work, &error).await {
+                match session.find_end_after_failure(&work, &error).await {
                     Some(AttemptEnd::Committed(save)) => return Ok(save),
                     Some(AttemptEnd::Over) => {}
                     None => {
-                        session.prepare_restart(error, &mut restarts).await?;
+                        session.abort_and_prepare_restart(error, &mut restarts).await?;
                         continue;
                     }
                 }
@@ -211,7 +211,7 @@ impl Client {
 
     /// Tells the other writers of a launch that this one has given the step up. Returns whether
     /// nobody needs to hear of it any more: all writers have given the step up, or it is committed.
-    pub async fn drop_jointly(
+    pub async fn report_step_dropped(
         &self,
         step_ref: StepRef<'_>,
         writer: JointWriter,
@@ -289,7 +289,7 @@ fn parameters_of(joint: &JointSave, index: u32, shard_count: u32) -> ShardParame
 
 impl SaveSession {
     /// Saves this writer's part of a save that was joined, and waits for the end of the save.
-    async fn save_joined(
+    async fn save_part_and_await_end(
         &mut self,
         work: &JointWork<'_>,
         progress: &ProgressFn,
@@ -298,7 +298,7 @@ impl SaveSession {
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let sources = decisions.cut_shards(SaveCode { n, k, block_bytes })?;
         let own_count = u32::try_from(sources.len()).unwrap_or(u32::MAX);
-        let joint = match self.announce(work, own_count).await? {
+        let joint = match self.announce_and_await_writers(work, own_count).await? {
             Ok(joint) => joint,
             Err(end) => return Ok(end),
         };
@@ -311,14 +311,17 @@ impl SaveSession {
         for (number, source) in (first..).zip(sources) {
             shards.push((number, NewShard { name: decisions.name_shard(number)?, source }));
         }
-        self.count_progress(shards.iter().map(|(_, new)| new.source.len_bytes()).sum(), progress);
+        self.set_progress_callback(
+            shards.iter().map(|(_, new)| new.source.len_bytes()).sum(),
+            progress,
+        );
         let session = &*self;
         let uploads = shards.iter().map(|(number, shard)| {
             session.upload_shard(parameters_of(&joint, *number, total), shard)
         });
         let uploads: Vec<_> = uploads.collect();
         let uploads = stream::iter(uploads).buffered(SHARDS_AT_ONCE).try_collect();
-        let reports = session.report_progress(work, own_count);
+        let reports = session.report_progress_until_end(work, own_count);
         let roots: Vec<ShardRoot> = match select(pin!(uploads), pin!(reports)).await {
             Either::Left((roots, _)) => roots?,
             Either::Right((end, _)) => return end,
@@ -354,7 +357,7 @@ impl SaveSession {
 
     /// Announces the number of this writer's shards until all writers have announced theirs.
     /// Returns the save's record then, or the end of the save.
-    async fn announce(
+    async fn announce_and_await_writers(
         &self,
         work: &JointWork<'_>,
         shards: u32,
@@ -384,7 +387,7 @@ impl SaveSession {
 
     /// Reports the progress of this writer from time to time. Returns only when the save is over
     /// for it.
-    async fn report_progress(
+    async fn report_progress_until_end(
         &self,
         work: &JointWork<'_>,
         shards: u32,
@@ -455,7 +458,8 @@ impl SaveSession {
             let unchanged =
                 timer.note(SaveProgress { announced: 0, sent_mib, complete: roots.len() });
             let is_whole = roots.len() >= index as usize;
-            let missing = if is_whole { Vec::new() } else { find_missing(joint, &roots) };
+            let missing =
+                if is_whole { Vec::new() } else { find_first_incomplete_writer(joint, &roots) };
             work.ensure_wanted()?;
             work.decisions.note_missing(&missing, unchanged);
             if is_whole && unchanged >= turn {
@@ -493,7 +497,7 @@ impl SaveSession {
 
     /// Returns the end of the save after this writer's part has failed, or `None` if the failure is
     /// the writer's own. A save of an epoch that is over is aborted, because nodes refuse it.
-    async fn find_end_after(
+    async fn find_end_after_failure(
         &self,
         work: &JointWork<'_>,
         error: &ClientError,
@@ -513,7 +517,7 @@ impl SaveSession {
 }
 
 /// Returns the writer of the first shard that is not complete, in a list of one.
-fn find_missing(joint: &JointSave, complete: &[ShardRoot]) -> Vec<u32> {
+fn find_first_incomplete_writer(joint: &JointSave, complete: &[ShardRoot]) -> Vec<u32> {
     let next = complete.len() as u32;
     let ends_after =
         |writer: &u32| joint.first_shard(*writer as usize + 1).is_some_and(|end| end > next);

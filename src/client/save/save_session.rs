@@ -188,7 +188,7 @@ impl Client {
                 }
                 tracing::warn!(%error, restarts = restarts.count, "the save starts again");
             } else {
-                saving.prepare_restart(error, &mut restarts).await?;
+                saving.abort_and_prepare_restart(error, &mut restarts).await?;
             }
         }
     }
@@ -208,7 +208,7 @@ impl Client {
                 // A decided save is not checked against the number of its shards any more, so 0
                 // will do.
                 let commit = CommitSave { job: job.clone(), step, save, shards: 0 };
-                match self.call_gateway_within(&commit, LONG_LIMIT).await {
+                match self.call_any_gateway_within(&commit, LONG_LIMIT).await {
                     Ok(_) => Ok(SaveFate::Committed),
                     // The save was committed, and has been removed or replaced since.
                     Err(error)
@@ -270,7 +270,8 @@ impl Client {
             loop {
                 client.caller().clock().sleep(period).await;
                 // The limit leaves time to ask another gateway if this one does not answer.
-                if let Err(error) = client.call_gateway_within(&RenewLease { lease }, period).await
+                if let Err(error) =
+                    client.call_any_gateway_within(&RenewLease { lease }, period).await
                     && error.kind() == ErrorKind::Fenced
                 {
                     return;
@@ -318,12 +319,15 @@ impl SaveSession {
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let shards = decisions.shards_for_code(SaveCode { n, k, block_bytes })?;
         check_shard_names_unique(&shards)?;
-        self.count_progress(shards.iter().map(|shard| shard.source.len_bytes()).sum(), progress);
+        self.set_progress_callback(
+            shards.iter().map(|shard| shard.source.len_bytes()).sum(),
+            progress,
+        );
         Ok(shards)
     }
 
     /// Reports the bytes that are sent from here on to `progress`, as a part of `total_bytes`.
-    pub(super) fn count_progress(&mut self, total_bytes: u64, progress: &ProgressFn) {
+    pub(super) fn set_progress_callback(&mut self, total_bytes: u64, progress: &ProgressFn) {
         let (sent, progress) = (self.sent_bytes.clone(), progress.clone());
         self.progress = Arc::new(move |bytes| {
             let done_bytes = sent.fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -431,7 +435,9 @@ impl SaveSession {
     pub(super) async fn commit_save(&self, shard_count: usize) -> Result<Saved, ClientError> {
         let shards = u32::try_from(shard_count).unwrap_or(u32::MAX);
         let (job, step, save) = (self.job.clone(), self.step, self.begun.save);
-        self.client.call_gateway_within(&CommitSave { job, step, save, shards }, LONG_LIMIT).await
+        self.client
+            .call_any_gateway_within(&CommitSave { job, step, save, shards }, LONG_LIMIT)
+            .await
     }
 
     /// Aborts the save, and prepares a restart if nodes failed and no spare was left. The next
@@ -439,7 +445,7 @@ impl SaveSession {
     ///
     /// # Errors
     /// The save's `error`, if a restart would not help.
-    pub(super) async fn prepare_restart(
+    pub(super) async fn abort_and_prepare_restart(
         &mut self,
         error: ClientError,
         restarts: &mut SaveRestarts,

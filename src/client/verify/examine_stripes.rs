@@ -130,7 +130,7 @@ impl Client {
         );
         let mut total_bytes = 0;
         for part in &parts {
-            total_bytes += expected_shard_bytes(part)?;
+            total_bytes += expected_stored_bytes(part)?;
         }
         let verification = Verification {
             client: self,
@@ -157,7 +157,7 @@ impl Client {
 }
 
 /// Returns the number of bytes that the nodes hold of a shard if nothing is missing.
-fn expected_shard_bytes(part: &ShardSelection) -> Result<u64, ClientError> {
+fn expected_stored_bytes(part: &ShardSelection) -> Result<u64, ClientError> {
     let geometry = part.root.geometry()?;
     let stripes = (0..geometry.stripes()).filter_map(|index| {
         let cut = geometry.stripe(index)?;

@@ -133,7 +133,7 @@ impl ExaminedStripe<'_> {
         let answered = self.answers.keys().copied().collect();
         let mut exam = StripeJudgement { answered, ..StripeJudgement::default() };
         let readable = self.judge_files(&mut exam);
-        let least_copies = self.judge_records_least_copies(&mut exam);
+        let least_copies = self.judge_records_and_count_copies(&mut exam);
         // Replicas of an archived stripe may be dropped at any time. They are read only if the
         // pieces do not suffice.
         let lasting: Vec<ReadableFile<'_>> =
@@ -152,7 +152,7 @@ impl ExaminedStripe<'_> {
 
     /// Returns the attempt whose pieces count and its code, if this program has the code and it
     /// fits the shard.
-    fn counting_attempt(&self) -> Option<(Attempt, Code)> {
+    fn archived_attempt_and_code(&self) -> Option<(Attempt, Code)> {
         let StripeState::Archived { attempt, code, .. } = self.state else { return None };
         let code = table::by_id(code)?;
         let fits = code.n() == usize::from(self.root.n) && code.k() == usize::from(self.root.k);
@@ -200,7 +200,7 @@ impl ExaminedStripe<'_> {
 
     fn judge_files(&self, exam: &mut StripeJudgement) -> Vec<ReadableFile<'_>> {
         let expected = self.expected_files();
-        let coded = self.counting_attempt();
+        let coded = self.archived_attempt_and_code();
         let is_archived = matches!(self.state, StripeState::Archived { .. });
         let mut readable = Vec::new();
         let mut there: BTreeSet<(NodeId, FileName)> = BTreeSet::new();
@@ -266,7 +266,7 @@ impl ExaminedStripe<'_> {
 
     /// Judges the records. Returns the number of good copies of the stripe record, or of the leaves
     /// if these were examined too and have fewer good copies.
-    fn judge_records_least_copies(&self, exam: &mut StripeJudgement) -> usize {
+    fn judge_records_and_count_copies(&self, exam: &mut StripeJudgement) -> usize {
         let mut expected: Vec<(NodeId, HeldItem, Option<[u8; 32]>)> = Vec::new();
         let on_ring = self.root.ring.iter().map(|member| member.node);
         if self.with_shard {
@@ -294,7 +294,7 @@ impl ExaminedStripe<'_> {
         for (&node, answer) in self.answers {
             for view in &answer.records {
                 exam.records += 1;
-                let Some(held) = self.record_item(view.record) else { continue };
+                let Some(held) = self.held_item_of_record(view.record) else { continue };
                 // This is an earlier receipt of the attempt, on a node that was replaced.
                 if held == HeldItem::Receipt && !named.contains(&node) {
                     continue;
@@ -337,7 +337,7 @@ impl ExaminedStripe<'_> {
     }
 
     /// Returns the kind of a record, if the record counts.
-    fn record_item(&self, record: RecordName) -> Option<HeldItem> {
+    fn held_item_of_record(&self, record: RecordName) -> Option<HeldItem> {
         match record {
             RecordName::Leaves => Some(HeldItem::Leaves),
             RecordName::Mark => Some(HeldItem::Mark),
@@ -362,7 +362,7 @@ impl ExaminedStripe<'_> {
             return Some(usize::MAX);
         }
         let (info, _) = self.info?;
-        let code = self.counting_attempt().map(|(_, code)| code);
+        let code = self.archived_attempt_and_code().map(|(_, code)| code);
         let grains: BTreeSet<u64> =
             readable.iter().filter_map(|file| file.damaged).flat_map(GrainSet::iter).collect();
         let wanted_at = |grain: u64| -> Vec<u8> {

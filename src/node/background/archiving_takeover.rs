@@ -84,7 +84,7 @@ impl ArchivingTakeover {
                 // No client watches this archiving, so its events are discarded.
                 let (events, _) = mpsc::channel(1);
                 let found = (archiving, revision);
-                match coordinator.take_over_request(job.at(step), found, &events).await {
+                match coordinator.take_over_and_run_request(job.at(step), found, &events).await {
                     Ok(()) => tracing::info!(%job, %step, "takeover ended"),
                     Err(error) => {
                         tracing::info!(%job, %step, %error, "takeover failed")

@@ -130,12 +130,13 @@ impl CatchUpRounds {
             true => None,
             false => Some(self.fetch_witness_standings(&nodes, epoch).await?),
         };
-        let marked = self.context.on_store(local_marks).await?;
+        let marked = self.context.run_on_store(local_marks).await?;
         let committed =
-            self.record_committed_and_removed(&*catalogue, epoch, &marked.saves).await?;
+            self.mark_committed_and_record_removed(&*catalogue, epoch, &marked.saves).await?;
         match witnesses {
             Some(witnesses) => {
-                let heard = self.copy_removed_from_witnesses(&witnesses, epoch, &committed).await?;
+                let heard =
+                    self.copy_removed_ids_from_witnesses(&witnesses, epoch, &committed).await?;
                 self.check_enough_witnesses(&nodes, &heard, &marked.codes)?;
             }
             None if is_complete().await? => {}
@@ -145,7 +146,7 @@ impl CatchUpRounds {
             return Err(not_registered().into());
         }
         let was = self.context.store.read_catch_up_standing();
-        self.context.on_store(move |store| store.record_caught_up(epoch, registered)).await?;
+        self.context.run_on_store(move |store| store.record_caught_up(epoch, registered)).await?;
         if was != Standing::CaughtUp {
             tracing::info!(%epoch, "this node knows what is committed and what was removed");
         }
@@ -155,7 +156,7 @@ impl CatchUpRounds {
     /// Writes a mark of each committed or decided save on this node, and records as removed each
     /// save whose removal is under way, unless it was aborted. Returns the committed and decided
     /// saves.
-    async fn record_committed_and_removed(
+    async fn mark_committed_and_record_removed(
         &self,
         catalogue: &dyn Catalogue,
         epoch: Epoch,
@@ -249,7 +250,7 @@ impl CatchUpRounds {
     /// `committed` when the steps were read: such a removal was undone by a rebuild, or began later
     /// and will reach this node by itself. Returns the witnesses that reported all of their
     /// removals and whose standing is the same afterwards as before.
-    async fn copy_removed_from_witnesses(
+    async fn copy_removed_ids_from_witnesses(
         &self,
         witnesses: &[(NodeRecord, StandingAnswer)],
         epoch: Epoch,
@@ -260,7 +261,7 @@ impl CatchUpRounds {
             if node.name == self.context.settings.name {
                 continue;
             }
-            match self.copy_removed_from_node(node, epoch, committed).await {
+            match self.copy_removed_ids_from_node(node, epoch, committed).await {
                 Ok(()) => told.push(node.clone()),
                 Err(error) => {
                     tracing::info!(node = %node.name, %error, "failed to read the node's removals");
@@ -300,7 +301,7 @@ impl CatchUpRounds {
     }
 
     /// Copies the removals that `node` knows, page by page, except those of `committed` saves.
-    async fn copy_removed_from_node(
+    async fn copy_removed_ids_from_node(
         &self,
         node: &NodeRecord,
         epoch: Epoch,
@@ -331,7 +332,7 @@ impl CatchUpRounds {
         epoch: Epoch,
     ) -> Result<(), RemoteError> {
         let removed = saves.clone();
-        self.context.on_store(move |store| store.record_all_removed(epoch, removed)).await?;
+        self.context.run_on_store(move |store| store.record_all_removed(epoch, removed)).await?;
         saves.into_iter().for_each(|save| self.fencing.cache_is_removed(save, true));
         Ok(())
     }
@@ -341,12 +342,12 @@ impl CatchUpRounds {
         call: ListRemovedSaves,
     ) -> Result<Vec<SaveId>, RemoteError> {
         self.context
-            .on_store(move |store| local_removed_saves(store, call.after, REMOVED_PER_PAGE))
+            .run_on_store(move |store| local_removed_saves(store, call.after, REMOVED_PER_PAGE))
             .await
     }
 
     pub(in crate::node) async fn list_damaged_marks(&self) -> Result<Vec<SaveId>, RemoteError> {
-        let damaged = self.context.on_store(node_inventory::find_damaged_mark_saves).await?;
+        let damaged = self.context.run_on_store(node_inventory::find_damaged_mark_saves).await?;
         if !damaged.is_empty() {
             tracing::warn!(
                 saves = damaged.len(),

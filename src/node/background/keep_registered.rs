@@ -73,7 +73,7 @@ impl RegistrationRenewal {
                 Ok(answer) => {
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
                     self.record_registration(&answer, &mut progress).await;
-                    self.announce_registration(&answer, &mut progress);
+                    self.start_work_after_registration(&answer, &mut progress);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "not registered");
@@ -92,14 +92,14 @@ impl RegistrationRenewal {
         progress: &mut RegistrationProgress,
     ) {
         let (epoch, db_id) = (answer.epoch, answer.map);
-        if progress.last.is_some_and(|(_, last_db_id)| last_db_id != db_id)
+        if progress.last.is_some_and(|(_, db_id_of_highest_epoch)| db_id_of_highest_epoch != db_id)
             && let Err(error) = self.registration.request_catch_up_if_unlisted().await
         {
             tracing::info!(%error, "failed to read this node's entry in the new catalogue");
         }
         progress.last = Some((self.context.clock.now(), db_id));
         if let Err(error) =
-            self.context.on_store(move |store| store.record_db_id(epoch, db_id)).await
+            self.context.run_on_store(move |store| store.record_db_id(epoch, db_id)).await
         {
             tracing::error!(%error, "registered, but failed to record the catalogue's epoch and database");
             return;
@@ -125,7 +125,8 @@ impl RegistrationRenewal {
             }
             progress.stored_members = members;
         }
-        let recorded = self.context.on_store(move |store| store.record_revision(db_id, revision));
+        let recorded =
+            self.context.run_on_store(move |store| store.record_revision(db_id, revision));
         if let Err(error) = recorded.await {
             tracing::warn!(%error, "failed to store the catalogue's revision");
         }
@@ -133,13 +134,13 @@ impl RegistrationRenewal {
 
     /// Logs a registration that follows failures. After the first registration, also makes a round
     /// of catching up due and introduces this node to others.
-    fn announce_registration(
+    fn start_work_after_registration(
         self: &Arc<Self>,
         answer: &RegisterAnswer,
         progress: &mut RegistrationProgress,
     ) {
         if !progress.is_registered {
-            self.replica_gc.scan_all_again();
+            self.replica_gc.request_full_scan();
             tracing::info!(node = %self.context.settings.name, epoch = %answer.epoch, "registered");
         }
         if !progress.has_registered_before {

@@ -16,7 +16,7 @@ use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReaso
 use crate::id::{Epoch, Generation, PeerName, SaveId};
 use crate::node::catalogue_server::cluster_inventory::InventoryReader;
 use crate::node::context::NodeContext;
-use crate::node::gateway::removal::{SaveRemoval, clear_nothing_forgotten};
+use crate::node::gateway::removal::{SaveRemoval, record_removal_history_incomplete};
 use crate::node::retry_schedule::backoff;
 use crate::wire::calls::FindRemovedSaves;
 use crate::wire::{NodeAddress, RemoteError};
@@ -153,7 +153,7 @@ impl OrphanGc {
             *comparison = InventoryComparison { epoch, ..InventoryComparison::default() };
             self.lock_retained().clear();
         }
-        let storage = self.compare_inventories(catalogue, comparison).await?;
+        let storage = self.queue_saves_unknown_to_catalogue(catalogue, comparison).await?;
         let now = self.context.clock.now();
         let due = comparison.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
         let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
@@ -181,7 +181,7 @@ impl OrphanGc {
 
     /// Compares the saves on a few nodes that have registered since the last comparison with the
     /// saves of all steps. Saves that no step has wait for a verdict. Returns all storage nodes.
-    async fn compare_inventories(
+    async fn queue_saves_unknown_to_catalogue(
         &self,
         catalogue: &dyn Catalogue,
         comparison: &mut InventoryComparison,
@@ -306,9 +306,9 @@ impl OrphanGc {
                 }
                 self.lock_retained().remove(&removing.save);
             }
-            match self.removal.finish_orphan_removal(&removing).await {
+            match self.removal.advance_orphan_removal(&removing).await {
                 Ok(true) => {
-                    clear_nothing_forgotten(catalogue).await?;
+                    record_removal_history_incomplete(catalogue).await?;
                     catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
                 }
                 Ok(false) => {}

@@ -71,7 +71,7 @@ impl ReplicaGc {
     }
 
     /// Makes the scan begin anew and look at every file, because this node may have missed orders.
-    pub(in crate::node) fn scan_all_again(&self) {
+    pub(in crate::node) fn request_full_scan(&self) {
         self.has_returned.store(true, Ordering::Relaxed);
     }
 
@@ -87,7 +87,7 @@ impl ReplicaGc {
             }
             let found = self
                 .context
-                .on_store(move |store| scan_unreferenced_stripes(store, by, cursor, LOOKED_AT))
+                .run_on_store(move |store| scan_unreferenced_stripes(store, by, cursor, LOOKED_AT))
                 .await;
             let (stripes, next) = match found {
                 Ok(found) => found,
@@ -125,13 +125,16 @@ impl ReplicaGc {
                 continue;
             };
             let by = ReceiptFilter::OfAttempt(attempt);
-            if !self.context.on_store(move |store| has_unreferenced_file(store, stripe, by)).await?
+            if !self
+                .context
+                .run_on_store(move |store| has_unreferenced_file(store, stripe, by))
+                .await?
             {
                 continue;
             }
             // A stripe that cannot be dropped does not keep the others from being dropped.
             match self
-                .drop_fetching_missing_receipt(
+                .drop_files_fetching_missing_receipt(
                     &*catalogue,
                     DropReplicas { stripe, attempt, generation },
                 )
@@ -148,7 +151,7 @@ impl ReplicaGc {
 
     /// Drops the files of a stripe by the receipt on this node, or by one that it fetches from
     /// another node. Returns the number of files dropped.
-    async fn drop_fetching_missing_receipt(
+    async fn drop_files_fetching_missing_receipt(
         &self,
         catalogue: &dyn Catalogue,
         call: DropReplicas,
@@ -174,7 +177,11 @@ impl ReplicaGc {
         let (shard, save, name) = (stripe.shard, stripe.shard.save(), receipt_name(attempt));
         let scope = RecordScope::Stripe(stripe);
         let here = name.clone();
-        if self.context.on_store(move |store| store.get_record_file(scope, &here)).await?.is_some()
+        if self
+            .context
+            .run_on_store(move |store| store.get_record_file(scope, &here))
+            .await?
+            .is_some()
         {
             return Ok(false);
         }
@@ -186,7 +193,7 @@ impl ReplicaGc {
         let Some(receipt) = receipt else { return Ok(false) };
         let bytes = receipt.to_bytes()?;
         self.context
-            .on_store(move |store| {
+            .run_on_store(move |store| {
                 trace_point(TracePoint::Receipt, stripe);
                 store.put_record_file(scope, &name, &bytes)
             })

@@ -128,7 +128,7 @@ impl Retention {
         cache: &mut RetentionCache,
     ) -> Result<Vec<SaveId>, RemoteError> {
         let catalogue = self.context.catalogue();
-        let requests = list_archive_requests(&*catalogue).await?;
+        let requests = list_first_archive_requests(&*catalogue).await?;
         let mut round = RetentionRound::default();
         for (job, count) in &counts.committed {
             let rule = self.context.settings.policy.of(job);
@@ -191,7 +191,7 @@ impl Retention {
                     let is_due = self
                         .lock_retention()
                         .waits
-                        .mark_seen_is_due(saved.save, self.context.clock.now());
+                        .mark_seen_and_check_due(saved.save, self.context.clock.now());
                     let is_asked = requests.iter().any(|(j, s, _)| (j, *s) == (job, step));
                     if is_new && is_due && !is_asked && round.next.is_none() {
                         self.choose_if_unarchived(catalogue, (job, step, saved.save), round)
@@ -356,7 +356,7 @@ impl Retention {
 
 /// Returns the first page of the archive requests. While that page is full, the policy begins no
 /// archiving.
-async fn list_archive_requests(
+async fn list_first_archive_requests(
     catalogue: &dyn Catalogue,
 ) -> Result<Vec<OpenArchiveRequest>, RemoteError> {
     let mut requests = Vec::new();

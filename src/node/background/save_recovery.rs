@@ -119,7 +119,7 @@ impl SaveRecovery {
                 survey.removing += 1;
                 note(entry.save, seen(entry.save));
                 let is_due =
-                    self.retention.lock_removal_retries().mark_seen_is_due(entry.save, now);
+                    self.retention.lock_removal_retries().mark_seen_and_check_due(entry.save, now);
                 if is_due
                     && state.is_grace_period_over(entry.save, now, self.context.settings.lease)
                 {
@@ -172,7 +172,7 @@ impl SaveRecovery {
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
             let _held = (mark, slot);
-            let why = match service.removal.finish_removal(job.at(step), &entry).await {
+            let why = match service.removal.advance_removal(job.at(step), &entry).await {
                 Ok(RemovalOutcome { is_complete: true, .. }) => {
                     service.retention.lock_removal_retries().forget_finished(entry.save);
                     return;

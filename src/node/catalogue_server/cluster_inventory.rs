@@ -147,7 +147,7 @@ impl InventoryReader {
             .collect();
         try_join_all(sources.iter_mut().map(|source| self.fetch_page_if_empty(source))).await?;
         let mut census = ClusterInventory::default();
-        while let Some((save, evidence)) = self.collect_next_save(&mut sources).await? {
+        while let Some((save, evidence)) = self.collect_evidence_of_next_save(&mut sources).await? {
             census
                 .doubts
                 .extend(evidence.unresolved_damaged_marks().map(|nodes| (save, nodes.clone())));
@@ -175,7 +175,7 @@ impl InventoryReader {
 
     /// Reads all that the sources hold of the next save. Returns the evidence, or `None` at the
     /// end.
-    async fn collect_next_save(
+    async fn collect_evidence_of_next_save(
         &self,
         sources: &mut [NodeInventoryPager],
     ) -> Result<Option<(SaveId, SaveEvidence)>, RemoteError> {

@@ -50,7 +50,7 @@ impl MajorityChecks {
                 self.context.catalogue_server.step_down_as_lost();
                 continue;
             }
-            let hears = self.check_and_claim_majority(&local).await;
+            let hears = self.claim_majority_or_step_down(&local).await;
             missed = if hears { 0 } else { missed + 1 };
             if local.is_read_only() && hears {
                 tracing::info!(epoch = %local.epoch(), "the catalogue is served");
@@ -73,7 +73,10 @@ impl MajorityChecks {
     /// not heard of it: otherwise a daemon on a new disk would serve an empty catalogue beside this
     /// one. Returns whether more than half of the storage nodes obey this catalogue, or there are
     /// none.
-    pub(in crate::node) async fn check_and_claim_majority(&self, local: &LocalCatalogue) -> bool {
+    pub(in crate::node) async fn claim_majority_or_step_down(
+        &self,
+        local: &LocalCatalogue,
+    ) -> bool {
         let Ok(nodes) = local.list_nodes().await else { return false };
         // A server that steps down must find the other server, and its only seed may be itself.
         self.context
@@ -95,10 +98,14 @@ impl MajorityChecks {
                 hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.db_id());
             if hello.epoch > local.epoch() || is_other {
                 tracing::warn!(node = %node.name, epoch = %hello.epoch, "another catalogue has begun");
-                let noted = self.context.on_store(move |store| match hello.map {
+                let noted = self.context.run_on_store(move |store| match hello.map {
                     Some(map) if !is_other => store.record_db_id(hello.epoch, map),
                     // Two databases have the same epoch: neither is served any more.
-                    _ => store.raise_epoch(if is_other { hello.epoch.next() } else { hello.epoch }),
+                    _ => store.raise_highest_seen_epoch(if is_other {
+                        hello.epoch.next()
+                    } else {
+                        hello.epoch
+                    }),
                 });
                 if let Err(error) = noted.await {
                     tracing::warn!(%error, "failed to store the later epoch");

@@ -58,7 +58,7 @@ impl Membership {
             cluster: self.context.settings.cluster,
             node: self.context.settings.name.clone(),
             epoch: self.context.store.highest_seen_epoch(),
-            map: self.context.store.last_db_id(),
+            map: self.context.store.db_id_of_highest_epoch(),
             revision: self.context.store.revision_of_current_db(),
             catalogue: self.context.catalogue_server_address(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -115,7 +115,7 @@ impl Membership {
             .collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         self.context.remote.add_fallback_nodes(nodes.iter().map(NodeAddress::of));
-        self.context.on_store(move |store| store.put_members(&Members { nodes })).await?;
+        self.context.run_on_store(move |store| store.put_members(&Members { nodes })).await?;
         // A node that introduced itself before the list was read is on the list, or was taken off
         // it. In both cases its introduction is not needed any more.
         let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
@@ -126,7 +126,7 @@ impl Membership {
     /// Returns the members of the list that this node stores, and the nodes that have introduced
     /// themselves since. Asks no other node.
     pub(in crate::node) async fn list_known_members(&self) -> Result<Vec<NodeRecord>, RemoteError> {
-        let mut nodes = self.context.on_store(|store| store.read_members()).await?.nodes;
+        let mut nodes = self.context.run_on_store(|store| store.read_members()).await?.nodes;
         let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, node) in met.iter() {
             if !nodes.iter().any(|known| known.name == *name) {

@@ -23,7 +23,7 @@ use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, S
 use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
 use crate::node::quorum::{
-    Quorum, filter_former_members, is_on_latest_list, majority, tolerated_losses,
+    Quorum, is_on_latest_list, keep_nodes_with_seen_epoch, majority, tolerated_losses,
 };
 use crate::node::standings::fetch_standings;
 use crate::stage::{TracePoint, trace_point};
@@ -83,7 +83,9 @@ impl CatalogueRebuild {
 
     async fn store_claim_and_server(&self, call: ClaimEpoch) -> Result<(), RemoteError> {
         let home = Home { name: call.home.name.clone(), address: call.home.host_port.clone() };
-        self.context.on_store(move |store| store.claim_epoch(call.epoch, call.map, home)).await?;
+        self.context
+            .run_on_store(move |store| store.claim_epoch(call.epoch, call.map, home))
+            .await?;
         self.context.remote.set_expected_epoch(call.epoch, Some(call.map));
         self.context.remote.add_fallback_nodes([call.home.clone()]);
         self.context.remote.set_server(call.epoch, call.home);
@@ -114,7 +116,7 @@ impl CatalogueRebuild {
         let latest = heard.iter().map(|(_, hello)| hello.epoch).max().unwrap_or_default();
         let epoch = latest.max(self.context.store.highest_seen_epoch()).next();
         let generation = Generation { epoch, counter: 0 };
-        let reached = filter_former_members(heard);
+        let reached = keep_nodes_with_seen_epoch(heard);
         ensure_storage_node_known(&members)?;
         // The inventory is checked once before an epoch is claimed: if steps cannot be brought
         // back, that is no reason to end an epoch.
@@ -128,7 +130,7 @@ impl CatalogueRebuild {
 
         // The database is created before the claim: if there is no room for it, no epoch is
         // claimed.
-        let empty_db = self.create_empty_db().await?;
+        let empty_db = self.set_aside_and_create_db().await?;
         let db_id = DbId(self.context.entropy.id());
         let claimed = self.claim_epoch_on_nodes(&reached, epoch, db_id).await?;
         tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
@@ -159,7 +161,8 @@ impl CatalogueRebuild {
         let (sources, members) = (&sources[..], &members[..]);
         let rebuild = Rebuild { epoch, sources, members, listed, accept_loss };
         let writer = DbWriter::new(empty_db, epoch);
-        let writer = self.write_database(&rebuild, writer, inventory, &mut answer).await?;
+        let writer =
+            self.write_database_and_missing_marks(&rebuild, writer, inventory, &mut answer).await?;
         trace_point(TracePoint::Map, epoch);
         let database = writer.finish(epoch, db_id)?;
         let local = self.open_local_catalogue(database, epoch).await?;
@@ -188,7 +191,7 @@ impl CatalogueRebuild {
 
     /// Writes the nodes, the steps with their shards, and the removals that are pending. Counts
     /// them in `answer`. Returns the writer.
-    async fn write_database(
+    async fn write_database_and_missing_marks(
         &self,
         rebuild: &Rebuild<'_>,
         mut writer: DbWriter,
@@ -200,7 +203,7 @@ impl CatalogueRebuild {
         }
         let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
         for (step, committed) in inventory.steps {
-            self.ensure_marked(rebuild, &committed).await?;
+            self.put_marks_and_require_majority(rebuild, &committed).await?;
             checkpoints.entry(step).or_default().committed = Some(committed.saved.clone());
             self.write_step_records(&mut writer, *committed, answer)?;
         }
@@ -220,7 +223,7 @@ impl CatalogueRebuild {
 
     /// Ensures that a majority of the listed storage nodes have commit marks of the step. Without
     /// one, a loss must have been accepted.
-    async fn ensure_marked(
+    async fn put_marks_and_require_majority(
         &self,
         rebuild: &Rebuild<'_>,
         committed: &Committed,
@@ -243,7 +246,9 @@ impl CatalogueRebuild {
     }
 
     /// Creates an empty catalogue database. Moves an existing one aside. Returns the empty one.
-    pub(in crate::node) async fn create_empty_db(&self) -> Result<Arc<dyn Kv>, RemoteError> {
+    pub(in crate::node) async fn set_aside_and_create_db(
+        &self,
+    ) -> Result<Arc<dyn Kv>, RemoteError> {
         let maps = self.context.catalogue_server.db_location().clone();
         let fresh = self.context.workers.run(move || maps.move_aside_and_create()).await?;
         fresh.map_err(|error| {
@@ -411,7 +416,8 @@ impl CatalogueRebuild {
         let mut unfinished = None;
         for shard in shards {
             let root = &shard.root;
-            unfinished = unfinished.or_else(|| shard.state.states().find_map(unfinished_code));
+            unfinished =
+                unfinished.or_else(|| shard.state.states().find_map(code_of_unfinished_archiving));
             writer.put_entry(&shard_state_key(root.shard), &shard.state.to_bytes()?)?;
             writer.put_entry(&shard_root_key(root.save, root.index), &root.to_bytes()?)?;
             let damaged = shard.damaged.iter().map(|&index| StripeId { shard: root.shard, index });
@@ -437,7 +443,7 @@ impl CatalogueRebuild {
 }
 
 /// Returns the code of a stripe whose archiving began and has not ended.
-fn unfinished_code(state: StripeState) -> Option<CodeId> {
+fn code_of_unfinished_archiving(state: StripeState) -> Option<CodeId> {
     match state {
         StripeState::Archiving { code, .. }
         | StripeState::Archived { code, dropped: false, .. } => Some(code),

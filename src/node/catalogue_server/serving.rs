@@ -113,7 +113,7 @@ impl CatalogueServer {
     ) -> Option<Arc<LocalCatalogue>> {
         let mut state = self.lock_state();
         let ServingState::Serving(local) = &*state else { return None };
-        let (epoch, map) = (store.highest_seen_epoch(), store.last_db_id());
+        let (epoch, map) = (store.highest_seen_epoch(), store.db_id_of_highest_epoch());
         let is_other = epoch == local.epoch() && map.is_some_and(|map| map != local.db_id());
         if epoch <= local.epoch() && !is_other {
             return Some(local.clone());

@@ -82,7 +82,7 @@ impl CatalogueTransfer {
         let local = match self.context.local_catalogue() {
             Some(local) if epoch > local.epoch() && epoch.is_near(local.epoch()) => local,
             None if self.context.store.highest_seen_epoch() == epoch
-                && self.context.store.last_db_id() == Some(map) =>
+                && self.context.store.db_id_of_highest_epoch() == Some(map) =>
             {
                 return Ok(());
             }
@@ -126,10 +126,10 @@ impl CatalogueTransfer {
             return Err(CatalogueServerError::CatalogueJustMoved.into());
         };
         let epoch = self.check_and_choose_epoch(&old).await?;
-        let copied = self.copy_db_from(&old).await?;
+        let copied = self.pause_and_copy_db_from(&old).await?;
         let (map, home) = (DbId(self.context.entropy.id()), self.context.own_address());
         let order = TransferCatalogue { copied: copied.sum, epoch, map, home: home.clone() };
-        self.end_old_server(&old, &order).await?;
+        self.end_catalogue_on_old_server(&old, &order).await?;
         let entries = copied.entries;
         let local = self.claim_and_serve_copy(copied.writer, ClaimEpoch { epoch, map, home }).await;
         let local = local.map_err(|error| {
@@ -142,7 +142,7 @@ impl CatalogueTransfer {
         tracing::warn!(%epoch, from = %old.name, "the catalogue is served here");
         // The catalogue accepts no changes until more than half of the nodes have heard of it.
         // Telling them here saves the wait for the next round.
-        if self.majority_checks.check_and_claim_majority(&local).await {
+        if self.majority_checks.claim_majority_or_step_down(&local).await {
             local.set_read_only(false);
         }
         Ok(MoveCatalogueAnswer {
@@ -181,7 +181,10 @@ impl CatalogueTransfer {
         let hello = self.context.caller.call(old_server, &Hello { me: None }).await?;
         if hello.map.is_none()
             || (hello.epoch, hello.map)
-                != (self.context.store.highest_seen_epoch(), self.context.store.last_db_id())
+                != (
+                    self.context.store.highest_seen_epoch(),
+                    self.context.store.db_id_of_highest_epoch(),
+                )
         {
             let server = old_server.name.clone();
             return Err(CatalogueServerError::CatalogueNotNoted { server }.into());
@@ -211,9 +214,12 @@ impl CatalogueTransfer {
 
     /// Copies all entries of the catalogue at `old_server`, whose writes are paused meanwhile.
     /// Returns the copy with its checksum.
-    async fn copy_db_from(&self, old_server: &NodeAddress) -> Result<DbCopy, RemoteError> {
+    async fn pause_and_copy_db_from(
+        &self,
+        old_server: &NodeAddress,
+    ) -> Result<DbCopy, RemoteError> {
         let held = self.context.caller.call(old_server, &PauseWrites {}).await?;
-        let fresh = self.rebuild.create_empty_db().await?;
+        let fresh = self.rebuild.set_aside_and_create_db().await?;
         let mut map = DbWriter::for_copy(fresh, held.revision);
         let (mut entries, mut after) = (0, None);
         loop {
@@ -251,7 +257,7 @@ impl CatalogueTransfer {
     /// # Errors
     /// Fails with kind `Unavailable` if the old server did not answer in time, so that the outcome
     /// is unknown.
-    async fn end_old_server(
+    async fn end_catalogue_on_old_server(
         &self,
         old_server: &NodeAddress,
         order: &TransferCatalogue,

@@ -98,7 +98,7 @@ impl SaveGateway {
         launch: Option<LaunchId>,
     ) -> Result<BeginSaveAnswer, RemoteError> {
         let catalogue = self.context.catalogue();
-        let (n, k, nodes) = self.choose_nodes(&call.avoid, call.save).await?;
+        let (n, k, nodes) = self.choose_code_and_nodes(&call.avoid, call.save).await?;
         let (granted, period) = catalogue.grant_lease().await?;
         trace_point(TracePoint::Begin, format_args!("{}/{}", call.job, call.step));
         let begun = self.open_save(&*catalogue, &call, launch, granted).await;
@@ -149,7 +149,7 @@ impl SaveGateway {
 
     /// Returns the code of a new save, as (n, k), and the nodes that it may use: the live storage
     /// nodes, without those to avoid if a code fits without them.
-    pub(super) async fn choose_nodes(
+    pub(super) async fn choose_code_and_nodes(
         &self,
         avoid: &[NodeId],
         save: SaveId,
@@ -206,7 +206,7 @@ impl SaveGateway {
             };
             let caller = SaveCaller { save: Some(call.save), launch: admitted.as_ref() };
             let aborted = match self
-                .take_and_resolve_writing(catalogue, step_ref, caller, &mut checkpoint)
+                .take_and_resolve_earlier_save(catalogue, step_ref, caller, &mut checkpoint)
                 .await?
             {
                 EarlierSave::IsThisOne { generation, lease } => return Ok((generation, lease)),
@@ -247,7 +247,7 @@ impl SaveGateway {
     /// # Errors
     /// [`GatewayError::StepBeingSaved`] if another client saves the step;
     /// [`GatewayError::SaveOver`] if the open save is the caller's and its lease is over.
-    pub(super) async fn take_and_resolve_writing(
+    pub(super) async fn take_and_resolve_earlier_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
         step_ref: StepRef<'_>,

@@ -100,7 +100,7 @@ impl CommittedSteps {
         let work = self
             .context
             .tasks
-            .spawn(async move { removal.finish_removal(call.job.at(call.step), &entry).await });
+            .spawn(async move { removal.advance_removal(call.job.at(call.step), &entry).await });
         let removed = work.await.map_err(|_| GatewayError::RemovalInterrupted)?;
         Ok(removed?.answer)
     }
@@ -218,7 +218,7 @@ impl CommittedSteps {
         };
         match self.outage_reader.read_if_catalogue_answers(known).await {
             Some(answer) => answer,
-            None => self.outage_reader.shard_state_by_marks(call).await,
+            None => self.outage_reader.read_shard_state_from_receipts(call).await,
         }
     }
 
@@ -238,7 +238,7 @@ impl CommittedSteps {
             .await
         {
             Some(answer) => answer,
-            None => self.outage_reader.list_nodes_by_members().await,
+            None => self.outage_reader.list_members_with_liveness().await,
         }
     }
 

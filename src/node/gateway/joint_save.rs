@@ -1,4 +1,4 @@
-//! Saves of several writers: join, announce, list of completed shards (docs/semantics.md, 3).
+//! Saves of several writers: join, announce_and_await_writers, list of completed shards (docs/semantics.md, 3).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -88,14 +88,16 @@ impl SaveGateway {
                     }
                     EarlierJoint::Ended(removing) => removing,
                 };
-            if let Some(answer) = find_end(catalogue, call, &checkpoint).await? {
+            if let Some(answer) =
+                find_answer_without_open_save(catalogue, call, &checkpoint).await?
+            {
                 return Ok(answer);
             }
             let lease = match *unused {
                 Some(lease) => lease,
                 None => *unused.insert(catalogue.grant_lease().await?.0),
             };
-            let joint = self.draw_joint_save(call, lease).await?;
+            let joint = self.draft_joint_save_record(call, lease).await?;
             check_step_accepts_save(catalogue, step_ref, joint.save, &checkpoint).await?;
             checkpoint.removing.extend(aborted.clone());
             let generation = newest_generation(&checkpoint).next(catalogue.epoch());
@@ -142,7 +144,7 @@ impl SaveGateway {
         let step_ref = call.job.at(call.step);
         let caller = SaveCaller { save: None, launch: Some(admitted) };
         let earlier =
-            self.take_and_resolve_writing(catalogue, step_ref, caller, checkpoint).await?;
+            self.take_and_resolve_earlier_save(catalogue, step_ref, caller, checkpoint).await?;
         Ok(match earlier {
             EarlierSave::Published => EarlierJoint::Published,
             EarlierSave::Aborted(removing) => EarlierJoint::Ended(Some(removing)),
@@ -151,7 +153,7 @@ impl SaveGateway {
     }
 
     /// Draws the id and the seed of a new save, and chooses its code and its ring.
-    async fn draw_joint_save(
+    async fn draft_joint_save_record(
         &self,
         call: &JoinSave,
         lease: LeaseId,
@@ -159,7 +161,7 @@ impl SaveGateway {
         let (mut save, mut seed) = (SaveId([0; 12]), [0; 32]);
         self.context.entropy.fill(&mut save.0);
         self.context.entropy.fill(&mut seed);
-        let (n, k, nodes) = self.choose_nodes(&call.avoid, save).await?;
+        let (n, k, nodes) = self.choose_code_and_nodes(&call.avoid, save).await?;
         Ok(JointSave {
             save,
             launch: call.launch,
@@ -313,7 +315,7 @@ fn unfit(call: &JoinSave, reason: String) -> RemoteError {
 ///
 /// # Errors
 /// [`GatewayError::StepCommitted`] if another save is committed and is not to be replaced.
-async fn find_end(
+async fn find_answer_without_open_save(
     catalogue: &dyn Catalogue,
     call: &JoinSave,
     checkpoint: &Checkpoint,

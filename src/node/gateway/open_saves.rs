@@ -59,7 +59,8 @@ async fn describe(
     }
     let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
     let joint = joint.map(|(joint, _)| joint);
-    let late_writers = joint.as_ref().map_or(Vec::new(), |joint| find_late(joint, &complete));
+    let late_writers =
+        joint.as_ref().map_or(Vec::new(), |joint| find_late_writers(joint, &complete));
     Ok(OpenSaveView {
         job,
         step,
@@ -75,7 +76,7 @@ async fn describe(
 
 /// Returns the writers that have not announced their shards. When all have, returns those that have
 /// not completed theirs.
-fn find_late(joint: &JointSave, complete: &BTreeSet<u32>) -> Vec<u32> {
+fn find_late_writers(joint: &JointSave, complete: &BTreeSet<u32>) -> Vec<u32> {
     let unknown = joint.unknown_writers();
     if !unknown.is_empty() {
         return unknown;

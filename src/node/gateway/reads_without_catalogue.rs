@@ -22,7 +22,7 @@ use crate::net::call::address;
 use crate::node::catalogue_server::cluster_inventory::InventoryReader;
 use crate::node::catalogue_server::membership::Membership;
 use crate::node::context::NodeContext;
-use crate::node::quorum::{Quorum, TooFewNodes, filter_former_members};
+use crate::node::quorum::{Quorum, TooFewNodes, keep_nodes_with_seen_epoch};
 use crate::node::standings::{fetch_standings, is_unknown_call};
 use crate::node::storage::fencing::Fencing;
 use crate::wire::calls::{
@@ -240,7 +240,7 @@ impl OutageReader {
     /// Returns the state of a shard according to the receipts, or `None` if its save is not
     /// committed. The caller found no way to read in the state that it knew, so an answer collected
     /// before this call is not used: it could be the same state.
-    pub(in crate::node) async fn shard_state_by_marks(
+    pub(in crate::node) async fn read_shard_state_from_receipts(
         self: &Arc<Self>,
         call: GetShardState,
     ) -> Result<Option<ShardState>, RemoteError> {
@@ -255,7 +255,7 @@ impl OutageReader {
     }
 
     /// Returns the members that this node knows, with those marked live that answer.
-    pub(in crate::node) async fn list_nodes_by_members(
+    pub(in crate::node) async fn list_members_with_liveness(
         self: &Arc<Self>,
     ) -> Result<Vec<NodeView>, RemoteError> {
         let (members, hellos) = self.membership.discover_members().await?;
@@ -306,7 +306,7 @@ impl OutageReader {
         let mut standings = fetch_standings(&self.context, &storage.collect::<Vec<_>>()).await;
         // An empty node reports that it is behind. A node with an older program reports that it has
         // seen no epoch.
-        let been_here = filter_former_members(hellos.clone());
+        let been_here = keep_nodes_with_seen_epoch(hellos.clone());
         standings.retain(|(node, answer)| {
             answer.standing != Standing::Unknown
                 || been_here.iter().any(|other| other.name == node.name)

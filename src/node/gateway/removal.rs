@@ -133,7 +133,7 @@ impl SaveRemoval {
 
     /// Carries out one removal of a save of a step, as far as it can go now. Returns its progress.
     /// Repeating it is safe.
-    pub(in crate::node) async fn finish_removal(
+    pub(in crate::node) async fn advance_removal(
         &self,
         step_ref: StepRef<'_>,
         entry: &Removing,
@@ -151,7 +151,7 @@ impl SaveRemoval {
                 self.fence_and_put_tombstones(&what, &older).await?;
             }
         }
-        let answer = self.fence_and_purge_nodes(&what, entry).await?;
+        let answer = self.fence_and_purge_save(&what, entry).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
             self.forget_save(&*self.context.catalogue(), step_ref, entry).await?;
@@ -161,11 +161,11 @@ impl SaveRemoval {
 
     /// Removes a save that no step records, as far as it can go now. Returns whether all nodes have
     /// purged it.
-    pub(in crate::node) async fn finish_orphan_removal(
+    pub(in crate::node) async fn advance_orphan_removal(
         &self,
         entry: &Removing,
     ) -> Result<bool, RemoteError> {
-        let answer = self.fence_and_purge_nodes(&format!("save {}", entry.save), entry).await?;
+        let answer = self.fence_and_purge_save(&format!("save {}", entry.save), entry).await?;
         Ok(answer.waiting.is_empty())
     }
 
@@ -187,7 +187,7 @@ impl SaveRemoval {
 
     /// Fences the shards, writes tombstones and purges the files. Returns how many nodes have
     /// purged the save, and the names of those that have not.
-    async fn fence_and_purge_nodes(
+    async fn fence_and_purge_save(
         &self,
         label: &str,
         entry: &Removing,
@@ -214,7 +214,7 @@ impl SaveRemoval {
         let roots = list_shard_roots(&*catalogue, entry.save).await?;
         let mut generation = entry.generation;
         for root in &roots {
-            generation = generation.max(fence_deleted_shard(&*catalogue, root.shard).await?);
+            generation = generation.max(fence_shard_for_deletion(&*catalogue, root.shard).await?);
         }
         let tombstone = Tombstone {
             cluster: self.context.settings.cluster,
@@ -282,7 +282,7 @@ impl SaveRemoval {
     ) -> Result<(), RemoteError> {
         trace_point(TracePoint::Forget, entry.save);
         if entry.reason != RemoveReason::Aborted {
-            clear_nothing_forgotten(catalogue).await?;
+            record_removal_history_incomplete(catalogue).await?;
         }
         // List by prefix: a save interrupted while its shards were completed has states without
         // roots.
@@ -307,7 +307,7 @@ impl SaveRemoval {
             read_record::<Checkpoint>(catalogue, &key).await?
         {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
-            // As in `finish_removal`, a rebuilt catalogue may list it as committed. No node has
+            // As in `advance_removal`, a rebuilt catalogue may list it as committed. No node has
             // anything of it now.
             checkpoint.committed.take_if(|saved| saved.save == entry.save);
             let value = if checkpoint == Checkpoint::default() {
@@ -328,7 +328,7 @@ impl SaveRemoval {
     pub(in crate::node) fn spawn_removal(self: &Arc<Self>, job: Job, step: Step, entry: Removing) {
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
-            if let Err(error) = service.finish_removal(job.at(step), &entry).await {
+            if let Err(error) = service.advance_removal(job.at(step), &entry).await {
                 tracing::warn!(%job, %step, %error, "a removal is not complete: the catalogue server continues it");
             }
         });
@@ -358,7 +358,7 @@ fn move_to_removing(
 
 /// Records that the catalogue no longer knows every removal. Nodes that catch up from now on ask
 /// the other nodes (docs/semantics.md, 2).
-pub(in crate::node) async fn clear_nothing_forgotten(
+pub(in crate::node) async fn record_removal_history_incomplete(
     catalogue: &dyn Catalogue,
 ) -> Result<(), RemoteError> {
     if let Some(found) = catalogue.get(NOTHING_FORGOTTEN).await? {
@@ -374,7 +374,7 @@ fn unconfirmed_storage_nodes(directory: &Directory, confirmed: &[NodeId]) -> Vec
 }
 
 /// Fences a shard permanently. Returns its last generation.
-async fn fence_deleted_shard(
+async fn fence_shard_for_deletion(
     catalogue: &dyn Catalogue,
     shard: ShardId,
 ) -> Result<Generation, RemoteError> {

@@ -311,7 +311,7 @@ impl RpcServer {
                 reply!(ListFiles => |call| self.services.file_reads.list_files(call))
             }
             VerifyFile::NUMBER => {
-                reply!(VerifyFile => |call| self.services.mending.check_reported_file(call))
+                reply!(VerifyFile => |call| self.services.mending.check_file_and_handle_damage(call))
             }
             ListSources::NUMBER => {
                 reply!(ListSources => |call| self.services.mending.list_sources(call))

@@ -92,7 +92,7 @@ impl StatusReport {
         notes.extend(self.disk_space.disk_space_warnings().await);
         let (found, aside) = self
             .context
-            .on_store(|store| {
+            .run_on_store(|store| {
                 Ok::<_, crate::store::StoreError>((
                     store.open_findings(),
                     store.first_quarantined_files()?,
@@ -107,7 +107,7 @@ impl StatusReport {
             ));
         }
         notes.extend(self.mending.damage_warning(NAMED));
-        notes.extend(self.damaged_records.recheck_warning(&self.context, NAMED).await);
+        notes.extend(self.damaged_records.recheck_and_describe_damage(&self.context, NAMED).await);
         let counts = found.counts;
         if counts.strangers > 0 {
             let what = "under shards/ with names that are not ours, left alone since the start";
@@ -118,7 +118,7 @@ impl StatusReport {
             notes.push(format_count_and_names(counts.unreadable, what, &found.unreadable_files));
         }
         if self.context.is_writable_catalogue_server() {
-            notes.extend(retained_warning(&self.orphan_gc.lock_retained()));
+            notes.extend(retained_saves_warning(&self.orphan_gc.lock_retained()));
         }
         Ok(notes)
     }
@@ -132,7 +132,7 @@ fn format_count_and_names(count: u64, description: &str, names: &[String]) -> St
 }
 
 /// Returns the warning about retained saves, if there are any.
-fn retained_warning(kept: &BTreeMap<SaveId, RetainReason>) -> Option<String> {
+fn retained_saves_warning(kept: &BTreeMap<SaveId, RetainReason>) -> Option<String> {
     if kept.is_empty() {
         return None;
     }
@@ -154,13 +154,13 @@ mod tests {
         assert_eq!(format_count_and_names(1, "here", &names[..1]), "1 file here: a");
         assert_eq!(format_count_and_names(2, "here", &names), "2 files here: a, b");
         assert_eq!(format_count_and_names(9, "here", &names), "9 files here: a, b, ...");
-        assert_eq!(retained_warning(&BTreeMap::new()), None);
+        assert_eq!(retained_saves_warning(&BTreeMap::new()), None);
         let saves = |count: u8| {
             (0..count).map(|byte| (SaveId([byte; 12]), RetainReason::Unmarked)).collect()
         };
-        let one = retained_warning(&saves(1)).unwrap();
+        let one = retained_saves_warning(&saves(1)).unwrap();
         assert!(one.starts_with("1 save that no step has is kept: 000000"), "{one}");
-        let many = retained_warning(&saves(5)).unwrap();
+        let many = retained_saves_warning(&saves(5)).unwrap();
         assert!(many.starts_with("5 saves") && many.ends_with("; ..."), "{many}");
         assert_eq!(many.matches("no node has a commit mark").count(), NAMED);
     }

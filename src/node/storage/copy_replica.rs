@@ -50,7 +50,7 @@ impl ReplicaCopies {
     /// Recreates a replica on this node from the copy on another node. If that copy is damaged or
     /// missing, rebuilds the replica from good grains.
     pub(in crate::node) async fn copy_replica(&self, call: CopyReplica) -> Result<(), RemoteError> {
-        self.shard_records.ensure_not_archived(call.stripe).await?;
+        self.shard_records.drop_and_refuse_if_archived(call.stripe).await?;
         self.fencing
             .check_and_raise_fence(call.stripe.shard, call.generation, call.coordinator)
             .await?;
@@ -69,7 +69,7 @@ impl ReplicaCopies {
             copied => copied?,
         }
         self.fencing.purge_and_refuse_if_removed(call.stripe.shard.save()).await?;
-        self.shard_records.ensure_not_archived(call.stripe).await
+        self.shard_records.drop_and_refuse_if_archived(call.stripe).await
     }
 
     /// Copies a replica from another node and stores it if its root is that of the stripe's record.
@@ -108,7 +108,7 @@ impl ReplicaCopies {
             len_bytes: call.len_bytes,
         };
         let mut writer =
-            self.context.on_store(move |store| store.create_block_writer(spec, None)).await?;
+            self.context.run_on_store(move |store| store.create_block_writer(spec, None)).await?;
         let mut left = call.len_bytes;
         while left > 0 {
             let chunk = self.block_writes.read_next_chunk(&mut exchange.recv, left).await?;
@@ -118,7 +118,7 @@ impl ReplicaCopies {
         // Whatever the source sends, only bytes with the root of the record are stored.
         let root = call.root;
         trace_point(TracePoint::Fetch, key);
-        self.context.on_store(move |_| writer.finish(Some(root))).await?;
+        self.context.run_on_store(move |_| writer.finish(Some(root))).await?;
         Ok(())
     }
 }

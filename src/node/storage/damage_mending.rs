@@ -180,7 +180,7 @@ impl Mending {
         call: ListSources,
     ) -> Result<Vec<SourceView>, RemoteError> {
         let sources =
-            self.context.on_store(move |store| store.list_grain_sources(call.stripe)).await?;
+            self.context.run_on_store(move |store| store.list_grain_sources(call.stripe)).await?;
         let mut views = Vec::with_capacity(sources.len());
         for source in sources {
             let key = FileKey { stripe: call.stripe, name: source.file };
@@ -205,7 +205,7 @@ impl Mending {
     ) -> Result<FileCheck, RemoteError> {
         let alone = self.mend_queue.check_lock.clone().lock_owned().await;
         self.context
-            .on_store(move |store| {
+            .run_on_store(move |store| {
                 // If the caller is cancelled, the check continues and keeps the lock until it ends.
                 let _alone = alone;
                 store.check_and_note_damage(key)
@@ -216,7 +216,7 @@ impl Mending {
     /// Verifies a file in which a reader found a fault. A damaged replica is queued to be mended; a
     /// file whose content is not that of its name is moved to quarantine. Returns whether the file
     /// does not count: it is damaged, misplaced or missing.
-    pub(in crate::node) async fn check_reported_file(
+    pub(in crate::node) async fn check_file_and_handle_damage(
         &self,
         call: VerifyFile,
     ) -> Result<bool, RemoteError> {
@@ -228,7 +228,9 @@ impl Mending {
             }
             (FileCheck::Misplaced(why), _) => {
                 let why = why.clone();
-                self.context.on_store(move |store| store.quarantine_file(key, None, &why)).await?;
+                self.context
+                    .run_on_store(move |store| store.quarantine_file_if_unchanged(key, None, &why))
+                    .await?;
             }
             _ => {}
         }
@@ -279,7 +281,7 @@ impl Mending {
     /// Verifies a file. A failure is logged.
     async fn recheck_file(&self, key: FileKey) {
         let call = VerifyFile { stripe: key.stripe, file: key.name };
-        if let Err(error) = self.check_reported_file(call).await {
+        if let Err(error) = self.check_file_and_handle_damage(call).await {
             tracing::warn!(%key, %error, "a damaged file cannot be checked");
         }
     }
@@ -294,11 +296,11 @@ impl Mending {
         stripe: StripeId,
         block: u8,
     ) -> Result<(), RemoteError> {
-        self.shard_records.ensure_not_archived(stripe).await?;
+        self.shard_records.drop_and_refuse_if_archived(stripe).await?;
         self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
         self.rebuild_replica_from_grains(stripe, block).await?;
         self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
-        self.shard_records.ensure_not_archived(stripe).await
+        self.shard_records.drop_and_refuse_if_archived(stripe).await
     }
 
     /// Gathers a block from all sources with good grains, and stores it on this node as a replica.
@@ -335,7 +337,7 @@ impl Mending {
         let spec =
             BlockSpec { stripe, block, layout: LAYOUT_STANDARD, len_bytes: expected.len_bytes };
         let writer =
-            self.context.on_store(move |store| store.create_block_writer(spec, None)).await?;
+            self.context.run_on_store(move |store| store.create_block_writer(spec, None)).await?;
         let sink = Arc::new(ReorderingSink::new(start, writer));
         let (root, mut looks) = (Arc::new(root), 0);
         loop {
@@ -350,7 +352,7 @@ impl Mending {
         }
         let writer = sink.take_complete_writer().ok_or(StorageError::BlockIncomplete)?;
         trace_point(TracePoint::Fetch, FileKey::replica(stripe, block));
-        self.context.on_store(move |_| writer.finish(Some(expected.root))).await?;
+        self.context.run_on_store(move |_| writer.finish(Some(expected.root))).await?;
         Ok(())
     }
 

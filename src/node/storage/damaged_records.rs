@@ -29,7 +29,7 @@ impl DamagedRecords {
     }
 
     /// Records whether a record is damaged.
-    pub(in crate::node) fn set_damaged(
+    pub(in crate::node) fn set_or_clear_damaged(
         &self,
         shard: ShardId,
         record: RecordName,
@@ -47,7 +47,7 @@ impl DamagedRecords {
     }
 
     /// Returns a warning about the damaged records: their number, and the first `max_names` names.
-    pub(in crate::node) async fn recheck_warning(
+    pub(in crate::node) async fn recheck_and_describe_damage(
         &self,
         context: &NodeContext,
         max_names: usize,
@@ -55,8 +55,8 @@ impl DamagedRecords {
         let known: Vec<_> = self.lock().values().take(MAX_READ_AGAIN).copied().collect();
         for (shard, record) in known {
             let read =
-                context.on_store(move |store| read_record_digest(store, shard, record)).await;
-            self.set_damaged(shard, record, matches!(read, Ok(Some(None))));
+                context.run_on_store(move |store| read_record_digest(store, shard, record)).await;
+            self.set_or_clear_damaged(shard, record, matches!(read, Ok(Some(None))));
         }
         let records = self.lock();
         let first: Vec<&str> = records.keys().take(max_names).map(String::as_str).collect();
@@ -91,7 +91,7 @@ pub(super) fn read_record_digest(
     let bytes = match store.get_record_file_past_cache(scope, &name) {
         Ok(None) => return Ok(None),
         Ok(Some(bytes)) => bytes,
-        Err(StoreError::Disk(error)) if error.is_too_many_files() => return Err(error.into()),
+        Err(StoreError::Disk(error)) if error.is_too_many_open_files() => return Err(error.into()),
         Err(error) => {
             tracing::warn!(record = record_display_name(shard, record), %error, "a record cannot be read");
             return Ok(Some(None));
@@ -106,7 +106,10 @@ pub(super) fn read_record_digest(
 
 /// Returns whether the bytes of a record are damaged. A record of a later version is not.
 pub(in crate::node) fn is_damaged_record(record: RecordName, bytes: &[u8]) -> bool {
-    parse_record_digest(record, bytes).is_err_and(|error| error.kind() == ErrorKind::Corrupt)
+    match parse_record_digest(record, bytes) {
+        Ok(digest) => digest.is_none(),
+        Err(error) => error.kind() == ErrorKind::Corrupt,
+    }
 }
 
 /// Parses a record. Returns its digest, or `None` for leaves that do not match their root.
@@ -121,4 +124,24 @@ fn parse_record_digest(record: RecordName, bytes: &[u8]) -> Result<Option<[u8; 3
         RecordName::Stripe { .. } => Some(StripeRecord::parse(bytes)?.leaf()),
         RecordName::Receipt { .. } => digest::of_receipt(&Receipt::parse(bytes)?),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::records::stripes_root;
+    use crate::format::samples::shard_root;
+
+    #[test]
+    fn leaves_that_do_not_match_their_root_are_damaged() {
+        let mut root = shard_root(Vec::new());
+        let hashes = vec![[1; 32], [2; 32]];
+        root.stripes_root = stripes_root(&hashes);
+        let good = Leaves { root: root.clone(), hashes };
+        let other = Leaves { root, hashes: vec![[1; 32], [3; 32]] };
+        let is_damaged =
+            |leaves: &Leaves| is_damaged_record(RecordName::Leaves, &leaves.to_bytes().unwrap());
+        assert!(!is_damaged(&good) && is_damaged(&other));
+        assert!(is_damaged_record(RecordName::Leaves, b"no record"));
+    }
 }

@@ -68,17 +68,21 @@ impl Examination {
         let stripe = call.stripe;
         let mut files = Vec::new();
         for name in
-            self.context.on_store(move |store| store.list_file_names_on_disk(stripe)).await?
+            self.context.run_on_store(move |store| store.list_file_names_on_disk(stripe)).await?
         {
             let _turn = self.exam_limit.turn.lock().await;
             files.extend(self.examine_file(FileKey { stripe, name }).await?);
         }
         let with_shard = call.with_shard;
         let records =
-            self.context.on_store(move |store| examine_records(store, stripe, with_shard));
+            self.context.run_on_store(move |store| examine_records(store, stripe, with_shard));
         let records = records.await?;
         for view in &records {
-            self.damaged_records.set_damaged(stripe.shard, view.record, view.digest.is_none());
+            self.damaged_records.set_or_clear_damaged(
+                stripe.shard,
+                view.record,
+                view.digest.is_none(),
+            );
         }
         Ok(ExamineAnswer { files, records })
     }
@@ -94,7 +98,7 @@ impl Examination {
                 FileCheck::Gone => {
                     let names = self
                         .context
-                        .on_store(move |store| store.list_file_names_on_disk(key.stripe))
+                        .run_on_store(move |store| store.list_file_names_on_disk(key.stripe))
                         .await?;
                     if names.contains(&key.name) {
                         continue;
@@ -104,7 +108,7 @@ impl Examination {
             };
             let content = self
                 .context
-                .on_store(move |store| Ok::<_, StoreError>(read_len_and_root(store, key)));
+                .run_on_store(move |store| Ok::<_, StoreError>(read_len_and_root(store, key)));
             let content = content.await?;
             if damaged.is_some() || content.is_some() {
                 return Ok(Some(SourceView { file: key.name, content, damaged }));

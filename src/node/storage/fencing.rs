@@ -44,7 +44,7 @@ impl Fencing {
         if let Some(known) = self.cached_is_removed(save) {
             return Ok(known);
         }
-        let found = self.context.on_store(move |store| is_removed(store, save)).await?;
+        let found = self.context.run_on_store(move |store| is_removed(store, save)).await?;
         self.cache_is_removed(save, found);
         Ok(found)
     }
@@ -79,7 +79,9 @@ impl Fencing {
         if self.is_removed_save(shard.save()).await? {
             return Err(StorageError::SaveRemoved { save: shard.save() }.into());
         }
-        self.context.on_store(move |store| store.raise_epoch(generation.epoch)).await
+        self.context
+            .run_on_store(move |store| store.raise_highest_seen_epoch(generation.epoch))
+            .await
     }
 
     /// Checks that a client may write to a shard: besides
@@ -104,7 +106,7 @@ impl Fencing {
         self.check_not_removed_raising_epoch(shard, generation).await?;
         // Only committed shards get an owner, so a fence proves the commit as a mark does. Not
         // every node has the mark.
-        let settled = self.context.on_store(move |store| {
+        let settled = self.context.run_on_store(move |store| {
             let scope = RecordScope::Shard(shard);
             let is_settled = store.get_record_file(scope, MARK)?.is_some()
                 || store.get_record_file(scope, FENCE)?.is_some();
@@ -158,7 +160,7 @@ impl Fencing {
             _ => {}
         }
         let (next, raising) = (Fence { generation, holder: coordinator }, self.fence_lock.clone());
-        let fence = self.context.on_store(move |store| {
+        let fence = self.context.run_on_store(move |store| {
             let _one_at_a_time = raising.lock().unwrap_or_else(PoisonError::into_inner);
             raise_fence(store, shard, next)
         });

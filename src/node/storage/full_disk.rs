@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::node::context::NodeContext;
-use crate::store::{Disk, ReserveState, adjust_reserve};
+use crate::store::{Disk, ReserveState, create_or_release_reserve};
 
 /// Interval between two checks of the free space.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -39,9 +39,9 @@ impl DiskSpace {
         let mut told = None;
         loop {
             let disk = disk.clone();
-            let looked = self
-                .context
-                .on_store(move |_| adjust_reserve(&*disk).map_err(crate::store::StoreError::from));
+            let looked = self.context.run_on_store(move |_| {
+                create_or_release_reserve(&*disk).map_err(crate::store::StoreError::from)
+            });
             match looked.await {
                 Ok(state) => {
                     let is_given_up = state == ReserveState::Absent;
@@ -61,7 +61,7 @@ impl DiskSpace {
 
     /// Moves tombstones from slots to files, as far as the disk has room.
     pub(in crate::node) async fn move_tombstones_to_files(&self) {
-        if let Err(error) = self.context.on_store(|store| store.move_slots_to_files()).await {
+        if let Err(error) = self.context.run_on_store(|store| store.move_slots_to_files()).await {
             tracing::debug!(%error, "tombstones stay in their slots");
         }
     }
@@ -69,7 +69,7 @@ impl DiskSpace {
     /// Returns the warnings about this node's disk, each with the action that helps.
     pub(in crate::node) async fn disk_space_warnings(&self) -> Vec<String> {
         let mut notes = Vec::new();
-        if let Err(error) = self.context.on_store(|store| store.probe_writable()).await {
+        if let Err(error) = self.context.run_on_store(|store| store.probe_writable()).await {
             notes.push(format!(
                 "its data folder takes no writes ({error}): nothing is stored there"
             ));

@@ -27,7 +27,7 @@ pub(in crate::node) async fn list_inventory(
     context: &NodeContext,
     call: ListInventory,
 ) -> Result<InventoryPage, RemoteError> {
-    context.on_store(move |store| read_inventory_page(store, call.after, call.only)).await
+    context.run_on_store(move |store| read_inventory_page(store, call.after, call.only)).await
 }
 
 /// Returns a page of the saves that this node has a mark of, in order.
@@ -35,7 +35,9 @@ pub(in crate::node) async fn list_marked_saves(
     context: &NodeContext,
     call: ListMarkedSaves,
 ) -> Result<MarkedSavesPage, RemoteError> {
-    context.on_store(move |store| read_marked_saves_page(store, call.after, MARKS_PER_PAGE)).await
+    context
+        .run_on_store(move |store| read_marked_saves_page(store, call.after, MARKS_PER_PAGE))
+        .await
 }
 
 /// Returns a page of the marked saves, in order. Reads the marks of at most `max_shards` shards.

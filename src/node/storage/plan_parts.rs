@@ -63,13 +63,13 @@ impl PlanParts {
         let work = self
             .context
             .tasks
-            .spawn(async move { service.execute_part(call.run, &given_up).await });
+            .spawn(async move { service.run_part_and_handle_failure(call.run, &given_up).await });
         work.await.map_err(|_| StorageError::RunTaskLost)?
     }
 
     /// Runs a part of a plan and checks for late writes. After a failure, quarantines an unequal
     /// piece and verifies the replicas that may be damaged.
-    async fn execute_part(
+    async fn run_part_and_handle_failure(
         &self,
         run: [u8; 16],
         cancelled: &CancellationToken,
@@ -97,7 +97,8 @@ impl PlanParts {
             for block in rotten {
                 // Note a damaged replica, so that the coordinator has it recreated.
                 let file = FileName::Replica { block };
-                let _ = self.mending.check_reported_file(VerifyFile { stripe, file }).await;
+                let _ =
+                    self.mending.check_file_and_handle_damage(VerifyFile { stripe, file }).await;
             }
         }
         Ok(result?)
@@ -108,13 +109,13 @@ impl PlanParts {
     async fn quarantine_unproven_piece(&self, key: FileKey) -> Result<(), RemoteError> {
         let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
         self.context
-            .on_store(move |store| {
+            .run_on_store(move |store| {
                 let judged = store.open_undamaged_file(key)?;
                 let receipt = store
                     .get_record_file(RecordScope::Stripe(key.stripe), &receipt_name(attempt))?;
                 if receipt.is_none() {
                     let why = "another piece of the same attempt, never proven";
-                    store.quarantine_file(key, Some(&judged), why)?;
+                    store.quarantine_file_if_unchanged(key, Some(&judged), why)?;
                 }
                 Ok::<_, StoreError>(())
             })

@@ -39,7 +39,7 @@ impl Fencing {
         // The job owns the guard `mark` until it ends, even if the caller is cancelled. If the job
         // never starts, the guard is dropped with it.
         self.context
-            .on_store(move |store| {
+            .run_on_store(move |store| {
                 let _mark = mark;
                 purge_and_record_removed(store, save)
             })

@@ -147,7 +147,7 @@ impl BlockWrites {
         let writer = self.create_fingerprinting_writer(&call, fingerprints.clone()).await?;
         let recv = &mut served.recv;
         let writer =
-            self.receive_and_forward(recv, call.len_bytes, writer, forward.as_mut()).await?;
+            self.receive_write_and_forward(recv, call.len_bytes, writer, forward.as_mut()).await?;
         let frame = recv.read_frame(MAX_TRAILER_BYTES as usize);
         let frame = deadline(&*self.context.clock, STALL_LIMIT, frame).await??;
         let trailer: BlockTrailer =
@@ -166,7 +166,7 @@ impl BlockWrites {
             }
         };
         trace_point(TracePoint::Block, format_args!("{}/{}", call.stripe, call.block));
-        let finishing = self.context.on_store(move |_| writer.finish(Some(root)));
+        let finishing = self.context.run_on_store(move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
         self.fencing.purge_and_refuse_if_removed(call.stripe.shard.save()).await?;
@@ -191,12 +191,14 @@ impl BlockWrites {
             let value = key.fingerprint(grain).unwrap_or(Fingerprint::ZERO);
             fingerprints.lock().unwrap_or_else(PoisonError::into_inner).push(value);
         });
-        self.context.on_store(move |store| store.create_block_writer(spec, Some(fingerprint))).await
+        self.context
+            .run_on_store(move |store| store.create_block_writer(spec, Some(fingerprint)))
+            .await
     }
 
     /// Receives the bytes of a block, writes them, and forwards them to the second holder at the
     /// same time. Returns the writer.
-    async fn receive_and_forward(
+    async fn receive_write_and_forward(
         &self,
         recv: &mut FramedRecv,
         len_bytes: u64,
@@ -246,7 +248,7 @@ impl BlockWrites {
         mut writer: BlockWriter,
         chunk: Bytes,
     ) -> Result<BlockWriter, RemoteError> {
-        self.context.on_store(move |_| writer.write(&chunk).map(|()| writer)).await
+        self.context.run_on_store(move |_| writer.write(&chunk).map(|()| writer)).await
     }
 }
 

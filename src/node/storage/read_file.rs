@@ -86,7 +86,7 @@ impl FileReads {
                 source.read_or_zero(from, &mut chunk);
                 Ok::<_, StoreError>(chunk)
             };
-            let Ok(chunk) = self.context.on_store(read).await else {
+            let Ok(chunk) = self.context.run_on_store(read).await else {
                 return served.send.reset(ErrorKind::Io.wire_code());
             };
             match deadline(&*self.context.clock, STALL_LIMIT, served.send.write(chunk.into())).await
@@ -106,7 +106,7 @@ impl FileReads {
         let key = FileKey { stripe: call.stripe, name: call.file };
         let memory =
             reserve_memory(&self.context, &self.budgets.restore, READ_MEMORY_BYTES).await?;
-        let file = self.context.on_store(move |store| store.open_undamaged_file(key)).await?;
+        let file = self.context.run_on_store(move |store| store.open_undamaged_file(key)).await?;
         let len_bytes = file.index_entry().len_bytes;
         let end = call.from.checked_add(call.len_bytes).filter(|end| *end <= len_bytes);
         let Some(end) = end else {
@@ -130,7 +130,7 @@ impl FileReads {
         let end = end.ok_or(StorageError::RangeOverBlock { asked_bytes, from })?;
         let memory =
             reserve_memory(&self.context, &self.budgets.restore, READ_MEMORY_BYTES).await?;
-        let file = self.context.on_store(move |store| store.open_grain_source(key)).await?;
+        let file = self.context.run_on_store(move |store| store.open_grain_source(key)).await?;
         let answer = match file.tail() {
             Some((header, tree)) => {
                 let hashes = if call.hashes { tree.hashes().to_vec() } else { Vec::new() };
@@ -147,7 +147,7 @@ impl FileReads {
         call: ListFiles,
     ) -> Result<Vec<FileView>, RemoteError> {
         let files =
-            self.context.on_store(move |store| store.list_undamaged_files(call.stripe)).await?;
+            self.context.run_on_store(move |store| store.list_undamaged_files(call.stripe)).await?;
         let view = |info: &FileInfo| FileView {
             file: info.content.name(),
             len_bytes: info.len_bytes,

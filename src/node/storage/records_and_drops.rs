@@ -86,7 +86,7 @@ impl ShardRecords {
             _ => Leaves::parse(old).is_err() || old == fixed,
         };
         self.context
-            .on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
+            .run_on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
             .await?;
         self.fencing.purge_and_refuse_if_removed(call.shard.save()).await
     }
@@ -98,14 +98,14 @@ impl ShardRecords {
     ) -> Result<Option<Vec<u8>>, RemoteError> {
         let (scope, name) = record_location(call.shard, call.record);
         let GetRecord { shard, record } = call;
-        let read = self.context.on_store(move |store| {
+        let read = self.context.run_on_store(move |store| {
             let bytes = store.get_record_file(scope, &name)?;
             let is_damaged = bytes.as_ref().is_some_and(|bytes| is_damaged_record(record, bytes));
             Ok::<_, StoreError>((bytes, is_damaged))
         });
         let (bytes, is_damaged) = read.await?;
         if bytes.is_some() {
-            self.damaged_records.set_damaged(shard, record, is_damaged);
+            self.damaged_records.set_or_clear_damaged(shard, record, is_damaged);
         }
         Ok(bytes)
     }
@@ -119,7 +119,7 @@ impl ShardRecords {
         let (shard, index) = (call.stripe.shard, call.stripe.index);
         let (scope, name) = record_location(shard, RecordName::Stripe { index });
         self.context
-            .on_store(move |store| store.put_record_file(scope, &name, &call.bytes))
+            .run_on_store(move |store| store.put_record_file(scope, &name, &call.bytes))
             .await?;
         self.fencing.purge_and_refuse_if_removed(shard.save()).await
     }
@@ -136,10 +136,10 @@ impl ShardRecords {
             .await?;
         trace_point(TracePoint::Mark, shard);
         self.context
-            .on_store(move |store| {
+            .run_on_store(move |store| {
                 store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
                 // A rebuild may have claimed an epoch meanwhile and read this node before the write.
-                store.raise_epoch(call.epoch)
+                store.raise_highest_seen_epoch(call.epoch)
             })
             .await?;
         self.fencing.purge_and_refuse_if_removed(shard.save()).await
@@ -156,12 +156,12 @@ impl ShardRecords {
             .await?;
         let (me, save) = (self.context.id, receipt.stripe.shard.save());
         self.context
-            .on_store(move |store| {
+            .run_on_store(move |store| {
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Receipt, receipt.stripe);
                 let scope = RecordScope::Stripe(receipt.stripe);
                 store.put_record_file(scope, &receipt_name(receipt.attempt), &call.bytes)?;
-                store.raise_epoch(call.owner.epoch).map_err(RemoteError::from)
+                store.raise_highest_seen_epoch(call.owner.epoch).map_err(RemoteError::from)
             })
             .await?;
         self.fencing.purge_and_refuse_if_removed(save).await
@@ -175,9 +175,9 @@ impl ShardRecords {
         let tombstone = parse_tombstone(&self.context, &call.bytes)?;
         let save = tombstone.save;
         self.context
-            .on_store(move |store| {
+            .run_on_store(move |store| {
                 let epoch = tombstone.generation.epoch;
-                store.raise_epoch(epoch)?;
+                store.raise_highest_seen_epoch(epoch)?;
                 // The removed-save entry says the same, and the files are purged.
                 if store.is_recorded_removed(save)? {
                     return Ok(());
@@ -189,7 +189,7 @@ impl ShardRecords {
                 }
                 trace_point(TracePoint::Tombstone, save);
                 store.put_tombstone(save, &call.bytes)?;
-                store.raise_epoch(epoch).map_err(RemoteError::from)
+                store.raise_highest_seen_epoch(epoch).map_err(RemoteError::from)
             })
             .await?;
         self.fencing.cache_is_removed(save, true);
@@ -199,7 +199,7 @@ impl ShardRecords {
     /// Fails if the stripe is archived. If the catalogue records its drops as complete, also drops
     /// replicas that were recreated late on this node: the coordinator has seen enough pieces
     /// (semantics 4.8). Otherwise they stay until a coordinator orders the drop.
-    pub(in crate::node) async fn ensure_not_archived(
+    pub(in crate::node) async fn drop_and_refuse_if_archived(
         &self,
         stripe: StripeId,
     ) -> Result<(), RemoteError> {
@@ -225,7 +225,7 @@ impl ShardRecords {
         let stripe = call.stripe;
         // All nodes of a ring are ordered to drop. Most have no file of the stripe, and need no
         // evidence.
-        if self.context.on_store(move |store| store.list_all_files(stripe)).await?.is_empty() {
+        if self.context.run_on_store(move |store| store.list_all_files(stripe)).await?.is_empty() {
             return Ok(DropReplicasAnswer { files: 0, bytes: 0 });
         }
         let catalogue = self.context.catalogue();
@@ -249,8 +249,8 @@ impl ShardRecords {
         };
         let me = self.context.id;
         self.context
-            .on_store(move |store| {
-                let receipt = read_ordered_receipt(store, &call, code)?;
+            .run_on_store(move |store| {
+                let receipt = read_receipt_named_in_order(store, &call, code)?;
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Drop, stripe);
                 drop_files_outside_receipt(store, me, &receipt)
@@ -264,7 +264,7 @@ impl ShardRecords {
 /// # Errors
 /// [`StorageError::NoReceipt`] if this node has no such receipt. [`StorageError::ReceiptMismatch`]
 /// if the receipt has another attempt or generation than the order, or another code than `code`.
-fn read_ordered_receipt(
+fn read_receipt_named_in_order(
     store: &Store,
     call: &DropReplicas,
     code: CodeId,

@@ -179,7 +179,7 @@ impl Coordinator {
         let mut watched = None;
         loop {
             let save = self.find_committed_save(step_ref).await?;
-            let node = match self.open_request((job, step, save), options).await? {
+            let node = match self.claim_request_or_find_runner((job, step, save), options).await? {
                 OpenedRequest::Claimed(claim) => return self.run_request(&claim, events).await,
                 OpenedRequest::RunBy(node) => node,
             };
@@ -205,7 +205,7 @@ impl Coordinator {
 
     /// Resumes the archive request that was `found` under `revision`. If another coordinator has
     /// changed the request since, this does nothing: the request that it left waits anew.
-    pub async fn take_over_request(
+    pub async fn take_over_and_run_request(
         &self,
         step_ref: StepRef<'_>,
         (found, revision): (ArchiveRequest, u64),
@@ -255,7 +255,7 @@ impl Coordinator {
 
     /// Records the archive request in the catalogue, or takes over a recorded one that has no live
     /// coordinator. Returns the request, or the node whose coordinator runs it.
-    async fn open_request(
+    async fn claim_request_or_find_runner(
         &self,
         target: (&Job, Step, SaveId),
         options: ArchiveOptions,
@@ -365,7 +365,13 @@ impl Coordinator {
         let mut total_bytes = 0;
         for root in roots.into_iter().filter(|root| root.len_bytes > 0) {
             let shard = Arc::new(
-                OwnedShard::take_ownership(self, root, options, lease_keeper.lease).await?,
+                OwnedShard::take_ownership_and_mark_archiving(
+                    self,
+                    root,
+                    options,
+                    lease_keeper.lease,
+                )
+                .await?,
             );
             for index in shard.unfinished_stripes().await {
                 total_bytes += shard.stripe_bytes(index);

@@ -94,7 +94,7 @@ fn begin_archiving(state: &mut ShardState, attempt: Attempt, code: CodeId, gener
 impl OwnedShard {
     /// Takes ownership of the shard. The same compare-and-set changes its replicated stripes to
     /// `Archiving`. Returns the owned shard.
-    pub async fn take_ownership(
+    pub async fn take_ownership_and_mark_archiving(
         coordinator: &Coordinator,
         root: ShardRoot,
         options: ArchiveOptions,
@@ -394,8 +394,14 @@ mod tests {
         compare_and_set_record(&*catalogue, &key, None, &fresh).await.unwrap();
         let options = ArchiveOptions { plan: PlanChoice::Chain, codec: Codec::Kernel, parallel: 0 };
         let (lease, _) = catalogue.grant_lease().await.unwrap();
-        let shard =
-            OwnedShard::take_ownership(&coordinator, root.clone(), options, lease).await.unwrap();
+        let shard = OwnedShard::take_ownership_and_mark_archiving(
+            &coordinator,
+            root.clone(),
+            options,
+            lease,
+        )
+        .await
+        .unwrap();
         let state = async || read_record::<ShardState>(&*catalogue, &key).await.unwrap().unwrap().0;
         for (index, flag) in (0..).zip([&catalogue.before, &catalogue.after]) {
             flag.store(true, Ordering::Relaxed);
@@ -406,7 +412,10 @@ mod tests {
 
         tokio::time::advance(Duration::from_secs(11)).await;
         let (lease, _) = catalogue.grant_lease().await.unwrap();
-        let taken = OwnedShard::take_ownership(&coordinator, root, options, lease).await.unwrap();
+        let taken =
+            OwnedShard::take_ownership_and_mark_archiving(&coordinator, root, options, lease)
+                .await
+                .unwrap();
         let now = state().await;
         catalogue.before.store(true, Ordering::Relaxed);
         let fenced =

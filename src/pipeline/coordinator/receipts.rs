@@ -49,7 +49,7 @@ impl StripeArchiving<'_> {
 
     /// Returns the receipt of an earlier owner's run, if all of its pieces are on the nodes that
     /// this plan assigns to them. These pieces were proven, so the plan need not run again.
-    pub(super) async fn find_previous_receipt(
+    pub(super) async fn find_reusable_receipt(
         &self,
         plan: &Plan,
         generation: Generation,

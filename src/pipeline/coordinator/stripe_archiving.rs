@@ -130,7 +130,7 @@ impl<'a> StripeArchiving<'a> {
                 self.archive_and_drop(attempt, generation, events, reuse).await
             }
             Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
-                self.complete_drop(attempt, generation, events).await
+                self.drop_replicas_if_rebuildable(attempt, generation, events).await
             }
             _ => Ok(()),
         }
@@ -138,7 +138,7 @@ impl<'a> StripeArchiving<'a> {
 
     /// Drops the replicas of a stripe that was archived before. This run did not prove the pieces,
     /// so the replicas stay unless the pieces found now can rebuild every block.
-    async fn complete_drop(
+    async fn drop_replicas_if_rebuildable(
         &self,
         attempt: Attempt,
         generation: Generation,
@@ -219,7 +219,7 @@ impl<'a> StripeArchiving<'a> {
         let (coordinator, stripe) = (self.coordinator, self.info.fixed.stripe);
         if reuse == ReceiptReuse::Allowed
             && generation != self.shard.generation
-            && let Some(receipt) = self.find_previous_receipt(plan, generation).await
+            && let Some(receipt) = self.find_reusable_receipt(plan, generation).await
         {
             let reserved_at = coordinator.clock.now();
             return Ok(ProvenPieces { receipt, reports: Vec::new(), reserved_at });

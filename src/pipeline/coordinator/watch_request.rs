@@ -61,7 +61,7 @@ impl Coordinator {
         }
         let mut unfinished_at_first = None;
         while !events.is_closed() {
-            match self.look_at_request(step_ref, save, &geometries).await {
+            match self.fetch_counts_and_outcome(step_ref, save, &geometries).await {
                 Ok((counts, outcome)) => {
                     let total_bytes = *unfinished_at_first.get_or_insert(counts.unfinished_bytes);
                     let done_bytes = total_bytes.saturating_sub(counts.unfinished_bytes);
@@ -86,7 +86,7 @@ impl Coordinator {
     }
 
     /// Returns the counts of the save's stripes, and the outcome of the request if nobody runs it.
-    async fn look_at_request(
+    async fn fetch_counts_and_outcome(
         &self,
         step_ref: StepRef<'_>,
         save: SaveId,

@@ -84,7 +84,7 @@ pub struct Executor {
 
 /// Returns the memory, in bytes, that an order works in, including the buffers of its pieces.
 pub fn order_memory_bytes(order: &Order) -> u64 {
-    let pieces = stored_pieces(order).len() as u64;
+    let pieces = pieces_to_store(order).len() as u64;
     let expected = order.hops.iter().flat_map(|hop| &hop.inputs).map(|input| input.expected.len());
     let fingerprint_bytes = (expected.sum::<usize>() * size_of::<Fingerprint>()) as u64;
     order.hops.iter().map(hop_memory_bytes).sum::<u64>()
@@ -94,10 +94,10 @@ pub fn order_memory_bytes(order: &Order) -> u64 {
 
 /// Returns the disk space, in bytes, of the pieces that an order writes.
 fn order_disk_bytes(order: &Order) -> u64 {
-    stored_pieces(order).len() as u64 * order.cut.block_bytes
+    pieces_to_store(order).len() as u64 * order.cut.block_bytes
 }
 
-fn stored_pieces(order: &Order) -> Vec<u8> {
+fn pieces_to_store(order: &Order) -> Vec<u8> {
     let stored = order.hops.iter().flat_map(|hop| &hop.outputs);
     let mut pieces: Vec<u8> = stored
         .filter_map(|output| match output.output {
@@ -365,7 +365,7 @@ impl Executor {
                 }
             }
             let mut pieces = BTreeMap::new();
-            for piece in stored_pieces(&order) {
+            for piece in pieces_to_store(&order) {
                 let writer = store.create_piece_writer(PieceSpec {
                     stripe: order.stripe,
                     piece,
@@ -428,7 +428,7 @@ impl Executor {
         shared: Arc<HopContext>,
     ) -> Result<Vec<PieceProof>, RunError> {
         let mut proofs = Vec::new();
-        for piece in stored_pieces(order) {
+        for piece in pieces_to_store(order) {
             let shared = shared.clone();
             trace_point(TracePoint::Piece, format_args!("{}/{piece}", order.stripe));
             let failed = |source| RunError::Hop { hop: 0, source };

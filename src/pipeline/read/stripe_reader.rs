@@ -290,7 +290,7 @@ impl StripeReader {
         progress: &mut ReadCursor,
         target: &ReadTarget,
     ) -> Result<(), RoundEnd> {
-        self.prove_read_plan(&program, sources, blocks, progress.left.clone())?;
+        self.check_read_plan(&program, sources, blocks, progress.left.clone())?;
         // Open all sources or none. A busy node ends the round and closes the other files, so that
         // this reader holds nothing that others wait for.
         let files = try_join_reads(
@@ -389,7 +389,7 @@ impl StripeReader {
             let Some((program, sources)) = self.choose_pieces(&coded, &alone) else {
                 return Err(ReadError::Lost(self.describe_lost_grain(&coded, grain)).into());
             };
-            self.prove_read_plan(&program, &sources, &coded, alone.left.clone())?;
+            self.check_read_plan(&program, &sources, &coded, alone.left.clone())?;
             if self.try_read_grain(&sources, Some(program), &coded, &alone, target).await? {
                 break;
             }
@@ -424,7 +424,7 @@ impl StripeReader {
                     .decode_verify_and_write_job(inputs, program, blocks, grain, target);
                 match (self.sources.reading.workers.run(work).await?, sources) {
                     (Err(ReadError::Decoded { .. }), [source]) if !is_decoded => {
-                        self.sources.exclude_source(
+                        self.sources.exclude_and_report_source(
                             source,
                             "its bytes are not what was saved",
                             SourceFault::Corrupt,
@@ -436,7 +436,7 @@ impl StripeReader {
             }
             Ok(None) => Ok(false),
             Err(RoundEnd::Source { holding, reason, fault }) => {
-                self.sources.exclude_source(&holding, &reason, fault);
+                self.sources.exclude_and_report_source(&holding, &reason, fault);
                 Ok(false)
             }
             Err(stop) => Err(stop),
@@ -454,7 +454,7 @@ impl StripeReader {
     }
 
     /// Runs the symbolic check of the plan by which the blocks will be decoded.
-    fn prove_read_plan(
+    fn check_read_plan(
         &self,
         program: &Program,
         sources: &[RemoteFile],
@@ -498,7 +498,7 @@ impl StripeReader {
                 self.deprioritize(&holdings, &mut progress.deprioritized);
             }
             RoundEnd::Source { holding, reason, fault } => {
-                self.sources.exclude_source(&holding, &reason, fault);
+                self.sources.exclude_and_report_source(&holding, &reason, fault);
             }
         }
         Ok(())

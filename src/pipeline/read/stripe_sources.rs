@@ -65,7 +65,12 @@ impl StripeSources {
         self.reading.damaged_grain_count(self.node_file_key(source))
     }
 
-    pub(super) fn exclude_source(&self, holding: &RemoteFile, reason: &str, fault: SourceFault) {
+    pub(super) fn exclude_and_report_source(
+        &self,
+        holding: &RemoteFile,
+        reason: &str,
+        fault: SourceFault,
+    ) {
         lock(&self.excluded).insert(*holding);
         if fault == SourceFault::Unresponsive {
             self.reading.directory.heard(holding.node, false);

@@ -63,7 +63,7 @@ impl StripeUploader {
             fingerprint_key: self.key_bytes,
             forward: Some(second),
         };
-        let mut exchange = self.open_admitted(&first, &call, holders).await?;
+        let mut exchange = self.open_upload_and_await_admission(&first, &call, holders).await?;
         let start = cut.offset_bytes + cut.block_offset(block);
         let (info, refused) = self.send_block(&mut exchange, start, len_bytes).await?;
         // If sending failed, the answer names the reason, if there is an answer.
@@ -89,7 +89,7 @@ impl StripeUploader {
 
     /// Opens the exchange that uploads a block, and waits until both holders have admitted the
     /// block. Returns the exchange.
-    async fn open_admitted(
+    async fn open_upload_and_await_admission(
         &self,
         first: &NodeAddress,
         call: &PutBlock,

@@ -132,7 +132,7 @@ impl StripeUploader {
             if round > ROUNDS {
                 spares.retain(|_| false);
             }
-            todo.extend(self.move_failed_blocks_to_spares(
+            todo.extend(self.replace_failed_nodes_by_spares(
                 stripe,
                 places,
                 &mut spares,
@@ -202,7 +202,7 @@ impl StripeUploader {
 
     /// Puts a spare in the place of each node that failed. Returns the blocks of the changed
     /// positions, which have to be sent again.
-    fn move_failed_blocks_to_spares(
+    fn replace_failed_nodes_by_spares(
         &self,
         stripe: StripeId,
         places: &mut [NodeId],

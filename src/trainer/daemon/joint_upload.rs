@@ -158,7 +158,7 @@ impl StagingDaemon {
             if !self.with(is_newest) || self.clock.now() >= until {
                 return;
             }
-            match self.client.drop_jointly(key.job.at(key.step), writer).await {
+            match self.client.report_step_dropped(key.job.at(key.step), writer).await {
                 Ok(true) => return,
                 Ok(false) => {}
                 // Another launch saves the step.

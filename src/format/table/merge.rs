@@ -1,9 +1,11 @@
 //! The union of tables: of the ranks of one host, or of the shards of one checkpoint.
 
+use std::collections::HashMap;
+
 use super::build::sorted_extents;
 use super::error::{TableError, quoted};
 use super::rules::{check_counts, extent_error};
-use super::{Extent, Name, Region, Table};
+use super::{Extent, Name, Path, Region, Space, Table};
 
 /// A table to merge, and the place of its data in the result.
 #[derive(Debug, Clone, Copy)]
@@ -50,34 +52,48 @@ type NewRows = Vec<Vec<u32>>;
 
 /// Merges the names. Returns them with the new row of each old one.
 fn merge_names(inputs: &[MergeInput<'_>]) -> Result<(Vec<Name>, NewRows), TableError> {
-    let mut all: Vec<(usize, &Name)> = Vec::new();
-    for (input, rows) in inputs.iter().enumerate() {
-        all.extend(rows.table.names.iter().map(|name| (input, name)));
-    }
-    // The sort is stable: the names of one table keep their order, so each table's list of new rows
-    // is filled in order.
-    all.sort_by(|(_, a), (_, b)| (a.space, &a.path).cmp(&(b.space, &b.path)));
-    let (mut names, mut new_rows) = (Vec::new(), vec![Vec::new(); inputs.len()]);
-    for same in all.chunk_by(|(_, a), (_, b)| (a.space, &a.path) == (b.space, &b.path)) {
-        let Some((first_table, first)) = same.first() else { continue };
-        for (table, name) in same {
-            if let Some((what, a, b)) = difference(first, name) {
-                return Err(TableError::Disagreement {
-                    name: quoted(*first),
-                    what,
-                    first_table: *first_table,
-                    first: a,
-                    second_table: *table,
-                    second: b,
-                });
+    // Most hosts have the same names, so each name is looked up, and only the distinct ones are
+    // sorted.
+    let count = inputs.iter().map(|input| input.table.names.len()).sum();
+    let mut numbers: HashMap<(Space, &Path), usize> = HashMap::with_capacity(count);
+    let mut distinct: Vec<(usize, &Name)> = Vec::new();
+    let mut numbered: Vec<Vec<usize>> = Vec::with_capacity(inputs.len());
+    for (table, input) in inputs.iter().enumerate() {
+        let mut own = Vec::with_capacity(input.table.names.len());
+        for name in &input.table.names {
+            let number = *numbers.entry((name.space, &name.path)).or_insert(distinct.len());
+            match distinct.get(number) {
+                None => distinct.push((table, name)),
+                Some((first_table, first)) => {
+                    refuse_difference((*first_table, first), (table, name))?
+                }
             }
-            if let Some(rows) = new_rows.get_mut(*table) {
-                rows.push(names.len() as u32);
-            }
+            own.push(number);
         }
-        names.push((*first).clone());
+        numbered.push(own);
     }
-    Ok((names, new_rows))
+    let mut order: Vec<(usize, &Name)> =
+        distinct.iter().map(|(_, name)| *name).enumerate().collect();
+    order.sort_by(|(_, a), (_, b)| (a.space, &a.path).cmp(&(b.space, &b.path)));
+    let mut rows = vec![0; order.len()];
+    for (row, (number, _)) in (0u32..).zip(&order) {
+        if let Some(of) = rows.get_mut(*number) {
+            *of = row;
+        }
+    }
+    let row_of = |number: usize| rows.get(number).copied().unwrap_or_default();
+    let new_rows = numbered.into_iter().map(|own| own.into_iter().map(row_of).collect()).collect();
+    Ok((order.into_iter().map(|(_, name)| name.clone()).collect(), new_rows))
+}
+
+/// Refuses two descriptions of one name, in two tables, that differ.
+fn refuse_difference(
+    (first_table, first): (usize, &Name),
+    (second_table, second): (usize, &Name),
+) -> Result<(), TableError> {
+    let Some((what, a, b)) = difference(first, second) else { return Ok(()) };
+    let name = quoted(first);
+    Err(TableError::Disagreement { name, what, first_table, first: a, second_table, second: b })
 }
 
 /// Merges the extents. Two tables with an extent of this save at the same place are an error: the
@@ -133,7 +149,14 @@ impl Table {
                 regions.push(Region { name, form: region.form.clone(), extent });
             }
         }
-        regions.sort_by(|a, b| (a.name, &a.form).cmp(&(b.name, &b.form)));
+        // The sort is stable and compares numbers only. The hosts of a sharded tensor usually have its
+        // slices in order, so the regions of a name rarely need a sort of their own.
+        regions.sort_by_key(|region| region.name);
+        for of_name in regions.chunk_by_mut(|a, b| a.name == b.name) {
+            if !of_name.is_sorted_by(|a, b| a.form <= b.form) {
+                of_name.sort_by(|a, b| a.form.cmp(&b.form));
+            }
+        }
         Self::checked(names, regions, extents)
     }
 }

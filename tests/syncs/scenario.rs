@@ -1,14 +1,17 @@
 //! The operations that run while the fault comes. They run one after the other, whatever the
 //! outcome of the previous one.
 
+use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use rapidraid::client::{Client, ClientError, SaveOptions};
-use rapidraid::id::Step;
+use async_trait::async_trait;
+use rapidraid::client::{Client, ClientError, NewShard, SaveCode, SaveDecisions, SaveOptions};
+use rapidraid::entropy::{Entropy, SeededEntropy};
+use rapidraid::id::{LaunchId, SaveId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Address;
-use rapidraid::wire::calls::PlanChoice;
+use rapidraid::wire::calls::{LabelChange, LaunchClaim, PlanChoice};
 
 use crate::world::ledger::{Ledger, Shards};
 use crate::world::{World, address, content, job, options, quiet, shard};
@@ -64,6 +67,35 @@ fn assert_told<T>(what: &str, ended: &Result<T, ClientError>, rotten: bool) {
     }
 }
 
+/// The decisions of a save that belongs to a launch, or to none.
+struct PlainSave {
+    launch: Option<LaunchId>,
+    shards: Vec<NewShard>,
+    /// The seed of the ids, so that a run repeats exactly.
+    seed: u64,
+}
+
+#[async_trait]
+impl SaveDecisions for PlainSave {
+    fn assign_save_id(&self, attempt: u32) -> io::Result<SaveId> {
+        let mut save = SaveId([0; 12]);
+        SeededEntropy::new(self.seed + u64::from(attempt)).fill(&mut save.0);
+        Ok(save)
+    }
+
+    fn launch(&self) -> Option<LaunchId> {
+        self.launch
+    }
+
+    fn shards_for_code(&self, _code: SaveCode) -> Result<Vec<NewShard>, ClientError> {
+        Ok(self.shards.clone())
+    }
+
+    async fn approve_commit(&self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
 async fn save(
     client: &Client,
     ledger: &Shared,
@@ -71,14 +103,45 @@ async fn save(
     replace: bool,
     shards: Shards,
 ) -> Result<(), ClientError> {
+    save_of(None, client, ledger, step, replace, shards).await
+}
+
+async fn save_of(
+    launch: Option<LaunchId>,
+    client: &Client,
+    ledger: &Shared,
+    step: u64,
+    replace: bool,
+    shards: Shards,
+) -> Result<(), ClientError> {
     let version = ledger.lock().unwrap().save(step, shards.clone());
-    let named = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
+    let shards = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
     let job = job();
-    let saving = client.save(&job, Step(step), named, SaveOptions { replace }, quiet());
+    let seed = 100_000 * step + 1000 * version as u64;
+    let decisions = Arc::new(PlainSave { launch, shards, seed });
+    let options = SaveOptions { replace };
+    let saving = client.save_with_decisions(&job, Step(step), options, decisions, quiet());
     let ended = patient("a save", saving).await;
     assert_told("a save", &ended, false);
     ledger.lock().unwrap().saved(step, version, replace, &ended);
     ended.map(drop)
+}
+
+/// Registers a launch. Returns it if it may save.
+async fn register(client: &Client, fair: bool) -> Option<LaunchId> {
+    let (job, launch) = (job(), LaunchId([0xa; 16]));
+    let claim = LaunchClaim::After { newest: None };
+    let registering = client.register_launch(&job, launch, None, claim);
+    let ended = patient("a registration", registering).await;
+    assert_told("a registration", &ended, false);
+    assert!(!fair || ended.is_ok(), "a registration: {ended:?}");
+    ended.is_ok().then_some(launch)
+}
+
+async fn label(client: &Client, step: u64) {
+    let (job, label) = (job(), "trusted".parse().unwrap());
+    let labelling = client.label_step(job.at(Step(step)), &label, LabelChange::Add);
+    assert_told("a label", &patient("a label", labelling).await, false);
 }
 
 async fn remove(client: &Client, ledger: &Shared, step: u64) -> Result<(), ClientError> {
@@ -159,7 +222,10 @@ impl Scenario {
                 save(&client, ledger, 1, false, first).await;
                 archive(&client, 1, false).await;
                 let second = shards(&[("weights", 900), ("empty", 0)], 2);
-                save(&client, ledger, 2, false, second).await;
+                let launch = register(&client, fair).await;
+                let ended = save_of(launch, &client, ledger, 2, false, second).await;
+                assert!(!fair || ended.is_ok(), "a save of a launch: {ended:?}");
+                label(&client, 2).await;
                 save(&client, ledger, 2, true, shards(&[("weights", 800)], 3)).await;
                 archive(&client, 2, false).await;
                 let ended = remove(&client, ledger, 2).await;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Catalogue, CatalogueError, Guard, GuardedOutcome, SetOutcome};
+use super::{Catalogue, CatalogueError, Entry, Guard, GuardedOutcome, SetOutcome};
 use crate::format::envelope::RecordKind;
 use crate::format::records::Record;
 use crate::id::{Job, LeaseId, NodeId, SaveId, ShardId, Step, StepRef};
@@ -158,8 +158,20 @@ pub async fn read_record<R: Record>(
     catalogue: &dyn Catalogue,
     key: &str,
 ) -> Result<Option<(R, u64)>, CatalogueError> {
-    let entry = catalogue.get(key).await?;
+    parse_entry(key, catalogue.get(key).await?)
+}
+
+fn parse_entry<R: Record>(
+    key: &str,
+    entry: Option<Entry>,
+) -> Result<Option<(R, u64)>, CatalogueError> {
     entry.map(|entry| Ok((parse_record(key, &entry.value)?, entry.revision))).transpose()
+}
+
+fn encode_record<R: Record>(key: &str, record: &R) -> Result<Vec<u8>, CatalogueError> {
+    record
+        .to_bytes()
+        .map_err(|error| CatalogueError::Record { key: key.to_owned(), reason: error.to_string() })
 }
 
 /// The outcome of a typed compare-and-set.
@@ -178,16 +190,10 @@ pub async fn compare_and_set_record<R: Record>(
     expected: Option<u64>,
     record: &R,
 ) -> Result<RecordSetOutcome<R>, CatalogueError> {
-    let value = record.to_bytes().map_err(|error| CatalogueError::Record {
-        key: key.to_owned(),
-        reason: error.to_string(),
-    })?;
+    let value = encode_record(key, record)?;
     match catalogue.compare_and_set(key, expected, Some(value)).await? {
         SetOutcome::Set(revision) => Ok(RecordSetOutcome::Set(revision)),
-        SetOutcome::Conflict(entry) => {
-            let now = entry.map(|entry| Ok((parse_record(key, &entry.value)?, entry.revision)));
-            now.transpose().map(RecordSetOutcome::Conflict)
-        }
+        SetOutcome::Conflict(entry) => parse_entry(key, entry).map(RecordSetOutcome::Conflict),
     }
 }
 
@@ -204,18 +210,12 @@ pub async fn compare_and_set_record_guarded<R: Record>(
     let Some(guard) = guard else {
         return compare_and_set_record(catalogue, key, expected, record).await;
     };
-    let value = record.to_bytes().map_err(|error| CatalogueError::Record {
-        key: key.to_owned(),
-        reason: error.to_string(),
-    })?;
+    let value = encode_record(key, record)?;
     match catalogue.compare_and_set_guarded(key, expected, value, guard).await? {
         GuardedOutcome::Set(revision) => Ok(RecordSetOutcome::Set(revision)),
-        GuardedOutcome::Conflict(entry) => {
-            let now = entry.map(|entry| Ok((parse_record(key, &entry.value)?, entry.revision)));
-            now.transpose().map(RecordSetOutcome::Conflict)
-        }
+        GuardedOutcome::Conflict(entry) => parse_entry(key, entry).map(RecordSetOutcome::Conflict),
         GuardedOutcome::GuardConflict => {
-            Ok(RecordSetOutcome::Conflict(read_record(catalogue, key).await?))
+            read_record(catalogue, key).await.map(RecordSetOutcome::Conflict)
         }
     }
 }

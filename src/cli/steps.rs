@@ -97,13 +97,7 @@ async fn list_newest_launches(
         return Ok(launches);
     };
     let newest = client.fetch_launch_order(job).await?.launches.pop();
-    Ok(Vec::from_iter(newest.map(|newest| LaunchView {
-        job: job.clone(),
-        launch: newest.launch,
-        number: newest.number,
-        registered_at: newest.registered_at,
-        resumed: newest.resumed,
-    })))
+    Ok(Vec::from_iter(newest.map(|registered| LaunchView { job: job.clone(), registered })))
 }
 
 /// Runs the command `show`.
@@ -184,11 +178,12 @@ impl Steps {
     /// Returns a line for the newest launch of each job.
     fn launches_text(&self) -> String {
         let line = |view: &LaunchView| {
-            let from = match view.resumed {
+            let launch = &view.registered;
+            let from = match launch.resumed {
                 Some(step) => format!("resumed from step {step}"),
                 None => "from the beginning".to_owned(),
             };
-            let (number, since) = (view.number, date(view.registered_at));
+            let (number, since) = (launch.number, date(launch.registered_at));
             format!("job {}: launch {number}, registered {since}, {from}\n", view.job)
         };
         match &self.launches {
@@ -219,8 +214,9 @@ impl CommandOutput for Steps {
         };
         let launch = |view: &LaunchView| {
             json!({
-                "job": view.job, "launch": view.launch.to_string(), "number": view.number,
-                "registered_at": view.registered_at, "resumed": view.resumed,
+                "job": view.job, "launch": view.registered.launch.to_string(),
+                "number": view.registered.number, "registered_at": view.registered.registered_at,
+                "resumed": view.registered.resumed,
             })
         };
         let launches = match &self.launches {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::connection::{Client, LONG_LIMIT};
 use super::error::ClientError;
-use crate::format::launch_order::{LaunchOrder, RegisteredLaunch};
+use crate::format::launch_order::LaunchOrder;
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{Job, Label, LaunchId, SaveId, Step, StepRef};
 use crate::wire::calls::{
@@ -81,13 +81,8 @@ impl Client {
     /// Returns the order of a job's launches.
     pub async fn fetch_launch_order(&self, job: &Job) -> Result<LaunchOrder, ClientError> {
         let call = ListLaunches { job: Some(job.clone()), after: None };
-        let launches = self.call_gateway(&call).await?.into_iter().map(|view| RegisteredLaunch {
-            launch: view.launch,
-            number: view.number,
-            registered_at: view.registered_at,
-            resumed: view.resumed,
-        });
-        Ok(LaunchOrder { launches: launches.collect() })
+        let views = self.call_gateway(&call).await?;
+        Ok(LaunchOrder { launches: views.into_iter().map(|view| view.registered).collect() })
     }
 
     pub(super) async fn fetch_step(

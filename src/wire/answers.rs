@@ -10,6 +10,7 @@ use crate::code::CodeId;
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
 use crate::format::joint_save::JointSave;
+use crate::format::launch_order::RegisteredLaunch;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState, Standing};
 pub use crate::format::step_labels::LabelChange;
 use crate::id::{
@@ -284,13 +285,7 @@ pub struct LaunchView {
     /// The job.
     pub job: Job,
     /// The launch.
-    pub launch: LaunchId,
-    /// The number of the launch in its job, from 1.
-    pub number: u64,
-    /// When the launch registered, in seconds since 1970.
-    pub registered_at: u64,
-    /// The earliest step that the launch has resumed from.
-    pub resumed: Option<Step>,
+    pub registered: RegisteredLaunch,
 }
 
 /// A save with labels.

@@ -1,6 +1,7 @@
 //! One value of every request, answer and other message, with all variants of their enumerations.
 
 use rapidraid::format::file::FileName;
+use rapidraid::format::launch_order::RegisteredLaunch;
 use rapidraid::format::records::Standing;
 use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Generation, NodeId, Step};
@@ -204,12 +205,10 @@ fn for_clients(calls: &mut Calls) {
         BeginSave { job: job.clone(), step, replace: true, save: SAVE, avoid: vec![NodeId(300)] };
     let register =
         |claim| RegisterLaunch { job: job.clone(), launch: LAUNCH, resumed: Some(step), claim };
-    let launch_view = |resumed| LaunchView {
-        job: job.clone(),
-        launch: LAUNCH,
-        number: 300,
-        registered_at: 1_800_000_000,
-        resumed,
+    let launch_view = |resumed| {
+        let (launch, number, registered_at) = (LAUNCH, 300, 1_800_000_000);
+        let registered = RegisteredLaunch { launch, number, registered_at, resumed };
+        LaunchView { job: job.clone(), registered }
     };
     let announces = WriterReport::Announces { save, shards: 300, sent_mib: 70_000 };
     let nodes = vec![node("node-1"), node("node-2")];

@@ -37,7 +37,7 @@ pub(super) enum EarlierSave {
     },
     /// It was decided, and is committed now.
     Published,
-    /// Its lease is over, so it is removed.
+    /// Its lease is over, or its launch is older than the caller's, so it is removed.
     Aborted(Removing),
 }
 
@@ -117,33 +117,8 @@ impl SaveGateway {
             nodes,
         };
         match launch {
-            Some(launch) => self.record_launch_of_save(&*catalogue, begun, launch).await,
+            Some(launch) => record_launch_of_save(&*catalogue, begun, launch).await,
             None => Ok(begun),
-        }
-    }
-
-    /// Creates the record that names the launch and the ring of a save which one client writes.
-    /// Returns the answer to the client. If the record exists, because this call is a duplicate, the
-    /// answer has the code and the nodes in that record.
-    async fn record_launch_of_save(
-        &self,
-        catalogue: &dyn Catalogue,
-        begun: BeginSaveAnswer,
-        launch: LaunchId,
-    ) -> Result<BeginSaveAnswer, RemoteError> {
-        let BeginSaveAnswer { save, lease, n, k, block_bytes, .. } = begun;
-        let ring = placement::ring(&begun.nodes, 0);
-        let (seed, writers) = ([0; 32], Vec::new());
-        let record = JointSave { save, launch, lease, seed, n, k, block_bytes, ring, writers };
-        trace_point(TracePoint::Join, save);
-        let key = joint_save_key(save);
-        match compare_and_set_record(catalogue, &key, None, &record).await? {
-            RecordSetOutcome::Conflict(Some((first, _))) => {
-                let JointSave { n, k, block_bytes, .. } = first;
-                let nodes = list_ring_nodes(catalogue, &first.ring).await?;
-                Ok(BeginSaveAnswer { n, k, block_bytes, nodes, ..begun })
-            }
-            _ => Ok(begun),
         }
     }
 
@@ -186,7 +161,9 @@ impl SaveGateway {
     /// # Errors
     /// [`GatewayError::StepCommitted`] if the step is committed; [`GatewayError::StepBeingSaved`]
     /// if another client saves it; [`GatewayError::SaveOver`] if the save is over;
-    /// [`GatewayError::TooManyRemovals`] if too many removals of the step are pending.
+    /// [`GatewayError::TooManyRemovals`] if too many removals of the step are pending;
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch may not
+    /// save the step.
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -281,6 +258,30 @@ impl SaveGateway {
                 Ok(EarlierSave::Published)
             }
         }
+    }
+}
+
+/// Creates the record that names the launch and the ring of a save which one client writes.
+/// Returns the answer to the client. If the record exists, because this call is a duplicate, the
+/// answer has the code and the nodes in that record.
+async fn record_launch_of_save(
+    catalogue: &dyn Catalogue,
+    begun: BeginSaveAnswer,
+    launch: LaunchId,
+) -> Result<BeginSaveAnswer, RemoteError> {
+    let BeginSaveAnswer { save, lease, n, k, block_bytes, .. } = begun;
+    let ring = placement::ring(&begun.nodes, 0);
+    let (seed, writers) = ([0; 32], Vec::new());
+    let record = JointSave { save, launch, lease, seed, n, k, block_bytes, ring, writers };
+    trace_point(TracePoint::Join, save);
+    let key = joint_save_key(save);
+    match compare_and_set_record(catalogue, &key, None, &record).await? {
+        RecordSetOutcome::Conflict(Some((first, _))) => {
+            let JointSave { n, k, block_bytes, .. } = first;
+            let nodes = list_ring_nodes(catalogue, &first.ring).await?;
+            Ok(BeginSaveAnswer { n, k, block_bytes, nodes, ..begun })
+        }
+        _ => Ok(begun),
     }
 }
 

@@ -63,7 +63,7 @@ impl CommittedSteps {
     ) -> Result<RemoveAnswer, RemoteError> {
         let step_ref = call.job.at(call.step);
         let outcome = self.removal.unpublish(step_ref, call.save, RemoveReason::Deleted).await?;
-        self.finish_removal_of(call, outcome).await
+        self.carry_out_removal(call, outcome).await
     }
 
     /// Removes a committed step for a launch. Otherwise as [`remove_step`](Self::remove_step).
@@ -78,10 +78,10 @@ impl CommittedSteps {
         let RemoveLaunchStep { remove, launch } = call;
         let step_ref = remove.job.at(remove.step);
         let outcome = self.removal.unpublish_for_launch(step_ref, remove.save, launch).await?;
-        self.finish_removal_of(remove, outcome).await
+        self.carry_out_removal(remove, outcome).await
     }
 
-    async fn finish_removal_of(
+    async fn carry_out_removal(
         self: &Arc<Self>,
         call: RemoveStep,
         outcome: UnpublishOutcome,

@@ -1,6 +1,7 @@
 //! The errors of the calls that any daemon serves for a client.
 
 use super::page_limits::SAVES_PER_PAGE;
+use crate::format::step_labels::MAX_LABELS;
 use crate::id::{Job, LaunchId, NodeId, SaveId, ShardName, Step};
 use crate::units::date;
 
@@ -108,7 +109,7 @@ pub(in crate::node) enum GatewayError {
     #[error("{job}/{step} was saved anew meanwhile: label that save, if it is the one")]
     StepLabelledLate { job: Job, step: Step },
     /// The save has as many labels as it may.
-    #[error("{job}/{step} has 16 labels: remove one of them first")]
+    #[error("{job}/{step} has {MAX_LABELS} labels: remove one of them first")]
     TooManyLabels { job: Job, step: Step },
     /// The daemon stopped while it removed a step.
     #[error("the daemon is stopping: the removal continues later")]

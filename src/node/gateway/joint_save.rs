@@ -32,7 +32,7 @@ const RECORD_LOOKS: (u32, Duration) = (20, Duration::from_millis(50));
 
 /// The fate of the save that was under way for a step when a writer joins.
 enum EarlierJoint {
-    /// It is one of the writer's launch, which has joined it.
+    /// The writer's launch has it open, and the writer has joined it.
     Joined(JoinSaveAnswer),
     /// It was decided, and is committed now.
     Published,

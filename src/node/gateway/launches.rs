@@ -13,7 +13,7 @@ use crate::catalogue::record_access::{
 };
 use crate::catalogue::{Catalogue, Guard};
 use crate::format::joint_save::JointSave;
-use crate::format::launch_order::{LaunchOrder, LaunchRank, MAX_LAUNCHES, RegisteredLaunch};
+use crate::format::launch_order::{LaunchOrder, LaunchRank, MAX_LAUNCHES};
 use crate::format::records::{Checkpoint, Saved, ShardRoot, Writing};
 use crate::format::table::launch_of_index;
 use crate::id::{Job, LaunchId, SaveId, Step, StepRef};
@@ -120,7 +120,8 @@ impl SaveGateway {
         if let Some(job) = call.job {
             let found = read_record::<LaunchOrder>(&*catalogue, &launch_order_key(&job)).await?;
             let launches = found.map(|(order, _)| order.launches).unwrap_or_default();
-            return Ok(launches.into_iter().map(|entry| describe(&job, entry)).collect());
+            let view = |registered| LaunchView { job: job.clone(), registered };
+            return Ok(launches.into_iter().map(view).collect());
         }
         let after = call.after.map(|job| launch_order_key(&job));
         let limit = LAUNCHES_SHOWN as u32;
@@ -128,18 +129,11 @@ impl SaveGateway {
         let mut views = Vec::with_capacity(page.len());
         for (key, entry) in page {
             let mut order: LaunchOrder = parse_record(&key, &entry.value)?;
-            let newest = order.launches.pop();
-            views.extend(
-                parse_launch_order_key(&key).zip(newest).map(|(job, entry)| describe(&job, entry)),
-            );
+            let newest = parse_launch_order_key(&key).zip(order.launches.pop());
+            views.extend(newest.map(|(job, registered)| LaunchView { job, registered }));
         }
         Ok(views)
     }
-}
-
-fn describe(job: &Job, entry: RegisteredLaunch) -> LaunchView {
-    let RegisteredLaunch { launch, number, registered_at, resumed } = entry;
-    LaunchView { job: job.clone(), launch, number, registered_at, resumed }
 }
 
 fn steps_prefix(job: &Job) -> String {

@@ -382,8 +382,8 @@ impl Core {
     /// save that is already committed is abandoned too, and is then removed from the cluster, unless
     /// other hosts have parts of the step.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
-        // Of a step of several hosts, the other hosts may have committed the save meanwhile. Then it
-        // stays: a newer launch may have resumed from it.
+        // Other hosts may have committed a step of several hosts meanwhile. Its save stays, because a
+        // newer launch may have resumed from it.
         let fate = match self.hosts_of(key) {
             Some(_) => SavesOfDropped::AbortIfOpen,
             None => SavesOfDropped::Remove,

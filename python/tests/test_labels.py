@@ -36,7 +36,7 @@ def test_labels_mark_steps_and_keep_the_newest_one(cluster: rapidraid.LocalClust
         with pytest.raises(errors.InvalidError):
             checkpointer.label(2, "no spaces")
         shown = cluster.command("label", f"{job}/3", "trusted")
-        assert shown == f"{job}/3 has the labels trusted\n"
+        assert shown == f"{job}/3 has the label trusted\n"
         assert checkpointer.latest(label="trusted") == 3
         text = cluster.command("ls", job)
         assert re.search(rf"^{job}/3 .* trusted *$", text, re.MULTILINE), text

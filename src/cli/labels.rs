@@ -35,9 +35,10 @@ impl CommandOutput for Labelled {
 
     fn text(&self, _paint: Paint) -> String {
         let labels: Vec<&str> = self.labels.iter().map(Label::as_str).collect();
-        match labels.is_empty() {
-            true => format!("{} has no labels\n", self.step),
-            false => format!("{} has the labels {}\n", self.step, labels.join(", ")),
+        match labels.len() {
+            0 => format!("{} has no labels\n", self.step),
+            1 => format!("{} has the label {}\n", self.step, labels.concat()),
+            _ => format!("{} has the labels {}\n", self.step, labels.join(", ")),
         }
     }
 }

@@ -12,8 +12,20 @@ from typing import Any, Literal
 
 from . import _native
 from .errors import CorruptError, InvalidError, NotFoundError
-from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, Maker, flatten, is_array, is_tensor, show
-from .tensors import address, alias_key, check_writable, describe, is_fillable, memory_span, nbytes, new_tensor, put_scratch, scratch_like
+from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, Maker, flatten, show
+from .tensors import (
+    address,
+    alias_key,
+    check_writable,
+    describe,
+    has_elements,
+    is_fillable,
+    memory_span,
+    nbytes,
+    new_tensor,
+    put_scratch,
+    scratch_like,
+)
 
 log = logging.getLogger("rapidraid")
 
@@ -84,7 +96,7 @@ def _threads() -> int:
     return max(1, min(16, len(os.sched_getaffinity(0))))
 
 
-class _Names:
+class Names:
     """The names of a checkpoint by space and path."""
 
     def __init__(self, loaded: _native.LoadedStep) -> None:
@@ -118,10 +130,10 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
     """
     loaded = reader.loaded
     strict, include, private = choices.strict, choices.include, choices.private
-    names = _Names(loaded)
+    names = Names(loaded)
     flat = flatten(state, world)
     source_rank = _source_rank(names, rank, world, private)
-    job = _Job(loaded, choices.cast, choices.allow_pickle)
+    job = PlannedLoad(loaded, choices.cast, choices.allow_pickle)
     used: set[tuple[int | None, Keys]] = set()
     missing: list[str] = []
     for leaf in flat.leaves:
@@ -172,7 +184,7 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _source_rank(names: _Names, rank: int, world: int, private: Any) -> int | None:
+def _source_rank(names: Names, rank: int, world: int, private: Any) -> int | None:
     """Returns the rank whose private state this rank loads, or ``None`` if it loads none."""
     if not names.ranks or private == "skip":
         return rank if private is None else None
@@ -198,7 +210,7 @@ def _source_rank(names: _Names, rank: int, world: int, private: Any) -> int | No
     return rank
 
 
-def _find(names: _Names, leaf: Leaf, source_rank: int | None) -> tuple[int | None, Keys] | None:
+def _find(names: Names, leaf: Leaf, source_rank: int | None) -> tuple[int | None, Keys] | None:
     own = (source_rank, leaf.keys)
     shared = (None, leaf.keys)
     order: list[tuple[int | None, Keys]] = [own, shared] if leaf.is_private else [shared]
@@ -219,7 +231,7 @@ class _Destination:
     cast_from: str | None
 
 
-class _Job:
+class PlannedLoad:
     """The plan of a load, decided before anything is changed."""
 
     def __init__(self, loaded: _native.LoadedStep, cast: bool, allow_pickle: bool) -> None:
@@ -235,7 +247,7 @@ class _Job:
         """Adds one leaf to the plan."""
         _, _, kind, element, bits, shape, flags = name
         where = show(leaf.keys)
-        if not (is_tensor(leaf.value) or is_array(leaf.value)):
+        if not has_elements(leaf.value):
             if kind == "tensor":
                 raise InvalidError(
                     f"{where} is a tensor in step {self.loaded.number}, and a {type(leaf.value).__name__} in the state", "give it a tensor"

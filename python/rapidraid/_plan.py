@@ -12,8 +12,8 @@ from typing import Any
 
 from . import _native
 from .errors import InvalidError
-from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, is_tensor, show
-from .tensors import Box, Described, Layout, alias_key, copy_all, describe, nbytes, register, view_of
+from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, show
+from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_elements, nbytes, register, view_of
 
 #: Spare room for plain values that grow from step to step, in bytes.
 SLACK_BYTES = 256 << 10
@@ -122,7 +122,7 @@ class Plan:
         seen = 0
         for leaf in flat.leaves:
             key = (leaf.is_private, leaf.keys)
-            if is_tensor(leaf.value) or is_array(leaf.value):
+            if has_elements(leaf.value):
                 found[key] = leaf.value
                 expected = self.layout.get(key)
                 if expected is None or expected[0] is None or expected[1] != leaf.value.shape or expected[2] != leaf.value.dtype:
@@ -245,7 +245,7 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
     for leaf in flat.leaves:
         key = (leaf.is_private, leaf.keys)
         try:
-            if is_tensor(leaf.value) or is_array(leaf.value):
+            if has_elements(leaf.value):
                 described[key] = describe(show(leaf.keys), leaf.value)
                 shared = alias_key(leaf.value)
                 if shared is not None:
@@ -411,7 +411,7 @@ def _lay_out(
         flags = leaf.flags | (FLAG_ARRAY if is_array(leaf.value) else 0)
         source = alias.get(key)
         for at, piece in enumerate(found.pieces):
-            if not leaf.is_private and source is None and (leaf.keys, piece.box) in replicated_parts and is_tensor(leaf.value):
+            if not leaf.is_private and source is None and (leaf.keys, piece.box) in replicated_parts and not is_array(leaf.value):
                 label = show(leaf.keys) if piece.box is None else f"{show(leaf.keys)}, the box of {piece.box[1]} at {piece.box[0]},"
                 replicated.append(Replicated(label, leaf.keys, None if piece.box is None else at, piece.box))
             home = source if source is not None else leaf.keys

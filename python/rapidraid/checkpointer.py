@@ -118,9 +118,9 @@ class _Group:
     Collectives are used to agree on the launch, in ``prepare`` and, if there are several hosts, in ``load``.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, is_alone: bool) -> None:
         torch = sys.modules.get("torch")
-        distributed = getattr(torch, "distributed", None)
+        distributed = None if is_alone else getattr(torch, "distributed", None)
         self.distributed = distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
         self.group = group
         self.rank = self.distributed.get_rank(group) if self.distributed else 0
@@ -165,6 +165,7 @@ class Checkpointer:
         job: The job's name: 1 to 128 letters, digits, ``.``, ``_`` or ``-``.
         config: The client's configuration file. Default: ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, or the user's.
         group: The process group of the launch. Default: the default group, if there is one.
+        alone: Whether this process is a launch of its own, although there is a process group.
         keep: The number of committed steps to keep. Older ones are removed after each commit. Default: all.
         when_full: The behaviour of ``save`` while both segments hold uncommitted steps: ``"wait"`` for one, ``"skip"``
             the step, or raise (``"error"``). A launch on several hosts needs ``"wait"``.
@@ -183,6 +184,7 @@ class Checkpointer:
         *,
         config: str | os.PathLike[str] | None = None,
         group: Any = None,
+        alone: bool = False,
         keep: int | None = None,
         when_full: Literal["wait", "skip", "error"] = "wait",
         abandon_later: bool = False,
@@ -204,7 +206,7 @@ class Checkpointer:
         #: The time that the last save took, by phase.
         self.last_stall = Stall()
         self._keep = keep or 0
-        self._group = _Group(group)
+        self._group = _Group(group, alone)
         self._config = find_config(config)
         self._start = start
         self._session = connect(self._config, timeout, start)
@@ -216,6 +218,8 @@ class Checkpointer:
         self._newest_seen: int | None = None
         self._abandon_later = abandon_later
         self._plan: Plan | None = None
+        #: The digest of the layout that was prepared, if the caller has given one.
+        self._digest: bytes | None = None
         self._saved: list[int] = []
         self._is_closed = False
         _sessions.add(self)
@@ -276,15 +280,19 @@ class Checkpointer:
             raise InvalidError("this Checkpointer is closed", "make another one")
         return self._session
 
-    @_one_thread
     def prepare(self, state: Mapping[Any, Any]) -> None:
         """Reserves memory for ``state`` and compares its layout between the ranks. All ranks must call it.
 
         The first ``save`` calls it. Call it earlier so that no training step waits for it, and again after the layout
         of the state has changed.
         """
+        self._prepare_flat(lambda: flatten(state, self.world))
+
+    @_one_thread
+    def _prepare_flat(self, flat_state: Callable[[], Flat]) -> None:
+        """Prepares for the state that ``flat_state`` returns. Its errors are raised on all ranks."""
         try:
-            flat = flatten(state, self.world)
+            flat = flat_state()
         except Exception as error:  # noqa: BLE001 - make_plan raises it on all ranks
             flat = Flat(error=error)
         for warning in flat.warnings:
@@ -301,6 +309,23 @@ class Checkpointer:
         except BaseException:
             self._drop_plan()
             raise
+
+    @_one_thread
+    def _prepare_if_changed(self, digest: bytes, flat_state: Callable[[], Flat], together: bool) -> None:
+        """Prepares anew if the digest of the state's layout differs from the last one on any rank.
+
+        Without ``together`` the ranks do not tell each other, and only the first call prepares.
+        """
+        is_changed = self._plan is None or digest != self._digest
+        if together:
+            is_changed = any(self._group.gather(is_changed))
+        elif is_changed and self._plan is not None:
+            raise InvalidError(
+                "the layout of the state has changed, and the ranks may not tell each other", "save once with use_collectives=True"
+            )
+        if is_changed:
+            self._prepare_flat(flat_state)
+            self._digest = digest
 
     def _drop_plan(self) -> None:
         if self._plan is not None:
@@ -329,20 +354,24 @@ class Checkpointer:
         )
         self._add_segments(count)
 
-    @_one_thread
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Copies ``state`` into shared memory. The daemon then saves it as ``step`` from there.
 
         Returns whether the step was staged, ``False`` only with ``when_full="skip"``. Raises failures of earlier saves.
         """
+        return self._save_flat(step, lambda: flatten(state, self.world))
+
+    @_one_thread
+    def _save_flat(self, step: int, flat_state: Callable[[], Flat]) -> bool:
+        """Saves the state that ``flat_state`` returns."""
         self._raise_notices()
         if self._plan is None:
-            self.prepare(state)
+            self._prepare_flat(flat_state)
         plan = self._plan
         assert plan is not None
         stall = Stall()
         begun = time.perf_counter()
-        sources = plan.sources(flatten(state, self.world), self.allow_pickle)
+        sources = plan.sources(flat_state(), self.allow_pickle)
         stall.traversal = time.perf_counter() - begun
         begun = time.perf_counter()
         at, fill, count = self._fill(step, plan)
@@ -464,7 +493,6 @@ class Checkpointer:
             raise first
         return warnings
 
-    @_one_thread
     def load(
         self,
         state: Mapping[Any, Any],
@@ -494,20 +522,40 @@ class Checkpointer:
             timeout: The maximum duration, in seconds. Default: ten times the checkpointer's timeout.
 
         """
+        choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
+
+        def load(reader: Reader) -> str | None:
+            return load_into(reader, state, self.rank, self.world, choices)
+
+        return self._load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
+
+    @_one_thread
+    def _load_with(
+        self,
+        step: int | None,
+        read: Callable[[Reader], str | None],
+        *,
+        offline: bool = False,
+        table_first: bool = False,
+        timeout: float | None = None,
+    ) -> int | None:
+        """Loads a step by ``read``, which returns the name of a damaged entry or ``None``. The launch continues from it.
+
+        Returns the step, or ``None`` if the job has none. If the launch runs on several hosts, all ranks must call it.
+        """
         limit = self.timeout * 10 if timeout is None else timeout
         self._loads += 1
         if self._hosts.are_several:
             step = self._choose_together(step, offline, limit)
             if step is None:
                 return None
-        choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
+
+        def load(reader: Reader) -> tuple[int, int | None, str | None]:
+            damaged = read(reader)
+            return reader.loaded.number, reader.loaded.newest_committed, damaged
+
         for last in (False, True):
-
-            def load(reader: Reader) -> tuple[int, int | None, str | None]:
-                damaged = load_into(reader, state, self.rank, self.world, choices)
-                return reader.loaded.number, reader.loaded.newest_committed, damaged
-
-            done = self._read_step(step, load, number=self._loads, offline=offline, table_first=include is not None, limit=limit)
+            done = self._read_step(step, load, number=self._loads, offline=offline, table_first=table_first, limit=limit)
             if done is None:
                 return None
             number, newest, damaged = done
@@ -524,6 +572,21 @@ class Checkpointer:
                 newest,
             )
         return number
+
+    @_one_thread
+    def _look_into(self, step: int | None, read: Callable[[Reader], _T]) -> _T | None:
+        """Opens a step, by default the resume point, for what ``read`` returns. The launch does not continue from it.
+
+        Without a step all ranks must call it.
+        """
+        limit = self.timeout * 10
+        if step is not None:
+            return self._read_step(step, read, table_first=True, limit=limit)
+        self._loads += 1
+        if self._hosts.are_several:
+            step = self._choose_together(None, False, limit)
+            return None if step is None else self._read_step(step, read, table_first=True, limit=limit)
+        return self._read_step(None, read, number=self._loads, table_first=True, limit=limit)
 
     def _choose_together(self, step: int | None, offline: bool, limit: float) -> int | None:
         """Lets rank 0 choose the step that the ranks of all hosts load, the newest committed one by default."""
@@ -672,6 +735,16 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._end()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the session has ended."""
+        return self._is_closed
+
+    def leave(self) -> None:
+        """Ends the session without waiting. The daemon saves what was staged."""
+        if not self._is_closed:
             self._end()
 
     @_one_thread

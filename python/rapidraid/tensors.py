@@ -28,6 +28,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """A tensor of which this rank holds boxes that are given instead of derived from a ``DTensor``."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    pieces: tuple[Piece, ...]
+
+
+def has_elements(value: Any) -> bool:
+    """Returns whether a value is stored as a tensor."""
+    return is_tensor(value) or is_array(value) or isinstance(value, Parts)
+
+
+@dataclass(frozen=True)
 class Described:
     """The declaration of a tensor, and its pieces on this rank."""
 
@@ -65,6 +79,10 @@ def describe(name: str, value: Any) -> Described:
             raise refuse(name, f"it is an array of {kind}", "convert it to numbers")
         whole = Piece(None, value)
         return Described(_numpy_name(kind), kind.itemsize * 8, tuple(value.shape), (whole,))
+    if isinstance(value, Parts):
+        for piece in value.pieces:
+            check(name, piece.local)
+        return Described(str(value.dtype).removeprefix("torch."), value.dtype.itemsize * 8, value.shape, value.pieces)
     check(name, value)
     shape = tuple(int(size) for size in value.shape)
     if is_dtensor(value):

@@ -1,0 +1,205 @@
+"""Translates between plans of ``torch.distributed.checkpoint`` (DCP) and the leaves of a state.
+
+DCP names an entry by the keys of its path, joined by dots. It is stored under the path itself, so that a
+:class:`~rapidraid.Checkpointer` finds it in a state of the same structure, and the other way round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem, SavePlanner, WriteItem, WriteItemType
+
+from ._load import Name, Names, PlannedLoad, Reader
+from .errors import InvalidError
+from .state import SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
+from .tensors import Parts, Piece
+
+#: The path of each entry, by DCP's name of it.
+Mappings = Mapping[str, tuple[str | int, ...]]
+
+
+def _keys_of(path: tuple[str | int, ...]) -> Keys:
+    # A text is the key of a dict, and an integer a position in a list: DCP turns integer keys into texts.
+    return tuple((0, key) if isinstance(key, str) else (2, key) for key in path)
+
+
+def name_of(keys: Keys) -> str:
+    """Returns DCP's name of a path."""
+    return ".".join(str(key) for _, key in keys)
+
+
+def digest_items(items: list[WriteItem], mappings: Mappings) -> bytes:
+    """Returns a hash of the names, types, shapes and boxes of a plan."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for item in items:
+        about = item.tensor_data
+        if about is not None:
+            shown = (about.properties.dtype, tuple(about.size), tuple(about.chunk.offsets), tuple(about.chunk.sizes))
+        else:
+            shown = None
+        hasher.update(repr((item.index.fqn, mappings.get(item.index.fqn), item.type.name, shown)).encode())
+    return hasher.digest()
+
+
+def _is_plain(planner: SavePlanner) -> bool:
+    """Returns whether a planner saves the objects of the state as they are."""
+    kind = type(planner)
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in ("resolve_data", "lookup_object", "transform_object")
+    )
+
+
+def flatten_plan(items: list[WriteItem], mappings: Mappings, planner: SavePlanner) -> Flat:
+    """Returns the leaves that a plan of this rank saves.
+
+    What DCP does not shard is the same on all ranks for it, so one of them stores it.
+    """
+    flat = Flat()
+    is_plain = _is_plain(planner)
+    parts: dict[str, list[Piece]] = {}
+    lengths: dict[tuple[str | int, ...], int] = {}
+    for item in items:
+        name = item.index.fqn
+        path = mappings.get(name, (name,))
+        keys = _keys_of(path)
+        for depth, key in enumerate(path):
+            if isinstance(key, int):
+                lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key + 1)
+        if item.type == WriteItemType.BYTE_IO:
+            flat.leaves.append(Leaf(keys, _value_of(item, planner, is_plain), False))
+            continue
+        about = item.tensor_data
+        if about is None or about.chunk is None:
+            raise InvalidError(f"the planner does not say which part of {name} it saves", "give its item tensor_data with a chunk")
+        if is_plain and isinstance(planner, DefaultSavePlanner) and is_dtensor(planner.state_dict.get(name)):
+            # Its placements say more than DCP's boxes: they are right for strided shards too.
+            if name not in parts:
+                parts[name] = []
+                flat.leaves.append(Leaf(keys, planner.state_dict[name], False))
+            continue
+        data = planner.resolve_data(item)
+        if not isinstance(data, torch.Tensor):
+            raise InvalidError(f"the planner gives no tensor for {name}", "return one from resolve_data")
+        data = data.detach()
+        if item.type == WriteItemType.TENSOR:
+            flat.leaves.append(Leaf(keys, data, False))
+            continue
+        first = name not in parts
+        parts.setdefault(name, []).append(Piece((tuple(about.chunk.offsets), tuple(about.chunk.sizes)), data))
+        if first:
+            flat.leaves.append(Leaf(keys, Parts(tuple(about.size), data.dtype, ()), False))
+    for at, leaf in enumerate(flat.leaves):
+        if isinstance(leaf.value, Parts):
+            found = parts[name_of(leaf.keys)]
+            flat.leaves[at] = Leaf(leaf.keys, Parts(leaf.value.shape, leaf.value.dtype, tuple(found)), False)
+    # A load into a state with lists needs their lengths.
+    flat.leaves += [Leaf((*_keys_of(path), SEQUENCE), ["list", length], False) for path, length in lengths.items()]
+    return flat
+
+
+def _value_of(item: WriteItem, planner: SavePlanner, is_plain: bool) -> Any:
+    if is_plain and isinstance(planner, DefaultSavePlanner):
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise InvalidError(f"the planner gives no bytes for {item.index.fqn}", "return io.BytesIO from resolve_data")
+    data.seek(0)
+    # The planner of this process has made the pickle just now.
+    return torch.load(data, weights_only=False)
+
+
+class _Entries(Mapping[str, Any]):
+    """The metadata of a step's entries. Each is made when it is asked for."""
+
+    def __init__(self, rows: dict[str, Name]) -> None:
+        self.rows = rows
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        _, _, kind, element, _, shape, _ = self.rows[name]
+        if kind != "tensor":
+            return BytesStorageMetadata()
+        dtype = getattr(torch, element, None)
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidError(f"torch has no dtype {element!r}", "load with a newer torch")
+        size = torch.Size(shape)
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(torch.Size([0] * len(shape)), size)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _named(names: Names, rank: int) -> dict[str, tuple[int, Name]]:
+    """Returns the rows that a rank sees by DCP's names: the shared ones, and its private ones where none is shared."""
+    found: dict[str, tuple[int, Name]] = {}
+    owners: dict[str, tuple[int | None, Keys]] = {}
+    for (owner, keys), (row, name) in names.rows.items():
+        if owner not in (None, rank) or (keys and keys[-1] == SEQUENCE):
+            continue
+        text = name_of(keys)
+        if text in owners and owners[text][1] != keys:
+            raise InvalidError(f"{show(owners[text][1])} and {show(keys)} are both {text} for DCP", "load the step with a Checkpointer")
+        if text not in owners or owner is None:
+            owners[text] = (owner, keys)
+            found[text] = (row, name)
+    return found
+
+
+def metadata_of(names: Names, rank: int, meta: StorageMeta) -> Metadata:
+    """Returns DCP's metadata of a step. It grows with its tensors, not with the ranks that saved it."""
+    rows = {text: name for text, (_, name) in _named(names, rank).items()}
+    paths = {text: tuple(key if tag == 2 else str(key) for tag, key in name[1]) for text, name in rows.items()}
+    return Metadata(_Entries(rows), planner_data=paths, storage_meta=meta)  # type: ignore[arg-type]
+
+
+def read_plan(reader: Reader, items: list[ReadItem], planner: LoadPlanner, rank: int, *, cast: bool, allow_pickle: bool) -> str | None:
+    """Reads the items of a plan into the tensors of the planner. Returns ``None``, or the name of a damaged entry."""
+    named = _named(Names(reader.loaded), rank)
+    load = PlannedLoad(reader.loaded, cast, allow_pickle)
+    tensors: list[tuple[ReadItem, torch.Tensor]] = []
+    for item in items:
+        row, name = named[item.storage_index.fqn]
+        keys: tuple[Key, ...] = tuple((tag, key) for tag, key in name[1])
+        if item.type == LoadItemType.BYTE_IO:
+
+            def put(value: Any, item: ReadItem = item) -> None:
+                planner.load_bytes(item, _as_stream(value))
+
+            load.add(Leaf(keys, None, False, put), row, name)
+            continue
+        into = planner.resolve_tensor(item)
+        if tuple(into.shape) != tuple(item.lengths):
+            raise InvalidError(
+                f"the planner gives a tensor of {list(into.shape)} for {list(item.lengths)} of {show(keys)}", "see its resolve_tensor"
+            )
+        box = (tuple(item.storage_offsets), tuple(item.lengths))
+        load.add(Leaf(keys, Parts(tuple(name[5]), into.dtype, (Piece(box, into.detach()),)), False), row, name)
+        tensors.append((item, into))
+    damaged = load.run(reader)
+    if damaged is None:
+        for item, into in tensors:
+            planner.commit_tensor(item, into)
+    return damaged
+
+
+def _as_stream(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream

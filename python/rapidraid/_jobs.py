@@ -1,0 +1,98 @@
+"""Names of steps as frameworks write them, and the :class:`Checkpointer` that all doors of a process share."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpointer import Checkpointer, find_config
+from .errors import InvalidError
+
+#: The prefix of a step's URL.
+SCHEME = "rapidraid://"
+_STEP = re.compile(r"[^0-9/]*([0-9]+)")
+_JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True)
+class StepName:
+    """A job, and one of its steps. ``None`` stands for the step that a launch resumes from."""
+
+    job: str
+    step: int | None
+
+    def __str__(self) -> str:
+        return self.job if self.step is None else f"{self.job}/{self.step}"
+
+
+def parse_step_name(text: str | os.PathLike[str]) -> StepName:
+    """Returns the job and the step that ``JOB``, ``JOB/STEP`` or ``rapidraid://JOB/STEP`` names.
+
+    The step is a number, or ends in the only number that it contains: ``100``, ``step-100``, ``global_step100``.
+
+    Raises:
+        InvalidError: The text has another form.
+
+    """
+    shown = os.fspath(text)
+    job, _, rest = shown.removeprefix(SCHEME).strip("/").partition("/")
+    step = _STEP.fullmatch(rest)
+    if not _JOB.fullmatch(job) or (rest and step is None):
+        raise InvalidError(f"{shown!r} names no step", 'write "JOB/STEP", as in "gpt/100" or "gpt/step-100"')
+    return StepName(job, int(step[1]) if step else None)
+
+
+_opened: dict[tuple[str, Path, Any, bool], tuple[Checkpointer, dict[str, Any]]] = {}
+_lock = threading.Lock()
+
+
+def shared_checkpointer(job: str, settings: Mapping[str, Any]) -> Checkpointer:
+    """Returns this process's :class:`Checkpointer` of a job. Makes it if there is none.
+
+    All doors of a process belong to one launch, so a save goes on from the step that was loaded.
+
+    Args:
+        job: The job.
+        settings: Arguments of :class:`Checkpointer`. If there are none, every Checkpointer of the job is taken.
+
+    Raises:
+        InvalidError: The process has a Checkpointer of the job with other settings.
+
+    """
+    more = dict(settings)
+    config = find_config(more.pop("config", None)).resolve()
+    key = (job, config, more.pop("group", None), bool(more.pop("alone", False)))
+    with _lock:
+        found = _opened.get(key)
+        if found is not None and not found[0].is_closed:
+            if more and more != found[1]:
+                raise InvalidError(
+                    f"this process uses {job} with {_show(found[1])}, and now with {_show(more)}",
+                    "pass the same settings everywhere, or one Checkpointer",
+                )
+            return found[0]
+        made = Checkpointer(job, config=config, group=key[2], alone=key[3], **more)
+        _opened[key] = (made, more)
+        return made
+
+
+def _show(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items()) or "no settings"
+
+
+def forget_checkpointers() -> None:
+    """Ends the sessions of all shared Checkpointers without waiting. Their staged steps are saved all the same."""
+    with _lock:
+        ended = [checkpointer for checkpointer, _ in _opened.values()]
+        _opened.clear()
+    for checkpointer in ended:
+        checkpointer.leave()
+
+
+atexit.register(forget_checkpointers)

@@ -82,6 +82,12 @@ def shared_checkpointer(job: str, settings: Mapping[str, Any]) -> Checkpointer:
         return made
 
 
+def resumed_steps() -> dict[str, tuple[int | None, int | None]]:
+    """Returns for each job of this process what :attr:`Checkpointer.resumed` says."""
+    with _lock:
+        return {job: checkpointer.resumed for (job, *_), (checkpointer, _) in _opened.items()}
+
+
 def _show(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings.items()) or "no settings"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import sys
 import zlib
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _native
+from ._owners import Owners, choose_owners, choose_owners_by_placement, declare, digest_of_layout
 from .errors import InvalidError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, show
 from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_elements, nbytes, register, view_of
@@ -57,11 +57,6 @@ class Replicated:
     #: tensor.
     piece: int | None
     box: Box | None
-
-
-#: The declaration of a tensor that ranks exchange: element type, bits, shape, boxes with lengths in
-#: bytes, the name with which it shares its content or ``None``, and flags.
-Declared = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
 
 
 @dataclass
@@ -125,7 +120,7 @@ class Plan:
             if has_elements(leaf.value):
                 found[key] = leaf.value
                 expected = self.layout.get(key)
-                if expected is None or expected[0] is None or expected[1] != leaf.value.shape or expected[2] != leaf.value.dtype:
+                if expected is None or expected[0] is None or expected[1:] != _kind_of(leaf.value):
                     raise _changed(leaf, expected)
             else:
                 if self.layout.get(key, (1,))[0] is not None:
@@ -210,6 +205,11 @@ def _sample(value: Any, world: int, launch: str, step: int) -> Any:
     return _native._sample_hash([(value.data_ptr() + start, length)])
 
 
+def _kind_of(value: Any) -> tuple[Any, ...]:
+    """Returns what must stay the same of a tensor or array that was prepared: a copy from a meta or sparse one would fail."""
+    return tuple(value.shape), value.dtype, getattr(value, "layout", None), getattr(value, "is_meta", False)
+
+
 def _changed(leaf: Leaf, expected: tuple[Any, ...] | None) -> InvalidError:
     why = "is new since the state was prepared" if expected is None else "has another kind, shape or type than when the state was prepared"
     return InvalidError(f"{show(leaf.keys)} {why}", "call prepare(state) again, on all ranks")
@@ -256,22 +256,27 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
                 contents[key] = encode(leaf, allow_pickle)
         except Exception as found_wrong:  # noqa: BLE001 - the other ranks wait for this rank, whatever the error
             error = error or found_wrong
-    declared: dict[Keys, Any] = {}
-    private_bytes = 0
-    for leaf in flat.leaves:
-        key = (leaf.is_private, leaf.keys)
-        found = described.get(key)
-        if leaf.is_private:
-            if key not in alias:
-                private_bytes += found.len_bytes if found else len(contents.get(key, b""))
-        elif found is not None:
-            boxes = tuple((piece.box, nbytes(piece.local)) for piece in found.pieces)
-            declared[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
-        else:
-            declared[leaf.keys] = len(contents.get(key, b""))
-    everyone = gather((declared, private_bytes, str(error) if error else None, getattr(error, "hint", "")))
+    private_bytes = sum(
+        (described[key].len_bytes if key in described else len(contents.get(key, b"")))
+        for key in ((leaf.is_private, leaf.keys) for leaf in flat.leaves)
+        if key[0] and key not in alias
+    )
+    shared_leaves = [leaf for leaf in flat.leaves if not leaf.is_private]
+    digest: bytes | None = None
+    if error is None:
+        try:
+            digest = digest_of_layout(shared_leaves, described, alias, world)
+        except Exception as found_wrong:  # noqa: BLE001 - as above
+            error = found_wrong
+    everyone = gather((digest, private_bytes, str(error) if error else None, getattr(error, "hint", "")))
     raise_together(error, rank, [(refused, hint) for _, _, refused, hint in everyone])
-    owners, replicated_parts = _owners([ranks[0] for ranks in everyone], [ranks[1] for ranks in everyone])
+    loads = [private for _, private, _, _ in everyone]
+    digests = {other for other, _, _, _ in everyone}
+    if len(digests) == 1 and None not in digests:
+        owners, replicated_parts = choose_owners_by_placement(shared_leaves, described, alias, loads)
+    else:
+        # The layouts differ, or placements do not say who holds what: each rank tells what it has.
+        owners, replicated_parts = choose_owners(gather(declare(shared_leaves, described, contents, alias)), loads)
     plan: Plan | None = None
     try:
         plan = _lay_out(flat, rank, world, described, contents, alias, owners, replicated_parts)
@@ -301,86 +306,6 @@ def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str 
         raise InvalidError(f"rank {other}: {refused}", hint)
 
 
-#: The rank that stores each part, by path and box. Plain values and whole tensors have no box.
-Owners = dict[tuple[Keys, Box | None], int]
-
-
-def _owners(declared: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[tuple[Keys, Box | None]]]:
-    """Decides which rank stores each part of the shared content: the holder with the fewest bytes so far.
-
-    All ranks come to the same decision. Returns the owners, and the parts that several ranks hold.
-    """
-    holders: dict[tuple[Keys, Box | None], list[int]] = {}
-    sizes: dict[tuple[Keys, Box | None], int] = {}
-    first: dict[Keys, tuple[int, Any]] = {}
-    for rank, names in enumerate(declared):
-        for keys, about in names.items():
-            known = first.setdefault(keys, (rank, about))
-            if isinstance(about, int):
-                if not isinstance(known[1], int):
-                    raise _differ(keys, known[0], rank, "a tensor", "a plain value")
-                holders.setdefault((keys, None), []).append(rank)
-                sizes[(keys, None)] = max(sizes.get((keys, None), 0), about)
-                continue
-            if isinstance(known[1], int):
-                raise _differ(keys, known[0], rank, "a plain value", "a tensor")
-            for what, mine, theirs in zip(("element type", "bits", "shape"), about, known[1], strict=False):
-                if mine != theirs:
-                    raise _differ(keys, known[0], rank, f"the {what} {theirs}", f"the {what} {mine}")
-            if about[4] != known[1][4]:
-                raise _differ(keys, known[0], rank, "one way of sharing memory", "another")
-            if about[4] is not None:
-                continue
-            for box, size in about[3]:
-                holders.setdefault((keys, box), []).append(rank)
-                sizes[(keys, box)] = size
-    _check_tiling(first, holders)
-    loads = list(loads)
-    owners: Owners = {}
-    order = sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part[0], part[1] or ((), ())))
-    for part in order:
-        owner = min(holders[part], key=lambda rank: (loads[rank], rank))
-        owners[part] = owner
-        loads[owner] += sizes[part]
-    return owners, {part for part in holders if len(holders[part]) > 1}
-
-
-def _differ(keys: Keys, first: int, second: int, one: str, other: str) -> InvalidError:
-    return InvalidError(f"{show(keys)}: rank {first} has {one}, rank {second} {other}", "all ranks must save the same state")
-
-
-def _check_tiling(first: dict[Keys, tuple[int, Any]], holders: dict[tuple[Keys, Box | None], list[int]]) -> None:
-    """Raises :class:`InvalidError` for a tensor whose parts overlap or leave a gap, with its name and the ranks."""
-    boxes: dict[Keys, list[tuple[Box, list[int]]]] = {}
-    for (keys, box), ranks in holders.items():
-        if box is not None:
-            boxes.setdefault(keys, []).append((box, ranks))
-    for keys, parts in boxes.items():
-        shape = first[keys][1][2]
-        volume = 0
-        for box, _ in parts:
-            volume += _volume(box[1])
-        parts.sort()
-        for (one, ranks), (other, others) in itertools.pairwise(parts):
-            if all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)):
-                raise InvalidError(
-                    f"{show(keys)}: the parts of ranks {ranks} and {others} overlap: {one} and {other}",
-                    "parts of a tensor must be the same or apart",
-                )
-        if volume != _volume(shape):
-            raise InvalidError(
-                f"{show(keys)}: its parts have {volume} of {_volume(shape)} elements (ranks {sorted({r for _, rs in parts for r in rs})})",
-                "the parts of all ranks together must be the whole tensor",
-            )
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    out = 1
-    for size in shape:
-        out *= size
-    return out
-
-
 def _lay_out(
     flat: Flat,
     rank: int,
@@ -407,7 +332,7 @@ def _lay_out(
         if found is None:
             layout[key] = (None,)
             continue
-        layout[key] = (found.element, found.shape, leaf.value.dtype)
+        layout[key] = (found.element, *_kind_of(leaf.value))
         flags = leaf.flags | (FLAG_ARRAY if is_array(leaf.value) else 0)
         source = alias.get(key)
         for at, piece in enumerate(found.pieces):

@@ -738,6 +738,17 @@ class Checkpointer:
             self._end()
 
     @property
+    def resumed(self) -> tuple[int | None, int | None]:
+        """The step that the launch has loaded, and the newest step that was committed then."""
+        return self._loaded, self._newest_seen
+
+    @_one_thread
+    def _go_on_from(self, loaded: int | None, newest_seen: int | None) -> None:
+        """Notes what another process of the same trainer has loaded, unless this one has loaded or saved."""
+        if self._loaded is None and not self._saved:
+            self._loaded, self._newest_seen = loaded, newest_seen
+
+    @property
     def is_closed(self) -> bool:
         """Whether the session has ended."""
         return self._is_closed

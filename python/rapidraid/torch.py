@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from ._dcp import Mappings, digest_items, flatten_plan, metadata_of, read_plan
-from ._jobs import StepName, parse_step_name, shared_checkpointer
+from ._jobs import StepName, parse_step_name, resumed_steps, shared_checkpointer
 from ._load import Names
 from ._load import Reader as StepReader
 from .checkpointer import Checkpointer
@@ -48,6 +48,8 @@ class _Door:
         self._settings = dict(settings)
         self.checkpoint_id = checkpoint_id
         self._name = None if checkpoint_id is None else parse_step_name(checkpoint_id)
+        #: What the trainer has loaded of each job, if this is its copy in another process.
+        self._resumed: dict[str, tuple[int | None, int | None]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a save or a load. Without an id, the one of the constructor counts."""
@@ -66,7 +68,9 @@ class _Door:
     def checkpointer(self) -> Checkpointer:
         """The Checkpointer of the job."""
         if self._given is None:
-            return shared_checkpointer(self.name.job, self._settings)
+            found = shared_checkpointer(self.name.job, self._settings)
+            found._go_on_from(*self._resumed.get(self.name.job, (None, None)))
+            return found
         if self._given.job != self.name.job:
             raise InvalidError(f"checkpoint_id {self.name} with the Checkpointer of {self._given.job}", "use one job")
         return self._given
@@ -94,7 +98,7 @@ class _Door:
                 "a Checkpointer cannot be used in another process",
                 "pass its settings to the Writer instead, or AsyncCheckpointerType.THREAD",
             )
-        return {**self.__dict__, "_settings": self._settings}
+        return {**self.__dict__, "_resumed": resumed_steps()}
 
 
 class Writer(_Door, StorageWriter, AsyncStager):
@@ -192,7 +196,11 @@ class Writer(_Door, StorageWriter, AsyncStager):
             self._stager = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": _KeptPlan(), "_stager": None, "_is_copied": None}
+        state = {**super().__getstate__(), "_kept": _KeptPlan(), "_stager": None, "_is_copied": None}
+        # A process that gets the copy reads the same memory, at a time that this process does not see.
+        self._stager = None
+        self._is_copied.set()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

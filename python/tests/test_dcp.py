@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +13,13 @@ import pytest
 from ranks import once
 
 import rapidraid
+from rapidraid import errors
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 door = pytest.importorskip("rapidraid.torch")
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 
 PROGRAM = str(Path(__file__).parent / "programs" / "dcp.py")
 
@@ -99,3 +106,90 @@ def test_sharded_states_load_on_other_numbers_of_ranks(cluster: rapidraid.LocalC
         loaded = next(line for line in lines if line.startswith("loaded "))
         assert not saved or loaded.split(" ")[1:3] == saved.split(" ")[1:3], (loaded, saved)
         saved = next(line for line in reversed(lines) if line.startswith("saved "))
+
+
+def test_a_named_step_survives_the_death_of_all_ranks(cluster: rapidraid.LocalCluster, job: str) -> None:
+    pids: set[int] = set()
+
+    def kill(line: str) -> None:
+        if match := re.fullmatch(r"rank \d pid (\d+) staged 2", line):
+            pids.add(int(match[1]))
+            if len(pids) == 2:
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+
+    code, lines = once(PROGRAM, 2, "CONFIG", job, "3", "named", on_line=kill, configs=[cluster.config])
+    assert code != 0 and len(pids) == 2, "\n".join(lines)
+    code, lines = once(PROGRAM, 2, "CONFIG", job, "1", "process", configs=[cluster.config])
+    assert code == 0, "\n".join(lines)
+    assert any(line.startswith("loaded 2 ") for line in lines), lines
+    saved = next(line for line in lines if line.startswith("saved 3 "))
+    code, lines = once(PROGRAM, 1, "CONFIG", job, "0", configs=[cluster.config])
+    assert next(line for line in lines if line.startswith("loaded 3 ")).split(" ")[2] == saved.split(" ")[2]
+
+
+class Halving(DefaultSavePlanner):  # type: ignore[misc]
+    """Saves floating-point tensors as float16."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        items = [
+            item
+            if item.tensor_data is None
+            else dataclasses.replace(
+                item,
+                tensor_data=dataclasses.replace(
+                    item.tensor_data, properties=dataclasses.replace(item.tensor_data.properties, dtype=torch.float16)
+                ),
+            )
+            for item in plan.items
+        ]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.to(torch.float16) if isinstance(data, torch.Tensor) else data
+
+
+def test_planners_that_change_data_are_honoured(cluster: rapidraid.LocalCluster, job: str) -> None:
+    saved = {"weight": torch.randn(64, 3), "nested": {"number": 3, "text": "x"}}
+    dcp.save(saved, checkpoint_id=f"{job}/1", storage_writer=door.Writer(config=cluster.config), planner=Halving())
+    loaded = {"weight": torch.zeros(64, 3), "nested": {"number": 0, "text": ""}}
+    reader = door.Reader(config=cluster.config)
+    with pytest.raises(dcp.api.CheckpointException, match="cast=True"):
+        dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=reader)
+    dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=door.Reader(config=cluster.config, cast=True))
+    assert loaded["weight"].equal(saved["weight"].half().float()) and loaded["nested"] == saved["nested"]
+    whole = torch.distributed.checkpoint.state_dict_loader._load_state_dict_from_keys(
+        {"nested"}, checkpoint_id=f"{job}/1", storage_reader=reader
+    )
+    assert whole == {"nested": {"number": 3, "text": "x"}}
+
+
+def test_bad_input_is_refused_by_name(cluster: rapidraid.LocalCluster, job: str) -> None:
+    writer = door.Writer(config=cluster.config)
+    one = {"a": torch.ones(3)}
+    for wrong in ("", "a b/1", f"{job}/one", f"{job}/1/2", "/checkpoints/gpt/100", f"{job}/1-2"):
+        with pytest.raises(errors.InvalidError, match="names no step"):
+            dcp.save(one, checkpoint_id=wrong, storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="has no step"):
+        dcp.save(one, checkpoint_id=job, storage_writer=writer)
+    dcp.save(one, checkpoint_id=f"rapidraid://{job}/1", storage_writer=writer)
+    for state, why in [
+        ({"a": torch.ones(3, device="meta")}, "another kind"),
+        ({"a": torch.ones(3).to_sparse()}, "another kind"),
+        ({"a": object()}, "allow_pickle=True"),
+    ]:
+        with pytest.raises(dcp.api.CheckpointException, match=why):
+            dcp.save(state, checkpoint_id=f"{job}/2", storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="is saved already"):
+        dcp.save(one, checkpoint_id=f"{job}/1", storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="keep=3"):
+        dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=door.Writer(config=cluster.config, keep=3))
+    with pytest.raises(dcp.api.CheckpointException, match="Size mismatch|Missing key"):
+        dcp.load({"b": torch.ones(3)}, checkpoint_id=f"{job}/1", storage_reader=door.Reader(config=cluster.config))
+    with pytest.raises(dcp.api.CheckpointException, match="is not committed"):
+        dcp.load(one, checkpoint_id=f"{job}/7", storage_reader=door.Reader(config=cluster.config))
+    # The launch goes on.
+    dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=writer)

@@ -1,0 +1,204 @@
+"""Which rank stores which part of the content that ranks share.
+
+If all ranks have the same names, shapes and placements, each of them knows from the placements alone who holds what. The
+ranks then exchange only a digest. Otherwise each rank declares its parts to all others, which also finds what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+import zlib
+from typing import Any
+
+from .errors import InvalidError
+from .state import Keys, Leaf, is_dtensor, show
+from .tensors import Box, Described, Parts, nbytes
+
+#: A part of the shared content: its path, and its box. Plain values and whole tensors have no box.
+Part = tuple[Keys, Box | None]
+#: The rank that stores each part.
+Owners = dict[Part, int]
+
+#: The declaration of a tensor that ranks exchange: element type, bits, shape, boxes with lengths in
+#: bytes, the name with which it shares its content or ``None``, and flags.
+Declared = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
+
+
+def digest_of_layout(
+    shared: list[Leaf], described: dict[tuple[bool, Keys], Described], alias: dict[tuple[bool, Keys], Keys], world: int
+) -> bytes | None:
+    """Returns a hash of the names, types, shapes and placements of the shared leaves.
+
+    Returns ``None`` if placements do not say which of the ``world`` ranks hold the parts of a tensor.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    meshes: dict[int, str] = {}
+    for leaf in shared:
+        key = (False, leaf.keys)
+        found = described.get(key)
+        placed = ""
+        if isinstance(leaf.value, Parts):
+            return None
+        if is_dtensor(leaf.value):
+            distributed = sys.modules["torch.distributed"]
+            # The numbers in a mesh are those of the default group.
+            if distributed.get_world_size() != world or hasattr(leaf.value.to_local(), "__create_chunk_list__"):
+                return None
+            mesh = leaf.value.device_mesh
+            placed = f"{meshes.setdefault(id(mesh), repr(mesh.mesh.tolist()))} {leaf.value.placements!r}"
+        about = None if found is None else (found.element, found.bits, found.shape, leaf.flags)
+        hasher.update(repr((leaf.keys, about, alias.get(key), placed)).encode())
+    return hasher.digest()
+
+
+def choose_owners_by_placement(
+    shared: list[Leaf], described: dict[tuple[bool, Keys], Described], alias: dict[tuple[bool, Keys], Keys], loads: list[int]
+) -> tuple[Owners, set[Part]]:
+    """Decides as :func:`choose_owners` for layouts of one digest, for the parts that this rank holds.
+
+    The holders of a part come to the same decision: for each set of ranks they count the bytes of the parts that exactly
+    this set holds.
+    """
+    owners: Owners = {}
+    replicated: set[Part] = set()
+    everyone = tuple(range(len(loads)))
+    counted: dict[tuple[int, ...], dict[int, int]] = {}
+    holders: dict[tuple[int, str], tuple[int, ...]] = {}
+    parts: list[tuple[int, Part, tuple[int, ...]]] = []
+    for leaf in shared:
+        key = (False, leaf.keys)
+        found = described.get(key)
+        if found is None:
+            # The lengths of plain values may differ between the ranks.
+            owners[(leaf.keys, None)] = zlib.crc32(repr(leaf.keys).encode()) % len(loads)
+            if len(loads) > 1:
+                replicated.add((leaf.keys, None))
+            continue
+        if key in alias or not found.pieces:
+            continue
+        ranks = everyone
+        if is_dtensor(leaf.value):
+            about = (id(leaf.value.device_mesh), repr(leaf.value.placements))
+            ranks = holders.get(about) or holders.setdefault(about, _holders(leaf.value))
+        parts += [(nbytes(piece.local), (leaf.keys, piece.box), ranks) for piece in found.pieces]
+    for size, part, ranks in sorted(parts, key=lambda entry: (-entry[0], entry[1][0], entry[1][1] or ((), ()))):
+        bytes_of = counted.setdefault(ranks, {rank: loads[rank] for rank in ranks})
+        owner = min(ranks, key=lambda rank: (bytes_of[rank], rank))
+        owners[part] = owner
+        bytes_of[owner] += size
+        if len(ranks) > 1:
+            replicated.add(part)
+    return owners, replicated
+
+
+def _holders(tensor: Any) -> tuple[int, ...]:
+    """Returns the ranks that hold the same parts of a ``DTensor`` as this rank."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    chosen = mesh.mesh
+    # From the last dimension on, so that the earlier ones keep their numbers.
+    for at in reversed(range(mesh.ndim)):
+        if not tensor.placements[at].is_replicate():
+            chosen = chosen.select(at, coordinate[at])
+    return tuple(sorted(int(rank) for rank in chosen.flatten().tolist()))
+
+
+def declare(
+    shared: list[Leaf],
+    described: dict[tuple[bool, Keys], Described],
+    contents: dict[tuple[bool, Keys], bytes],
+    alias: dict[tuple[bool, Keys], Keys],
+) -> dict[Keys, Any]:
+    """Returns what this rank has of the shared content: a :data:`Declared` for a tensor, a length for a plain value."""
+    declared: dict[Keys, Any] = {}
+    for leaf in shared:
+        key = (False, leaf.keys)
+        found = described.get(key)
+        if found is None:
+            declared[leaf.keys] = len(contents.get(key, b""))
+        else:
+            boxes = tuple((piece.box, nbytes(piece.local)) for piece in found.pieces)
+            declared[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
+    return declared
+
+
+def choose_owners(declared: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[Part]]:
+    """Decides which rank stores each part of the shared content: the holder with the fewest bytes so far.
+
+    All ranks come to the same decision. Returns the owners, and the parts that several ranks hold.
+
+    Args:
+        declared: The result of :func:`declare` of each rank.
+        loads: The bytes that each rank stores anyway.
+
+    """
+    holders: dict[tuple[Keys, Box | None], list[int]] = {}
+    sizes: dict[tuple[Keys, Box | None], int] = {}
+    first: dict[Keys, tuple[int, Any]] = {}
+    for rank, names in enumerate(declared):
+        for keys, about in names.items():
+            known = first.setdefault(keys, (rank, about))
+            if isinstance(about, int):
+                if not isinstance(known[1], int):
+                    raise _differ(keys, known[0], rank, "a tensor", "a plain value")
+                holders.setdefault((keys, None), []).append(rank)
+                sizes[(keys, None)] = max(sizes.get((keys, None), 0), about)
+                continue
+            if isinstance(known[1], int):
+                raise _differ(keys, known[0], rank, "a plain value", "a tensor")
+            for what, mine, theirs in zip(("element type", "bits", "shape"), about, known[1], strict=False):
+                if mine != theirs:
+                    raise _differ(keys, known[0], rank, f"the {what} {theirs}", f"the {what} {mine}")
+            if about[4] != known[1][4]:
+                raise _differ(keys, known[0], rank, "one way of sharing memory", "another")
+            if about[4] is not None:
+                continue
+            for box, size in about[3]:
+                holders.setdefault((keys, box), []).append(rank)
+                sizes[(keys, box)] = size
+    _check_tiling(first, holders)
+    loads = list(loads)
+    owners: Owners = {}
+    order = sorted(holders, key=lambda part: (len(holders[part]) > 1, -sizes[part], part[0], part[1] or ((), ())))
+    for part in order:
+        owner = min(holders[part], key=lambda rank: (loads[rank], rank))
+        owners[part] = owner
+        loads[owner] += sizes[part]
+    return owners, {part for part in holders if len(holders[part]) > 1}
+
+
+def _differ(keys: Keys, first: int, second: int, one: str, other: str) -> InvalidError:
+    return InvalidError(f"{show(keys)}: rank {first} has {one}, rank {second} {other}", "all ranks must save the same state")
+
+
+def _check_tiling(first: dict[Keys, tuple[int, Any]], holders: dict[tuple[Keys, Box | None], list[int]]) -> None:
+    """Raises :class:`InvalidError` for a tensor whose parts overlap or leave a gap, with its name and the ranks."""
+    boxes: dict[Keys, list[tuple[Box, list[int]]]] = {}
+    for (keys, box), ranks in holders.items():
+        if box is not None:
+            boxes.setdefault(keys, []).append((box, ranks))
+    for keys, parts in boxes.items():
+        shape = first[keys][1][2]
+        volume = 0
+        for box, _ in parts:
+            volume += _volume(box[1])
+        parts.sort()
+        for (one, ranks), (other, others) in itertools.pairwise(parts):
+            if all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)):
+                raise InvalidError(
+                    f"{show(keys)}: the parts of ranks {ranks} and {others} overlap: {one} and {other}",
+                    "parts of a tensor must be the same or apart",
+                )
+        if volume != _volume(shape):
+            raise InvalidError(
+                f"{show(keys)}: its parts have {volume} of {_volume(shape)} elements (ranks {sorted({r for _, rs in parts for r in rs})})",
+                "the parts of all ranks together must be the whole tensor",
+            )
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out

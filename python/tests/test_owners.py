@@ -1,0 +1,95 @@
+"""The rank that stores each part: from placements alone, against the reference that knows what every rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+
+from rapidraid._owners import choose_owners, choose_owners_by_placement, declare, digest_of_layout  # noqa: E402
+from rapidraid.state import flatten, replicated  # noqa: E402
+from rapidraid.tensors import describe  # noqa: E402
+
+WORLD = 8
+
+
+@pytest.fixture(params=range(3))
+def states(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Returns a function that calls another one with the state of each rank, as this rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    placements = [
+        [(Shard(0),), (Shard(1),)],
+        [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Replicate(), Replicate())],
+        [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0))],
+    ][request.param]
+    shape = (WORLD,) if request.param == 0 else (2, WORLD // 2)
+
+    def each(call: Any) -> list[Any]:
+        found = []
+        for rank in range(WORLD):
+            dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=WORLD)
+            try:
+                mesh = init_device_mesh("cpu", shape)
+                state: dict[str, Any] = {"step": replicated(7), "bias": replicated(torch.ones(33)), "tied": {}}
+                for number in range(7):
+                    whole = torch.arange(float((5 + number) * 12)).view(5 + number, 12)
+                    state[f"weight{number}"] = distribute_tensor(whole, mesh, placements[number % len(placements)])
+                state["tied"]["weight"] = state["weight0"]
+                found.append(call(rank, state))
+            finally:
+                dist.destroy_process_group()
+        return found
+
+    yield each
+
+
+def shared_of(state: Any) -> Any:
+    flat = flatten(state, WORLD)
+    flat.leaves.sort(key=lambda leaf: (leaf.is_private, leaf.keys))
+    shared = [leaf for leaf in flat.leaves if not leaf.is_private]
+    described = {(False, leaf.keys): describe("x", leaf.value) for leaf in shared if isinstance(leaf.value, torch.Tensor)}
+    alias = {(False, ((0, "weight0"),)): ((0, "tied"), (0, "weight"))}
+    return shared, described, alias
+
+
+def test_the_holders_of_a_part_agree_and_each_part_has_one_owner(states: Any) -> None:
+    def decide(rank: int, state: Any) -> Any:
+        shared, described, alias = shared_of(state)
+        contents = {(False, leaf.keys): b"x" for leaf in shared if (False, leaf.keys) not in described}
+        owners, replicated_parts = choose_owners_by_placement(shared, described, alias, [0] * WORLD)
+        return digest_of_layout(shared, described, alias, WORLD), owners, replicated_parts, declare(shared, described, contents, alias)
+
+    found = states(decide)
+    assert len({digest for digest, *_ in found}) == 1 and found[0][0] is not None
+    reference, replicated_parts = choose_owners([declared for *_, declared in found], [0] * WORLD)
+    union: dict[Any, int] = {}
+    for rank, (_, owners, own_parts, declared) in enumerate(found):
+        assert own_parts <= replicated_parts
+        for part, owner in owners.items():
+            assert union.setdefault(part, owner) == owner, (rank, part)
+            keys, box = part
+            about = found[owner][3][keys]
+            assert isinstance(about, int) or box in [held for held, _ in about[3]], "the owner holds the part"
+        assert declared.keys() == found[0][3].keys()
+    assert union.keys() == reference.keys()
+
+
+def test_any_difference_between_the_ranks_changes_the_digest(states: Any) -> None:
+    def digests(rank: int, state: Any) -> set[bytes | None]:
+        shared, described, alias = shared_of(state)
+        plain = digest_of_layout(shared, described, alias, WORLD)
+        less = digest_of_layout(shared[1:], described, alias, WORLD)
+        untied = digest_of_layout(shared, described, {}, WORLD)
+        state["bias"] = replicated(torch.ones(34))
+        longer = digest_of_layout(*shared_of(state), WORLD)
+        assert digest_of_layout(shared, described, alias, WORLD + 1) is None, "the ranks of another group"
+        return {plain, less, untied, longer}
+
+    assert all(len(found) == 4 for found in states(digests))

@@ -6,7 +6,6 @@ DCP names an entry by the keys of its path, joined by dots. It is stored under t
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -42,17 +41,52 @@ def name_of(keys: Keys) -> str:
     return ".".join(str(key) for _, key in keys)
 
 
-def digest_items(items: list[WriteItem], mappings: Mappings) -> bytes:
-    """Returns a hash of the names, types, shapes and boxes of a plan."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for item in items:
-        about = item.tensor_data
-        if about is not None:
-            shown = (about.properties.dtype, tuple(about.size), tuple(about.chunk.offsets), tuple(about.chunk.sizes))
-        else:
-            shown = None
-        hasher.update(repr((item.index.fqn, mappings.get(item.index.fqn), item.type.name, shown)).encode())
-    return hasher.digest()
+def layout_of_items(items: list[WriteItem], mappings: Mappings) -> list[tuple[Any, ...]]:
+    """Returns what must stay the same from save to save: names, types, shapes and boxes of a plan."""
+    return [
+        (item.index.fqn, mappings.get(item.index.fqn), item.type)
+        if (about := item.tensor_data) is None
+        else (item.index.fqn, mappings.get(item.index.fqn), about.properties.dtype, about.size, about.chunk.offsets, about.chunk.sizes)
+        for item in items
+    ]
+
+
+def flatten_objects(planner: DefaultSavePlanner) -> Flat | None:
+    """Returns the leaves that the default planner would plan, without the cost of a plan.
+
+    Returns ``None`` if the state has tensors whose parts only a plan tells.
+    """
+    flat = Flat()
+    lengths: dict[tuple[str | int, ...], int] = {}
+    for name, value in planner.state_dict.items():
+        if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
+            return None
+        flat.leaves.append(Leaf(_keys_at(planner.mappings.get(name, (name,)), lengths), value, False))
+    flat.leaves += _markers(lengths)
+    return flat
+
+
+def layout_of_leaves(flat: Flat) -> list[tuple[Any, ...]]:
+    """Returns what must stay the same from save to save, as :func:`layout_of_items`."""
+    return [
+        (leaf.keys,)
+        if not isinstance(leaf.value, torch.Tensor)
+        else (leaf.keys, leaf.value.dtype, leaf.value.shape, getattr(leaf.value, "placements", None))
+        for leaf in flat.leaves
+    ]
+
+
+def _keys_at(path: tuple[str | int, ...], lengths: dict[tuple[str | int, ...], int]) -> Keys:
+    """Returns the keys of a path, and notes the lengths of the lists that it goes through."""
+    for depth, key in enumerate(path):
+        if isinstance(key, int):
+            lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key + 1)
+    return _keys_of(path)
+
+
+def _markers(lengths: dict[tuple[str | int, ...], int]) -> list[Leaf]:
+    """Returns the entries with the lengths of lists, which a load into a state with lists needs."""
+    return [Leaf((*_keys_of(path), SEQUENCE), ["list", length], False) for path, length in lengths.items()]
 
 
 def _is_plain(planner: SavePlanner) -> bool:
@@ -74,11 +108,7 @@ def flatten_plan(items: list[WriteItem], mappings: Mappings, planner: SavePlanne
     lengths: dict[tuple[str | int, ...], int] = {}
     for item in items:
         name = item.index.fqn
-        path = mappings.get(name, (name,))
-        keys = _keys_of(path)
-        for depth, key in enumerate(path):
-            if isinstance(key, int):
-                lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key + 1)
+        keys = _keys_at(mappings.get(name, (name,)), lengths)
         if item.type == WriteItemType.BYTE_IO:
             flat.leaves.append(Leaf(keys, _value_of(item, planner, is_plain), False))
             continue
@@ -106,8 +136,7 @@ def flatten_plan(items: list[WriteItem], mappings: Mappings, planner: SavePlanne
         if isinstance(leaf.value, Parts):
             found = parts[name_of(leaf.keys)]
             flat.leaves[at] = Leaf(leaf.keys, Parts(leaf.value.shape, leaf.value.dtype, tuple(found)), False)
-    # A load into a state with lists needs their lengths.
-    flat.leaves += [Leaf((*_keys_of(path), SEQUENCE), ["list", length], False) for path, length in lengths.items()]
+    flat.leaves += _markers(lengths)
     return flat
 
 

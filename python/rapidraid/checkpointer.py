@@ -218,8 +218,8 @@ class Checkpointer:
         self._newest_seen: int | None = None
         self._abandon_later = abandon_later
         self._plan: Plan | None = None
-        #: The digest of the layout that was prepared, if the caller has given one.
-        self._digest: bytes | None = None
+        #: The layout that was prepared, if the caller has given one.
+        self._layout: object = None
         self._saved: list[int] = []
         self._is_closed = False
         _sessions.add(self)
@@ -311,12 +311,12 @@ class Checkpointer:
             raise
 
     @_one_thread
-    def _prepare_if_changed(self, digest: bytes, flat_state: Callable[[], Flat], together: bool) -> None:
-        """Prepares anew if the digest of the state's layout differs from the last one on any rank.
+    def _prepare_if_changed(self, layout: object, flat_state: Callable[[], Flat], together: bool) -> None:
+        """Prepares anew if the state's layout differs from the last one on any rank.
 
         Without ``together`` the ranks do not tell each other, and only the first call prepares.
         """
-        is_changed = self._plan is None or digest != self._digest
+        is_changed = self._plan is None or layout != self._layout
         if together:
             is_changed = any(self._group.gather(is_changed))
         elif is_changed and self._plan is not None:
@@ -325,7 +325,7 @@ class Checkpointer:
             )
         if is_changed:
             self._prepare_flat(flat_state)
-            self._digest = digest
+            self._layout = layout
 
     def _drop_plan(self) -> None:
         if self._plan is not None:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from ._dcp import Mappings, digest_items, flatten_plan, metadata_of, read_plan
+from ._dcp import Mappings, flatten_objects, flatten_plan, layout_of_items, layout_of_leaves, metadata_of, read_plan
 from ._jobs import StepName, parse_step_name, resumed_steps, shared_checkpointer
 from ._load import Names
 from ._load import Reader as StepReader
@@ -222,12 +222,11 @@ class _KeptPlan:
 
     def save(self, checkpointer: Checkpointer, step: int, planner: SavePlanner, uses_collectives: bool) -> None:
         """Stages the items as a step. Prepares memory before if they have changed on any rank."""
-        digest = digest_items(self.items, self.mappings)
 
         def flat() -> Flat:
             return flatten_plan(self.items, self.mappings, planner)
 
-        checkpointer._prepare_if_changed(digest, flat, uses_collectives)
+        checkpointer._prepare_if_changed(layout_of_items(self.items, self.mappings), flat, uses_collectives)
         checkpointer._save_flat(step, flat)
 
 
@@ -321,15 +320,22 @@ def async_save(
     """
     writer = writer or Writer()
     writer.reset(checkpoint_id)
-    planner = planner or DefaultSavePlanner()
     checkpointer = writer.checkpointer
-    plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
     writer.set_up_storage_writer(checkpointer.rank == 0)
-    planner.set_up_planner(plain, writer.storage_meta(), checkpointer.rank == 0)
-    writer.prepare_local_plan(planner.create_local_plan())
     step = writer.name.step
     assert step is not None
-    writer._kept.save(checkpointer, step, planner, uses_collectives=True)
+    plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+    used = planner or DefaultSavePlanner()
+    used.set_up_planner(plain, writer.storage_meta(), checkpointer.rank == 0)
+    flat = flatten_objects(used) if planner is None and isinstance(used, DefaultSavePlanner) else None
+    # Ranks with and without such a state prepare alike, so they may take different ways here.
+    if flat is None:
+        writer.prepare_local_plan(used.create_local_plan())
+        writer._kept.save(checkpointer, step, used, uses_collectives=True)
+    else:
+        found = flat
+        checkpointer._prepare_if_changed(layout_of_leaves(found), lambda: found, together=True)
+        checkpointer._save_flat(step, lambda: found)
     future: Future[None] = Future()
 
     def wait() -> None:

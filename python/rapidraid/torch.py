@@ -272,6 +272,12 @@ class Reader(_Door, StorageReader):
         self._step, names, _ = found
         return metadata_of(names, checkpointer.rank, StorageMeta(checkpoint_id=f"{self.name.job}/{self._step}"))
 
+    @property
+    def step(self) -> int:
+        """The step that :meth:`read_metadata` has found."""
+        assert self._step is not None
+        return self._step
+
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a load on this rank."""
         self.check_rank(kwargs.get("rank"))
@@ -305,6 +311,7 @@ def async_save(
     *,
     planner: SavePlanner | None = None,
     writer: Writer | None = None,
+    **settings: Any,
 ) -> Future[None]:
     """Stages a state as ``JOB/STEP`` before it returns. Returns a future that is done when the step is committed.
 
@@ -315,10 +322,13 @@ def async_save(
         state_dict: As for ``dcp.save``.
         checkpoint_id: ``JOB/STEP``.
         planner: A planner of DCP. Default: a ``DefaultSavePlanner``.
-        writer: The writer to save with. Default: a new one with the default settings.
+        writer: The writer to save with. Default: a new one.
+        settings: Arguments of that new :class:`Writer`.
 
     """
-    writer = writer or Writer()
+    if writer is not None and settings:
+        raise InvalidError("a Writer and settings", "pass the settings to the Writer")
+    writer = writer or Writer(**settings)
     writer.reset(checkpoint_id)
     checkpointer = writer.checkpointer
     writer.set_up_storage_writer(checkpointer.rank == 0)

@@ -1,0 +1,120 @@
+"""Import of folders of DCP, and export back."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rapidraid
+from rapidraid import errors
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+door = pytest.importorskip("rapidraid.torch")
+
+from rapidraid._convert import export_dcp, import_dcp, load_dcp_folder  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    weights = {"a.weight": torch.randn(40, 30, generator=generator), "b": torch.randn(7, generator=generator).bfloat16()}
+    return {"model": weights, "step": 7, "list": [torch.ones(3), {"x": torch.zeros(0)}], "lr": 0.5, "name": "x"}
+
+
+def folder_of(value: dict[str, Any], folder: Path) -> Path:
+    dcp.save(value, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+def flat(value: dict[str, Any]) -> dict[str, Any]:
+    found, _ = dcp._nested_dict.flatten_state_dict(value)
+    return {name: entry.tolist() if isinstance(entry, torch.Tensor) else entry for name, entry in found.items()}
+
+
+def test_a_folder_becomes_a_step_and_a_folder_again(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    original = folder_of(state(), tmp_path / "original")
+    environment = {**os.environ, "RAPIDRAID_CONFIG": str(cluster.config)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "rapidraid", *arguments], capture_output=True, text=True, env=environment)
+
+    done = run("import", "--dcp", str(original), f"{job}/7")
+    assert done.returncode == 0 and done.stdout == f"{original} is committed as {job}/7\n", done.stderr
+    loaded = flat(state())
+    into = state()
+    into["model"]["a.weight"].zero_()
+    dcp.load(into, checkpoint_id=f"{job}/7", storage_reader=door.Reader(config=cluster.config))
+    assert flat(into) == loaded
+    again = tmp_path / "again"
+    done = run("export", "--dcp", f"{job}/7", str(again), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 7
+    assert flat(load_dcp_folder(again)) == loaded
+    done = run("export", "--dcp", f"{job}/7", str(again))
+    assert done.returncode == 1 and "not empty" in done.stderr and "Traceback" not in done.stderr
+    done = run("import", "--dcp", str(tmp_path / "nothing"), f"{job}/8")
+    assert done.returncode == 1 and "has no .metadata" in done.stderr and "Traceback" not in done.stderr
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_hostile_folder_runs_no_code_and_reads_no_other_file(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    folder = folder_of(state(), tmp_path / "folder")
+    metadata = folder / ".metadata"
+    good = metadata.read_bytes()
+
+    def refuses(content: bytes, why: str) -> None:
+        metadata.write_bytes(content)
+        with pytest.raises(errors.CorruptError, match=why):
+            load_dcp_folder(folder)
+        assert not mark.exists()
+
+    refuses(pickle.dumps(Evil(mark)), "no part of DCP's metadata")
+    refuses(good[:-20], "damaged")
+    refuses(b"", "damaged")
+    refuses(pickle.dumps([1]), "holds no metadata")
+    for field, value, why in [
+        ("relative_path", "../secret", "outside the folder"),
+        ("relative_path", "/etc/passwd", "outside the folder"),
+        ("relative_path", "missing", "lacks the file"),
+        ("length", 1 << 40, "beyond the end"),
+        ("offset", -1, "beyond the end"),
+    ]:
+        broken = pickle.loads(good)
+        setattr(next(iter(broken.storage_data.values())), field, value)
+        refuses(pickle.dumps(broken), why)
+    broken = pickle.loads(good)
+    broken.state_dict_metadata["model.a.weight"].size = torch.Size([1 << 40])
+    refuses(pickle.dumps(broken), "the files have")
+    broken = pickle.loads(good)
+    broken.planner_data["list.0"] = ("list", 1 << 40)
+    refuses(pickle.dumps(broken), "more than")
+    metadata.write_bytes(good)
+    assert flat(load_dcp_folder(folder)) == flat(state())
+
+
+def test_objects_need_allow_pickle(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    folder = folder_of({"a": torch.ones(2), "evil": Evil(mark)}, tmp_path / "folder")
+    with pytest.raises(dcp.api.CheckpointException, match="--allow-pickle"):
+        import_dcp(folder, f"{job}/1", config=cluster.config)
+    assert not mark.exists()
+    with pytest.raises(dcp.api.CheckpointException, match="is not committed"):
+        export_dcp(f"{job}/1", tmp_path / "out", config=cluster.config)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,188 @@
+"""The recipes for Kubernetes and Slurm, as far as one machine can run them.
+
+A pod is a process with process ids, mounts and 64 MiB of ``/dev/shm`` of its own. Slurm's ``srun`` is a script that runs
+its command on this host.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rapidraid
+from rapidraid._program import program
+
+yaml = pytest.importorskip("yaml")
+pytest.importorskip("numpy")
+
+CLUSTER = Path(__file__).parent.parent.parent / "cluster"
+STATE_BYTES = 80 << 20
+LIMIT_S = 60
+
+#: Saves or loads a state larger than a pod's /dev/shm. Prints what it has done, and then waits to be killed.
+TRAINER = f"""
+import os, sys, time
+import numpy, rapidraid
+what, job = sys.argv[1:]
+state = {{"weights": numpy.zeros({STATE_BYTES} // 4, numpy.float32), "step": 0}}
+checkpointer = rapidraid.Checkpointer(job, start=False)
+if what == "save":
+    state = {{"weights": numpy.full({STATE_BYTES} // 4, 3.0, numpy.float32), "step": 5}}
+    checkpointer.save(5, state)
+    print("saved", flush=True)
+    time.sleep(60)
+step = checkpointer.load(state)
+print("loaded", step, state["step"], float(state["weights"].min()), float(state["weights"].max()), flush=True)
+"""
+
+
+def documents() -> dict[str, Any]:
+    """Returns the objects of the Kubernetes recipe, by kind."""
+    return {found["kind"]: found for found in yaml.safe_load_all((CLUSTER / "kubernetes" / "rapidraid-stage.yaml").read_text())}
+
+
+def test_pods_and_daemon_meet_in_one_folder() -> None:
+    found = documents()
+    specs = [found[kind]["spec"]["template"]["spec"] for kind in ("DaemonSet", "Job")]
+    for spec in specs:
+        (container,) = spec["containers"]
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        mounts = {entry["name"]: entry["mountPath"] for entry in container["volumeMounts"]}
+        volumes = {entry["name"]: entry for entry in spec["volumes"]}
+        assert environment["RAPIDRAID_STAGING_DIR"] == mounts["staging"] == volumes["staging"]["hostPath"]["path"]
+        assert mounts.keys() == volumes.keys()
+        user = container.get("securityContext", {}).get("runAsUser", spec["securityContext"].get("runAsUser"))
+        assert user == 1000
+        assert spec["nodeSelector"] == specs[0]["nodeSelector"]
+    (own,) = specs[0]["initContainers"]
+    assert own["command"][-1] == mounts["staging"] and own["command"][own["command"].index("-o") + 1] == "1000"
+    unit = (CLUSTER / "rapidraid-stage.service").read_text()
+    assert f"TimeoutStopSec={specs[0]['terminationGracePeriodSeconds']}\n" in unit
+
+
+def can_make_pods() -> bool:
+    """Returns whether this machine lets this user make namespaces."""
+    done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    return done.returncode == 0
+
+
+class Pods:
+    """The host of the pods: the folder that they share, and how one is started."""
+
+    def __init__(self, config: Path) -> None:
+        self.config = config
+        self.host = Path(tempfile.mkdtemp(prefix="rapidraid-pods-", dir="/dev/shm"))
+        self.path = documents()["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Starts a command as a pod's only process."""
+        mounts = (
+            'set -e; mkdir -p "$1"; mount --bind "$0" /mnt; mount -t tmpfs -o size=64m tmpfs /dev/shm; mkdir -p "$1"; '
+            'mount --bind /mnt "$1"; mount -t proc proc /proc; shift; exec "$@"'
+        )
+        environment = {**os.environ, "RAPIDRAID_CONFIG": str(self.config), "RAPIDRAID_STAGING_DIR": self.path}
+        pod = subprocess.Popen(
+            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private"]
+            + ["sh", "-c", mounts, str(self.host), self.path, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.running.append(pod)
+        return pod
+
+    def stop(self) -> None:
+        for pod in self.running:
+            pod.kill()
+            pod.wait()
+        shutil.rmtree(self.host, ignore_errors=True)
+
+
+@pytest.fixture
+def pods(cluster: rapidraid.LocalCluster, tmp_path: Path) -> Iterator[Pods]:
+    if not can_make_pods():
+        pytest.skip("`unshare --mount --pid` needs root")
+    running = Pods(cluster.config)
+    yield running
+    running.stop()
+
+
+def line_of(pod: subprocess.Popen[str], begin: str) -> str:
+    """Returns the next line of a pod that begins so."""
+    assert pod.stdout is not None
+    seen = []
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until and (line := pod.stdout.readline()):
+        seen.append(line)
+        if line.startswith(begin):
+            return line
+    raise AssertionError("".join(seen))
+
+
+def test_a_pod_that_is_killed_resumes_from_the_daemons_pod(pods: Pods, job: str) -> None:
+    """The state is larger than the pods' ``/dev/shm``: segments come through the socket."""
+    command = documents()["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    daemon = pods.start(program(), *command[1:2], "--config", str(pods.config))
+    until = time.monotonic() + LIMIT_S
+    while not any(path.is_socket() for path in pods.host.rglob("*")):
+        assert daemon.poll() is None and time.monotonic() < until, daemon.stdout
+        time.sleep(0.05)
+    trainer = pods.start(sys.executable, "-c", TRAINER, "save", job)
+    line_of(trainer, "saved")
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    again = pods.start(sys.executable, "-c", TRAINER, "load", job)
+    assert line_of(again, "loaded") == "loaded 5 5 3.0 3.0\n"
+
+
+def test_the_slurm_recipe_ends_the_daemon_after_it_has_saved(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    scripts = {
+        "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+        "scontrol": "echo host-1; echo host-2",
+        "rapidraid": f'exec "{program()}" "$@"',
+        "torchrun": f'while [ "${{1#-}}" != "$1" ]; do shift; done; exec "{sys.executable}" "$@"',
+    }
+    for name, text in scripts.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    staging = Path(tempfile.mkdtemp(prefix="rapidraid-slurm-", dir="/dev/shm"))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, numpy, rapidraid\n"
+        "checkpointer = rapidraid.Checkpointer(sys.argv[1], start=False)\n"
+        "checkpointer.save(3, {'weights': numpy.ones(1000)})\n"
+        "sys.exit(7)\n"
+    )
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "RAPIDRAID_CONFIG": str(cluster.config),
+        "RAPIDRAID_STAGING_DIR": str(staging / "folder"),
+        "SLURM_JOB_NODELIST": "host-[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "1",
+    }
+    try:
+        done = subprocess.run(
+            ["bash", str(CLUSTER / "slurm" / "train.sbatch"), str(script), job],
+            env=environment, capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        assert done.returncode == 7, done.stderr
+        listed = cluster.command("ls", job, "--json")
+        assert '"step":3' in listed.replace(" ", ""), (listed, done.stderr)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -19,6 +19,8 @@ mod crashes;
 mod flips;
 #[path = "staging/hostile.rs"]
 mod hostile;
+#[path = "staging/hosts.rs"]
+mod hosts;
 #[path = "staging/input.rs"]
 mod input;
 #[path = "staging/launch.rs"]
@@ -133,6 +135,12 @@ fn a_cluster_that_stands_still_loses_nothing() {
 #[test]
 fn launches_take_over_in_order() {
     play(launches::CELLS);
+}
+
+#[test]
+fn a_host_of_eight_is_lost_and_seven_go_on() {
+    // Each cell has eight daemons and sixteen trainers, which wait most of the time.
+    play_at_once(hosts::CELLS, 2);
 }
 
 #[test]

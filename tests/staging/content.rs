@@ -1,9 +1,12 @@
 //! The content that trainers save: every byte follows from the filling and the rank, so that a load
 //! can check that a step is whole and comes from one filling.
 
+use std::collections::BTreeMap;
+
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::table::{
-    ElementType, Extent, ExtentCopy, Form, Key, Name, NameKind, Path, Space, Table, TableBuilder,
+    ElementType, Extent, ExtentCopy, Form, Key, Name, NameKind, Path, Region, Space, Table,
+    TableBuilder,
 };
 use rapidraid::id::{FillId, Step};
 use rapidraid::trainer::StagingError;
@@ -20,16 +23,30 @@ const TABLE_ROOM_BYTES: u64 = 64 << 10;
 /// The parts of one rank; the first is its box of the shared tensor.
 const PARTS: [&str; 4] = ["weights", "rng", "fill", "nothing"];
 
-/// The amount of data that a rank saves.
+/// The amount of data that a rank saves. Ranks are counted over all hosts of the launch.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     pub rank: u32,
     pub world: u32,
     /// Number of rows of the shared tensor that the rank owns.
     pub rows: u64,
+    /// The first rank of its host, and the number of ranks there.
+    pub first: u32,
+    pub here: u32,
 }
 
 impl Shape {
+    /// Returns the shape of a rank whose launch runs on one host.
+    pub fn on_one_host(rank: u32, world: u32, rows: u64) -> Self {
+        Self { rank, world, rows, first: 0, here: world }
+    }
+
+    /// Returns the sum of the lengths in bytes of one segment over the ranks of the host.
+    pub fn host_bytes(&self) -> u64 {
+        let ranks = self.first..self.first + self.here;
+        ranks.map(|rank| Self { rank, ..*self }.segment_bytes()).sum()
+    }
+
     fn len_bytes(&self, part: &str) -> u64 {
         match part {
             "weights" => self.rows * ROW_BYTES,
@@ -112,8 +129,8 @@ pub fn write_header(
     let header = Header {
         segment: segment.id,
         launch,
-        world: shape.world,
-        rank: shape.rank,
+        world: shape.here,
+        rank: shape.rank - shape.first,
         step,
         fill,
         table_offset: HEADER_BYTES + end,
@@ -127,14 +144,27 @@ pub fn write_header(
 pub struct Loaded {
     pub step: u64,
     pub fill: FillId,
+    /// The filling of each rank. The ranks of one host have the same.
+    pub fills: Vec<FillId>,
     pub world: u32,
     pub is_from_memory: bool,
     pub newest_committed: Option<u64>,
 }
 
 /// Copies every extent, verified, and compares it with the expected bytes. Panics if a byte is
-/// wrong.
+/// wrong, or if ranks of one host have saved different fillings.
 pub fn check(
+    session: &mut Session,
+    loaded: &mut LoadedStep,
+    wait: &mut Wait<'_>,
+) -> Result<Loaded, StagingError> {
+    let found = check_hosts(session, loaded, wait)?;
+    assert!(found.fills.iter().all(|fill| *fill == found.fill), "parts of several fillings");
+    Ok(found)
+}
+
+/// Checks as [`check`] a step that several hosts have saved.
+pub fn check_hosts(
     session: &mut Session,
     loaded: &mut LoadedStep,
     wait: &mut Wait<'_>,
@@ -162,13 +192,17 @@ pub fn check(
     let region = |row: u32| table.regions_of(row).iter();
     let rows = || (0u32..).zip(table.names());
     let part = |name: &Name| name.path.to_string();
-    let fills: Vec<&[u8]> = rows()
+    let fills: BTreeMap<u32, FillId> = rows()
         .filter(|(_, name)| part(name) == "fill")
-        .flat_map(|(row, _)| region(row).map(|region| buffers[region.extent as usize].as_slice()))
+        .flat_map(|(row, name)| {
+            let Space::Rank(rank) = name.space else { panic!("{name}") };
+            let of =
+                |region: &Region| FillId(buffers[region.extent as usize][..].try_into().unwrap());
+            region(row).map(move |region| (rank, of(region)))
+        })
         .collect();
     let world = fills.len() as u32;
-    assert!(world > 0 && fills.iter().all(|fill| *fill == fills[0]), "parts of several fillings");
-    let fill = FillId(fills[0].try_into().unwrap());
+    assert!(fills.keys().copied().eq(0..world) && world > 0, "{fills:?}");
     for (row, name) in rows() {
         for region in region(row) {
             let found = &buffers[region.extent as usize];
@@ -177,13 +211,14 @@ pub fn check(
                 (_, Form::Box { start, size }) => (start[0] / size[0].max(1)) as u32,
                 other => panic!("{name}: {other:?}"),
             };
-            let expected = bytes_of(&part(name), fill, rank, found.len() as u64);
+            let expected = bytes_of(&part(name), fills[&rank], rank, found.len() as u64);
             assert!(*found == expected, "{name} of rank {rank}: wrong bytes were loaded");
         }
     }
     Ok(Loaded {
         step: loaded.step().0,
-        fill,
+        fill: fills[&0],
+        fills: fills.into_values().collect(),
         world,
         is_from_memory: loaded.is_from_memory(),
         newest_committed: loaded.about.newest_committed.map(|step| step.0),
@@ -196,10 +231,24 @@ pub fn load(
     load: &Load,
     wait: &mut Wait<'_>,
 ) -> Result<Option<Loaded>, StagingError> {
-    let Some(mut step) = session.load(load, LoadFrom::Anywhere, &mut |_, _| (), wait)? else {
+    load_from(session, load, LoadFrom::Anywhere, wait)
+}
+
+/// Loads like [`load`]. A step from the cluster may have been saved by several hosts.
+pub fn load_from(
+    session: &mut Session,
+    load: &Load,
+    from: LoadFrom,
+    wait: &mut Wait<'_>,
+) -> Result<Option<Loaded>, StagingError> {
+    let Some(mut step) = session.load(load, from, &mut |_, _| (), wait)? else {
         return Ok(None);
     };
-    match check(session, &mut step, wait) {
+    let checked = match from {
+        LoadFrom::Anywhere => check(session, &mut step, wait),
+        LoadFrom::Cluster => check_hosts(session, &mut step, wait),
+    };
+    match checked {
         Ok(found) => {
             session.release(step, wait)?;
             Ok(Some(found))

@@ -143,7 +143,7 @@ fn one_daemon_for_a_folder(cluster: &Cluster, _: &str) {
 
 fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) {
     // Memory for three segments of one rank.
-    let segment = crate::content::Shape { rank: 0, world: 1, rows: 20_000 }.segment_bytes();
+    let segment = crate::content::Shape::on_one_host(0, 1, 20_000).segment_bytes();
     let memory = format!("{}", 3 * segment + segment / 2);
     let stage = Stage::start(cluster, &memory, &[]);
     let plan = Plan { rows: 20_000, ..Plan::new(job, 1) };

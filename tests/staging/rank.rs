@@ -83,7 +83,7 @@ fn run(folder: &Path, settings: &Value) -> Result<(), StagingError> {
     let number = |field: &str| settings[field].as_u64();
     let launch: LaunchId = settings["launch"].as_str().unwrap().parse().unwrap();
     let (rank, world) = (number("rank").unwrap() as u32, number("world").unwrap() as u32);
-    let shape = Shape { rank, world, rows: number("rows").unwrap() };
+    let shape = Shape::on_one_host(rank, world, number("rows").unwrap());
     let job: rapidraid::id::Job = settings["job"].as_str().unwrap().parse().unwrap();
     let mut session = insist(|wait| Session::connect(folder, None, wait))?;
     say(&json!({ "loading": number("load") }));
@@ -101,7 +101,7 @@ fn run(folder: &Path, settings: &Value) -> Result<(), StagingError> {
     let prepare = Prepare {
         place: place.clone(),
         segment_bytes: shape.segment_bytes(),
-        launch_bytes: (0..world).map(|rank| Shape { rank, ..shape }.segment_bytes()).sum(),
+        launch_bytes: shape.host_bytes(),
         born_ns: number("born_ns").unwrap(),
         resumed: Resumed {
             loaded: loaded.as_ref().map(|loaded| Step(loaded.step)),

@@ -10,7 +10,7 @@ use rapidraid::id::{FillId, LaunchId, Step};
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::load::LoadedStep;
 use rapidraid::trainer::protocol::{
-    Answer, Load, LoadFrom, Place, Prepare, Request, Resumed, Sample,
+    Answer, Hosts, Load, LoadFrom, Place, Prepare, Request, Resumed, Sample,
 };
 use rapidraid::trainer::session::{Segment, Session, Wait};
 use serde_json::{Value, json};
@@ -155,7 +155,11 @@ impl Trainer {
             }
             "load" => {
                 let load = load_of(order);
-                let found = content::load(self.session(wait)?, &load, wait)?;
+                let from = match order["from_cluster"] == true {
+                    true => LoadFrom::Cluster,
+                    false => LoadFrom::Anywhere,
+                };
+                let found = content::load_from(self.session(wait)?, &load, from, wait)?;
                 Ok(found.map_or(Value::Null, |found| told(&found)))
             }
             "open" => {
@@ -200,10 +204,18 @@ impl Trainer {
     fn prepare(&mut self, order: &Value, wait: &mut Wait<'_>) -> Result<Value, StagingError> {
         let (rank, world) = (order["rank"].as_u64().unwrap(), order["world"].as_u64().unwrap());
         let (rank, world) = (rank as u32, world as u32);
-        let shape = Shape { rank, world, rows: number(order, "rows").unwrap() };
+        let mut shape = Shape::on_one_host(rank, world, number(order, "rows").unwrap());
+        let mut hosts = None;
+        if let Some(names) = order["hosts"].as_array() {
+            let own = number(order, "host").unwrap() as u32;
+            let names: Vec<_> = names.iter().map(|name| name.as_str().unwrap().into()).collect();
+            shape.first = own * world;
+            (shape.rank, shape.world) = (shape.first + rank, names.len() as u32 * world);
+            hosts = Some(Hosts { own, names });
+        }
         let job = order["job"].as_str().unwrap().parse().unwrap();
         let place = Place { job, launch: launch_of(order), world, rank };
-        let launch_bytes = (0..world).map(|rank| Shape { rank, ..shape }.segment_bytes()).sum();
+        let launch_bytes = shape.host_bytes();
         let prepare = Prepare {
             place: place.clone(),
             segment_bytes: shape.segment_bytes(),
@@ -219,7 +231,7 @@ impl Trainer {
         };
         self.segments.clear();
         self.rank = Some(Rank { place, shape });
-        self.segments = self.session(wait)?.prepare(&prepare, None, wait)?;
+        self.segments = self.session(wait)?.prepare(&prepare, hosts.as_ref(), wait)?;
         Ok(json!(self.segments.len()))
     }
 
@@ -261,6 +273,7 @@ fn load_of(order: &Value) -> Load {
 pub fn told(found: &content::Loaded) -> Value {
     json!({
         "step": found.step, "fill": found.fill.to_string(), "world": found.world,
+        "fills": found.fills.iter().map(|fill| fill.to_string()).collect::<Vec<_>>(),
         "memory": found.is_from_memory, "newest": found.newest_committed,
     })
 }

@@ -1,0 +1,215 @@
+//! A launch on eight hosts, each with a staging daemon and two trainers. One host is lost for good,
+//! and the job goes on with the other seven, whose ranks have other numbers then.
+
+use std::collections::BTreeMap;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rapidraid::entropy::{Entropy, SystemEntropy};
+use rapidraid::trainer::daemon::trace::StagingPoint;
+use serde_json::{Value, json};
+
+use crate::launch::{Launch, Plan};
+use crate::machine::Cluster;
+use crate::stage::{LIMIT, Stage};
+use crate::{Cell, cells};
+
+const HOSTS: usize = 8;
+const RANKS_PER_HOST: u32 = 2;
+/// Longer than the wait of a load for hosts that make no progress.
+const LOAD_LIMIT_MS: u64 = 60_000;
+
+pub const CELLS: &[Cell] = cells![
+    a_host_of_eight_while_it_fills,
+    a_host_of_eight_while_it_sends,
+    a_host_of_eight_when_all_is_committed,
+];
+
+/// A launch on several hosts: one part on each of them, in the order of their numbers.
+struct Joint {
+    parts: Vec<Launch>,
+}
+
+impl Joint {
+    /// Starts the ranks on these hosts without preparing them.
+    fn start(stages: &[&Stage<'_>], plan: &Plan) -> Self {
+        let mut parts: Vec<Launch> =
+            stages.iter().map(|stage| Launch::start(stage, plan)).collect();
+        let id = parts[0].id;
+        parts.iter_mut().for_each(|part| part.id = id);
+        Self { parts }
+    }
+
+    /// Makes all ranks prepare, after a load of `step`.
+    fn prepare(&mut self, step: Option<u64>) {
+        let names: Vec<String> = (0..self.parts.len()).map(name_of).collect();
+        for (host, part) in self.parts.iter_mut().enumerate() {
+            (part.plan.loaded, part.plan.newest_seen) = (step, step);
+            for rank in 0..part.ranks.len() {
+                let mut order = part.prepare_order(rank);
+                (order["hosts"], order["host"]) = (json!(names), json!(host));
+                part.ranks[rank].ask(&order).unwrap();
+            }
+        }
+    }
+
+    /// Makes the ranks of these hosts save a step. Returns the filling of each host.
+    fn save(&mut self, hosts: std::ops::Range<usize>, step: u64) -> BTreeMap<usize, String> {
+        hosts.map(|host| (host, self.parts[host].save(step))).collect()
+    }
+
+    fn wait(&mut self, step: u64) {
+        self.parts.iter_mut().for_each(|part| part.wait(step));
+    }
+
+    /// Makes all ranks load the newest step that the cluster has. Returns their answers.
+    fn load(&mut self) -> Vec<Value> {
+        let order = |part: &Launch, step: Option<u64>| {
+            json!({
+                "do": "load", "job": part.plan.job, "launch": part.id.to_string(), "step": step,
+                "number": 1, "from_cluster": true, "limit_ms": LOAD_LIMIT_MS,
+            })
+        };
+        // One rank chooses for all, as a collective of the trainers does.
+        let first = order(&self.parts[0], None);
+        let chosen = self.parts[0].ranks[0].ask(&first).unwrap();
+        let mut found = vec![chosen.clone()];
+        for (host, part) in self.parts.iter_mut().enumerate() {
+            let order = order(part, chosen["step"].as_u64());
+            for rank in part.ranks.iter_mut().skip(usize::from(host == 0)) {
+                found.push(rank.ask(&order).unwrap());
+            }
+        }
+        found
+    }
+}
+
+fn name_of(host: usize) -> String {
+    format!("host-{host}")
+}
+
+/// Returns the fillings that a step of these hosts must have, rank by rank.
+fn by_rank(fills: &BTreeMap<usize, String>) -> Value {
+    json!(fills.values().flat_map(|fill| [fill, fill]).collect::<Vec<_>>())
+}
+
+/// The eight hosts, with step 10 committed.
+struct Play<'a> {
+    job: &'a str,
+    stages: Vec<Stage<'a>>,
+    joint: Joint,
+    /// The fillings of each step that all hosts have begun.
+    fills: BTreeMap<u64, BTreeMap<usize, String>>,
+}
+
+impl<'a> Play<'a> {
+    fn begin(cluster: &'a Cluster, job: &'a str) -> Self {
+        let stages: Vec<_> = (0..HOSTS).map(|_| Stage::start(cluster, "64MiB", &[])).collect();
+        let all: Vec<_> = stages.iter().collect();
+        let mut joint = Joint::start(&all, &Plan::new(job, RANKS_PER_HOST));
+        joint.prepare(None);
+        let fills = BTreeMap::from([(10, joint.save(0..HOSTS, 10))]);
+        joint.wait(10);
+        Self { job, stages, joint, fills }
+    }
+
+    fn last(&mut self) -> &mut Launch {
+        self.joint.parts.last_mut().unwrap()
+    }
+
+    /// Kills the last host: its daemon, its trainers, and with them its memory.
+    fn lose_the_last_host(&mut self) {
+        self.last().kill();
+        self.joint.parts.pop();
+        let mut stage = self.stages.pop().unwrap();
+        if stage.is_alive() {
+            stage.kill();
+        }
+    }
+
+    /// Waits until a trainer of each other host is told that the step waits for the lost host, or
+    /// that the step is committed. Returns whether it is committed, and the time that it took.
+    fn hear_of_it(&mut self, step: u64) -> (bool, Duration) {
+        let (began, lost) = (Instant::now(), name_of(HOSTS - 1));
+        let mut is_committed = false;
+        for part in &mut self.joint.parts {
+            loop {
+                let order = json!({ "do": "wait", "step": step, "limit_ms": 100 });
+                match part.ranks[0].ask(&order) {
+                    Ok(_) => is_committed = true,
+                    Err(refused) if refused.message.contains(&lost) => {}
+                    Err(refused) => {
+                        assert!(began.elapsed() < LIMIT, "{refused:?} does not name {lost}");
+                        continue;
+                    }
+                }
+                break;
+            }
+        }
+        (is_committed, began.elapsed())
+    }
+
+    /// Kills the other trainers, and resumes on the seven hosts in the opposite order. The step must
+    /// be `expected`, unless that is `None`. A save of the next step is committed.
+    fn go_on(mut self, expected: Option<u64>) {
+        self.joint.parts.iter_mut().for_each(Launch::kill);
+        drop(self.joint);
+        let seven: Vec<_> = self.stages.iter().rev().collect();
+        let mut joint = Joint::start(&seven, &Plan::new(self.job, RANKS_PER_HOST));
+        let loaded = joint.load();
+        let step = loaded[0]["step"].as_u64().unwrap();
+        assert!(expected.is_none_or(|expected| expected == step), "{loaded:?}");
+        assert_eq!(loaded.len(), seven.len() * RANKS_PER_HOST as usize);
+        for found in &loaded {
+            assert_eq!(found["step"], step);
+            assert_eq!(found["fills"], by_rank(&self.fills[&step]), "step {step} is not one save");
+        }
+        joint.prepare(Some(step));
+        let fills = joint.save(0..seven.len(), 30);
+        joint.wait(30);
+        let first = seven[0];
+        let committed = first.committed(self.job);
+        let expected: &[u64] = if step == 10 { &[10, 30] } else { &[10, 20, 30] };
+        assert_eq!(committed, expected);
+        drop(joint);
+        let mut again = Joint::start(&seven[..1], &Plan::new(self.job, RANKS_PER_HOST));
+        assert_eq!(again.load()[0]["fills"], by_rank(&fills));
+        self.stages.iter().for_each(Stage::assert_sound);
+    }
+}
+
+fn a_host_of_eight_while_it_fills(cluster: &Cluster, job: &str) {
+    let mut play = Play::begin(cluster, job);
+    let mut fills = play.joint.save(0..HOSTS - 1, 20);
+    play.last().ranks[0].step("save", 20).unwrap();
+    fills.insert(HOSTS - 1, play.last().fill(1, 20));
+    play.fills.insert(20, fills);
+    play.lose_the_last_host();
+    let (is_committed, heard) = play.hear_of_it(20);
+    assert!(!is_committed, "half a step is committed");
+    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    play.go_on(Some(10));
+}
+
+fn a_host_of_eight_while_it_sends(cluster: &Cluster, job: &str) {
+    let mut play = Play::begin(cluster, job);
+    let fills = play.joint.save(0..HOSTS, 20);
+    play.fills.insert(20, fills);
+    let last = &play.stages[HOSTS - 1];
+    last.until("the last host sends", || last.watch.has_said(StagingPoint::Saving, 20));
+    // The moment is anywhere in the transfer, so the step may be whole just before it.
+    sleep(Duration::from_millis(SystemEntropy.below(60)));
+    play.lose_the_last_host();
+    let (is_committed, heard) = play.hear_of_it(20);
+    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    play.go_on(Some(if is_committed { 20 } else { 10 }));
+}
+
+fn a_host_of_eight_when_all_is_committed(cluster: &Cluster, job: &str) {
+    let mut play = Play::begin(cluster, job);
+    let fills = play.joint.save(0..HOSTS, 20);
+    play.fills.insert(20, fills);
+    play.joint.wait(20);
+    play.lose_the_last_host();
+    play.go_on(Some(20));
+}

@@ -144,6 +144,11 @@ fn a_host_of_eight_is_lost_and_seven_go_on() {
 }
 
 #[test]
+fn a_daemon_of_two_hosts_that_was_killed_anywhere_goes_on() {
+    play(hosts::TWO);
+}
+
+#[test]
 fn bad_input_is_refused_with_a_hint() {
     play(input::CELLS);
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use rapidraid::entropy::{Entropy, SystemEntropy};
 use rapidraid::trainer::daemon::trace::StagingPoint;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::launch::{Launch, Plan};
@@ -23,6 +24,16 @@ pub const CELLS: &[Cell] = cells![
     a_host_of_eight_while_it_fills,
     a_host_of_eight_while_it_sends,
     a_host_of_eight_when_all_is_committed,
+];
+
+/// Cells in which one of two daemons is killed at a trace point, and started again.
+pub const TWO: &[Cell] = cells![
+    one_of_two_killed_when_all_have_staged,
+    one_of_two_killed_while_it_hashes,
+    one_of_two_killed_when_the_hashes_are_kept,
+    one_of_two_killed_when_it_begins_to_save,
+    one_of_two_killed_after_the_commit,
+    one_of_two_killed_when_the_record_says_committed,
 ];
 
 /// A launch on several hosts: one part on each of them, in the order of their numbers.
@@ -212,4 +223,65 @@ fn a_host_of_eight_when_all_is_committed(cluster: &Cluster, job: &str) {
     play.joint.wait(20);
     play.lose_the_last_host();
     play.go_on(Some(20));
+}
+
+/// Saves step 10 on two hosts. Kills the daemon of each in turn when it logs `point`, and all
+/// trainers, and starts the daemon again: the step is committed, with the content of one save.
+fn one_of_two(cluster: &Cluster, job: &str, point: StagingPoint) {
+    for host in 0..2 {
+        let job = format!("{job}-{host}");
+        let mut stages: Vec<_> = (0..2).map(|_| Stage::start(cluster, "64MiB", &[])).collect();
+        let all: Vec<_> = stages.iter().collect();
+        let mut joint = Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST));
+        joint.prepare(None);
+        stages[host].watch.set_trap(point, &[stages[host].pid()], Signal::KILL);
+        for part in &mut joint.parts {
+            for rank in &mut part.ranks {
+                // The daemon may be killed before it has answered.
+                let _ = rank.step("save", 10);
+            }
+        }
+        stages[host].until("it is killed", || stages[host].watch.has_sprung());
+        joint.parts.iter_mut().for_each(Launch::kill);
+        stages[host].restart();
+        stages[host].watch.take_trap();
+        for stage in &stages {
+            // Without trainers, a committed step of several hosts is released: no host has it whole.
+            // A daemon that finds it committed keeps it until the memory is needed.
+            stage.until("the step is committed", || {
+                let state = stage.state(&job, 10);
+                stage.committed(&job) == [10] && state.is_none_or(|state| state == "committed")
+            });
+        }
+        let all: Vec<_> = stages.iter().rev().collect();
+        let loaded = Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST)).load();
+        let fills = &loaded[0]["fills"];
+        assert!(fills[0] == fills[1] && fills[2] == fills[3] && fills[0] != fills[2], "{fills}");
+        assert!(loaded.iter().all(|found| found["fills"] == *fills && found["step"] == 10));
+        stages.iter().for_each(Stage::assert_sound);
+    }
+}
+
+fn one_of_two_killed_when_all_have_staged(cluster: &Cluster, job: &str) {
+    one_of_two(cluster, job, StagingPoint::Staged);
+}
+
+fn one_of_two_killed_while_it_hashes(cluster: &Cluster, job: &str) {
+    one_of_two(cluster, job, StagingPoint::Hashing);
+}
+
+fn one_of_two_killed_when_the_hashes_are_kept(cluster: &Cluster, job: &str) {
+    one_of_two(cluster, job, StagingPoint::Hashed);
+}
+
+fn one_of_two_killed_when_it_begins_to_save(cluster: &Cluster, job: &str) {
+    one_of_two(cluster, job, StagingPoint::Saving);
+}
+
+fn one_of_two_killed_after_the_commit(cluster: &Cluster, job: &str) {
+    one_of_two(cluster, job, StagingPoint::Decided);
+}
+
+fn one_of_two_killed_when_the_record_says_committed(cluster: &Cluster, job: &str) {
+    one_of_two(cluster, job, StagingPoint::Committed);
 }

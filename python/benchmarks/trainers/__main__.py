@@ -15,6 +15,7 @@ MEASURES = {
     "memory": host.memory,
     "resume": host.resume,
     "commit": links.commit,
+    "joint": links.joint,
     "load": links.load,
     "preempt": links.preempt,
     "share": links.share,

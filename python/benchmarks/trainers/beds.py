@@ -19,6 +19,7 @@ BURST_BYTES = 80 << 10
 QUEUE_MS = 50
 NODE_MBIT, CLIENT_MBIT = 200, 1000
 PORT = 7440
+NODES = 6
 
 
 class Host(rapidraid.cluster.LocalCluster):
@@ -27,7 +28,7 @@ class Host(rapidraid.cluster.LocalCluster):
     def __init__(self, **options: object) -> None:
         folder = Path(tempfile.mkdtemp(prefix="rapidraid-bench-", dir=os.environ.get("TMPDIR", "/var/tmp")))
         settings = {"memory": "256MiB", "policy.archive_all_but": "never"}
-        super().__init__(6, folder=folder, settings=settings, **options)  # type: ignore[arg-type]
+        super().__init__(NODES, folder=folder, settings=settings, **options)  # type: ignore[arg-type]
 
     @property
     def staging_pid(self) -> int:
@@ -47,25 +48,28 @@ class Host(rapidraid.cluster.LocalCluster):
 
 
 class Links(Host):
-    """Six nodes with links of 200 Mbit/s and a training host with 1 Gbit/s, as network namespaces. Needs root."""
+    """Six nodes with links of 200 Mbit/s and training hosts with 1 Gbit/s, as network namespaces. Needs root.
 
-    def __init__(self, **options: object) -> None:
+    The ranks are processes outside of the namespaces: they talk to their host's daemon alone, through its socket.
+    """
+
+    def __init__(self, hosts: int = 1, **options: object) -> None:
         self._prefix = f"rrb{os.getpid()}-"
         self._made: list[str] = []
         try:
-            self._put_up(6)
-            super().__init__(block="16MiB", **options)
+            self._put_up(NODES, hosts)
+            super().__init__(block="16MiB", hosts=hosts, **options)
         except BaseException:
             self._take_down()
             raise
 
-    def _put_up(self, nodes: int) -> None:
+    def _put_up(self, nodes: int, hosts: int) -> None:
         hub = f"{self._prefix}hub"
         self._ip("netns", "add", hub)
         self._made.append(hub)
         for line in (f"link add br0 mtu {MTU} type bridge", "link set br0 up", "link set lo up"):
             self._ip("-n", hub, *line.split())
-        for host in range(nodes + 1):
+        for host in range(nodes + hosts):
             name = self._namespace(host)
             self._ip("netns", "add", name)
             self._made.append(name)
@@ -77,9 +81,10 @@ class Links(Host):
                 self._ip("-n", hub, *line.split())
             for line in (f"addr add 10.78.0.{host + 1}/24 dev eth0", "link set eth0 up", "link set lo up"):
                 self._ip("-n", name, *line.split())
-            rate = f"{NODE_MBIT if host else CLIENT_MBIT}mbit"
+            is_node = 1 <= host <= nodes
+            rate = f"{NODE_MBIT if is_node else CLIENT_MBIT}mbit"
             for place, device in ((name, "eth0"), (hub, f"v{host}")):
-                shape = ("root", "tbf", "rate", rate, "burst", str(BURST_BYTES if host else 4 * BURST_BYTES), "latency", f"{QUEUE_MS}ms")
+                shape = ("root", "tbf", "rate", rate, "burst", str(BURST_BYTES if is_node else 4 * BURST_BYTES), "latency", f"{QUEUE_MS}ms")
                 subprocess.run(["ip", "netns", "exec", place, "tc", "qdisc", "add", "dev", device, *shape], check=True)
 
     def _ip(self, *words: str) -> None:
@@ -92,7 +97,10 @@ class Links(Host):
         return [f"10.78.0.{host + 2}:{PORT}" for host in range(nodes)]
 
     def _within(self, name: str) -> list[str]:
-        host = 0 if name == "staging" else int(name.removeprefix("node-"))
+        if name.startswith("staging-"):
+            host = NODES + int(name.removeprefix("staging-"))
+        else:
+            host = 0 if name == "staging" else int(name.removeprefix("node-"))
         return ["ip", "netns", "exec", self._namespace(host)]
 
     def _take_down(self) -> None:

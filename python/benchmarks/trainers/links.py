@@ -15,6 +15,9 @@ from .host import TMPFS
 from .record import Measure, say
 from .trainer import Ranks
 
+#: Training hosts of the joint measure.
+HOSTS = 8
+
 
 class Files:
     """The same bytes as files in memory, for the references."""
@@ -56,6 +59,25 @@ def commit(repeats: int, large_bytes: int) -> Iterator[Measure]:
             measure.add("one file", _save_files(bed, step, files.one))
             measure.add("eight files", _save_files(bed, step, files.eight))
             say("commit: " + ", ".join(f"{arm} {times[-1]:.2f} s" for arm, times in measure.arms.items()))
+    yield measure
+
+
+def joint(repeats: int, large_bytes: int) -> Iterator[Measure]:
+    """Measures the time from staged to committed on eight hosts that save one step together."""
+    measure = Measure("joint", "staged on eight hosts until committed", "staged", ["eight files"], 1.1)
+    with Links(hosts=HOSTS) as bed, Files(large_bytes) as files, Ranks(HOSTS, bed.configs, large_bytes=large_bytes) as ranks:
+        ranks.ask("open", "joint")
+        ranks.ask("prepare")
+        for step in range(1, repeats + 1):
+            begun = time.perf_counter()
+            ranks.ask("save", step)
+            staged = time.perf_counter()
+            ranks.ask("wait", step)
+            measure.add("staged", time.perf_counter() - staged)
+            measure.facts["saves_took_s"] = staged - begun
+            bed.command("rm", f"joint/{step}")
+            measure.add("eight files", _save_files(bed, step, files.eight))
+            say("joint: " + ", ".join(f"{arm} {times[-1]:.2f} s" for arm, times in measure.arms.items()))
     yield measure
 
 

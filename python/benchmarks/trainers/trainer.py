@@ -14,20 +14,22 @@ LIMIT_S = 600
 
 
 class Ranks:
-    """The ranks of one launch, as processes of their own."""
+    """The ranks of one launch, as processes of their own, divided evenly over the hosts with these configurations."""
 
-    def __init__(self, world: int, config: Path, *, large_bytes: int, port: int = 0) -> None:
+    def __init__(self, world: int, config: Path | list[Path], *, large_bytes: int, port: int = 0) -> None:
         env = {
             **os.environ,
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(20000 + (os.getpid() * 2 + port) % 20000),
         }
-        command = [sys.executable, "-m", "trainers.trainer", str(config), str(large_bytes)]
-        self.children = [
-            subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for rank in range(world)
-        ]
+        configs = config if isinstance(config, list) else [config]
+        self.children = []
+        for rank in range(world):
+            own = str(configs[rank * len(configs) // world])
+            command = [sys.executable, "-m", "trainers.trainer", own, str(large_bytes)]
+            child = subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.children.append(child)
         self._answers()
 
     def ask(self, *words: str | int) -> list[dict[str, Any]]:

@@ -101,4 +101,13 @@ def forget_checkpointers() -> None:
         checkpointer.leave()
 
 
+def _after_fork() -> None:
+    """Lets a forked child make Checkpointers of its own. That of a process group stays refused: the ranks do not know the child."""
+    global _lock
+    _lock = threading.Lock()
+    for key in [key for key in _opened if key[3]]:
+        del _opened[key]
+
+
 atexit.register(forget_checkpointers)
+os.register_at_fork(after_in_child=_after_fork)

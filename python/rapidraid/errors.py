@@ -36,7 +36,11 @@ class NotFoundError(RapidraidError, LookupError):
     """There is no such step, name or segment."""
 
 
-class ExistsError(RapidraidError):
+class NoFileError(NotFoundError, FileNotFoundError):
+    """There is no such file or folder."""
+
+
+class ExistsError(RapidraidError, FileExistsError):
     """The step is saved already, or is being saved by another process."""
 
 

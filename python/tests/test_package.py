@@ -54,6 +54,7 @@ def test_exceptions_are_one_tree() -> None:
     for kind, python in [
         ("invalid", ValueError),
         ("not_found", LookupError),
+        ("exists", FileExistsError),
         ("denied", PermissionError),
         ("unavailable", ConnectionError),
         ("timeout", TimeoutError),

@@ -1,0 +1,62 @@
+"""The file objects of the file system of fsspec, and its transaction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsspec.spec import AbstractBufferedFile
+from fsspec.transaction import Transaction
+
+from ._places import Place
+from ._spool import Folder, SpooledFile
+
+#: The length of the blocks that an open file caches, in bytes.
+BLOCK_BYTES = 4 << 20
+
+
+class StepTransaction(Transaction):  # type: ignore[misc]
+    """Saves the steps of the files that were written in it, in order, when it ends."""
+
+    def complete(self, commit: bool = True) -> None:
+        """Lets all files appear in their folders and saves their steps; or discards the files."""
+        fs = self.fs
+        steps = {(file.place.job, file.place.step) for file in self.files if file.place.step is not None}
+        super().complete(commit)
+        if commit:
+            for job, step in sorted(steps):
+                fs.commit(f"{job}/{step}")
+
+
+class WrittenFile(SpooledFile):
+    """A file that is being written, and its place."""
+
+    def __init__(self, place: Place, folder: Folder, *, is_exclusive: bool, autocommit: bool) -> None:
+        self.place = place
+        super().__init__(folder, place.path, is_exclusive=is_exclusive, autocommit=autocommit)
+
+
+class SavedFile(AbstractBufferedFile):  # type: ignore[misc]
+    """A file of a committed step. Small reads go through a cache, long ones straight into the caller's memory."""
+
+    def readinto(self, b: Any) -> int:
+        view = memoryview(b).cast("B")
+        count: int = min(len(view), max(0, self.size - self.loc))
+        if count < self.blocksize:
+            return int(super().readinto(view))
+        self.fs._read([(self.path, self.loc, self.loc + count, view)])
+        self.loc += count
+        return count
+
+    def read(self, length: int | None = -1) -> bytes:
+        left = max(0, self.size - self.loc)
+        count = left if length is None or length < 0 else min(length, left)
+        if count < self.blocksize or self.closed:
+            found: bytes = super().read(count)
+            return found
+        found = self._fetch_range(self.loc, self.loc + count)
+        self.loc += count
+        return found
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        found: bytes = self.fs._read([(self.path, start, end, None)])[0]
+        return found

@@ -1,4 +1,4 @@
-"""Values of other packages that are stored as plain values: torch's small types and numpy's scalars.
+"""Values of other packages that are stored as plain values: torch's small types and scalars, and numpy's scalars.
 
 Each kind has a name, and a plain value represents the object. To describe an object, this module does not import torch or
 numpy: an object of theirs exists only if they are already imported.
@@ -7,7 +7,7 @@ numpy: an object of theirs exists only if they are already imported.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 
@@ -21,6 +21,9 @@ def describe(value: Any) -> tuple[str, Any] | None:
             return "torch.Size", [int(size) for size in value]
         if isinstance(value, torch.device):
             return "torch.device", str(value)
+        if type(value) is torch.Tensor and value.dim() == 0 and value.layout is torch.strided and not value.is_meta:
+            local = value.detach().cpu().contiguous().reshape(1)
+            return "torch.Tensor", [str(local.dtype).removeprefix("torch."), bytes(local.view(torch.uint8).tolist())]
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         kind = value.dtype
@@ -29,6 +32,8 @@ def describe(value: Any) -> tuple[str, Any] | None:
         return "numpy", [kind.newbyteorder("<").str, value.astype(kind.newbyteorder("<")).tobytes()]
     if type(value) is OrderedDict:
         return "OrderedDict", dict(value)
+    if type(value) is Counter:
+        return "Counter", dict(value)
     if type(value) is range:
         return "range", [value.start, value.stop, value.step]
     if type(value) is set and all(type(item) in (int, str, bytes, bool, float) for item in value):
@@ -42,6 +47,8 @@ def restore(kind: str, value: Any) -> Any:
 
     if kind == "OrderedDict":
         return OrderedDict(value)
+    if kind == "Counter":
+        return Counter(value)
     if kind == "range":
         return range(*value)
     if kind == "set":
@@ -51,11 +58,12 @@ def restore(kind: str, value: Any) -> Any:
         if package == "torch":
             import torch
 
-            if kind == "torch.dtype":
-                found = getattr(torch, value, None)
+            if kind in ("torch.dtype", "torch.Tensor"):
+                name = value if kind == "torch.dtype" else value[0]
+                found = getattr(torch, name, None)
                 if not isinstance(found, torch.dtype):
-                    raise InvalidError(f"torch has no dtype {value!r}", "load with a newer torch")
-                return found
+                    raise InvalidError(f"torch has no dtype {name!r}", "load with a newer torch")
+                return found if kind == "torch.dtype" else torch.frombuffer(bytearray(value[1]), dtype=found).reshape(())
             if kind == "torch.Size":
                 return torch.Size(value)
             if kind == "torch.device":

@@ -1,0 +1,194 @@
+"""Nested dicts of tensors and plain values, as frameworks pass them to be saved, and as they want them back.
+
+A framework of this kind has no state to load into, so a load builds the dict from the names of the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import _native
+from ._load import Names, PlannedLoad, Reader
+from ._plan import encode
+from .checkpointer import Checkpointer
+from .errors import CorruptError, InvalidError
+from .state import (
+    FLAG_ARRAY,
+    FLAG_PICKLE,
+    SEQUENCE,
+    WRAPPED,
+    Flat,
+    Key,
+    Keys,
+    Leaf,
+    _like,
+    _with_found,
+    flatten,
+    is_array,
+    is_dtensor,
+    is_tensor,
+    key_of,
+    show,
+)
+from .tensors import alias_key, has_elements
+
+#: The key of the small files of a step: a dict of bytes by name.
+FILES: Key = (0, "files")
+#: Plain values may grow by this much until memory is reserved anew, in bytes. It is less than the spare room of a segment.
+GROWTH_BYTES = 128 << 10
+
+
+def flatten_tree(tree: Mapping[Any, Any], whole: tuple[str, ...] = ()) -> Flat:
+    """Returns the leaves of a nested dict. All of them are shared, so any number of ranks can load them.
+
+    A part without tensors is one plain value, whatever its keys are. Tensors of a single number count as plain values
+    there, except below the keys in ``whole``: they come and go from step to step, and would change the layout each time.
+
+    Args:
+        tree: The dict.
+        whole: The keys of the parts that a Checkpointer or DCP should find name by name.
+
+    """
+    flat = Flat()
+    for key, value in tree.items():
+        _walk(flat, (key_of(key, ()),), value, key in whole)
+    return flat
+
+
+def _walk(flat: Flat, keys: Keys, value: Any, is_whole: bool) -> None:
+    if isinstance(value, (dict, list, tuple)) and _has_tensors(value, is_whole):
+        if isinstance(value, dict):
+            for key, item in value.items():
+                _walk(flat, (*keys, key_of(key, keys)), item, is_whole)
+            return
+        flat.leaves.append(Leaf((*keys, SEQUENCE), [type(value).__name__, len(value)], False))
+        for at, item in enumerate(value):
+            place: Key = (2, at)
+            _walk(flat, (*keys, place), item, is_whole)
+        return
+    if is_tensor(value) and hasattr(value, "__tensor_flatten__") and not is_dtensor(value):
+        raise InvalidError(f"{show(keys)} is a {type(value).__name__}, which wraps other tensors", "save its model with a Checkpointer")
+    flat.leaves.append(Leaf(keys, value, False))
+
+
+def _has_tensors(value: Any, is_whole: bool) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(_has_tensors(item, is_whole) for item in (value.values() if isinstance(value, dict) else value))
+    return is_array(value) or (is_tensor(value) and (is_whole or value.dim() > 0))
+
+
+def save_flat(checkpointer: Checkpointer, step: int, flat: Flat, files: Mapping[str, bytes] | None = None) -> bool:
+    """Stages leaves and small files as a step. Reserves memory before if their layout has changed on any rank.
+
+    Returns whether the step was staged.
+    """
+    flat.leaves += [Leaf((FILES, (0, name)), content, False) for name, content in (files or {}).items()]
+    checkpointer._prepare_if_changed(_digest(flat, checkpointer.allow_pickle), lambda: flat, together=True)
+    return checkpointer._save_flat(step, lambda: flat)
+
+
+def _digest(flat: Flat, allow_pickle: bool) -> bytes:
+    """Returns a hash of the names, types and shapes of the leaves, of what shares memory, and of the size of all values."""
+    hasher = hashlib.blake2b(digest_size=16)
+    total = 0
+    first: dict[Any, int] = {}
+    for at, leaf in enumerate(sorted(flat.leaves, key=lambda leaf: (leaf.is_private, leaf.keys))):
+        about: tuple[Any, ...]
+        if has_elements(leaf.value):
+            shared = alias_key(leaf.value)
+            about = (str(leaf.value.dtype), tuple(leaf.value.shape), None if shared is None else first.setdefault(shared, at))
+        else:
+            try:
+                total += len(encode(leaf, allow_pickle))
+            except Exception:  # noqa: BLE001 - raised on all ranks where the layout is made
+                total = -1 << 40
+            about = (leaf.flags & FLAG_PICKLE,)
+        hasher.update(repr((leaf.is_private, leaf.keys, about)).encode())
+    hasher.update(repr(total // GROWTH_BYTES).encode())
+    return hasher.digest()
+
+
+def load_tree(checkpointer: Checkpointer, step: int | None, *, allow_pickle: bool | None = None) -> tuple[int, dict[Any, Any]] | None:
+    """Returns a step, by default the one to resume from, as its number and a nested dict. Returns ``None`` if there is none.
+
+    The launch continues from the step, unless it has saved already.
+
+    Args:
+        checkpointer: The Checkpointer to load with.
+        step: The step.
+        allow_pickle: Whether pickles are opened. Default: as the Checkpointer says.
+
+    """
+    found: dict[Any, Any] = {}
+    may_open = checkpointer.allow_pickle if allow_pickle is None else allow_pickle
+
+    def read(reader: Reader) -> str | None:
+        found.clear()
+        tree, damaged = read_tree(reader, checkpointer.rank, may_open)
+        found.update(tree)
+        return damaged
+
+    if not checkpointer._saved:
+        number = checkpointer._load_with(step, read)
+        return None if number is None else (number, found)
+    looked = checkpointer._look_into(step, lambda reader: (reader.loaded.number, read(reader)))
+    if looked is None:
+        return None
+    if looked[1] is not None:
+        raise CorruptError(f"{looked[1]} is damaged", "load an older step")
+    return looked[0], found
+
+
+def read_tree(reader: Reader, rank: int, allow_pickle: bool) -> tuple[dict[Any, Any], str | None]:
+    """Returns a step as a nested dict, and ``None`` or the name of a damaged entry."""
+    names = Names(reader.loaded)
+    load = PlannedLoad(reader.loaded, False, allow_pickle)
+    rows = {keys: row for (owner, keys), row in sorted(names.rows.items(), key=lambda item: item[0][0] is None) if owner in (None, rank)}
+    for keys, (row, name) in rows.items():
+        if keys and keys[-1] == WRAPPED:
+            raise InvalidError(f"{show(keys[:-1])} is a tensor that wraps others", "load the step with a Checkpointer, into its model")
+        load.create(keys, lambda _, element, shape: _like(None, element, shape), row, name)
+    damaged = load.run(reader)
+    if damaged is not None:
+        return {}, damaged
+    created = {keys: value.numpy() if rows[keys][1][6] & FLAG_ARRAY else value for keys, value in load.created.items()}
+    return _with_found({}, (), created), None
+
+
+def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[str, bytes], set[str]] | None:
+    """Returns the number of a step, by default of the one to resume from, its small files, and its top-level names.
+
+    Returns ``None`` if the job has no step. All ranks must call it if ``step`` is ``None``.
+    """
+
+    def read(reader: Reader) -> tuple[int, dict[str, bytes], set[str], str | None]:
+        rows = {keys: row for (owner, keys), (row, _) in Names(reader.loaded).rows.items() if owner is None}
+        files: dict[str, bytes] = {}
+        reader.check_wanted([], [row for keys, row in rows.items() if keys[0] == FILES])
+        for keys in (keys for keys in rows if keys[0] == FILES):
+            try:
+                files[str(keys[1][1])] = _native.decode_value(reader.content(rows[keys]))
+            except CorruptError:
+                return reader.loaded.number, {}, set(), show(keys)
+        return reader.loaded.number, files, {str(keys[0][1]) for keys in rows}, None
+
+    found = checkpointer._look_into(step, read)
+    if found is None:
+        return None
+    if found[3] is not None:
+        raise CorruptError(f"{found[3]} of step {found[0]} is damaged", "load an older step")
+    return found[:3]
+
+
+def flatten_first(state: Mapping[Any, Any], rank: int, world: int) -> Flat:
+    """Returns the leaves of a state. Rank 0 alone stores what is not declared, as frameworks do that save on rank 0."""
+    flat = flatten(state, world)
+    flat.warnings.clear()
+    flat.leaves = [replace(leaf, is_private=False) for leaf in flat.leaves if rank == 0 or not leaf.is_private]
+    return flat
+
+
+__all__ = ["FILES", "flatten_first", "flatten_tree", "load_tree", "read_files", "read_tree", "save_flat"]

@@ -1,0 +1,274 @@
+"""Storage for Lightning's ``Trainer``.
+
+One plug-in turns it on, and one argument resumes from the newest step, or begins anew if there is none:
+
+    >>> from rapidraid.lightning import RapidraidCheckpointIO
+    >>> trainer = Trainer(plugins=[RapidraidCheckpointIO("gpt")])
+    >>> trainer.fit(model, ckpt_path="rapidraid://gpt")
+
+Lightning names checkpoints by paths. In place of each file stands a pointer of one line, which names the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from fsspec.core import url_to_fs
+
+from ._jobs import SCHEME, parse_step_name, shared_checkpointer
+from ._tree import flatten_tree, load_tree, save_flat
+from .checkpointer import Checkpointer
+from .errors import InvalidError, NotFoundError, RapidraidError
+
+if TYPE_CHECKING or "pytorch_lightning" not in sys.modules:
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+else:
+    # The package of the older name has its own base class, which its Trainer wants.
+    from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+
+log = logging.getLogger("rapidraid")
+
+#: The parts of Lightning's dict that a Checkpointer or DCP finds tensor by tensor.
+WHOLE = ("state_dict", "optimizer_states")
+#: The length of a pointer, in bytes. A longer file is a checkpoint of Lightning's own.
+MAX_POINTER_BYTES = 256
+_VERSION = "pytorch-lightning_version"
+
+_Path = str | os.PathLike[str]
+
+
+class _Nothing(dict[str, Any]):
+    """The checkpoint of a job without a step. Lightning restores nothing from it, because it is false."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class RapidraidCheckpointIO(TorchCheckpointIO):
+    """Saves the steps of a job for Lightning's ``Trainer``, on rank 0, and loads them on all ranks.
+
+    ``save_checkpoint`` returns when the step is staged: it survives the death of the trainer from then on. ``teardown``
+    waits for the commits.
+
+    Args:
+        job: The job.
+        commit_timeout: The maximum time for a commit, in seconds.
+        settings: Arguments of :class:`Checkpointer`, such as ``config`` and ``allow_pickle``.
+
+    """
+
+    def __init__(self, job: str, *, commit_timeout: float = 3600.0, **settings: Any) -> None:
+        if "group" in settings or "alone" in settings:
+            raise InvalidError("group or alone for Lightning", "leave them out: Lightning saves on rank 0 alone")
+        if settings.get("when_full") == "skip":
+            raise InvalidError('when_full="skip" for Lightning', "leave it out: Lightning removes an older step for each that it saves")
+        self.job = parse_step_name(job).job
+        self.commit_timeout = commit_timeout
+        self._settings = dict(settings)
+        #: The steps of the paths in the folders that this process has saved to.
+        self._steps: dict[str, int] = {}
+        self._known: set[str] = set()
+        #: The parts of the last saved step.
+        self._last: tuple[int, frozenset[Any]] | None = None
+        self._removals: list[threading.Thread] = []
+        self._failures: list[RapidraidError] = []
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The Checkpointer that saves. It has one rank, because Lightning saves on rank 0."""
+        return shared_checkpointer(self.job, {**self._settings, "alone": True})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+        """Stages a checkpoint as the step that it names as ``global_step``, and writes a pointer to it.
+
+        A step is stored once: a second path for it gets a pointer only. A dict without ``global_step``, as some
+        launchers pass it between processes, becomes a file.
+
+        Raises:
+            InvalidError: The step is stored already, without parts that this checkpoint has.
+            RapidraidError: An earlier save has failed.
+
+        """
+        self._raise_failure()
+        step = checkpoint.get("global_step")
+        if type(step) is not int:
+            log.warning("%s has no global_step: it is saved as a file, not as a step", path)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        parts = frozenset(checkpoint)
+        if self._last is None or self._last[0] != step:
+            if step != self.checkpointer._loaded or self.checkpointer._saved:
+                save_flat(self.checkpointer, step, flatten_tree(checkpoint, WHOLE))
+            self._last = (step, parts)
+        elif not parts <= self._last[1]:
+            missing = ", ".join(sorted(str(key) for key in parts - self._last[1]))
+            raise InvalidError(
+                f"step {step} of {self.job} is saved without {missing}", "put the ModelCheckpoint with save_weights_only=True last"
+            )
+        self._point(path, step)
+
+    def _point(self, path: _Path, step: int) -> None:
+        """Writes a pointer in place of a checkpoint's file. The step that it named before is removed if no other path names it."""
+        fs, place = url_to_fs(os.fspath(path))
+        self._learn(fs, os.path.dirname(place))
+        before = self._steps.get(place)
+        fs.makedirs(os.path.dirname(place), exist_ok=True)
+        fs.pipe_file(place, f"{SCHEME}{self.job}/{step}\n".encode())
+        self._steps[place] = step
+        if before is not None and before != step:
+            self._remove_unnamed(before)
+
+    def _learn(self, fs: Any, folder: str) -> None:
+        """Reads the pointers of a folder once: an earlier process has written some of them."""
+        if folder in self._known:
+            return
+        self._known.add(folder)
+        for info in fs.ls(folder, detail=True) if fs.isdir(folder) else []:
+            if info["type"] == "file" and not info.get("islink"):
+                step = self._read_pointer(fs, info["name"])
+                if step is not None:
+                    self._steps[fs._strip_protocol(info["name"])] = step
+
+    def _read_pointer(self, fs: Any, place: str) -> int | None:
+        """Returns the step that a file names, or ``None`` if it is no pointer of this job."""
+        if fs.size(place) > MAX_POINTER_BYTES:
+            return None
+        content = fs.cat_file(place)
+        if not content.startswith(SCHEME.encode()):
+            return None
+        name = parse_step_name(content.decode().strip())
+        return name.step if name.job == self.job else None
+
+    def load_checkpoint(self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Returns a checkpoint, with its tensors in the host's memory unless ``map_location`` says otherwise.
+
+        ``rapidraid://JOB`` and ``last.ckpt`` are the step to resume from, on which all ranks agree. If the job has no
+        step, the checkpoint is empty. A file that is no pointer is loaded as Lightning does.
+
+        Args:
+            path: ``rapidraid://JOB``, ``rapidraid://JOB/STEP``, or a path that was saved.
+            map_location: As for ``torch.load``.
+            weights_only: ``True`` refuses pickles, whatever ``allow_pickle`` says.
+
+        Raises:
+            NotFoundError: There is no such path or step.
+
+        """
+        text = os.fspath(path)
+        step: int | None
+        if text.startswith(SCHEME):
+            name = parse_step_name(text)
+            if name.job != self.job:
+                raise InvalidError(f"{name} with the plug-in of {self.job}", f'use RapidraidCheckpointIO("{name.job}")')
+            step = name.step
+        else:
+            fs, place = url_to_fs(text)
+            if not fs.exists(place):
+                raise NotFoundError(f"there is no {text}", f'pass ckpt_path="{SCHEME}{self.job}" to resume from the newest step')
+            self._learn(fs, os.path.dirname(place))
+            step = self._read_pointer(fs, place)
+            if step is None:
+                loaded: dict[str, Any] = super().load_checkpoint(path, map_location or _keep, weights_only)
+                return loaded
+            if os.path.basename(place).startswith("last"):
+                # A kill may come between a save and its pointer.
+                step = None
+        if step is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            # Lightning loads on all ranks. Together they wait for what is staged, and choose what all hosts can read.
+            with Checkpointer(self.job, **self._settings) as together:
+                agreed = together._look_into(None, lambda reader: (reader.loaded.number, None))
+            step = None if agreed is None else agreed[0]
+        found = load_tree(self.checkpointer, step, allow_pickle=False if weights_only else None)
+        if found is None:
+            log.warning("%s has no step: nothing is restored", self.job)
+            return _Nothing({_VERSION: _version()})
+        return cast(dict[str, Any], _to_location(found[1], map_location))
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Removes a path, and its step if no other path names it. The step stays until the newest one is committed."""
+        fs, place = url_to_fs(os.fspath(path))
+        self._learn(fs, os.path.dirname(place))
+        step = self._steps.pop(place, None)
+        if fs.exists(place):
+            fs.rm(place, recursive=True)
+        if step is not None:
+            self._remove_unnamed(step)
+
+    def _remove_unnamed(self, step: int) -> None:
+        if step in self._steps.values():
+            return
+        checkpointer, newest = self.checkpointer, self._last[0] if self._last is not None else None
+
+        def remove() -> None:
+            try:
+                if newest is not None and newest in checkpointer._saved:
+                    checkpointer._wait(newest, self.commit_timeout)
+            except RapidraidError as error:
+                self._failures.append(error)
+                return
+            try:
+                checkpointer.remove(step)
+            except NotFoundError:
+                pass  # ``keep`` or the policy of the cluster has removed it.
+            except RapidraidError as error:
+                log.warning("step %d of %s stays: %s", step, self.job, error)
+
+        thread = threading.Thread(target=remove, name=f"rapidraid remove {step}", daemon=True)
+        self._removals = [*(other for other in self._removals if other.is_alive()), thread]
+        thread.start()
+
+    def _raise_failure(self) -> None:
+        """Raises the first failure of a save that a removal has waited for."""
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def teardown(self) -> None:
+        """Waits until the saved steps are committed. Raises the failures of their saves."""
+        if self._last is not None:
+            self.checkpointer.wait(timeout=self.commit_timeout)
+        for thread in self._removals:
+            thread.join(self.commit_timeout)
+        self._removals.clear()
+        self._raise_failure()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_removals": []}
+
+
+def _keep(storage: Any, _location: str) -> Any:
+    return storage
+
+
+def _version() -> str:
+    if "lightning.pytorch" in sys.modules:
+        return str(sys.modules["lightning.pytorch"].__version__)
+    return str(sys.modules["pytorch_lightning"].__version__)
+
+
+def _to_location(value: Any, where: Any) -> Any:
+    """Returns a nested dict with its tensors where ``map_location`` of ``torch.load`` would put them."""
+    if where is None:
+        return value
+    if isinstance(value, dict):
+        return {key: _to_location(item, where) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_to_location(item, where) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(where, Mapping):
+        return value.to(where.get("cpu", "cpu"))
+    if not callable(where):
+        return value.to(where)
+    storage = where(value.untyped_storage(), "cpu")
+    if storage is None or storage.device.type == "cpu":
+        return value
+    return torch.empty(0, dtype=value.dtype, device=storage.device).set_(storage, 0, value.shape, value.stride())
+
+
+__all__ = ["RapidraidCheckpointIO"]

@@ -1,0 +1,214 @@
+"""Lightning's Trainer over the storage."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import once
+
+import rapidraid
+
+torch = pytest.importorskip("torch")
+lightning = pytest.importorskip("lightning.pytorch")
+door = pytest.importorskip("rapidraid.lightning")
+
+sys.path.append(str(Path(__file__).parent / "programs"))
+program = pytest.importorskip("lightning_fit")
+
+PROGRAM = str(Path(__file__).parent / "programs" / "lightning_fit.py")
+LIMIT_S = 120
+STEPS = 16
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def launch(config: Path, job: str, folder: Path, resume: str, *, kill_after: int | None = None) -> list[str]:
+    """Runs the program, and kills it when it has printed a step. Returns its lines."""
+    lines: list[str] = []
+    command = [sys.executable, PROGRAM, str(config), job, str(folder), resume, str(STEPS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line.strip())
+            if kill_after is not None and line.startswith(f"step {kill_after} "):
+                child.send_signal(signal.SIGKILL)
+        code = child.wait(LIMIT_S)
+    assert code == (0 if kill_after is None else -signal.SIGKILL), lines
+    return [line for line in lines if line.startswith("step")]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Returns whether two nested states are equal, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and bool(one == other)
+
+
+def steps_of(config: Path, job: str) -> list[int]:
+    with rapidraid.Checkpointer(job, config=config) as checkpointer:
+        return [info.step for info in checkpointer.steps()]
+
+
+def test_a_killed_fit_resumes_with_the_losses_of_an_uninterrupted_one(
+    cluster: rapidraid.LocalCluster, job: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It begins by the name of the job, and goes on by ``last``, which Lightning looks up among the pointers."""
+    plain, saver = program.trainer_of("", "", tmp_path / "plain", STEPS, plugins=[])
+    torch.manual_seed(1)
+    model = program.Model()
+    plain.fit(model, program.Data())
+    expected = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(expected) == STEPS
+    folder = tmp_path / "out"
+    killed = launch(cluster.config, job, folder, f"rapidraid://{job}", kill_after=7)
+    assert killed == expected[: len(killed)]
+    resumed = launch(cluster.config, job, folder, "last")
+    first = int(resumed[0].split()[1])
+    assert first in (7, 9), "it went on from the newest step that was staged"
+    assert resumed == expected[first - 1 :]
+    # Lightning has the files, and the job the steps of the same names.
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "plain").iterdir()}
+    assert all(path.stat().st_size < 100 for path in folder.iterdir())
+    best = {int(path.split("step=")[1].split(".")[0]) for path in saver.best_k_models}
+    found = set(steps_of(cluster.config, job))
+    assert found >= best | {STEPS} and found - best <= {2, 4, 6, STEPS}, "only the kill may leave steps behind"
+    checkpointer = rapidraid.Checkpointer(job, config=cluster.config)
+    for name, value in model.state_dict().items():
+        assert equal(checkpointer.read(STEPS, f"state_dict/{name}"), value), name
+
+
+class Both(door.RapidraidCheckpointIO):  # type: ignore[misc, name-defined]
+    """Writes Lightning's own file next to each pointer."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        torch.save(checkpoint, f"{path}.file")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_a_checkpoint_comes_back_as_it_was(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    io = Both(job, config=cluster.config)
+    trainer, saver = program.trainer_of(cluster.config, job, tmp_path, 4, plugins=[io])
+    trainer.fit(program.Model(), program.Data(), ckpt_path=f"rapidraid://{job}")
+    for path in (saver.best_model_path, *saver.best_k_models):
+        loaded, expected = io.load_checkpoint(path), torch.load(f"{path}.file", weights_only=False)
+        assert loaded.keys() == expected.keys()
+        for key, value in expected.items():
+            assert equal(loaded[key], value), key
+    assert isinstance(loaded["lr_schedulers"][0]["milestones"], Counter)
+    for name in (f"rapidraid://{job}", saver.last_model_path):
+        assert io.load_checkpoint(name)["global_step"] == 4
+    moved = io.load_checkpoint(f"rapidraid://{job}/4", map_location=lambda storage, _: storage)
+    assert equal(moved["state_dict"], trainer.model.state_dict())
+    assert io.load_checkpoint(f"rapidraid://{job}/4", map_location="meta")["state_dict"]["net.0.weight"].is_meta
+    # A file of Lightning's own loads too.
+    assert io.load_checkpoint(f"{saver.last_model_path}.file", weights_only=False)["global_step"] == 4
+    with pytest.raises(rapidraid.errors.NotFoundError, match="there is no"):
+        io.load_checkpoint(tmp_path / "absent.ckpt")
+    with pytest.raises(rapidraid.errors.InvalidError, match="the plug-in of"):
+        io.load_checkpoint("rapidraid://other")
+
+
+def checkpoint(step: int, **more: Any) -> dict[str, Any]:
+    """Returns a checkpoint like Lightning's."""
+    state = {"weight": torch.full((4,), float(step))}
+    return {"global_step": step, "pytorch-lightning_version": "2.6.6", "state_dict": state, **more}
+
+
+def test_paths_name_steps(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """A step goes when its last path goes, and never before the step that replaces it is committed."""
+    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    assert not io.load_checkpoint(f"rapidraid://{job}"), "an empty checkpoint is false, so Lightning restores nothing"
+    one, two, again, last = (str(tmp_path / f"{name}.ckpt") for name in ("one", "two", "again", "last"))
+    io.save_checkpoint(checkpoint(1, optimizer_states=[]), one)
+    io.save_checkpoint(checkpoint(1), last)
+    with pytest.raises(rapidraid.errors.InvalidError, match="is saved without extra"):
+        io.save_checkpoint(checkpoint(1, extra=1), two)
+    io.remove_checkpoint(one)
+    io.teardown()
+    assert steps_of(cluster.config, job) == [1]
+    io.save_checkpoint(checkpoint(2), two)
+    io.save_checkpoint(checkpoint(2), last)
+    io.teardown()
+    assert steps_of(cluster.config, job) == [2]
+    # Another process knows the paths by their pointers.
+    rapidraid._jobs.forget_checkpointers()
+    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    assert io.load_checkpoint(two)["state_dict"]["weight"][0] == 2
+    io.save_checkpoint(checkpoint(2), again)
+    io.remove_checkpoint(again)
+    io.save_checkpoint(checkpoint(3), last)
+    io.teardown()
+    assert steps_of(cluster.config, job) == [2, 3]
+    io.remove_checkpoint(two)
+    io.teardown()
+    assert steps_of(cluster.config, job) == [3]
+    assert io.load_checkpoint(last)["global_step"] == 3
+
+
+def test_a_step_stays_until_the_next_one_is_committed(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io.teardown()
+    io.save_checkpoint({**checkpoint(2), "state_dict": {"weight": torch.ones(30_000_000)}}, tmp_path / "2.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    seen = set()
+    with rapidraid.Checkpointer(job, config=cluster.config, alone=True) as other:
+        until = time.monotonic() + 60.0
+        while (found := tuple(info.step for info in other.steps())) != (2,) and time.monotonic() < until:
+            seen.add(found)
+    assert found == (2,) and () not in seen
+    io.teardown()
+
+
+def test_what_is_no_plain_value_needs_a_pickle(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    odd = {("a", 1): 2, None: torch.tensor(3.5), 2.5: Counter({"b": 1})}
+    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    io.save_checkpoint(checkpoint(1, callbacks={"odd": odd}), tmp_path / "1.ckpt")
+    assert equal(io.load_checkpoint(tmp_path / "1.ckpt")["callbacks"]["odd"], odd)
+    with pytest.raises(rapidraid.errors.InvalidError, match="hyper_parameters"):
+        io.save_checkpoint(checkpoint(2, hyper_parameters={"where": Path("/a")}), tmp_path / "2.ckpt")
+    assert not (tmp_path / "2.ckpt").exists()
+    io.teardown()
+    rapidraid._jobs.forget_checkpointers()
+    io = door.RapidraidCheckpointIO(job, config=cluster.config, allow_pickle=True)
+    io.load_checkpoint(tmp_path / "1.ckpt")
+    io.save_checkpoint(checkpoint(2, hyper_parameters={"where": Path("/a")}), tmp_path / "2.ckpt")
+    assert io.load_checkpoint(tmp_path / "2.ckpt")["hyper_parameters"]["where"] == Path("/a")
+    with pytest.raises(rapidraid.errors.InvalidError, match="by pickle"):
+        io.load_checkpoint(tmp_path / "2.ckpt", weights_only=True)
+
+
+def test_values_may_grow_and_tensors_part(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """Up to step 5 the values grow. From then on two tensors are one object in every second step."""
+    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    for step in range(1, 9):
+        mean = torch.ones(3) * step
+        grown = {"text": "x" * 140_000 * min(step, 5), "scores": {f"{at}.ckpt": torch.tensor(float(at)) for at in range(step)}}
+        callbacks = {**grown, "mean": {"now": mean, "then": mean if step in (5, 7) else mean.clone()}}
+        io.save_checkpoint(checkpoint(step, callbacks=callbacks), tmp_path / f"{step}.ckpt")
+    for step in range(1, 9):
+        callbacks = io.load_checkpoint(tmp_path / f"{step}.ckpt")["callbacks"]
+        assert equal(callbacks["mean"], {"now": torch.ones(3) * step, "then": torch.ones(3) * step})
+        assert len(callbacks["text"]) == 140_000 * min(step, 5) and len(callbacks["scores"]) == step
+
+
+def test_two_ranks_resume_from_one_step(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    trainer, _ = program.trainer_of(cluster.config, job, tmp_path, 4)
+    trainer.fit(program.Model(), program.Data(), ckpt_path=f"rapidraid://{job}")
+    weights = sum(parameter.sum().item() for parameter in trainer.model.parameters())
+    code, lines = once(PROGRAM, 2, str(cluster.config), job, str(tmp_path), f"rapidraid://{job}", "8", "2")
+    assert code == 0, "\n".join(lines)
+    starts = sorted(line for line in lines if line.startswith("rank"))
+    assert starts == [f"rank {rank} start 4 weights {weights!r}" for rank in (0, 1)]
+    assert steps_of(cluster.config, job)[-1] == 8

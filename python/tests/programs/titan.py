@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,6 +24,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
+# TorchTitan imports the configuration, this file, by its name.
+sys.path.insert(0, str(Path(__file__).parent))
 # TorchTitan takes the accelerator that torch finds. torch.cpu has no memory statistics, for which its Trainer asks.
 torch._utils._get_available_device_type = lambda: "cpu"
 torch.cpu.get_device_name = lambda device=None: "cpu"

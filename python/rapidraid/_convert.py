@@ -1,54 +1,88 @@
 """The commands ``rapidraid import --dcp`` and ``rapidraid export --dcp``: a folder of DCP to a step, and back.
 
-A folder of DCP is a set of files that somebody else may have written. Its metadata is a pickle; only the classes that DCP
-itself writes are made from it, so opening it runs no code.
+A folder of DCP is a set of files that somebody else may have written. Its metadata is a pickle. Only the classes that DCP
+itself writes are made from it, and everything that it names is checked before it is used.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
+import math
 import pickle
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from ._jobs import parse_step_name, shared_checkpointer
 from .errors import CorruptError, ExistsError, InvalidError, NotFoundError, RapidraidError
 
-#: The maximum position in a list that a path in the metadata may have. A longer list would only fill memory.
-MAX_POSITION = 1 << 20
+#: The maximum number of keys of a path in the metadata.
+MAX_DEPTH = 64
+#: The lists of a state may together have this many positions more than twice the number of entries.
+SPARE_POSITIONS = 1 << 20
 #: The maximum length of a folder's metadata, in bytes.
 MAX_METADATA_BYTES = 1 << 30
 
 _DCP = "torch.distributed.checkpoint"
-#: What the metadata of a folder is made of.
-_ALLOWED = {
+#: The classes of DCP's metadata, by module.
+_CLASSES = {
     f"{_DCP}.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
         "TensorProperties", "_MEM_FORMAT_ENCODING",
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
 }  # fmt: skip
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes only the objects that DCP's metadata consists of."""
+# The accelerated Unpickler sets attributes of anything, and lets a few bytes reserve any amount of memory.
+class MetadataUnpickler(pickle._Unpickler):
+    """Makes only the objects that DCP's metadata consists of, and sets only the fields that they declare."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns a class of DCP's metadata, or an element type."""
         import torch
 
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        if name in _ALLOWED.get(module, ()):
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
+            return _join
+        if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise CorruptError(f"the metadata names {module}.{name}, which is no part of DCP's metadata", "do not open it: it may run code")
+
+    def load_build(self) -> None:
+        """Sets the fields of an object."""
+        state = self.stack.pop()
+        made = self.stack[-1]
+        kind = type(made)
+        if not dataclasses.is_dataclass(kind) or kind.__name__ not in _CLASSES.get(kind.__module__, ()):
+            raise CorruptError(f"the metadata sets fields of a {kind.__name__}", "do not open it: it may run code")
+        if hasattr(kind, "__setstate__"):
+            made.__setstate__(state)
+            return
+        fields = {field.name for field in dataclasses.fields(kind)}
+        if not isinstance(state, dict) or not fields.issuperset(state):
+            raise CorruptError(f"the metadata sets unknown fields of a {kind.__name__}", "import it with a newer torch")
+        made.__dict__.update(state)
+
+    dispatch[pickle.BUILD[0]] = load_build
+    del dispatch[pickle.BYTEARRAY8[0]]
+
+
+def _join(*parts: str) -> str:
+    return "/".join(str(part) for part in parts)
 
 
 def read_dcp_metadata(folder: Path) -> Any:
@@ -59,7 +93,7 @@ def read_dcp_metadata(folder: Path) -> Any:
         CorruptError: The metadata is damaged, or names what it should not.
 
     """
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata
 
     file = folder / ".metadata"
     if not file.is_file():
@@ -67,42 +101,97 @@ def read_dcp_metadata(folder: Path) -> Any:
     if file.stat().st_size > MAX_METADATA_BYTES:
         raise CorruptError(f"{file} is longer than {MAX_METADATA_BYTES} bytes", "see who wrote it")
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        metadata = MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        if type(metadata) is not Metadata:
+            raise CorruptError(f"{file} holds no metadata of DCP", "name the folder of one step")
+        len_bytes = _check_files(folder, metadata)
+        _check_tensors(metadata, len_bytes)
+        _check_paths(metadata)
     except RapidraidError:
         raise
-    except Exception as error:  # noqa: BLE001 - a damaged pickle fails in many ways
+    except Exception as error:  # noqa: BLE001 - damaged metadata fails in many ways
         raise CorruptError(f"{file} is damaged: {error}", "import another step") from error
-    if (
-        not isinstance(metadata, Metadata)
-        or not isinstance(metadata.state_dict_metadata, dict)
-        or not isinstance(metadata.storage_data, dict)
-    ):
-        raise CorruptError(f"{file} holds no metadata of DCP", "name the folder of one step")
-    lengths: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        path = PurePosixPath(str(info.relative_path))
-        if path.is_absolute() or ".." in path.parts:
-            raise CorruptError(f"{file} names the file {path}, which is outside the folder", "see who wrote it")
-        if str(path) not in lengths:
-            inside = folder / path
-            if not inside.is_file():
-                raise CorruptError(f"{folder} lacks the file {path}", "copy the folder again, whole")
-            lengths[str(path)] = inside.stat().st_size
-        if info.offset < 0 or info.length < 0 or info.offset + info.length > lengths[str(path)]:
-            raise CorruptError(f"{file} names bytes beyond the end of {path}", "copy the folder again, whole")
-    wanted = 0
-    for about in metadata.state_dict_metadata.values():
-        if isinstance(about, TensorStorageMetadata):
-            elements = 1
-            for size in about.size:
-                elements *= size
-            wanted += elements * about.properties.dtype.itemsize
-    if wanted > sum(lengths.values()):
-        raise CorruptError(f"{file} has tensors of {wanted} bytes, and the files have {sum(lengths.values())}", "see who wrote it")
-    for path_keys in (metadata.planner_data or {}).values():
-        if any(isinstance(key, int) and not 0 <= key < MAX_POSITION for key in path_keys):
-            raise CorruptError(f"{file} has a list with more than {MAX_POSITION} entries", "see who wrote it")
     return metadata
+
+
+def _wrong(what: str) -> CorruptError:
+    return CorruptError(f"the metadata names {what}", "copy the folder again, whole, or see who wrote it")
+
+
+def _check_files(folder: Path, metadata: Any) -> int:
+    """Checks where the entries lie. Returns the length of all files, in bytes."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    inside = folder.resolve()
+    lengths: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(info) is not _StorageInfo or type(info.relative_path) is not str:
+            raise _wrong("an entry without a place")
+        path = (folder / info.relative_path).resolve()
+        if not path.is_relative_to(inside):
+            raise _wrong(f"the file {info.relative_path}, which is outside the folder")
+        if info.relative_path not in lengths:
+            if not path.is_file():
+                raise _wrong(f"the file {info.relative_path}, which is missing")
+            lengths[info.relative_path] = path.stat().st_size
+        if type(info.offset) is not int or type(info.length) is not int or info.offset < 0 or info.length < 0:
+            raise _wrong(f"bytes before the start of {info.relative_path}")
+        if info.offset + info.length > lengths[info.relative_path]:
+            raise _wrong(f"bytes beyond the end of {info.relative_path}")
+    return sum(lengths.values())
+
+
+def _check_tensors(metadata: Any, len_bytes: int) -> None:
+    """Checks that the chunks of each tensor are its whole, that each is stored, and that all fit into the files."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import _validate_global_plan
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    def are_sizes(value: Any) -> bool:
+        return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+
+    wanted = 0
+    for name, about in metadata.state_dict_metadata.items():
+        if type(about) is BytesStorageMetadata:
+            if MetadataIndex(name) not in metadata.storage_data:
+                raise _wrong(f"{name}, which is not stored")
+            continue
+        if type(about) is not TensorStorageMetadata or not are_sizes(about.size) or type(about.properties.dtype) is not torch.dtype:
+            raise _wrong(f"{name}, which is no tensor and no object")
+        wanted += math.prod(about.size) * about.properties.dtype.itemsize
+        for chunk in about.chunks:
+            if type(chunk) is not ChunkStorageMetadata or not are_sizes(chunk.offsets) or not are_sizes(chunk.sizes):
+                raise _wrong(f"a part of {name} without a place")
+            if not len(chunk.offsets) == len(chunk.sizes) == len(about.size):
+                raise _wrong(f"a part of {name} of other dimensions")
+            if MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                raise _wrong(f"a part of {name}, which is not stored")
+        if not about.chunks and math.prod(about.size) > 0:
+            raise _wrong(f"{name}, of which no part is stored")
+    if wanted > len_bytes:
+        raise _wrong(f"tensors of {wanted} bytes, and the files have {len_bytes}")
+    # Two plans: for one alone, torch does not check that the chunks are the whole tensor.
+    errors = _validate_global_plan([SavePlan([])] * 2, metadata)
+    if errors:
+        raise _wrong(f"parts that are not their tensors: {errors[0][:200]}")
+
+
+def _check_paths(metadata: Any) -> None:
+    """Checks that the lists of the state are not much longer than their entries."""
+    lengths: dict[tuple[str | int, ...], int] = {}
+    paths = metadata.planner_data or {}
+    for path in paths.values():
+        if not isinstance(path, tuple) or len(path) > MAX_DEPTH or not all(type(key) in (str, int) for key in path):
+            raise _wrong(f"a path of {len(path)} keys, or of keys of another kind")
+        for depth, key in enumerate(path):
+            if isinstance(key, int):
+                lengths[path[:depth]] = max(lengths.get(path[:depth], 0), key + 1)
+                if key < 0:
+                    raise _wrong("a position before the start of a list")
+    if sum(lengths.values()) > 2 * len(paths) + SPARE_POSITIONS:
+        raise _wrong("lists with many more positions than entries")
 
 
 def load_dcp_folder(folder: Path, *, allow_pickle: bool = False) -> dict[str, Any]:
@@ -160,7 +249,7 @@ def import_dcp(folder: Path, step_name: str, *, allow_pickle: bool = False, **se
     if newest is not None and newest >= name.step:
         raise ExistsError(f"{name.job} has step {newest} already", "import into a new job, or as a later step")
     state = load_dcp_folder(folder, allow_pickle=allow_pickle)
-    checkpointer._go_on_from(newest, newest)
+    checkpointer.go_on_from(newest, newest)
     async_save(state, step_name, checkpointer=checkpointer).result()
     return name.step
 

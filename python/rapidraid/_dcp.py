@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from ._load import Name, Names, PlannedLoad, Reader
 from .errors import InvalidError
-from .state import SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
-from .tensors import Parts, Piece
+from .state import FLAG_ARRAY, SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
+from .tensors import Parts, Piece, new_tensor
 
 #: The path of each entry, by DCP's name of it.
 Mappings = Mapping[str, tuple[str | int, ...]]
@@ -41,16 +41,6 @@ def name_of(keys: Keys) -> str:
     return ".".join(str(key) for _, key in keys)
 
 
-def layout_of_items(items: list[WriteItem], mappings: Mappings) -> list[tuple[Any, ...]]:
-    """Returns what must stay the same from save to save: names, types, shapes and boxes of a plan."""
-    return [
-        (item.index.fqn, mappings.get(item.index.fqn), item.type)
-        if (about := item.tensor_data) is None
-        else (item.index.fqn, mappings.get(item.index.fqn), about.properties.dtype, about.size, about.chunk.offsets, about.chunk.sizes)
-        for item in items
-    ]
-
-
 def flatten_objects(planner: DefaultSavePlanner) -> Flat | None:
     """Returns the leaves that the default planner would plan, without the cost of a plan.
 
@@ -64,16 +54,6 @@ def flatten_objects(planner: DefaultSavePlanner) -> Flat | None:
         flat.leaves.append(Leaf(_keys_at(planner.mappings.get(name, (name,)), lengths), value, False))
     flat.leaves += _markers(lengths)
     return flat
-
-
-def layout_of_leaves(flat: Flat) -> list[tuple[Any, ...]]:
-    """Returns what must stay the same from save to save, as :func:`layout_of_items`."""
-    return [
-        (leaf.keys,)
-        if not isinstance(leaf.value, torch.Tensor)
-        else (leaf.keys, leaf.value.dtype, leaf.value.shape, getattr(leaf.value, "placements", None))
-        for leaf in flat.leaves
-    ]
 
 
 def _keys_at(path: tuple[str | int, ...], lengths: dict[tuple[str | int, ...], int]) -> Keys:
@@ -116,7 +96,7 @@ def flatten_plan(items: list[WriteItem], mappings: Mappings, planner: SavePlanne
         if about is None or about.chunk is None:
             raise InvalidError(f"the planner does not say which part of {name} it saves", "give its item tensor_data with a chunk")
         if is_plain and isinstance(planner, DefaultSavePlanner) and is_dtensor(planner.state_dict.get(name)):
-            # Its placements say more than DCP's boxes: they are right for strided shards too.
+            # DCP's box of a strided shard is wrong: its rows are not one run. The placements say which they are.
             if name not in parts:
                 parts[name] = []
                 flat.leaves.append(Leaf(keys, planner.state_dict[name], False))
@@ -158,8 +138,9 @@ class _Entries(Mapping[str, Any]):
         self.rows = rows
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        _, _, kind, element, _, shape, _ = self.rows[name]
-        if kind != "tensor":
+        _, _, kind, element, _, shape, flags = self.rows[name]
+        # For DCP an array is an object like others.
+        if kind != "tensor" or flags & FLAG_ARRAY:
             return BytesStorageMetadata()
         dtype = getattr(torch, element, None)
         if not isinstance(dtype, torch.dtype):
@@ -202,29 +183,52 @@ def read_plan(reader: Reader, items: list[ReadItem], planner: LoadPlanner, rank:
     named = _named(Names(reader.loaded), rank)
     load = PlannedLoad(reader.loaded, cast, allow_pickle)
     tensors: list[tuple[ReadItem, torch.Tensor]] = []
+    arrays: list[tuple[ReadItem, torch.Tensor]] = []
+    state = planner.state_dict if _loads_in_place(planner) and isinstance(planner, DefaultLoadPlanner) else {}
+    whole: set[str] = set()
     for item in items:
         row, name = named[item.storage_index.fqn]
         keys: tuple[Key, ...] = tuple((tag, key) for tag, key in name[1])
-        if item.type == LoadItemType.BYTE_IO:
+        own = state.get(item.dest_index.fqn)
+        if item.type == LoadItemType.BYTE_IO and name[2] == "tensor":
+            array = new_tensor(name[3], name[5])
+            load.add(Leaf(keys, array, False), row, name)
+            arrays.append((item, array))
+        elif item.type == LoadItemType.BYTE_IO:
 
             def put(value: Any, item: ReadItem = item) -> None:
                 planner.load_bytes(item, _as_stream(value))
 
             load.add(Leaf(keys, None, False, put), row, name)
-            continue
-        into = planner.resolve_tensor(item)
-        if tuple(into.shape) != tuple(item.lengths):
-            raise InvalidError(
-                f"the planner gives a tensor of {list(into.shape)} for {list(item.lengths)} of {show(keys)}", "see its resolve_tensor"
-            )
-        box = (tuple(item.storage_offsets), tuple(item.lengths))
-        load.add(Leaf(keys, Parts(tuple(name[5]), into.dtype, (Piece(box, into.detach()),)), False), row, name)
-        tensors.append((item, into))
+        elif is_dtensor(own):
+            # DCP's box of a strided shard is wrong, so the placements say what this rank reads.
+            if item.dest_index.fqn not in whole:
+                whole.add(item.dest_index.fqn)
+                load.add(Leaf(keys, own, False), row, name)
+        else:
+            into = planner.resolve_tensor(item)
+            if tuple(into.shape) != tuple(item.lengths):
+                raise InvalidError(
+                    f"the planner gives a tensor of {list(into.shape)} for {list(item.lengths)} of {show(keys)}", "see its resolve_tensor"
+                )
+            box = (tuple(item.storage_offsets), tuple(item.lengths))
+            load.add(Leaf(keys, Parts(tuple(name[5]), into.dtype, (Piece(box, into.detach()),)), False), row, name)
+            tensors.append((item, into))
     damaged = load.run(reader)
     if damaged is None:
         for item, into in tensors:
             planner.commit_tensor(item, into)
+        for item, array in arrays:
+            planner.load_bytes(item, _as_stream(array.numpy()))
     return damaged
+
+
+def _loads_in_place(planner: LoadPlanner) -> bool:
+    """Returns whether a planner loads tensors straight into those of the state."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
+    )
 
 
 def _as_stream(value: Any) -> io.BytesIO:

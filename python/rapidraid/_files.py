@@ -6,12 +6,13 @@ A file is cut into pieces, because a load by ranges reads and verifies whole ext
 from __future__ import annotations
 
 import ctypes
+import io
 import os
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ._convert import MetadataUnpickler
 from ._load import Reader, Target
 from .checkpointer import Checkpointer
 from .errors import ExistsError, InvalidError, NoFileError
@@ -46,10 +47,10 @@ def save_files(job: str, step: int, files: Mapping[str, Path], settings: Mapping
     try:
         check_new(job, step, [info.step for info in checkpointer.steps() if info.is_committed])
         # The launch continues from the resume point, so that no other one is in its way.
-        newest = checkpointer._load_with(None, lambda _: None, table_first=True)
+        newest = checkpointer.load_with(None, lambda _: None, table_first=True)
         if newest is not None and newest >= step:
             raise ExistsError(f"{job} has step {newest} in the memory of this host, to be committed", "save a later step")
-        checkpointer._save_flat(step, lambda: Flat([Leaf(_keys_of(path), value, False) for path, value in with_pieces.items()]))
+        checkpointer.save_flat(step, lambda: Flat([Leaf(_keys_of(path), value, False) for path, value in with_pieces.items()]))
         checkpointer.wait(step, commit_timeout)
     finally:
         checkpointer.leave()
@@ -89,8 +90,8 @@ def _check_complete(job: str, step: int, files: Mapping[str, Path]) -> None:
     if METADATA not in files:
         return
     try:
-        # The launch that saves the step has made the pickle just now.
-        named = pickle.loads(files[METADATA].read_bytes()).storage_data.values()
+        # The file may have been copied from anywhere, so nothing but metadata is made from it.
+        named = MetadataUnpickler(io.BytesIO(files[METADATA].read_bytes())).load().storage_data.values()
         ends = [(info.relative_path, info.offset + info.length) for info in named]
     except Exception:  # noqa: BLE001 - the file may be something else than the metadata of DCP
         return

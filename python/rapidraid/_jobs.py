@@ -48,6 +48,8 @@ def parse_step_name(text: str | os.PathLike[str]) -> StepName:
     return StepName(job, int(step[1]) if step else None)
 
 
+#: Settings that count from the first save on.
+_LATE = ("keep", "abandon_later")
 _opened: dict[tuple[str, Path, Any, bool], tuple[Checkpointer, dict[str, Any]]] = {}
 _lock = threading.Lock()
 
@@ -71,21 +73,27 @@ def shared_checkpointer(job: str, settings: Mapping[str, Any]) -> Checkpointer:
     with _lock:
         found = _opened.get(key)
         if found is not None and not found[0].is_closed:
-            if more and more != found[1]:
+            fixed, wanted = ({name: value for name, value in one.items() if name not in _LATE} for one in (found[1], more))
+            is_set = not more or (fixed == wanted and found[0].set_before_first_save({**found[1], **more}))
+            if not is_set:
                 raise InvalidError(
                     f"this process uses {job} with {_show(found[1])}, and now with {_show(more)}",
                     "pass the same settings everywhere, or one Checkpointer",
                 )
+            found[1].update(more)
             return found[0]
         made = Checkpointer(job, config=config, group=key[2], alone=key[3], **more)
         _opened[key] = (made, more)
         return made
 
 
-def resumed_steps() -> dict[str, tuple[int | None, int | None]]:
-    """Returns for each job of this process what :attr:`Checkpointer.resumed` says."""
+def resumed_steps(alone: bool) -> dict[str, tuple[int | None, int | None]]:
+    """Returns for each job of this process what :attr:`Checkpointer.resumed` says.
+
+    ``alone`` chooses the Checkpointers of one rank.
+    """
     with _lock:
-        return {job: checkpointer.resumed for (job, *_), (checkpointer, _) in _opened.items()}
+        return {key[0]: checkpointer.resumed for key, (checkpointer, _) in _opened.items() if key[3] == alone}
 
 
 def _show(settings: Mapping[str, Any]) -> str:

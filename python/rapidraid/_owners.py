@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import sys
 import zlib
 from typing import Any
 
@@ -27,11 +26,12 @@ Declared = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], 
 
 
 def digest_of_layout(
-    shared: list[Leaf], described: dict[tuple[bool, Keys], Described], alias: dict[tuple[bool, Keys], Keys], world: int
+    shared: list[Leaf], described: dict[tuple[bool, Keys], Described], alias: dict[tuple[bool, Keys], Keys]
 ) -> bytes | None:
     """Returns a hash of the names, types, shapes and placements of the shared leaves.
 
-    Returns ``None`` if placements do not say which of the ``world`` ranks hold the parts of a tensor.
+    Returns ``None`` if placements do not say which ranks hold the parts of a tensor. The ranks must have the numbers of
+    the default group, because meshes have these.
     """
     hasher = hashlib.blake2b(digest_size=16)
     meshes: dict[int, str] = {}
@@ -42,9 +42,7 @@ def digest_of_layout(
         if isinstance(leaf.value, Parts):
             return None
         if is_dtensor(leaf.value):
-            distributed = sys.modules["torch.distributed"]
-            # The numbers in a mesh are those of the default group.
-            if distributed.get_world_size() != world or hasattr(leaf.value.to_local(), "__create_chunk_list__"):
+            if hasattr(leaf.value.to_local(), "__create_chunk_list__"):
                 return None
             mesh = leaf.value.device_mesh
             placed = f"{meshes.setdefault(id(mesh), repr(mesh.mesh.tolist()))} {leaf.value.placements!r}"
@@ -58,8 +56,8 @@ def choose_owners_by_placement(
 ) -> tuple[Owners, set[Part]]:
     """Decides as :func:`choose_owners` for layouts of one digest, for the parts that this rank holds.
 
-    The holders of a part come to the same decision: for each set of ranks they count the bytes of the parts that exactly
-    this set holds.
+    The owner of a part is the one of its holders that owns the fewest bytes of the parts with the same holders. So the
+    holders come to the same decision, although each rank sees only its own parts.
     """
     owners: Owners = {}
     replicated: set[Part] = set()

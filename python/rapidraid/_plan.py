@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 import zlib
@@ -11,7 +12,7 @@ from typing import Any
 
 from . import _native
 from ._owners import Owners, choose_owners, choose_owners_by_placement, declare, digest_of_layout
-from .errors import InvalidError
+from .errors import InternalError, InvalidError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, show
 from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_elements, nbytes, register, view_of
 
@@ -59,6 +60,11 @@ class Replicated:
     box: Box | None
 
 
+#: The contents of a save, in the order of its plan: parts of tensors, plain values, and replicated parts of which samples
+#: are compared.
+Sources = tuple[list[Any], list[bytes], list[Any]]
+
+
 @dataclass
 class Plan:
     """The place of each part of a state in the segments."""
@@ -89,6 +95,12 @@ class Plan:
     _registered: list[Callable[[], None]] = field(default_factory=list)
 
     @property
+    def shared_bytes(self) -> int:
+        """The bytes of the shared tensors that this rank stores."""
+        parts = zip(self.owned, self.layouts, strict=True)
+        return sum(math.prod(layout.shape) * layout.dtype.itemsize for owned, layout in parts if not owned.is_private)
+
+    @property
     def segments(self) -> int:
         """The number of segments that have views."""
         return len(self.views)
@@ -109,7 +121,21 @@ class Plan:
             self._registered.append(register(buffer))
         self.views.append([view_of(buffer, owned.offset, layout) for owned, layout in zip(self.owned, self.layouts, strict=True)])
 
-    def sources(self, flat: Flat, allow_pickle: bool) -> tuple[list[Any], list[bytes], list[Any]]:
+    def sources_if_fitting(self, flat: Flat, allow_pickle: bool) -> Sources | None:
+        """Returns the contents to copy, or ``None`` if the state needs another plan.
+
+        Its layout may have changed, or its plain values may have grown beyond the segments.
+        """
+        try:
+            found = self.sources(flat, allow_pickle)
+        except InvalidError:
+            return None
+        for value, content in zip(self.values, found[1], strict=True):
+            self.writer.set_length(value.extent, len(content))
+        _, end = self.writer.offsets()
+        return found if end <= self.segment_bytes - _native.HEADER_BYTES - self.writer.table_bytes() else None
+
+    def sources(self, flat: Flat, allow_pickle: bool) -> Sources:
         """Returns the contents to copy, in the order of the plan. Raises if the state's layout has changed."""
         found: dict[tuple[bool, Keys], Any] = {}
         values: dict[tuple[bool, Keys], bytes] = {}
@@ -167,7 +193,7 @@ class Plan:
             samples.append(found[key] if sampled.piece is None else local(key, sampled.piece, sampled.box))
         return pieces, [values[(value.is_private, value.keys)] for value in self.values], samples
 
-    def copy(self, at: int, sources: tuple[list[Any], list[bytes], list[Any]], launch: str, step: int) -> list[tuple[str, bytes]]:
+    def copy(self, at: int, sources: Sources, launch: str, step: int) -> list[tuple[str, bytes]]:
         """Copies a state into a segment. Returns the hashes of this rank's samples of the replicated content."""
         pieces, values, samples = sources
         copy_all(self.memory[at], [owned.offset for owned in self.owned], self.views[at], pieces)
@@ -230,10 +256,21 @@ def encode(leaf: Leaf, allow_pickle: bool) -> bytes:
     return pickle.dumps(leaf.value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[Any]], allow_pickle: bool) -> Plan:
+def make_plan(
+    flat: Flat, rank: int, world: int, gather: Callable[[Any], list[Any]], allow_pickle: bool, are_ranks_default: bool = True
+) -> Plan:
     """Describes a state, compares it with those of the other ranks, and decides which parts this rank stores.
 
     Returns the plan.
+
+    Args:
+        flat: The leaves of the state.
+        rank: This rank.
+        world: The number of ranks.
+        gather: A collective that returns the argument of every rank.
+        allow_pickle: Whether objects that are not plain values are stored by ``pickle``.
+        are_ranks_default: Whether ranks have the numbers of the default group, as in meshes.
+
     """
     # All ranks process the names in the same order.
     flat.leaves.sort(key=lambda leaf: (leaf.is_private, leaf.keys))
@@ -265,14 +302,15 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
     digest: bytes | None = None
     if error is None:
         try:
-            digest = digest_of_layout(shared_leaves, described, alias, world)
+            digest = digest_of_layout(shared_leaves, described, alias) if are_ranks_default else None
         except Exception as found_wrong:  # noqa: BLE001 - as above
             error = found_wrong
     everyone = gather((digest, private_bytes, str(error) if error else None, getattr(error, "hint", "")))
     raise_together(error, rank, [(refused, hint) for _, _, refused, hint in everyone])
     loads = [private for _, private, _, _ in everyone]
     digests = {other for other, _, _, _ in everyone}
-    if len(digests) == 1 and None not in digests:
+    is_by_placement = len(digests) == 1 and None not in digests
+    if is_by_placement:
         owners, replicated_parts = choose_owners_by_placement(shared_leaves, described, alias, loads)
     else:
         # The layouts differ, or placements do not say who holds what: each rank tells what it has.
@@ -282,15 +320,25 @@ def make_plan(flat: Flat, rank: int, world: int, gather: Callable[[Any], list[An
         plan = _lay_out(flat, rank, world, described, contents, alias, owners, replicated_parts)
     except Exception as found_wrong:  # noqa: BLE001 - as above
         error = found_wrong
-    sizes = (plan.segment_bytes, plan.sample_bytes) if plan is not None else (0, 0)
+    sizes = (plan.segment_bytes, plan.sample_bytes, plan.shared_bytes) if plan is not None else (0, 0, 0)
     laid_out = gather((*sizes, str(error) if error else None, getattr(error, "hint", "")))
-    raise_together(error, rank, [(refused, hint) for _, _, refused, hint in laid_out])
+    raise_together(error, rank, [(refused, hint) for *_, refused, hint in laid_out])
     assert plan is not None
-    plan.rank_bytes = [segment for segment, _, _, _ in laid_out]
+    stored = sum(shared for _, _, shared, _, _ in laid_out)
+    if is_by_placement and stored != (expected := _shared_bytes(shared_leaves, described, alias)):
+        raise InternalError(f"the ranks would store {stored} of {expected} bytes of what they share")
+    plan.rank_bytes = [segment for segment, *_ in laid_out]
     # All samples of a save are sent in one message, so a state with many names is compared over
     # several saves.
-    plan.sample_rounds = max(1, -(-max(samples for _, samples, _, _ in laid_out) // MAX_SAMPLE_BYTES))
+    plan.sample_rounds = max(1, -(-max(samples for _, samples, *_ in laid_out) // MAX_SAMPLE_BYTES))
     return plan
+
+
+def _shared_bytes(shared: list[Leaf], described: dict[tuple[bool, Keys], Described], alias: dict[tuple[bool, Keys], Keys]) -> int:
+    """Returns the bytes of all shared tensors, each counted once."""
+    keys = ((False, leaf.keys) for leaf in shared)
+    found = (described[key] for key in keys if key in described and key not in alias)
+    return sum(math.prod(tensor.shape) * tensor.bits // 8 for tensor in found)
 
 
 def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str | None, str]]) -> None:

@@ -5,19 +5,16 @@ A framework of this kind has no state to load into, so a load builds the dict fr
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from . import _native
 from ._load import Names, PlannedLoad, Reader
-from ._plan import encode
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError
 from .state import (
     FLAG_ARRAY,
-    FLAG_PICKLE,
     SEQUENCE,
     WRAPPED,
     Flat,
@@ -33,12 +30,9 @@ from .state import (
     key_of,
     show,
 )
-from .tensors import alias_key, has_elements
 
 #: The key of the small files of a step: a dict of bytes by name.
 FILES: Key = (0, "files")
-#: Plain values may grow by this much until memory is reserved anew, in bytes. It is less than the spare room of a segment.
-GROWTH_BYTES = 128 << 10
 
 
 def flatten_tree(tree: Mapping[Any, Any], whole: tuple[str, ...] = ()) -> Flat:
@@ -80,35 +74,10 @@ def _has_tensors(value: Any, is_whole: bool) -> bool:
     return is_array(value) or (is_tensor(value) and (is_whole or value.dim() > 0))
 
 
-def save_flat(checkpointer: Checkpointer, step: int, flat: Flat, files: Mapping[str, bytes] | None = None) -> bool:
-    """Stages leaves and small files as a step. Reserves memory before if their layout has changed on any rank.
-
-    Returns whether the step was staged.
-    """
-    flat.leaves += [Leaf((FILES, (0, name)), content, False) for name, content in (files or {}).items()]
-    checkpointer._prepare_if_changed(_digest(flat, checkpointer.allow_pickle), lambda: flat, together=True)
-    return checkpointer._save_flat(step, lambda: flat)
-
-
-def _digest(flat: Flat, allow_pickle: bool) -> bytes:
-    """Returns a hash of the names, types and shapes of the leaves, of what shares memory, and of the size of all values."""
-    hasher = hashlib.blake2b(digest_size=16)
-    total = 0
-    first: dict[Any, int] = {}
-    for at, leaf in enumerate(sorted(flat.leaves, key=lambda leaf: (leaf.is_private, leaf.keys))):
-        about: tuple[Any, ...]
-        if has_elements(leaf.value):
-            shared = alias_key(leaf.value)
-            about = (str(leaf.value.dtype), tuple(leaf.value.shape), None if shared is None else first.setdefault(shared, at))
-        else:
-            try:
-                total += len(encode(leaf, allow_pickle))
-            except Exception:  # noqa: BLE001 - raised on all ranks where the layout is made
-                total = -1 << 40
-            about = (leaf.flags & FLAG_PICKLE,)
-        hasher.update(repr((leaf.is_private, leaf.keys, about)).encode())
-    hasher.update(repr(total // GROWTH_BYTES).encode())
-    return hasher.digest()
+def with_files(flat: Flat, files: Mapping[str, bytes]) -> Flat:
+    """Adds small files to the leaves of a state. Returns the leaves."""
+    flat.leaves += [Leaf((FILES, (0, name)), content, False) for name, content in files.items()]
+    return flat
 
 
 def load_tree(checkpointer: Checkpointer, step: int | None, *, allow_pickle: bool | None = None) -> tuple[int, dict[Any, Any]] | None:
@@ -132,9 +101,9 @@ def load_tree(checkpointer: Checkpointer, step: int | None, *, allow_pickle: boo
         return damaged
 
     if not checkpointer._saved:
-        number = checkpointer._load_with(step, read)
+        number = checkpointer.load_with(step, read)
         return None if number is None else (number, found)
-    looked = checkpointer._look_into(step, lambda reader: (reader.loaded.number, read(reader)))
+    looked = checkpointer.look_into(step, lambda reader: (reader.loaded.number, read(reader)))
     if looked is None:
         return None
     if looked[1] is not None:
@@ -175,7 +144,7 @@ def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[
                 return reader.loaded.number, {}, set(), show(keys)
         return reader.loaded.number, files, {str(keys[0][1]) for keys in rows}, None
 
-    found = checkpointer._look_into(step, read)
+    found = checkpointer.look_into(step, read)
     if found is None:
         return None
     if found[3] is not None:
@@ -191,4 +160,4 @@ def flatten_first(state: Mapping[Any, Any], rank: int, world: int) -> Flat:
     return flat
 
 
-__all__ = ["FILES", "flatten_first", "flatten_tree", "load_tree", "read_files", "read_tree", "save_flat"]
+__all__ = ["FILES", "flatten_first", "flatten_tree", "load_tree", "read_files", "read_tree", "with_files"]

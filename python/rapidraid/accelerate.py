@@ -20,7 +20,7 @@ from accelerate.checkpointing import load_accelerator_state, load_custom_state, 
 from accelerate.utils import DistributedType
 
 from ._jobs import parse_step_name, shared_checkpointer
-from ._tree import flatten_first, read_files, save_flat
+from ._tree import flatten_first, read_files, with_files
 from .checkpointer import Checkpointer
 from .errors import InvalidError
 
@@ -72,7 +72,11 @@ def save_state(accelerator: Any, name: str, **settings: Any) -> Checkpointer:
             for file in Path(folder).iterdir()
             if checkpointer.rank == 0 or (file.name.startswith("random_states") and file.name.endswith(own))
         }
-    save_flat(checkpointer, found.step, flatten_first(_objects(accelerator), checkpointer.rank, checkpointer.world), files)
+    checkpointer.save_flat(
+        found.step,
+        lambda: with_files(flatten_first(_objects(accelerator), checkpointer.rank, checkpointer.world), files),
+        raise_earlier=True,
+    )
     return checkpointer
 
 
@@ -134,7 +138,7 @@ def register(accelerator: Any, job: str, **settings: Any) -> None:
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         checkpointer = shared_checkpointer(job, settings)
         step = step_of(folder)
-        save_flat(checkpointer, step, flatten_first(state_of(models), checkpointer.rank, checkpointer.world))
+        checkpointer.save_flat(step, lambda: flatten_first(state_of(models), checkpointer.rank, checkpointer.world), raise_earlier=True)
         checkpointer.wait(step)
         weights.clear()
 

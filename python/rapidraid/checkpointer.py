@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import _native
 from ._load import LoadChoices, Private, Reader, ReadWholeError, load_into, read_one
-from ._plan import Plan, make_plan, raise_together
+from ._plan import Plan, Sources, make_plan, raise_together
 from ._program import connect, start_daemon
 from .errors import (
     BusyError,
@@ -126,6 +126,13 @@ class _Group:
         self.rank = self.distributed.get_rank(group) if self.distributed else 0
         self.world = self.distributed.get_world_size(group) if self.distributed else 1
 
+    @property
+    def is_default(self) -> bool:
+        """Whether the ranks have the numbers that they have in the default group, and so in meshes."""
+        return self.distributed is None or self.distributed.get_process_group_ranks(self.group) == list(
+            range(self.distributed.get_world_size())
+        )
+
     def gather(self, mine: Any) -> list[Any]:
         """Returns the ``mine`` of every rank, in the order of the ranks."""
         if self.distributed is None or self.world == 1:
@@ -207,19 +214,15 @@ class Checkpointer:
         self.last_stall = Stall()
         self._keep = keep or 0
         self._group = _Group(group, alone)
-        self._config = find_config(config)
         self._start = start
-        self._session = connect(self._config, timeout, start)
         self._hosts: _Hosts
-        self._launch, self._born_ns = self._agree()
+        self._session, self._launch, self._born_ns = self._connect(config)
         self._loads = 0
         self._lock = threading.RLock()
         self._loaded: int | None = None
         self._newest_seen: int | None = None
         self._abandon_later = abandon_later
         self._plan: Plan | None = None
-        #: The layout that was prepared, if the caller has given one.
-        self._layout: object = None
         self._saved: list[int] = []
         self._is_closed = False
         _sessions.add(self)
@@ -238,20 +241,24 @@ class Checkpointer:
         """The number of ranks of the launch."""
         return self._group.world
 
-    def _agree(self) -> tuple[str, int]:
-        """Draws the launch's id on rank 0, sends it to all ranks, and checks that their settings agree.
+    def _connect(self, config: str | os.PathLike[str] | None) -> tuple[_native.Session, str, int]:
+        """Connects to the daemon, draws the launch's id on rank 0, and checks that the ranks' settings agree.
 
-        Returns the id and its time.
+        Returns the session, the id and its time. An error of any rank is raised on all ranks.
         """
-        mine = (
-            secrets.token_hex(16),
-            _native.boot_ns(),
-            self._session.instance,
-            self._session.cluster,
-            self.when_full,
-            socket.gethostname(),
-        )
-        found = self._group.gather(mine)
+        session: _native.Session | None = None
+        failed: Exception | None = None
+        mine: tuple[str, int, str, str, str, str] | None = None
+        try:
+            self._config = find_config(config)
+            session = connect(self._config, self.timeout, self._start)
+            mine = (secrets.token_hex(16), _native.boot_ns(), session.instance, session.cluster, self.when_full, socket.gethostname())
+        except Exception as error:  # noqa: BLE001 - raised on all ranks below
+            failed = error
+        told = self._group.gather((mine, str(failed) if failed else None, getattr(failed, "hint", "")))
+        raise_together(failed, self.rank, [(refused, hint) for _, refused, hint in told])
+        found = [of_rank for of_rank, _, _ in told]
+        assert session is not None
         launch, _, _, cluster, when_full, _ = found[0]
         for rank, (_, _, _, other_cluster, other_when_full, _) in enumerate(found):
             if other_when_full != when_full:
@@ -268,7 +275,7 @@ class Checkpointer:
             )
         # The time counts from the boot of a host, so each host has its own.
         born_ns = found[self._hosts.ranks[0]][1]
-        return launch, born_ns
+        return session, launch, born_ns
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.should_stop = True
@@ -297,7 +304,7 @@ class Checkpointer:
             flat = Flat(error=error)
         for warning in flat.warnings:
             log.warning("%s", warning)
-        plan = make_plan(flat, self.rank, self.world, self._group.gather, self.allow_pickle)
+        plan = make_plan(flat, self.rank, self.world, self._group.gather, self.allow_pickle, self._group.is_default)
         failed: Exception | None = None
         try:
             self._prepare(plan)
@@ -309,23 +316,6 @@ class Checkpointer:
         except BaseException:
             self._drop_plan()
             raise
-
-    @_one_thread
-    def _prepare_if_changed(self, layout: object, flat_state: Callable[[], Flat], together: bool) -> None:
-        """Prepares anew if the state's layout differs from the last one on any rank.
-
-        Without ``together`` the ranks do not tell each other, and only the first call prepares.
-        """
-        is_changed = self._plan is None or layout != self._layout
-        if together:
-            is_changed = any(self._group.gather(is_changed))
-        elif is_changed and self._plan is not None:
-            raise InvalidError(
-                "the layout of the state has changed, and the ranks may not tell each other", "save once with use_collectives=True"
-            )
-        if is_changed:
-            self._prepare_flat(flat_state)
-            self._layout = layout
 
     def _drop_plan(self) -> None:
         if self._plan is not None:
@@ -359,20 +349,66 @@ class Checkpointer:
 
         Returns whether the step was staged, ``False`` only with ``when_full="skip"``. Raises failures of earlier saves.
         """
-        return self._save_flat(step, lambda: flatten(state, self.world))
-
-    @_one_thread
-    def _save_flat(self, step: int, flat_state: Callable[[], Flat]) -> bool:
-        """Saves the state that ``flat_state`` returns."""
         self._raise_notices()
         if self._plan is None:
-            self._prepare_flat(flat_state)
+            self.prepare(state)
         plan = self._plan
         assert plan is not None
-        stall = Stall()
         begun = time.perf_counter()
-        sources = plan.sources(flat_state(), self.allow_pickle)
-        stall.traversal = time.perf_counter() - begun
+        sources = plan.sources(flatten(state, self.world), self.allow_pickle)
+        return self._stage(step, plan, sources, time.perf_counter() - begun)
+
+    @_one_thread
+    def save_flat(self, step: int, flat_state: Callable[[], Flat], *, may_gather: bool = True, raise_earlier: bool = False) -> bool:
+        """Saves the state that ``flat_state`` returns, for frameworks. Prepares anew if its layout has changed on any rank.
+
+        All ranks must call it. Errors of ``flat_state`` are raised on all ranks.
+
+        Args:
+            step: The step.
+            flat_state: Returns the leaves of the state.
+            may_gather: Whether the ranks may tell each other that the layout has changed. If not, only the first call
+                prepares.
+            raise_earlier: Whether to raise failures of earlier steps, instead of logging them.
+
+        """
+        begun = time.perf_counter()
+        flat: Flat | None = None
+        sources: Sources | None = None
+        failed: Exception | None = None
+        plan = self._plan
+        try:
+            if raise_earlier:
+                self._raise_notices()
+            else:
+                self._log_notices()
+            flat = flat_state()
+            sources = plan.sources_if_fitting(flat, self.allow_pickle) if plan is not None else None
+        except Exception as error:  # noqa: BLE001 - raised on all ranks below
+            failed = error
+        is_changed = sources is None
+        if may_gather:
+            told = self._group.gather((is_changed, str(failed) if failed else None, getattr(failed, "hint", "")))
+            raise_together(failed, self.rank, [(refused, hint) for _, refused, hint in told])
+            is_changed = any(changed for changed, _, _ in told)
+        elif failed is not None:
+            raise failed
+        elif is_changed and plan is not None:
+            raise InvalidError(
+                "the layout of the state has changed, and the ranks may not tell each other", "save once with use_collectives=True"
+            )
+        assert flat is not None
+        if is_changed or sources is None:
+            found = flat
+            self._prepare_flat(lambda: found)
+            plan = self._plan
+            assert plan is not None
+            sources = plan.sources(flat, self.allow_pickle)
+        assert plan is not None
+        return self._stage(step, plan, sources, time.perf_counter() - begun)
+
+    def _stage(self, step: int, plan: Plan, sources: Sources, traversal_s: float) -> bool:
+        stall = Stall(traversal=traversal_s)
         begun = time.perf_counter()
         at, fill, count = self._fill(step, plan)
         stall.waiting = time.perf_counter() - begun
@@ -474,6 +510,21 @@ class Checkpointer:
                 log.warning("%s", error.message)
         return self._daemon.notices(self.timeout)
 
+    def _log_notices(self) -> None:
+        """Logs failures and warnings. Whoever waits for a step that has failed gets its error."""
+        for step, failure, warning in self._notices():
+            if failure is None:
+                log.warning("step %d: %s", step, warning)
+            else:
+                log.error("step %d was not saved: %s", step, of_code(*failure))
+
+    def wait_for(self, step: int, timeout: float) -> None:
+        """Waits until ``step`` is committed, for frameworks. Raises the error of this step alone."""
+        save, notes = self._wait(step, timeout)
+        for note in notes:
+            log.warning("step %d: %s", step, note)
+        log.debug("step %d is committed as save %s", step, save)
+
     def _raise_notices(self) -> list[tuple[int, str]]:
         """Raises the first failure among the daemon's notices and logs all of them.
 
@@ -527,10 +578,10 @@ class Checkpointer:
         def load(reader: Reader) -> str | None:
             return load_into(reader, state, self.rank, self.world, choices)
 
-        return self._load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
+        return self.load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
 
     @_one_thread
-    def _load_with(
+    def load_with(
         self,
         step: int | None,
         read: Callable[[Reader], str | None],
@@ -574,7 +625,7 @@ class Checkpointer:
         return number
 
     @_one_thread
-    def _look_into(self, step: int | None, read: Callable[[Reader], _T]) -> _T | None:
+    def look_into(self, step: int | None, read: Callable[[Reader], _T]) -> _T | None:
         """Opens a step, by default the resume point, for what ``read`` returns. The launch does not continue from it.
 
         Without a step all ranks must call it.
@@ -739,14 +790,24 @@ class Checkpointer:
 
     @property
     def resumed(self) -> tuple[int | None, int | None]:
-        """The step that the launch has loaded, and the newest step that was committed then."""
-        return self._loaded, self._newest_seen
+        """The step from which another launch would go on, and the newest step that is known to be committed then."""
+        return (self._saved[-1], self._saved[-1]) if self._saved else (self._loaded, self._newest_seen)
 
     @_one_thread
-    def _go_on_from(self, loaded: int | None, newest_seen: int | None) -> None:
-        """Notes what another process of the same trainer has loaded, unless this one has loaded or saved."""
+    def go_on_from(self, loaded: int | None, newest_seen: int | None) -> None:
+        """Records what another process of the same trainer has loaded, unless this one has loaded or saved."""
         if self._loaded is None and not self._saved:
             self._loaded, self._newest_seen = loaded, newest_seen
+
+    def set_before_first_save(self, settings: Mapping[str, Any]) -> bool:
+        """Sets ``keep`` and ``abandon_later``, which count from the first save on. Returns whether they are set."""
+        keep, abandon_later = settings.get("keep") or 0, bool(settings.get("abandon_later"))
+        if (keep, abandon_later) == (self._keep, self._abandon_later):
+            return True
+        if self._plan is not None or self._saved:
+            return False
+        self._keep, self._abandon_later = keep, abandon_later
+        return True
 
     @property
     def is_closed(self) -> bool:

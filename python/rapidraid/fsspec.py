@@ -107,7 +107,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     # Reading
 
-    def _look_into(self, place: Place, look: Callable[[Reader], tuple[_T, str | None]]) -> _T:
+    def look_into(self, place: Place, look: Callable[[Reader], tuple[_T, str | None]]) -> _T:
         """Opens the committed step of a place, and once more if its bytes are damaged."""
         if place.step is None:
             raise NoFileError(f"there is no {place}", FORM)
@@ -120,7 +120,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
         for _ in range(2):
             try:
-                done = self._ask(place.job, lambda checkpointer: checkpointer._look_into(step, checked))
+                done = self._ask(place.job, lambda checkpointer: checkpointer.look_into(step, checked))
             except NoFileError:
                 raise
             except NotFoundError as error:
@@ -145,13 +145,13 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return question(checkpointer)
 
     def _sizes(self, place: Place) -> dict[str, int]:
-        return self._look_into(place, lambda reader: (sizes_of(reader), None))
+        return self.look_into(place, lambda reader: (sizes_of(reader), None))
 
     def _read(self, wanted: Sequence[tuple[str, int | None, int | None, Any]]) -> list[Any]:
         """Reads ranges of files of one step, each into a buffer or into new bytes."""
         places = [(self._place(path), *rest) for path, *rest in wanted]
         job = places[0][0].job
-        return self._look_into(places[0][0], lambda reader: read_ranges(reader, job, [(place.path, *rest) for place, *rest in places]))
+        return self.look_into(places[0][0], lambda reader: read_ranges(reader, job, [(place.path, *rest) for place, *rest in places]))
 
     def _committed(self, job: str) -> list[int]:
         return [info.step for info in self._ask(job, Checkpointer.steps) if info.is_committed]
@@ -279,7 +279,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
             kwargs.setdefault("cache_type", "blockcache")
             size = kwargs.pop("size", None)
             if size is None:
-                size = self._look_into(place, lambda reader: (length_of(reader, place.job, place.path), None))
+                size = self.look_into(place, lambda reader: (length_of(reader, place.job, place.path), None))
             return SavedFile(self, path, mode, block_size or BLOCK_BYTES, cache_options=cache_options, size=size, **kwargs)
         if mode not in ("wb", "xb"):
             raise InvalidError(f"{path} cannot be opened in mode {mode!r}", "files are written as wholes: it is rb, wb or xb")

@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 
 from ._jobs import SCHEME, parse_step_name, shared_checkpointer
 from ._load import LoadChoices, load_into
-from ._tree import FILES, flatten_first, read_files, save_flat
+from ._tree import FILES, flatten_first, read_files, with_files
 from .accelerate import load_state, register, save_state
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError, NotFoundError, RapidraidError
@@ -183,7 +183,9 @@ class RapidraidTrainer(Trainer):
         # A step that is not labelled yet could be removed when the next one is committed.
         self._join_label()
         checkpointer = self.checkpointer
-        save_flat(checkpointer, step, flatten_first(self._state(), checkpointer.rank, checkpointer.world), files)
+        checkpointer.save_flat(
+            step, lambda: with_files(flatten_first(self._state(), checkpointer.rank, checkpointer.world), files), raise_earlier=True
+        )
         self._last = step
         if is_best:
             self._labelling = threading.Thread(target=self._label, args=(checkpointer, step), daemon=True)
@@ -227,7 +229,7 @@ class RapidraidTrainer(Trainer):
         self._join_label()
         checkpointer, state = self.checkpointer, {"model": self.model_wrapped}
         choices = LoadChoices(True, lambda name: name.startswith("model/"), False, None, checkpointer.allow_pickle)
-        found = checkpointer._look_into(
+        found = checkpointer.look_into(
             parse_step_name(best).step, lambda reader: (load_into(reader, state, checkpointer.rank, checkpointer.world, choices),)
         )
         if found is not None and found[0] is not None:
@@ -262,7 +264,9 @@ class RapidraidCallback(TrainerCallback):
         if not args.save_only_model:
             objects["optimizer"] = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
             objects["scheduler"] = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
-        save_flat(checkpointer, state.global_step, flatten_first(objects, checkpointer.rank, checkpointer.world), files)
+        checkpointer.save_flat(
+            state.global_step, lambda: with_files(flatten_first(objects, checkpointer.rank, checkpointer.world), files), raise_earlier=True
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Waits until the last step is committed."""

@@ -22,7 +22,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from ._jobs import SCHEME, parse_step_name, shared_checkpointer
-from ._tree import flatten_tree, load_tree, save_flat
+from ._tree import flatten_tree, load_tree
 from .checkpointer import Checkpointer
 from .errors import InvalidError, NotFoundError, RapidraidError
 
@@ -104,7 +104,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         parts = frozenset(checkpoint)
         if self._last is None or self._last[0] != step:
             if step != self.checkpointer._loaded or self.checkpointer._saved:
-                save_flat(self.checkpointer, step, flatten_tree(checkpoint, WHOLE))
+                self.checkpointer.save_flat(step, lambda: flatten_tree(checkpoint, WHOLE), raise_earlier=True)
             self._last = (step, parts)
         elif not parts <= self._last[1]:
             missing = ", ".join(sorted(str(key) for key in parts - self._last[1]))
@@ -182,7 +182,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         if step is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             # Lightning loads on all ranks. Together they wait for what is staged, and choose what all hosts can read.
             with Checkpointer(self.job, **self._settings) as together:
-                agreed = together._look_into(None, lambda reader: (reader.loaded.number, None))
+                agreed = together.look_into(None, lambda reader: (reader.loaded.number, None))
             step = None if agreed is None else agreed[0]
         found = load_tree(self.checkpointer, step, allow_pickle=False if weights_only else None)
         if found is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -22,12 +23,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from ._dcp import Mappings, flatten_objects, flatten_plan, layout_of_items, layout_of_leaves, metadata_of, read_plan
+from ._dcp import flatten_objects, flatten_plan, metadata_of, read_plan
 from ._jobs import StepName, parse_step_name, resumed_steps, shared_checkpointer
 from ._load import Names
 from ._load import Reader as StepReader
@@ -36,40 +37,56 @@ from .errors import InvalidError, NotFoundError
 from .state import Flat
 
 
-class _Door:
-    """The job and step that DCP works on, and the Checkpointer that does the work."""
+class _Adapter:
+    """The job and step that DCP works on, and the Checkpointer that does the work.
+
+    A save or load of DCP runs in one thread from ``reset`` on, and several may run at once. So what belongs to one of
+    them is kept by thread.
+    """
 
     def __init__(
         self, checkpoint_id: str | os.PathLike[str] | None, checkpointer: Checkpointer | None, settings: Mapping[str, Any]
     ) -> None:
         if checkpointer is not None and settings:
             raise InvalidError("a Checkpointer and settings", "pass the settings to the Checkpointer")
+        if "skip" in (settings.get("when_full"), checkpointer.when_full if checkpointer is not None else None):
+            raise InvalidError('when_full="skip" for DCP', "leave it out: DCP has no word for a step that is skipped")
         self._given = checkpointer
         self._settings = dict(settings)
-        self.checkpoint_id = checkpoint_id
-        self._name = None if checkpoint_id is None else parse_step_name(checkpoint_id)
-        #: What the trainer has loaded of each job, if this is its copy in another process.
+        self._default_id = checkpoint_id
+        if checkpoint_id is not None:
+            parse_step_name(checkpoint_id)
+        #: The state of the save or load of each thread.
+        self._local = threading.local()
+        #: What the trainer has loaded or saved of each job, if this is its copy in another process.
         self._resumed: dict[str, tuple[int | None, int | None]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a save or a load. Without an id, the one of the constructor counts."""
         if checkpoint_id is not None:
-            self._name = parse_step_name(checkpoint_id)
-            self.checkpoint_id = checkpoint_id
+            parse_step_name(checkpoint_id)
+        self._local.__dict__.clear()
+        self._local.id = checkpoint_id
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        """The id of the save or load of this thread."""
+        found: str | os.PathLike[str] | None = getattr(self._local, "id", None)
+        return self._default_id if found is None else found
 
     @property
     def name(self) -> StepName:
         """The job and the step."""
-        if self._name is None:
+        if self.checkpoint_id is None:
             raise InvalidError("no checkpoint_id", 'pass checkpoint_id="JOB/STEP"')
-        return self._name
+        return parse_step_name(self.checkpoint_id)
 
     @property
     def checkpointer(self) -> Checkpointer:
         """The Checkpointer of the job."""
         if self._given is None:
             found = shared_checkpointer(self.name.job, self._settings)
-            found._go_on_from(*self._resumed.get(self.name.job, (None, None)))
+            found.go_on_from(*self._resumed.get(self.name.job, (None, None)))
             return found
         if self._given.job != self.name.job:
             raise InvalidError(f"checkpoint_id {self.name} with the Checkpointer of {self._given.job}", "use one job")
@@ -98,14 +115,20 @@ class _Door:
                 "a Checkpointer cannot be used in another process",
                 "pass its settings to the Writer instead, or AsyncCheckpointerType.THREAD",
             )
-        return {**self.__dict__, "_resumed": resumed_steps()}
+        state = {**self.__dict__, "_resumed": resumed_steps(bool(self._settings.get("alone")))}
+        del state["_local"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._local = threading.local()
 
 
-class Writer(_Door, StorageWriter, AsyncStager):
+class Writer(_Adapter, StorageWriter, AsyncStager):
     """Saves what DCP plans: a ``StorageWriter``, and the ``AsyncStager`` of ``dcp.async_save``.
 
-    DCP's own coordinator only learns that a rank takes part: the plan stays on its rank, and the ranks compare it only when
-    it changes. ``dcp.save`` returns when the step is committed.
+    The plan of a rank stays on the rank: DCP's coordinator gets an empty one. The ranks compare a digest of their layouts
+    when one of them has changed. ``dcp.save`` returns when the step is committed.
 
     Args:
         checkpoint_id: ``JOB/STEP``. DCP's argument of the same name overrides it.
@@ -127,22 +150,20 @@ class Writer(_Door, StorageWriter, AsyncStager):
     ) -> None:
         super().__init__(checkpoint_id, checkpointer, settings)
         self.commit_timeout = commit_timeout
-        self._kept = _KeptPlan()
-        self._uses_collectives = True
         self._stager: DefaultStager | None = None
-        self._is_copied = threading.Event()
-        self._is_copied.set()
+        #: The last copy. It is alive as long as an upload uses it.
+        self._copy: weakref.ref[_Copy] | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save on this rank."""
-        self._uses_collectives = bool(kwargs.get("use_collectives", True))
+        self._local.may_gather = bool(kwargs.get("use_collectives", True))
         if self.name.step is None:
             raise InvalidError(f"checkpoint_id {self.name} has no step", 'write "JOB/STEP"')
         self.check_rank(kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keeps the items of the plan. Returns a plan without items, so that the ranks have nothing to gather."""
-        self._kept.keep(plan)
+        """Keeps the plan. Returns a plan without items, so that the ranks have nothing to gather."""
+        self._local.plan = plan
         return SavePlan([], planner_data={}, usable=plan.usable)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -150,21 +171,24 @@ class Writer(_Door, StorageWriter, AsyncStager):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Stages the kept items as the step, and waits until the step is committed."""
+        """Stages the items of the plan that was kept, and waits until the step is committed."""
         step = self.name.step
         assert step is not None
         checkpointer = self.checkpointer
-        try:
-            self._kept.save(checkpointer, step, planner, self._uses_collectives)
-        finally:
-            self._is_copied.set()
-        checkpointer.wait(step, self.commit_timeout)
+        kept: SavePlan = self._local.plan
+
+        def flat() -> Flat:
+            found = kept if kept.usable else _cached_plan(planner)
+            return flatten_plan(found.items, found.planner_data or {}, planner)
+
+        checkpointer.save_flat(step, flat, may_gather=self._local.may_gather)
+        checkpointer.wait_for(step, self.commit_timeout)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Notes the step in the metadata that DCP returns. The step is committed by now."""
+        """Puts the id into the metadata that DCP returns. The step is committed by now."""
         metadata.storage_meta = self.storage_meta()
 
     def storage_meta(self) -> StorageMeta:
@@ -172,18 +196,17 @@ class Writer(_Door, StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies a state in the host's memory, for ``dcp.async_save``. Returns the copy.
-
-        Waits until the upload thread has read the copy of the save before.
-        """
-        if not self._is_copied.wait(self.commit_timeout):
-            raise InvalidError("the save before is not staged yet", "wait for its future first")
+        """Copies a state in the host's memory, for ``dcp.async_save``. Returns the copy."""
+        if self._copy is not None and self._copy() is not None:
+            # An upload still reads the memory of the stager.
+            self._stager = None
         if self._stager is None:
             self._stager = DefaultStager(StagingOptions(False, False, False, False))
         copied = self._stager.stage(state_dict)
         assert isinstance(copied, dict)
-        self._is_copied.clear()
-        return copied
+        copy = _Copy(copied)
+        self._copy = weakref.ref(copy)
+        return copy
 
     def synchronize_staging(self) -> None:
         """Does nothing: the copy is complete when :meth:`stage` returns."""
@@ -191,46 +214,28 @@ class Writer(_Door, StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Releases the copy."""
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
+        self._stager = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_kept": _KeptPlan(), "_stager": None, "_is_copied": None}
-        # A process that gets the copy reads the same memory, at a time that this process does not see.
-        self._stager = None
-        self._is_copied.set()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._is_copied = threading.Event()
-        self._is_copied.set()
+        return {**super().__getstate__(), "_stager": None, "_copy": None}
 
 
-class _KeptPlan:
-    """The items of the last plan of this rank."""
+class _Copy(dict[str, Any]):
+    """A copy of a state, whose end can be seen by a weak reference."""
 
-    def __init__(self) -> None:
-        self.items: list[WriteItem] = []
-        self.mappings: Mappings = {}
-
-    def keep(self, plan: SavePlan) -> None:
-        """Keeps the items. A planner that caches plans sends none if they are those of the save before."""
-        if plan.usable:
-            self.items, self.mappings = plan.items, plan.planner_data or {}
-
-    def save(self, checkpointer: Checkpointer, step: int, planner: SavePlanner, uses_collectives: bool) -> None:
-        """Stages the items as a step. Prepares memory before if they have changed on any rank."""
-
-        def flat() -> Flat:
-            return flatten_plan(self.items, self.mappings, planner)
-
-        checkpointer._prepare_if_changed(layout_of_items(self.items, self.mappings), flat, uses_collectives)
-        checkpointer._save_flat(step, flat)
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
 
 
-class Reader(_Door, StorageReader):
+def _cached_plan(planner: SavePlanner) -> SavePlan:
+    """Returns the plan that a planner which caches plans stands by when it sends none."""
+    found = planner._cached_save_plan.get(getattr(planner, "_cached_plans_key", ""))
+    if found is None:
+        raise InvalidError(f"{type(planner).__name__} sends no plan and has none in its cache", "use a planner that sends its plan")
+    return found
+
+
+class Reader(_Adapter, StorageReader):
     """Loads a step through DCP, verified, on any number of ranks.
 
     Args:
@@ -251,13 +256,16 @@ class Reader(_Door, StorageReader):
     ) -> None:
         super().__init__(checkpoint_id, checkpointer, settings)
         self.cast = cast
-        self._step: int | None = None
 
     def newest(self, job: str | None = None) -> int | None:
-        """Returns the newest committed step of a job, by default of the Reader's. Returns ``None`` if there is none."""
+        """Returns the step from which ``dcp.load`` of the job would resume. Returns ``None`` if there is none.
+
+        All ranks must call it, and get the same step. ``job`` is the Reader's by default.
+        """
         if job is not None:
             self.reset(job)
-        return self.checkpointer.latest()
+        found = self.checkpointer.look_into(None, lambda reader: (reader.loaded.number, None))
+        return None if found is None else found[0]
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Returns the names of the step. Each tensor is one chunk, however many ranks have saved it."""
@@ -266,25 +274,25 @@ class Reader(_Door, StorageReader):
         def look(reader: StepReader) -> tuple[int, Names, None]:
             return reader.loaded.number, Names(reader.loaded), None
 
-        found = checkpointer._look_into(self.name.step, look)
+        found = checkpointer.look_into(self.name.step, look)
         if found is None:
             raise NotFoundError(f"{self.name.job} has no step", "save one first")
-        self._step, names, _ = found
-        return metadata_of(names, checkpointer.rank, StorageMeta(checkpoint_id=f"{self.name.job}/{self._step}"))
+        self._local.step, names, _ = found
+        return metadata_of(names, checkpointer.rank, StorageMeta(checkpoint_id=f"{self.name.job}/{self.step}"))
 
     @property
     def step(self) -> int:
-        """The step that :meth:`read_metadata` has found."""
-        assert self._step is not None
-        return self._step
+        """The step that :meth:`read_metadata` has found in this thread."""
+        found: int = self._local.step
+        return found
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a load on this rank."""
         self.check_rank(kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keeps the items. Returns a plan without items, so that the ranks have nothing to gather."""
-        self._plan = plan
+        """Keeps the plan. Returns a plan without items, so that the ranks have nothing to gather."""
+        self._local.plan = plan
         return LoadPlan([])
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -292,14 +300,14 @@ class Reader(_Door, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Reads the items of the plan. The launch continues from the step."""
+        """Reads the items of the plan that was kept. The launch continues from the step."""
         checkpointer = self.checkpointer
-        items = self._plan.items
+        items = self._local.plan.items
 
         def read(reader: StepReader) -> str | None:
             return read_plan(reader, items, planner, checkpointer.rank, cast=self.cast, allow_pickle=checkpointer.allow_pickle)
 
-        checkpointer._load_with(self._step, read, table_first=True)
+        checkpointer.load_with(self.step, read, table_first=True)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
@@ -328,29 +336,31 @@ def async_save(
     """
     if writer is not None and settings:
         raise InvalidError("a Writer and settings", "pass the settings to the Writer")
-    writer = writer or Writer(**settings)
-    writer.reset(checkpoint_id)
-    checkpointer = writer.checkpointer
-    writer.set_up_storage_writer(checkpointer.rank == 0)
-    step = writer.name.step
+    chosen = writer or Writer(**settings)
+    chosen.reset(checkpoint_id)
+    checkpointer = chosen.checkpointer
+    chosen.set_up_storage_writer(checkpointer.rank == 0)
+    step = chosen.name.step
     assert step is not None
-    plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
-    used = planner or DefaultSavePlanner()
-    used.set_up_planner(plain, writer.storage_meta(), checkpointer.rank == 0)
-    flat = flatten_objects(used) if planner is None and isinstance(used, DefaultSavePlanner) else None
-    # Ranks with and without such a state prepare alike, so they may take different ways here.
-    if flat is None:
-        writer.prepare_local_plan(used.create_local_plan())
-        writer._kept.save(checkpointer, step, used, uses_collectives=True)
-    else:
-        found = flat
-        checkpointer._prepare_if_changed(layout_of_leaves(found), lambda: found, together=True)
-        checkpointer._save_flat(step, lambda: found)
+
+    def flat() -> Flat:
+        plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+        used = planner or DefaultSavePlanner()
+        used.set_up_planner(plain, chosen.storage_meta(), checkpointer.rank == 0)
+        if planner is None and isinstance(used, DefaultSavePlanner):
+            found = flatten_objects(used)
+            if found is not None:
+                return found
+        plan = used.create_local_plan()
+        plan = plan if plan.usable else _cached_plan(used)
+        return flatten_plan(plan.items, plan.planner_data or {}, used)
+
+    checkpointer.save_flat(step, flat)
     future: Future[None] = Future()
 
     def wait() -> None:
         try:
-            checkpointer.wait(step, writer.commit_timeout)
+            checkpointer.wait_for(step, chosen.commit_timeout)
             future.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised where the future is asked
             future.set_exception(error)

@@ -143,7 +143,7 @@ class RapidraidManager(CheckpointManager):
         """Returns the step of the job that ``name`` stands for, or ``None`` if there is none. All ranks must call it."""
         wanted = parse_step_name(name).step
         try:
-            found = self._checkpointer._look_into(wanted, lambda reader: (reader.loaded.number, None))
+            found = self._checkpointer.look_into(wanted, lambda reader: (reader.loaded.number, None))
         except NotFoundError:
             return None
         if found is not None and wanted is None and self._has_files() and (files := self._find_load_step()) > found[0]:

@@ -89,22 +89,51 @@ def test_a_hostile_folder_runs_no_code_and_reads_no_other_file(tmp_path: Path) -
     refuses(good[:-20], "damaged")
     refuses(b"", "damaged")
     refuses(pickle.dumps([1]), "holds no metadata")
+    # A few bytes that reserve gigabytes, and a state that would patch a class.
+    refuses(b"\x80\x04N" + pickle.LONG_BINPUT + (1 << 31).to_bytes(4, "little") + b".", "holds no metadata")
+    refuses(b"\x80\x05" + pickle.BYTEARRAY8 + (1 << 36).to_bytes(8, "little") + b".", "damaged")
+    module = b"torch.distributed.checkpoint.metadata"
+    refuses(b"c" + module + b"\nMetadata\n(N}(V__init__\nNutb.", "sets fields of a type")
+    (tmp_path / "secret").write_bytes(next(folder.glob("*.distcp")).read_bytes())
+    (folder / "link").symlink_to(tmp_path / "secret")
     for field, value, why in [
         ("relative_path", "../secret", "outside the folder"),
         ("relative_path", "/etc/passwd", "outside the folder"),
-        ("relative_path", "missing", "lacks the file"),
+        ("relative_path", "link", "outside the folder"),
+        ("relative_path", "missing", "is missing"),
+        ("relative_path", Path("__0_0.distcp"), "outside the folder|is missing|without a place"),
         ("length", 1 << 40, "beyond the end"),
-        ("offset", -1, "beyond the end"),
+        ("offset", -1, "before the start"),
     ]:
         broken = pickle.loads(good)
         setattr(next(iter(broken.storage_data.values())), field, value)
+        metadata.write_bytes(pickle.dumps(broken))
+        if isinstance(value, Path):
+            # The path becomes its text, and is the file that it names.
+            load_dcp_folder(folder)
+        else:
+            refuses(pickle.dumps(broken), why)
+    weight = "model.a.weight"
+    for change, why in [
+        (lambda about: setattr(about, "size", torch.Size([1 << 40])), "of other dimensions|the files have"),
+        (lambda about: setattr(about, "chunks", []), "no part is stored"),
+        (lambda about: setattr(about.chunks[0], "sizes", torch.Size([1, 30])), "are not their tensors"),
+        (lambda about: setattr(about.chunks[0], "sizes", torch.Size([-1, 30])), "without a place"),
+        (lambda about: setattr(about.chunks[0], "offsets", torch.Size([1, 0])), "not stored"),
+        (lambda about: setattr(about.properties, "dtype", "float32"), "no tensor and no object|damaged"),
+    ]:
+        broken = pickle.loads(good)
+        change(broken.state_dict_metadata[weight])
         refuses(pickle.dumps(broken), why)
-    broken = pickle.loads(good)
-    broken.state_dict_metadata["model.a.weight"].size = torch.Size([1 << 40])
-    refuses(pickle.dumps(broken), "the files have")
-    broken = pickle.loads(good)
-    broken.planner_data["list.0"] = ("list", 1 << 40)
-    refuses(pickle.dumps(broken), "more than")
+    for path, why in [
+        (("list", 1 << 40), "many more positions"),
+        (("list", -1), "before the start"),
+        (("a",) * 100, "100 keys"),
+        (("list", *[100_000] * 60), "many more positions"),
+    ]:
+        broken = pickle.loads(good)
+        broken.planner_data["list.0"] = path
+        refuses(pickle.dumps(broken), why)
     metadata.write_bytes(good)
     assert flat(load_dcp_folder(folder)) == flat(state())
 

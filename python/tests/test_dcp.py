@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ranks import once
 import rapidraid
 from rapidraid import errors
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 door = pytest.importorskip("rapidraid.torch")
@@ -177,19 +179,102 @@ def test_bad_input_is_refused_by_name(cluster: rapidraid.LocalCluster, job: str)
         dcp.save(one, checkpoint_id=job, storage_writer=writer)
     dcp.save(one, checkpoint_id=f"rapidraid://{job}/1", storage_writer=writer)
     for state, why in [
-        ({"a": torch.ones(3, device="meta")}, "another kind"),
-        ({"a": torch.ones(3).to_sparse()}, "another kind"),
+        ({"a": torch.ones(3, device="meta")}, "meta device"),
+        ({"a": torch.ones(3).to_sparse()}, "layout"),
         ({"a": object()}, "allow_pickle=True"),
     ]:
         with pytest.raises(dcp.api.CheckpointException, match=why):
             dcp.save(state, checkpoint_id=f"{job}/2", storage_writer=writer)
     with pytest.raises(dcp.api.CheckpointException, match="is saved already"):
         dcp.save(one, checkpoint_id=f"{job}/1", storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="allow_pickle=True"):
+        dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=door.Writer(config=cluster.config, allow_pickle=True))
     with pytest.raises(dcp.api.CheckpointException, match="keep=3"):
         dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=door.Writer(config=cluster.config, keep=3))
+    with pytest.raises(errors.InvalidError, match="skip"):
+        door.Writer(when_full="skip")
     with pytest.raises(dcp.api.CheckpointException, match="Size mismatch|Missing key"):
         dcp.load({"b": torch.ones(3)}, checkpoint_id=f"{job}/1", storage_reader=door.Reader(config=cluster.config))
     with pytest.raises(dcp.api.CheckpointException, match="is not committed"):
         dcp.load(one, checkpoint_id=f"{job}/7", storage_reader=door.Reader(config=cluster.config))
     # The launch goes on.
     dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=writer)
+
+
+def test_a_planner_that_caches_its_plan_saves_all_of_it(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Also with a new Writer for each step, and after a plan of another state."""
+    full = {"a": torch.ones(10), "b": torch.zeros(10)}
+    for step in range(1, 5):
+        full["a"].fill_(step)
+        cached = step != 3
+        saved = full if cached else {"a": full["a"]}
+        planner = DefaultSavePlanner(enable_plan_caching=cached)
+        planner._cached_plans_key = job
+        dcp.save(saved, checkpoint_id=f"{job}/{step}", storage_writer=door.Writer(config=cluster.config), planner=planner)
+        loaded = {name: torch.full((10,), -1.0) for name in saved}
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=door.Reader(config=cluster.config))
+        assert all(loaded[name].equal(saved[name]) for name in saved)
+
+
+class Slow(DefaultSavePlanner):  # type: ignore[misc]
+    """Waits in the middle of a save."""
+
+    def __init__(self, begun: threading.Event, go_on: threading.Event) -> None:
+        super().__init__()
+        self.begun, self.go_on = begun, go_on
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return super().finish_plan(new_plan)
+
+
+def test_two_saves_at_once_by_one_writer_keep_apart(cluster: rapidraid.LocalCluster, job: str) -> None:
+    writer = door.Writer(config=cluster.config)
+    dcp.save({"a": torch.zeros(10)}, checkpoint_id=f"{job}/1", storage_writer=writer)
+    begun, go_on = threading.Event(), threading.Event()
+    slow = dcp.async_save({"a": torch.full((10,), 2.0)}, checkpoint_id=f"{job}/2", storage_writer=writer, planner=Slow(begun, go_on))
+    assert begun.wait(60)
+    third = dcp.async_save({"a": torch.full((10,), 4.0)}, checkpoint_id=f"{job}/4", storage_writer=writer, planner=Slow(begun, go_on))
+    go_on.set()
+    slow.result()
+    third.result()
+    dcp.save({"a": torch.full((10,), 5.0)}, checkpoint_id=f"{job}/5", storage_writer=writer)
+    for step in (2, 4, 5):
+        loaded = {"a": torch.zeros(10)}
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=door.Reader(config=cluster.config))
+        assert bool((loaded["a"] == step).all()), step
+
+
+def test_a_step_that_fails_costs_no_other_one(cluster: rapidraid.LocalCluster, job: str) -> None:
+    writer = door.Writer(config=cluster.config)
+    one = {"a": torch.ones(10)}
+    dcp.save(one, checkpoint_id=f"{job}/1", storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="is saved already"):
+        dcp.async_save(one, checkpoint_id=f"{job}/1", storage_writer=writer).result()
+    with pytest.raises(errors.InvalidError):
+        dcp.async_save(one, checkpoint_id="no step", storage_writer=writer).result()
+    dcp.async_save(one, checkpoint_id=f"{job}/2", storage_writer=writer).result()
+    door.async_save(one, f"{job}/3", writer=writer).result()
+    assert door.Reader(config=cluster.config).newest(job) == 3
+
+
+def test_states_that_change_their_layout_are_saved_all_the_same(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """Values grow, tensors are untied, arrays come and go."""
+    writer = door.Writer(config=cluster.config)
+    weight = torch.ones(10)
+    states: list[dict[str, Any]] = [
+        {"w": weight, "ema": weight, "losses": [0.5]},
+        {"w": weight, "ema": weight, "losses": [0.25] * 200_000},
+        {"w": weight, "ema": torch.zeros(10), "losses": []},
+        {"w": weight, "ema": weight, "losses": [], "array": np.arange(4.0), "single": np.float32(3.5)},
+    ]
+    for step, saved in enumerate(states, 1):
+        dcp.save(saved, checkpoint_id=f"{job}/{step}", storage_writer=writer)
+        loaded = {"w": torch.zeros(10), "ema": torch.zeros(10), "losses": None}
+        if "array" in saved:
+            loaded.update(array=np.zeros(4), single=None)
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=door.Reader(config=cluster.config))
+        assert all(loaded[name].equal(saved[name]) for name in ("w", "ema")) and loaded["losses"] == saved["losses"]
+        if "array" in saved:
+            assert np.array_equal(loaded["array"], saved["array"]) and loaded["single"] == 3.5

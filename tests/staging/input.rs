@@ -30,6 +30,7 @@ pub const CELLS: &[Cell] = cells![
     it_ends_when_what_is_staged_is_saved,
     a_folder_that_is_taken_away_ends_it,
     a_step_that_was_not_saved_by_a_trainer_is_told,
+    a_resume_point_that_nobody_has_any_more_is_told,
 ];
 
 fn no_daemon_is_an_error_at_once(cluster: &Cluster, _: &str) {
@@ -352,4 +353,32 @@ fn a_step_that_was_not_saved_by_a_trainer_is_told(cluster: &Cluster, job: &str) 
         .unwrap_err()
         .says("NotFound", &["8"]);
     assert_eq!(stage.status().used_bytes, 0);
+}
+
+fn a_resume_point_that_nobody_has_any_more_is_told(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 1));
+    for step in [10, 20] {
+        launch.save(step);
+        launch.wait(step);
+    }
+    launch.kill();
+    let mut launch = Launch::start(&stage, &Plan::new(job, 1).after(20));
+    assert_eq!(launch.load(None)[0]["step"], 20);
+    cluster.run(&format!("rm {job}/20")).ok();
+    stage.forget(job);
+    // A rank that loads once more, as after a damage, is not given another step in its place.
+    let order = json!({
+        "do": "load", "job": job, "launch": launch.id.to_string(), "number": 2, "step": 20,
+    });
+    let refused = launch.ranks[0].ask(&order).unwrap_err();
+    refused.says("NotFound", &["20 is not committed", "rapidraid ls"]);
+    // The launch has the state, so it goes on.
+    launch.prepare();
+    let fill = launch.save(30);
+    launch.wait(30);
+    assert_eq!(stage.committed(job), [10, 30]);
+    let again = stage.load(job, None).unwrap().unwrap();
+    assert_eq!((again.step, again.fill.to_string()), (30, fill));
+    stage.assert_sound();
 }

@@ -36,8 +36,7 @@ def through_dcp(repeats: int, large_bytes: int) -> Iterator[Measure]:
     stall = Measure("dcp-stall", "stall of `rapidraid.torch.async_save`", "async_save", ["Checkpointer"], 1.2)
     commit = Measure("dcp-commit", "the same, until committed", "async_save", ["Checkpointer"], 1.2)
     load = Measure("dcp-load", "`dcp.load` from the host's memory, verified", "dcp.load", ["Checkpointer"], 1.2)
-    with Host(block="4MiB") as bed, rapidraid.Checkpointer("plain", config=bed.config, keep=2) as checkpointer:
-        # Each job has two segments, so only one of the two ways of DCP fits beside the Checkpointer at a time.
+    with Host(block="4MiB", staging={"memory": "8GiB"}) as bed, rapidraid.Checkpointer("plain", config=bed.config, keep=2) as checkpointer:
         writer = Writer(config=bed.config, keep=2)
 
         def save_plainly(step: int) -> Callable[[], Any]:

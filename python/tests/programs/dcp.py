@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rapidraid.torch import Reader, Writer, async_save
 
@@ -45,6 +46,13 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
+    # On two ranks, the rows of each are two runs. On others, they are one.
+    flat_mesh = init_device_mesh("cpu", (world,))
+    rows = torch.arange(12.0)
+    own = torch.cat([half.chunk(2)[rank] for half in rows.chunk(2)]) if world == 2 else rows.chunk(world)[rank]
+    placement = _StridedShard(0, split_factor=2) if world == 2 else Shard(0)
+    strided = DTensor.from_local(own.clone(), flat_mesh, [placement], run_check=False, shape=rows.shape, stride=(1,))
+
     class App:
         """The state of the job, as in DCP's tutorial."""
 
@@ -53,13 +61,20 @@ def main() -> None:
         def state_dict(self) -> dict[str, Any]:
             """Returns the state by names."""
             weights, moments = get_state_dict(model, optimizer)
-            return {"model": weights, "optimizer": moments, "step": self.step, "history": [torch.full((5,), float(self.step))]}
+            return {
+                "model": weights,
+                "optimizer": moments,
+                "step": self.step,
+                "history": [torch.full((5,), float(self.step))],
+                "rows": strided,
+            }
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             """Takes a state."""
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             self.step = state["step"]
             assert bool((state["history"][0] == self.step).all())
+            assert strided.to_local().equal(own + self.step), (strided.to_local(), own)
 
     def digest() -> str:
         """Returns a hash of all parameters and of the optimizer's state for them."""
@@ -96,6 +111,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         app.step = step
+        strided.to_local().copy_(own + step)
         found = digest()
         gathered.clear()
         way = ways[step % len(ways)]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem, SavePlanner, WriteItem, WriteItemType
 
 from ._load import Name, Names, PlannedLoad, Reader
-from .errors import InvalidError
+from .errors import InvalidError, NotFoundError
 from .state import FLAG_ARRAY, SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
 from .tensors import Parts, Piece, new_tensor
 
@@ -200,7 +201,7 @@ def read_plan(reader: Reader, items: list[ReadItem], planner: LoadPlanner, rank:
                 planner.load_bytes(item, _as_stream(value))
 
             load.add(Leaf(keys, None, False, put), row, name)
-        elif is_dtensor(own):
+        elif is_dtensor(own) or type(own) in (torch.Tensor, torch.nn.Parameter):
             # DCP's box of a strided shard is wrong, so the placements say what this rank reads.
             if item.dest_index.fqn not in whole:
                 whole.add(item.dest_index.fqn)
@@ -220,6 +221,38 @@ def read_plan(reader: Reader, items: list[ReadItem], planner: LoadPlanner, rank:
             planner.commit_tensor(item, into)
         for item, array in arrays:
             planner.load_bytes(item, _as_stream(array.numpy()))
+    return damaged
+
+
+def read_objects(reader: Reader, planner: DefaultLoadPlanner, rank: int, *, cast: bool, allow_pickle: bool) -> str | None:
+    """Reads what a planner has flattened, without the cost of a plan. Returns ``None``, or the name of a damaged entry."""
+    named = _named(Names(reader.loaded), rank)
+    load = PlannedLoad(reader.loaded, cast, allow_pickle)
+    arrays: list[tuple[str, torch.Tensor]] = []
+    for text, value in planner.state_dict.items():
+        if text not in named:
+            raise NotFoundError(f"step {reader.loaded.number} does not have {text}", "load a state of the same structure")
+        row, name = named[text]
+        keys: Keys = tuple((tag, key) for tag, key in name[1])
+        path = planner.mappings[text]
+        if isinstance(value, torch.Tensor):
+            if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
+                raise InvalidError(f"{text} is a {type(value).__name__}, of which only a plan tells the parts", "load it by dcp.load")
+            load.add(Leaf(keys, value, False), row, name)
+        elif name[2] == "tensor" and name[6] & FLAG_ARRAY:
+            array = new_tensor(name[3], name[5])
+            load.add(Leaf(keys, array, False), row, name)
+            arrays.append((text, array))
+        else:
+
+            def put(loaded: Any, path: tuple[str | int, ...] = path) -> None:
+                set_element(planner.original_state_dict, path, loaded)
+
+            load.add(Leaf(keys, None, False, put), row, name)
+    damaged = load.run(reader)
+    if damaged is None:
+        for text, array in arrays:
+            set_element(planner.original_state_dict, planner.mappings[text], array.numpy())
     return damaged
 
 

@@ -155,4 +155,6 @@ def _length_in(sizes: Mapping[str, int], step: str, path: str) -> int:
         return sizes[path]
     if sizes:
         raise NoFileError(f"{step} has no file {path}", "`ls` lists the files of a step")
-    raise NoFileError(f"{step} has no files: another door has saved it", "load it by dcp.load with storage_reader=rapidraid.torch.Reader()")
+    raise NoFileError(
+        f"{step} has no files: another integration has saved it", "load it by dcp.load with storage_reader=rapidraid.torch.Reader()"
+    )

@@ -1,4 +1,4 @@
-"""Names of steps as frameworks write them, and the :class:`Checkpointer` that all doors of a process share."""
+"""Names of steps as frameworks write them, and the :class:`Checkpointer` that the integrations of a process share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _lock = threading.Lock()
 def shared_checkpointer(job: str, settings: Mapping[str, Any]) -> Checkpointer:
     """Returns this process's :class:`Checkpointer` of a job. Makes it if there is none.
 
-    All doors of a process belong to one launch, so a save goes on from the step that was loaded.
+    The integrations of a process belong to one launch, so a save goes on from the step that was loaded.
 
     Args:
         job: The job.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from . import _native
 from ._load import LoadChoices, Private, Reader, ReadWholeError, load_into, read_one
 from ._plan import Plan, Sources, make_plan, raise_together
 from ._program import connect, start_daemon
+from ._ranks import Group, Hosts
 from .errors import (
     BusyError,
     CorruptError,
@@ -63,6 +65,18 @@ def _one_thread(call: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[C
             return call(self, *args, **kwargs)
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Keeps Python's collector of cyclic garbage from running: with torch it takes a tenth of a second, longer than a save."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -110,59 +124,6 @@ def find_config(config: str | os.PathLike[str] | None) -> Path:
             return candidate
     tried = ", ".join(str(candidate) for candidate in candidates)
     raise NotFoundError(f"there is no configuration of a client: looked for {tried}", "pass config=, or use rapidraid.local_cluster()")
-
-
-class _Group:
-    """The ranks of the launch.
-
-    Collectives are used to agree on the launch, in ``prepare`` and, if there are several hosts, in ``load``.
-    """
-
-    def __init__(self, group: Any, is_alone: bool) -> None:
-        torch = sys.modules.get("torch")
-        distributed = None if is_alone else getattr(torch, "distributed", None)
-        self.distributed = distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
-        self.group = group
-        self.rank = self.distributed.get_rank(group) if self.distributed else 0
-        self.world = self.distributed.get_world_size(group) if self.distributed else 1
-
-    @property
-    def is_default(self) -> bool:
-        """Whether the ranks have the numbers that they have in the default group, and so in meshes."""
-        return self.distributed is None or self.distributed.get_process_group_ranks(self.group) == list(
-            range(self.distributed.get_world_size())
-        )
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Returns the ``mine`` of every rank, in the order of the ranks."""
-        if self.distributed is None or self.world == 1:
-            return [mine]
-        found: list[Any] = [None] * self.world
-        self.distributed.all_gather_object(found, mine, group=self.group)
-        return found
-
-
-@dataclass
-class _Hosts:
-    """The hosts of a launch: the number of this one, the names of all, and the ranks that run on this one."""
-
-    own: int
-    names: list[str]
-    ranks: list[int]
-
-    @classmethod
-    def of(cls, rank: int, instances: list[str], names: list[str]) -> _Hosts:
-        """Numbers the hosts in the order of their first ranks. Ranks with one staging folder are on one host."""
-        numbers = {instance: number for number, instance in enumerate(dict.fromkeys(instances))}
-        first = {instance: names[instances.index(instance)][:60] for instance in numbers}
-        is_unique = len(set(first.values())) == len(first)
-        shown = [name if is_unique else f"{name}#{number}" for number, name in enumerate(first.values())]
-        return cls(numbers[instances[rank]], shown, [other for other, instance in enumerate(instances) if instance == instances[rank]])
-
-    @property
-    def are_several(self) -> bool:
-        """Whether the launch runs on several hosts, each of which saves a part of every step."""
-        return len(self.names) > 1
 
 
 class Checkpointer:
@@ -213,9 +174,9 @@ class Checkpointer:
         #: The time that the last save took, by phase.
         self.last_stall = Stall()
         self._keep = keep or 0
-        self._group = _Group(group, alone)
+        self._group = Group(group, alone)
         self._start = start
-        self._hosts: _Hosts
+        self._hosts: Hosts
         self._session, self._launch, self._born_ns = self._connect(config)
         self._loads = 0
         self._lock = threading.RLock()
@@ -267,7 +228,7 @@ class Checkpointer:
                 )
             if other_cluster != cluster:
                 raise InvalidError(f"rank 0 saves to cluster {cluster}, rank {rank} to {other_cluster}", "give all ranks one configuration")
-        self._hosts = _Hosts.of(self.rank, [instance for _, _, instance, _, _, _ in found], [host for *_, host in found])
+        self._hosts = Hosts.of(self.rank, [instance for _, _, instance, _, _, _ in found], [host for *_, host in found])
         if self._hosts.are_several and when_full != "wait":
             raise InvalidError(
                 f"when_full={when_full!r} with {len(self._hosts.names)} hosts",
@@ -355,7 +316,8 @@ class Checkpointer:
         plan = self._plan
         assert plan is not None
         begun = time.perf_counter()
-        sources = plan.sources(flatten(state, self.world), self.allow_pickle)
+        with _gc_paused():
+            sources = plan.sources(flatten(state, self.world), self.allow_pickle)
         return self._stage(step, plan, sources, time.perf_counter() - begun)
 
     @_one_thread
@@ -382,8 +344,9 @@ class Checkpointer:
                 self._raise_notices()
             else:
                 self._log_notices()
-            flat = flat_state()
-            sources = plan.sources_if_fitting(flat, self.allow_pickle) if plan is not None else None
+            with _gc_paused():
+                flat = flat_state()
+                sources = plan.sources_if_fitting(flat, self.allow_pickle) if plan is not None else None
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
         is_changed = sources is None
@@ -417,7 +380,8 @@ class Checkpointer:
         try:
             self._add_segments(count)
             begun = time.perf_counter()
-            samples = plan.copy(at, sources, self._launch, step)
+            with _gc_paused():
+                samples = plan.copy(at, sources, self._launch, step)
             stall.copy = time.perf_counter() - begun
             begun = time.perf_counter()
             self._daemon.stage(step, at, fill, plan.writer, samples, self.timeout)
@@ -705,7 +669,8 @@ class Checkpointer:
                 return None
             damaged = None
             try:
-                done = read(Reader(self._session, loaded, 1 if number is None else len(self._hosts.ranks), until))
+                with _gc_paused():
+                    done = read(Reader(self._session, loaded, 1 if number is None else len(self._hosts.ranks), until))
                 damaged = done[-1]
                 return done
             except ReadWholeError:

@@ -21,14 +21,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from ._dcp import flatten_objects, flatten_plan, metadata_of, read_plan
+from ._dcp import flatten_objects, flatten_plan, metadata_of, read_objects, read_plan
 from ._jobs import StepName, parse_step_name, resumed_steps, shared_checkpointer
 from ._load import Names
 from ._load import Reader as StepReader
@@ -369,4 +369,42 @@ def async_save(
     return future
 
 
-__all__ = ["Reader", "Writer", "async_save"]
+def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str], *, reader: Reader | None = None, **settings: Any) -> int:
+    """Loads ``JOB/STEP``, or the step that ``JOB`` resumes from, into a state, in place. Returns the step.
+
+    It does as ``dcp.load`` with the default planner, without the time that DCP takes to plan.
+
+    Args:
+        state_dict: As for ``dcp.load``.
+        checkpoint_id: ``JOB/STEP`` or ``JOB``.
+        reader: The Reader to load with. Default: a new one.
+        settings: Arguments of that new :class:`Reader`.
+
+    Raises:
+        NotFoundError: There is no such step, or it lacks an entry of the state.
+
+    """
+    if reader is not None and settings:
+        raise InvalidError("a Reader and settings", "pass the settings to the Reader")
+    chosen = reader or Reader(**settings)
+    chosen.reset(checkpoint_id)
+    checkpointer = chosen.checkpointer
+    plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(plain, None, checkpointer.rank == 0)
+
+    def read(found: StepReader) -> str | None:
+        return read_objects(found, planner, checkpointer.rank, cast=chosen.cast, allow_pickle=checkpointer.allow_pickle)
+
+    step = checkpointer.load_with(chosen.name.step, read, table_first=True)
+    if step is None:
+        raise NotFoundError(f"{chosen.name.job} has no step", "save one first")
+    for key, value in state_dict.items():
+        if isinstance(value, Stateful):
+            value.load_state_dict(plain[key])
+        else:
+            state_dict[key] = plain[key]
+    return step
+
+
+__all__ = ["Reader", "Writer", "async_save", "load"]

@@ -17,7 +17,7 @@ from rapidraid import errors
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
-door = pytest.importorskip("rapidraid.torch")
+adapter = pytest.importorskip("rapidraid.torch")
 
 from rapidraid._convert import export_dcp, import_dcp, load_dcp_folder  # noqa: E402
 
@@ -52,7 +52,7 @@ def test_a_folder_becomes_a_step_and_a_folder_again(cluster: rapidraid.LocalClus
     loaded = flat(state())
     into = state()
     into["model"]["a.weight"].zero_()
-    dcp.load(into, checkpoint_id=f"{job}/7", storage_reader=door.Reader(config=cluster.config))
+    dcp.load(into, checkpoint_id=f"{job}/7", storage_reader=adapter.Reader(config=cluster.config))
     assert flat(into) == loaded
     again = tmp_path / "again"
     done = run("export", "--dcp", f"{job}/7", str(again), "--json")

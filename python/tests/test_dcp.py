@@ -19,7 +19,7 @@ from rapidraid import errors
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
-door = pytest.importorskip("rapidraid.torch")
+adapter = pytest.importorskip("rapidraid.torch")
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 
@@ -54,15 +54,20 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def test_a_script_saves_and_loads_by_one_argument(cluster: rapidraid.LocalCluster, job: str) -> None:
     saved = state(1)
-    dcp.save(saved, checkpoint_id=f"{job}/1", storage_writer=door.Writer(config=cluster.config))
+    dcp.save(saved, checkpoint_id=f"{job}/1", storage_writer=adapter.Writer(config=cluster.config))
     other = state(2)
-    dcp.save(other, checkpoint_id=f"{job}/step-2", storage_writer=door.Writer(config=cluster.config))
+    dcp.save(other, checkpoint_id=f"{job}/step-2", storage_writer=adapter.Writer(config=cluster.config))
     loaded = state(3)
-    dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=door.Reader(config=cluster.config))
+    dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=adapter.Reader(config=cluster.config))
     assert_equal(saved, loaded)
     newest = state(3)
-    dcp.load(newest, checkpoint_id=job, storage_reader=door.Reader(config=cluster.config))
+    dcp.load(newest, checkpoint_id=job, storage_reader=adapter.Reader(config=cluster.config))
     assert_equal(other, newest)
+    again = state(3)
+    assert adapter.load(again, f"{job}/1", config=cluster.config) == 1
+    assert_equal(saved, again)
+    with pytest.raises(errors.NotFoundError, match="does not have more"):
+        adapter.load({**again, "more": 1}, job, config=cluster.config)
 
 
 def test_what_one_door_has_saved_the_other_one_loads(cluster: rapidraid.LocalCluster, job: str) -> None:
@@ -71,10 +76,10 @@ def test_what_one_door_has_saved_the_other_one_loads(cluster: rapidraid.LocalClu
         checkpointer.save(1, {"model": saved["model"], "step": 1, "list": saved["list"]})
         checkpointer.wait()
         loaded = {key: value for key, value in state(2).items() if key != "optimizer"}
-        dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=door.Reader(checkpointer=checkpointer))
+        dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=adapter.Reader(checkpointer=checkpointer))
         assert_equal({**loaded}, {key: value for key, value in saved.items() if key != "optimizer"})
         other = {key: value for key, value in state(3).items() if key != "optimizer"}
-        dcp.save(other, checkpoint_id=f"{job}/2", storage_writer=door.Writer(checkpointer=checkpointer))
+        dcp.save(other, checkpoint_id=f"{job}/2", storage_writer=adapter.Writer(checkpointer=checkpointer))
         into = {key: value for key, value in state(4).items() if key != "optimizer"}
         assert checkpointer.load(into) == 2
         assert_equal(into, other)
@@ -82,7 +87,7 @@ def test_what_one_door_has_saved_the_other_one_loads(cluster: rapidraid.LocalClu
 
 
 def test_async_saves_keep_what_was_there_when_they_returned(cluster: rapidraid.LocalCluster, job: str) -> None:
-    writer = door.Writer(config=cluster.config)
+    writer = adapter.Writer(config=cluster.config)
     tensor = torch.zeros(100_000)
     futures = []
     for step in range(1, 5):
@@ -91,12 +96,12 @@ def test_async_saves_keep_what_was_there_when_they_returned(cluster: rapidraid.L
         if way is not None:
             futures.append(way({"a": tensor, "step": step}, checkpoint_id=f"{job}/{step}", storage_writer=writer))
         else:
-            futures.append(door.async_save({"a": tensor, "step": step}, f"{job}/{step}", writer=writer))
+            futures.append(adapter.async_save({"a": tensor, "step": step}, f"{job}/{step}", writer=writer))
         tensor.fill_(-1)
         futures[-1].result()
     for step in range(1, 5):
         loaded = {"a": torch.empty(100_000), "step": 0}
-        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=door.Reader(config=cluster.config))
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=adapter.Reader(config=cluster.config))
         assert loaded["step"] == step and bool((loaded["a"] == step).all())
 
 
@@ -156,12 +161,12 @@ class Halving(DefaultSavePlanner):  # type: ignore[misc]
 
 def test_planners_that_change_data_are_honoured(cluster: rapidraid.LocalCluster, job: str) -> None:
     saved = {"weight": torch.randn(64, 3), "nested": {"number": 3, "text": "x"}}
-    dcp.save(saved, checkpoint_id=f"{job}/1", storage_writer=door.Writer(config=cluster.config), planner=Halving())
+    dcp.save(saved, checkpoint_id=f"{job}/1", storage_writer=adapter.Writer(config=cluster.config), planner=Halving())
     loaded = {"weight": torch.zeros(64, 3), "nested": {"number": 0, "text": ""}}
-    reader = door.Reader(config=cluster.config)
+    reader = adapter.Reader(config=cluster.config)
     with pytest.raises(dcp.api.CheckpointException, match="cast=True"):
         dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=reader)
-    dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=door.Reader(config=cluster.config, cast=True))
+    dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=adapter.Reader(config=cluster.config, cast=True))
     assert loaded["weight"].equal(saved["weight"].half().float()) and loaded["nested"] == saved["nested"]
     whole = torch.distributed.checkpoint.state_dict_loader._load_state_dict_from_keys(
         {"nested"}, checkpoint_id=f"{job}/1", storage_reader=reader
@@ -170,7 +175,7 @@ def test_planners_that_change_data_are_honoured(cluster: rapidraid.LocalCluster,
 
 
 def test_bad_input_is_refused_by_name(cluster: rapidraid.LocalCluster, job: str) -> None:
-    writer = door.Writer(config=cluster.config)
+    writer = adapter.Writer(config=cluster.config)
     one = {"a": torch.ones(3)}
     for wrong in ("", "a b/1", f"{job}/one", f"{job}/1/2", "/checkpoints/gpt/100", f"{job}/1-2"):
         with pytest.raises(errors.InvalidError, match="names no step"):
@@ -188,15 +193,15 @@ def test_bad_input_is_refused_by_name(cluster: rapidraid.LocalCluster, job: str)
     with pytest.raises(dcp.api.CheckpointException, match="is saved already"):
         dcp.save(one, checkpoint_id=f"{job}/1", storage_writer=writer)
     with pytest.raises(dcp.api.CheckpointException, match="allow_pickle=True"):
-        dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=door.Writer(config=cluster.config, allow_pickle=True))
+        dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=adapter.Writer(config=cluster.config, allow_pickle=True))
     with pytest.raises(dcp.api.CheckpointException, match="keep=3"):
-        dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=door.Writer(config=cluster.config, keep=3))
+        dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=adapter.Writer(config=cluster.config, keep=3))
     with pytest.raises(errors.InvalidError, match="skip"):
-        door.Writer(when_full="skip")
+        adapter.Writer(when_full="skip")
     with pytest.raises(dcp.api.CheckpointException, match="Size mismatch|Missing key"):
-        dcp.load({"b": torch.ones(3)}, checkpoint_id=f"{job}/1", storage_reader=door.Reader(config=cluster.config))
+        dcp.load({"b": torch.ones(3)}, checkpoint_id=f"{job}/1", storage_reader=adapter.Reader(config=cluster.config))
     with pytest.raises(dcp.api.CheckpointException, match="is not committed"):
-        dcp.load(one, checkpoint_id=f"{job}/7", storage_reader=door.Reader(config=cluster.config))
+        dcp.load(one, checkpoint_id=f"{job}/7", storage_reader=adapter.Reader(config=cluster.config))
     # The launch goes on.
     dcp.save(one, checkpoint_id=f"{job}/2", storage_writer=writer)
 
@@ -210,9 +215,9 @@ def test_a_planner_that_caches_its_plan_saves_all_of_it(cluster: rapidraid.Local
         saved = full if cached else {"a": full["a"]}
         planner = DefaultSavePlanner(enable_plan_caching=cached)
         planner._cached_plans_key = job
-        dcp.save(saved, checkpoint_id=f"{job}/{step}", storage_writer=door.Writer(config=cluster.config), planner=planner)
+        dcp.save(saved, checkpoint_id=f"{job}/{step}", storage_writer=adapter.Writer(config=cluster.config), planner=planner)
         loaded = {name: torch.full((10,), -1.0) for name in saved}
-        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=door.Reader(config=cluster.config))
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=adapter.Reader(config=cluster.config))
         assert all(loaded[name].equal(saved[name]) for name in saved)
 
 
@@ -230,7 +235,7 @@ class Slow(DefaultSavePlanner):  # type: ignore[misc]
 
 
 def test_two_saves_at_once_by_one_writer_keep_apart(cluster: rapidraid.LocalCluster, job: str) -> None:
-    writer = door.Writer(config=cluster.config)
+    writer = adapter.Writer(config=cluster.config)
     dcp.save({"a": torch.zeros(10)}, checkpoint_id=f"{job}/1", storage_writer=writer)
     begun, go_on = threading.Event(), threading.Event()
     slow = dcp.async_save({"a": torch.full((10,), 2.0)}, checkpoint_id=f"{job}/2", storage_writer=writer, planner=Slow(begun, go_on))
@@ -242,12 +247,12 @@ def test_two_saves_at_once_by_one_writer_keep_apart(cluster: rapidraid.LocalClus
     dcp.save({"a": torch.full((10,), 5.0)}, checkpoint_id=f"{job}/5", storage_writer=writer)
     for step in (2, 4, 5):
         loaded = {"a": torch.zeros(10)}
-        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=door.Reader(config=cluster.config))
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=adapter.Reader(config=cluster.config))
         assert bool((loaded["a"] == step).all()), step
 
 
 def test_a_step_that_fails_costs_no_other_one(cluster: rapidraid.LocalCluster, job: str) -> None:
-    writer = door.Writer(config=cluster.config)
+    writer = adapter.Writer(config=cluster.config)
     one = {"a": torch.ones(10)}
     dcp.save(one, checkpoint_id=f"{job}/1", storage_writer=writer)
     with pytest.raises(dcp.api.CheckpointException, match="is saved already"):
@@ -255,13 +260,13 @@ def test_a_step_that_fails_costs_no_other_one(cluster: rapidraid.LocalCluster, j
     with pytest.raises(errors.InvalidError):
         dcp.async_save(one, checkpoint_id="no step", storage_writer=writer).result()
     dcp.async_save(one, checkpoint_id=f"{job}/2", storage_writer=writer).result()
-    door.async_save(one, f"{job}/3", writer=writer).result()
-    assert door.Reader(config=cluster.config).newest(job) == 3
+    adapter.async_save(one, f"{job}/3", writer=writer).result()
+    assert adapter.Reader(config=cluster.config).newest(job) == 3
 
 
 def test_states_that_change_their_layout_are_saved_all_the_same(cluster: rapidraid.LocalCluster, job: str) -> None:
     """Values grow, tensors are untied, arrays come and go."""
-    writer = door.Writer(config=cluster.config)
+    writer = adapter.Writer(config=cluster.config)
     weight = torch.ones(10)
     states: list[dict[str, Any]] = [
         {"w": weight, "ema": weight, "losses": [0.5]},
@@ -274,7 +279,7 @@ def test_states_that_change_their_layout_are_saved_all_the_same(cluster: rapidra
         loaded = {"w": torch.zeros(10), "ema": torch.zeros(10), "losses": None}
         if "array" in saved:
             loaded.update(array=np.zeros(4), single=None)
-        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=door.Reader(config=cluster.config))
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=adapter.Reader(config=cluster.config))
         assert all(loaded[name].equal(saved[name]) for name in ("w", "ema")) and loaded["losses"] == saved["losses"]
         if "array" in saved:
             assert np.array_equal(loaded["array"], saved["array"]) and loaded["single"] == 3.5

@@ -17,7 +17,7 @@ import rapidraid
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
-door = pytest.importorskip("rapidraid.huggingface")
+adapter = pytest.importorskip("rapidraid.huggingface")
 
 sys.path.append(str(Path(__file__).parent / "programs"))
 program = pytest.importorskip("huggingface_train")
@@ -83,7 +83,7 @@ def test_a_killed_trainer_resumes_with_the_losses_of_an_uninterrupted_one(
 
 def test_the_callback_copies_what_the_subclass_resumes_from(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     plain = program.trainer_of("", "", tmp_path / "out", 8, kind=transformers.Trainer)
-    plain.add_callback(door.RapidraidCallback(job, config=cluster.config))
+    plain.add_callback(adapter.RapidraidCallback(job, config=cluster.config))
     plain.train()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint-6", "checkpoint-8"}
     rng = torch.get_rng_state()
@@ -148,27 +148,27 @@ def train(parts: tuple[Any, Any, Any, Any, Any], steps: int) -> list[float]:
 
 def test_accelerate_saves_all_or_only_the_weights(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     parts = accelerated()
-    assert door.load_state(parts[0], job, config=cluster.config) is None
+    assert adapter.load_state(parts[0], job, config=cluster.config) is None
     train(parts, 3)
-    door.save_state(parts[0], f"{job}/3", config=cluster.config).wait()
+    adapter.save_state(parts[0], f"{job}/3", config=cluster.config).wait()
     expected = train(parts, 3)
     weights = {name: value.clone() for name, value in parts[1].state_dict().items()}
     epoch = parts[4].last_epoch
     other = accelerated()
     train(other, 1)
-    assert door.load_state(other[0], job, config=cluster.config) == 3
+    assert adapter.load_state(other[0], job, config=cluster.config) == 3
     assert train(other, 3) == expected
     assert other[4].last_epoch == epoch
     assert equal(other[1].state_dict(), weights)
     # A script that keeps its calls.
     hooked = f"{job}-hooked"
-    door.register(parts[0], hooked, config=cluster.config)
+    adapter.register(parts[0], hooked, config=cluster.config)
     parts[0].save_state(tmp_path / "checkpoint_6")
     assert {file.name for file in (tmp_path / "checkpoint_6").iterdir()} == {
         "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl",
     }  # fmt: skip
     expected = train(parts, 2)
-    door.register(other[0], hooked, config=cluster.config)
+    adapter.register(other[0], hooked, config=cluster.config)
     train(other, 1)
     other[0].load_state(str(tmp_path / "checkpoint_6"))
     assert train(other, 2) == expected

@@ -17,7 +17,7 @@ import rapidraid
 
 torch = pytest.importorskip("torch")
 lightning = pytest.importorskip("lightning.pytorch")
-door = pytest.importorskip("rapidraid.lightning")
+adapter = pytest.importorskip("rapidraid.lightning")
 
 sys.path.append(str(Path(__file__).parent / "programs"))
 program = pytest.importorskip("lightning_fit")
@@ -88,7 +88,7 @@ def test_a_killed_fit_resumes_with_the_losses_of_an_uninterrupted_one(
         assert equal(checkpointer.read(STEPS, f"state_dict/{name}"), value), name
 
 
-class Both(door.RapidraidCheckpointIO):  # type: ignore[misc, name-defined]
+class Both(adapter.RapidraidCheckpointIO):  # type: ignore[misc, name-defined]
     """Writes Lightning's own file next to each pointer."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -127,7 +127,7 @@ def checkpoint(step: int, **more: Any) -> dict[str, Any]:
 
 def test_paths_name_steps(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     """A step goes when its last path goes, and never before the step that replaces it is committed."""
-    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
     assert not io.load_checkpoint(f"rapidraid://{job}"), "an empty checkpoint is false, so Lightning restores nothing"
     one, two, again, last = (str(tmp_path / f"{name}.ckpt") for name in ("one", "two", "again", "last"))
     io.save_checkpoint(checkpoint(1, optimizer_states=[]), one)
@@ -143,7 +143,7 @@ def test_paths_name_steps(cluster: rapidraid.LocalCluster, job: str, tmp_path: P
     assert steps_of(cluster.config, job) == [2]
     # Another process knows the paths by their pointers.
     rapidraid._jobs.forget_checkpointers()
-    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
     assert io.load_checkpoint(two)["state_dict"]["weight"][0] == 2
     io.save_checkpoint(checkpoint(2), again)
     io.remove_checkpoint(again)
@@ -157,7 +157,7 @@ def test_paths_name_steps(cluster: rapidraid.LocalCluster, job: str, tmp_path: P
 
 
 def test_a_step_stays_until_the_next_one_is_committed(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
-    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     io.teardown()
     io.save_checkpoint({**checkpoint(2), "state_dict": {"weight": torch.ones(30_000_000)}}, tmp_path / "2.ckpt")
@@ -173,7 +173,7 @@ def test_a_step_stays_until_the_next_one_is_committed(cluster: rapidraid.LocalCl
 
 def test_what_is_no_plain_value_needs_a_pickle(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     odd = {("a", 1): 2, None: torch.tensor(3.5), 2.5: Counter({"b": 1})}
-    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
     io.save_checkpoint(checkpoint(1, callbacks={"odd": odd}), tmp_path / "1.ckpt")
     assert equal(io.load_checkpoint(tmp_path / "1.ckpt")["callbacks"]["odd"], odd)
     with pytest.raises(rapidraid.errors.InvalidError, match="hyper_parameters"):
@@ -181,7 +181,7 @@ def test_what_is_no_plain_value_needs_a_pickle(cluster: rapidraid.LocalCluster, 
     assert not (tmp_path / "2.ckpt").exists()
     io.teardown()
     rapidraid._jobs.forget_checkpointers()
-    io = door.RapidraidCheckpointIO(job, config=cluster.config, allow_pickle=True)
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config, allow_pickle=True)
     io.load_checkpoint(tmp_path / "1.ckpt")
     io.save_checkpoint(checkpoint(2, hyper_parameters={"where": Path("/a")}), tmp_path / "2.ckpt")
     assert io.load_checkpoint(tmp_path / "2.ckpt")["hyper_parameters"]["where"] == Path("/a")
@@ -191,7 +191,7 @@ def test_what_is_no_plain_value_needs_a_pickle(cluster: rapidraid.LocalCluster, 
 
 def test_values_may_grow_and_tensors_part(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     """Up to step 5 the values grow. From then on two tensors are one object in every second step."""
-    io = door.RapidraidCheckpointIO(job, config=cluster.config)
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
     for step in range(1, 9):
         mean = torch.ones(3) * step
         grown = {"text": "x" * 140_000 * min(step, 5), "scores": {f"{at}.ckpt": torch.tensor(float(at)) for at in range(step)}}

@@ -60,11 +60,14 @@ def test_pods_and_daemon_meet_in_one_folder() -> None:
         mounts = {entry["name"]: entry["mountPath"] for entry in container["volumeMounts"]}
         volumes = {entry["name"]: entry for entry in spec["volumes"]}
         assert environment["RAPIDRAID_STAGING_DIR"] == mounts["staging"] == volumes["staging"]["hostPath"]["path"]
-        assert mounts.keys() == volumes.keys()
-        user = container.get("securityContext", {}).get("runAsUser", spec["securityContext"].get("runAsUser"))
-        assert user == 1000
-        assert spec["nodeSelector"] == specs[0]["nodeSelector"]
-    (own,) = specs[0]["initContainers"]
+        assert {*mounts, "secret"} == volumes.keys()
+        assert spec["securityContext"]["runAsUser"] == 1000
+        assert spec["nodeSelector"] == specs[0]["nodeSelector"] and spec["tolerations"] == specs[0]["tolerations"]
+        assert spec["initContainers"][-1] == specs[0]["initContainers"][-1]
+    assert found["Service"]["metadata"]["name"] == specs[1]["subdomain"]
+    assert found["Service"]["spec"]["selector"] == found["Job"]["spec"]["template"]["metadata"]["labels"]
+    assert f"{found['Job']['metadata']['name']}-0.{specs[1]['subdomain']}:" in " ".join(specs[1]["containers"][0]["command"])
+    own = specs[0]["initContainers"][0]
     assert own["command"][-1] == mounts["staging"] and own["command"][own["command"].index("-o") + 1] == "1000"
     unit = (CLUSTER / "rapidraid-stage.service").read_text()
     assert f"TimeoutStopSec={specs[0]['terminationGracePeriodSeconds']}\n" in unit
@@ -79,8 +82,18 @@ def can_make_pods() -> bool:
 class Pods:
     """The host of the pods: the folder that they share, and how one is started."""
 
-    def __init__(self, config: Path) -> None:
-        self.config = config
+    def __init__(self, config: Path, client: Path) -> None:
+        # A secret's files can be read by all. The first container of each pod makes a copy for its user.
+        secret = client.with_name("secret")
+        for folder in (secret, client):
+            folder.mkdir()
+        for file in config.parent.iterdir():
+            shutil.copy(file, secret)
+            (secret / file.name).chmod(0o444)
+        *_, script = documents()["Job"]["spec"]["template"]["spec"]["initContainers"][-1]["command"]
+        script = script.replace("/secret/", f"{secret}/").replace("/etc/rapidraid/", f"{client}/")
+        subprocess.run(["sh", "-c", script], check=True)
+        self.config = client / config.name
         self.host = Path(tempfile.mkdtemp(prefix="rapidraid-pods-", dir="/dev/shm"))
         self.path = documents()["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
         self.running: list[subprocess.Popen[str]] = []
@@ -114,7 +127,7 @@ class Pods:
 def pods(cluster: rapidraid.LocalCluster, tmp_path: Path) -> Iterator[Pods]:
     if not can_make_pods():
         pytest.skip("`unshare --mount --pid` needs root")
-    running = Pods(cluster.config)
+    running = Pods(cluster.config, tmp_path / "client")
     yield running
     running.stop()
 
@@ -152,7 +165,7 @@ def test_the_slurm_recipe_ends_the_daemon_after_it_has_saved(cluster: rapidraid.
     tools.mkdir()
     scripts = {
         "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
-        "scontrol": "echo host-1; echo host-2",
+        "scontrol": f'echo "$@" >> {tmp_path}/scontrol; echo host-1; echo host-2',
         "rapidraid": f'exec "{program()}" "$@"',
         "torchrun": f'while [ "${{1#-}}" != "$1" ]; do shift; done; exec "{sys.executable}" "$@"',
     }
@@ -174,6 +187,7 @@ def test_the_slurm_recipe_ends_the_daemon_after_it_has_saved(cluster: rapidraid.
         "RAPIDRAID_STAGING_DIR": str(staging / "folder"),
         "SLURM_JOB_NODELIST": "host-[1-2]",
         "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "1",
         "SLURM_JOB_ID": "1",
     }
     try:
@@ -184,5 +198,25 @@ def test_the_slurm_recipe_ends_the_daemon_after_it_has_saved(cluster: rapidraid.
         assert done.returncode == 7, done.stderr
         listed = cluster.command("ls", job, "--json")
         assert '"step":3' in listed.replace(" ", ""), (listed, done.stderr)
+        assert "requeue" not in (tmp_path / "scontrol").read_text()
+        # Before the time limit training saves once more, and the job is queued again.
+        script.write_text(
+            "import sys, time, signal, numpy, rapidraid\n"
+            "checkpointer = rapidraid.Checkpointer(sys.argv[1], start=False, save_on=signal.SIGTERM)\n"
+            "state = {'weights': numpy.ones(1000)}\n"
+            "checkpointer.load(state)\n"
+            "print('trains', flush=True)\n"
+            "while not checkpointer.should_stop: time.sleep(0.01)\n"
+            "checkpointer.save(4, state)\n"
+            "sys.exit(9)\n"
+        )
+        batch = subprocess.Popen(
+            ["bash", str(CLUSTER / "slurm" / "train.sbatch"), str(script), job], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        line_of(batch, "trains")
+        batch.send_signal(signal.SIGTERM)
+        assert batch.wait(LIMIT_S) == 9
+        assert '"step":4' in cluster.command("ls", job, "--json").replace(" ", "")
+        assert "requeue 1\n" in (tmp_path / "scontrol").read_text()
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -18,14 +18,14 @@ import rapidraid
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("torch_checkpointing")
 pytest.importorskip("fsspec")
-door = importlib.import_module("rapidraid.torch_checkpointing")
+adapter = importlib.import_module("rapidraid.torch_checkpointing")
 
 PROGRAM = str(Path(__file__).parent / "programs" / "torch_checkpointing_ranks.py")
 
 
 @pytest.fixture
 def config(cluster: rapidraid.LocalCluster) -> Any:
-    return door.RapidraidStorageConfig(config=str(cluster.config))
+    return adapter.RapidraidStorageConfig(config=str(cluster.config))
 
 
 def managed(config: Any, **more: Any) -> Any:
@@ -117,7 +117,7 @@ def test_the_storage_keeps_the_contract_of_its_base_class(config: Any, job: str)
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.2.0")
     with pytest.raises(rapidraid.errors.InvalidError, match=r"torch_checkpointing 0\.2\.0 is installed.*tested with 0\.1\.1"):
-        door._check_version()
+        adapter._check_version()
 
 
 def test_sharded_states_load_on_other_numbers_of_ranks(cluster: rapidraid.LocalCluster, job: str) -> None:

@@ -101,21 +101,21 @@ def test_what_the_manager_does_not_do_is_left_to_torchtitan(cluster: rapidraid.L
 def test_another_version_or_manager_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
-    door = importlib.import_module("rapidraid.torchtitan")
+    adapter = importlib.import_module("rapidraid.torchtitan")
     config = CheckpointManager.Config(enable=True, interval=7, async_mode="async")
-    derived = door.checkpointer(config, job="gpt", abandon_later=True)
+    derived = adapter.checkpointer(config, job="gpt", abandon_later=True)
     assert (derived.interval, derived.async_mode, derived.job, derived.abandon_later) == (7, "async", "gpt", True)
     with pytest.raises(rapidraid.errors.InvalidError, match="replaces only"):
-        door.checkpointer(BaseCheckpointManager.Config())
+        adapter.checkpointer(BaseCheckpointManager.Config())
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.4.0")
     with pytest.raises(rapidraid.errors.InvalidError, match="torchtitan 0.4.0 is installed.*tested with 0.3.0"):
-        door._check_version()
+        adapter._check_version()
 
 
 def test_a_job_has_the_name_of_its_dump_folder() -> None:
-    door = importlib.import_module("rapidraid.torchtitan")
-    assert door.job_of("/runs/gpt/checkpoint") == "gpt"
-    assert door.job_of("/runs/my gpt/stage2/") == "my-gpt-stage2"
-    assert door.job_of("gs://bucket/gpt/checkpoint") == "gpt"
+    adapter = importlib.import_module("rapidraid.torchtitan")
+    assert adapter.job_of("/runs/gpt/checkpoint") == "gpt"
+    assert adapter.job_of("/runs/my gpt/stage2/") == "my-gpt-stage2"
+    assert adapter.job_of("gs://bucket/gpt/checkpoint") == "gpt"
     with pytest.raises(rapidraid.errors.InvalidError, match="RAPIDRAID_JOB"):
-        door.job_of("./outputs/checkpoint")
+        adapter.job_of("./outputs/checkpoint")

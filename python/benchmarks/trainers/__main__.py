@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import doors, host, links, state
+from . import frameworks, host, links, state
 from .record import keep, say
 from .report import report
 
@@ -19,8 +19,8 @@ MEASURES = {
     "load": links.load,
     "preempt": links.preempt,
     "share": links.share,
-    "dcp": doors.through_dcp,
-    "plan": doors.plan,
+    "dcp": frameworks.through_dcp,
+    "plan": frameworks.plan,
 }
 
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rapidraid.torch import Reader, Writer, async_save
+from rapidraid.torch import Reader, Writer, async_save, load
 
 
 def say(text: str) -> None:
@@ -100,7 +100,10 @@ def main() -> None:
     writer = Writer(config=config)
     # Every load takes the newest step. The first launch of the job has none.
     if reader.newest(job) is not None:
-        dcp.load({"app": app}, checkpoint_id=job, storage_reader=reader)
+        if world == 3:
+            load({"app": app}, job, reader=reader)
+        else:
+            dcp.load({"app": app}, checkpoint_id=job, storage_reader=reader)
     found = digest()
     if rank == 0:
         say(f"loaded {app.step} {found}")

@@ -18,6 +18,7 @@ import rapidraid
 from rapidraid._dcp import flatten_plan
 from rapidraid._plan import make_plan
 from rapidraid.torch import Reader, Writer, async_save
+from rapidraid.torch import load as load_by_name
 
 from . import state as states
 from .beds import Host
@@ -35,7 +36,7 @@ def through_dcp(repeats: int, large_bytes: int) -> Iterator[Measure]:
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     stall = Measure("dcp-stall", "stall of `rapidraid.torch.async_save`", "async_save", ["Checkpointer"], 1.2)
     commit = Measure("dcp-commit", "the same, until committed", "async_save", ["Checkpointer"], 1.2)
-    load = Measure("dcp-load", "`dcp.load` from the host's memory, verified", "dcp.load", ["Checkpointer"], 1.2)
+    load = Measure("dcp-load", "`rapidraid.torch.load` from the host's memory, verified", "load", ["Checkpointer"], 1.2)
     with Host(block="4MiB", staging={"memory": "8GiB"}) as bed, rapidraid.Checkpointer("plain", config=bed.config, keep=2) as checkpointer:
         writer = Writer(config=bed.config, keep=2)
 
@@ -69,6 +70,7 @@ def through_dcp(repeats: int, large_bytes: int) -> Iterator[Measure]:
         reader = Reader(config=bed.config)
         for _ in range(repeats):
             load.add("Checkpointer", seconds(checkpointer.load, into))
+            load.add("load", seconds(lambda: load_by_name(into, f"named/{repeats + 1}", reader=reader)))
             load.add("dcp.load", seconds(lambda: dcp_load(into, checkpoint_id=f"named/{repeats + 1}", storage_reader=reader)))
             say(f"dcp: loads {load.arms['dcp.load'][-1]:.3f} s beside {load.arms['Checkpointer'][-1]:.3f} s")
         yield load

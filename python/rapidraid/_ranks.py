@@ -1,0 +1,60 @@
+"""The ranks of a launch, and the hosts on which they run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+class Group:
+    """The ranks of the launch.
+
+    Collectives are used to agree on the launch, in ``prepare`` and, if there are several hosts, in ``load``.
+    """
+
+    def __init__(self, group: Any, is_alone: bool) -> None:
+        torch = sys.modules.get("torch")
+        distributed = None if is_alone else getattr(torch, "distributed", None)
+        self.distributed = distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+        self.group = group
+        self.rank = self.distributed.get_rank(group) if self.distributed else 0
+        self.world = self.distributed.get_world_size(group) if self.distributed else 1
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the ranks have the numbers that they have in the default group, and so in meshes."""
+        return self.distributed is None or self.distributed.get_process_group_ranks(self.group) == list(
+            range(self.distributed.get_world_size())
+        )
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Returns the ``mine`` of every rank, in the order of the ranks."""
+        if self.distributed is None or self.world == 1:
+            return [mine]
+        found: list[Any] = [None] * self.world
+        self.distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
+
+@dataclass
+class Hosts:
+    """The hosts of a launch: the number of this one, the names of all, and the ranks that run on this one."""
+
+    own: int
+    names: list[str]
+    ranks: list[int]
+
+    @classmethod
+    def of(cls, rank: int, instances: list[str], names: list[str]) -> Hosts:
+        """Numbers the hosts in the order of their first ranks. Ranks with one staging folder are on one host."""
+        numbers = {instance: number for number, instance in enumerate(dict.fromkeys(instances))}
+        first = {instance: names[instances.index(instance)][:60] for instance in numbers}
+        is_unique = len(set(first.values())) == len(first)
+        shown = [name if is_unique else f"{name}#{number}" for number, name in enumerate(first.values())]
+        return cls(numbers[instances[rank]], shown, [other for other, instance in enumerate(instances) if instance == instances[rank]])
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the launch runs on several hosts, each of which saves a part of every step."""
+        return len(self.names) > 1

@@ -296,6 +296,11 @@ def run(arguments: Sequence[str]) -> int:
     """Runs ``import`` or ``export``. Returns the exit code."""
     options = _parser().parse_args(arguments)
     settings = {"config": options.config} if options.config else {}
+    try:
+        from torch.distributed.checkpoint.api import CheckpointException
+    except ImportError:
+        print(f"rapidraid {options.command}: torch is not installed (hint: pip install torch)", file=sys.stderr)
+        return 1
     begun = time.perf_counter()
     if sys.stderr.isatty():
         print(f"{options.command}: {options.folder} and {options.step}", file=sys.stderr)
@@ -304,7 +309,8 @@ def run(arguments: Sequence[str]) -> int:
             step = import_dcp(options.folder, options.step, allow_pickle=options.allow_pickle, **settings)
         else:
             step = export_dcp(options.step, options.folder, allow_pickle=options.allow_pickle, **settings)
-    except Exception as error:  # noqa: BLE001 - a command prints an error instead of a trace
+    # DCP's own exception is no Exception.
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - a command prints an error instead of a trace
         print(f"rapidraid {options.command}: {_root(error)}", file=sys.stderr)
         return 1
     done = {"folder": str(options.folder), "job": parse_step_name(options.step).job, "step": step, "seconds": time.perf_counter() - begun}

@@ -61,6 +61,8 @@ def test_a_folder_becomes_a_step_and_a_folder_again(cluster: rapidraid.LocalClus
     assert flat(load_dcp_folder(again)) == loaded
     done = run("export", "--dcp", f"{job}/7", str(again))
     assert done.returncode == 1 and "not empty" in done.stderr and "Traceback" not in done.stderr
+    done = run("export", "--dcp", f"{job}/9", str(tmp_path / "new"))
+    assert done.returncode == 1 and "is not committed" in done.stderr and "Traceback" not in done.stderr
     done = run("import", "--dcp", str(tmp_path / "nothing"), f"{job}/8")
     assert done.returncode == 1 and "has no .metadata" in done.stderr and "Traceback" not in done.stderr
 

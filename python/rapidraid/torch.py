@@ -17,14 +17,13 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
@@ -35,6 +34,11 @@ from ._load import Reader as StepReader
 from .checkpointer import Checkpointer
 from .errors import InvalidError, NotFoundError
 from .state import Flat
+
+try:
+    from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+except ImportError as error:
+    raise ImportError(f"rapidraid.torch needs torch 2.9 or later, tested with 2.15, and this is torch {torch.__version__}") from error
 
 
 class _Adapter:
@@ -133,6 +137,8 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
     Args:
         checkpoint_id: ``JOB/STEP``. DCP's argument of the same name overrides it.
         checkpointer: The Checkpointer to save with. Default: the one of this process for the job.
+        async_staging: Whether ``dcp.async_save`` copies the state in a thread. It then returns at once, an
+            ``AsyncSaveResponse``. The state must not change until its ``staging_completion`` is done.
         commit_timeout: The maximum time for a commit, in seconds.
         settings: Arguments of :class:`Checkpointer`, if none is given.
 
@@ -145,11 +151,15 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
         checkpoint_id: str | os.PathLike[str] | None = None,
         *,
         checkpointer: Checkpointer | None = None,
+        async_staging: bool = False,
         commit_timeout: float = 3600.0,
         **settings: Any,
     ) -> None:
         super().__init__(checkpoint_id, checkpointer, settings)
         self.commit_timeout = commit_timeout
+        self.async_staging = async_staging
+        #: The thread that copies, if there is one.
+        self._copier: ThreadPoolExecutor | None = None
         self._stager: DefaultStager | None = None
         #: The last copy. It is alive as long as an upload uses it.
         self._copy: weakref.ref[_Copy] | None = None
@@ -195,8 +205,15 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
         """Returns the id of the checkpoint."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies a state in the host's memory, for ``dcp.async_save``. Returns the copy."""
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """Copies a state in the host's memory, for ``dcp.async_save``. Returns the copy, or its future."""
+        if not self.async_staging:
+            return self._stage_now(state_dict)
+        if self._copier is None:
+            self._copier = ThreadPoolExecutor(1, "rapidraid staging")
+        return self._copier.submit(self._stage_now, state_dict)
+
+    def _stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._copy is not None and self._copy() is not None:
             # An upload still reads the memory of the stager.
             self._stager = None
@@ -215,9 +232,12 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
     def close(self) -> None:
         """Releases the copy."""
         self._stager = None
+        if self._copier is not None:
+            self._copier.shutdown()
+            self._copier = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stager": None, "_copy": None}
+        return {**super().__getstate__(), "_stager": None, "_copy": None, "_copier": None}
 
 
 class _Copy(dict[str, Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 import signal
@@ -103,6 +104,21 @@ def test_async_saves_keep_what_was_there_when_they_returned(cluster: rapidraid.L
         loaded = {"a": torch.empty(100_000), "step": 0}
         dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=adapter.Reader(config=cluster.config))
         assert loaded["step"] == step and bool((loaded["a"] == step).all())
+
+
+def test_async_staging_returns_before_the_copy(cluster: rapidraid.LocalCluster, job: str) -> None:
+    writer = adapter.Writer(config=cluster.config, async_staging=True)
+    tensor = torch.ones(1_000_000)
+    for step in (1, 2):
+        tensor.fill_(step)
+        response = dcp.async_save({"a": tensor}, checkpoint_id=f"{job}/{step}", storage_writer=writer)
+        response.staging_completion.result()
+        tensor.fill_(-1)
+        response.upload_completion.result()
+        loaded = {"a": torch.zeros(1_000_000)}
+        dcp.load(loaded, checkpoint_id=f"{job}/{step}", storage_reader=adapter.Reader(config=cluster.config))
+        assert bool((loaded["a"] == step).all())
+    writer.close()
 
 
 def test_sharded_states_load_on_other_numbers_of_ranks(cluster: rapidraid.LocalCluster, job: str) -> None:
@@ -283,3 +299,11 @@ def test_states_that_change_their_layout_are_saved_all_the_same(cluster: rapidra
         assert all(loaded[name].equal(saved[name]) for name in ("w", "ema")) and loaded["losses"] == saved["losses"]
         if "array" in saved:
             assert np.array_equal(loaded["array"], saved["array"]) and loaded["single"] == 3.5
+
+
+def test_an_older_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed.checkpoint.staging, "DefaultStager")
+    spec = importlib.util.spec_from_file_location("rapidraid.older", adapter.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match=f"needs torch 2.9 or later.*this is torch {torch.__version__}".replace("+", "[+]")):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

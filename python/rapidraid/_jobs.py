@@ -50,6 +50,14 @@ def parse_step_name(text: str | os.PathLike[str]) -> StepName:
 
 #: Settings that count from the first save on.
 _LATE = ("keep", "abandon_later")
+
+
+def refuse_skip(settings: Mapping[str, Any]) -> None:
+    """Raises :class:`InvalidError` for ``when_full="skip"``: a framework takes a save that returns for done."""
+    if settings.get("when_full") == "skip":
+        raise InvalidError('when_full="skip" with a framework', "leave it out: the framework would take a skipped step for a saved one")
+
+
 _opened: dict[tuple[str, Path, Any, bool], tuple[Checkpointer, dict[str, Any]]] = {}
 _lock = threading.Lock()
 

@@ -10,19 +10,22 @@ Two functions stand in for ``Accelerator.save_state`` and ``load_state``:
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpointing import load_accelerator_state, load_custom_state, save_accelerator_state, save_custom_state
+import torch
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
 from accelerate.utils import DistributedType
 
-from ._jobs import parse_step_name, shared_checkpointer
+from ._jobs import parse_step_name, refuse_skip, shared_checkpointer
 from ._tree import flatten_first, read_files, with_files
 from .checkpointer import Checkpointer
 from .errors import InvalidError
+from .state import Flat
 
 _CLOSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _NUMBER = re.compile(r"[^0-9]*([0-9]+)")
@@ -57,26 +60,27 @@ def save_state(accelerator: Any, name: str, **settings: Any) -> Checkpointer:
     found = parse_step_name(name)
     if found.step is None:
         raise InvalidError(f"{name} has no step", 'write "JOB/STEP"')
+    refuse_skip(settings)
     checkpointer = shared_checkpointer(found.job, settings)
-    with tempfile.TemporaryDirectory(prefix="rapidraid-") as folder:
-        save_accelerator_state(
-            folder, [], [], accelerator._schedulers, accelerator._dataloaders, accelerator.process_index, accelerator.step,
-            accelerator.scaler, save_on_each_node=False,
-        )  # fmt: skip
-        for at, one in enumerate(accelerator._custom_objects):
-            save_custom_state(one, folder, at)
-        # Files without the number of a rank are those of rank 0.
-        own = f"_{accelerator.process_index}.pkl"
-        files = {
-            file.name: file.read_bytes()
-            for file in Path(folder).iterdir()
-            if checkpointer.rank == 0 or (file.name.startswith("random_states") and file.name.endswith(own))
-        }
-    checkpointer.save_flat(
-        found.step,
-        lambda: with_files(flatten_first(_objects(accelerator), checkpointer.rank, checkpointer.world), files),
-        raise_earlier=True,
-    )
+
+    def flat() -> Flat:
+        with tempfile.TemporaryDirectory(prefix="rapidraid-") as folder:
+            save_accelerator_state(
+                folder, [], [], accelerator._schedulers, accelerator._dataloaders, accelerator.process_index, accelerator.step,
+                accelerator.scaler, save_on_each_node=False,
+            )  # fmt: skip
+            for at, one in enumerate(accelerator._custom_objects):
+                save_custom_state(one, folder, at)
+            # Files without the number of a rank are those of rank 0.
+            own = f"_{accelerator.process_index}.pkl"
+            files = {
+                file.name: file.read_bytes()
+                for file in Path(folder).iterdir()
+                if checkpointer.rank == 0 or (file.name.startswith("random_states") and file.name.endswith(own))
+            }
+        return with_files(flatten_first(_objects(accelerator), checkpointer.rank, checkpointer.world), files)
+
+    checkpointer.save_flat(found.step, flat, raise_earlier=True)
     return checkpointer
 
 
@@ -106,11 +110,18 @@ def load_state(accelerator: Any, name: str, **settings: Any) -> int | None:
         )
         accelerator.step = changed.get("step", accelerator.step)
         for at, one in enumerate(accelerator._custom_objects):
-            load_custom_state(one, folder, at)
+            # Accelerate's own function opens pickles of any kind.
+            path = Path(folder) / f"custom_checkpoint_{at}.pkl"
+            try:
+                one.load_state_dict(torch.load(path, map_location="cpu", weights_only=not checkpointer.allow_pickle))
+            except pickle.UnpicklingError as error:
+                raise InvalidError(
+                    f"registered object {at} was stored by pickle: {error}"[:300], "pass allow_pickle=True if you trust who saved it"
+                ) from None
     return step
 
 
-def register(accelerator: Any, job: str, **settings: Any) -> None:
+def register(accelerator: Any, job: str, *, commit_timeout: float = 3600.0, **settings: Any) -> None:
     """Lets ``Accelerator.save_state`` and ``load_state`` keep the models' weights in a job instead of the folder.
 
     The step is the number at the end of the folder's name. All else stays in the folder: Accelerate shows its hooks
@@ -119,10 +130,12 @@ def register(accelerator: Any, job: str, **settings: Any) -> None:
     Args:
         accelerator: The Accelerator.
         job: The job.
+        commit_timeout: The maximum time for a commit, in seconds.
         settings: Arguments of :class:`Checkpointer`.
 
     """
     _check_kind(accelerator)
+    refuse_skip(settings)
     if accelerator.distributed_type == DistributedType.FSDP:
         raise InvalidError("FSDP saves before the hooks of Accelerate", "call rapidraid.accelerate.save_state instead")
 
@@ -139,7 +152,7 @@ def register(accelerator: Any, job: str, **settings: Any) -> None:
         checkpointer = shared_checkpointer(job, settings)
         step = step_of(folder)
         checkpointer.save_flat(step, lambda: flatten_first(state_of(models), checkpointer.rank, checkpointer.world), raise_earlier=True)
-        checkpointer.wait(step)
+        checkpointer.wait_for(step, commit_timeout)
         weights.clear()
 
     def load(models: list[Any], folder: str) -> None:

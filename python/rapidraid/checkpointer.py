@@ -52,8 +52,12 @@ GIVE_UP_S = 5.0
 #: How long a thread that waits for a commit blocks other threads from the session at a time, in
 #: seconds.
 WAIT_TURN_S = 0.05
+#: How often a wait for a commit is tried while the daemon does not answer.
+WAIT_TRIES = 4
 #: Maximum time for ending a session, in seconds. The daemon also notices the end of the process.
 LEAVE_S = 5.0
+#: Maximum time for the last question to the daemon at the exit of the process, in seconds.
+QUICK_S = 1.0
 
 
 def _one_thread(call: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
@@ -444,12 +448,26 @@ class Checkpointer:
         return notes + [warning for of, warning in self._raise_notices() if of == step]
 
     def _wait(self, step: int, limit: float) -> tuple[str, list[str]]:
-        """Waits in short turns, so that another thread can save in between."""
+        """Waits in short turns, so that another thread can save in between.
+
+        A daemon that is gone is started again, and goes on with what was staged.
+        """
         until = time.monotonic() + limit
+        tries = WAIT_TRIES
         while True:
             left = until - time.monotonic()
-            with self._lock:
-                save, notes = self._daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
+            try:
+                with self._lock:
+                    save, notes = self._daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
+            except UnavailableError as error:
+                # The same kind says that the step was dropped, again and again.
+                tries -= 1
+                if tries == 0 or left <= 0 or (isinstance(error, NoDaemonError) and not self._start):
+                    raise
+                if isinstance(error, NoDaemonError):
+                    log.warning("the staging daemon is gone: it is started again")
+                    start_daemon(self._config, self.timeout)
+                continue
             if save is not None:
                 return save, notes
             if left <= WAIT_TURN_S:
@@ -780,12 +798,24 @@ class Checkpointer:
         return self._is_closed
 
     def leave(self) -> None:
-        """Ends the session without waiting. The daemon saves what was staged."""
-        if not self._is_closed:
-            self._end()
+        """Ends the session without waiting, and logs what has failed. The daemon saves what was staged."""
+        if self._is_closed:
+            return
+        limit = LEAVE_S
+        try:
+            for step, failure, _ in self._session.notices(QUICK_S):
+                if failure is not None:
+                    log.error("step %d was not saved: %s", step, of_code(*failure))
+            if self._saved and self._session.wait(self._saved[-1], 0.0)[0] is None:
+                log.warning("step %d of %s is staged, and not committed yet: the daemon goes on with it", self._saved[-1], self.job)
+        except RapidraidError as error:
+            log.warning("step %s of %s: %s", self._saved[-1] if self._saved else "-", self.job, error.message)
+            # A daemon that does not answer needs not be told either.
+            limit = 0.0
+        self._end(limit)
 
     @_one_thread
-    def _end(self) -> None:
+    def _end(self, limit: float = LEAVE_S) -> None:
         self._is_closed = True
         self._drop_plan()
         for number, handler in self._handlers.items():
@@ -793,7 +823,7 @@ class Checkpointer:
             if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         try:
-            self._session.leave(LEAVE_S)
+            self._session.leave(limit)
         except RapidraidError as error:
             log.debug("the daemon is not told of the end: %s", error)
 

@@ -24,12 +24,13 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from ._jobs import SCHEME, parse_step_name, shared_checkpointer
+from ._jobs import SCHEME, parse_step_name, refuse_skip, shared_checkpointer
 from ._load import LoadChoices, load_into
 from ._tree import FILES, flatten_first, read_files, with_files
 from .accelerate import load_state, register, save_state
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError, NotFoundError, RapidraidError
+from .state import Flat
 
 log = logging.getLogger("rapidraid")
 
@@ -79,6 +80,7 @@ class RapidraidTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._job = parse_step_name(job).job
+        refuse_skip(settings or {})
         self._settings = _with_keep(settings or {}, self.args)
         self._commit_timeout = commit_timeout
         if self.args.push_to_hub and self.args.hub_strategy != "end":
@@ -86,6 +88,8 @@ class RapidraidTrainer(Trainer):
         #: The step that this run resumes from, and the names that it has.
         self._resumed: tuple[int, set[str]] | None = None
         self._last: int | None = None
+        #: The URL of the best step, if the step that this run resumes from knows one.
+        self._best: str | None = None
         self._labelling: threading.Thread | None = None
         self._failure: RapidraidError | None = None
 
@@ -121,6 +125,8 @@ class RapidraidTrainer(Trainer):
 
         """
         self._resumed = None
+        # A step of an earlier call is refused by the daemon, not passed over.
+        self._last = None
         with tempfile.TemporaryDirectory(prefix="rapidraid-") as folder:
             resume: str | bool | None = resume_from_checkpoint
             if resume is True or (isinstance(resume, str) and resume.startswith(SCHEME)):
@@ -135,8 +141,9 @@ class RapidraidTrainer(Trainer):
                     step, files, names = found
                     if TRAINER_STATE_NAME not in files:
                         raise NotFoundError(f"step {step} of {self._job} has no state of a Trainer", "load it as it was saved")
-                    # A folder is all that Trainer believes in.
+                    # Trainer resumes from a folder, and looks for the best model there.
                     state = json.loads(files[TRAINER_STATE_NAME])
+                    self._best = state.get("best_model_checkpoint")
                     files[TRAINER_STATE_NAME] = json.dumps({**state, "best_model_checkpoint": None}).encode()
                     _write_folder(Path(folder), files)
                     self._resumed = (step, names)
@@ -156,8 +163,7 @@ class RapidraidTrainer(Trainer):
             return
         step, names = self._resumed
         _load(self.checkpointer, {key: value for key, value in self._state().items() if key in names}, step)
-        if self.state.best_global_step:
-            self.state.best_model_checkpoint = f"{SCHEME}{self._job}/{self.state.best_global_step}"
+        self.state.best_model_checkpoint = self._best
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -171,21 +177,30 @@ class RapidraidTrainer(Trainer):
             return
         self.store_flos()
         is_best = self.args.should_save and self.state.best_global_step == step
-        if self.state.best_global_step:
-            self.state.best_model_checkpoint = f"{SCHEME}{self._job}/{self.state.best_global_step}"
-        with tempfile.TemporaryDirectory(prefix="rapidraid-") as folder:
-            if not self.args.save_only_model:
-                self._save_rng_state(folder)
-            if self.args.should_save:
-                self._collect_callbacks()
-                self.state.save_to_json(f"{folder}/{TRAINER_STATE_NAME}")
-            files = _read_folder(Path(folder))
-        # A step that is not labelled yet could be removed when the next one is committed.
-        self._join_label()
+        if self.state.best_global_step == step:
+            # An evaluation may find a best step that is not saved.
+            self.state.best_model_checkpoint = f"{SCHEME}{self._job}/{step}"
         checkpointer = self.checkpointer
-        checkpointer.save_flat(
-            step, lambda: with_files(flatten_first(self._state(), checkpointer.rank, checkpointer.world), files), raise_earlier=True
-        )
+        failed: RapidraidError | None = None
+        try:
+            # A step that is not labelled yet could be removed when the next one is committed.
+            self._join_label()
+        except RapidraidError as error:
+            failed = error
+
+        def flat() -> Flat:
+            if failed is not None:
+                raise failed
+            with tempfile.TemporaryDirectory(prefix="rapidraid-") as folder:
+                if not self.args.save_only_model:
+                    self._save_rng_state(folder)
+                if self.args.should_save:
+                    self._collect_callbacks()
+                    self.state.save_to_json(f"{folder}/{TRAINER_STATE_NAME}")
+                files = _read_folder(Path(folder))
+            return with_files(flatten_first(self._state(), checkpointer.rank, checkpointer.world), files)
+
+        checkpointer.save_flat(step, flat, raise_earlier=True)
         self._last = step
         if is_best:
             self._labelling = threading.Thread(target=self._label, args=(checkpointer, step), daemon=True)
@@ -228,10 +243,12 @@ class RapidraidTrainer(Trainer):
             return
         self._join_label()
         checkpointer, state = self.checkpointer, {"model": self.model_wrapped}
+        step = parse_step_name(best).step
+        if step in checkpointer._saved:
+            # A step of several hosts can be read when it is committed.
+            checkpointer.wait_for(step, self._commit_timeout)
         choices = LoadChoices(True, lambda name: name.startswith("model/"), False, None, checkpointer.allow_pickle)
-        found = checkpointer.look_into(
-            parse_step_name(best).step, lambda reader: (load_into(reader, state, checkpointer.rank, checkpointer.world, choices),)
-        )
+        found = checkpointer.look_into(step, lambda reader: (load_into(reader, state, checkpointer.rank, checkpointer.world, choices),))
         if found is not None and found[0] is not None:
             raise CorruptError(f"{found[0]} of {best} is damaged", "load another step")
 
@@ -251,6 +268,7 @@ class RapidraidCallback(TrainerCallback):
     def __init__(self, job: str, *, commit_timeout: float = 3600.0, **settings: Any) -> None:
         self.job = parse_step_name(job).job
         self.commit_timeout = commit_timeout
+        refuse_skip(settings)
         self.settings = settings
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

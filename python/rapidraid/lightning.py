@@ -24,7 +24,7 @@ from fsspec.core import url_to_fs
 from ._jobs import SCHEME, parse_step_name, shared_checkpointer
 from ._tree import flatten_tree, load_tree
 from .checkpointer import Checkpointer
-from .errors import InvalidError, NotFoundError, RapidraidError
+from .errors import ExistsError, InvalidError, NotFoundError, RapidraidError
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -103,7 +103,9 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             return
         parts = frozenset(checkpoint)
         if self._last is None or self._last[0] != step:
-            if step != self.checkpointer._loaded or self.checkpointer._saved:
+            if step == self.checkpointer._loaded and not self.checkpointer._saved:
+                self._check_same(step, checkpoint)
+            else:
                 self.checkpointer.save_flat(step, lambda: flatten_tree(checkpoint, WHOLE), raise_earlier=True)
             self._last = (step, parts)
         elif not parts <= self._last[1]:
@@ -112,6 +114,13 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
                 f"step {step} of {self.job} is saved without {missing}", "put the ModelCheckpoint with save_weights_only=True last"
             )
         self._point(path, step)
+
+    def _check_same(self, step: int, checkpoint: dict[str, Any]) -> None:
+        """Raises :class:`ExistsError` unless a checkpoint has the weights of the step that was loaded."""
+        found = load_tree(self.checkpointer, step)
+        stored, own = ({} if found is None else found[1]).get("state_dict", {}), checkpoint.get("state_dict", {})
+        if stored.keys() != own.keys() or not all(torch.equal(stored[name], value.cpu()) for name, value in own.items()):
+            raise ExistsError(f"step {step} of {self.job} is saved already, with other weights", "save to another job, or train on first")
 
     def _point(self, path: _Path, step: int) -> None:
         """Writes a pointer in place of a checkpoint's file. The step that it named before is removed if no other path names it."""
@@ -128,12 +137,12 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         """Reads the pointers of a folder once: an earlier process has written some of them."""
         if folder in self._known:
             return
-        self._known.add(folder)
         for info in fs.ls(folder, detail=True) if fs.isdir(folder) else []:
             if info["type"] == "file" and not info.get("islink"):
                 step = self._read_pointer(fs, info["name"])
                 if step is not None:
                     self._steps[fs._strip_protocol(info["name"])] = step
+        self._known.add(folder)
 
     def _read_pointer(self, fs: Any, place: str) -> int | None:
         """Returns the step that a file names, or ``None`` if it is no pointer of this job."""
@@ -142,7 +151,11 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         content = fs.cat_file(place)
         if not content.startswith(SCHEME.encode()):
             return None
-        name = parse_step_name(content.decode().strip())
+        try:
+            name = parse_step_name(content.decode().strip())
+        except (InvalidError, UnicodeDecodeError):
+            log.warning("%s is no pointer to a step: %r", place, content)
+            return None
         return name.step if name.job == self.job else None
 
     def load_checkpoint(self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from ._dcp import flatten_objects, flatten_plan, metadata_of, read_objects, read_plan
-from ._jobs import StepName, parse_step_name, resumed_steps, shared_checkpointer
+from ._jobs import StepName, parse_step_name, refuse_skip, resumed_steps, shared_checkpointer
 from ._load import Names
 from ._load import Reader as StepReader
 from .checkpointer import Checkpointer
@@ -53,8 +53,7 @@ class _Adapter:
     ) -> None:
         if checkpointer is not None and settings:
             raise InvalidError("a Checkpointer and settings", "pass the settings to the Checkpointer")
-        if "skip" in (settings.get("when_full"), checkpointer.when_full if checkpointer is not None else None):
-            raise InvalidError('when_full="skip" for DCP', "leave it out: DCP has no word for a step that is skipped")
+        refuse_skip(settings if checkpointer is None else {"when_full": checkpointer.when_full})
         self._given = checkpointer
         self._settings = dict(settings)
         self._default_id = checkpoint_id

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from ._jobs import SCHEME
 from ._places import TEMPORARY, parse_place
-from .errors import InvalidError, NoFileError, UnavailableError
+from .errors import ExistsError, InvalidError, NoFileError, UnavailableError
 from .fsspec import RapidraidFileSystem
 
 #: The version of torch_checkpointing that this module is tested with. Its interfaces may still change.
@@ -82,9 +82,13 @@ class RapidraidStorage(Storage):
         return 1
 
     def newest(self, job: str) -> int | None:
-        """Returns the newest committed step of a job, or ``None`` if there is none."""
-        steps = [step for name in self._names(job) if (step := parse_place(name).step) is not None]
-        return max(steps, default=None)
+        """Returns the step from which a job resumes, or ``None`` if it has none.
+
+        It waits for a step that an earlier launch has staged. Ask on rank 0 and send the answer to the others: a step may
+        be committed between two questions.
+        """
+        found = self._fs._checkpointer(job).look_into(None, lambda reader: (reader.loaded.number, None))
+        return None if found is None else int(found[0])
 
     def _names(self, path: str) -> list[str]:
         try:
@@ -135,7 +139,13 @@ class RapidraidStorage(Storage):
             ExistsError: The step is saved already.
 
         """
-        self._fs.mv(self.remap_path(src_path), self.remap_path(dst_path))
+        try:
+            self._fs.mv(self.remap_path(src_path), self.remap_path(dst_path))
+        except (ExistsError, InvalidError):
+            # It can never be saved, and its files hold memory.
+            if is_directory and self._fs.isdir(self.remap_path(src_path)):
+                self._fs.rm(self.remap_path(src_path), recursive=True)
+            raise
 
     def ls(self, path: Path) -> list[str]:
         """Returns the names in a folder. The steps of a job are listed as ``step-N``."""

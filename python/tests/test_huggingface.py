@@ -189,3 +189,28 @@ def test_another_number_of_ranks_resumes(cluster: rapidraid.LocalCluster, job: s
     assert kept(checkpointer, [6, 9])
     shown = cluster.command("show", f"{job}/9", "--tensors")
     assert "rng_state_1.pth" in shown and "rank 1:" not in shown
+
+
+class Registered:
+    """A registered object whose state is of a given kind."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Custom:
+    """No plain data."""
+
+
+def test_registered_objects_are_opened_as_pickles_only_by_permission(cluster: rapidraid.LocalCluster, job: str) -> None:
+    parts = accelerated()
+    parts[0].register_for_checkpointing(Registered({"a": Custom()}))
+    adapter.save_state(parts[0], f"{job}/1", config=cluster.config).wait()
+    with pytest.raises(rapidraid.errors.InvalidError, match="stored by pickle"):
+        adapter.load_state(parts[0], job, config=cluster.config)

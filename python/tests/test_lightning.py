@@ -212,3 +212,16 @@ def test_two_ranks_resume_from_one_step(cluster: rapidraid.LocalCluster, job: st
     starts = sorted(line for line in lines if line.startswith("rank"))
     assert starts == [f"rank {rank} start 4 weights {weights!r}" for rank in (0, 1)]
     assert steps_of(cluster.config, job)[-1] == 8
+
+
+def test_other_weights_are_not_passed_for_a_step_that_was_loaded(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    io.save_checkpoint({"global_step": 100, "state_dict": {"w": torch.ones(4)}}, tmp_path / "a.ckpt")
+    io.teardown()
+    io.checkpointer.leave()
+    again = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    assert again.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["w"].equal(torch.ones(4))
+    again.save_checkpoint({"global_step": 100, "state_dict": {"w": torch.ones(4)}}, tmp_path / "b.ckpt")
+    other = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    with pytest.raises(rapidraid.errors.ExistsError, match="with other weights"):
+        other.save_checkpoint({"global_step": 100, "state_dict": {"w": torch.zeros(4)}}, tmp_path / "c.ckpt")

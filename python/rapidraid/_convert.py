@@ -269,6 +269,8 @@ def export_dcp(step_name: str, folder: Path, *, allow_pickle: bool = False, **se
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExistsError(f"{folder} exists and is not empty", "name a new folder")
     reader = Reader(step_name, alone=True, allow_pickle=allow_pickle, **settings)
+    # DCP would wrap the error of a step that is not there, and log its trace.
+    reader.read_metadata()
     state: dict[str, Any] = {}
     _load_state_dict(state, reader, no_dist=True, planner=_EmptyStateDictLoadPlanner())  # type: ignore[no-untyped-call]
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)

@@ -146,6 +146,6 @@ def test_objects_need_allow_pickle(cluster: rapidraid.LocalCluster, job: str, tm
     with pytest.raises(dcp.api.CheckpointException, match="--allow-pickle"):
         import_dcp(folder, f"{job}/1", config=cluster.config)
     assert not mark.exists()
-    with pytest.raises(dcp.api.CheckpointException, match="is not committed"):
+    with pytest.raises(errors.NotFoundError, match="is not committed"):
         export_dcp(f"{job}/1", tmp_path / "out", config=cluster.config)
     assert not (tmp_path / "out").exists()

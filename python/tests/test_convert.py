@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 adapter = pytest.importorskip("rapidraid.torch")
 
-from rapidraid._convert import export_dcp, import_dcp, load_dcp_folder  # noqa: E402
+from rapidraid._convert import export_dcp, import_dcp, load_dcp_folder, run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 
@@ -40,14 +40,19 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
     return {name: entry.tolist() if isinstance(entry, torch.Tensor) else entry for name, entry in found.items()}
 
 
-def test_a_folder_becomes_a_step_and_a_folder_again(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+def test_a_folder_becomes_a_step_and_a_folder_again(
+    cluster: rapidraid.LocalCluster, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     original = folder_of(state(), tmp_path / "original")
-    environment = {**os.environ, "RAPIDRAID_CONFIG": str(cluster.config)}
+    monkeypatch.setenv("RAPIDRAID_CONFIG", str(cluster.config))
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "rapidraid", *arguments], capture_output=True, text=True, env=environment)
+    def convert(*arguments: str) -> tuple[int, str, str]:
+        code = run(arguments)
+        return code, *capsys.readouterr()
 
-    done = run("import", "--dcp", str(original), f"{job}/7")
+    # The program of the wheel passes these two commands on.
+    command = [sys.executable, "-m", "rapidraid", "import", "--dcp", str(original), f"{job}/7"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == f"{original} is committed as {job}/7\n", done.stderr
     loaded = flat(state())
     into = state()
@@ -55,16 +60,18 @@ def test_a_folder_becomes_a_step_and_a_folder_again(cluster: rapidraid.LocalClus
     dcp.load(into, checkpoint_id=f"{job}/7", storage_reader=adapter.Reader(config=cluster.config))
     assert flat(into) == loaded
     again = tmp_path / "again"
-    done = run("export", "--dcp", f"{job}/7", str(again), "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step"] == 7
+    code, out, err = convert("export", "--dcp", f"{job}/7", str(again), "--json")
+    assert code == 0 and json.loads(out)["step"] == 7, err
     assert flat(load_dcp_folder(again)) == loaded
-    done = run("export", "--dcp", f"{job}/7", str(again))
-    assert done.returncode == 1 and "not empty" in done.stderr and "Traceback" not in done.stderr
-    done = run("export", "--dcp", f"{job}/9", str(tmp_path / "new"))
-    assert done.returncode == 1 and "is not committed" in done.stderr and "Traceback" not in done.stderr
-    done = run("import", "--dcp", str(tmp_path / "nothing"), f"{job}/8")
-    assert done.returncode == 1 and "has no .metadata" in done.stderr and "Traceback" not in done.stderr
+    for arguments, why in [
+        (("export", "--dcp", f"{job}/7", str(again)), "not empty"),
+        (("export", "--dcp", f"{job}/9", str(tmp_path / "new")), "is not committed"),
+        (("import", "--dcp", str(tmp_path / "nothing"), f"{job}/8"), "has no .metadata"),
+        (("import", "--dcp", str(original), f"{job}/7"), "has step 7 already"),
+        (("import", "--dcp", str(original), job), "has no step"),
+    ]:
+        code, _, err = convert(*arguments)
+        assert code == 1 and why in err and "Traceback" not in err, err
 
 
 class Evil:

@@ -309,6 +309,7 @@ class Checkpointer:
         )
         self._add_segments(count)
 
+    @_one_thread
     def save(self, step: int, state: Mapping[Any, Any]) -> bool:
         """Copies ``state`` into shared memory. The daemon then saves it as ``step`` from there.
 
@@ -799,8 +800,14 @@ class Checkpointer:
 
     def leave(self) -> None:
         """Ends the session without waiting, and logs what has failed. The daemon saves what was staged."""
-        if self._is_closed:
+        if self._is_closed or not self._lock.acquire(timeout=LEAVE_S):
             return
+        try:
+            self._leave()
+        finally:
+            self._lock.release()
+
+    def _leave(self) -> None:
         limit = LEAVE_S
         try:
             for step, failure, _ in self._session.notices(QUICK_S):

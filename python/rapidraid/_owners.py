@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import InvalidError
 from .state import Keys, Leaf, is_dtensor, show
-from .tensors import Box, Described, Parts, nbytes
+from .tensors import Box, Described, Parts, nbytes, volume
 
 #: A part of the shared content: its path, and its box. Plain values and whole tensors have no box.
 Part = tuple[Keys, Box | None]
@@ -178,9 +178,9 @@ def _check_tiling(first: dict[Keys, tuple[int, Any]], holders: dict[tuple[Keys, 
             boxes.setdefault(keys, []).append((box, ranks))
     for keys, parts in boxes.items():
         shape = first[keys][1][2]
-        volume = 0
+        covered = 0
         for box, _ in parts:
-            volume += _volume(box[1])
+            covered += volume(box[1])
         parts.sort()
         for (one, ranks), (other, others) in itertools.pairwise(parts):
             if all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)):
@@ -188,15 +188,8 @@ def _check_tiling(first: dict[Keys, tuple[int, Any]], holders: dict[tuple[Keys, 
                     f"{show(keys)}: the parts of ranks {ranks} and {others} overlap: {one} and {other}",
                     "parts of a tensor must be the same or apart",
                 )
-        if volume != _volume(shape):
+        if covered != volume(shape):
             raise InvalidError(
-                f"{show(keys)}: its parts have {volume} of {_volume(shape)} elements (ranks {sorted({r for _, rs in parts for r in rs})})",
+                f"{show(keys)}: its parts have {covered} of {volume(shape)} elements (ranks {sorted({r for _, rs in parts for r in rs})})",
                 "the parts of all ranks together must be the whole tensor",
             )
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    out = 1
-    for size in shape:
-        out *= size
-    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import sys
 import zlib
@@ -14,7 +13,7 @@ from . import _native
 from ._owners import Owners, choose_owners, choose_owners_by_placement, declare, digest_of_layout
 from .errors import InternalError, InvalidError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, show
-from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_elements, nbytes, register, view_of
+from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_elements, nbytes, register, view_of, volume
 
 #: Spare room for plain values that grow from step to step, in bytes.
 SLACK_BYTES = 256 << 10
@@ -98,7 +97,7 @@ class Plan:
     def shared_bytes(self) -> int:
         """The bytes of the shared tensors that this rank stores."""
         parts = zip(self.owned, self.layouts, strict=True)
-        return sum(math.prod(layout.shape) * layout.dtype.itemsize for owned, layout in parts if not owned.is_private)
+        return sum(volume(layout.shape) * layout.dtype.itemsize for owned, layout in parts if not owned.is_private)
 
     @property
     def segments(self) -> int:
@@ -338,7 +337,7 @@ def _shared_bytes(shared: list[Leaf], described: dict[tuple[bool, Keys], Describ
     """Returns the bytes of all shared tensors, each counted once."""
     keys = ((False, leaf.keys) for leaf in shared)
     found = (described[key] for key in keys if key in described and key not in alias)
-    return sum(math.prod(tensor.shape) * tensor.bits // 8 for tensor in found)
+    return sum(volume(tensor.shape) * tensor.bits // 8 for tensor in found)
 
 
 def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str | None, str]]) -> None:

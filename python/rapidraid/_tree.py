@@ -100,7 +100,7 @@ def load_tree(checkpointer: Checkpointer, step: int | None, *, allow_pickle: boo
         found.update(tree)
         return damaged
 
-    if not checkpointer._saved:
+    if not checkpointer.has_saved():
         number = checkpointer.load_with(step, read)
         return None if number is None else (number, found)
     looked = checkpointer.look_into(step, lambda reader: (reader.loaded.number, read(reader)))

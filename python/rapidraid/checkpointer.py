@@ -442,10 +442,7 @@ class Checkpointer:
             if not self._saved:
                 return []
             step = self._saved[-1]
-        save, notes = self._wait(step, self.timeout if timeout is None else timeout)
-        for note in notes:
-            log.warning("step %d: %s", step, note)
-        log.debug("step %d is committed as save %s", step, save)
+        notes = self.wait_for(step, self.timeout if timeout is None else timeout)
         return notes + [warning for of, warning in self._raise_notices() if of == step]
 
     def _wait(self, step: int, limit: float) -> tuple[str, list[str]]:
@@ -501,12 +498,16 @@ class Checkpointer:
             else:
                 log.error("step %d was not saved: %s", step, of_code(*failure))
 
-    def wait_for(self, step: int, timeout: float) -> None:
-        """Waits until ``step`` is committed, for frameworks. Raises the error of this step alone."""
+    def wait_for(self, step: int, timeout: float) -> list[str]:
+        """Waits until ``step`` is committed, for frameworks. Returns remarks about its save.
+
+        It raises the error of this step alone, and leaves those of others to their own waits.
+        """
         save, notes = self._wait(step, timeout)
         for note in notes:
             log.warning("step %d: %s", step, note)
         log.debug("step %d is committed as save %s", step, save)
+        return notes
 
     def _raise_notices(self) -> list[tuple[int, str]]:
         """Raises the first failure among the daemon's notices and logs all of them.
@@ -771,6 +772,10 @@ class Checkpointer:
             self.wait()
         finally:
             self._end()
+
+    def has_saved(self, step: int | None = None) -> bool:
+        """Returns whether this process has staged the step, or any step."""
+        return bool(self._saved) if step is None else step in self._saved
 
     @property
     def resumed(self) -> tuple[int | None, int | None]:

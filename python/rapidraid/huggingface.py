@@ -218,7 +218,7 @@ class RapidraidTrainer(Trainer):
 
     def _label(self, checkpointer: Checkpointer, step: int) -> None:
         try:
-            checkpointer._wait(step, self._commit_timeout)
+            checkpointer.wait_for(step, self._commit_timeout)
         except RapidraidError as error:
             self._failure = error
             return
@@ -244,7 +244,7 @@ class RapidraidTrainer(Trainer):
         self._join_label()
         checkpointer, state = self.checkpointer, {"model": self.model_wrapped}
         step = parse_step_name(best).step
-        if step in checkpointer._saved:
+        if step is not None and checkpointer.has_saved(step):
             # A step of several hosts can be read when it is committed.
             checkpointer.wait_for(step, self._commit_timeout)
         choices = LoadChoices(True, lambda name: name.startswith("model/"), False, None, checkpointer.allow_pickle)

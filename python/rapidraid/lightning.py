@@ -103,7 +103,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             return
         parts = frozenset(checkpoint)
         if self._last is None or self._last[0] != step:
-            if step == self.checkpointer._loaded and not self.checkpointer._saved:
+            if not self.checkpointer.has_saved() and step == self.checkpointer.resumed[0]:
                 self._check_same(step, checkpoint)
             else:
                 self.checkpointer.save_flat(step, lambda: flatten_tree(checkpoint, WHOLE), raise_earlier=True)
@@ -220,8 +220,8 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
 
         def remove() -> None:
             try:
-                if newest is not None and newest in checkpointer._saved:
-                    checkpointer._wait(newest, self.commit_timeout)
+                if newest is not None and checkpointer.has_saved(newest):
+                    checkpointer.wait_for(newest, self.commit_timeout)
             except RapidraidError as error:
                 self._failures.append(error)
                 return

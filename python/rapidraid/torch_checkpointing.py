@@ -13,7 +13,6 @@ A checkpoint is written below a temporary folder, and saved as one step when tha
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import os
 import posixpath
@@ -23,6 +22,7 @@ from typing import Any, cast
 
 from ._jobs import SCHEME
 from ._places import TEMPORARY, parse_place
+from ._versions import check_version
 from .errors import ExistsError, InvalidError, NoFileError, UnavailableError
 from .fsspec import RapidraidFileSystem
 
@@ -30,16 +30,7 @@ from .fsspec import RapidraidFileSystem
 TESTED = "0.1.1"
 
 
-def _check_version() -> None:
-    found = importlib.metadata.version("torch_checkpointing")
-    if found.partition("+")[0] != TESTED:
-        raise InvalidError(
-            f"torch_checkpointing {found} is installed, and rapidraid.torch_checkpointing is tested with {TESTED}",
-            f"install torch_checkpointing=={TESTED}, or a rapidraid that is tested with {found}",
-        )
-
-
-_check_version()
+check_version("torch_checkpointing", TESTED)
 
 from torch_checkpointing.storage.base_storage import (  # noqa: E402 - another version may not have these names
     ReadArgs,

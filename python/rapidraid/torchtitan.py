@@ -11,7 +11,6 @@ TorchTitan's own manager.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import posixpath
 import re
@@ -24,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ._jobs import SCHEME, parse_step_name, shared_checkpointer
+from ._versions import check_version
 from .checkpointer import Checkpointer
 from .errors import InvalidError, NotFoundError
 from .torch import Reader, Writer, async_save
@@ -32,16 +32,7 @@ from .torch import Reader, Writer, async_save
 TESTED = "0.3.0"
 
 
-def _check_version() -> None:
-    found = importlib.metadata.version("torchtitan")
-    if found.partition("+")[0] != TESTED:
-        raise InvalidError(
-            f"torchtitan {found} is installed, and rapidraid.torchtitan is tested with {TESTED}",
-            f"install torchtitan=={TESTED}, or a rapidraid that is tested with {found}",
-        )
-
-
-_check_version()
+check_version("torchtitan", TESTED)
 
 from torchtitan.components.checkpointer import (  # noqa: E402 - another version may not have these names
     MODEL,

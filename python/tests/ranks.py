@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 240
@@ -100,3 +101,29 @@ def launch(
     if code != 0:
         print("\n".join(lines[-60:]))
     return code, lines
+
+
+def run_and_kill(command: Sequence[str], *, kill_after: int | None = None, limit_s: float = 120) -> list[str]:
+    """Runs a program of one process, and kills it as soon as it has printed ``step KILL_AFTER``. Returns its lines."""
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line.strip())
+            if kill_after is not None and line.startswith(f"step {kill_after} "):
+                child.send_signal(signal.SIGKILL)
+        code = child.wait(limit_s)
+    assert code == (0 if kill_after is None else -signal.SIGKILL), lines
+    return lines
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Returns whether two nested states have the same types and are equal, bit for bit."""
+    torch = sys.modules["torch"]
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and bool(one == other)

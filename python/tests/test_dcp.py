@@ -280,6 +280,20 @@ def test_a_step_that_fails_costs_no_other_one(cluster: rapidraid.LocalCluster, j
     assert adapter.Reader(config=cluster.config).newest(job) == 3
 
 
+def test_a_wait_goes_on_when_the_daemon_has_died(job: str) -> None:
+    with rapidraid.local_cluster() as running:
+        writer = adapter.Writer(config=running.config)
+        for node in running.nodes[3:]:
+            running.pause(node)
+        future = adapter.async_save({"a": torch.ones(10)}, f"{job}/1", writer=writer)
+        running.kill("staging")
+        for node in running.nodes[3:]:
+            running.resume(node)
+        future.result(60)
+        assert writer.checkpointer.latest() == 1
+        writer.checkpointer.leave()
+
+
 def test_states_that_change_their_layout_are_saved_all_the_same(cluster: rapidraid.LocalCluster, job: str) -> None:
     """Values grow, tensors are untied, arrays come and go."""
     writer = adapter.Writer(config=cluster.config)

@@ -243,7 +243,7 @@ def test_the_folder_of_a_dead_process_is_removed_by_another_step(cluster: rapidr
         assert spooled(cluster, job) == ["step-7", "step-8"]
     fs.pipe(f"{job}/9/a", b"a")
     assert spooled(cluster, job) == ["step-8", "step-9"]
-    # One that ends in order removes what it has not saved, and says so.
+    # A process that exits normally removes the files that it has not saved, and warns about them.
     code = f"import fsspec; fsspec.filesystem('rapidraid').pipe('{job}/10/a', b'a')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "step-10 was written, but not saved" in done.stderr
@@ -455,3 +455,19 @@ def test_there_is_no_list_of_jobs(fs: Any) -> None:
     assert not fs.exists("rapidraid://gpt/file") and not fs.exists("rapidraid://no-such-job/1")
     with pytest.raises(FileNotFoundError):
         fs.ls("rapidraid://no-such-job")
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_metadata_that_was_copied_from_anywhere_runs_no_code(fs: Any, tmp_path: Path) -> None:
+    """The file is looked into before its step is saved."""
+    job, mark = new_job(), tmp_path / "mark"
+    fs.pipe(f"{job}/1/.metadata.tmp", pickle.dumps(Evil(mark)))
+    fs.mv(f"{job}/1/.metadata.tmp", f"{job}/1/.metadata")
+    assert not mark.exists() and fs.cat(f"{job}/1/.metadata") == pickle.dumps(Evil(mark))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import once
+from ranks import equal, once, run_and_kill
 
 import rapidraid
 
@@ -23,34 +21,13 @@ sys.path.append(str(Path(__file__).parent / "programs"))
 program = pytest.importorskip("huggingface_train")
 
 PROGRAM = str(Path(__file__).parent / "programs" / "huggingface_train.py")
-LIMIT_S = 120
 STEPS = 20
 
 
 def launch(config: Path, job: str, folder: Path, *, kill_after: int | None = None) -> list[str]:
-    """Runs the program, and kills it when it has printed a step. Returns its lines."""
+    """Runs the program, and kills it when it has printed a step. Returns its lines about steps."""
     command = [sys.executable, PROGRAM, str(config), job, str(folder), f"rapidraid://{job}", str(STEPS)]
-    lines: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            lines.append(line.strip())
-            if kill_after is not None and line.startswith(f"step {kill_after} "):
-                child.send_signal(signal.SIGKILL)
-        code = child.wait(LIMIT_S)
-    assert code == (0 if kill_after is None else -signal.SIGKILL), lines
-    return [line for line in lines if line.startswith(("step", "history"))]
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Returns whether two nested states are equal, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return bool(torch.equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
+    return [line for line in run_and_kill(command, kill_after=kill_after) if line.startswith(("step", "history"))]
 
 
 def kept(checkpointer: rapidraid.Checkpointer, expected: list[int]) -> bool:

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from rapidraid import errors
+
 torch = pytest.importorskip("torch")
 fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
 from rapidraid._owners import choose_owners, choose_owners_by_placement, declare, digest_of_layout  # noqa: E402
+from rapidraid._plan import make_plan  # noqa: E402
+from rapidraid._ranks import Group  # noqa: E402
 from rapidraid.state import flatten, replicated  # noqa: E402
 from rapidraid.tensors import describe  # noqa: E402
 
@@ -79,6 +83,13 @@ def test_the_holders_of_a_part_agree_and_each_part_has_one_owner(states: Any) ->
             assert isinstance(about, int) or box in [held for held, _ in about[3]], "the owner holds the part"
         assert declared.keys() == found[0][3].keys()
     assert union.keys() == reference.keys()
+    # What all ranks hold is divided evenly: no rank has more than the others by more than one part.
+    whole = [part for part, owner in union.items() if part in replicated_parts and isinstance(found[0][3].get(part[0]), tuple)]
+    for group in {frozenset(rank for rank, (_, owners, _, _) in enumerate(found) if part in owners) for part in whole}:
+        sizes = {part: size for part in whole for box, size in found[union[part]][3][part[0]][3] if box == part[1]}
+        held = [part for part in whole if frozenset(rank for rank, (_, owners, _, _) in enumerate(found) if part in owners) == group]
+        loads = [sum(sizes[part] for part in held if union[part] == rank) for rank in group]
+        assert max(loads) - min(loads) <= max(sizes[part] for part in held), (group, loads)
 
 
 def test_any_difference_between_the_ranks_changes_the_digest(states: Any) -> None:
@@ -92,3 +103,22 @@ def test_any_difference_between_the_ranks_changes_the_digest(states: Any) -> Non
         return {plain, less, untied, longer}
 
     assert all(len(found) == 4 for found in states(digests))
+
+
+def test_ranks_that_together_store_too_much_or_too_little_are_refused() -> None:
+    """The other rank claims the same digest, and stores the same parts."""
+    with pytest.raises(errors.InternalError, match="the ranks would store 4800 of 2400 bytes"):
+        make_plan(flatten({"a": replicated(torch.ones(600))}, 2), 0, 2, lambda mine: [mine, mine], False)
+
+
+def test_the_ranks_of_another_group_are_not_those_of_meshes() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=1, world_size=4)
+    try:
+        assert Group(None, False).is_default and Group(None, True).is_default
+        assert not Group(dist.new_group([0, 1]), False).is_default
+        turned = Group(dist.new_group([3, 2, 1, 0], sort_ranks=False), False)
+        assert turned.rank == 2 and not turned.is_default
+    finally:
+        dist.destroy_process_group()

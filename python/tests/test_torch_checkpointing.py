@@ -117,7 +117,7 @@ def test_the_storage_keeps_the_contract_of_its_base_class(config: Any, job: str)
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.2.0")
     with pytest.raises(rapidraid.errors.InvalidError, match=r"torch_checkpointing 0\.2\.0 is installed.*tested with 0\.1\.1"):
-        adapter._check_version()
+        adapter.check_version("torch_checkpointing", adapter.TESTED)
 
 
 def test_sharded_states_load_on_other_numbers_of_ranks(cluster: rapidraid.LocalCluster, job: str) -> None:

@@ -109,7 +109,7 @@ def test_another_version_or_manager_is_refused(monkeypatch: pytest.MonkeyPatch) 
         adapter.checkpointer(BaseCheckpointManager.Config())
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.4.0")
     with pytest.raises(rapidraid.errors.InvalidError, match="torchtitan 0.4.0 is installed.*tested with 0.3.0"):
-        adapter._check_version()
+        adapter.check_version("torchtitan", adapter.TESTED)
 
 
 def test_a_job_has_the_name_of_its_dump_folder() -> None:

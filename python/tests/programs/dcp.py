@@ -122,7 +122,7 @@ def main() -> None:
         if way in ("async", "process"):
             where = AsyncCheckpointerType.PROCESS if way == "process" else AsyncCheckpointerType.THREAD
             future = dcp.async_save({"app": app}, checkpoint_id=f"{job}/{step}", storage_writer=writer, async_checkpointer_type=where)
-            # What changes from now on is not saved.
+            # The save holds the weights of before: the hash of the next launch shows it.
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(2.0)

@@ -6,8 +6,8 @@
 //! systematic Reed-Solomon code. Both have a generator matrix with a row per piece, and a
 //! [`CodeId`] that covers all coefficients. [`table`] holds the chain codes of this release and
 //! [`search`] finds more. [`subsets`] counts the subsets of pieces from which the blocks cannot be
-//! reconstructed, [`survivable_losses`] counts how many more nodes may be lost, and
-//! [`reconstruct()`] plans the reconstruction of blocks.
+//! reconstructed, [`survivable_losses`] counts how many more nodes may be lost,
+//! [`reconstruct()`] plans the reconstruction of blocks, and [`combine_pieces`] that of pieces.
 //!
 //! Blocks, pieces, positions and hops count from 0; only [`show`] presents them to people, counted
 //! from 1. Everything here is arithmetic: the layers above decide where pieces are stored and how
@@ -15,6 +15,7 @@
 
 mod algebra;
 mod chain;
+mod combination;
 mod layout;
 mod losses;
 pub mod program;
@@ -32,6 +33,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 pub use chain::ChainCode;
+pub use combination::{PieceCombination, StripePart, combine_pieces};
 pub use layout::Layout;
 pub use losses::{NodeShare, survivable_losses};
 pub use program::Program;
@@ -209,6 +211,21 @@ pub enum CodeError {
         /// The wanted blocks that are not determined, from 0.
         missing: Vec<usize>,
     },
+    /// The available pieces and blocks do not determine the wanted pieces.
+    #[error(
+        "{parts} pieces and blocks of rank {rank} do not determine pieces {missing:?}: find {} more, or others",
+        k.saturating_sub(*rank)
+    )]
+    PiecesLost {
+        /// The number of available pieces and blocks.
+        parts: usize,
+        /// The number of independent ones among them.
+        rank: usize,
+        /// The number of source blocks of the code.
+        k: usize,
+        /// The wanted pieces that are not determined, from 0.
+        missing: Vec<usize>,
+    },
     /// Counting would take too long.
     #[error(
         "({n},{k}) has {subsets} subsets of k pieces, more than the {max} that are counted: choose smaller parameters"
@@ -274,7 +291,7 @@ impl CodeError {
     /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            CodeError::Lost { .. } => ErrorKind::Lost,
+            CodeError::Lost { .. } | CodeError::PiecesLost { .. } => ErrorKind::Lost,
             CodeError::NotFound { .. } => ErrorKind::NotFound,
             CodeError::Claim { .. } => ErrorKind::Corrupt,
             CodeError::Defect { .. } => ErrorKind::Internal,

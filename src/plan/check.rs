@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Input, MAX_HOP_EDGES, MAX_HOPS, Output, Plan, StreamNo};
+use super::{Hop, Input, MAX_HOP_EDGES, MAX_HOPS, Output, Plan, StreamNo};
 use crate::code::Code;
 use crate::gf::field;
 use crate::kind::ErrorKind;
@@ -83,6 +83,8 @@ pub struct Checked {
 pub enum Goal<'a> {
     /// Archiving: all n pieces are stored or kept, over the whole stripe.
     Archive,
+    /// Repair: these pieces are stored, and no others, over the whole stripe.
+    Repair(&'a [u8]),
     /// Reading: these blocks are delivered, over any one range of grains.
     Read(&'a [u8]),
 }
@@ -236,52 +238,76 @@ fn evaluate(
     Ok(streams)
 }
 
+/// Returns the ranges over which hops produce `output`, in order.
+fn output_ranges(plan: &Plan, output: Output) -> Vec<(u64, u64)> {
+    let outputs = |hop: &'_ Hop| hop.outputs.iter().filter(|made| **made == output).count();
+    let made = plan.hops.iter().flat_map(|hop| std::iter::repeat_n(hop.grains, outputs(hop)));
+    let mut ranges: Vec<(u64, u64)> = made.collect();
+    ranges.sort_unstable();
+    ranges
+}
+
+/// Checks that a piece is stored exactly once over the whole stripe, on one node, or that the
+/// replica that stays in its place is that piece.
+fn check_piece_is_made(plan: &Plan, code: &Code, piece: u8) -> Result<(), PlanError> {
+    let (output, whole) = (Output::Store(piece), plan.cut.grains());
+    let coverage = PlanError::Coverage { output, grains: whole };
+    let stored = output_ranges(plan, output);
+    let kept = plan.kept.iter().filter(|(kept, _)| *kept == piece).count();
+    if kept == 1 && stored.is_empty() {
+        let row = code.generator().row(piece.into());
+        let is_block = usize::from(piece) < code.k() && row == unit(code.k(), piece);
+        return if is_block { Ok(()) } else { Err(coverage) };
+    }
+    let end = stored.iter().try_fold(0, |end, &(from, to)| (from == end).then_some(to));
+    let home = plan.home(piece);
+    let elsewhere = plan.hops.iter().any(|hop| hop.outputs.contains(&output) && hop.node != home);
+    match kept != 0 || end != Some(whole) || home.is_none() || elsewhere {
+        true => Err(coverage),
+        false => Ok(()),
+    }
+}
+
+/// Checks that the pieces lie on as many nodes.
+fn check_homes_are_distinct(plan: &Plan, pieces: &[u8]) -> Result<(), PlanError> {
+    let homes: HashSet<_> = pieces.iter().filter_map(|piece| plan.home(*piece)).collect();
+    match homes.len() == pieces.len() {
+        true => Ok(()),
+        false => Err(PlanError::Homes { distinct: homes.len(), pieces: pieces.len() }),
+    }
+}
+
 fn check_goal(plan: &Plan, code: &Code, goal: Goal<'_>) -> Result<(), PlanError> {
-    let whole = plan.cut.grains();
-    let ranges = |wanted: Output| {
-        let mut ranges: Vec<(u64, u64)> = plan
-            .hops
-            .iter()
-            .flat_map(|hop| hop.outputs.iter().map(move |output| (*output, hop.grains)))
-            .filter(|(output, _)| *output == wanted)
-            .map(|(_, grains)| grains)
-            .collect();
-        ranges.sort_unstable();
-        ranges
-    };
     match goal {
         Goal::Archive => {
-            let homes: HashSet<_> =
-                (0..code.n() as u8).filter_map(|piece| plan.home(piece)).collect();
-            if homes.len() != code.n() {
-                return Err(PlanError::Homes { distinct: homes.len(), pieces: code.n() });
+            let all: Vec<u8> = (0..code.n() as u8).collect();
+            check_homes_are_distinct(plan, &all)?;
+            all.iter().try_for_each(|piece| check_piece_is_made(plan, code, *piece))?;
+        }
+        Goal::Repair(pieces) => {
+            check_homes_are_distinct(plan, pieces)?;
+            pieces.iter().try_for_each(|piece| check_piece_is_made(plan, code, *piece))?;
+            let mut outputs = plan.hops.iter().flat_map(|hop| &hop.outputs);
+            let is_other = |output: &&Output| match output {
+                Output::Store(piece) => !pieces.contains(piece),
+                Output::Deliver(_) => true,
+                Output::Stream(_) => false,
+            };
+            if let Some(output) = outputs.find(is_other) {
+                let grains = plan.cut.grains();
+                return Err(PlanError::Coverage { output: *output, grains });
             }
-            for piece in 0..code.n() as u8 {
-                let output = Output::Store(piece);
-                let coverage = PlanError::Coverage { output, grains: whole };
-                let stored = ranges(output);
-                let kept = plan.kept.iter().filter(|(kept, _)| *kept == piece).count();
-                if kept == 1 && stored.is_empty() {
-                    let row = code.generator().row(piece.into());
-                    if usize::from(piece) < code.k() && row == unit(code.k(), piece) {
-                        continue;
-                    }
-                    return Err(coverage);
-                }
-                let end = stored.iter().try_fold(0, |end, &(from, to)| (from == end).then_some(to));
-                let home = plan.home(piece);
-                let elsewhere =
-                    plan.hops.iter().any(|hop| hop.outputs.contains(&output) && hop.node != home);
-                if kept != 0 || end != Some(whole) || home.is_none() || elsewhere {
-                    return Err(coverage);
-                }
+            if let Some((piece, _)) = plan.kept.first() {
+                let (output, grains) = (Output::Store(*piece), plan.cut.grains());
+                return Err(PlanError::Coverage { output, grains });
             }
         }
         Goal::Read(blocks) => {
             for &block in blocks {
                 let output = Output::Deliver(block);
-                if ranges(output).len() != 1 {
-                    return Err(PlanError::Coverage { output, grains: whole });
+                if output_ranges(plan, output).len() != 1 {
+                    let grains = plan.cut.grains();
+                    return Err(PlanError::Coverage { output, grains });
                 }
             }
         }

@@ -3,13 +3,15 @@
 
 mod chain;
 mod read;
+mod repair;
 mod star;
 
 pub use chain::chain;
 pub use read::direct_read;
+pub use repair::{RepairSource, RepairSubject, RepairTarget, repair_chain, repair_star};
 pub use star::{best_star, naive_star, striped_star};
 
-use crate::code::Code;
+use crate::code::{Code, CodeError};
 use crate::format::geometry::StripeCut;
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::kind::ErrorKind;
@@ -49,15 +51,19 @@ pub enum PlannerError {
         /// Number of places that are given.
         have: usize,
     },
+    /// The pieces that are left do not determine the missing ones.
+    #[error(transparent)]
+    Pieces(#[from] CodeError),
 }
 
 impl PlannerError {
     /// Returns the error kind: `Invalid` for an unsuitable code, `Unavailable` for a wrong number
-    /// of places.
+    /// of places, `Lost` for too few pieces.
     pub fn kind(&self) -> ErrorKind {
         match self {
             PlannerError::Code { .. } => ErrorKind::Invalid,
             PlannerError::Places { .. } => ErrorKind::Unavailable,
+            PlannerError::Pieces(error) => error.kind(),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use super::*;
-use crate::code::{RsCode, reconstruct, table};
+use crate::code::{RsCode, StripePart, reconstruct, table};
 use crate::format::records::RingNode;
 use crate::id::{PeerName, ShardId};
 use crate::placement::place;
@@ -118,6 +118,97 @@ fn direct_reads_are_proven() {
             }
         }
     }
+}
+
+fn repair_subject<'a>(subject: &Subject<'a>) -> RepairSubject<'a> {
+    let Subject { stripe, attempt, cut, code, .. } = *subject;
+    RepairSubject { stripe, attempt, cut, code }
+}
+
+fn sources(places: &[NodeId], pieces: impl IntoIterator<Item = usize>) -> Vec<RepairSource> {
+    let source = |piece| RepairSource { node: places[piece], part: StripePart::Piece(piece) };
+    pieces.into_iter().map(source).collect()
+}
+
+fn targets(places: &[NodeId], pieces: &[usize]) -> Vec<RepairTarget> {
+    pieces.iter().map(|&piece| RepairTarget { node: places[piece], piece }).collect()
+}
+
+#[test]
+fn repairs_are_proven_and_load_no_link_of_a_chain_with_more_than_the_missing_pieces() {
+    let chains = table::all().iter().cloned().map(Code::Chain);
+    let rs = [(6, 4), (16, 11)].map(|(n, k)| Code::Rs(RsCode::new(n, k).unwrap()));
+    for code in chains.chain(rs) {
+        let (n, k, places) = (code.n(), code.k(), places(code.n()));
+        let subject = repair_subject(&subject(&code, &places));
+        for (lost, first) in (1..=n - k).flat_map(|lost| (0..n).map(move |first| (lost, first))) {
+            let missing: Vec<usize> = (0..lost).map(|i| (first + i) % n).collect();
+            let mut left = sources(&places, (0..n).filter(|piece| !missing.contains(piece)));
+            left.rotate_left(first % (n - lost));
+            let targets = targets(&places, &missing);
+            let wanted: Vec<u8> = missing.iter().map(|&piece| piece as u8).collect();
+            let chain = repair_chain(&subject, &left, &targets).unwrap();
+            check(&chain, &code, Goal::Repair(&wanted)).unwrap();
+            let most = BLOCK_BYTES * lost as u64;
+            for node in &places {
+                let traffic = chain.traffic(*node);
+                assert!(traffic.in_bytes <= most && traffic.out_bytes <= most);
+            }
+            let star = repair_star(&subject, &left, &targets).unwrap();
+            check(&star, &code, Goal::Repair(&wanted)).unwrap();
+            assert!(transfers(&star) <= (k + lost - 1) as f64);
+        }
+        let missing: Vec<usize> = (0..=n - k).collect();
+        let left = sources(&places, missing.len()..n);
+        let error = repair_chain(&subject, &left, &targets(&places, &missing)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Lost, "{error}");
+    }
+}
+
+#[test]
+fn a_copy_elsewhere_and_replicas_are_sources_too() {
+    let code = Code::Chain(table::find(6, 4).unwrap().clone());
+    let places = places(7);
+    let subject = repair_subject(&subject(&code, &places[..6]));
+    let copy = RepairSource { node: places[6], part: StripePart::Piece(2) };
+    let plan = repair_chain(&subject, &[copy], &targets(&places, &[2])).unwrap();
+    check(&plan, &code, Goal::Repair(&[2])).unwrap();
+    assert_eq!(transfers(&plan), 1.0);
+    let block = |block: usize| RepairSource { node: places[block], part: StripePart::Block(block) };
+    let replicas: Vec<RepairSource> = (0..4).map(block).collect();
+    let plan = repair_chain(&subject, &replicas, &targets(&places, &[4, 5])).unwrap();
+    check(&plan, &code, Goal::Repair(&[4, 5])).unwrap();
+}
+
+#[test]
+fn a_repair_with_one_wrong_number_or_another_output_is_refused() {
+    let code = Code::Chain(table::find(6, 4).unwrap().clone());
+    let places = places(6);
+    let subject = repair_subject(&subject(&code, &places));
+    let left = sources(&places, [0, 2, 3, 5]);
+    let good = repair_chain(&subject, &left, &targets(&places, &[1, 4])).unwrap();
+    check(&good, &code, Goal::Repair(&[1, 4])).unwrap();
+    let refused = |change: &dyn Fn(&mut Plan), pieces: &[u8]| {
+        let mut plan = good.clone();
+        change(&mut plan);
+        check(&plan, &code, Goal::Repair(pieces)).unwrap_err()
+    };
+    for hop in 0..good.hops.len() {
+        for row in 0..good.hops[hop].matrix.len() {
+            for column in 0..good.hops[hop].matrix[row].len() {
+                let error = refused(&|plan| plan.hops[hop].matrix[row][column] ^= 1, &[1, 4]);
+                assert!(matches!(error, PlanError::Wrong { .. }), "{error}");
+            }
+        }
+    }
+    let coverage = |error| assert!(matches!(error, PlanError::Coverage { .. }), "{error}");
+    coverage(refused(&|_| (), &[1]));
+    let more = refused(&|_| (), &[1, 4, 5]);
+    assert_eq!(more, PlanError::Homes { distinct: 2, pieces: 3 });
+    coverage(refused(&|plan| plan.kept.push((1, places[1])), &[1, 4]));
+    coverage(refused(&|plan| plan.kept.push((5, places[5])), &[1, 4]));
+    let crowded = refused(&|plan| plan.hops[4].node = plan.hops[5].node, &[1, 4]);
+    assert_eq!(crowded, PlanError::Homes { distinct: 1, pieces: 2 });
 }
 
 #[test]

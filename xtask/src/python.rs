@@ -125,6 +125,10 @@ impl Environment {
     pub fn pytest(&self, tests: &str) -> Command {
         let mut command = self.command("python");
         command.env("PYTHONSAFEPATH", "1");
+        // Each test starts several processes that import torch. Without compiled modules, each of
+        // them would compile it again, which takes longer than most tests.
+        command.env_remove("PYTHONDONTWRITEBYTECODE");
+        command.env("PYTHONPYCACHEPREFIX", self.root.join("target/python/pycache"));
         command.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", tests]);
         command
     }

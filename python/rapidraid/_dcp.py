@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +29,8 @@ from .errors import InvalidError, NotFoundError
 from .state import FLAG_ARRAY, SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
 from .tensors import Parts, Piece, new_tensor
 
+#: The version of DCP's metadata, from the torch version on that has it.
+_VERSION = {"version": filesystem.CURRENT_DCP_VERSION} if hasattr(filesystem, "CURRENT_DCP_VERSION") else {}
 #: The path of each entry, by DCP's name of it.
 Mappings = Mapping[str, tuple[str | int, ...]]
 
@@ -176,7 +179,7 @@ def metadata_of(names: Names, rank: int, meta: StorageMeta) -> Metadata:
     """Returns DCP's metadata of a step. It grows with its tensors, not with the ranks that saved it."""
     rows = {text: name for text, (_, name) in _named(names, rank).items()}
     paths = {text: tuple(key if tag == 2 else str(key) for tag, key in name[1]) for text, name in rows.items()}
-    return Metadata(_Entries(rows), planner_data=paths, storage_meta=meta)  # type: ignore[arg-type]
+    return Metadata(_Entries(rows), planner_data=paths, storage_meta=meta, **_VERSION)  # type: ignore[arg-type]
 
 
 def read_plan(reader: Reader, items: list[ReadItem], planner: LoadPlanner, rank: int, *, cast: bool, allow_pickle: bool) -> str | None:

@@ -355,16 +355,20 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
         is_changed = sources is None
-        if may_gather:
+        # Without a plan, all ranks are about to meet anyway.
+        if may_gather or plan is None:
             told = self._group.gather((is_changed, str(failed) if failed else None, getattr(failed, "hint", "")))
             raise_together(failed, self.rank, [(refused, hint) for _, refused, hint in told])
             is_changed = any(changed for changed, _, _ in told)
-        elif failed is not None:
-            raise failed
-        elif is_changed and plan is not None:
-            raise InvalidError(
+        elif is_changed:
+            refused = failed or InvalidError(
                 "the layout of the state has changed, and the ranks may not tell each other", "save once with use_collectives=True"
             )
+            # The others may have staged the step already, and would wait for this rank until their time is over.
+            at, fill, _ = self._fill(step, plan)
+            if at is not None:
+                self._give_up(step, fill, refused)
+            raise refused
         assert flat is not None
         if is_changed or sources is None:
             found = flat

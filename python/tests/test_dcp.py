@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 adapter = pytest.importorskip("rapidraid.torch")
 
+from torch.distributed.checkpoint import filesystem  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 
 PROGRAM = str(Path(__file__).parent / "programs" / "dcp.py")
@@ -61,6 +62,7 @@ def test_a_script_saves_and_loads_by_one_argument(cluster: rapidraid.LocalCluste
     loaded = state(3)
     dcp.load(loaded, checkpoint_id=f"{job}/1", storage_reader=adapter.Reader(config=cluster.config))
     assert_equal(saved, loaded)
+    assert adapter.Reader(f"{job}/1", config=cluster.config).read_metadata().version == filesystem.CURRENT_DCP_VERSION
     newest = state(3)
     dcp.load(newest, checkpoint_id=job, storage_reader=adapter.Reader(config=cluster.config))
     assert_equal(other, newest)
@@ -149,6 +151,16 @@ def test_a_named_step_survives_the_death_of_all_ranks(cluster: rapidraid.LocalCl
     saved = next(line for line in lines if line.startswith("saved 3 "))
     code, lines = once(PROGRAM, 1, "CONFIG", job, "0", configs=[cluster.config])
     assert next(line for line in lines if line.startswith("loaded 3 ")).split(" ")[2] == saved.split(" ")[2]
+
+
+def test_without_collectives_a_rank_that_fails_does_not_keep_the_others_waiting(cluster: rapidraid.LocalCluster, job: str) -> None:
+    program = str(Path(__file__).parent / "programs" / "dcp_refused.py")
+    code, lines = once(program, 2, "CONFIG", job, configs=[cluster.config])
+    assert code == 0, "\n".join(lines)
+    told = {line.split(" ")[1]: line for line in lines if line.startswith("rank ")}
+    assert "no such data" in told["1"] and "rank 1 gave up step 2" in told["0"], lines
+    assert int(told["0"].split(" ")[3]) < 120, "a commit timeout is 300 s here"
+    assert adapter.Reader(f"{job}/3", config=cluster.config).read_metadata() is not None
 
 
 class Halving(DefaultSavePlanner):  # type: ignore[misc]

@@ -186,8 +186,8 @@ fn a_lost_catalogue_is_made_again_by_one_command() {
     cluster.run("save job/9 a.bin --record nine.rr").fails(1, &["catalogue"]);
     assert!(!cluster.path("nine.rr").exists(), "a save that failed leaves no record");
     let address = cluster.address(3);
-    // Nodes that registered last may be unknown to all others until they announce_and_await_writers themselves. Until
-    // then the rebuild is refused.
+    // Nodes that registered last may be unknown to all others until they introduce themselves. Until then
+    // the rebuild is refused.
     let rebuild = || cluster.run(&format!("catalogue rebuild --on {address} --json"));
     let mut rebuilt = rebuild();
     for _ in 0..20 {

@@ -35,6 +35,8 @@ mod rebuild;
 mod refused;
 #[path = "cluster/removal.rs"]
 mod removal;
+#[path = "cluster/repair.rs"]
+mod repair;
 #[path = "cluster/restores.rs"]
 mod restores;
 #[path = "cluster/room.rs"]

@@ -13,6 +13,8 @@ mod fixture;
 mod messages;
 #[path = "compat/records.rs"]
 mod records;
+#[path = "compat/repairs.rs"]
+mod repairs;
 #[path = "compat/staging.rs"]
 mod staging;
 #[path = "compat/tables.rs"]

@@ -66,7 +66,7 @@ async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     if schedule.is_lost {
         director.assert_one_home().await;
     }
-    let world = director.world;
+    let mut world = director.world;
     world.until_live(schedule.nodes).await;
     let client = world.client();
     let mut ledger = std::mem::take(&mut *ledger.lock().unwrap());
@@ -75,6 +75,11 @@ async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     world.assert_archivable(&client, &mut ledger, rotted).await;
     if echoes.is_some() {
         world.echo.all(&world.network, &coin).await;
+        world.assert_rest(&client, &mut ledger, rotted).await;
+    }
+    if !rotted {
+        let machine = |number| 1 + (seed as usize + number) % schedule.nodes;
+        world.assert_repairable(&client, &[machine(0), machine(1)]).await;
         world.assert_rest(&client, &mut ledger, rotted).await;
     }
     world.snapshot()

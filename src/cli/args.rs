@@ -2,6 +2,7 @@
 
 mod catalogue;
 mod cluster;
+mod repair;
 mod staging;
 
 use std::collections::BTreeMap;
@@ -12,6 +13,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 pub use catalogue::{CatalogueCommand, Move, Rebuild};
 pub use cluster::{AddNode, Cluster, Init, RemoveNode};
+pub use repair::Repair;
 pub use staging::Stage;
 
 use super::printer::{CommandFailure, CommandOutput, Look, Printer};
@@ -72,6 +74,8 @@ pub enum Command {
     Label(LabelOptions),
     /// Make every node check its copies of a checkpoint, and say how many more nodes may be lost
     Verify(Verify),
+    /// Make again what nodes have lost of checkpoints: pieces, replicas and records
+    Repair(Repair),
     /// Show the nodes: which are up, what they hold and use
     Status(StatusOptions),
     /// Rebuild a lost catalogue, or move it to another daemon
@@ -342,7 +346,7 @@ pub struct Verify {
     /// The job, and the step's number or `latest`
     #[arg(value_name = "JOB/STEP")]
     pub step: AnyStep,
-    /// Repair damaged replicas from good grains; damaged pieces are not rebuilt yet
+    /// Repair damaged replicas from good grains; `repair` makes damaged pieces again
     #[arg(long, conflicts_with = "quick")]
     pub mend: bool,
     /// Read one copy of everything through this client instead; nodes learn which of their copies

@@ -21,6 +21,7 @@ pub mod picture;
 pub mod printer;
 pub mod progress;
 mod remove_node;
+mod repair;
 mod rules;
 pub mod sample;
 mod save;
@@ -92,6 +93,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Archive(options) => transfer::archive(front, options).await,
         Command::Restore(options) => transfer::restore(front, options).await,
         Command::Verify(options) => verify::run(front, options).await,
+        Command::Repair(options) => repair::run(front, options).await,
         Command::Ls(options) => steps::list(front, options).await,
         Command::Show(options) => steps::show(front, options).await,
         Command::Rm(options) => steps::remove(front, options).await,

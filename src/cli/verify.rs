@@ -230,8 +230,8 @@ impl Verified {
             ));
         }
         if report.faults.iter().any(|fault| !is_replica(fault)) {
-            let text = "archiving recreates missing replicas, and catching up rewrites damaged commit marks. This release does not recreate pieces or other records: keep the other nodes up, or save the step again";
-            lines.push(text.to_owned());
+            let what = format!("rapidraid repair {}/{}", report.job, report.step);
+            lines.push(format!("`{what}` makes pieces, missing replicas and records again"));
         }
         lines.iter().map(|line| format!("{} {line}\n", paint.tint(Tint::Cyan, "hint:"))).collect()
     }

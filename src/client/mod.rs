@@ -22,6 +22,7 @@ mod connection;
 mod error;
 mod file_source;
 mod node_reports;
+mod repair;
 mod restore;
 mod save;
 mod step_requests;
@@ -33,6 +34,7 @@ pub use connection::{Client, Progress, ProgressFn, summarize_addresses};
 pub use error::ClientError;
 pub use file_source::FileSource;
 pub use node_reports::{CatalogueReport, NodeReport};
+pub use repair::RepairReport;
 pub use restore::{CheckpointIndex, MemorySink, ReadRange, RestoreReport, RestoreRequest};
 pub use save::{
     JointDecisions, JointWriter, NewShard, SaveCode, SaveDecisions, SaveFate, SaveOptions,

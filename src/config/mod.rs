@@ -220,8 +220,7 @@ impl NodeConfig {
         let listen = "an IP address and a port, such as \"0.0.0.0:7440\" or \"[::]:7440\"";
         let memory = "a size of at least 64MiB, such as \"256MiB\"";
         let level = "error, warn, info, debug or trace";
-        let codes =
-            "1 to 8 codes as \"n,k\" with k < n <= 2k and n <= 32, such as [\"16,11\", \"6,4\"]";
+        let codes = "1 to 8 codes as \"n,k\" of those that `rapidraid code list` shows, such as [\"16,11\", \"6,4\"]";
         Ok(Self {
             membership: Membership::read(&layers, seeds)?,
             listen: layers

@@ -12,7 +12,7 @@ use crate::format::geometry::GeometryError;
 use crate::kind::ErrorKind;
 use crate::net::NetError;
 use crate::net::call::CallError;
-use crate::pipeline::coordinator::ArchiveError;
+use crate::pipeline::coordinator::CoordinatorError;
 use crate::pipeline::executor::RunError;
 use crate::pipeline::read::ReadError;
 use crate::pipeline::record_fetch::RecordsError;
@@ -34,7 +34,7 @@ failures!(
     FormatError,
     GeometryError,
     NetError,
-    ArchiveError,
+    CoordinatorError,
     RecordsError,
     RunError,
     StoreError,
@@ -169,6 +169,7 @@ impl GatewayError {
             | E::RemovalInterrupted
             | E::TombstonesMissing { .. }
             | E::ArchivingInterrupted
+            | E::RepairInterrupted
             | E::ReadInterrupted
             | E::NoQuorum { .. }
             | E::NoKnownStorageNode

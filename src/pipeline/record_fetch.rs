@@ -120,7 +120,7 @@ async fn fetch_accepted_record<T>(
 }
 
 /// Returns the name of a record for messages.
-fn describe_record(record: &RecordName) -> String {
+pub(super) fn describe_record(record: &RecordName) -> String {
     match record {
         RecordName::Leaves => "the list of stripes".into(),
         RecordName::Stripe { index } => format!("the record of stripe {index}"),

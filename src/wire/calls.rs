@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 pub use super::answers::*;
 use super::order::{Order, RunReport};
 use super::policy::PolicyAnswer;
+pub use super::repair::*;
 use super::{AllowedCaller, Call, NodeAddress};
 use crate::format::file::FileName;
 use crate::format::records::{Node, Saved, ShardRoot, ShardState};
@@ -234,6 +235,17 @@ calls! {
         /// The page begins after this step.
         after: Option<Step>,
     } -> Vec<LabelledStep>;
+
+    /// Makes again what nodes have lost of a committed step (semantics 11). Answers with
+    /// [`RepairEvent`]s until `Done`.
+    38 Anyone RepairStep {
+        /// The job.
+        job: Job,
+        /// The step.
+        step: Step,
+        /// The options.
+        options: RepairOptions,
+    } -> RepairEvent;
 
     /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
     /// [`BlockTrailer`] frame follows.
@@ -509,6 +521,16 @@ calls! {
     } -> ();
     /// Lists the saves of which this node has commit marks that do not parse, and none that does.
     70 Nodes ListDamagedMarks {} -> Vec<SaveId>;
+    /// Stores the leaves of a committed shard on a node that has lost them, on the order of the
+    /// shard's owner.
+    71 Nodes PutLeaves {
+        /// The sealed [`Leaves`](crate::format::records::Leaves).
+        bytes: Vec<u8>,
+        /// The owner's generation.
+        owner: Generation,
+        /// The repairer's node.
+        coordinator: NodeId,
+    } -> ();
     /// Stores a stripe record with an added place, after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.

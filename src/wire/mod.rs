@@ -10,6 +10,7 @@ pub mod answers;
 pub mod calls;
 pub mod order;
 pub mod policy;
+pub mod repair;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::machine::Cluster;
+use crate::machine::{Cluster, Daemon};
 
 /// Returns the files of the cluster's nodes whose path ends with `end`, sorted.
 fn stored(cluster: &Cluster, end: &str) -> Vec<PathBuf> {
@@ -117,4 +117,56 @@ fn stored_named(cluster: &Cluster, begin: &str) -> PathBuf {
     let mut found: Vec<PathBuf> = all.filter(is_it).collect();
     assert_eq!(found.len(), 1, "{found:?}");
     found.remove(0)
+}
+
+/// Follows *Replace a disk* of docs/operations.md, command by command.
+#[test]
+fn a_disk_is_replaced_as_the_page_says() {
+    let set = ["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"];
+    let mut cluster = Cluster::start(7, &set);
+    let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| (at * 13 + at / 900) as u8).collect();
+    cluster.write("weights", &bytes);
+    for step in ["job/1", "job/2"] {
+        cluster.run(&format!("save {step} weights")).ok();
+    }
+    cluster.run("archive job/1").ok();
+    let of_node = |cluster: &Cluster, end: &str| {
+        let mut files = stored(cluster, end);
+        files.retain(|path| path.to_string_lossy().contains("nodes/n3/"));
+        files
+    };
+    let read = |paths: &[PathBuf]| -> Vec<(PathBuf, Vec<u8>)> {
+        paths.iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+    };
+    let before = [".pc", ".rep"].map(|end| read(&of_node(&cluster, end)));
+    assert!(before.iter().all(|files| !files.is_empty()));
+
+    drop(cluster.daemons.remove(2));
+    let (data, _) = before[0][0].0.to_str().unwrap().split_once("/shards/").unwrap();
+    std::fs::remove_dir_all(data).unwrap();
+    let daemon = Daemon::start(cluster.folder.path(), &cluster.config(3), &[]).ready();
+    cluster.daemons.push(daemon);
+    cluster.until("the node is live", |all| all.iter().all(|node| node["live"] == true));
+
+    let missing = cluster.run("repair --node n3 --dry-run --json");
+    assert_eq!(missing.code, 1, "{missing:?}");
+    let missing = missing.json();
+    let steps = missing["steps"].as_array().unwrap();
+    assert_eq!(steps.len(), 2);
+    assert_eq!(steps[0]["pieces"], before[0].len());
+    assert_eq!(steps[1]["replicas"], before[1].len());
+    let verified = cluster.run("verify job/1");
+    assert!(verified.out.contains("`rapidraid repair job/1` makes"), "{verified:?}");
+
+    let repaired = cluster.run("repair --node n3").ok();
+    let line = format!("repaired job/1: {} pieces", before[0].len());
+    assert!(repaired.out.contains(&line), "{repaired:?}");
+    assert_eq!([".pc", ".rep"].map(|end| read(&of_node(&cluster, end))), before);
+    let verified = cluster.run("verify job/1").ok();
+    assert!(verified.out.contains("all is whole; any 2 more nodes may be lost"), "{verified:?}");
+    let again = cluster.run("repair").ok();
+    assert!(again.out.contains("nothing to make of job/2"), "{again:?}");
+    cluster.run("repair --node n9").fails(1, &["no node n9"]);
+    cluster.run("repair job/1 --node n3").fails(2, &["cannot be used with"]);
+    cluster.run("repair job/7").fails(1, &["job/7 is not committed"]);
 }

@@ -60,10 +60,10 @@ async fn archived(world: &World) -> (Attempt, Generation, u64) {
     (attempt, generation, code.0)
 }
 
-type Lie = fn(&mut RunReport);
+pub type Lie = fn(&mut RunReport);
 
 /// A proxy that falsifies the node's report of a run.
-struct Liar(Lie);
+pub struct Liar(pub Lie);
 
 impl Change for Liar {
     fn answer(&self, number: u8, frame: Bytes) -> Bytes {

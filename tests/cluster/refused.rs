@@ -20,8 +20,8 @@ use rapidraid::net::frame::FramedRecv;
 use rapidraid::net::{NetError, Role};
 use rapidraid::wire::calls::{
     ALL, BeginSave, CompareAndSetKey, CopyReplica, DropReplicas, GetNodeStatus, Hello, PlanChoice,
-    PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName,
-    RegisterNode, ReleasePart, ReservePart, RevokeLease, RunPart,
+    PurgeSave, PutBlock, PutLeaves, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone,
+    RecordName, RegisterNode, ReleasePart, ReservePart, RevokeLease, RunPart,
 };
 use rapidraid::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, NodeAddress, StreamHeader, message_to_bytes,
@@ -142,6 +142,7 @@ fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
             from,
         }),
         frame(PurgeSave { save: root.save }),
+        frame(PutLeaves { bytes: vec![], owner, coordinator }),
         frame(PutPlaces { stripe, generation, coordinator, bytes: vec![] }),
     ]
 }

@@ -16,8 +16,8 @@ use rapidraid::net::Role;
 use rapidraid::store::BlockSpec;
 use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
-    CommitSave, CompleteShard, CopyReplica, PlanChoice, PurgeSave, PutMark, PutPlaces, PutReceipt,
-    PutRecord, PutTombstone, RecordName, RegisterNode, RemoveStep,
+    CommitSave, CompleteShard, CopyReplica, PlanChoice, PurgeSave, PutLeaves, PutMark, PutPlaces,
+    PutReceipt, PutRecord, PutTombstone, RecordName, RegisterNode, RemoveStep,
 };
 use rapidraid::workers::Workers;
 
@@ -258,7 +258,7 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
     world.until_live(4).await;
     let (voice, node) = (world.voice(Role::Client, "slow"), world.voice(Role::Node, "boss"));
     let holder = world.node_address(2);
-    for kind in 0..5 {
+    for kind in 0..6 {
         let begun = voice.begin(&holder, 1 + kind).await.unwrap();
         let (save, generation) = (begun.save, begun.generation);
         let root = empty_root(&begun, 1 + kind, "weights");
@@ -321,6 +321,10 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
                         from,
                     };
                     node.ask(&holder, &call).await
+                }
+                4 => {
+                    let bytes = Leaves { root, hashes: vec![] }.to_bytes().unwrap();
+                    node.ask(&holder, &PutLeaves { bytes, owner: generation, coordinator }).await
                 }
                 _ => {
                     let cut = StripeCut { offset_bytes: 0, len_bytes: 0, block_bytes: 1, k: 2 };

@@ -33,10 +33,10 @@ fn kind(error: WireError) -> ErrorKind {
 }
 
 /// The requests and answers of calls. `note` distinguishes several values of the same kind.
-struct Calls(Vec<Case>);
+pub struct Calls(Vec<Case>);
 
 impl Calls {
-    fn request<C: Call + PartialEq + 'static>(&mut self, note: &str, call: C) -> &mut Self {
+    pub fn request<C: Call + PartialEq + 'static>(&mut self, note: &str, call: C) -> &mut Self {
         let bytes = request_to_bytes(&call).unwrap();
         let parse = move |bytes: &[u8]| {
             let (number, body) = split_request(bytes).map_err(kind)?;
@@ -48,7 +48,7 @@ impl Calls {
         self
     }
 
-    fn answer<C: Call>(&mut self, note: &str, answer: C::Answer) -> &mut Self
+    pub fn answer<C: Call>(&mut self, note: &str, answer: C::Answer) -> &mut Self
     where
         C::Answer: PartialEq + 'static,
     {
@@ -256,6 +256,7 @@ fn for_clients(calls: &mut Calls) {
         calls.request(note, ArchiveStep { job: job.clone(), step, options });
     }
     archive_events(calls);
+    crate::repairs::repair_events(calls);
     let waiting = vec!["node-3".parse().unwrap()];
     let remove = RemoveStep { job: job.clone(), step, save };
     let removed = RemoveAnswer { confirmed: 15, waiting };
@@ -519,6 +520,7 @@ fn orders(calls: &mut Calls) {
         )
         .request(", all", ListInventory { after: None, only: None })
         .both(PutReceipt { bytes: bytes.clone(), owner, coordinator }, ())
+        .both(PutLeaves { bytes: bytes.clone(), owner, coordinator }, ())
         .both(PutTombstone { bytes: bytes.clone() }, ())
         .both(
             DropReplicas { stripe, attempt, generation },

@@ -154,7 +154,7 @@ async fn run(disk: &MemoryDisk, order: Order) -> Result<bool, String> {
         Err(_) => return Ok(false),
         Ok(()) => {}
     }
-    if runs.part_input_blocks(number).is_none_or(|(of, _)| of != stripe) {
+    if runs.part_input_files(number).is_none_or(|inputs| inputs.stripe != stripe) {
         return Err("what was admitted is another stripe".into());
     }
     match runs.run_reserved(number, &CancellationToken::new()).await {

@@ -81,6 +81,7 @@ const CALLS: &[Laws] = laws![
     RemoveLaunchStep,
     LabelStep,
     ListLabels,
+    RepairStep,
     PutBlock,
     PutRecord,
     GetRecord,
@@ -118,6 +119,7 @@ const CALLS: &[Laws] = laws![
     ListRemovedSaves,
     CatchUp,
     ListDamagedMarks,
+    PutLeaves,
     PutPlaces,
 ];
 

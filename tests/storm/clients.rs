@@ -9,6 +9,7 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::Step;
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::MemoryDisk;
+use rapidraid::wire::calls::RepairOptions;
 
 use super::schedule::Deed;
 use super::weather::Report;
@@ -97,6 +98,21 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
                 }
                 // The checks after the storm cover the rest of an incomplete archiving.
                 _ => {}
+            }
+        }
+        Deed::Repair { step, plan } => {
+            let version = ledger.lock().unwrap().certain(step);
+            let options = RepairOptions { plan, ..RepairOptions::default() };
+            let ended = client.repair(&job, Some(Step(step)), options, &mut |_| ()).await;
+            let mut ledger = ledger.lock().unwrap();
+            let Some(_) = version.filter(|_| ledger.certain(step) == version) else { return };
+            match ended {
+                Ok(report) => {
+                    assert!(report.notes.is_empty() || !calm(), "step {step}: {:?}", report.notes);
+                }
+                // An archiving of the step, or another repair, is under way.
+                Err(error) if error.kind() == ErrorKind::Exists => {}
+                Err(error) => assert!(!calm(), "a repair of step {step}: {error}"),
             }
         }
         Deed::Restore { step } => restore(client, step, ledger, weather).await,

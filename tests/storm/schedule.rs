@@ -2,7 +2,7 @@
 //! drawn from the seed before the storm begins.
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::wire::calls::PlanChoice;
+use rapidraid::wire::calls::{PlanChoice, RepairPlan};
 
 use super::lost::{self, Kept};
 use crate::world::power::Leaves;
@@ -34,6 +34,10 @@ pub enum Deed {
     Archive {
         step: u64,
         plan: PlanChoice,
+    },
+    Repair {
+        step: u64,
+        plan: RepairPlan,
     },
     Remove {
         step: u64,
@@ -149,6 +153,7 @@ impl Draw {
                 plan: self.of(&[PlanChoice::Chain, PlanChoice::Chain, PlanChoice::BestStar]),
             },
             6 => Deed::Remove { step },
+            7 => Deed::Repair { step: any, plan: self.of(&[RepairPlan::Chain, RepairPlan::Star]) },
             _ => Deed::Restore { step: any },
         }
     }

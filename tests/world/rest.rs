@@ -12,7 +12,7 @@ use rapidraid::format::records::{
 use rapidraid::id::{SaveId, Step, StripeId};
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Kv, RecordScope, Store};
-use rapidraid::wire::calls::PlanChoice;
+use rapidraid::wire::calls::{PlanChoice, RepairOptions};
 
 use super::ledger::Ledger;
 use super::look::files_below;
@@ -156,6 +156,35 @@ impl World {
         }
         self.assert_rest(client, ledger, rotted).await;
         assert_eq!(client.list_steps(None).await.unwrap().len(), listed.len());
+    }
+
+    /// Replaces the disks of these storage nodes by empty ones, one after the other, and checks that
+    /// a repair makes again all that each node had. Only the replicas that a classical code keeps
+    /// as pieces are not made again.
+    pub async fn assert_repairable(&mut self, client: &Client, machines: &[usize]) {
+        for &machine in machines {
+            if self.serving().contains(&machine) {
+                continue;
+            }
+            self.kill(machine).await;
+            self.replace(machine);
+            self.boot(machine);
+            self.until_live(self.machines.len() - 1).await;
+            self.until_caught_up().await;
+            for view in client.list_steps(None).await.unwrap() {
+                let options = RepairOptions::default();
+                let repaired = client.repair(&job(), Some(view.step), options, &mut |_| ()).await;
+                let notes = repaired.unwrap().notes;
+                let is_kept_replica = |note: &String| note.contains("of a classical code");
+                assert!(notes.iter().all(is_kept_replica), "step {}: {notes:?}", view.step);
+                let verified =
+                    client.verify(&job(), Some(view.step), super::quiet()).await.unwrap();
+                if notes.is_empty() {
+                    assert_eq!((verified.faults, verified.lacking), (vec![], vec![]));
+                }
+                self.assert_invariant(client, view.step.0).await;
+            }
+        }
     }
 
     /// Saves a step of one shard while all nodes run.

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{read_record, shard_root_key, shard_state_key};
+use crate::code::CodeId;
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, ShardId, StripeId};
@@ -23,6 +24,7 @@ use crate::node::storage::fencing::Fencing;
 use crate::node::storage::full_disk::DiskSpace;
 use crate::node::storage::record_names::{RECEIPT_PREFIX, receipt_name};
 use crate::node::storage::records_and_drops::ShardRecords;
+use crate::pipeline::coordinator::ArchivedAttempt;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
@@ -120,7 +122,7 @@ impl ReplicaGc {
         for &stripe in stripes {
             // Until all of the replicas are dropped, a coordinator still works on the stripe.
             let archived = state.stripe(stripe.index);
-            let Some(StripeState::Archived { attempt, generation, dropped: true, .. }) = archived
+            let Some(StripeState::Archived { attempt, generation, code, dropped: true }) = archived
             else {
                 continue;
             };
@@ -137,6 +139,7 @@ impl ReplicaGc {
                 .drop_files_fetching_missing_receipt(
                     &*catalogue,
                     DropReplicas { stripe, attempt, generation },
+                    code,
                 )
                 .await
             {
@@ -155,10 +158,11 @@ impl ReplicaGc {
         &self,
         catalogue: &dyn Catalogue,
         call: DropReplicas,
+        code: CodeId,
     ) -> Result<u32, RemoteError> {
         let mut dropped = self.shard_records.drop_replicas(call.clone()).await;
         if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
-            && self.copy_missing_receipt_from_peer(catalogue, &call).await?
+            && self.copy_missing_receipt_from_peer(catalogue, &call, code).await?
         {
             dropped = self.shard_records.drop_replicas(call).await;
         }
@@ -166,14 +170,15 @@ impl ReplicaGc {
     }
 
     /// Fetches the stripe's receipt from another node if this node has none. Returns whether it
-    /// fetched one. The receipt may be an earlier one of the same attempt, which does not ascribe a
-    /// piece to this node. It therefore counts only if all pieces that it names are where it says.
+    /// fetched one. It takes only the receipt that counts, and only if all pieces that it names are
+    /// where it says. A receipt that arrives on this node meanwhile, from a repairer, stays.
     async fn copy_missing_receipt_from_peer(
         &self,
         catalogue: &dyn Catalogue,
         call: &DropReplicas,
+        code: CodeId,
     ) -> Result<bool, RemoteError> {
-        let DropReplicas { stripe, attempt, .. } = *call;
+        let DropReplicas { stripe, attempt, generation } = *call;
         let (shard, save, name) = (stripe.shard, stripe.shard.save(), receipt_name(attempt));
         let scope = RecordScope::Stripe(stripe);
         let here = name.clone();
@@ -188,14 +193,15 @@ impl ReplicaGc {
         let root =
             read_record::<ShardRoot>(catalogue, &shard_root_key(save, shard.index())).await?;
         let Some((root, _)) = root else { return Ok(false) };
+        let archived = ArchivedAttempt { attempt, generation, code };
         let receipt =
-            self.context.coordinator().find_complete_receipt(&root, stripe.index, attempt).await?;
+            self.context.coordinator().find_complete_receipt(&root, stripe.index, archived).await?;
         let Some(receipt) = receipt else { return Ok(false) };
         let bytes = receipt.to_bytes()?;
         self.context
             .run_on_store(move |store| {
                 trace_point(TracePoint::Receipt, stripe);
-                store.put_record_file(scope, &name, &bytes)
+                store.put_record_file_if(scope, &name, &bytes, |_| false)
             })
             .await?;
         self.fencing.purge_and_refuse_if_removed(save).await?;

@@ -22,10 +22,10 @@ use crate::pipeline::coordinator::list_shard_roots;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
-    RemoveLaunchStep, RemoveStep, ShowStep, ShowStepAnswer, StepView,
+    RemoveLaunchStep, RemoveStep, RepairEvent, RepairStep, ShowStep, ShowStepAnswer, StepView,
 };
 
-/// Maximum number of queued events for a client that watches an archiving.
+/// Maximum number of queued events for a client that watches an archiving or a repair.
 const EVENTS: usize = 64;
 
 /// The service that lists, shows, archives and removes committed steps.
@@ -276,6 +276,43 @@ impl CommittedSteps {
         }
         if let Err(error) = work.await.unwrap_or_else(|_| Err(stopping())) {
             let _ = served.answer::<ArchiveEvent>(Err(error)).await;
+        }
+        let _ = served.send.finish().await;
+    }
+
+    /// Repairs a step in a task of this daemon and sends its events to the client. The repair
+    /// continues if the client disconnects.
+    pub(in crate::node) async fn repair_step(
+        self: &Arc<Self>,
+        request: Request,
+        mut served: IncomingCall,
+    ) {
+        let call = match request.parse::<RepairStep>() {
+            Ok(call) => call,
+            Err(error) => return served.refuse(error.into()).await,
+        };
+        let (events, mut watched) = mpsc::channel(EVENTS);
+        let (coordinator, stop) = (self.context.coordinator(), self.context.tasks.stop_token());
+        let stopping = || RemoteError::from(GatewayError::RepairInterrupted);
+        let work = self.context.tasks.spawn(async move {
+            let repair = coordinator.repair_step(call.job.at(call.step), call.options, &events);
+            let result = tokio::select! {
+                biased;
+                () = stop.cancelled() => Err(stopping()),
+                result = repair => result.map_err(RemoteError::from),
+            };
+            if let Err(error) = &result {
+                tracing::warn!(job = %call.job, step = %call.step, %error, "repair stopped");
+            }
+            result
+        });
+        while let Some(event) = watched.recv().await {
+            if !served.answer(Ok(event)).await {
+                return;
+            }
+        }
+        if let Err(error) = work.await.unwrap_or_else(|_| Err(stopping())) {
+            let _ = served.answer::<RepairEvent>(Err(error)).await;
         }
         let _ = served.send.finish().await;
     }

@@ -122,6 +122,9 @@ pub(in crate::node) enum GatewayError {
     /// The daemon stopped while it archived a step.
     #[error("the daemon is stopping: another one resumes")]
     ArchivingInterrupted,
+    /// The daemon stopped while it repaired a step.
+    #[error("the daemon is stopping: repair the step again, through another one")]
+    RepairInterrupted,
     /// The daemon stopped while it read from the nodes.
     #[error("the daemon is stopping: ask another one")]
     ReadInterrupted,

@@ -27,10 +27,10 @@ use crate::wire::calls::{
     GetShardState, GetStanding, GrantLease, Hello, JoinSave, LabelStep, ListCompletedShards,
     ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListLabels, ListLaunches,
     ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves, ListSources,
-    ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutMark, PutPlaces, PutReceipt,
-    PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterLaunch, RegisterNode,
-    ReleasePart, RemoveLaunchStep, RemoveNode, RemoveStep, RenewLease, ReservePart, RevokeLease,
-    RunPart, ShowStep, TouchLease, TransferCatalogue, VerifyFile,
+    ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutLeaves, PutMark, PutPlaces,
+    PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterLaunch,
+    RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode, RemoveStep, RenewLease, RepairStep,
+    ReservePart, RevokeLease, RunPart, ShowStep, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
@@ -44,8 +44,13 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 const SHORT_REQUEST_BYTES: usize = 64 << 10;
 /// Calls whose requests may be longer, because their content grows with a stripe's blocks. A list
 /// takes many times its encoded length when it is parsed.
-const LONG_CALLS: &[u8] =
-    &[PutRecord::NUMBER, PutPlaces::NUMBER, PutReceipt::NUMBER, ReservePart::NUMBER];
+const LONG_CALLS: &[u8] = &[
+    PutRecord::NUMBER,
+    PutLeaves::NUMBER,
+    PutPlaces::NUMBER,
+    PutReceipt::NUMBER,
+    ReservePart::NUMBER,
+];
 /// Maximum number of concurrent calls on one connection.
 const CALLS_AT_ONCE: usize = 256;
 
@@ -363,6 +368,9 @@ impl RpcServer {
             CopyReplica::NUMBER => {
                 reply!(CopyReplica => |call| self.services.replica_copies.copy_replica(call))
             }
+            PutLeaves::NUMBER => {
+                reply!(PutLeaves => |call| self.services.shard_records.put_leaves(call))
+            }
             PutPlaces::NUMBER => {
                 reply!(PutPlaces => |call| self.services.shard_records.put_places(call))
             }
@@ -405,6 +413,7 @@ impl RpcServer {
                 reply!(ListInventory => |call| list_inventory(&self.context, call))
             }
             ArchiveStep::NUMBER => self.services.steps.archive_step(request, served).await,
+            RepairStep::NUMBER => self.services.steps.repair_step(request, served).await,
             PutBlock::NUMBER => self.services.block_writes.put_block(request, served).await,
             ReadFile::NUMBER => self.services.file_reads.read_file(request, served).await,
             ReadSource::NUMBER => self.services.file_reads.read_source(request, served).await,

@@ -9,9 +9,11 @@ use super::error::StorageError;
 use super::fencing::Fencing;
 use super::record_names::receipt_name;
 use crate::format::file::{FileKey, FileName};
+use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record};
 use crate::node::context::NodeContext;
-use crate::pipeline::executor::{Executor, HopError, IncomingStream, RunError};
-use crate::plan::Input;
+use crate::pipeline::executor::{
+    Executor, HopError, IncomingStream, PartInputs, RunError, local_file,
+};
 use crate::store::{RecordScope, StoreError};
 use crate::wire::calls::{ReleasePart, ReservePart, RunPart, VerifyFile};
 use crate::wire::order::RunReport;
@@ -68,13 +70,14 @@ impl PlanParts {
     }
 
     /// Runs a part of a plan and checks for late writes. After a failure, quarantines an unequal
-    /// piece and verifies the replicas that may be damaged.
+    /// piece and verifies the files that may be damaged.
     async fn run_part_and_handle_failure(
         &self,
         run: [u8; 16],
         cancelled: &CancellationToken,
     ) -> Result<RunReport, RemoteError> {
-        let Some((stripe, blocks)) = self.executor.part_input_blocks(run) else {
+        let Some(PartInputs { stripe, attempt, files }) = self.executor.part_input_files(run)
+        else {
             return Err(RunError::Unknown.into());
         };
         let result = self.executor.run_reserved(run, cancelled).await;
@@ -87,16 +90,15 @@ impl PlanParts {
                 self.quarantine_unproven_piece(*key).await?;
             }
             let rotten = match error {
-                RunError::Hop {
-                    source: HopError::Corrupt { input: Input::Block(block), .. },
-                    ..
-                } => vec![*block],
-                RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => blocks,
+                RunError::Hop { source: HopError::Corrupt { input, .. }, .. } => {
+                    local_file(*input, attempt).into_iter().collect()
+                }
+                RunError::Store(_) | RunError::Hop { source: HopError::Store(_), .. } => files,
                 _ => Vec::new(),
             };
-            for block in rotten {
-                // Note a damaged replica, so that the coordinator has it recreated.
-                let file = FileName::Replica { block };
+            for file in rotten {
+                // Note the damage, so that the coordinator has a replica recreated, or takes
+                // another piece.
                 let _ =
                     self.mending.check_file_and_handle_damage(VerifyFile { stripe, file }).await;
             }
@@ -104,17 +106,26 @@ impl PlanParts {
         Ok(result?)
     }
 
-    /// Moves an unequal piece of an attempt without a receipt to quarantine. It was never proven,
-    /// and the next run needs its name.
+    /// Moves an unequal piece to quarantine, unless a receipt on this node says that this is what
+    /// was proven. The next run needs its name.
     async fn quarantine_unproven_piece(&self, key: FileKey) -> Result<(), RemoteError> {
-        let FileName::Piece { attempt, .. } = key.name else { return Ok(()) };
+        let FileName::Piece { piece, attempt } = key.name else { return Ok(()) };
         self.context
             .run_on_store(move |store| {
                 let judged = store.open_undamaged_file(key)?;
                 let receipt = store
                     .get_record_file(RecordScope::Stripe(key.stripe), &receipt_name(attempt))?;
-                if receipt.is_none() {
-                    let why = "another piece of the same attempt, never proven";
+                let receipt = receipt.and_then(|bytes| Receipt::parse(&bytes).ok());
+                let is_proven = receipt.is_some_and(|receipt| {
+                    let root = judged.index_entry().root;
+                    let is_this = |proven: &ReceiptPiece| {
+                        let place = (proven.node, proven.piece, proven.form);
+                        place == (store.node(), piece, PieceForm::File) && proven.root == root
+                    };
+                    receipt.pieces.iter().any(is_this)
+                });
+                if !is_proven {
+                    let why = "another piece of the same attempt, not the proven one";
                     store.quarantine_file_if_unchanged(key, Some(&judged), why)?;
                 }
                 Ok::<_, StoreError>(())

@@ -21,8 +21,8 @@ use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
-    DropReplicas, DropReplicasAnswer, GetRecord, PutMark, PutPlaces, PutReceipt, PutRecord,
-    PutTombstone, RecordName,
+    DropReplicas, DropReplicasAnswer, GetRecord, PutLeaves, PutMark, PutPlaces, PutReceipt,
+    PutRecord, PutTombstone, RecordName,
 };
 
 /// Checks that `bytes` are a record of `stripe`. Returns its fixed part.
@@ -120,6 +120,27 @@ impl ShardRecords {
         let (scope, name) = record_location(shard, RecordName::Stripe { index });
         self.context
             .run_on_store(move |store| store.put_record_file(scope, &name, &call.bytes))
+            .await?;
+        self.fencing.purge_and_refuse_if_removed(shard.save()).await
+    }
+
+    /// Stores the leaves of a committed shard, on the order of the shard's owner. Leaves that parse
+    /// are never replaced by others.
+    pub(in crate::node) async fn put_leaves(&self, call: PutLeaves) -> Result<(), RemoteError> {
+        let leaves = Leaves::parse(&call.bytes)?;
+        let shard = leaves.root.shard;
+        if !leaves.root.admits(&leaves) {
+            return Err(StorageError::LeavesMismatch { shard }.into());
+        }
+        self.fencing.check_and_raise_fence(shard, call.owner, call.coordinator).await?;
+        trace_point(TracePoint::Leaves, shard);
+        let (scope, name) = record_location(shard, RecordName::Leaves);
+        let bytes = call.bytes;
+        self.context
+            .run_on_store(move |store| {
+                let may_replace = |old: &[u8]| Leaves::parse(old).is_err() || old == bytes;
+                store.put_record_file_if(scope, &name, &bytes, may_replace)
+            })
             .await?;
         self.fencing.purge_and_refuse_if_removed(shard.save()).await
     }

@@ -1,14 +1,16 @@
 //! The run of an archive request, from its record in the catalogue to its end.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream;
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
 
-use super::error::ArchiveError;
+use super::error::CoordinatorError;
+use super::lease_keeper::LeaseKeeper;
 use super::owned_shard::OwnedShard;
+use super::stripe_archiving::code_for_plan;
 use super::watch_request::WatchOutcome;
 use crate::catalogue::record_access::{
     ArchiveRequest, MAX_WHY_CHARS, RecordSetOutcome, archive_request_key, checkpoint_key,
@@ -16,8 +18,9 @@ use crate::catalogue::record_access::{
 };
 use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
 use crate::clock::Clock;
+use crate::code::CodeId;
 use crate::entropy::Entropy;
-use crate::format::records::{Checkpoint, Record, ShardRoot, StripeState};
+use crate::format::records::{Checkpoint, Record, Saved, ShardRoot, StripeState};
 use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step, StepRef};
 use crate::net::call::Caller;
 use crate::stage::{TracePoint, trace_point};
@@ -28,6 +31,12 @@ use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
 const DEFAULT_PARALLEL: usize = 4;
 /// Maximum number of stripes that a request may have archived at once.
 const MAX_PARALLEL: usize = 64;
+
+/// How long an archiving waits for a repairer to give a shard back. A repairer looks before each run
+/// of a plan and each copy of a block.
+const REPAIRER_WAIT: Duration = Duration::from_secs(600);
+/// Interval at which it looks.
+const REPAIRER_POLL: Duration = Duration::from_millis(250);
 
 /// The coordinator of one daemon. It runs archive requests on behalf of this daemon.
 #[derive(Clone)]
@@ -44,34 +53,6 @@ pub struct Coordinator {
     pub clock: Arc<dyn Clock>,
     /// The source of the random names of attempts and runs.
     pub entropy: Arc<dyn Entropy>,
-}
-
-/// A lease keeper: it renews a coordinator's lease until it is dropped or the lease is lost.
-struct LeaseKeeper {
-    lease: LeaseId,
-    keeper: JoinHandle<()>,
-}
-
-impl LeaseKeeper {
-    async fn start(coordinator: &Coordinator) -> Result<Self, CatalogueError> {
-        let (lease, period) = coordinator.catalogue.grant_lease().await?;
-        let (catalogue, clock) = (coordinator.catalogue.clone(), coordinator.clock.clone());
-        let keeper = tokio::spawn(async move {
-            loop {
-                clock.sleep(period / 3).await;
-                if let Ok(false) = catalogue.renew_lease(lease).await {
-                    return;
-                }
-            }
-        });
-        Ok(Self { lease, keeper })
-    }
-}
-
-impl Drop for LeaseKeeper {
-    fn drop(&mut self) {
-        self.keeper.abort();
-    }
 }
 
 /// An archive request that this coordinator runs, or is about to run, under its lease.
@@ -166,7 +147,7 @@ impl Coordinator {
     /// continues what it leaves unfinished.
     ///
     /// # Errors
-    /// [`ArchiveError::NotFound`] if the step is not committed; [`ArchiveError::Owned`] if another
+    /// [`CoordinatorError::NotFound`] if the step is not committed; [`CoordinatorError::Owned`] if another
     /// live coordinator owns one of the shards, or runs the request while nobody listens to
     /// `events`; otherwise the first error of a stripe.
     pub async fn archive_step(
@@ -174,7 +155,7 @@ impl Coordinator {
         step_ref: StepRef<'_>,
         options: ArchiveOptions,
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let StepRef { job, step } = step_ref;
         let mut watched = None;
         loop {
@@ -185,7 +166,7 @@ impl Coordinator {
             };
             let owner = self.fetch_directory().await?.name(node);
             if events.is_closed() {
-                return Err(ArchiveError::Owned { what: step_ref.to_string(), owner });
+                return Err(CoordinatorError::Owned { what: step_ref.to_string(), owner });
             }
             if watched.replace(node) != Some(node) {
                 let note = format!("{owner} archives {step_ref} already: this is its progress");
@@ -197,7 +178,7 @@ impl Coordinator {
                 WatchOutcome::Waiting { node, reason } => {
                     let owner = self.fetch_directory().await?.name(node);
                     let what = step_ref.to_string();
-                    return Err(ArchiveError::Deferred { what, owner, reason });
+                    return Err(CoordinatorError::Deferred { what, owner, reason });
                 }
             }
         }
@@ -210,7 +191,7 @@ impl Coordinator {
         step_ref: StepRef<'_>,
         (found, revision): (ArchiveRequest, u64),
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let StepRef { job, step } = step_ref;
         let mut claim =
             ActiveRequest::with_new_lease(self, (job, step, found.save), found.options).await?;
@@ -237,7 +218,7 @@ impl Coordinator {
         &self,
         claim: &ActiveRequest,
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let mut left = RemainingWork::default();
         let result = self.archive_if_committed(claim, &mut left, events).await;
         let mut why: Vec<String> =
@@ -259,7 +240,7 @@ impl Coordinator {
         &self,
         target: (&Job, Step, SaveId),
         options: ArchiveOptions,
-    ) -> Result<OpenedRequest, ArchiveError> {
+    ) -> Result<OpenedRequest, CoordinatorError> {
         let mut claim = ActiveRequest::with_new_lease(self, target, options).await?;
         let mut current = read_record::<ArchiveRequest>(&*self.catalogue, &claim.key).await?;
         loop {
@@ -292,7 +273,7 @@ impl Coordinator {
         &self,
         claim: &ActiveRequest,
         waiting_reason: Option<String>,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let ActiveRequest { key, job, step, lease_keeper, .. } = claim;
         trace_point(TracePoint::Done, format_args!("{job}/{step}"));
         if let Some((found, revision)) =
@@ -304,7 +285,7 @@ impl Coordinator {
             let left =
                 waiting_reason.map(|why| ArchiveRequest { failures, waiting: Some(why), ..found });
             let left = left.map(|left| left.to_bytes()).transpose();
-            let left = left.map_err(|error| ArchiveError::Format(error.to_string()))?;
+            let left = left.map_err(|error| CoordinatorError::Format(error.to_string()))?;
             self.catalogue.compare_and_set(key, Some(revision), left).await?;
         }
         Ok(self.catalogue.revoke_lease(lease_keeper.lease).await?)
@@ -315,13 +296,13 @@ impl Coordinator {
         claim: &ActiveRequest,
         left: &mut RemainingWork,
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let result = match self.ensure_committed(claim).await {
             Ok(()) => self.archive_save(claim, left, events).await,
             Err(error) => Err(error),
         };
-        left.can_retry |= result.as_ref().is_err_and(ArchiveError::is_retryable);
-        let is_gone = |now| matches!(now, Err(ArchiveError::NotFound { .. }));
+        left.can_retry |= result.as_ref().is_err_and(CoordinatorError::is_retryable);
+        let is_gone = |now| matches!(now, Err(CoordinatorError::NotFound { .. }));
         if result.is_err() && is_gone(self.ensure_committed(claim).await) {
             // The save is no longer committed. The request does not apply to another save of the
             // step.
@@ -331,21 +312,27 @@ impl Coordinator {
     }
 
     /// Returns an error unless the save of the request is the committed save of its step.
-    async fn ensure_committed(&self, claim: &ActiveRequest) -> Result<(), ArchiveError> {
+    async fn ensure_committed(&self, claim: &ActiveRequest) -> Result<(), CoordinatorError> {
         let ActiveRequest { job, step, save, .. } = claim;
         match self.find_committed_save(job.at(*step)).await? == *save {
             true => Ok(()),
-            false => Err(ArchiveError::NotFound { job: job.clone(), step: *step }),
+            false => Err(CoordinatorError::NotFound { job: job.clone(), step: *step }),
         }
     }
 
-    /// Returns the committed save of a step.
-    async fn find_committed_save(&self, step_ref: StepRef<'_>) -> Result<SaveId, ArchiveError> {
+    async fn find_committed_save(&self, step_ref: StepRef<'_>) -> Result<SaveId, CoordinatorError> {
+        Ok(self.find_committed(step_ref).await?.save)
+    }
+
+    /// Returns what is committed as the step.
+    pub(super) async fn find_committed(
+        &self,
+        step_ref: StepRef<'_>,
+    ) -> Result<Saved, CoordinatorError> {
         let StepRef { job, step } = step_ref;
         let found = read_record::<Checkpoint>(&*self.catalogue, &checkpoint_key(step_ref)).await?;
         let saved = found.and_then(|(checkpoint, _)| checkpoint.committed);
-        let saved = saved.ok_or_else(|| ArchiveError::NotFound { job: job.clone(), step })?;
-        Ok(saved.save)
+        saved.ok_or_else(|| CoordinatorError::NotFound { job: job.clone(), step })
     }
 
     async fn archive_save(
@@ -353,7 +340,7 @@ impl Coordinator {
         claim: &ActiveRequest,
         left: &mut RemainingWork,
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let &ActiveRequest { save, options, ref lease_keeper, .. } = claim;
         let roots = list_shard_roots(&*self.catalogue, save).await?;
         let parallel = match options.parallel {
@@ -364,15 +351,9 @@ impl Coordinator {
         let mut jobs = Vec::new();
         let mut total_bytes = 0;
         for root in roots.into_iter().filter(|root| root.len_bytes > 0) {
-            let shard = Arc::new(
-                OwnedShard::take_ownership_and_mark_archiving(
-                    self,
-                    root,
-                    options,
-                    lease_keeper.lease,
-                )
-                .await?,
-            );
+            let (code, lease) = (code_for_plan(&root, options.plan)?.id(), lease_keeper.lease);
+            let shard = self.take_shard_to_archive(root, code, lease, events).await?;
+            let shard = Arc::new(shard);
             for index in shard.unfinished_stripes().await {
                 total_bytes += shard.stripe_bytes(index);
                 jobs.push((shard.clone(), index));
@@ -399,6 +380,32 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Takes a shard and marks it as archiving. A repairer that owns it gives it back when it sees
+    /// the request, so this waits for a while.
+    async fn take_shard_to_archive(
+        &self,
+        root: ShardRoot,
+        code: CodeId,
+        lease: LeaseId,
+        events: &ArchiveEventSender,
+    ) -> Result<OwnedShard, CoordinatorError> {
+        let (end, mut is_told) = (self.clock.now() + REPAIRER_WAIT, false);
+        loop {
+            let taken =
+                OwnedShard::take_ownership_and_mark_archiving(self, root.clone(), code, lease);
+            match taken.await {
+                Err(CoordinatorError::Owned { what, owner }) if self.clock.now() < end => {
+                    if !std::mem::replace(&mut is_told, true) {
+                        let note = format!("{owner} works on {what}: waiting until it is free");
+                        let _ = events.send(ArchiveEvent::Note(note)).await;
+                    }
+                    self.clock.sleep(REPAIRER_POLL).await;
+                }
+                taken => return taken,
+            }
+        }
+    }
+
     async fn archive_stripes(
         &self,
         jobs: Vec<(Arc<OwnedShard>, u32)>,
@@ -406,13 +413,13 @@ impl Coordinator {
         options: ArchiveOptions,
         left: &mut RemainingWork,
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let mut done_bytes = 0;
         let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
         let mut running = stream::iter(jobs)
             .map(|(shard, index)| async move {
                 self.archive_stripe(&shard, index, options, events).await?;
-                Ok::<u64, ArchiveError>(shard.stripe_bytes(index))
+                Ok::<u64, CoordinatorError>(shard.stripe_bytes(index))
             })
             .buffer_unordered(parallel);
         let mut first_error = None;

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use futures_util::future::join_all;
 
-use super::ArchiveError;
-use super::stripe_archiving::StripeArchiving;
+use super::CoordinatorError;
+use super::owned_stripe::OwnedStripe;
 use crate::format::records::{Receipt, StripeState};
 use crate::id::NodeId;
 use crate::kind::ErrorKind;
@@ -16,7 +16,7 @@ use crate::stage::{TracePoint, trace_point};
 use crate::wire::NodeAddress;
 use crate::wire::calls::{DropReplicas, PutReceipt};
 
-impl StripeArchiving<'_> {
+impl OwnedStripe<'_> {
     /// Orders the nodes to drop their replicas of the stripe. If a holder does not answer, the
     /// stripe's state stays "not dropped", and a later run orders the drop again. `places` are the
     /// nodes of this run's plan, besides those in the stripe's record.
@@ -24,7 +24,7 @@ impl StripeArchiving<'_> {
         &self,
         receipt: &Receipt,
         places: &[NodeId],
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let holders = self.possible_holders(receipt, places)?;
         // Other nodes of the ring may have files that an earlier owner left there. The drop counts
         // as complete without their answers.
@@ -61,7 +61,7 @@ impl StripeArchiving<'_> {
         &self,
         receipt: &Receipt,
         places: &[NodeId],
-    ) -> Result<BTreeSet<NodeId>, ArchiveError> {
+    ) -> Result<BTreeSet<NodeId>, CoordinatorError> {
         let root = &self.shard.root;
         let placed = place(&root.ring, root.n.into(), root.k.into(), self.index())
             .map_err(RecordsError::from)?;
@@ -94,7 +94,7 @@ impl StripeArchiving<'_> {
     }
 
     /// Records in the shard's state that all replicas of the stripe are dropped.
-    async fn record_replicas_dropped(&self, receipt: &Receipt) -> Result<(), ArchiveError> {
+    async fn record_replicas_dropped(&self, receipt: &Receipt) -> Result<(), CoordinatorError> {
         let state = StripeState::Archived {
             attempt: receipt.attempt,
             code: receipt.code,
@@ -105,7 +105,7 @@ impl StripeArchiving<'_> {
         match self.shard.set_stripe_state(self.coordinator, self.index(), state).await {
             // The change does not fit into the shard's state now. A later run orders the drop
             // again.
-            Err(error @ ArchiveError::Format(_)) => {
+            Err(error @ CoordinatorError::Format(_)) => {
                 tracing::info!(%error, "a drop was not recorded: a later run tries again");
                 Ok(())
             }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 
-use super::stripe_archiving::StripeArchiving;
-use super::{ArchiveError, Coordinator};
+use super::owned_stripe::OwnedStripe;
+use super::{Coordinator, CoordinatorError};
 use crate::format::file::FileName;
 use crate::format::records::{Record, StripeRecord};
 use crate::id::NodeId;
@@ -26,13 +26,16 @@ const FETCH_LIMIT: Duration = Duration::from_secs(300);
 pub(super) type FilesByNode = BTreeMap<NodeId, Option<Vec<FileView>>>;
 
 /// A node with a replica, whole or damaged, by block.
-type ReplicaSources = BTreeMap<usize, NodeId>;
+pub(super) type ReplicaSources = BTreeMap<usize, NodeId>;
 
 /// A replica that is to be recreated.
-struct Recreation {
-    block: usize,
-    from: NodeId,
-    to: NodeId,
+pub(super) struct Recreation {
+    /// The block.
+    pub block: usize,
+    /// The node that has a copy.
+    pub from: NodeId,
+    /// The node that stores the new one.
+    pub to: NodeId,
 }
 
 impl Coordinator {
@@ -58,10 +61,10 @@ impl Coordinator {
     }
 }
 
-impl StripeArchiving<'_> {
+impl OwnedStripe<'_> {
     /// Ensures that every position of the stripe has its replicas. Puts spares in the places of
     /// nodes that do not answer, and records the new places. Returns the node of each position.
-    pub(super) async fn ensure_replicas(&self) -> Result<Vec<NodeId>, ArchiveError> {
+    pub(super) async fn ensure_replicas(&self) -> Result<Vec<NodeId>, CoordinatorError> {
         let mut held = self.list_files(self.info.places.iter().copied()).await;
         if !self.missing_blocks(&held).is_empty() {
             // The record's places are a hint. Any node of the ring may have the blocks that are not
@@ -88,11 +91,11 @@ impl StripeArchiving<'_> {
         Ok(places)
     }
 
-    fn ring_nodes(&self) -> impl Iterator<Item = NodeId> {
+    pub(super) fn ring_nodes(&self) -> impl Iterator<Item = NodeId> {
         self.shard.root.ring.iter().map(|member| member.node)
     }
 
-    async fn list_files(&self, nodes: impl IntoIterator<Item = NodeId>) -> FilesByNode {
+    pub(super) async fn list_files(&self, nodes: impl IntoIterator<Item = NodeId>) -> FilesByNode {
         self.coordinator.list_files(&self.directory, &self.info, nodes).await
     }
 
@@ -104,20 +107,22 @@ impl StripeArchiving<'_> {
     }
 
     /// Returns the error for a block of which no node that answered has a good replica.
-    fn missing_block_error(&self, block: usize, held: &FilesByNode) -> ArchiveError {
+    pub(super) fn missing_block_error(&self, block: usize, held: &FilesByNode) -> CoordinatorError {
         let stripe = self.info.fixed.stripe;
         let silent = held.iter().filter(|(_, files)| files.is_none());
         let silent: Vec<String> = silent.map(|(node, _)| self.directory.name(*node)).collect();
         let block = block as u32;
         match silent.is_empty() {
-            true => ArchiveError::BlockLost { stripe, block },
-            false => ArchiveError::BlockUnreachable { stripe, block, silent: silent.join(", ") },
+            true => CoordinatorError::BlockLost { stripe, block },
+            false => {
+                CoordinatorError::BlockUnreachable { stripe, block, silent: silent.join(", ") }
+            }
         }
     }
 
     /// Returns, for each block, the first node of the ring that has a replica of it, whole or
     /// damaged. Other nodes may have the grains that are damaged there.
-    async fn find_replica_sources(&self) -> ReplicaSources {
+    pub(super) async fn find_replica_sources(&self) -> ReplicaSources {
         let stripe = self.info.fixed.stripe;
         let caller = &self.coordinator.caller;
         let live = self.ring_nodes().filter(|node| self.directory.is_live(*node));
@@ -138,7 +143,7 @@ impl StripeArchiving<'_> {
     }
 
     /// Returns the stripe's places, with a spare in the place of each node that does not answer.
-    fn replace_absent_nodes(&self, held: &FilesByNode) -> Result<Vec<NodeId>, ArchiveError> {
+    fn replace_absent_nodes(&self, held: &FilesByNode) -> Result<Vec<NodeId>, CoordinatorError> {
         let mut places = self.info.places.clone();
         let is_live = |node| self.directory.is_live(node);
         let (ring, layout) = (&self.shard.root.ring, self.shard.layout);
@@ -151,7 +156,7 @@ impl StripeArchiving<'_> {
             let missing = format!("node {} does not answer", self.directory.name(node));
             let stripe = self.info.fixed.stripe;
             let spare = spares.take(&places, position, |_| false);
-            places[position] = spare.ok_or(ArchiveError::NoSpare { stripe, missing })?;
+            places[position] = spare.ok_or(CoordinatorError::NoSpare { stripe, missing })?;
         }
         Ok(places)
     }
@@ -183,11 +188,9 @@ impl StripeArchiving<'_> {
         &self,
         recreation: Recreation,
         held: &mut FilesByNode,
-    ) -> Result<(), ArchiveError> {
-        let Recreation { block, from, to } = recreation;
-        let (stripe, name) = (self.info.fixed.stripe, |node| self.directory.name(node));
-        tracing::info!(%stripe, block, from = name(from), to = name(to), "recreating a replica");
-        match self.order_replica_copy(to, block, from).await {
+    ) -> Result<(), CoordinatorError> {
+        let (stripe, block) = (self.info.fixed.stripe, recreation.block);
+        match self.order_replica_copy(recreation).await {
             Err(error) if error.kind() == ErrorKind::Lost => {
                 tracing::warn!(%stripe, block, %error, "cannot recreate a replica: the other nodes have too few good grains of the block; this run does not archive the stripe");
                 // The block counts as lost only if every node of the ring answers.
@@ -198,18 +201,18 @@ impl StripeArchiving<'_> {
         }
     }
 
-    async fn order_replica_copy(
+    pub(super) async fn order_replica_copy(
         &self,
-        to: NodeId,
-        block: usize,
-        from: NodeId,
-    ) -> Result<(), ArchiveError> {
-        let unknown = |node| ArchiveError::Unregistered { node };
+        Recreation { block, from, to }: Recreation,
+    ) -> Result<(), CoordinatorError> {
+        let (stripe, name) = (self.info.fixed.stripe, |node| self.directory.name(node));
+        tracing::info!(%stripe, block, from = name(from), to = name(to), "recreating a replica");
+        let unknown = |node| CoordinatorError::Unregistered { node };
         let source = self.directory.address(from).ok_or_else(|| unknown(from))?;
         let target = self.directory.address(to).ok_or_else(|| unknown(to))?;
         let expected = &self.info.fixed.blocks[block];
         let call = CopyReplica {
-            stripe: self.info.fixed.stripe,
+            stripe,
             block: block as u8,
             len_bytes: expected.len_bytes,
             root: expected.root,
@@ -222,8 +225,9 @@ impl StripeArchiving<'_> {
     }
 
     /// Writes the stripe's record with its new places to n-k+1 of them.
-    async fn update_record_places(&self, places: &[NodeId]) -> Result<(), ArchiveError> {
-        let format = |error: crate::format::FormatError| ArchiveError::Format(error.to_string());
+    async fn update_record_places(&self, places: &[NodeId]) -> Result<(), CoordinatorError> {
+        let format =
+            |error: crate::format::FormatError| CoordinatorError::Format(error.to_string());
         let record = StripeRecord::new(&self.info.fixed, places.to_vec()).map_err(format)?;
         let call = PutPlaces {
             stripe: self.info.fixed.stripe,
@@ -233,7 +237,7 @@ impl StripeArchiving<'_> {
         };
         let enough = self.shard.layout.n() - self.shard.layout.k() + 1;
         for &node in places.iter().take(enough) {
-            let to = self.directory.address(node).ok_or(ArchiveError::Unregistered { node })?;
+            let to = self.directory.address(node).ok_or(CoordinatorError::Unregistered { node })?;
             self.coordinator.caller.call(&to, &call).await?;
         }
         Ok(())
@@ -241,12 +245,21 @@ impl StripeArchiving<'_> {
 }
 
 /// Returns a node that has a good replica of the block, if there is one.
-fn find_good_holder(info: &StripeInfo, held: &FilesByNode, block: usize) -> Option<NodeId> {
+pub(super) fn find_good_holder(
+    info: &StripeInfo,
+    held: &FilesByNode,
+    block: usize,
+) -> Option<NodeId> {
     held.keys().copied().find(|&node| has_good_replica(info, held, node, block))
 }
 
 /// Returns whether `node` has a good replica of the block.
-fn has_good_replica(info: &StripeInfo, held: &FilesByNode, node: NodeId, block: usize) -> bool {
+pub(super) fn has_good_replica(
+    info: &StripeInfo,
+    held: &FilesByNode,
+    node: NodeId,
+    block: usize,
+) -> bool {
     let expected = &info.fixed.blocks[block];
     let files = held.get(&node).and_then(Option::as_ref);
     files.into_iter().flatten().any(|view| {

@@ -1,4 +1,4 @@
-//! The errors that stop the archiving of a step.
+//! The errors that stop the archiving or the repair of a step.
 
 use crate::catalogue::CatalogueError;
 use crate::id::{Job, NodeId, Step, StripeId};
@@ -9,11 +9,11 @@ use crate::plan::check::PlanError;
 use crate::planner::PlannerError;
 use crate::wire::RemoteError;
 
-/// An error that stopped the archiving of a step. Stripes that were committed before stay archived,
-/// and the next run continues with the others.
+/// An error that stopped the archiving or the repair of a step. Stripes that were committed before
+/// stay archived, and the next run continues with the others.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ArchiveError {
+pub enum CoordinatorError {
     /// The step is not committed.
     #[error("{job}/{step} is not committed: `rapidraid ls` shows what is")]
     NotFound {
@@ -23,7 +23,9 @@ pub enum ArchiveError {
         step: Step,
     },
     /// Another coordinator owns the step or the shard.
-    #[error("{what} is being archived by {owner}: wait for it, or for its lease to end")]
+    #[error(
+        "{what} is being archived or repaired by {owner}: wait for it, or for its lease to end"
+    )]
     Owned {
         /// The step or shard.
         what: String,
@@ -41,7 +43,7 @@ pub enum ArchiveError {
         reason: String,
     },
     /// A newer owner took the shard, or the shard is being removed.
-    #[error("shard {shard} has a newer owner, or is being removed: archiving stopped")]
+    #[error("shard {shard} has a newer owner, or is being removed: work on it stopped")]
     Fenced {
         /// The shard's name.
         shard: String,
@@ -63,6 +65,37 @@ pub enum ArchiveError {
         stripe: StripeId,
         /// The node that does not answer, in words.
         missing: String,
+    },
+    /// The archiving of the step was asked for while it was repaired.
+    #[error("{what} is to be archived: the repair gave it back; repair it again after that")]
+    ArchivingRequested {
+        /// The step.
+        what: String,
+    },
+    /// The receipts on the nodes contradict each other, or there is none.
+    #[error(
+        "stripe {stripe}: {found} different receipts were found and do not say where its pieces are{}; nothing was written. `rapidraid verify` shows what the nodes have",
+        format_away(away)
+    )]
+    NoReceipt {
+        /// The stripe.
+        stripe: StripeId,
+        /// The number of different receipts.
+        found: usize,
+        /// The names of the nodes that do not answer.
+        away: String,
+    },
+    /// A piece that was made again is not the one that was archived.
+    #[error(
+        "stripe {stripe}: piece {piece}, made again on {node}, does not have the hash in the receipt: check the memory of the nodes"
+    )]
+    UnequalPiece {
+        /// The stripe.
+        stripe: StripeId,
+        /// The piece.
+        piece: u8,
+        /// The name of the node.
+        node: String,
     },
     /// All tries to archive the stripe failed.
     #[error(
@@ -147,34 +180,45 @@ pub enum ArchiveError {
     Format(String),
 }
 
+fn format_away(away: &str) -> String {
+    if away.is_empty() { String::new() } else { format!(" ({away} do not answer)") }
+}
+
 fn format_sending_nodes(before: &[String]) -> String {
     if before.is_empty() { String::new() } else { format!(", behind {}", before.join(", ")) }
 }
 
-impl ArchiveError {
+impl CoordinatorError {
     /// Returns the kind of the failure.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            ArchiveError::NotFound { .. } => ErrorKind::NotFound,
-            ArchiveError::Owned { .. } => ErrorKind::Exists,
-            ArchiveError::Fenced { .. } => ErrorKind::Fenced,
-            ArchiveError::NoCode { .. } => ErrorKind::Invalid,
-            ArchiveError::Deferred { .. }
-            | ArchiveError::NoSpare { .. }
-            | ArchiveError::BlockUnreachable { .. }
-            | ArchiveError::Unregistered { .. } => ErrorKind::Unavailable,
+            CoordinatorError::NotFound { .. } => ErrorKind::NotFound,
+            CoordinatorError::Owned { .. } | CoordinatorError::ArchivingRequested { .. } => {
+                ErrorKind::Exists
+            }
+            CoordinatorError::NoReceipt { .. } | CoordinatorError::UnequalPiece { .. } => {
+                ErrorKind::Corrupt
+            }
+            CoordinatorError::Fenced { .. } => ErrorKind::Fenced,
+            CoordinatorError::NoCode { .. } => ErrorKind::Invalid,
+            CoordinatorError::Deferred { .. }
+            | CoordinatorError::NoSpare { .. }
+            | CoordinatorError::BlockUnreachable { .. }
+            | CoordinatorError::Unregistered { .. } => ErrorKind::Unavailable,
             // A node that did not answer may have the record.
-            ArchiveError::Records(RecordsError::Lost { silent: 1.., .. }) => ErrorKind::Unavailable,
-            ArchiveError::Stripe { kind, .. } => *kind,
-            ArchiveError::Unproven { .. } => ErrorKind::Corrupt,
-            ArchiveError::BlockLost { .. } => ErrorKind::Lost,
-            ArchiveError::Plan { .. } => ErrorKind::Internal,
-            ArchiveError::Planner(error) => error.kind(),
-            ArchiveError::Catalogue(error) => error.kind(),
-            ArchiveError::Records(error) => error.kind(),
-            ArchiveError::Call(error) => error.kind(),
-            ArchiveError::Part { failure, .. } => failure.kind,
-            ArchiveError::Format(_) => ErrorKind::Corrupt,
+            CoordinatorError::Records(RecordsError::Lost { silent: 1.., .. }) => {
+                ErrorKind::Unavailable
+            }
+            CoordinatorError::Stripe { kind, .. } => *kind,
+            CoordinatorError::Unproven { .. } => ErrorKind::Corrupt,
+            CoordinatorError::BlockLost { .. } => ErrorKind::Lost,
+            CoordinatorError::Plan { .. } => ErrorKind::Internal,
+            CoordinatorError::Planner(error) => error.kind(),
+            CoordinatorError::Catalogue(error) => error.kind(),
+            CoordinatorError::Records(error) => error.kind(),
+            CoordinatorError::Call(error) => error.kind(),
+            CoordinatorError::Part { failure, .. } => failure.kind,
+            CoordinatorError::Format(_) => ErrorKind::Corrupt,
         }
     }
 

@@ -1,17 +1,16 @@
 //! A shard that this coordinator owns. The coordinator takes the shard by compare-and-set under its
 //! lease, and changes the shard's state only through this module.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::sync::{Mutex, OnceCell};
 
-use super::{ArchiveError, Coordinator};
+use super::{Coordinator, CoordinatorError};
 use crate::catalogue::CatalogueError;
 use crate::catalogue::record_access::{
     RecordSetOutcome, compare_and_set_record, read_record, shard_state_key,
 };
-use crate::code::{Code, CodeId, Layout, RsCode, table};
+use crate::code::{CodeId, Layout};
 use crate::format::geometry::Geometry;
 use crate::format::records::{Leaves, Owner, Run, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, Generation, LeaseId};
@@ -19,7 +18,6 @@ use crate::kind::ErrorKind;
 use crate::pipeline::record_fetch;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
-use crate::wire::calls::{ArchiveOptions, PlanChoice};
 
 /// Maximum number of compare-and-sets for one change, since answers may be lost.
 const TRIES: u32 = 4;
@@ -28,8 +26,6 @@ const TRIES: u32 = 4;
 pub(super) struct OwnedShard {
     /// The shard root.
     pub root: ShardRoot,
-    /// The code of the pieces into which the stripes are archived.
-    pub code: Code,
     /// The layout of the stripes.
     pub layout: Layout,
     /// The owner's generation, which the orders carry.
@@ -42,25 +38,13 @@ pub(super) struct OwnedShard {
     leaves: OnceCell<Leaves>,
 }
 
-fn code_for_plan(root: &ShardRoot, plan: PlanChoice) -> Result<Code, ArchiveError> {
-    let (n, k) = (usize::from(root.n), usize::from(root.k));
-    let code = match plan {
-        PlanChoice::Chain => table::find(n, k).cloned().map(Code::Chain),
-        PlanChoice::BestStar
-        | PlanChoice::NaiveStar
-        | PlanChoice::StripedStar
-        | PlanChoice::RandomStar => RsCode::new(n, k).ok().map(Code::Rs),
-    };
-    code.ok_or(ArchiveError::NoCode { n: root.n, k: root.k })
-}
-
 /// Returns an error if the shard has an owner whose lease is alive and is not `lease`.
 async fn ensure_not_owned_by_another(
     coordinator: &Coordinator,
     root: &ShardRoot,
     state: &ShardState,
     lease: LeaseId,
-) -> Result<(), ArchiveError> {
+) -> Result<(), CoordinatorError> {
     if let Some(owner) = &state.owner
         && owner.lease != lease
         && coordinator.catalogue.is_lease_alive(owner.lease).await?
@@ -68,7 +52,7 @@ async fn ensure_not_owned_by_another(
         let directory = coordinator.fetch_directory().await?;
         let owner = directory.name(owner.node);
         let what = format!("shard {}", root.name);
-        return Err(ArchiveError::Owned { what, owner });
+        return Err(CoordinatorError::Owned { what, owner });
     }
     Ok(())
 }
@@ -93,21 +77,46 @@ fn begin_archiving(state: &mut ShardState, attempt: Attempt, code: CodeId, gener
 
 impl OwnedShard {
     /// Takes ownership of the shard. The same compare-and-set changes its replicated stripes to
-    /// `Archiving`. Returns the owned shard.
+    /// `Archiving` with this code. Returns the owned shard.
     pub async fn take_ownership_and_mark_archiving(
         coordinator: &Coordinator,
         root: ShardRoot,
-        options: ArchiveOptions,
+        code: CodeId,
         lease: LeaseId,
-    ) -> Result<Self, ArchiveError> {
+    ) -> Result<Self, CoordinatorError> {
+        let attempt = Attempt(coordinator.entropy.id());
+        let mark = |state: &mut ShardState| {
+            let generation = state.generation;
+            begin_archiving(state, attempt, code, generation);
+        };
+        Self::take_ownership_and_change(coordinator, root, lease, mark).await
+    }
+
+    /// Takes ownership of the shard, and leaves the states of its stripes as they are. Returns the
+    /// owned shard.
+    pub async fn take_ownership(
+        coordinator: &Coordinator,
+        root: ShardRoot,
+        lease: LeaseId,
+    ) -> Result<Self, CoordinatorError> {
+        Self::take_ownership_and_change(coordinator, root, lease, |_| ()).await
+    }
+
+    /// Takes ownership by a compare-and-set that also makes `change`, which finds the new
+    /// generation in the state.
+    async fn take_ownership_and_change(
+        coordinator: &Coordinator,
+        root: ShardRoot,
+        lease: LeaseId,
+        change: impl Fn(&mut ShardState),
+    ) -> Result<Self, CoordinatorError> {
         let catalogue = &*coordinator.catalogue;
-        let fenced = || ArchiveError::Fenced { shard: root.name.to_string() };
-        let geometry = root.geometry().map_err(|error| ArchiveError::Format(error.to_string()))?;
-        let code = code_for_plan(&root, options.plan)?;
-        let no_code = |_| ArchiveError::NoCode { n: root.n, k: root.k };
+        let fenced = || CoordinatorError::Fenced { shard: root.name.to_string() };
+        let geometry =
+            root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()))?;
+        let no_code = |_| CoordinatorError::NoCode { n: root.n, k: root.k };
         let layout = Layout::new(root.n.into(), root.k.into()).map_err(no_code)?;
         let key = shard_state_key(root.shard);
-        let attempt = Attempt(coordinator.entropy.id());
         let mut current = read_record::<ShardState>(catalogue, &key).await?;
         let (generation, state) = loop {
             // The state is created together with the root. So an absent state means that the shard
@@ -120,7 +129,7 @@ impl OwnedShard {
             let generation = coordinator.generation_after(state.generation);
             state.generation = generation;
             state.owner = Some(Owner { node: coordinator.me, lease });
-            begin_archiving(&mut state, attempt, code.id(), generation);
+            change(&mut state);
             trace_point(TracePoint::Take, root.shard);
             match compare_and_set_record(catalogue, &key, Some(revision), &state).await? {
                 RecordSetOutcome::Set(revision) => {
@@ -130,7 +139,7 @@ impl OwnedShard {
             }
         };
         let (is_lost, leaves) = (AtomicBool::new(false), OnceCell::new());
-        Ok(Self { root, code, layout, generation, lease, is_lost, geometry, state, leaves })
+        Ok(Self { root, layout, generation, lease, is_lost, geometry, state, leaves })
     }
 
     /// Returns the stripes that are not archived, or whose replicas are not known to be dropped.
@@ -165,17 +174,31 @@ impl OwnedShard {
         &self,
         coordinator: &Coordinator,
         directory: &Directory,
-    ) -> Result<&Leaves, ArchiveError> {
+    ) -> Result<&Leaves, CoordinatorError> {
         let fetch = record_fetch::fetch_leaves(&coordinator.caller, directory, &self.root);
         Ok(self.leaves.get_or_try_init(|| fetch).await?)
     }
 
     /// Returns an error if the shard is known to have another owner.
-    pub fn ensure_owned(&self) -> Result<(), ArchiveError> {
+    pub fn ensure_owned(&self) -> Result<(), CoordinatorError> {
         match self.is_lost.load(Ordering::Relaxed) {
-            true => Err(ArchiveError::Fenced { shard: self.root.name.to_string() }),
+            true => Err(CoordinatorError::Fenced { shard: self.root.name.to_string() }),
             false => Ok(()),
         }
+    }
+
+    /// Reads the shard's state and returns an error if this coordinator does not own the shard any
+    /// more.
+    pub async fn confirm_ownership(
+        &self,
+        coordinator: &Coordinator,
+    ) -> Result<(), CoordinatorError> {
+        let key = shard_state_key(self.root.shard);
+        let found = read_record::<ShardState>(&*coordinator.catalogue, &key).await?;
+        if !found.is_some_and(|(state, _)| self.is_owned_by_us(&state)) {
+            self.is_lost.store(true, Ordering::Relaxed);
+        }
+        self.ensure_owned()
     }
 
     /// Sets the state of one stripe by compare-and-set.
@@ -184,10 +207,10 @@ impl OwnedShard {
         coordinator: &Coordinator,
         index: u32,
         stripe: StripeState,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let change = |next: &mut ShardState| match next.set(index, stripe) {
             true => Ok(()),
-            false => Err(ArchiveError::Format(format!(
+            false => Err(CoordinatorError::Format(format!(
                 "stripe {index}: the shard's state would have too many runs; run archive again"
             ))),
         };
@@ -201,8 +224,8 @@ impl OwnedShard {
     async fn compare_and_set_state(
         &self,
         coordinator: &Coordinator,
-        change: impl Fn(&mut ShardState) -> Result<(), ArchiveError>,
-    ) -> Result<(), ArchiveError> {
+        change: impl Fn(&mut ShardState) -> Result<(), CoordinatorError>,
+    ) -> Result<(), CoordinatorError> {
         let (catalogue, key) = (&*coordinator.catalogue, shard_state_key(self.root.shard));
         let mut state = self.state.lock().await;
         for _ in 0..TRIES {
@@ -241,15 +264,15 @@ impl OwnedShard {
 
     /// Releases the shard. If another owner has taken the shard in the meantime, this is no error.
     pub async fn release_ownership(
-        self: &Arc<Self>,
+        &self,
         coordinator: &Coordinator,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let change = |next: &mut ShardState| {
             next.owner = None;
             Ok(())
         };
         match self.compare_and_set_state(coordinator, change).await {
-            Err(ArchiveError::Fenced { .. }) => Ok(()),
+            Err(CoordinatorError::Fenced { .. }) => Ok(()),
             result => result,
         }
     }
@@ -257,6 +280,7 @@ impl OwnedShard {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::Duration;
 
     use async_trait::async_trait;
@@ -274,7 +298,6 @@ mod tests {
     use crate::net::{Peer, Role};
     use crate::store::MemoryKv;
     use crate::wire::calls::{NodeView, RegisterAnswer};
-    use crate::wire::order::Codec;
     use crate::workers::Workers;
 
     /// A catalogue that loses the request or the answer of its next compare-and-set.
@@ -392,16 +415,12 @@ mod tests {
         let (root, key) = (root(), shard_state_key(root().shard));
         let fresh = ShardState::fresh(Generation::default(), 3);
         compare_and_set_record(&*catalogue, &key, None, &fresh).await.unwrap();
-        let options = ArchiveOptions { plan: PlanChoice::Chain, codec: Codec::Kernel, parallel: 0 };
+        let code = crate::code::table::find(6, 4).unwrap().id();
         let (lease, _) = catalogue.grant_lease().await.unwrap();
-        let shard = OwnedShard::take_ownership_and_mark_archiving(
-            &coordinator,
-            root.clone(),
-            options,
-            lease,
-        )
-        .await
-        .unwrap();
+        let shard =
+            OwnedShard::take_ownership_and_mark_archiving(&coordinator, root.clone(), code, lease)
+                .await
+                .unwrap();
         let state = async || read_record::<ShardState>(&*catalogue, &key).await.unwrap().unwrap().0;
         for (index, flag) in (0..).zip([&catalogue.before, &catalogue.after]) {
             flag.store(true, Ordering::Relaxed);
@@ -412,15 +431,14 @@ mod tests {
 
         tokio::time::advance(Duration::from_secs(11)).await;
         let (lease, _) = catalogue.grant_lease().await.unwrap();
-        let taken =
-            OwnedShard::take_ownership_and_mark_archiving(&coordinator, root, options, lease)
-                .await
-                .unwrap();
+        let taken = OwnedShard::take_ownership_and_mark_archiving(&coordinator, root, code, lease)
+            .await
+            .unwrap();
         let now = state().await;
         catalogue.before.store(true, Ordering::Relaxed);
         let fenced =
             shard.set_stripe_state(&coordinator, 2, StripeState::Replicated).await.unwrap_err();
-        assert!(matches!(fenced, ArchiveError::Fenced { .. }), "{fenced}");
+        assert!(matches!(fenced, CoordinatorError::Fenced { .. }), "{fenced}");
         assert!(shard.ensure_owned().is_err() && taken.ensure_owned().is_ok());
         assert_eq!(state().await, now);
         let shards = [shard, taken].map(Arc::new);

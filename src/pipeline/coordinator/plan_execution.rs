@@ -7,7 +7,7 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 
-use super::{ArchiveError, Coordinator};
+use super::{Coordinator, CoordinatorError};
 use crate::clock::deadline;
 use crate::id::NodeId;
 use crate::kind::ErrorKind;
@@ -43,7 +43,7 @@ pub(super) struct NodeOrder {
 impl Coordinator {
     /// Reserves the parts of the plan on all nodes. Retries while nodes are busy with other plans,
     /// because that is no failure of the stripe.
-    pub(super) async fn reserve_parts(&self, orders: &[NodeOrder]) -> Result<(), ArchiveError> {
+    pub(super) async fn reserve_parts(&self, orders: &[NodeOrder]) -> Result<(), CoordinatorError> {
         let mut patience = BusyRetry::new(self.clock.clone(), self.entropy.clone());
         loop {
             let error = match self.try_reserve_parts(orders).await {
@@ -97,7 +97,7 @@ impl Coordinator {
         orders: &[NodeOrder],
         plan: &Plan,
         directory: &Directory,
-    ) -> Result<Vec<(NodeId, RunReport)>, ArchiveError> {
+    ) -> Result<Vec<(NodeId, RunReport)>, CoordinatorError> {
         let calls = orders.iter().map(|NodeOrder { node, address: to, order }| async move {
             let run = RunPart { run: order.run };
             let report = self.caller.call_held(to, &run, RUN_LIMIT).await;
@@ -130,7 +130,7 @@ impl Coordinator {
             (node, CallError::Failed(failure)) => {
                 let before = plan.senders(node).into_iter().map(|node| directory.name(node));
                 let (node, before) = (directory.name(node), before.collect());
-                ArchiveError::Part { node, before, failure }
+                CoordinatorError::Part { node, before, failure }
             }
             (_, unanswered) => unanswered.into(),
         })

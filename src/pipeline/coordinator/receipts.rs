@@ -1,26 +1,30 @@
 //! The receipts of a stripe: storing them on the nodes of the pieces, and finding one whose pieces
 //! are all in place.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use futures_util::future::try_join_all;
+use futures_util::future::{join_all, try_join_all};
 
+use super::owned_stripe::OwnedStripe;
 use super::plan_execution::NodeOrder;
-use super::stripe_archiving::StripeArchiving;
-use super::{ArchiveError, Coordinator};
-use crate::code::{reconstruct, table};
+use super::{Coordinator, CoordinatorError};
+use crate::code::{CodeId, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot};
 use crate::id::{Attempt, Generation, NodeId};
 use crate::pipeline::record_fetch::{self, StripeInfo};
 use crate::plan::Plan;
 use crate::topology::Directory;
-use crate::wire::calls::PutReceipt;
+use crate::wire::calls::{GetRecord, PutReceipt, RecordName};
 
-impl StripeArchiving<'_> {
+impl OwnedStripe<'_> {
     /// Returns the call that stores the receipt on a node.
-    pub(super) fn build_put_receipt(&self, receipt: &Receipt) -> Result<PutReceipt, ArchiveError> {
-        let bytes = receipt.to_bytes().map_err(|error| ArchiveError::Format(error.to_string()))?;
+    pub(super) fn build_put_receipt(
+        &self,
+        receipt: &Receipt,
+    ) -> Result<PutReceipt, CoordinatorError> {
+        let bytes =
+            receipt.to_bytes().map_err(|error| CoordinatorError::Format(error.to_string()))?;
         let (owner, coordinator) = (self.shard.generation, self.coordinator.me);
         Ok(PutReceipt { bytes, owner, coordinator })
     }
@@ -30,7 +34,7 @@ impl StripeArchiving<'_> {
         &self,
         orders: &[NodeOrder],
         receipt: &Receipt,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let call = self.build_put_receipt(receipt)?;
         let holders = orders
             .iter()
@@ -41,7 +45,10 @@ impl StripeArchiving<'_> {
     }
 
     /// Returns the stripe's receipt of an attempt from a node that has it.
-    pub(super) async fn fetch_receipt(&self, attempt: Attempt) -> Result<Receipt, ArchiveError> {
+    pub(super) async fn fetch_receipt(
+        &self,
+        attempt: Attempt,
+    ) -> Result<Receipt, CoordinatorError> {
         let at = (self.index(), self.info.places.as_slice());
         let (caller, root) = (&self.coordinator.caller, &self.shard.root);
         Ok(record_fetch::fetch_receipt(caller, &self.directory, root, at, attempt).await?)
@@ -78,29 +85,97 @@ impl StripeArchiving<'_> {
     }
 }
 
+/// The attempt by which a stripe is archived, according to the shard's state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ArchivedAttempt {
+    /// The attempt.
+    pub attempt: Attempt,
+    /// The generation that began it.
+    pub generation: Generation,
+    /// The code of its pieces.
+    pub code: CodeId,
+}
+
+/// Chooses, from the receipts of an attempt on the nodes of a stripe, the one that says where its
+/// pieces are.
+///
+/// An attempt that was continued on other nodes has an earlier receipt, too, which may be left on
+/// nodes that the later one does not name. All nodes that the later one names got it before it was
+/// committed. So a receipt does not count if a node that it names has another one. If several are
+/// left, the one on the most nodes counts; `None` if that does not decide.
+pub(super) fn choose_receipt_that_counts(
+    found: &BTreeMap<NodeId, Receipt>,
+    archived: ArchivedAttempt,
+) -> Option<&Receipt> {
+    let ArchivedAttempt { attempt, generation, code } = archived;
+    let mut candidates: Vec<(usize, &Receipt)> = Vec::new();
+    for receipt in found.values() {
+        let is_contradicted =
+            |piece: &ReceiptPiece| found.get(&piece.node).is_some_and(|other| other != receipt);
+        let fits = receipt.attempt == attempt
+            && receipt.generation == generation
+            && receipt.code == code
+            && !receipt.pieces.iter().any(is_contradicted);
+        match candidates.iter_mut().find(|(_, known)| *known == receipt) {
+            Some((nodes, _)) => *nodes += 1,
+            None if fits => candidates.push((1, receipt)),
+            None => {}
+        }
+    }
+    candidates.sort_by_key(|(nodes, _)| std::cmp::Reverse(*nodes));
+    match candidates.as_slice() {
+        [(_, only)] => Some(only),
+        [(most, first), (next, _), ..] if most > next => Some(first),
+        _ => None,
+    }
+}
+
 impl Coordinator {
-    /// Fetches the receipt of an archived stripe from a node that has it. Returns the receipt if
-    /// all of its pieces are on their nodes now.
-    ///
-    /// An attempt that was continued on other nodes may have an earlier receipt as well. Either
-    /// receipt serves: once all pieces of one receipt are in place, no other file of the stripe is
-    /// needed.
+    /// Returns the receipt that counts of an archived stripe, if all of its pieces are on their
+    /// nodes now.
     pub(crate) async fn find_complete_receipt(
         &self,
         root: &ShardRoot,
         index: u32,
-        attempt: Attempt,
-    ) -> Result<Option<Receipt>, ArchiveError> {
+        archived: ArchivedAttempt,
+    ) -> Result<Option<Receipt>, CoordinatorError> {
         let directory = self.fetch_directory().await?;
         let leaves = record_fetch::fetch_leaves(&self.caller, &directory, root).await?;
         let info =
             record_fetch::fetch_stripe_record(&self.caller, &directory, root, &leaves, index)
                 .await?;
-        let at = (index, info.places.as_slice());
-        let receipt =
-            record_fetch::fetch_receipt(&self.caller, &directory, root, at, attempt).await?;
-        let held = self.find_present_pieces(&info, &directory, &receipt).await;
-        Ok((held.len() == receipt.pieces.len()).then_some(receipt))
+        let found = self.fetch_all_receipts(&info, &directory, root, archived.attempt).await;
+        let Some(receipt) = choose_receipt_that_counts(&found, archived) else { return Ok(None) };
+        let held = self.find_present_pieces(&info, &directory, receipt).await;
+        Ok((held.len() == receipt.pieces.len()).then(|| receipt.clone()))
+    }
+
+    /// Asks all live nodes of the ring, and those in the stripe's record, for their receipt of an
+    /// attempt. Returns the receipts that parse and are of this stripe and attempt, by node.
+    pub(super) async fn fetch_all_receipts(
+        &self,
+        info: &StripeInfo,
+        directory: &Directory,
+        root: &ShardRoot,
+        attempt: Attempt,
+    ) -> BTreeMap<NodeId, Receipt> {
+        let stripe = info.fixed.stripe;
+        let mut nodes: BTreeSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        nodes.extend(&info.places);
+        let record = RecordName::Receipt { index: stripe.index, attempt };
+        let ask =
+            nodes.into_iter().filter(|node| directory.is_live(*node)).map(|node| async move {
+                let call = GetRecord { shard: stripe.shard, record };
+                let bytes = self.caller.call(&directory.address(node)?, &call).await.ok()??;
+                let receipt = Receipt::parse(&bytes).ok()?;
+                let fits = receipt.cluster == self.cluster
+                    && receipt.stripe == stripe
+                    && receipt.attempt == attempt
+                    && receipt.pieces.len() == usize::from(root.n)
+                    && (0..).zip(&receipt.pieces).all(|(number, piece)| piece.piece == number);
+                fits.then_some((node, receipt))
+            });
+        join_all(ask).await.into_iter().flatten().collect()
     }
 
     /// Returns the numbers of the receipt's pieces that their nodes have now.
@@ -125,5 +200,65 @@ impl Coordinator {
             files.into_iter().flatten().any(|view| view.file == file && view.root == piece.root)
         };
         receipt.pieces.iter().filter(is_there).map(|piece| piece.piece.into()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::{ClusterId, Epoch, ShardId, StripeId};
+
+    const ARCHIVED: ArchivedAttempt = ArchivedAttempt {
+        attempt: Attempt([2; 16]),
+        generation: Generation { epoch: Epoch(1), counter: 3 },
+        code: CodeId(4),
+    };
+
+    /// Returns a receipt whose piece i is on the i-th of these nodes.
+    fn receipt(nodes: &[u64]) -> Receipt {
+        let piece = |(piece, node): (u8, &u64)| ReceiptPiece {
+            piece,
+            node: NodeId(*node),
+            form: PieceForm::File,
+            root: [piece; 32],
+        };
+        Receipt {
+            cluster: ClusterId([1; 16]),
+            stripe: StripeId { shard: ShardId([1; 16]), index: 0 },
+            attempt: ARCHIVED.attempt,
+            generation: ARCHIVED.generation,
+            code: ARCHIVED.code,
+            pieces: (0..).zip(nodes).map(piece).collect(),
+        }
+    }
+
+    fn choose(found: &[(u64, &Receipt)]) -> Option<Receipt> {
+        let found = found.iter().map(|(node, receipt)| (NodeId(*node), (*receipt).clone()));
+        choose_receipt_that_counts(&found.collect(), ARCHIVED).cloned()
+    }
+
+    /// An attempt that began on nodes 1, 2 and 3 was continued on 1, 2 and 4.
+    #[test]
+    fn an_earlier_receipt_of_the_attempt_does_not_count() {
+        let (earlier, later) = (receipt(&[1, 2, 3]), receipt(&[1, 2, 4]));
+        assert_eq!(choose(&[(1, &later), (2, &later), (3, &earlier)]), Some(later.clone()));
+        // Node 3 still has the earlier one, and the disks of 2 and 4 are lost.
+        assert_eq!(choose(&[(1, &later), (3, &earlier)]), Some(later.clone()));
+        assert_eq!(choose(&[(3, &earlier), (4, &later), (1, &later)]), Some(later.clone()));
+        // If the only nodes that know better are lost, nothing says which receipt is the later one.
+        assert_eq!(choose(&[(3, &earlier), (4, &later)]), None);
+        assert_eq!(choose(&[(3, &earlier)]), Some(earlier));
+        assert_eq!(choose(&[]), None);
+    }
+
+    #[test]
+    fn a_receipt_of_another_generation_or_code_does_not_count() {
+        let good = receipt(&[1, 2, 3]);
+        let older =
+            Receipt { generation: Generation { counter: 2, ..good.generation }, ..good.clone() };
+        let other = Receipt { code: CodeId(5), ..good.clone() };
+        assert_eq!(choose(&[(5, &older), (6, &older), (1, &good)]), Some(good.clone()));
+        assert_eq!(choose(&[(1, &older)]), None);
+        assert_eq!(choose(&[(1, &other)]), None);
     }
 }

@@ -4,13 +4,14 @@
 use std::time::Duration;
 
 use super::owned_shard::OwnedShard;
+use super::owned_stripe::OwnedStripe;
 use super::plan_execution::NodeOrder;
-use super::{ArchiveError, ArchiveEventSender, Coordinator};
+use super::{ArchiveEventSender, Coordinator, CoordinatorError};
+use crate::code::{Code, RsCode, table};
 use crate::entropy::Entropy;
-use crate::format::records::{Receipt, StripeState};
+use crate::format::records::{Receipt, ShardRoot, StripeState};
 use crate::id::{Attempt, Generation, NodeId, StripeId};
 use crate::kind::ErrorKind;
-use crate::pipeline::record_fetch::{self, StripeInfo};
 use crate::plan::check::{Goal, check};
 use crate::plan::{Output, Plan};
 use crate::planner::{self, Subject};
@@ -40,7 +41,7 @@ impl Coordinator {
         index: u32,
         options: ArchiveOptions,
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
+    ) -> Result<(), CoordinatorError> {
         let mut wait = FIRST_WAIT;
         let mut reuse = ReceiptReuse::Allowed;
         let mut tries = 0;
@@ -59,7 +60,12 @@ impl Coordinator {
             if tries == TRIES {
                 let stripe = StripeId { shard: shard.root.shard, index };
                 let kind = error.kind();
-                return Err(ArchiveError::Stripe { stripe, tries, last: error.to_string(), kind });
+                return Err(CoordinatorError::Stripe {
+                    stripe,
+                    tries,
+                    last: error.to_string(),
+                    kind,
+                });
             }
             let note = format!("stripe {index} of {}: {error}; trying again", shard.root.name);
             let _ = events.send(ArchiveEvent::Note(note)).await;
@@ -70,23 +76,25 @@ impl Coordinator {
     }
 }
 
-fn is_worth_a_retry(error: &ArchiveError) -> bool {
+/// Returns whether another try may get past the error.
+pub(super) fn is_worth_a_retry(error: &CoordinatorError) -> bool {
     let may_pass = matches!(
         error,
-        ArchiveError::Call(_) | ArchiveError::Part { .. } | ArchiveError::Unproven { .. }
+        CoordinatorError::Call(_)
+            | CoordinatorError::Part { .. }
+            | CoordinatorError::Unproven { .. }
     );
     let is_final =
         matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Invalid | ErrorKind::Denied);
     may_pass && !is_final
 }
 
-/// One try to archive a stripe: the stripe's record, and the nodes as they are at its begin.
-pub(super) struct StripeArchiving<'a> {
-    pub coordinator: &'a Coordinator,
-    pub shard: &'a OwnedShard,
-    pub info: StripeInfo,
-    pub directory: Directory,
-    pub options: ArchiveOptions,
+/// One try to archive a stripe.
+struct StripeArchiving<'a> {
+    stripe: OwnedStripe<'a>,
+    /// The code of the pieces into which the stripe is archived.
+    code: Code,
+    options: ArchiveOptions,
 }
 
 /// Proven pieces, and how they were made.
@@ -104,18 +112,10 @@ impl<'a> StripeArchiving<'a> {
         shard: &'a OwnedShard,
         index: u32,
         options: ArchiveOptions,
-    ) -> Result<Self, ArchiveError> {
-        let directory = coordinator.fetch_directory().await?;
-        let leaves = shard.fetch_leaves(coordinator, &directory).await?;
-        let (caller, root) = (&coordinator.caller, &shard.root);
-        let info =
-            record_fetch::fetch_stripe_record(caller, &directory, root, leaves, index).await?;
-        Ok(Self { coordinator, shard, info, directory, options })
-    }
-
-    /// Returns the stripe's number in its shard.
-    pub fn index(&self) -> u32 {
-        self.info.fixed.stripe.index
+    ) -> Result<Self, CoordinatorError> {
+        let stripe = OwnedStripe::open(coordinator, shard, index).await?;
+        let code = code_for_plan(&shard.root, options.plan)?;
+        Ok(Self { stripe, code, options })
     }
 
     /// Archives the stripe, or completes its drop if it is archived already. Does nothing to a
@@ -124,8 +124,9 @@ impl<'a> StripeArchiving<'a> {
         &self,
         events: &ArchiveEventSender,
         reuse: ReceiptReuse,
-    ) -> Result<(), ArchiveError> {
-        match self.shard.stripe_state(self.index()).await {
+    ) -> Result<(), CoordinatorError> {
+        let OwnedStripe { shard, .. } = &self.stripe;
+        match shard.stripe_state(self.stripe.index()).await {
             Some(StripeState::Archiving { attempt, generation, .. }) => {
                 self.archive_and_drop(attempt, generation, events, reuse).await
             }
@@ -143,15 +144,16 @@ impl<'a> StripeArchiving<'a> {
         attempt: Attempt,
         generation: Generation,
         events: &ArchiveEventSender,
-    ) -> Result<(), ArchiveError> {
-        let receipt = self.fetch_receipt(attempt).await?;
-        if receipt.generation == generation && self.can_rebuild_blocks(&receipt).await {
-            return self.drop_replicas(&receipt, &[]).await;
+    ) -> Result<(), CoordinatorError> {
+        let stripe = &self.stripe;
+        let receipt = stripe.fetch_receipt(attempt).await?;
+        if receipt.generation == generation && stripe.can_rebuild_blocks(&receipt).await {
+            return stripe.drop_replicas(&receipt, &[]).await;
         }
         let text = format!(
             "stripe {} of {}: too few of its pieces are reachable; its replicas are kept for now",
-            self.index(),
-            self.shard.root.name
+            stripe.index(),
+            stripe.shard.root.name
         );
         let _ = events.send(ArchiveEvent::Note(text)).await;
         Ok(())
@@ -163,26 +165,26 @@ impl<'a> StripeArchiving<'a> {
         generation: Generation,
         events: &ArchiveEventSender,
         reuse: ReceiptReuse,
-    ) -> Result<(), ArchiveError> {
-        let clock = &self.coordinator.clock;
-        let stripe = self.info.fixed.stripe;
+    ) -> Result<(), CoordinatorError> {
+        let OwnedStripe { coordinator, shard, info, directory } = &self.stripe;
+        let (clock, stripe) = (&coordinator.clock, info.fixed.stripe);
         trace_point(TracePoint::Replicas, stripe);
-        let places = self.ensure_replicas().await?;
+        let places = self.stripe.ensure_replicas().await?;
         let plan = self.build_plan(attempt, &places)?;
-        let checked = check(&plan, &self.shard.code, Goal::Archive)
-            .map_err(|source| ArchiveError::Plan { stripe, source })?;
-        let orders = self.build_orders(&plan, &checked)?;
+        let checked = check(&plan, &self.code, Goal::Archive)
+            .map_err(|source| CoordinatorError::Plan { stripe, source })?;
+        let orders = self.stripe.build_orders(&plan, &checked, &self.code, self.options.codec)?;
 
         let started_at = clock.now();
         let proven = self.reuse_or_run_plan(&plan, &orders, generation, reuse).await?;
         let proven_at = clock.now();
-        self.put_receipts(&orders, &proven.receipt).await?;
+        self.stripe.put_receipts(&orders, &proven.receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
         trace_point(TracePoint::Archived, stripe);
-        self.shard.set_stripe_state(self.coordinator, self.index(), archived).await?;
+        shard.set_stripe_state(coordinator, stripe.index, archived).await?;
         let committed_at = clock.now();
-        self.drop_replicas(&proven.receipt, &places).await?;
+        self.stripe.drop_replicas(&proven.receipt, &places).await?;
         let phases = [
             proven.reserved_at - started_at,
             proven_at - proven.reserved_at,
@@ -193,18 +195,18 @@ impl<'a> StripeArchiving<'a> {
             stripe,
             code: plan.code,
             block_bytes: plan.cut.block_bytes,
-            hops: build_hop_views(&plan, &proven.reports, &self.directory),
+            hops: build_hop_views(&plan, &proven.reports, directory),
             phases_us: phases.map(|phase| phase.as_micros() as u64),
         };
         let _ = events.send(ArchiveEvent::Stripe(report)).await;
         Ok(())
     }
 
-    fn build_plan(&self, attempt: Attempt, places: &[NodeId]) -> Result<Plan, ArchiveError> {
-        let fixed = &self.info.fixed;
-        let (stripe, cut, code) = (fixed.stripe, fixed.cut, &self.shard.code);
+    fn build_plan(&self, attempt: Attempt, places: &[NodeId]) -> Result<Plan, CoordinatorError> {
+        let OwnedStripe { coordinator, info, .. } = &self.stripe;
+        let (stripe, cut, code) = (info.fixed.stripe, info.fixed.cut, &self.code);
         let subject = Subject { stripe, attempt, cut, places, code };
-        Ok(build_plan(&subject, self.options.plan, &*self.coordinator.entropy)?)
+        Ok(build_plan(&subject, self.options.plan, &*coordinator.entropy)?)
     }
 
     /// Returns proven pieces: those of an earlier owner's receipt if it stands, or else those that
@@ -215,11 +217,12 @@ impl<'a> StripeArchiving<'a> {
         orders: &[NodeOrder],
         generation: Generation,
         reuse: ReceiptReuse,
-    ) -> Result<ProvenPieces, ArchiveError> {
-        let (coordinator, stripe) = (self.coordinator, self.info.fixed.stripe);
+    ) -> Result<ProvenPieces, CoordinatorError> {
+        let OwnedStripe { coordinator, shard, info, directory } = &self.stripe;
+        let stripe = info.fixed.stripe;
         if reuse == ReceiptReuse::Allowed
-            && generation != self.shard.generation
-            && let Some(receipt) = self.find_reusable_receipt(plan, generation).await
+            && generation != shard.generation
+            && let Some(receipt) = self.stripe.find_reusable_receipt(plan, generation).await
         {
             let reserved_at = coordinator.clock.now();
             return Ok(ProvenPieces { receipt, reports: Vec::new(), reserved_at });
@@ -228,13 +231,26 @@ impl<'a> StripeArchiving<'a> {
         coordinator.reserve_parts(orders).await?;
         let reserved_at = coordinator.clock.now();
         trace_point(TracePoint::Run, stripe);
-        let reports = coordinator.run_parts(orders, plan, &self.directory).await?;
+        let reports = coordinator.run_parts(orders, plan, directory).await?;
         trace_point(TracePoint::Proof, stripe);
-        let pieces = self.verify_proofs(plan, &reports)?;
+        let pieces = self.stripe.verify_all_pieces(plan, &self.code, &reports)?;
         let (cluster, attempt, code) = (coordinator.cluster, plan.attempt, plan.code);
         let receipt = Receipt { cluster, stripe, attempt, generation, code, pieces };
         Ok(ProvenPieces { receipt, reports, reserved_at })
     }
+}
+
+/// Returns the code into which a shard is archived by this kind of plan.
+pub(super) fn code_for_plan(root: &ShardRoot, plan: PlanChoice) -> Result<Code, CoordinatorError> {
+    let (n, k) = (usize::from(root.n), usize::from(root.k));
+    let code = match plan {
+        PlanChoice::Chain => table::find(n, k).cloned().map(Code::Chain),
+        PlanChoice::BestStar
+        | PlanChoice::NaiveStar
+        | PlanChoice::StripedStar
+        | PlanChoice::RandomStar => RsCode::new(n, k).ok().map(Code::Rs),
+    };
+    code.ok_or(CoordinatorError::NoCode { n: root.n, k: root.k })
 }
 
 fn build_plan(

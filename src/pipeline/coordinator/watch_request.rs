@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
-use super::error::ArchiveError;
+use super::error::CoordinatorError;
 use crate::catalogue::CatalogueError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -52,11 +52,12 @@ impl Coordinator {
         step_ref: StepRef<'_>,
         save: SaveId,
         events: &ArchiveEventSender,
-    ) -> Result<WatchOutcome, ArchiveError> {
+    ) -> Result<WatchOutcome, CoordinatorError> {
         let roots = list_shard_roots(&*self.catalogue, save).await?;
         let mut geometries = HashMap::new();
         for root in roots.iter().filter(|root| root.len_bytes > 0) {
-            let geometry = root.geometry().map_err(|error| ArchiveError::Format(error.to_string()));
+            let geometry =
+                root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()));
             geometries.insert(shard_state_key(root.shard), geometry?);
         }
         let mut unfinished_at_first = None;

@@ -51,7 +51,7 @@ pub fn hop_memory_bytes(hop: &HopOrder) -> u64 {
     streams_in * STREAM_WINDOW_BYTES + streams_out * SEND_BYTES + (grains + queued) * GRAIN_BYTES
 }
 
-/// The local blocks that a hop reads. `None` is a block past the shard's end, which is all zero.
+/// The local files that a hop reads. `None` is a block past the shard's end, which is all zero.
 pub type OpenBlocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
 /// The pieces that a node writes. Its hops share them.
 pub type OpenPieces = BTreeMap<u8, ProvingPieceWriter>;

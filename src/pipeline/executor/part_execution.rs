@@ -23,10 +23,10 @@ use super::proving_piece_writer::{GrainFingerprinter, ProvingPieceWriter};
 use crate::budget::{Budget, Reservation};
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, table};
-use crate::format::file::FileKey;
+use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::gf::{Fingerprint, FingerprintKey};
-use crate::id::StripeId;
+use crate::id::{Attempt, StripeId};
 use crate::kind::ErrorKind;
 use crate::net::call::Caller;
 use crate::net::frame::write_frame;
@@ -110,6 +110,25 @@ fn pieces_to_store(order: &Order) -> Vec<u8> {
     pieces
 }
 
+/// The local inputs of an admitted part.
+pub struct PartInputs {
+    /// The stripe.
+    pub stripe: StripeId,
+    /// The attempt that the pieces belong to.
+    pub attempt: Attempt,
+    /// The files.
+    pub files: Vec<FileName>,
+}
+
+/// Returns the name of the file that an input reads; `None` for a stream.
+pub fn local_file(input: Input, attempt: Attempt) -> Option<FileName> {
+    match input {
+        Input::Block(block) => Some(FileName::Replica { block }),
+        Input::Piece(piece) => Some(FileName::Piece { piece, attempt }),
+        Input::Stream(_) => None,
+    }
+}
+
 fn check_order(order: &Order) -> Result<Code, RunError> {
     let refuse = |what| Err(RunError::Order { what });
     let Some(code) = table::by_id(order.code) else {
@@ -147,7 +166,7 @@ fn check_order(order: &Order) -> Result<Code, RunError> {
         });
         let inputs = hop.inputs.iter().all(|input| match input.input {
             Input::Block(block) => usize::from(block) < code.k(),
-            Input::Piece(_) => false,
+            Input::Piece(piece) => usize::from(piece) < code.n(),
             Input::Stream(_) => true,
         });
         if !(range && edges && matrix && inputs && outputs && hop.inputs.iter().all(expected)) {
@@ -263,18 +282,16 @@ impl Executor {
         }
     }
 
-    /// Returns the stripe of an admitted part and the local blocks that it reads; `None` if the run
+    /// Returns the stripe of an admitted part and the local files that it reads; `None` if the run
     /// is not admitted.
-    pub fn part_input_blocks(&self, run_id: [u8; 16]) -> Option<(StripeId, Vec<u8>)> {
+    pub fn part_input_files(&self, run_id: [u8; 16]) -> Option<PartInputs> {
         let table = self.lock_table();
         let order = &table.admitted.get(&run_id)?.order;
         let inputs = order.hops.iter().flat_map(|hop| &hop.inputs);
-        let blocks = inputs.filter_map(|input| match input.input {
-            Input::Block(block) => Some(block),
-            _ => None,
-        });
-        let kept = order.kept.iter().map(|(_, block)| *block);
-        Some((order.stripe, blocks.chain(kept).collect()))
+        let files = inputs.filter_map(|input| local_file(input.input, order.attempt));
+        let kept = order.kept.iter().map(|(_, block)| FileName::Replica { block: *block });
+        let files = files.chain(kept).collect();
+        Some(PartInputs { stripe: order.stripe, attempt: order.attempt, files })
     }
 
     /// Releases an admitted part.
@@ -356,13 +373,13 @@ impl Executor {
         let work = move || -> Result<HopContext, RunError> {
             let mut blocks = BTreeMap::new();
             for input in order.hops.iter().flat_map(|hop| &hop.inputs) {
-                if let Input::Block(block) = input.input {
-                    let empty = order.cut.block_len(block) == 0;
-                    let key = FileKey::replica(order.stripe, block);
-                    let file =
-                        if empty { None } else { Some(Arc::new(store.open_undamaged_file(key)?)) };
-                    blocks.insert(input.input, file);
-                }
+                let open = |name| store.open_undamaged_file(FileKey { stripe: order.stripe, name });
+                let file = match local_file(input.input, order.attempt) {
+                    Some(FileName::Replica { block }) if order.cut.block_len(block) == 0 => None,
+                    Some(name) => Some(Arc::new(open(name)?)),
+                    None => continue,
+                };
+                blocks.insert(input.input, file);
             }
             let mut pieces = BTreeMap::new();
             for piece in pieces_to_store(&order) {

@@ -77,7 +77,7 @@ async fn orders_with_absurd_numbers_are_refused() {
         hop_with(&|hop| hop.inputs = vec![hop.inputs[0].clone(); MAX_HOP_EDGES + 1]),
         hop_with(&|hop| hop.inputs[0].input = Input::Block(2)),
         hop_with(&|hop| hop.inputs[0].input = Input::Block(255)),
-        hop_with(&|hop| hop.inputs[0].input = Input::Piece(0)),
+        hop_with(&|hop| hop.inputs[0].input = Input::Piece(4)),
         hop_with(&|hop| hop.inputs[0].expected = fingerprints(0)),
         hop_with(&|hop| hop.inputs[0].expected = fingerprints(2)),
         hop_with(&|hop| hop.outputs = vec![]),

@@ -1,0 +1,66 @@
+//! Options of `repair`, and their help.
+
+use clap::ValueEnum;
+
+use super::Connect;
+use crate::cli::words::AnyStep;
+use crate::id::PeerName;
+use crate::wire::calls::RepairPlan;
+
+const REPAIR: &str = "\
+Examples:
+  rapidraid repair gpt/1200
+  rapidraid repair --node node-3          the checkpoints of which this node has a part, after its disk was replaced
+  rapidraid repair --dry-run              count what is missing of all checkpoints
+
+A node does the work; this command shows its progress, and may be interrupted and run again. A piece is made on the
+node that had it; what belongs to nodes that do not answer is named. `rapidraid verify` finds damage that nobody has
+noticed yet: run it first.
+Plans: chain  the survivors add their pieces to one stream, in about the time of one block
+       star   the node of the missing piece receives all of them (for comparison)
+The exit code is 1 while anything is known to be missing.
+With --json: schema, dry_run, seconds, steps: for each step job, step and error; unless it is an error also stripes,
+pieces, replicas, bytes, records, unrepaired, away (nodes that do not answer, with the number of their parts), notes,
+seconds.";
+
+/// Options of `repair`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = REPAIR)]
+pub struct Repair {
+    /// The job, and the step's number or `latest`; without it, all checkpoints
+    #[arg(value_name = "JOB/STEP", conflicts_with = "node")]
+    pub step: Option<AnyStep>,
+    /// Repair only the checkpoints of which this node has, or should have, a part
+    #[arg(long, value_name = "NAME")]
+    pub node: Option<PeerName>,
+    /// Change nothing; count what is missing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// The plan that makes pieces
+    #[arg(long, value_enum, default_value_t = RepairPlanWord::Chain)]
+    pub plan: RepairPlanWord,
+    /// Number of stripes repaired at the same time; 0 lets the node choose
+    #[arg(long, default_value_t = 0)]
+    pub parallel: u16,
+    /// The options to connect to the cluster.
+    #[command(flatten)]
+    pub connect: Connect,
+}
+
+/// The names of [`RepairPlan`] on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RepairPlanWord {
+    /// The sources add their pieces to one stream
+    Chain,
+    /// The node of the missing piece receives all sources
+    Star,
+}
+
+impl From<RepairPlanWord> for RepairPlan {
+    fn from(word: RepairPlanWord) -> Self {
+        match word {
+            RepairPlanWord::Chain => RepairPlan::Chain,
+            RepairPlanWord::Star => RepairPlan::Star,
+        }
+    }
+}

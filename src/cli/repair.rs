@@ -1,0 +1,253 @@
+//! `repair`: makes again what nodes have lost of checkpoints.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::args::Repair;
+use super::interrupt::{Signals, interrupted};
+use super::printer::{CommandFailure, CommandOutput};
+use super::progress::ProgressLine;
+use super::table::{Paint, Tint};
+use super::transfer::{counted, listed, named, pace};
+use super::{Front, Outcome, connect};
+use crate::client::{Client, ClientError, RepairReport};
+use crate::clock::{Clock, SystemClock};
+use crate::id::{Job, NodeId, PeerName, Step};
+use crate::kind::ErrorKind;
+use crate::units::ByteCount;
+use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions};
+
+/// Maximum number of notes that are printed while the work goes on; the report has them all.
+const LISTED: usize = 10;
+
+/// Repairs the checkpoints that the options name, and reports what was made of each.
+pub async fn run(front: &mut Front, options: Repair) -> Outcome {
+    let mut signals = Signals::new()?;
+    let client = connect::client(&options.connect, &front.env).await?;
+    let clock = SystemClock::new();
+    let repaired = tokio::select! {
+        biased;
+        repaired = repair_steps(front, &client, &options) => repaired,
+        which = signals.next() => {
+            let hint = "run the command again to see what is left";
+            Err(interrupted(which, "the nodes go on with the checkpoint that was being repaired")
+                .with_hint(hint))
+        }
+    };
+    let took = clock.now();
+    connect::close(&client).await;
+    Ok(Box::new(Repaired { steps: repaired?, took, is_dry_run: options.dry_run }))
+}
+
+/// The result for one step.
+struct StepResult {
+    job: Job,
+    step: Step,
+    took: Duration,
+    result: Result<RepairReport, CommandFailure>,
+}
+
+async fn repair_steps(
+    front: &mut Front,
+    client: &Client,
+    options: &Repair,
+) -> Result<Vec<StepResult>, CommandFailure> {
+    let failure = |error: ClientError| connect::failure(&error);
+    let clock = SystemClock::new();
+    if let Some(wanted) = &options.step {
+        let report = repair_step(front, client, &wanted.job, wanted.step, options).await;
+        let report = report.map_err(failure)?;
+        let (job, step) = (report.job.clone(), report.step);
+        return Ok(vec![StepResult { job, step, took: clock.now(), result: Ok(report) }]);
+    }
+    let steps = client.list_steps(None).await.map_err(failure)?;
+    if let Some(name) = &options.node {
+        ensure_known(client, name).await?;
+    }
+    let mut results = Vec::new();
+    for view in steps {
+        if let Some(name) = &options.node
+            && !has_part_of(client, name, &view.job, view.step).await.map_err(failure)?
+        {
+            continue;
+        }
+        let begun_at = clock.now();
+        let result = repair_step(front, client, &view.job, Some(view.step), options).await;
+        let is_gone = |error: &ClientError| error.kind() == ErrorKind::NotFound;
+        if result.as_ref().is_err_and(is_gone) {
+            // It was removed since the list was made.
+            continue;
+        }
+        let result = result.map_err(failure);
+        let took = clock.now() - begun_at;
+        results.push(StepResult { job: view.job, step: view.step, took, result });
+    }
+    Ok(results)
+}
+
+/// Returns an error unless the cluster has a node of this name.
+async fn ensure_known(client: &Client, name: &PeerName) -> Result<(), CommandFailure> {
+    let members = client.fetch_members().await.map_err(|error| connect::failure(&error))?;
+    match members.iter().any(|node| node.name == *name) {
+        true => Ok(()),
+        false => {
+            let message = format!("the cluster has no node {name}");
+            Err(CommandFailure::new(ErrorKind::NotFound, message)
+                .with_hint("`rapidraid status` lists the nodes"))
+        }
+    }
+}
+
+/// Returns whether the ring of a shard of the step has the node.
+async fn has_part_of(
+    client: &Client,
+    name: &PeerName,
+    job: &Job,
+    step: Step,
+) -> Result<bool, ClientError> {
+    let shown = match client.show_step(job, Some(step)).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+        shown => shown?,
+    };
+    let node = NodeId::of(name);
+    Ok(shown.shards.iter().any(|(root, _)| root.ring.iter().any(|member| member.node == node)))
+}
+
+async fn repair_step(
+    front: &mut Front,
+    client: &Client,
+    job: &Job,
+    step: Option<Step>,
+    options: &Repair,
+) -> Result<RepairReport, ClientError> {
+    let label = format!("repair {}", named(job, step));
+    let bar = ProgressLine::new(front.printer.look().watched, label, None);
+    let (printer, mut notes) = (&mut front.printer, 0);
+    let mut on_event = |event: &RepairEvent| match event {
+        RepairEvent::Progress { done_bytes, total_bytes, made_bytes } => {
+            bar.set_total(*total_bytes);
+            bar.set(*done_bytes, &format!("{} made", ByteCount(*made_bytes)));
+        }
+        RepairEvent::Note(note) if notes < LISTED => {
+            notes += 1;
+            bar.suspend(|| printer.note(&format!("note: {note}")));
+        }
+        _ => {}
+    };
+    let how = RepairOptions {
+        mode: if options.dry_run { RepairMode::DryRun } else { RepairMode::Repair },
+        plan: options.plan.into(),
+        parallel: options.parallel,
+    };
+    client.repair(job, step, how, &mut on_event).await
+}
+
+struct Repaired {
+    steps: Vec<StepResult>,
+    took: Duration,
+    is_dry_run: bool,
+}
+
+impl CommandOutput for Repaired {
+    fn json(&self) -> Map<String, Value> {
+        let steps: Vec<Value> = self.steps.iter().map(step_json).collect();
+        let fields = json!({
+            "dry_run": self.is_dry_run, "steps": steps, "seconds": self.took.as_secs_f64(),
+        });
+        fields.as_object().cloned().unwrap_or_default()
+    }
+
+    fn text(&self, paint: Paint) -> String {
+        let mut out = String::new();
+        for step in &self.steps {
+            let report = match &step.result {
+                Ok(report) => report,
+                Err(failure) => {
+                    let word = paint.tint(Tint::Red, "not repaired");
+                    let (job, number) = (&step.job, step.step);
+                    out.push_str(&format!("{word} {job}/{number}: {}\n", failure.message));
+                    continue;
+                }
+            };
+            out.push_str(&self.line(step, report, paint));
+            out.push_str(&listed("not made", &report.notes, paint));
+            let away = report.summary.away.iter().map(|(node, parts)| {
+                format!("{node} does not answer: {} of it", counted(*parts, "part"))
+            });
+            out.push_str(&listed("away", &away.collect::<Vec<_>>(), paint));
+        }
+        if self.steps.is_empty() {
+            out.push_str("no checkpoint to repair\n");
+        }
+        out
+    }
+
+    fn exit_code(&self) -> u8 {
+        u8::from(!self.steps.iter().all(|step| self.is_whole(step)))
+    }
+}
+
+impl Repaired {
+    /// Returns whether nothing of the step is missing any more, as far as the repair knows.
+    fn is_whole(&self, step: &StepResult) -> bool {
+        let Ok(RepairReport { summary, notes, .. }) = &step.result else { return false };
+        let counted = summary.pieces + summary.replicas + summary.records;
+        let is_left = summary.unrepaired > 0 || !summary.away.is_empty() || !notes.is_empty();
+        !is_left && (counted == 0 || !self.is_dry_run)
+    }
+
+    /// Returns the line about one step.
+    fn line(&self, result: &StepResult, report: &RepairReport, paint: Paint) -> String {
+        let RepairReport { job, step, summary, .. } = report;
+        let parts =
+            [(summary.pieces, "piece"), (summary.replicas, "replica"), (summary.records, "record")];
+        let parts: Vec<String> = parts
+            .iter()
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, what)| counted(*count, what))
+            .collect();
+        let (is_whole, parts) = (self.is_whole(result), parts.join(", "));
+        let examined = format!("{} examined", counted(summary.stripes, "stripe"));
+        if self.is_dry_run && !parts.is_empty() {
+            let (word, bytes) =
+                (paint.tint(Tint::Yellow, "missing"), ByteCount(summary.made_bytes));
+            return format!("{word} of {job}/{step}: {parts} ({bytes}); {examined}\n");
+        }
+        let made = match parts.is_empty() {
+            true => "nothing made".to_owned(),
+            false => format!("{parts} made; {}", pace(summary.made_bytes, result.took)),
+        };
+        match (is_whole, parts.is_empty()) {
+            (true, true) => {
+                let word = paint.tint(Tint::Green, "nothing to make");
+                format!("{word} of {job}/{step}: {examined}\n")
+            }
+            (true, false) => {
+                let word = paint.tint(Tint::Green, "repaired");
+                format!("{word} {job}/{step}: {made}; {examined}\n")
+            }
+            (false, _) => {
+                let word = paint.tint(Tint::Yellow, "incomplete");
+                format!("{word} {job}/{step}: {made}; {examined}\n")
+            }
+        }
+    }
+}
+
+fn step_json(step: &StepResult) -> Value {
+    let StepResult { job, step, result, took } = step;
+    match result {
+        Ok(RepairReport { summary, notes, .. }) => {
+            let away: Map<String, Value> =
+                summary.away.iter().map(|(node, parts)| (node.to_string(), json!(parts))).collect();
+            json!({
+                "job": job, "step": step, "stripes": summary.stripes, "pieces": summary.pieces,
+                "replicas": summary.replicas, "bytes": summary.made_bytes, "records": summary.records,
+                "unrepaired": summary.unrepaired, "away": away, "notes": notes,
+                "seconds": took.as_secs_f64(), "error": null,
+            })
+        }
+        Err(failure) => json!({ "job": job, "step": step, "error": failure.message }),
+    }
+}

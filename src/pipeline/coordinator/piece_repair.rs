@@ -1,0 +1,349 @@
+//! Making the missing pieces of an archived stripe from what is left of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::CoordinatorError;
+use super::ensure_replicas::{FilesByNode, has_good_replica};
+use super::owned_stripe::OwnedStripe;
+use super::receipts::{ArchivedAttempt, choose_receipt_that_counts};
+use super::step_repair::{RepairTask, ends_the_repair};
+use super::stripe_archiving::is_worth_a_retry;
+use super::stripe_repair::StripeOutcome;
+use crate::code::{Code, StripePart, table};
+use crate::format::file::FileName;
+use crate::format::records::{PieceForm, Receipt, ReceiptPiece};
+use crate::id::NodeId;
+use crate::kind::ErrorKind;
+use crate::plan::Plan;
+use crate::plan::check::{Checked, Goal, check};
+use crate::planner::{RepairSource, RepairSubject, RepairTarget, repair_chain, repair_star};
+use crate::stage::{TracePoint, trace_point};
+use crate::wire::calls::RepairPlan;
+use crate::wire::order::Codec;
+
+/// Maximum number of tries to make one piece.
+const TRIES: u32 = 4;
+/// Wait before the second try. It doubles for each further try.
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+/// Maximum number of pieces that one plan makes. It bounds the streams of a hop, and so the memory
+/// of its node.
+const PIECES_AT_ONCE: usize = 8;
+
+/// An archived stripe, by the receipt that counts.
+struct ArchivedStripe<'a> {
+    stripe: &'a OwnedStripe<'a>,
+    receipt: Receipt,
+    code: Code,
+    task: RepairTask<'a>,
+}
+
+/// The pieces of a receipt, by whether their nodes have them.
+#[derive(Default)]
+struct PieceSurvey {
+    /// The sources: all pieces with the receipt's root and all good replicas of the ring.
+    sources: Vec<RepairSource>,
+    /// Pieces whose nodes answer and do not have them.
+    missing: Vec<RepairTarget>,
+    /// Nodes that do not answer and should have a piece.
+    away: BTreeSet<NodeId>,
+    /// Nodes that answer and should have a replica that stays as a piece, and do not have it.
+    without_kept_replica: Vec<(NodeId, u8)>,
+}
+
+/// The result of making the pieces of one survey.
+#[derive(Default)]
+struct RoundResult {
+    /// Whether some try failed, after which more may be known to be missing.
+    has_failed_tries: bool,
+    /// The pieces that could not be made: the node of each, and the message.
+    problems: Vec<(NodeId, String)>,
+}
+
+impl OwnedStripe<'_> {
+    /// Makes the missing pieces of an archived stripe, and sends the records that nodes lack.
+    pub(super) async fn repair_pieces(
+        &self,
+        archived: ArchivedAttempt,
+        task: RepairTask<'_>,
+    ) -> Result<StripeOutcome, CoordinatorError> {
+        let (coordinator, root, options) = (self.coordinator, &self.shard.root, task.options);
+        let found = coordinator
+            .fetch_all_receipts(&self.info, &self.directory, root, archived.attempt)
+            .await;
+        let unknown = || CoordinatorError::NoCode { n: root.n, k: root.k };
+        let code = table::by_id(archived.code).ok_or_else(unknown)?;
+        let Some(receipt) = choose_receipt_that_counts(&found, archived).cloned() else {
+            let mut different: Vec<&Receipt> = Vec::new();
+            for receipt in found.values() {
+                if !different.contains(&receipt) {
+                    different.push(receipt);
+                }
+            }
+            let away = self.ring_nodes().filter(|node| !self.directory.is_live(*node));
+            let (stripe, found, away) =
+                (self.info.fixed.stripe, different.len(), self.name_nodes(away));
+            return Err(CoordinatorError::NoReceipt { stripe, found, away });
+        };
+        let archived = ArchivedStripe { stripe: self, receipt, code, task };
+        let mut outcome = StripeOutcome::default();
+        archived.make_all_missing_pieces(&mut outcome).await?;
+        let mut holders: BTreeSet<NodeId> = self.info.places.iter().copied().collect();
+        holders.extend(archived.receipt.pieces.iter().map(|piece| piece.node));
+        self.put_missing_stripe_records(&self.info.places, holders, options, &mut outcome).await;
+        self.put_missing_receipts(&archived.receipt, &found, options, &mut outcome).await;
+        Ok(outcome)
+    }
+}
+
+impl ArchivedStripe<'_> {
+    fn survey(&self, held: &FilesByNode) -> PieceSurvey {
+        let (stripe, receipt) = (self.stripe, &self.receipt);
+        let mut survey = PieceSurvey::default();
+        let attempt = receipt.attempt;
+        let answers = |node: NodeId| held.get(&node).is_some_and(Option::is_some);
+        let has_piece = |node: NodeId, piece: &ReceiptPiece| {
+            let file = FileName::Piece { piece: piece.piece, attempt };
+            let files = held.get(&node).and_then(Option::as_ref);
+            files.into_iter().flatten().any(|view| view.file == file && view.root == piece.root)
+        };
+        for piece in &receipt.pieces {
+            let (node, number) = (piece.node, usize::from(piece.piece));
+            match piece.form {
+                PieceForm::Replica { block } => {
+                    let is_empty = stripe.info.fixed.cut.block_len(block) == 0;
+                    if !is_empty && !answers(node) {
+                        survey.away.insert(node);
+                    } else if !is_empty && !has_good_replica(&stripe.info, held, node, block.into())
+                    {
+                        survey.without_kept_replica.push((node, block));
+                    }
+                }
+                PieceForm::File if !answers(node) => {
+                    survey.away.insert(node);
+                }
+                PieceForm::File if !has_piece(node, piece) => {
+                    survey.missing.push(RepairTarget { node, piece: number });
+                }
+                PieceForm::File => {}
+            }
+        }
+        survey.sources = self.list_sources(held, has_piece);
+        survey
+    }
+
+    /// Returns everything that pieces can be made from. Copies of pieces that lie on other nodes
+    /// than the receipt says come first, because a copy costs one transfer. The others begin with
+    /// another node for each stripe.
+    fn list_sources(
+        &self,
+        held: &FilesByNode,
+        has_piece: impl Fn(NodeId, &ReceiptPiece) -> bool,
+    ) -> Vec<RepairSource> {
+        let (info, receipt) = (&self.stripe.info, &self.receipt);
+        let nodes: Vec<NodeId> =
+            held.iter().filter(|(_, files)| files.is_some()).map(|(node, _)| *node).collect();
+        let (mut copies, mut sources) = (Vec::new(), Vec::new());
+        for &node in &nodes {
+            for piece in receipt.pieces.iter().filter(|piece| has_piece(node, piece)) {
+                let source = RepairSource { node, part: StripePart::Piece(piece.piece.into()) };
+                match piece.node == node {
+                    true => sources.push(source),
+                    false => copies.push(source),
+                }
+            }
+        }
+        if !sources.is_empty() {
+            let first = self.stripe.index() as usize % sources.len();
+            sources.rotate_left(first);
+        }
+        for block in 0..info.fixed.blocks.len() {
+            let is_empty = info.fixed.blocks[block].len_bytes == 0;
+            // Every node has a block past the shard's end: it is zero and has no file.
+            let holder =
+                nodes.iter().find(|node| is_empty || has_good_replica(info, held, **node, block));
+            let part = StripePart::Block(block);
+            sources.extend(holder.map(|&node| RepairSource { node, part }));
+        }
+        copies.extend(sources);
+        copies
+    }
+
+    /// Makes the missing pieces, or counts them in a dry run.
+    ///
+    /// A run may find that a source is damaged, so that this piece is missing, too. Therefore the
+    /// stripe is surveyed again as long as rounds make pieces and some try failed.
+    async fn make_all_missing_pieces(
+        &self,
+        outcome: &mut StripeOutcome,
+    ) -> Result<(), CoordinatorError> {
+        loop {
+            let survey = self.survey(&self.stripe.list_ring_files().await);
+            let made_before = outcome.pieces;
+            let round = match self.task.options.is_dry_run() {
+                true => self.count_missing_pieces(&survey, outcome),
+                false => self.make_pieces_of_round(&survey, outcome).await?,
+            };
+            if round.has_failed_tries && outcome.pieces > made_before {
+                continue;
+            }
+            outcome.away = survey.away.iter().map(|node| (*node, 1)).collect();
+            for (node, problem) in round.problems {
+                outcome.add_problem(Some(node), problem);
+            }
+            for (node, block) in survey.without_kept_replica {
+                let (index, name) = (self.stripe.index(), self.stripe.directory.name(node));
+                let problem = format!(
+                    "stripe {index}: {name} lost its replica of block {block}, which is a piece of a classical code; such a piece is not made again yet"
+                );
+                outcome.add_problem(Some(node), problem);
+            }
+            return Ok(());
+        }
+    }
+
+    /// Counts the missing pieces of a survey, and finds those that cannot be made.
+    fn count_missing_pieces(
+        &self,
+        survey: &PieceSurvey,
+        outcome: &mut StripeOutcome,
+    ) -> RoundResult {
+        let mut round = RoundResult::default();
+        self.count_made(&survey.missing, outcome);
+        for &target in &survey.missing {
+            if let Err(error) = self.build_plan(&survey.sources, &[target]) {
+                round.problems.push((target.node, self.describe(&error, target, &survey.away)));
+            }
+        }
+        round
+    }
+
+    /// Makes the missing pieces of a survey: first all together, then, if that fails, one by one.
+    async fn make_pieces_of_round(
+        &self,
+        survey: &PieceSurvey,
+        outcome: &mut StripeOutcome,
+    ) -> Result<RoundResult, CoordinatorError> {
+        let mut round = RoundResult::default();
+        let mut left = survey.missing.as_slice();
+        let mut sources = survey.sources.clone();
+        while left.len() > 1 {
+            let (some, rest) = left.split_at(left.len().min(PIECES_AT_ONCE));
+            match self.make_pieces(&sources, some).await {
+                Ok(()) => self.count_made(some, outcome),
+                Err(error) if ends_the_repair(&error) => return Err(error),
+                Err(error) => {
+                    let stripe = self.stripe.info.fixed.stripe;
+                    tracing::info!(%stripe, %error, "making several pieces at once failed");
+                    round.has_failed_tries = true;
+                    sources = self.survey(&self.stripe.list_ring_files().await).sources;
+                    break;
+                }
+            }
+            left = rest;
+        }
+        for &target in left {
+            match self.make_piece_with_retries(&mut sources, target, &mut round).await {
+                Ok(()) => self.count_made(&[target], outcome),
+                Err(error) if ends_the_repair(&error) => return Err(error),
+                Err(error) => {
+                    let problem = self.describe(&error, target, &survey.away);
+                    round.problems.push((target.node, problem));
+                }
+            }
+        }
+        Ok(round)
+    }
+
+    async fn make_piece_with_retries(
+        &self,
+        sources: &mut Vec<RepairSource>,
+        target: RepairTarget,
+        round: &mut RoundResult,
+    ) -> Result<(), CoordinatorError> {
+        let (mut tries, mut wait) = (0, FIRST_WAIT);
+
+        loop {
+            tries += 1;
+            let Err(error) = self.make_pieces(sources, &[target]).await else { return Ok(()) };
+            round.has_failed_tries = true;
+            if tries == TRIES || !is_worth_a_retry(&error) {
+                return Err(error);
+            }
+            let stripe = self.stripe.info.fixed.stripe;
+            tracing::info!(%stripe, %error, tries, "making a piece failed");
+            self.stripe.coordinator.clock.sleep(wait).await;
+            wait *= 2;
+            // A source that failed may be damaged or gone.
+            *sources = self.survey(&self.stripe.list_ring_files().await).sources;
+        }
+    }
+
+    fn count_made(&self, made: &[RepairTarget], outcome: &mut StripeOutcome) {
+        outcome.pieces += made.len() as u64;
+        outcome.made_bytes += made.len() as u64 * self.stripe.info.fixed.cut.block_bytes;
+    }
+
+    /// Returns the message about a piece that could not be made.
+    fn describe(
+        &self,
+        error: &CoordinatorError,
+        target: RepairTarget,
+        away: &BTreeSet<NodeId>,
+    ) -> String {
+        let (index, name) = (self.stripe.index(), self.stripe.directory.name(target.node));
+        let away = self.stripe.name_nodes(away.iter().copied());
+        let hint = match (error.kind(), away.is_empty()) {
+            (ErrorKind::Lost, false) => format!("; {away} do not answer and may have them"),
+            _ => String::new(),
+        };
+        format!("stripe {index}: piece {} was not made on {name}: {error}{hint}", target.piece)
+    }
+
+    /// Builds the plan that makes these pieces, and checks it.
+    fn build_plan(
+        &self,
+        sources: &[RepairSource],
+        targets: &[RepairTarget],
+    ) -> Result<(Plan, Checked), CoordinatorError> {
+        let fixed = &self.stripe.info.fixed;
+        let (stripe, cut, code) = (fixed.stripe, fixed.cut, &self.code);
+        let subject = RepairSubject { stripe, attempt: self.receipt.attempt, cut, code };
+        let plan = match self.task.options.plan {
+            RepairPlan::Chain => repair_chain(&subject, sources, targets)?,
+            RepairPlan::Star => repair_star(&subject, sources, targets)?,
+        };
+        let pieces: Vec<u8> = targets.iter().map(|target| target.piece as u8).collect();
+        let checked = check(&plan, code, Goal::Repair(&pieces))
+            .map_err(|source| CoordinatorError::Plan { stripe, source })?;
+        Ok((plan, checked))
+    }
+
+    /// Makes these pieces by one plan, and proves them.
+    async fn make_pieces(
+        &self,
+        sources: &[RepairSource],
+        targets: &[RepairTarget],
+    ) -> Result<(), CoordinatorError> {
+        let OwnedStripe { coordinator, shard, info, directory } = self.stripe;
+        let (stripe, code) = (info.fixed.stripe, &self.code);
+        coordinator.ensure_may_go_on(shard, self.task).await?;
+        let (plan, checked) = self.build_plan(sources, targets)?;
+        let orders = self.stripe.build_orders(&plan, &checked, code, Codec::Kernel)?;
+        trace_point(TracePoint::Reserve, stripe);
+        coordinator.reserve_parts(&orders).await?;
+        trace_point(TracePoint::Run, stripe);
+        let reports = coordinator.run_parts(&orders, &plan, directory).await?;
+        trace_point(TracePoint::Proof, stripe);
+        let roots: BTreeMap<u8, [u8; 32]> =
+            self.receipt.pieces.iter().map(|piece| (piece.piece, piece.root)).collect();
+        for piece in targets.iter().map(|target| target.piece as u8) {
+            let (node, root) = self.stripe.verify_piece(&plan, code, &reports, piece)?;
+            if roots.get(&piece) != Some(&root) {
+                let node = directory.name(node);
+                return Err(CoordinatorError::UnequalPiece { stripe, piece, node });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,159 @@
+//! Making the missing replicas of a stripe that is not archived.
+
+use std::collections::BTreeSet;
+
+use super::CoordinatorError;
+use super::ensure_replicas::{Recreation, find_good_holder, has_good_replica};
+use super::owned_stripe::OwnedStripe;
+use super::step_repair::{RepairTask, ends_the_repair};
+use super::stripe_repair::StripeOutcome;
+use crate::id::NodeId;
+use crate::placement::Spares;
+
+/// The replicas of a stripe: which good ones there are, and which are to be made.
+struct ReplicaRepair<'a> {
+    stripe: &'a OwnedStripe<'a>,
+    /// The good replicas, by block and node.
+    good: BTreeSet<(usize, NodeId)>,
+    /// The nodes that answered.
+    answering: BTreeSet<NodeId>,
+    /// For each block without a good replica, a node with a damaged one.
+    damaged: super::ensure_replicas::ReplicaSources,
+    task: RepairTask<'a>,
+}
+
+impl OwnedStripe<'_> {
+    /// Makes the missing replicas of a stripe, each on its own, puts spares in the places of nodes
+    /// that do not answer, and sends the records that nodes lack.
+    pub(super) async fn repair_replicas(
+        &self,
+        task: RepairTask<'_>,
+    ) -> Result<StripeOutcome, CoordinatorError> {
+        let held = self.list_ring_files().await;
+        let blocks = &self.info.fixed.blocks;
+        let blocks: Vec<usize> =
+            (0..blocks.len()).filter(|&block| blocks[block].len_bytes > 0).collect();
+        let mut outcome = StripeOutcome::default();
+        let is_lost = |block: &usize| find_good_holder(&self.info, &held, *block).is_none();
+        let damaged = match blocks.iter().any(is_lost) {
+            true => self.find_replica_sources().await,
+            false => Default::default(),
+        };
+        for block in blocks.iter().filter(|block| is_lost(block) && !damaged.contains_key(block)) {
+            let error = self.missing_block_error(*block, &held);
+            outcome.add_problem(None, error.to_string());
+        }
+        let good = blocks.iter().flat_map(|&block| {
+            let nodes =
+                held.keys().filter(|node| has_good_replica(&self.info, &held, **node, block));
+            nodes.map(move |node| (block, *node)).collect::<Vec<_>>()
+        });
+        let mut repair = ReplicaRepair {
+            stripe: self,
+            good: good.collect(),
+            answering: held.iter().filter(|(_, files)| files.is_some()).map(|(n, _)| *n).collect(),
+            damaged,
+            task,
+        };
+        let places = repair.make_missing_replicas(&mut outcome).await?;
+        let holders = places.iter().copied().collect();
+        self.put_missing_stripe_records(&places, holders, task.options, &mut outcome).await;
+        Ok(outcome)
+    }
+}
+
+impl ReplicaRepair<'_> {
+    /// Returns the blocks that the node at this position should have.
+    fn blocks_at(&self, position: usize) -> Vec<usize> {
+        let blocks = &self.stripe.info.fixed.blocks;
+        let at = self.stripe.shard.layout.blocks_at(position);
+        at.filter(|&block| blocks[block].len_bytes > 0).collect()
+    }
+
+    /// Makes the missing replicas. Returns the new places of the stripe.
+    async fn make_missing_replicas(
+        &mut self,
+        outcome: &mut StripeOutcome,
+    ) -> Result<Vec<NodeId>, CoordinatorError> {
+        let mut places = self.stripe.info.places.clone();
+        for (position, &node) in places.iter().enumerate() {
+            if self.answering.contains(&node) {
+                self.make_blocks(node, &self.blocks_at(position), outcome).await?;
+            }
+        }
+        let directory = &self.stripe.directory;
+        let storage = directory.storage();
+        let is_live = |node| directory.is_live(node) && storage.contains(&node);
+        let mut spares =
+            Spares::new(&self.stripe.shard.root.ring, self.stripe.shard.layout, &places, is_live);
+        for position in 0..places.len() {
+            let (node, blocks) = (places[position], self.blocks_at(position));
+            let copies = |block: &usize| self.good.iter().filter(|(of, _)| of == block).count();
+            if self.answering.contains(&node) || blocks.iter().all(|block| copies(block) >= 2) {
+                continue;
+            }
+            let Some(spare) = spares.take(&places, position, |_| false) else {
+                *outcome.away.entry(node).or_default() += blocks.len() as u64;
+                let name = directory.name(node);
+                let problem = format!(
+                    "stripe {}: {name} does not answer, and no spare is live; the blocks there have one copy less",
+                    self.stripe.index()
+                );
+                outcome.add_problem(None, problem);
+                continue;
+            };
+            if self.make_blocks(spare, &blocks, outcome).await? {
+                places[position] = spare;
+            }
+        }
+        Ok(places)
+    }
+
+    async fn copy_replica(&self, recreation: Recreation) -> Result<(), CoordinatorError> {
+        let OwnedStripe { coordinator, shard, .. } = self.stripe;
+        coordinator.ensure_may_go_on(shard, self.task).await?;
+        self.stripe.order_replica_copy(recreation).await
+    }
+
+    /// Makes those of the blocks on a node that it does not have. Returns whether it has all of
+    /// them then.
+    async fn make_blocks(
+        &mut self,
+        to: NodeId,
+        blocks: &[usize],
+        outcome: &mut StripeOutcome,
+    ) -> Result<bool, CoordinatorError> {
+        let mut is_complete = true;
+        for &block in blocks {
+            if self.good.contains(&(block, to)) {
+                continue;
+            }
+            let holder = self.good.iter().find(|(of, _)| *of == block).map(|(_, node)| *node);
+            let Some(from) = holder.or(self.damaged.get(&block).copied()) else {
+                is_complete = false;
+                outcome.lacking.insert(to);
+                continue;
+            };
+            let made = match self.task.options.is_dry_run() {
+                true => Ok(()),
+                false => self.copy_replica(Recreation { block, from, to }).await,
+            };
+            match made {
+                Ok(()) => {
+                    self.good.insert((block, to));
+                    outcome.replicas += 1;
+                    outcome.made_bytes += self.stripe.info.fixed.blocks[block].len_bytes;
+                }
+                Err(error) if ends_the_repair(&error) => return Err(error),
+                Err(error) => {
+                    is_complete = false;
+                    let (index, name) = (self.stripe.index(), self.stripe.directory.name(to));
+                    let problem =
+                        format!("stripe {index}: block {block} was not copied to {name}: {error}");
+                    outcome.add_problem(Some(to), problem);
+                }
+            }
+        }
+        Ok(is_complete)
+    }
+}

@@ -1,0 +1,263 @@
+//! The repair of a committed step: it takes one shard after the other and makes again what nodes
+//! have lost of it (docs/semantics.md, 11).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use futures_util::StreamExt;
+use futures_util::stream;
+use tokio::sync::mpsc;
+
+use super::error::CoordinatorError;
+use super::lease_keeper::LeaseKeeper;
+use super::owned_shard::OwnedShard;
+use super::stripe_repair::StripeOutcome;
+use super::{Coordinator, list_shard_roots};
+use crate::catalogue::record_access::{ArchiveRequest, archive_request_key, read_record};
+use crate::format::records::{Saved, ShardRoot};
+use crate::id::{LeaseId, NodeId, StepRef};
+use crate::kind::ErrorKind;
+use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
+
+/// Number of stripes of a shard that are repaired at once unless the options set another number.
+const DEFAULT_PARALLEL: usize = 4;
+/// Maximum number of stripes of a shard that are repaired at once.
+const MAX_PARALLEL: usize = 64;
+/// Maximum number of notes about one step that are sent. All are logged.
+const MAX_NOTES: u64 = 1000;
+
+/// The channel for the events of a repair. If no receiver listens, the events are lost and the work
+/// continues.
+pub type RepairEventSender = mpsc::Sender<RepairEvent>;
+
+/// The request that a repair carries out.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RepairTask<'a> {
+    pub step_ref: StepRef<'a>,
+    pub options: RepairOptions,
+    /// The revision of the step's archive request when the repair began; `None` if there was none.
+    request_revision: Option<u64>,
+}
+
+/// The repair of one step.
+struct StepRepair<'a> {
+    coordinator: &'a Coordinator,
+    task: RepairTask<'a>,
+    saved: Saved,
+    lease: LeaseId,
+    events: &'a RepairEventSender,
+    summary: RepairSummary,
+    away: BTreeMap<NodeId, u64>,
+    done_bytes: u64,
+    total_bytes: u64,
+    notes: u64,
+}
+
+impl Coordinator {
+    /// Makes again what nodes have lost of a committed step, or counts it. Sends
+    /// [`RepairEvent::Done`] at the end, also if some stripes could not be repaired.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::NotFound`] if the step is not committed; [`CoordinatorError::Owned`] if a
+    /// live coordinator archives or repairs it; [`CoordinatorError::ArchivingRequested`] if the
+    /// archiving was asked for meanwhile; [`CoordinatorError::Fenced`] if the step was removed.
+    pub async fn repair_step(
+        &self,
+        step_ref: StepRef<'_>,
+        options: RepairOptions,
+        events: &RepairEventSender,
+    ) -> Result<(), CoordinatorError> {
+        let saved = self.find_committed(step_ref).await?;
+        let request = self.find_archive_request(step_ref).await?;
+        if let Some((request, _)) = &request
+            && self.catalogue.is_lease_alive(request.lease).await?
+        {
+            let owner = self.fetch_directory().await?.name(request.node);
+            return Err(CoordinatorError::Owned { what: step_ref.to_string(), owner });
+        }
+        let keeper = LeaseKeeper::start(self).await?;
+        let request_revision = request.map(|(_, revision)| revision);
+        let mut repair = StepRepair {
+            coordinator: self,
+            task: RepairTask { step_ref, options, request_revision },
+            saved,
+            lease: keeper.lease,
+            events,
+            summary: RepairSummary::default(),
+            away: BTreeMap::new(),
+            done_bytes: 0,
+            total_bytes: 0,
+            notes: 0,
+        };
+        let result = repair.repair_shards().await;
+        let revoked = self.catalogue.revoke_lease(keeper.lease).await;
+        let summary = repair.finish_summary().await;
+        result?;
+        // The lease ends by itself if it could not be revoked.
+        let _ = revoked;
+        let _ = events.send(RepairEvent::Done(summary?)).await;
+        Ok(())
+    }
+
+    async fn find_archive_request(
+        &self,
+        step_ref: StepRef<'_>,
+    ) -> Result<Option<(ArchiveRequest, u64)>, CoordinatorError> {
+        Ok(read_record(&*self.catalogue, &archive_request_key(step_ref)).await?)
+    }
+}
+
+impl StepRepair<'_> {
+    async fn repair_shards(&mut self) -> Result<(), CoordinatorError> {
+        let roots = list_shard_roots(&*self.coordinator.catalogue, self.saved.save).await?;
+        self.total_bytes = roots.iter().map(|root| root.len_bytes).sum();
+        self.send_progress().await;
+        for root in roots {
+            let shard = OwnedShard::take_ownership(self.coordinator, root, self.lease).await?;
+            let result = self.repair_owned_shard(&shard).await;
+            if let Err(error) = shard.release_ownership(self.coordinator).await {
+                tracing::info!(shard = %shard.root.name, %error, "a shard was not released: it becomes free when its owner's lease ends");
+            }
+            result?;
+        }
+        Ok(())
+    }
+
+    async fn repair_owned_shard(&mut self, shard: &OwnedShard) -> Result<(), CoordinatorError> {
+        let parallel = match self.task.options.parallel {
+            0 => DEFAULT_PARALLEL,
+            some => usize::from(some).min(MAX_PARALLEL),
+        };
+        let (coordinator, task) = (self.coordinator, self.task);
+        let stripes = shard.stripe_states().await.len() as u32;
+        let mut running = stream::iter(0..stripes)
+            .map(|index| async move {
+                let outcome = coordinator.repair_stripe(shard, index, task).await;
+                (shard.stripe_bytes(index), outcome)
+            })
+            .buffer_unordered(parallel);
+        let mut lacking = BTreeSet::new();
+        while let Some((bytes, outcome)) = running.next().await {
+            let outcome = match outcome {
+                Ok(outcome) => outcome,
+                Err(error) if ends_the_repair(&error) => return Err(error),
+                Err(error) => {
+                    let mut outcome = StripeOutcome::default();
+                    outcome.problems.push(error.to_string());
+                    // No node is known to have all that it should have.
+                    outcome.lacking.extend(shard.root.ring.iter().map(|member| member.node));
+                    outcome
+                }
+            };
+            self.done_bytes += bytes;
+            self.add_outcome(&shard.root, outcome, &mut lacking).await;
+            self.send_progress().await;
+        }
+        drop(running);
+        coordinator.ensure_may_go_on(shard, task).await?;
+        let outcome =
+            coordinator.repair_shard_records(shard, &self.saved, &lacking, task.options).await;
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(error) if ends_the_repair(&error) => return Err(error),
+            Err(error) => {
+                self.note(format!("shard {}: {error}", shard.root.name)).await;
+                return Ok(());
+            }
+        };
+        self.summary.records += outcome.records;
+        for problem in outcome.problems {
+            self.note(format!("shard {}: {problem}", shard.root.name)).await;
+        }
+        Ok(())
+    }
+
+    /// Adds the result for one stripe to the summary, and its nodes that still lack something to
+    /// `lacking`.
+    async fn add_outcome(
+        &mut self,
+        root: &ShardRoot,
+        outcome: StripeOutcome,
+        lacking: &mut BTreeSet<NodeId>,
+    ) {
+        self.summary.stripes += 1;
+        self.summary.pieces += outcome.pieces;
+        self.summary.replicas += outcome.replicas;
+        self.summary.made_bytes += outcome.made_bytes;
+        self.summary.records += outcome.records;
+        self.summary.unrepaired += u64::from(!outcome.problems.is_empty());
+        lacking.extend(outcome.lacking);
+        lacking.extend(outcome.away.keys());
+        for (node, parts) in outcome.away {
+            *self.away.entry(node).or_default() += parts;
+        }
+        for problem in outcome.problems {
+            self.note(format!("shard {}: {problem}", root.name)).await;
+        }
+    }
+
+    async fn note(&mut self, text: String) {
+        tracing::warn!(step = %self.task.step_ref, text, "not repaired");
+        self.notes += 1;
+        if self.notes <= MAX_NOTES {
+            let _ = self.events.send(RepairEvent::Note(text)).await;
+        }
+    }
+
+    async fn send_progress(&self) {
+        let &Self { done_bytes, total_bytes, .. } = self;
+        let made_bytes = self.summary.made_bytes;
+        let progress = RepairEvent::Progress { done_bytes, total_bytes, made_bytes };
+        let _ = self.events.send(progress).await;
+    }
+
+    async fn finish_summary(mut self) -> Result<RepairSummary, CoordinatorError> {
+        let directory = self.coordinator.fetch_directory().await?;
+        for (node, parts) in std::mem::take(&mut self.away) {
+            match directory.peer_name(node) {
+                Some(name) => self.summary.away.push((name, parts)),
+                None => {
+                    let text =
+                        format!("node {node}, which is not registered, should have {parts} parts");
+                    self.note(text).await;
+                }
+            }
+        }
+        Ok(self.summary)
+    }
+}
+
+impl Coordinator {
+    /// Returns an error if the shard has another owner, or if the step's archiving was asked for
+    /// since the repair began. A repair asks before each run of a plan and each copy.
+    pub(super) async fn ensure_may_go_on(
+        &self,
+        shard: &OwnedShard,
+        task: RepairTask<'_>,
+    ) -> Result<(), CoordinatorError> {
+        shard.confirm_ownership(self).await?;
+        let now = self.find_archive_request(task.step_ref).await?.map(|(_, revision)| revision);
+        // A request that has ended asks for nothing.
+        match now.is_some() && now != task.request_revision {
+            true => Err(CoordinatorError::ArchivingRequested { what: task.step_ref.to_string() }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Returns whether an error concerns the whole step, not only one of its stripes.
+pub(super) fn ends_the_repair(error: &CoordinatorError) -> bool {
+    let is_for_step = matches!(
+        error,
+        CoordinatorError::ArchivingRequested { .. }
+            | CoordinatorError::Owned { .. }
+            | CoordinatorError::Catalogue(_)
+    );
+    is_for_step || error.kind() == ErrorKind::Fenced
+}
+
+impl RepairOptions {
+    /// Returns whether the repair only counts what is missing.
+    pub(super) fn is_dry_run(&self) -> bool {
+        self.mode == RepairMode::DryRun
+    }
+}

@@ -1,0 +1,86 @@
+//! The repair of one stripe (docs/semantics.md, 11).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::ensure_replicas::FilesByNode;
+use super::owned_shard::OwnedShard;
+use super::owned_stripe::OwnedStripe;
+use super::receipts::ArchivedAttempt;
+use super::step_repair::RepairTask;
+use super::{Coordinator, CoordinatorError};
+use crate::format::records::StripeState;
+use crate::id::NodeId;
+
+/// The result of the repair of one stripe.
+#[derive(Debug, Default)]
+pub(super) struct StripeOutcome {
+    /// Number of pieces that were made, or are to be made after a dry run.
+    pub pieces: u64,
+    /// Number of replicas that were made.
+    pub replicas: u64,
+    /// Number of bytes of these pieces and replicas.
+    pub made_bytes: u64,
+    /// Number of records that were written.
+    pub records: u64,
+    /// The nodes that do not answer, with the number of pieces and replicas that each should have.
+    pub away: BTreeMap<NodeId, u64>,
+    /// The nodes that answer and still lack something.
+    pub lacking: BTreeSet<NodeId>,
+    /// The reasons why something could not be made.
+    pub problems: Vec<String>,
+}
+
+impl StripeOutcome {
+    /// Adds the reason why something could not be made on `node`.
+    pub fn add_problem(&mut self, node: Option<NodeId>, problem: String) {
+        self.lacking.extend(node);
+        self.problems.push(problem);
+    }
+}
+
+impl Coordinator {
+    /// Makes again what nodes have lost of stripe `index`, or counts it.
+    ///
+    /// # Errors
+    /// Whatever keeps the stripe from being examined. What can be examined and not be made is in
+    /// the outcome.
+    pub(super) async fn repair_stripe(
+        &self,
+        shard: &OwnedShard,
+        index: u32,
+        task: RepairTask<'_>,
+    ) -> Result<StripeOutcome, CoordinatorError> {
+        self.ensure_may_go_on(shard, task).await?;
+        let fenced = || CoordinatorError::Fenced { shard: shard.root.name.to_string() };
+        let stripe = OwnedStripe::open(self, shard, index).await?;
+        match shard.stripe_state(index).await.ok_or_else(fenced)? {
+            StripeState::Archived { attempt, generation, code, .. } => {
+                stripe.repair_pieces(ArchivedAttempt { attempt, generation, code }, task).await
+            }
+            StripeState::Replicated | StripeState::Archiving { .. } => {
+                stripe.repair_replicas(task).await
+            }
+        }
+    }
+}
+
+impl OwnedStripe<'_> {
+    /// Asks all nodes of the ring, and those in the stripe's record, for their files of the stripe.
+    /// A node that is to store nothing any more counts as one that does not answer.
+    pub(super) async fn list_ring_files(&self) -> FilesByNode {
+        let mut nodes: BTreeSet<NodeId> = self.ring_nodes().collect();
+        nodes.extend(&self.info.places);
+        let storage = self.directory.storage();
+        let mut files = self.list_files(nodes).await;
+        for (_, held) in files.iter_mut().filter(|(node, _)| !storage.contains(node)) {
+            *held = None;
+        }
+        files
+    }
+
+    /// Returns the names of these nodes for messages.
+    pub(super) fn name_nodes(&self, nodes: impl IntoIterator<Item = NodeId>) -> String {
+        let names = nodes.into_iter().map(|node| self.directory.name(node));
+        names.collect::<Vec<_>>().join(", ")
+    }
+}

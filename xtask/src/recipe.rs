@@ -216,7 +216,7 @@ impl Run {
         let out = self.root.join("target/experiments");
         std::fs::create_dir_all(&out).with_context(|| out.display().to_string())?;
         let out = out.display().to_string();
-        let everywhere = vec!["one-shard", "restore", "trace"];
+        let everywhere = vec!["one-shard", "restore", "trace", "repair"];
         let mut hosts = vec![(vec!["--on", "loopback", "--unshaped"], everywhere.clone())];
         match namespaces() {
             // Transfers need links of their own.

@@ -1,6 +1,7 @@
 //! Runs an experiment from its first cluster to its last run.
 
 mod archive;
+mod repair;
 mod restore;
 mod seaweedfs;
 mod stream;
@@ -67,6 +68,10 @@ pub fn point(
         true => Some(restore::Kept::save(&mut stage, &experiment.arms)?),
         false => None,
     };
+    let mut damaged = match has(|kind| matches!(kind, Kind::Repair(_))) {
+        true => Some(repair::Damaged::save(&mut stage)?),
+        false => None,
+    };
     let mut peer = match is_whole {
         true => Some(seaweedfs::SeaweedFs::start(&stage)?),
         false => None,
@@ -93,6 +98,10 @@ pub fn point(
                 },
                 Kind::Restore(_) => match &mut kept {
                     Some(kept) => restore::run(&mut stage, kept, arm, round),
+                    None => bail!("nothing was saved for it"),
+                },
+                Kind::Repair(of) => match &mut damaged {
+                    Some(damaged) => repair::run(&mut stage, damaged, (arm, of), round),
                     None => bail!("nothing was saved for it"),
                 },
                 Kind::Transfer(transfer) => transfer::run(&mut stage, arm, transfer, round),

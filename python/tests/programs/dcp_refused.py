@@ -21,6 +21,8 @@ class Faulty(DefaultSavePlanner):  # type: ignore[misc]
     """A planner that cannot give the data of its items."""
 
     def resolve_data(self, write_item: Any) -> Any:
+        # The other rank has staged the step by then. If not, it waits for ``staging.fill_s``.
+        time.sleep(2)
         raise ValueError("no such data")
 
 

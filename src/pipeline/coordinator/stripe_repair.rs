@@ -72,6 +72,11 @@ impl OwnedStripe<'_> {
         nodes.extend(&self.info.places);
         let storage = self.directory.storage();
         let mut files = self.list_files(nodes).await;
+        // A node that has just been restarted ends the connection to its earlier process at the
+        // first call.
+        let silent: Vec<NodeId> =
+            files.iter().filter(|(_, held)| held.is_none()).map(|(node, _)| *node).collect();
+        files.extend(self.list_files(silent).await);
         for (_, held) in files.iter_mut().filter(|(node, _)| !storage.contains(node)) {
             *held = None;
         }

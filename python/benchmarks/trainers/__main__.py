@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import frameworks, host, links, state
+from . import frameworks, host, links, peers, state
 from .record import keep, say
 from .report import report
 
@@ -19,6 +19,7 @@ MEASURES = {
     "load": links.load,
     "preempt": links.preempt,
     "share": links.share,
+    "peers": peers.peers,
     "dcp": frameworks.through_dcp,
     "plan": frameworks.plan,
 }

@@ -69,9 +69,14 @@ def _save_safetensors(state: State, folder: Path) -> None:
 
 def _save_torch_checkpointing(state: State, folder: Path) -> None:
     from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    manager = CheckpointManager.Config(storage_config=LocalFileSystemStorageConfig(use_direct_io=False)).build()
+    # On a busy machine its process needs longer than the default of 30 s to start.
+    process = CheckpointProcessConfig(subprocess_init_timeout_secs=int(LIMIT_S))
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    manager = CheckpointManager.Config(storage_config=storage, save=AsyncCheckpointSaverConfig(process_config=process)).build()
     future = manager.save(str(folder), {"state": state})
     if future is not None:
         future.result()
@@ -103,7 +108,8 @@ def outcome(load: Callable[[], State]) -> str:
     begun = time.monotonic()
     try:
         found = load()
-    except (Exception, CheckpointException):  # noqa: BLE001 - each library has its own errors
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - each library has its own errors
+        say(f"refused: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         return "refused" if time.monotonic() - begun < LIMIT_S else "no answer"
     return "right" if all(found[name].equal(tensor) for name, tensor in want.items()) else "wrong data"
 
@@ -186,32 +192,29 @@ def with_rapidraid(trials: int, draw: random.Random) -> dict[str, Counter[str]]:
         def load(job: str) -> State:
             cluster.forget_memory()
             state = {name: torch.zeros_like(tensor) for name, tensor in make().items()}
-            with rapidraid.Checkpointer(job, config=cluster.config, timeout=LIMIT_S / 10) as checkpointer:
+            with rapidraid.Checkpointer(job, config=cluster.config, timeout=LIMIT_S / 2) as checkpointer:
                 checkpointer.load(state)
             return state
 
         for trial in range(trials):
-            job = f"faults-{trial}"
-            with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+            # A save of its own for each fault: two faults may hit both copies of a block.
+            for fault, outcomes in seen.items():
+                job = f"{fault}-{trial}"
                 known = set(_replicas(cluster))
-                checkpointer.save(1, make())
-                checkpointer.wait()
-            files = sorted(set(_replicas(cluster)) - known)
-            for fault in ("bit", "file", "stop"):
-                chosen = draw.choice(files)
-                if fault == "stop":
-                    node = draw.choice(cluster.nodes)
-                    cluster.pause(node)
-                    seen[fault][outcome(lambda job=job: load(job))] += 1  # type: ignore[misc]
-                    cluster.resume(node)
-                    continue
+                with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+                    checkpointer.save(1, make())
+                    checkpointer.wait()
+                chosen, node = draw.choice(sorted(set(_replicas(cluster)) - known)), draw.choice(cluster.nodes)
                 if fault == "bit":
                     flip(chosen, draw)
+                elif fault == "file":
+                    chosen.unlink()
+                elif fault == "kill":
+                    _kill_while_saving(["rapidraid", f"{cluster.config}|{job}"], draw)
                 else:
-                    chosen.unlink(missing_ok=True)
-                seen[fault][outcome(lambda job=job: load(job))] += 1  # type: ignore[misc]
-            _kill_while_saving(["rapidraid", f"{cluster.config}|{job}"], draw)
-            seen["kill"][outcome(lambda job=job: load(job))] += 1  # type: ignore[misc]
+                    cluster.pause(node)
+                outcomes[outcome(lambda job=job: load(job))] += 1  # type: ignore[misc]
+                cluster.resume(node)
             say(f"rapidraid: {trial + 1} of {trials}")
     return seen
 

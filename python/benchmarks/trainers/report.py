@@ -6,8 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-#: The markers around the table in the page.
-BEGIN, END = "<!-- table -->", "<!-- end -->"
+from .peers import COLUMNS, PREFIX
+
+#: The markers around a table in the page.
+BEGIN, PEERS, FAULTS, END = "<!-- table -->", "<!-- peers -->", "<!-- faults -->", "<!-- end -->"
+#: The faults of ``trainers.faults`` in words.
+WORDS = {
+    "bit": "a flipped bit",
+    "file": "a missing file",
+    "kill": "`kill -9` while the same id is overwritten",
+    "stop": "one source stopped for ever",
+}
 
 
 def _text_of(seconds: float) -> str:
@@ -21,7 +30,7 @@ def _median(times: list[float]) -> float:
 def table(record: dict[str, Any]) -> str:
     """Returns the measures as a table in Markdown."""
     lines = ["| measure | median | reference in the same run | ratio (smallest to largest) | bar | |", "|---|---|---|---|---|---|"]
-    for measure in record["measures"]:
+    for measure in _without_peers(record):
         references = [arm for arm in measure["references"] if arm in measure["arms"]]
         best = min(references, key=lambda arm: _median(measure["arms"][arm]))
         others = [arm for arm in measure["arms"] if arm != measure["subject"]]
@@ -36,15 +45,63 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _without_peers(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [measure for measure in record["measures"] if not measure["name"].startswith(PREFIX)]
+
+
+def _cell(times: list[float] | None, is_ratio: bool) -> str:
+    if not times:
+        return "-"
+    text = "{:.2f}".format if is_ratio else _text_of
+    return f"{text(_median(times))} ({text(min(times))} to {text(max(times))})"
+
+
+def peers_table(record: dict[str, Any]) -> str:
+    """Returns the measures of rapidraid beside other libraries as a table in Markdown."""
+    measures = {measure["name"].removeprefix(PREFIX): measure for measure in record["measures"] if measure["name"].startswith(PREFIX)}
+    if not measures:
+        return ""
+    facts = measures["stall"]["facts"]
+    titles = ["", *(title for title, _ in COLUMNS.values()), "verified on load", "copies in memory at a save", "copies afterwards"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name, words in facts["contestants"].items():
+        if name in facts["not to be had"]:
+            lines.append(f"| {name} | not to be had: {facts['not to be had'][name]} |" + " |" * (len(titles) - 2))
+            continue
+        cells = [_cell(measures[column]["arms"].get(name), is_ratio) for column, (_, is_ratio) in COLUMNS.items()]
+        lines.append(f"| {' | '.join([name, *cells, words['verifies'], words['memory'], words['durable']])} |")
+    return "\n".join(lines) + "\n"
+
+
+def faults_table(record: dict[str, Any]) -> str:
+    """Returns the outcomes of faults as a table in Markdown."""
+    outcomes = record["outcomes"]
+    names = sorted(outcomes, key=lambda name: name != "rapidraid")
+    lines = [f"| fault | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for fault, words in WORDS.items():
+        cells = [", ".join(f"{count} {outcome}" for outcome, count in outcomes[name].get(fault, {}).items()) or "-" for name in names]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _replace(page: Path, marker: str, text: str) -> None:
+    before, begin, rest = page.read_text().partition(marker)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        page.write_text(f"{before}{begin}\n{text}{end}{after}")
+
+
 def report(file: Path, folder: Path) -> None:
-    """Prints the table, writes it into the page, and draws the pictures beside the page."""
+    """Prints the tables, writes them into the page, and draws the pictures beside the page."""
     record = json.loads(file.read_text())
-    print(table(record))
+    print(table(record), peers_table(record), sep="\n")
     page = folder / "trainers.md"
     if page.is_file():
-        before, _, rest = page.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        page.write_text(f"{before}{BEGIN}\n{table(record)}{END}{after}")
+        _replace(page, BEGIN, table(record))
+        _replace(page, PEERS, peers_table(record))
+        faults = file.with_name("faults-peers.json")
+        if faults.is_file():
+            _replace(page, FAULTS, faults_table(json.loads(faults.read_text())))
     try:
         import matplotlib
     except ImportError:
@@ -59,7 +116,7 @@ def report(file: Path, folder: Path) -> None:
 def _ratios(record: dict[str, Any], file: Path) -> None:
     import matplotlib.pyplot as plt
 
-    measures = record["measures"][::-1]
+    measures = _without_peers(record)[::-1]
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(measures) + 1.2))
     for at, measure in enumerate(measures):
         low, high = measure["spread"]

@@ -153,8 +153,8 @@ fn a_disk_is_replaced_as_the_page_says() {
     let missing = missing.json();
     let steps = missing["steps"].as_array().unwrap();
     assert_eq!(steps.len(), 2);
-    assert_eq!(steps[0]["pieces"], before[0].len());
-    assert_eq!(steps[1]["replicas"], before[1].len());
+    assert_eq!(steps[0]["pieces"], before[0].len(), "{missing}");
+    assert_eq!(steps[1]["replicas"], before[1].len(), "{missing}");
     let verified = cluster.run("verify job/1");
     assert!(verified.out.contains("`rapidraid repair job/1` makes"), "{verified:?}");
 

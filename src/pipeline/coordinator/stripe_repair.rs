@@ -1,6 +1,7 @@
 //! The repair of one stripe (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use super::ensure_replicas::FilesByNode;
 use super::owned_shard::OwnedShard;
@@ -10,6 +11,9 @@ use super::step_repair::RepairTask;
 use super::{Coordinator, CoordinatorError};
 use crate::format::records::StripeState;
 use crate::id::NodeId;
+
+/// The waits before a node that is live and does not answer is asked again for its files.
+const ASK_AGAIN_AFTER: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(1)];
 
 /// The result of the repair of one stripe.
 #[derive(Debug, Default)]
@@ -73,10 +77,23 @@ impl OwnedStripe<'_> {
         let storage = self.directory.storage();
         let mut files = self.list_files(nodes).await;
         // A node that has just been restarted ends the connection to its earlier process at the
-        // first call.
-        let silent: Vec<NodeId> =
-            files.iter().filter(|(_, held)| held.is_none()).map(|(node, _)| *node).collect();
-        files.extend(self.list_files(silent).await);
+        // first call, and counts as silent from then on.
+        for wait in ASK_AGAIN_AFTER {
+            let unanswered = files.iter().filter(|(_, held)| held.is_none());
+            let silent: Vec<NodeId> = unanswered.map(|(node, _)| *node).collect();
+            for &node in &silent {
+                self.directory.heard(node, true);
+            }
+            if !silent.iter().any(|node| self.directory.is_live(*node)) {
+                break;
+            }
+            self.coordinator.clock.sleep(wait).await;
+            let again = self.list_files(silent).await;
+            for (&node, _) in again.iter().filter(|(_, held)| held.is_none()) {
+                self.directory.heard(node, false);
+            }
+            files.extend(again);
+        }
         for (_, held) in files.iter_mut().filter(|(node, _)| !storage.contains(node)) {
             *held = None;
         }

@@ -83,7 +83,7 @@ def test_the_holders_of_a_part_agree_and_each_part_has_one_owner(states: Any) ->
             assert isinstance(about, int) or box in [held for held, _ in about[3]], "the owner holds the part"
         assert declared.keys() == found[0][3].keys()
     assert union.keys() == reference.keys()
-    # What all ranks hold is divided evenly: no rank has more than the others by more than one part.
+    # The parts that all ranks hold are divided evenly: no rank owns two more of them than another rank.
     whole = [part for part, owner in union.items() if part in replicated_parts and isinstance(found[0][3].get(part[0]), tuple)]
     for group in {frozenset(rank for rank, (_, owners, _, _) in enumerate(found) if part in owners) for part in whole}:
         sizes = {part: size for part in whole for box, size in found[union[part]][3][part[0]][3] if box == part[1]}

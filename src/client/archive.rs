@@ -2,8 +2,7 @@
 
 use super::connection::Client;
 use super::error::ClientError;
-use crate::id::{Job, Step, StepRef};
-use crate::net::call::address;
+use crate::id::{Job, Step};
 use crate::wire::calls::{ArchiveEvent, ArchiveOptions, ArchiveStep, StripeReport};
 
 /// The report about an archiving.
@@ -36,29 +35,7 @@ impl Client {
         options: ArchiveOptions,
         on_event: &mut (dyn FnMut(&ArchiveEvent) + Send),
     ) -> Result<ArchiveReport, ClientError> {
-        let step = match step {
-            Some(step) => step,
-            None => self.fetch_step(job, None).await?.step.step,
-        };
-        let report = self.start_and_watch_archive(job.at(step), options, on_event).await;
-        if let Err(ClientError::Call(error)) = &report
-            && error.is_unanswered()
-        {
-            self.set_gateway(None);
-        }
-        report
-    }
-
-    async fn start_and_watch_archive(
-        &self,
-        StepRef { job, step }: StepRef<'_>,
-        options: ArchiveOptions,
-        on_event: &mut (dyn FnMut(&ArchiveEvent) + Send),
-    ) -> Result<ArchiveReport, ClientError> {
-        let gateway = self.find_gateway().await?;
-        let call = ArchiveStep { job: job.clone(), step, options };
-        let mut exchange = self.caller().open(&address(&gateway), &call).await?;
-        exchange.finish().await?;
+        let step = self.resolve_step(job, step).await?;
         let mut report = ArchiveReport {
             job: job.clone(),
             step,
@@ -68,8 +45,7 @@ impl Client {
             total_bytes: 0,
             notes: Vec::new(),
         };
-        loop {
-            let event: ArchiveEvent = exchange.answer().await?;
+        let add_event = |event: ArchiveEvent| {
             on_event(&event);
             match event {
                 ArchiveEvent::Progress { total_bytes, .. } => {
@@ -82,12 +58,12 @@ impl Client {
                     report.reports.push(stripe);
                 }
                 ArchiveEvent::Note(note) => report.notes.push(note),
-                ArchiveEvent::Done { stripes, undropped } => {
-                    report.stripes = stripes;
-                    report.undropped = undropped;
-                    return Ok(report);
-                }
+                ArchiveEvent::Done { stripes, undropped } => return Some((stripes, undropped)),
             }
-        }
+            None
+        };
+        let call = ArchiveStep { job: job.clone(), step, options };
+        let (stripes, undropped) = self.watch_gateway_call(&call, add_event).await?;
+        Ok(ArchiveReport { stripes, undropped, ..report })
     }
 }

@@ -283,6 +283,30 @@ impl Client {
         Ok(answer?)
     }
 
+    /// Makes a call to one gateway, once, that answers with events. `on_event` gets each of them, and
+    /// returns a result with the last one.
+    pub(super) async fn watch_gateway_call<C: Call, R>(
+        &self,
+        call: &C,
+        mut on_event: impl FnMut(C::Answer) -> Option<R>,
+    ) -> Result<R, ClientError> {
+        let gateway = self.find_gateway().await?;
+        let watch = async {
+            let mut exchange = self.caller().open(&address(&gateway), call).await?;
+            exchange.finish().await?;
+            loop {
+                if let Some(result) = on_event(exchange.answer().await?) {
+                    return Ok(result);
+                }
+            }
+        };
+        let watched: Result<R, CallError> = watch.await;
+        if watched.as_ref().is_err_and(CallError::is_unanswered) {
+            self.set_gateway(None);
+        }
+        Ok(watched?)
+    }
+
     pub(super) async fn call_gateway<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
         self.call_any_gateway_within(call, CALL_LIMIT).await
     }

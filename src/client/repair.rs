@@ -3,7 +3,6 @@
 use super::connection::Client;
 use super::error::ClientError;
 use crate::id::{Job, Step};
-use crate::net::call::address;
 use crate::wire::calls::{RepairEvent, RepairOptions, RepairStep, RepairSummary};
 
 /// The report about the repair of one step.
@@ -13,7 +12,7 @@ pub struct RepairReport {
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// What was made, or is to be made after a dry run.
+    /// The counts of what was made; after a dry run, of what is missing.
     pub summary: RepairSummary,
     /// Messages about what could not be made.
     pub notes: Vec<String>,
@@ -33,41 +32,21 @@ impl Client {
         options: RepairOptions,
         on_event: &mut (dyn FnMut(&RepairEvent) + Send),
     ) -> Result<RepairReport, ClientError> {
-        let step = match step {
-            Some(step) => step,
-            None => self.fetch_step(job, None).await?.step.step,
-        };
-        let report = self.start_and_watch_repair(job, step, options, on_event).await;
-        if let Err(ClientError::Call(error)) = &report
-            && error.is_unanswered()
-        {
-            self.set_gateway(None);
-        }
-        report
-    }
-
-    async fn start_and_watch_repair(
-        &self,
-        job: &Job,
-        step: Step,
-        options: RepairOptions,
-        on_event: &mut (dyn FnMut(&RepairEvent) + Send),
-    ) -> Result<RepairReport, ClientError> {
-        let gateway = self.find_gateway().await?;
-        let call = RepairStep { job: job.clone(), step, options };
-        let mut exchange = self.caller().open(&address(&gateway), &call).await?;
-        exchange.finish().await?;
+        let step = self.resolve_step(job, step).await?;
         let mut notes = Vec::new();
-        loop {
-            let event: RepairEvent = exchange.answer().await?;
+        let add_event = |event: RepairEvent| {
             on_event(&event);
             match event {
-                RepairEvent::Progress { .. } => {}
-                RepairEvent::Note(note) => notes.push(note),
-                RepairEvent::Done(summary) => {
-                    return Ok(RepairReport { job: job.clone(), step, summary, notes });
+                RepairEvent::Progress { .. } => None,
+                RepairEvent::Note(note) => {
+                    notes.push(note);
+                    None
                 }
+                RepairEvent::Done(summary) => Some(summary),
             }
-        }
+        };
+        let call = RepairStep { job: job.clone(), step, options };
+        let summary = self.watch_gateway_call(&call, add_event).await?;
+        Ok(RepairReport { job: job.clone(), step, summary, notes })
     }
 }

@@ -85,6 +85,18 @@ impl Client {
         Ok(LaunchOrder { launches: views.into_iter().map(|view| view.registered).collect() })
     }
 
+    /// Returns `step`, or the newest committed step of the job if it is `None`.
+    pub(super) async fn resolve_step(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+    ) -> Result<Step, ClientError> {
+        match step {
+            Some(step) => Ok(step),
+            None => Ok(self.fetch_step(job, None).await?.step.step),
+        }
+    }
+
     pub(super) async fn fetch_step(
         &self,
         job: &Job,

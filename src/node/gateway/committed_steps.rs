@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use serde::Serialize;
 use tokio::sync::mpsc;
 
 use super::error::GatewayError;
@@ -18,7 +19,7 @@ use crate::net::Role;
 use crate::node::catalogue_server::catalogue_calls::CatalogueCalls;
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::pipeline::coordinator::list_shard_roots;
+use crate::pipeline::coordinator::{CoordinatorError, list_shard_roots};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
@@ -245,74 +246,65 @@ impl CommittedSteps {
     /// Archives a step in a task of this daemon and sends its events to the client. The archiving
     /// continues if the client disconnects. If another daemon archives the step already, the
     /// client sees the progress of that archiving.
-    pub(in crate::node) async fn archive_step(
-        self: &Arc<Self>,
-        request: Request,
-        mut served: IncomingCall,
-    ) {
+    pub(in crate::node) async fn archive_step(&self, request: Request, served: IncomingCall) {
         let call = match request.parse::<ArchiveStep>() {
             Ok(call) => call,
             Err(error) => return served.refuse(error.into()).await,
         };
-        let (events, mut watched) = mpsc::channel(EVENTS);
-        let (coordinator, stop) = (self.context.coordinator(), self.context.tasks.stop_token());
-        let stopping = || RemoteError::from(GatewayError::ArchivingInterrupted);
-        let work = self.context.tasks.spawn(async move {
+        let coordinator = self.context.coordinator();
+        let work = |events: mpsc::Sender<ArchiveEvent>| async move {
             let archive = coordinator.archive_step(call.job.at(call.step), call.options, &events);
-            let result = tokio::select! {
-                biased;
-                () = stop.cancelled() => Err(stopping()),
-                result = archive => result.map_err(RemoteError::from),
-            };
-            if let Err(error) = &result {
+            archive.await.inspect_err(|error| {
                 tracing::warn!(job = %call.job, step = %call.step, %error, "archiving stopped");
-            }
-            result
-        });
-        while let Some(event) = watched.recv().await {
-            if !served.answer(Ok(event)).await {
-                return;
-            }
-        }
-        if let Err(error) = work.await.unwrap_or_else(|_| Err(stopping())) {
-            let _ = served.answer::<ArchiveEvent>(Err(error)).await;
-        }
-        let _ = served.send.finish().await;
+            })
+        };
+        self.work_and_send_events(served, work, || GatewayError::ArchivingInterrupted).await;
     }
 
     /// Repairs a step in a task of this daemon and sends its events to the client. The repair
     /// continues if the client disconnects.
-    pub(in crate::node) async fn repair_step(
-        self: &Arc<Self>,
-        request: Request,
-        mut served: IncomingCall,
-    ) {
+    pub(in crate::node) async fn repair_step(&self, request: Request, served: IncomingCall) {
         let call = match request.parse::<RepairStep>() {
             Ok(call) => call,
             Err(error) => return served.refuse(error.into()).await,
         };
-        let (events, mut watched) = mpsc::channel(EVENTS);
-        let (coordinator, stop) = (self.context.coordinator(), self.context.tasks.stop_token());
-        let stopping = || RemoteError::from(GatewayError::RepairInterrupted);
-        let work = self.context.tasks.spawn(async move {
+        let coordinator = self.context.coordinator();
+        let work = |events: mpsc::Sender<RepairEvent>| async move {
             let repair = coordinator.repair_step(call.job.at(call.step), call.options, &events);
-            let result = tokio::select! {
-                biased;
-                () = stop.cancelled() => Err(stopping()),
-                result = repair => result.map_err(RemoteError::from),
-            };
-            if let Err(error) = &result {
+            repair.await.inspect_err(|error| {
                 tracing::warn!(job = %call.job, step = %call.step, %error, "repair stopped");
+            })
+        };
+        self.work_and_send_events(served, work, || GatewayError::RepairInterrupted).await;
+    }
+
+    /// Runs `work` in a task of this daemon, to its end or until the daemon stops, and sends the
+    /// client its events and its error. `interrupted` is the error if the daemon stops.
+    async fn work_and_send_events<E, W>(
+        &self,
+        mut served: IncomingCall,
+        work: impl FnOnce(mpsc::Sender<E>) -> W,
+        interrupted: fn() -> GatewayError,
+    ) where
+        E: Serialize + Send + 'static,
+        W: Future<Output = Result<(), CoordinatorError>> + Send + 'static,
+    {
+        let (events, mut watched) = mpsc::channel(EVENTS);
+        let (work, stop) = (work(events), self.context.tasks.stop_token());
+        let work = self.context.tasks.spawn(async move {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => Err(interrupted().into()),
+                result = work => result.map_err(RemoteError::from),
             }
-            result
         });
         while let Some(event) = watched.recv().await {
             if !served.answer(Ok(event)).await {
                 return;
             }
         }
-        if let Err(error) = work.await.unwrap_or_else(|_| Err(stopping())) {
-            let _ = served.answer::<RepairEvent>(Err(error)).await;
+        if let Err(error) = work.await.unwrap_or_else(|_| Err(interrupted().into())) {
+            let _ = served.answer::<E>(Err(error)).await;
         }
         let _ = served.send.finish().await;
     }

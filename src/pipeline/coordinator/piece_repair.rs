@@ -67,10 +67,8 @@ impl OwnedStripe<'_> {
         archived: ArchivedAttempt,
         task: RepairTask<'_>,
     ) -> Result<StripeOutcome, CoordinatorError> {
-        let (coordinator, root, options) = (self.coordinator, &self.shard.root, task.options);
-        let found = coordinator
-            .fetch_all_receipts(&self.info, &self.directory, root, archived.attempt)
-            .await;
+        let (root, options) = (&self.shard.root, task.options);
+        let found = self.fetch_all_receipts(archived.attempt).await;
         let unknown = || CoordinatorError::NoCode { n: root.n, k: root.k };
         let code = table::by_id(archived.code).ok_or_else(unknown)?;
         let Some(receipt) = choose_receipt_that_counts(&found, archived).cloned() else {
@@ -262,7 +260,6 @@ impl ArchivedStripe<'_> {
         round: &mut RoundResult,
     ) -> Result<(), CoordinatorError> {
         let (mut tries, mut wait) = (0, FIRST_WAIT);
-
         loop {
             tries += 1;
             let Err(error) = self.make_pieces(sources, &[target]).await else { return Ok(()) };

@@ -44,6 +44,12 @@ impl OwnedStripe<'_> {
         Ok(())
     }
 
+    /// Returns the receipts of an attempt on the nodes that answer ([`Coordinator::fetch_all_receipts`]).
+    pub(super) async fn fetch_all_receipts(&self, attempt: Attempt) -> BTreeMap<NodeId, Receipt> {
+        let root = &self.shard.root;
+        self.coordinator.fetch_all_receipts(&self.info, &self.directory, root, attempt).await
+    }
+
     /// Returns the stripe's receipt of an attempt from a node that has it.
     pub(super) async fn fetch_receipt(
         &self,

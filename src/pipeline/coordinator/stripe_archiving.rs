@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::owned_shard::OwnedShard;
 use super::owned_stripe::OwnedStripe;
 use super::plan_execution::NodeOrder;
+use super::receipts::{ArchivedAttempt, choose_receipt_that_counts};
 use super::{ArchiveEventSender, Coordinator, CoordinatorError};
 use crate::code::{Code, RsCode, table};
 use crate::entropy::Entropy;
@@ -130,8 +131,9 @@ impl<'a> StripeArchiving<'a> {
             Some(StripeState::Archiving { attempt, generation, .. }) => {
                 self.archive_and_drop(attempt, generation, events, reuse).await
             }
-            Some(StripeState::Archived { attempt, generation, dropped: false, .. }) => {
-                self.drop_replicas_if_rebuildable(attempt, generation, events).await
+            Some(StripeState::Archived { attempt, generation, code, dropped: false }) => {
+                let archived = ArchivedAttempt { attempt, generation, code };
+                self.drop_replicas_if_rebuildable(archived, events).await
             }
             _ => Ok(()),
         }
@@ -141,14 +143,15 @@ impl<'a> StripeArchiving<'a> {
     /// so the replicas stay unless the pieces found now can rebuild every block.
     async fn drop_replicas_if_rebuildable(
         &self,
-        attempt: Attempt,
-        generation: Generation,
+        archived: ArchivedAttempt,
         events: &ArchiveEventSender,
     ) -> Result<(), CoordinatorError> {
         let stripe = &self.stripe;
-        let receipt = stripe.fetch_receipt(attempt).await?;
-        if receipt.generation == generation && stripe.can_rebuild_blocks(&receipt).await {
-            return stripe.drop_replicas(&receipt, &[]).await;
+        let found = stripe.fetch_all_receipts(archived.attempt).await;
+        if let Some(receipt) = choose_receipt_that_counts(&found, archived)
+            && stripe.can_rebuild_blocks(receipt).await
+        {
+            return stripe.drop_replicas(receipt, &[]).await;
         }
         let text = format!(
             "stripe {} of {}: too few of its pieces are reachable; its replicas are kept for now",

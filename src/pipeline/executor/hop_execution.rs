@@ -52,7 +52,7 @@ pub fn hop_memory_bytes(hop: &HopOrder) -> u64 {
 }
 
 /// The local files that a hop reads. `None` is a block past the shard's end, which is all zero.
-pub type OpenBlocks = BTreeMap<Input, Option<Arc<StoredFile>>>;
+pub type OpenInputs = BTreeMap<Input, Option<Arc<StoredFile>>>;
 /// The pieces that a node writes. Its hops share them.
 pub type OpenPieces = BTreeMap<u8, ProvingPieceWriter>;
 
@@ -67,7 +67,7 @@ pub struct HopContext {
     /// The key of the fingerprints that the inputs are checked against.
     pub key: FingerprintKey,
     /// The local inputs.
-    pub blocks: OpenBlocks,
+    pub files: OpenInputs,
     /// The local outputs.
     pub pieces: OpenPieces,
 }
@@ -134,7 +134,7 @@ impl HopMath {
     ) -> Result<Bytes, HopError> {
         let missing = HopError::Order { what: "a local input was not opened" };
         let mut bytes = vec![0; len];
-        if let Some(file) = self.shared.blocks.get(&input).ok_or(missing)? {
+        if let Some(file) = self.shared.files.get(&input).ok_or(missing)? {
             // A block's bytes may end before the stripe's padded length.
             let from = grain * GRAIN_BYTES;
             let real = file.index_entry().len_bytes.saturating_sub(from).min(len as u64) as usize;

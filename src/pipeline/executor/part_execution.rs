@@ -371,7 +371,7 @@ impl Executor {
     async fn open_files(&self, order: &Order, code: Code) -> Result<HopContext, RunError> {
         let (store, order) = (self.store.clone(), order.clone());
         let work = move || -> Result<HopContext, RunError> {
-            let mut blocks = BTreeMap::new();
+            let mut files = BTreeMap::new();
             for input in order.hops.iter().flat_map(|hop| &hop.inputs) {
                 let open = |name| store.open_undamaged_file(FileKey { stripe: order.stripe, name });
                 let file = match local_file(input.input, order.attempt) {
@@ -379,7 +379,7 @@ impl Executor {
                     Some(name) => Some(Arc::new(open(name)?)),
                     None => continue,
                 };
-                blocks.insert(input.input, file);
+                files.insert(input.input, file);
             }
             let mut pieces = BTreeMap::new();
             for piece in pieces_to_store(&order) {
@@ -394,7 +394,7 @@ impl Executor {
                 pieces.insert(piece, ProvingPieceWriter::new(writer, order.cut.block_bytes));
             }
             let key = FingerprintKey::derive(&order.fingerprint_key);
-            Ok(HopContext { cut: order.cut, code, codec: order.codec, key, blocks, pieces })
+            Ok(HopContext { cut: order.cut, code, codec: order.codec, key, files, pieces })
         };
         self.workers.run(work).await?
     }

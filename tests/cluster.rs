@@ -9,6 +9,8 @@ mod world;
 mod admission;
 #[path = "cluster/away.rs"]
 mod away;
+#[path = "cluster/by_itself.rs"]
+mod by_itself;
 #[path = "cluster/checks.rs"]
 mod checks;
 #[path = "cluster/decisions.rs"]

@@ -202,7 +202,19 @@ fn every_message_is_on_its_page() {
     types_have_their_rows("docs/protocol.md", "src/wire/mod.rs", &["NodeAddress", "StreamHeader"]);
     let policy = ["PolicyAnswer", "PolicyRule", "PolicyWait"];
     types_have_their_rows("docs/protocol.md", "src/wire/policy.rs", &policy);
-    let repair = ["RepairOptions", "RepairMode", "RepairPlan", "RepairEvent", "RepairSummary"];
+    let repair = [
+        "RepairOptions",
+        "RepairMode",
+        "RepairPlan",
+        "RepairEvent",
+        "RepairSummary",
+        "ShardSurvey",
+        "StripeSurvey",
+        "RepairStatus",
+        "SurveyResult",
+        "DegradedStep",
+        "RunningRepair",
+    ];
     types_have_their_rows("docs/protocol.md", "src/wire/repair.rs", &repair);
     types_have_their_rows("docs/protocol.md", "src/plan/mod.rs", &["Input", "Output"]);
     types_have_their_rows("docs/protocol.md", "src/format/file.rs", &["FileName"]);

@@ -23,6 +23,7 @@ pub mod progress;
 mod remove_node;
 mod repair;
 mod rules;
+mod safety;
 pub mod sample;
 mod save;
 mod stage;

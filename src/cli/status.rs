@@ -1,4 +1,4 @@
-//! `status`: the nodes, what they hold and what they use.
+//! `status`: how many nodes may be lost, the nodes, what they hold and what they use.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use super::args::StatusOptions;
 use super::printer::CommandOutput;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
-use super::{Front, Outcome, connect, rules};
+use super::{Front, Outcome, connect, rules, safety};
 use crate::client::{NodeReport, StatusReport};
 use crate::id::PeerName;
 use crate::units::ByteCount;
@@ -90,7 +90,8 @@ impl CommandOutput for Nodes {
         let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
         let fields = json!({ "catalogue": self.0.catalogue.catalogue_server, "unchanged": self.0.catalogue.read_only_reason,
                 "epoch": self.0.epoch, "nodes": nodes,
-                "policy": self.0.policy.as_ref().map(rules::json) });
+                "policy": self.0.policy.as_ref().map(rules::json),
+                "repair": self.0.repair.as_ref().map(safety::json) });
         fields.as_object().cloned().unwrap_or_default()
     }
 
@@ -147,13 +148,17 @@ impl CommandOutput for Nodes {
         // A node that does not answer may hold data, so the sum is only a lower bound.
         let all_answer = report.nodes.iter().all(|node| node.held.is_some());
         let least = if all_answer { "" } else { "at least " };
-        let mut out = format!(
+        let mut out = report
+            .repair
+            .as_ref()
+            .map_or_else(String::new, |repair| format!("{}\n", safety::text(repair, paint)));
+        out.push_str(&format!(
             "{}\n{up} of {} live, {least}{} stored; catalogue on {catalogue}, epoch {}\n",
             table.render(paint),
             counted(report.nodes.len() as u64, "node"),
             ByteCount(stored_bytes(report)),
             report.epoch,
-        );
+        ));
         if let Some(why) = &report.catalogue.read_only_reason {
             let text = format!("nothing can be saved, archived or removed now: {}", shown(why));
             out.push_str(&format!("{}\n", paint.tint(Tint::Yellow, &text)));

@@ -9,8 +9,8 @@ use crate::id::{Epoch, PeerName};
 use crate::net::Address;
 use crate::net::call::address;
 use crate::wire::calls::{
-    GetPolicyStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer, RebuildCatalogue,
-    RemoveNode,
+    GetPolicyStatus, GetRepairStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer, RebuildCatalogue,
+    RemoveNode, RepairStatus,
 };
 use crate::wire::policy::PolicyAnswer;
 
@@ -28,6 +28,9 @@ pub struct StatusReport {
     pub epoch: Epoch,
     /// The policy that the catalogue server applies, if the server answers.
     pub policy: Option<PolicyAnswer>,
+    /// How many nodes may be lost, and what the catalogue server repairs by itself, if the server
+    /// answers.
+    pub repair: Option<RepairStatus>,
 }
 
 impl Client {
@@ -80,14 +83,13 @@ impl Client {
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
         let nodes = self.fetch_node_reports(self.fetch_known_nodes().await?).await;
         let hello = self.call_gateway(&Hello { me: None }).await?;
-        let policy = match &hello.catalogue {
-            Some(home) => {
-                let to = address(home);
-                self.caller().call_within(&to, &GetPolicyStatus {}, HELLO_LIMIT).await.ok()
-            }
-            None => None,
-        };
+        let (mut policy, mut repair) = (None, None);
+        if let Some(home) = &hello.catalogue {
+            let (to, caller) = (address(home), self.caller());
+            policy = caller.call_within(&to, &GetPolicyStatus {}, HELLO_LIMIT).await.ok();
+            repair = caller.call_within(&to, &GetRepairStatus {}, HELLO_LIMIT).await.ok();
+        }
         let catalogue = self.fetch_catalogue_report().await?;
-        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy })
+        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy, repair })
     }
 }

@@ -1,10 +1,14 @@
 //! Counts how many more nodes may be lost before a block of a stripe becomes unreadable.
 
+use std::collections::HashMap;
+
 use super::span::Span;
-use super::{Code, MAX_PIECES};
+use super::{Code, CodeId, MAX_PIECES};
 
 /// Maximum number of sets of lost nodes that are tried, which takes half a second of one core.
 const MAX_SETS: u64 = 100_000;
+/// Maximum number of results in a [`SurvivableLossCache`].
+const MAX_CACHED: usize = 16_384;
 
 /// The blocks and pieces of a stripe that can be read from one node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -36,6 +40,38 @@ pub fn survivable_losses(wanted: &[u8], code: Option<&Code>, nodes: &[NodeShare]
         survived += 1;
     }
     Some(survived)
+}
+
+/// The arguments of [`survivable_losses`]: the nodes, the wanted blocks, and the code.
+type LossQuestion = (Vec<NodeShare>, Vec<u8>, Option<CodeId>);
+
+/// Cached results of [`survivable_losses`]. Stripes differ in their nodes, but rarely in the parts
+/// that these hold.
+#[derive(Debug, Default)]
+pub struct SurvivableLossCache {
+    known: HashMap<LossQuestion, Option<usize>>,
+}
+
+impl SurvivableLossCache {
+    /// Returns what [`survivable_losses`] returns.
+    pub fn survivable_losses(
+        &mut self,
+        wanted: Vec<u8>,
+        code: Option<&Code>,
+        mut nodes: Vec<NodeShare>,
+    ) -> Option<usize> {
+        nodes.sort();
+        let key = (nodes, wanted, code.map(Code::id));
+        if let Some(survives) = self.known.get(&key) {
+            return *survives;
+        }
+        let survives = survivable_losses(&key.1, code, &key.0);
+        if self.known.len() >= MAX_CACHED {
+            self.known.clear();
+        }
+        self.known.insert(key, survives);
+        survives
+    }
 }
 
 struct Losses<'a> {

@@ -35,7 +35,7 @@ use serde::{Deserialize, Serialize};
 pub use chain::ChainCode;
 pub use combination::{PieceCombination, StripePart, combine_pieces};
 pub use layout::Layout;
-pub use losses::{NodeShare, survivable_losses};
+pub use losses::{NodeShare, SurvivableLossCache, survivable_losses};
 pub use program::Program;
 pub use reconstruct::reconstruct;
 pub use rs::RsCode;

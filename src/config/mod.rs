@@ -7,6 +7,7 @@
 mod error;
 mod layers;
 mod policy;
+mod repair;
 mod value;
 
 use std::collections::BTreeMap;
@@ -18,6 +19,7 @@ pub use error::{ConfigError, SettingPlace};
 use layers::Layers;
 pub use layers::{MAX_FILE_BYTES, Sources, variable_of};
 pub use policy::{Fate, Policy, Rule};
+pub use repair::RepairRules;
 pub use value::{CodeShape, Congestion, HostPort, LogFormat, LogLevel};
 
 use crate::id::{ClusterId, PeerName};
@@ -55,6 +57,9 @@ pub const NODE_SETTINGS: &[&str] = &[
     "policy.archive_all_but",
     "policy.keep_newest",
     "policy.keep_every",
+    "repair.share",
+    "repair.grace_s",
+    "repair.brake",
 ];
 
 /// All settings of a node's file for a single job. The `*` stands for the job's name, which is the
@@ -136,6 +141,8 @@ pub struct NodeConfig {
     pub high_water_percent: u8,
     /// The policy for committed steps. The daemon that serves the catalogue applies it.
     pub policy: Policy,
+    /// The rules of repair by itself. The daemon that serves the catalogue applies them.
+    pub repair: RepairRules,
 }
 
 /// The time limits of a node.
@@ -261,6 +268,7 @@ impl NodeConfig {
                 })?
                 .unwrap_or(85),
             policy: Policy::read(&layers)?,
+            repair: RepairRules::read(&layers)?,
         })
     }
 }

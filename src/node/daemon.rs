@@ -192,6 +192,7 @@ fn node_settings(config: &NodeConfig) -> NodeSettings {
         high_water_percent: config.high_water_percent,
         lease: config.timeouts.lease,
         policy: config.policy.clone(),
+        repair: config.repair,
     }
 }
 

@@ -35,7 +35,7 @@ use services::Services;
 
 use crate::catalogue::CatalogueError;
 use crate::clock::Clock;
-use crate::config::Policy;
+use crate::config::{Policy, RepairRules};
 use crate::entropy::Entropy;
 use crate::id::{ClusterId, NodeId, PeerName};
 use crate::net::Transport;
@@ -78,6 +78,8 @@ pub struct NodeSettings {
     pub lease: Duration,
     /// The policy for committed steps, which the node applies while it serves the catalogue.
     pub policy: Policy,
+    /// The rules of repair by itself, which the node applies while it serves the catalogue.
+    pub repair: RepairRules,
 }
 
 /// The resources that a node runs on.

@@ -216,7 +216,8 @@ impl BackgroundError {
             | E::ProgramOutdated { .. }
             | E::EpochOver { .. }
             | E::TooFewWitnesses { .. }
-            | E::PolicyNotApplied => ErrorKind::Unavailable,
+            | E::PolicyNotApplied
+            | E::NotRepairing => ErrorKind::Unavailable,
             E::RemovalForgotten => ErrorKind::Busy,
             E::TooManyDamagedMarks { .. } => ErrorKind::Corrupt,
         }

@@ -71,16 +71,17 @@ impl RetrySchedule {
         })
     }
 
-    /// Records that work on the save was tried and did not finish, and `why`.
+    /// Records that work on the save was tried and did not finish, and `why`. Returns the number of
+    /// failures in a row.
     pub(in crate::node) fn record_failure(
         &mut self,
         save: SaveId,
         (job, step): (&Job, Step),
         now: Duration,
         why: String,
-    ) {
+    ) -> u32 {
         if self.waits.len() >= MAX_RETRIES && !self.waits.contains_key(&save) {
-            return;
+            return 1;
         }
         let failures = self.waits.get(&save).map_or(0, |wait| wait.failures).saturating_add(1);
         let due = now.saturating_add(backoff(self.first, failures));
@@ -88,6 +89,7 @@ impl RetrySchedule {
         let is_asked_for = true;
         let wait = Retry { job: job.clone(), step, failures, why, due, is_asked_for };
         self.waits.insert(save, wait);
+        failures
     }
 
     /// Forgets the save, because its work is done.

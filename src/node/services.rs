@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::background::archiving_takeover::ArchivingTakeover;
+use super::background::automatic_repair::AutomaticRepair;
 use super::background::catch_up::CatchUpRounds;
 use super::background::keep_registered::RegistrationRenewal;
 use super::background::orphan_gc::OrphanGc;
@@ -67,6 +68,7 @@ pub(in crate::node) struct Services {
     pub(in crate::node) catch_up: Arc<CatchUpRounds>,
     pub(in crate::node) takeover: Arc<ArchivingTakeover>,
     pub(in crate::node) retention: Arc<Retention>,
+    pub(in crate::node) automatic_repair: Arc<AutomaticRepair>,
     pub(in crate::node) save_recovery: Arc<SaveRecovery>,
     pub(in crate::node) orphan_gc: Arc<OrphanGc>,
     pub(in crate::node) replica_gc: Arc<ReplicaGc>,
@@ -173,6 +175,7 @@ impl Services {
         let takeover = Arc::new(ArchivingTakeover::new(context.clone()));
         let orphan_gc = Arc::new(OrphanGc::new(context.clone(), inventory_reader, removal.clone()));
         let retention = Arc::new(Retention::new(context.clone(), removal.clone()));
+        let automatic_repair = Arc::new(AutomaticRepair::new(context.clone()));
         let save_recovery =
             Arc::new(SaveRecovery::new(context.clone(), saves.clone(), removal, retention.clone()));
         let status_report = Arc::new(StatusReport::new(
@@ -208,6 +211,7 @@ impl Services {
             catch_up,
             takeover,
             retention,
+            automatic_repair,
             save_recovery,
             orphan_gc,
             replica_gc,
@@ -218,6 +222,7 @@ impl Services {
     pub(in crate::node) fn spawn_background_work(&self, tasks: &Tasks) {
         tasks.spawn_until_stop(self.registration_renewal.clone().keep_registered());
         tasks.spawn_until_stop(self.takeover.clone().run_archiving_takeover());
+        tasks.spawn_until_stop(self.automatic_repair.clone().run_automatic_repair());
         tasks.spawn_until_stop(self.majority_checks.clone().run_majority_checks());
         tasks.spawn_until_stop(self.save_recovery.clone().run_recovery_and_retention());
         tasks.spawn_until_stop(self.orphan_gc.clone().run_cluster_orphan_gc());

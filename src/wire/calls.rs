@@ -246,6 +246,8 @@ calls! {
         /// The options.
         options: RepairOptions,
     } -> RepairEvent;
+    /// Returns how many nodes may be lost, and what is repaired by itself (semantics 11).
+    39 Anyone GetRepairStatus {} -> RepairStatus;
 
     /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
     /// [`BlockTrailer`] frame follows.
@@ -531,6 +533,14 @@ calls! {
         /// The repairer's node.
         coordinator: NodeId,
     } -> ();
+    /// Returns what this node has of a shard: its records, and of 1,024 stripes the files and
+    /// records.
+    72 Nodes SurveyShard {
+        /// The shard.
+        shard: ShardId,
+        /// The first of the stripes.
+        first: u32,
+    } -> ShardSurvey;
     /// Stores a stripe record with an added place, after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.

@@ -1,8 +1,13 @@
-//! The options of a repair, and the events that answer it.
+//! The messages about repairs: options and events of a repair, what nodes have of a shard, and the
+//! state of the repairs that nobody asks for.
 
 use serde::{Deserialize, Serialize};
 
-use crate::id::PeerName;
+use super::policy::PolicyWait;
+use crate::id::{Attempt, Job, PeerName, Step};
+
+/// Number of stripes that an answer to [`SurveyShard`](super::calls::SurveyShard) covers.
+pub const STRIPES_PER_SURVEY: u32 = 1024;
 
 /// The plan by which a repair makes pieces.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,4 +78,100 @@ pub struct RepairSummary {
     /// The nodes that do not answer, each with the number of pieces and replicas that it should
     /// have.
     pub away: Vec<(PeerName, u64)>,
+}
+
+/// Answer to [`SurveyShard`](super::calls::SurveyShard): what a node has of a shard.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardSurvey {
+    /// Whether the node has the shard's leaves.
+    pub has_leaves: bool,
+    /// Whether the node has the shard's commit mark.
+    pub has_mark: bool,
+    /// The stripes of which the node has anything, in order.
+    pub stripes: Vec<StripeSurvey>,
+}
+
+/// The undamaged files and the records of a stripe on a node.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StripeSurvey {
+    /// Index of the stripe.
+    pub index: u32,
+    /// Blocks of which the node has a replica.
+    pub replicas: Vec<u8>,
+    /// Pieces that the node has, with their attempts.
+    pub pieces: Vec<(u8, Attempt)>,
+    /// Whether the node has the stripe record.
+    pub has_record: bool,
+    /// The attempts of which the node has a receipt.
+    pub receipts: Vec<Attempt>,
+}
+
+/// Answer to [`GetRepairStatus`](super::calls::GetRepairStatus).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RepairStatus {
+    /// The percentage of the time for which repairs work by themselves; 0: they are turned off.
+    pub share_percent: u8,
+    /// The result of the last survey; `None` before the first one has ended.
+    pub survey: Option<SurveyResult>,
+    /// The repair that runs now.
+    pub running: Option<RunningRepair>,
+    /// The reason why no repair begins by itself, as a message for people.
+    pub brake: Option<String>,
+    /// Steps whose repair will be tried again; the first 64.
+    pub waiting: Vec<PolicyWait>,
+}
+
+/// The result of a survey of all committed steps.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SurveyResult {
+    /// The time since the survey ended, in milliseconds.
+    pub age_ms: u64,
+    /// Number of committed steps.
+    pub steps: u64,
+    /// Number of them that could not be surveyed, because a node did not answer or the step changed.
+    pub unknown: u64,
+    /// Number of nodes that may be lost, whichever they are, before one of the other steps cannot be
+    /// read; `None` if one of them cannot be read from the nodes that answer.
+    pub survives: Option<u32>,
+    /// Number of steps of which something is missing.
+    pub degraded: u64,
+    /// Number of pieces and replicas that are missing.
+    pub missing: u64,
+    /// Number of bytes of these pieces and replicas.
+    pub missing_bytes: u64,
+    /// The degraded steps that survive the fewest losses; at most 16.
+    pub worst: Vec<DegradedStep>,
+}
+
+/// A step of which something is missing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DegradedStep {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// Number of nodes that may be lost, whichever they are, before the step cannot be read; `None`
+    /// if it cannot be read from the nodes that answer.
+    pub survives: Option<u32>,
+    /// Number of pieces and replicas that are missing.
+    pub missing: u64,
+    /// Number of bytes of these pieces and replicas.
+    pub missing_bytes: u64,
+    /// Number of records that nodes lack.
+    pub records: u64,
+}
+
+/// A repair that runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunningRepair {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// Number of bytes of the stripes that were examined.
+    pub done_bytes: u64,
+    /// Number of bytes of all stripes of the step.
+    pub total_bytes: u64,
+    /// Number of bytes of the pieces and replicas that were made so far.
+    pub made_bytes: u64,
 }

@@ -119,34 +119,71 @@ fn stored_named(cluster: &Cluster, begin: &str) -> PathBuf {
     found.remove(0)
 }
 
-/// Follows *Replace a disk* of docs/operations.md, command by command.
-#[test]
-fn a_disk_is_replaced_as_the_page_says() {
-    let set = ["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"];
-    let mut cluster = Cluster::start(7, &set);
+/// Returns a cluster of seven nodes with an archived and a replicated step.
+fn saved_cluster(set: &[&str]) -> Cluster {
+    let common = ["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB"];
+    let cluster = Cluster::start(7, &[&common[..], set].concat());
     let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| (at * 13 + at / 900) as u8).collect();
     cluster.write("weights", &bytes);
     for step in ["job/1", "job/2"] {
         cluster.run(&format!("save {step} weights")).ok();
     }
     cluster.run("archive job/1").ok();
-    let of_node = |cluster: &Cluster, end: &str| {
+    cluster
+}
+
+/// Returns the pieces and the replicas of node n3 with their bytes.
+fn parts_of_n3(cluster: &Cluster) -> [Vec<(PathBuf, Vec<u8>)>; 2] {
+    [".pc", ".rep"].map(|end| {
         let mut files = stored(cluster, end);
         files.retain(|path| path.to_string_lossy().contains("nodes/n3/"));
-        files
-    };
-    let read = |paths: &[PathBuf]| -> Vec<(PathBuf, Vec<u8>)> {
-        paths.iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
-    };
-    let before = [".pc", ".rep"].map(|end| read(&of_node(&cluster, end)));
-    assert!(before.iter().all(|files| !files.is_empty()));
+        let read = |path: PathBuf| {
+            let bytes = std::fs::read(&path).unwrap();
+            (path, bytes)
+        };
+        files.into_iter().map(read).collect()
+    })
+}
 
+/// Stops n3 and starts it with an empty data folder. Returns what it had.
+fn empty_disk_of_n3(cluster: &mut Cluster) -> [Vec<(PathBuf, Vec<u8>)>; 2] {
+    let before = parts_of_n3(cluster);
+    assert!(before.iter().all(|files| !files.is_empty()));
     drop(cluster.daemons.remove(2));
     let (data, _) = before[0][0].0.to_str().unwrap().split_once("/shards/").unwrap();
     std::fs::remove_dir_all(data).unwrap();
     let daemon = Daemon::start(cluster.folder.path(), &cluster.config(3), &[]).ready();
     cluster.daemons.push(daemon);
     cluster.until("the node is live", |all| all.iter().all(|node| node["live"] == true));
+    before
+}
+
+/// Follows *Replace a disk* of docs/operations.md: nothing is done but to start the node.
+#[test]
+fn a_disk_is_replaced_and_the_rest_happens_by_itself() {
+    let mut cluster = saved_cluster(&["repair.grace_s=1", "repair.share=100"]);
+    let before = empty_disk_of_n3(&mut cluster);
+    let repair = |cluster: &Cluster| cluster.run("status --json").ok().json()["repair"].clone();
+    cluster.until("everything is made again", |_| {
+        let survey = &repair(&cluster)["survey"];
+        survey["degraded"] == 0 && parts_of_n3(&cluster) == before
+    });
+    let status = cluster.run("status").ok();
+    let first = status.out.lines().next().unwrap();
+    assert!(
+        first.starts_with("safety: any 1 more node may be lost; 2 checkpoints, surveyed"),
+        "{status:?}"
+    );
+    assert_eq!(repair(&cluster)["waiting"].as_array().unwrap().len(), 0);
+    let verified = cluster.run("verify job/1").ok();
+    assert!(verified.out.contains("all is whole; any 2 more nodes may be lost"), "{verified:?}");
+}
+
+/// Follows *Replace a disk* of docs/operations.md for a person who does not wait.
+#[test]
+fn a_disk_is_replaced_and_repaired_at_once() {
+    let mut cluster = saved_cluster(&[]);
+    let before = empty_disk_of_n3(&mut cluster);
 
     let missing = cluster.run("repair --node n3 --dry-run --json");
     assert_eq!(missing.code, 1, "{missing:?}");
@@ -161,7 +198,7 @@ fn a_disk_is_replaced_as_the_page_says() {
     let repaired = cluster.run("repair --node n3").ok();
     let line = format!("repaired job/1: {} pieces", before[0].len());
     assert!(repaired.out.contains(&line), "{repaired:?}");
-    assert_eq!([".pc", ".rep"].map(|end| read(&of_node(&cluster, end))), before);
+    assert_eq!(parts_of_n3(&cluster), before);
     let verified = cluster.run("verify job/1").ok();
     assert!(verified.out.contains("all is whole; any 2 more nodes may be lost"), "{verified:?}");
     let again = cluster.run("repair").ok();

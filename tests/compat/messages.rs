@@ -60,7 +60,7 @@ impl Calls {
         self
     }
 
-    fn both<C: Call + PartialEq + 'static>(&mut self, call: C, answer: C::Answer) -> &mut Self
+    pub fn both<C: Call + PartialEq + 'static>(&mut self, call: C, answer: C::Answer) -> &mut Self
     where
         C::Answer: PartialEq + 'static,
     {

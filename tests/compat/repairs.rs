@@ -2,11 +2,13 @@
 
 use rapidraid::id::Step;
 use rapidraid::wire::calls::{
-    RepairEvent, RepairMode, RepairOptions, RepairPlan, RepairStep, RepairSummary,
+    DegradedStep, GetRepairStatus, RepairEvent, RepairMode, RepairOptions, RepairPlan, RepairStatus,
+    RepairStep, RepairSummary, RunningRepair, ShardSurvey, StripeSurvey, SurveyResult, SurveyShard,
 };
+use rapidraid::wire::policy::PolicyWait;
 
 use crate::messages::Calls;
-use crate::records::root;
+use crate::records::{ATTEMPT, root};
 
 /// Adds the requests and events of a repair.
 pub fn repair_events(calls: &mut Calls) {
@@ -25,5 +27,57 @@ pub fn repair_events(calls: &mut Calls) {
             RepairEvent::Progress { done_bytes, total_bytes, made_bytes },
         )
         .answer::<RepairStep>(", note", RepairEvent::Note("no spare".into()))
-        .answer::<RepairStep>(", done", RepairEvent::Done(summary));
+        .answer::<RepairStep>(", done", RepairEvent::Done(summary))
+        .both(GetRepairStatus {}, status())
+        .answer::<GetRepairStatus>(", none", RepairStatus::default())
+        .both(SurveyShard { shard: root().shard, first: 1024 }, survey())
+        .answer::<SurveyShard>(", nothing", ShardSurvey::default());
+}
+
+fn survey() -> ShardSurvey {
+    let stripe = StripeSurvey {
+        index: 300,
+        replicas: vec![1, 2],
+        pieces: vec![(15, ATTEMPT)],
+        has_record: true,
+        receipts: vec![ATTEMPT],
+    };
+    ShardSurvey { has_leaves: true, has_mark: true, stripes: vec![stripe] }
+}
+
+fn status() -> RepairStatus {
+    let (job, step) = (root().job, Step(1000));
+    let (missing, missing_bytes) = (305, 1 << 40);
+    let worst = DegradedStep {
+        job: job.clone(),
+        step,
+        survives: Some(1),
+        missing,
+        missing_bytes,
+        records: 306,
+    };
+    let survey = SurveyResult {
+        age_ms: 300,
+        steps: 301,
+        unknown: 302,
+        survives: Some(1),
+        degraded: 303,
+        missing,
+        missing_bytes,
+        worst: vec![DegradedStep { survives: None, ..worst.clone() }, worst],
+    };
+    let running = RunningRepair {
+        job: job.clone(),
+        step,
+        done_bytes: 300,
+        total_bytes: 301,
+        made_bytes: 1 << 30,
+    };
+    RepairStatus {
+        share_percent: 25,
+        survey: Some(survey),
+        running: Some(running),
+        brake: Some("5 of 16 storage nodes went away together".into()),
+        waiting: vec![PolicyWait { job, step, failures: 300, why: "node-3 is full".into() }],
+    }
 }

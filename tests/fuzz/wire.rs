@@ -82,6 +82,7 @@ const CALLS: &[Laws] = laws![
     LabelStep,
     ListLabels,
     RepairStep,
+    GetRepairStatus,
     PutBlock,
     PutRecord,
     GetRecord,
@@ -120,6 +121,7 @@ const CALLS: &[Laws] = laws![
     CatchUp,
     ListDamagedMarks,
     PutLeaves,
+    SurveyShard,
     PutPlaces,
 ];
 

@@ -27,7 +27,7 @@ use power::{Host, Leaves, Power, PoweredKv};
 use rapidraid::client::{
     Client, ClientError, NewShard, NodeReport, ProgressFn, RestoreRequest, SaveOptions,
 };
-use rapidraid::config::{DEFAULT_LEASE, Policy, Rule};
+use rapidraid::config::{DEFAULT_LEASE, Policy, RepairRules, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::records::Standing;
 use rapidraid::id::{ClusterId, Job, LaunchId, PeerName, Step};
@@ -122,6 +122,7 @@ pub struct World {
     pub codes: Vec<(u8, u8)>,
     pub lease: Duration,
     pub policy: Policy,
+    pub repair: RepairRules,
     /// The workers of the clients.
     pub workers: Workers,
     /// The workers of the daemons. They run inline: with a paused clock, time would jump while a
@@ -216,6 +217,7 @@ impl World {
             codes: codes.to_vec(),
             lease: DEFAULT_LEASE,
             policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
+            repair: RepairRules::OFF,
             workers: Workers::new(4),
             node_workers: Workers::inline(),
             doors: BTreeMap::new(),
@@ -276,6 +278,7 @@ impl World {
             high_water_percent: 85,
             lease: self.lease,
             policy: self.policy.clone(),
+            repair: self.repair,
         };
         let parts = NodeParts {
             store,

@@ -9,13 +9,12 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream;
 
-use super::judge_stripe::{
-    ExaminedStripe, HeldItem, JudgedFault, StripeJudgement, SurvivableLossCache,
-};
+use super::judge_stripe::{ExaminedStripe, HeldItem, JudgedFault, StripeJudgement};
 use super::report::{AbsentNode, Fault, VerifyReport};
 use crate::client::restore::plan_and_read::{BY_MARKS, MAX_MOVES};
 use crate::client::restore::selection::ShardSelection;
 use crate::client::{Client, ClientError, Progress, ProgressFn};
+use crate::code::SurvivableLossCache;
 use crate::format::digest;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};
 use crate::id::{Attempt, Job, NodeId, PeerName, Step, StripeId};

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 
-use crate::code::{Code, CodeId, Layout, NodeShare, survivable_losses, table};
+use crate::code::{Code, Layout, NodeShare, SurvivableLossCache, table};
 use crate::format::digest;
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
@@ -95,11 +95,6 @@ pub(in crate::client) struct StripeJudgement {
     pub file_bytes: u64,
     pub records: u64,
 }
-
-/// Cached results of [`survivable_losses`]. Stripes differ in their nodes, but rarely in the parts
-/// that these hold.
-pub(in crate::client) type SurvivableLossCache =
-    HashMap<(Vec<NodeShare>, Vec<u8>, Option<CodeId>), Option<usize>>;
 
 /// The records of a stripe, and the answers of its nodes.
 pub(in crate::client) struct ExaminedStripe<'a> {
@@ -396,17 +391,8 @@ impl ExaminedStripe<'_> {
             if is_classical {
                 shares.values_mut().for_each(|share| share.pieces.extend(&past_end));
             }
-            let mut shares: Vec<NodeShare> = shares.into_values().collect();
-            shares.sort();
-            let key = (shares, wanted, code.as_ref().map(Code::id));
-            let survives = match cache.get(&key) {
-                Some(survives) => *survives,
-                None => {
-                    let survives = survivable_losses(&key.1, code.as_ref(), &key.0);
-                    cache.insert(key, survives);
-                    survives
-                }
-            }?;
+            let shares = shares.into_values().collect();
+            let survives = cache.survivable_losses(wanted, code.as_ref(), shares)?;
             least = Some(least.map_or(survives, |least: usize| least.min(survives)));
         }
         least

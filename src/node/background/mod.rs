@@ -1,12 +1,15 @@
 //! Work that a node does without a request: it registers, catches up, retries failed work, and
-//! finishes what others left unfinished. The catalogue server also applies the policy and collects
-//! orphans.
+//! finishes what others left unfinished. The catalogue server also applies the policy, repairs what
+//! nodes have lost and collects orphans.
 
 pub(super) mod archiving_takeover;
+pub(super) mod automatic_repair;
+pub(super) mod away_nodes;
 pub(super) mod catch_up;
 pub(super) mod error;
 pub(super) mod keep_registered;
 pub(super) mod orphan_gc;
+pub(super) mod repair_survey;
 pub(super) mod replica_gc;
 pub(super) mod retention;
 pub(super) mod save_recovery;

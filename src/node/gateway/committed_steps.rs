@@ -270,7 +270,8 @@ impl CommittedSteps {
         };
         let coordinator = self.context.coordinator();
         let work = |events: mpsc::Sender<RepairEvent>| async move {
-            let repair = coordinator.repair_step(call.job.at(call.step), call.options, &events);
+            let step_ref = call.job.at(call.step);
+            let repair = coordinator.repair_step(step_ref, call.options, None, &events);
             repair.await.inspect_err(|error| {
                 tracing::warn!(job = %call.job, step = %call.step, %error, "repair stopped");
             })

@@ -18,19 +18,19 @@ use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
 use crate::node::services::Services;
 use crate::node::standings::get_standing;
-use crate::node::storage::node_inventory::{list_inventory, list_marked_saves};
+use crate::node::storage::node_inventory::{list_inventory, list_marked_saves, survey_shard};
 use crate::pipeline::executor::IncomingStream;
 use crate::wire::calls::{
     ALL, AbortSave, ArchiveStep, BeginLaunchSave, BeginSave, CatchUp, ClaimEpoch, CommitSave,
     CompareAndSetKey, CompareAndSetKeyGuarded, CompleteShard, CopyReplica, DropReplicas,
-    ExamineStripe, FindRemovedSaves, GetKey, GetNodeStatus, GetPolicyStatus, GetRecord,
+    ExamineStripe, FindRemovedSaves, GetKey, GetNodeStatus, GetPolicyStatus, GetRecord, GetRepairStatus,
     GetShardState, GetStanding, GrantLease, Hello, JoinSave, LabelStep, ListCompletedShards,
     ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListLabels, ListLaunches,
     ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves, ListSources,
     ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutLeaves, PutMark, PutPlaces,
     PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterLaunch,
     RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode, RemoveStep, RenewLease, RepairStep,
-    ReservePart, RevokeLease, RunPart, ShowStep, TouchLease, TransferCatalogue, VerifyFile,
+    ReservePart, RevokeLease, RunPart, ShowStep, SurveyShard, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
@@ -306,6 +306,9 @@ impl RpcServer {
             GetPolicyStatus::NUMBER => {
                 reply!(GetPolicyStatus => |call| self.services.retention.get_policy_status(call))
             }
+            GetRepairStatus::NUMBER => {
+                reply!(GetRepairStatus => |call| self.services.automatic_repair.get_repair_status(call))
+            }
             PutRecord::NUMBER => {
                 reply!(PutRecord => |call| self.services.shard_records.put_record(call))
             }
@@ -411,6 +414,9 @@ impl RpcServer {
             }
             ListInventory::NUMBER => {
                 reply!(ListInventory => |call| list_inventory(&self.context, call))
+            }
+            SurveyShard::NUMBER => {
+                reply!(SurveyShard => |call| survey_shard(&self.context, call))
             }
             ArchiveStep::NUMBER => self.services.steps.archive_step(request, served).await,
             RepairStep::NUMBER => self.services.steps.repair_step(request, served).await,

@@ -1,8 +1,9 @@
 //! Inventory of this node, page by page: the evidence for a rebuild of a lost catalogue
-//! (docs/semantics.md, 8), and the marks that readers use while no catalogue answers (6).
+//! (docs/semantics.md, 8), the marks that readers use while no catalogue answers (6), and the
+//! contents of a shard by which the catalogue server finds what is missing (11).
 
 use super::fencing::read_marked_save;
-use super::record_names::{LEAVES, MARK, RECEIPT_PREFIX};
+use super::record_names::{LEAVES, MARK, RECEIPT_PREFIX, RECORD};
 use crate::format::file::FileName;
 use crate::format::records::{Leaves, Receipt, Record};
 use crate::id::{SaveId, ShardId, StripeId};
@@ -10,8 +11,8 @@ use crate::node::context::NodeContext;
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
-    InventoryPage, ListInventory, ListMarkedSaves, MarkedSave, MarkedSavesPage, ShardHolding,
-    StripeHolding,
+    InventoryPage, ListInventory, ListMarkedSaves, MarkedSave, MarkedSavesPage, STRIPES_PER_SURVEY,
+    ShardHolding, ShardSurvey, StripeHolding, StripeSurvey, SurveyShard,
 };
 
 /// Maximum number of shards in a page.
@@ -38,6 +39,14 @@ pub(in crate::node) async fn list_marked_saves(
     context
         .run_on_store(move |store| read_marked_saves_page(store, call.after, MARKS_PER_PAGE))
         .await
+}
+
+/// Returns what this node has of a shard, for the stripes from `call.first` on.
+pub(in crate::node) async fn survey_shard(
+    context: &NodeContext,
+    call: SurveyShard,
+) -> Result<ShardSurvey, RemoteError> {
+    context.run_on_store(move |store| read_shard_survey(store, call.shard, call.first)).await
 }
 
 /// Returns a page of the marked saves, in order. Reads the marks of at most `max_shards` shards.
@@ -186,6 +195,43 @@ fn read_stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding,
         }
     }
     Ok(held)
+}
+
+/// Records count if they are there: a node that finds a damaged one has its copy replaced (6).
+fn read_shard_survey(
+    store: &Store,
+    shard: ShardId,
+    first: u32,
+) -> Result<ShardSurvey, StoreError> {
+    let records = store.list_record_files(RecordScope::Shard(shard))?;
+    let has_record = |wanted| records.iter().any(|(name, _)| name == wanted);
+    let (has_leaves, has_mark) = (has_record(LEAVES), has_record(MARK));
+    let mut survey = ShardSurvey { has_leaves, has_mark, stripes: Vec::new() };
+    let behind = first.checked_sub(1);
+    for stripe in store.list_stripes(shard, behind, STRIPES_PER_SURVEY as usize)? {
+        if stripe.index >= first.saturating_add(STRIPES_PER_SURVEY) {
+            break;
+        }
+        survey.stripes.push(read_stripe_survey(store, stripe)?);
+    }
+    Ok(survey)
+}
+
+fn read_stripe_survey(store: &Store, stripe: StripeId) -> Result<StripeSurvey, StoreError> {
+    let mut survey = StripeSurvey { index: stripe.index, ..StripeSurvey::default() };
+    for info in store.list_undamaged_files(stripe)? {
+        match info.content.name() {
+            FileName::Replica { block } => survey.replicas.push(block),
+            FileName::Piece { piece, attempt } => survey.pieces.push((piece, attempt)),
+        }
+    }
+    for (name, _) in store.list_record_files(RecordScope::Stripe(stripe))? {
+        survey.has_record |= name == RECORD;
+        if let Some(Ok(attempt)) = name.strip_prefix(RECEIPT_PREFIX).map(str::parse) {
+            survey.receipts.push(attempt);
+        }
+    }
+    Ok(survey)
 }
 
 #[cfg(test)]

@@ -72,6 +72,12 @@ pub enum CoordinatorError {
         /// The step.
         what: String,
     },
+    /// The repair of the step was stopped, because it is to be done in another way.
+    #[error("the repair of {what} was stopped")]
+    RepairStopped {
+        /// The step.
+        what: String,
+    },
     /// The receipts on the nodes contradict each other, or there is none.
     #[error(
         "stripe {stripe}: {found} different receipts were found and do not say where its pieces are{}; nothing was written. `rapidraid verify` shows what the nodes have",
@@ -202,6 +208,7 @@ impl CoordinatorError {
             CoordinatorError::Fenced { .. } => ErrorKind::Fenced,
             CoordinatorError::NoCode { .. } => ErrorKind::Invalid,
             CoordinatorError::Deferred { .. }
+            | CoordinatorError::RepairStopped { .. }
             | CoordinatorError::NoSpare { .. }
             | CoordinatorError::BlockUnreachable { .. }
             | CoordinatorError::Unregistered { .. } => ErrorKind::Unavailable,

@@ -34,4 +34,4 @@ mod watch_request;
 pub use archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 pub use error::CoordinatorError;
 pub(crate) use receipts::ArchivedAttempt;
-pub use step_repair::RepairEventSender;
+pub use step_repair::{RepairEventSender, RepairRestraint, StripesByShard};

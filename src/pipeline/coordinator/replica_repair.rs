@@ -92,6 +92,10 @@ impl ReplicaRepair<'_> {
             if self.answering.contains(&node) || blocks.iter().all(|block| copies(block) >= 2) {
                 continue;
             }
+            if self.task.restraint.is_some_and(|restraint| restraint.awaited.contains(&node)) {
+                *outcome.away.entry(node).or_default() += blocks.len() as u64;
+                continue;
+            }
             let Some(spare) = spares.take(&places, position, |_| false) else {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 let name = directory.name(node);

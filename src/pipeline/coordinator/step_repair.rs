@@ -1,7 +1,10 @@
 //! The repair of a committed step: it takes one shard after the other and makes again what nodes
 //! have lost of it (docs/semantics.md, 11).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream;
@@ -14,7 +17,7 @@ use super::stripe_repair::StripeOutcome;
 use super::{Coordinator, list_shard_roots};
 use crate::catalogue::record_access::{ArchiveRequest, archive_request_key, read_record};
 use crate::format::records::{Saved, ShardRoot};
-use crate::id::{LeaseId, NodeId, StepRef};
+use crate::id::{LeaseId, NodeId, ShardId, StepRef};
 use crate::kind::ErrorKind;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
 
@@ -29,11 +32,40 @@ const MAX_NOTES: u64 = 1000;
 /// continues.
 pub type RepairEventSender = mpsc::Sender<RepairEvent>;
 
+/// Longest pause after the repair of a stripe.
+const MAX_PAUSE: Duration = Duration::from_secs(600);
+
+/// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
+pub type StripesByShard = BTreeMap<ShardId, BTreeSet<u32>>;
+
+/// The restraint of a repair that nobody has asked for.
+#[derive(Debug, Clone, Default)]
+pub struct RepairRestraint {
+    /// Nodes that are away and may come back: no spare takes their place.
+    pub awaited: BTreeSet<NodeId>,
+    /// The percentage of the time for which the repair works. It pauses for the rest, and owns no
+    /// shard meanwhile.
+    pub share_percent: u8,
+    /// The stripes that are repaired.
+    pub stripes: StripesByShard,
+    /// Set when the repair is to end before its next stripe.
+    pub stop: Arc<AtomicBool>,
+}
+
+impl RepairRestraint {
+    /// Returns the pause after work of this duration.
+    fn pause_after(&self, work: Duration) -> Duration {
+        let share = u32::from(self.share_percent.clamp(1, 100));
+        (work.saturating_mul(100 - share) / share).min(MAX_PAUSE)
+    }
+}
+
 /// The request that a repair carries out.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RepairTask<'a> {
     pub step_ref: StepRef<'a>,
     pub options: RepairOptions,
+    pub restraint: Option<&'a RepairRestraint>,
     /// The revision of the step's archive request when the repair began; `None` if there was none.
     request_revision: Option<u64>,
 }
@@ -59,11 +91,13 @@ impl Coordinator {
     /// # Errors
     /// [`CoordinatorError::NotFound`] if the step is not committed; [`CoordinatorError::Owned`] if a
     /// live coordinator archives or repairs it; [`CoordinatorError::ArchivingRequested`] if the
-    /// archiving was asked for meanwhile; [`CoordinatorError::Fenced`] if the step was removed.
+    /// archiving was asked for meanwhile; [`CoordinatorError::Fenced`] if the step was removed;
+    /// [`CoordinatorError::RepairStopped`] if the restraint stopped it.
     pub async fn repair_step(
         &self,
         step_ref: StepRef<'_>,
         options: RepairOptions,
+        restraint: Option<&RepairRestraint>,
         events: &RepairEventSender,
     ) -> Result<(), CoordinatorError> {
         let saved = self.find_committed(step_ref).await?;
@@ -78,7 +112,7 @@ impl Coordinator {
         let request_revision = request.map(|(_, revision)| revision);
         let mut repair = StepRepair {
             coordinator: self,
-            task: RepairTask { step_ref, options, request_revision },
+            task: RepairTask { step_ref, options, restraint, request_revision },
             saved,
             lease: keeper.lease,
             events,
@@ -108,35 +142,82 @@ impl Coordinator {
 
 impl StepRepair<'_> {
     async fn repair_shards(&mut self) -> Result<(), CoordinatorError> {
-        let roots = list_shard_roots(&*self.coordinator.catalogue, self.saved.save).await?;
-        self.total_bytes = roots.iter().map(|root| root.len_bytes).sum();
-        self.send_progress().await;
+        let mut roots = list_shard_roots(&*self.coordinator.catalogue, self.saved.save).await?;
+        if let Some(restraint) = self.task.restraint {
+            roots.retain(|root| restraint.stripes.contains_key(&root.shard));
+        }
+        let mut shards = Vec::new();
         for root in roots {
-            let shard = OwnedShard::take_ownership(self.coordinator, root, self.lease).await?;
-            let result = self.repair_owned_shard(&shard).await;
-            if let Err(error) = shard.release_ownership(self.coordinator).await {
-                tracing::info!(shard = %shard.root.name, %error, "a shard was not released: it becomes free when its owner's lease ends");
-            }
-            result?;
+            let stripes = self.list_stripes(&root)?;
+            self.total_bytes += stripes.iter().map(|(_, len_bytes)| len_bytes).sum::<u64>();
+            shards.push((root, stripes.into_iter().map(|(index, _)| index).collect()));
+        }
+        self.send_progress().await;
+        for (root, stripes) in shards {
+            self.repair_shard(root, stripes).await?;
         }
         Ok(())
     }
 
-    async fn repair_owned_shard(&mut self, shard: &OwnedShard) -> Result<(), CoordinatorError> {
-        let parallel = match self.task.options.parallel {
-            0 => DEFAULT_PARALLEL,
-            some => usize::from(some).min(MAX_PARALLEL),
+    /// Returns the stripes of a shard that are repaired, each with its length in bytes.
+    fn list_stripes(&self, root: &ShardRoot) -> Result<Vec<(u32, u64)>, CoordinatorError> {
+        let geometry =
+            root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()))?;
+        let only = self.task.restraint.map(|restraint| &restraint.stripes);
+        let is_repaired = |index: &u32| {
+            only.and_then(|only| only.get(&root.shard)).is_none_or(|only| only.contains(index))
+        };
+        let stripes = (0..geometry.stripes()).filter(is_repaired);
+        Ok(stripes.filter_map(|at| Some((at, geometry.stripe(at)?.len_bytes))).collect())
+    }
+
+    /// Repairs a shard: these of its stripes, and then its records. The shard has no owner during
+    /// pauses.
+    async fn repair_shard(
+        &mut self,
+        root: ShardRoot,
+        mut stripes: VecDeque<u32>,
+    ) -> Result<(), CoordinatorError> {
+        let mut lacking = BTreeSet::new();
+        loop {
+            let owned = OwnedShard::take_ownership(self.coordinator, root.clone(), self.lease);
+            let shard = owned.await?;
+            let mut result = self.repair_until_pause(&shard, &mut stripes, &mut lacking).await;
+            if let Ok(None) = result {
+                result = self.repair_records(&shard, &lacking).await.map(|()| None);
+            }
+            if let Err(error) = shard.release_ownership(self.coordinator).await {
+                tracing::info!(shard = %shard.root.name, %error, "a shard was not released: it becomes free when its owner's lease ends");
+            }
+            match result? {
+                None => return Ok(()),
+                Some(pause) => self.coordinator.clock.sleep(pause).await,
+            }
+        }
+    }
+
+    /// Repairs the first of `stripes`, and takes them off. Returns the length of the pause if the
+    /// repair is to pause before the others. Adds the nodes that still lack something to `lacking`.
+    async fn repair_until_pause(
+        &mut self,
+        shard: &OwnedShard,
+        stripes: &mut VecDeque<u32>,
+        lacking: &mut BTreeSet<NodeId>,
+    ) -> Result<Option<Duration>, CoordinatorError> {
+        let parallel = match (self.task.restraint, self.task.options.parallel) {
+            (Some(_), _) => 1,
+            (None, 0) => DEFAULT_PARALLEL,
+            (None, some) => usize::from(some).min(MAX_PARALLEL),
         };
         let (coordinator, task) = (self.coordinator, self.task);
-        let stripes = shard.stripe_states().await.len() as u32;
-        let mut running = stream::iter(0..stripes)
+        let mut running = stream::iter(std::iter::from_fn(|| stripes.pop_front()))
             .map(|index| async move {
+                let begun_at = coordinator.clock.now();
                 let outcome = coordinator.repair_stripe(shard, index, task).await;
-                (shard.stripe_bytes(index), outcome)
+                (shard.stripe_bytes(index), coordinator.clock.now() - begun_at, outcome)
             })
             .buffer_unordered(parallel);
-        let mut lacking = BTreeSet::new();
-        while let Some((bytes, outcome)) = running.next().await {
+        while let Some((bytes, took, outcome)) = running.next().await {
             let outcome = match outcome {
                 Ok(outcome) => outcome,
                 Err(error) if ends_the_repair(&error) => return Err(error),
@@ -149,13 +230,27 @@ impl StepRepair<'_> {
                 }
             };
             self.done_bytes += bytes;
-            self.add_outcome(&shard.root, outcome, &mut lacking).await;
+            let has_worked = outcome.made_bytes > 0 || !outcome.problems.is_empty();
+            self.add_outcome(&shard.root, outcome, lacking).await;
             self.send_progress().await;
+            let pause = task.restraint.map(|restraint| restraint.pause_after(took));
+            if has_worked && pause.is_some_and(|pause| !pause.is_zero()) {
+                return Ok(pause);
+            }
         }
-        drop(running);
+        Ok(None)
+    }
+
+    /// Makes sure that the nodes of a shard have its records.
+    async fn repair_records(
+        &mut self,
+        shard: &OwnedShard,
+        lacking: &BTreeSet<NodeId>,
+    ) -> Result<(), CoordinatorError> {
+        let (coordinator, task) = (self.coordinator, self.task);
         coordinator.ensure_may_go_on(shard, task).await?;
         let outcome =
-            coordinator.repair_shard_records(shard, &self.saved, &lacking, task.options).await;
+            coordinator.repair_shard_records(shard, &self.saved, lacking, task.options).await;
         let outcome = match outcome {
             Ok(outcome) => outcome,
             Err(error) if ends_the_repair(&error) => return Err(error),
@@ -234,6 +329,9 @@ impl Coordinator {
         shard: &OwnedShard,
         task: RepairTask<'_>,
     ) -> Result<(), CoordinatorError> {
+        if task.restraint.is_some_and(|restraint| restraint.stop.load(Ordering::Relaxed)) {
+            return Err(CoordinatorError::RepairStopped { what: task.step_ref.to_string() });
+        }
         shard.confirm_ownership(self).await?;
         let now = self.find_archive_request(task.step_ref).await?.map(|(_, revision)| revision);
         // A request that has ended asks for nothing.
@@ -249,6 +347,7 @@ pub(super) fn ends_the_repair(error: &CoordinatorError) -> bool {
     let is_for_step = matches!(
         error,
         CoordinatorError::ArchivingRequested { .. }
+            | CoordinatorError::RepairStopped { .. }
             | CoordinatorError::Owned { .. }
             | CoordinatorError::Catalogue(_)
     );

@@ -78,7 +78,7 @@ impl Stripe {
             answers: &self.answers,
             with_shard: false,
         };
-        examined.judge_stripe(&mut SurvivableLossCache::new())
+        examined.judge_stripe(&mut SurvivableLossCache::default())
     }
 }
 

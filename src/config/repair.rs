@@ -1,0 +1,47 @@
+//! The settings of repair by itself (docs/semantics.md, 11).
+
+use std::time::Duration;
+
+use super::error::ConfigError;
+use super::layers::{Layers, Value};
+
+/// The default share of the time for which repairs work.
+const DEFAULT_SHARE_PERCENT: u8 = 25;
+/// The default time after which a node that is away is given up.
+const DEFAULT_GRACE: Duration = Duration::from_secs(120);
+/// The default share of the storage nodes that may be away.
+const DEFAULT_BRAKE_PERCENT: u8 = 15;
+
+/// The rules by which the catalogue server repairs by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RepairRules {
+    /// The percentage of the time for which repairs work; they pause for the rest of it. 0: nothing
+    /// is repaired by itself.
+    pub share_percent: u8,
+    /// The time after which a node that is away is given up, and after which a step that stays
+    /// degraded is repaired.
+    pub grace: Duration,
+    /// The percentage of the storage nodes that may be away. While more are, no repair begins.
+    pub brake_percent: u8,
+}
+
+impl RepairRules {
+    /// The rules by which nothing is repaired by itself.
+    pub const OFF: RepairRules = RepairRules {
+        share_percent: 0,
+        grace: DEFAULT_GRACE,
+        brake_percent: DEFAULT_BRAKE_PERCENT,
+    };
+
+    pub(super) fn read(layers: &Layers<'_>) -> Result<Self, ConfigError> {
+        let percent = |value: &Value| {
+            u8::try_from(value.integer()?).ok().filter(|percent| *percent <= 100)
+        };
+        let read = |key| layers.get(key, "a whole number of percent, 0 to 100", percent);
+        Ok(Self {
+            share_percent: read("repair.share")?.unwrap_or(DEFAULT_SHARE_PERCENT),
+            grace: super::seconds(layers, "repair.grace_s", DEFAULT_GRACE)?,
+            brake_percent: read("repair.brake")?.unwrap_or(DEFAULT_BRAKE_PERCENT),
+        })
+    }
+}

@@ -1,0 +1,437 @@
+//! Repair by itself: the catalogue server surveys the committed steps, and repairs the degraded ones
+//! (docs/semantics.md, 11).
+//!
+//! Nothing here is durable, and nothing depends on what is remembered: a repair examines the step
+//! itself.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::away_nodes::AwayNodes;
+use super::error::BackgroundError;
+use super::repair_survey::{StepHealth, StepSurvey, survey_save};
+use crate::catalogue::key_scan::KeyScan;
+use crate::catalogue::record_access::{CHECKPOINTS, parse_checkpoint_key, parse_record};
+use crate::code::SurvivableLossCache;
+use crate::format::records::Checkpoint;
+use crate::id::{Job, SaveId, Step};
+use crate::kind::ErrorKind;
+use crate::node::context::NodeContext;
+use crate::node::retry_schedule::{RetrySchedule, scan_interval};
+use crate::pipeline::coordinator::{CoordinatorError, RepairRestraint};
+use crate::topology::Directory;
+use crate::wire::RemoteError;
+use crate::wire::calls::{
+    DegradedStep, GetRepairStatus, RepairEvent, RepairMode, RepairOptions, RepairPlan,
+    RepairStatus, RepairSummary, RunningRepair, SurveyResult,
+};
+
+/// Shortest time between two surveys, unless the list of live nodes changes.
+const SURVEY_INTERVAL: Duration = Duration::from_secs(10);
+/// A survey follows the last one after this many times its duration, ...
+const SURVEY_WAIT: u32 = 20;
+/// ... or after this many, when the list of live nodes has changed or a repair has ended.
+const SOON_SURVEY_WAIT: u32 = 4;
+/// Number of repairs in a row that leave something, after which a step is not repaired again until
+/// its nodes or what is missing change.
+const TRIES: u32 = 3;
+/// Maximum number of degraded steps that are remembered, the worst ones. When these are repaired, a
+/// further survey finds more.
+const MAX_DEGRADED: usize = 4096;
+/// Maximum number of degraded and of waiting steps that `status` names.
+const MAX_WORST: usize = 16;
+const MAX_WAITING: usize = 64;
+/// Number of events of a repair that may be queued.
+const EVENTS: usize = 64;
+
+/// One stripe at a time, so that the pauses hold for all of them.
+const OPTIONS: RepairOptions =
+    RepairOptions { mode: RepairMode::Repair, plan: RepairPlan::Chain, parallel: 1 };
+
+/// A degraded step.
+#[derive(Debug, Clone)]
+struct Degraded {
+    job: Job,
+    step: Step,
+    save: SaveId,
+    saved_at: u64,
+    health: StepHealth,
+    /// The end of the first survey that found it degraded, of those in a row.
+    since: Duration,
+}
+
+impl Degraded {
+    /// Returns the key by which steps are repaired: first the one that survives the fewest losses,
+    /// then the oldest.
+    fn order(&self) -> (Option<u32>, u64, SaveId) {
+        (self.health.survives, self.saved_at, self.save)
+    }
+}
+
+/// A repair after which nothing was left that could be made.
+struct Settled {
+    /// The version of the list of nodes.
+    version: u64,
+    /// The health of the step before the repair.
+    health: StepHealth,
+}
+
+/// The state that the rounds share with the repair that runs and with the calls that report it.
+struct RepairLedger {
+    /// The result of the last survey, and the time at which it ended.
+    survey: Option<(SurveyResult, Duration)>,
+    running: Option<RunningRepair>,
+    brake: Option<String>,
+    /// Steps whose repair failed.
+    retries: RetrySchedule,
+    settled: HashMap<SaveId, Settled>,
+    /// Whether a repair has ended since the last survey began.
+    wants_survey: bool,
+}
+
+/// The state of the rounds.
+#[derive(Default)]
+struct Rounds {
+    nodes: AwayNodes,
+    /// The degraded steps of the last survey, in the order in which they are repaired.
+    degraded: Vec<Degraded>,
+    /// The version of the list of nodes at the last survey.
+    surveyed_version: u64,
+    last_survey: Option<LastSurvey>,
+    running: Option<Running>,
+}
+
+/// A repair that runs.
+struct Running {
+    task: JoinHandle<()>,
+    /// Set to make it end before its next stripe.
+    stop: Arc<AtomicBool>,
+    /// Number of losses that the step survived before it.
+    survives: Option<u32>,
+}
+
+impl Rounds {
+    fn is_running(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| !running.task.is_finished())
+    }
+
+    /// Makes the repair that runs end before its next stripe.
+    fn stop_running(&self) {
+        if let Some(running) = &self.running {
+            running.stop.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The time at which a survey ended, and its duration.
+#[derive(Clone, Copy)]
+struct LastSurvey {
+    ended_at: Duration,
+    took: Duration,
+}
+
+/// The service that repairs degraded steps by itself.
+pub(in crate::node) struct AutomaticRepair {
+    context: Arc<NodeContext>,
+    ledger: Mutex<RepairLedger>,
+}
+
+impl AutomaticRepair {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        let ledger = Mutex::new(RepairLedger::new(context.settings.lease));
+        Self { context, ledger }
+    }
+
+    fn lock_ledger(&self) -> MutexGuard<'_, RepairLedger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Surveys and repairs while this daemon serves the catalogue. Runs until the node stops.
+    pub(in crate::node) async fn run_automatic_repair(self: Arc<Self>) {
+        let mut rounds = Rounds::default();
+        loop {
+            self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
+            if !self.context.is_writable_catalogue_server() {
+                rounds.stop_running();
+                rounds = Rounds { running: rounds.running.take(), ..Rounds::default() };
+                *self.lock_ledger() = RepairLedger::new(self.context.settings.lease);
+                continue;
+            }
+            if let Err(error) = self.run_round(&mut rounds).await {
+                tracing::warn!(%error, "failed to look for what is missing of checkpoints");
+            }
+        }
+    }
+
+    async fn run_round(self: &Arc<Self>, rounds: &mut Rounds) -> Result<(), RemoteError> {
+        let rules = &self.context.settings.repair;
+        let views = self.context.catalogue().list_nodes().await?;
+        let version = rounds.nodes.version();
+        rounds.nodes.update(&views, self.context.clock.now(), rules);
+        self.lock_ledger().brake = rounds.nodes.brake().cloned();
+        if rounds.nodes.version() != version {
+            self.lock_ledger().retries = RetrySchedule::new(self.context.settings.lease);
+            rounds.stop_running();
+        }
+        let directory = Directory::new(views);
+        if self.is_survey_due(rounds) {
+            self.survey_all(rounds, &directory).await?;
+        }
+        if rules.share_percent == 0 {
+            return Ok(());
+        }
+        let Some(next) = self.choose_step(rounds) else { return Ok(()) };
+        if rounds.is_running() {
+            let survives = rounds.running.as_ref().map(|running| running.survives);
+            if survives.is_some_and(|survives| next.health.survives < survives) {
+                rounds.stop_running();
+            }
+            return Ok(());
+        }
+        let mut cache = SurvivableLossCache::default();
+        let survey = survey_save(&self.context, next.save, &directory, &mut cache).await?;
+        let Some(StepSurvey { health, stripes }) = survey else { return Ok(()) };
+        let restraint = RepairRestraint {
+            awaited: rounds.nodes.awaited().clone(),
+            share_percent: rules.share_percent,
+            stripes,
+            stop: Arc::default(),
+        };
+        let next = Degraded { health, ..next };
+        rounds.running = Some(self.spawn_repair(next, restraint, rounds.nodes.version()));
+        Ok(())
+    }
+
+    fn is_survey_due(&self, rounds: &Rounds) -> bool {
+        let Some(LastSurvey { ended_at, took }) = rounds.last_survey else { return true };
+        let is_changed = rounds.surveyed_version != rounds.nodes.version();
+        let wait = match is_changed || self.lock_ledger().wants_survey {
+            true => took * SOON_SURVEY_WAIT,
+            false => (took * SURVEY_WAIT).max(SURVEY_INTERVAL),
+        };
+        self.context.clock.now() >= ended_at.saturating_add(wait)
+    }
+
+    /// Surveys all committed steps.
+    async fn survey_all(
+        &self,
+        rounds: &mut Rounds,
+        directory: &Directory,
+    ) -> Result<(), RemoteError> {
+        let begun_at = self.context.clock.now();
+        rounds.surveyed_version = rounds.nodes.version();
+        self.lock_ledger().wants_survey = false;
+        let since: HashMap<SaveId, Duration> =
+            rounds.degraded.iter().map(|known| (known.save, known.since)).collect();
+        let (mut cache, mut degraded) = (SurvivableLossCache::default(), Vec::new());
+        let mut result = SurveyResult { survives: Some(u32::MAX), ..SurveyResult::default() };
+        let catalogue = self.context.catalogue();
+        let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
+        while let Some((key, entry)) = checkpoints.next().await? {
+            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
+            let (Some((job, step)), Some(saved)) =
+                (parse_checkpoint_key(&key), checkpoint.committed)
+            else {
+                continue;
+            };
+            result.steps += 1;
+            let surveyed = survey_save(&self.context, saved.save, directory, &mut cache).await?;
+            let Some(StepSurvey { health, .. }) = surveyed else {
+                result.unknown += 1;
+                continue;
+            };
+            result.survives = result.survives.min(health.survives);
+            if !health.is_degraded() {
+                continue;
+            }
+            result.degraded += 1;
+            result.missing += health.missing;
+            result.missing_bytes += health.missing_bytes;
+            let (save, saved_at) = (saved.save, saved.saved_at);
+            let since = since.get(&save).copied().unwrap_or_else(|| self.context.clock.now());
+            degraded.push(Degraded { job, step, save, saved_at, health, since });
+            if degraded.len() >= 2 * MAX_DEGRADED {
+                keep_worst(&mut degraded);
+            }
+        }
+        keep_worst(&mut degraded);
+        result.worst = degraded.iter().take(MAX_WORST).map(describe).collect();
+        rounds.degraded = degraded;
+        let ended_at = self.context.clock.now();
+        rounds.last_survey = Some(LastSurvey { ended_at, took: ended_at - begun_at });
+        self.record_survey(&rounds.degraded, result, ended_at);
+        Ok(())
+    }
+
+    fn record_survey(&self, degraded: &[Degraded], result: SurveyResult, ended_at: Duration) {
+        let mut ledger = self.lock_ledger();
+        ledger.survey = Some((result, ended_at));
+        for step in degraded {
+            ledger.retries.mark_seen_and_check_due(step.save, ended_at);
+        }
+        ledger.retries.forget_unseen();
+        let saves: HashSet<SaveId> = degraded.iter().map(|step| step.save).collect();
+        ledger.settled.retain(|save, _| saves.contains(save));
+    }
+
+    /// Returns the first degraded step that is due.
+    fn choose_step(&self, rounds: &Rounds) -> Option<Degraded> {
+        let now = self.context.clock.now();
+        let (grace, version) = (self.context.settings.repair.grace, rounds.nodes.version());
+        let mut ledger = self.lock_ledger();
+        let mut is_due = |step: &&Degraded| {
+            let is_over = now >= step.since.saturating_add(grace);
+            let is_settled = ledger.settled.get(&step.save).is_some_and(|settled| {
+                (settled.version, settled.health) == (version, step.health)
+            });
+            (step.health.is_urgent || is_over)
+                && !is_settled
+                && ledger.retries.mark_seen_and_check_due(step.save, now)
+        };
+        rounds.degraded.iter().find(|step| is_due(step)).cloned()
+    }
+
+    /// Repairs a step in a task of its own.
+    fn spawn_repair(
+        self: &Arc<Self>,
+        next: Degraded,
+        restraint: RepairRestraint,
+        version: u64,
+    ) -> Running {
+        let StepHealth { survives, missing, records, .. } = next.health;
+        tracing::info!(job = %next.job, step = %next.step, ?survives, missing, records, "repairing a degraded step by itself");
+        let (service, stop) = (self.clone(), restraint.stop.clone());
+        let task = self.context.tasks.spawn_until_stop(async move {
+            let repaired = service.repair_step(&next, &restraint).await;
+            service.record_repair(&next, version, repaired);
+        });
+        Running { task, stop, survives }
+    }
+
+    /// Repairs a step and records its progress. Returns the summary and the first message about
+    /// something that was not made.
+    async fn repair_step(
+        &self,
+        next: &Degraded,
+        restraint: &RepairRestraint,
+    ) -> Result<(RepairSummary, Option<String>), CoordinatorError> {
+        let coordinator = self.context.coordinator();
+        let (events, mut watched) = mpsc::channel(EVENTS);
+        let repair = async {
+            // The channel ends with the repair.
+            let events = events;
+            let step_ref = next.job.at(next.step);
+            coordinator.repair_step(step_ref, OPTIONS, Some(restraint), &events).await
+        };
+        let watch = async {
+            let (mut summary, mut note) = (RepairSummary::default(), None);
+            while let Some(event) = watched.recv().await {
+                match event {
+                    RepairEvent::Progress { done_bytes, total_bytes, made_bytes } => {
+                        let (job, step) = (next.job.clone(), next.step);
+                        let running =
+                            RunningRepair { job, step, done_bytes, total_bytes, made_bytes };
+                        self.lock_ledger().running = Some(running);
+                    }
+                    RepairEvent::Note(text) => note = note.or(Some(text)),
+                    RepairEvent::Done(done) => summary = done,
+                }
+            }
+            (summary, note)
+        };
+        let (repaired, watched) = tokio::join!(repair, watch);
+        repaired.map(|()| watched)
+    }
+
+    fn record_repair(
+        &self,
+        step: &Degraded,
+        version: u64,
+        repaired: Result<(RepairSummary, Option<String>), CoordinatorError>,
+    ) {
+        let Degraded { job, step: number, save, health, .. } = step;
+        let mut ledger = self.lock_ledger();
+        (ledger.running, ledger.wants_survey) = (None, true);
+        let why = match repaired {
+            Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
+                tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired by itself");
+                ledger.settled.insert(*save, Settled { version, health: *health });
+                return ledger.retries.forget_finished(*save);
+            }
+            Ok((_, Some(note))) => note,
+            // It was removed, stopped, or is repaired or archived otherwise.
+            Err(error) if gives_way(&error) => {
+                return tracing::info!(%job, step = %number, %error, "a repair gave way");
+            }
+            Err(error) => error.to_string(),
+        };
+        tracing::warn!(%job, step = %number, why, "repair by itself deferred");
+        let now = self.context.clock.now();
+        let tries = ledger.retries.record_failure(*save, (job, *number), now, why);
+        if tries >= TRIES {
+            ledger.settled.insert(*save, Settled { version, health: *health });
+        }
+    }
+
+    pub(in crate::node) async fn get_repair_status(
+        &self,
+        _: GetRepairStatus,
+    ) -> Result<RepairStatus, RemoteError> {
+        if !self.context.is_writable_catalogue_server() {
+            return Err(BackgroundError::NotRepairing.into());
+        }
+        let now = self.context.clock.now();
+        let ledger = self.lock_ledger();
+        let survey = ledger.survey.clone().map(|(result, ended_at)| {
+            let age = now.saturating_sub(ended_at);
+            SurveyResult { age_ms: age.as_millis().try_into().unwrap_or(u64::MAX), ..result }
+        });
+        let share_percent = self.context.settings.repair.share_percent;
+        let (running, brake) = (ledger.running.clone(), ledger.brake.clone());
+        let mut waiting: Vec<_> = ledger.retries.pending_retries().collect();
+        waiting.sort_by(|a, b| (&a.job, a.step).cmp(&(&b.job, b.step)));
+        waiting.truncate(MAX_WAITING);
+        Ok(RepairStatus { share_percent, survey, running, brake, waiting })
+    }
+}
+
+impl RepairLedger {
+    fn new(lease: Duration) -> Self {
+        Self {
+            survey: None,
+            running: None,
+            brake: None,
+            retries: RetrySchedule::new(lease),
+            settled: HashMap::new(),
+            wants_survey: false,
+        }
+    }
+}
+
+/// Puts the steps in the order in which they are repaired, and forgets all but the first ones.
+fn keep_worst(degraded: &mut Vec<Degraded>) {
+    degraded.sort_by_key(Degraded::order);
+    degraded.truncate(MAX_DEGRADED);
+}
+
+/// Returns whether a repair ended because others work on the step, or nobody is to any more.
+fn gives_way(error: &CoordinatorError) -> bool {
+    matches!(
+        error,
+        CoordinatorError::RepairStopped { .. }
+            | CoordinatorError::ArchivingRequested { .. }
+            | CoordinatorError::Owned { .. }
+    ) || matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Fenced)
+}
+
+fn describe(step: &Degraded) -> DegradedStep {
+    let StepHealth { survives, missing, missing_bytes, records, .. } = step.health;
+    let (job, step) = (step.job.clone(), step.step);
+    DegradedStep { job, step, survives, missing, missing_bytes, records }
+}

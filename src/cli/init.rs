@@ -284,7 +284,9 @@ pub(super) fn toml_value(setting: &Setting) -> String {
             let items: Vec<String> = value.split_whitespace().map(quoted).collect();
             format!("[{}]", items.join(", "))
         }
-        ("timeouts" | "disk" | "policy" | "repair", _) if value.parse::<i64>().is_ok() => value.to_owned(),
+        ("timeouts" | "disk" | "policy" | "repair", _) if value.parse::<i64>().is_ok() => {
+            value.to_owned()
+        }
         (_, "storage") if value.parse::<bool>().is_ok() => value.to_owned(),
         _ => quoted(value),
     }

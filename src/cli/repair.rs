@@ -140,7 +140,8 @@ async fn repair_step(
         plan: options.plan.into(),
         parallel: options.parallel,
     };
-    client.repair(job, step, how, &mut on_event).await
+    let given_up: Vec<NodeId> = options.node.iter().map(NodeId::of).collect();
+    client.repair(job, step, how, &given_up, &mut on_event).await
 }
 
 struct Repaired {

@@ -26,7 +26,7 @@ pub fn json(status: &RepairStatus) -> Value {
             "age_s": Duration::from_millis(survey.age_ms).as_secs_f64(), "steps": survey.steps,
             "unknown": survey.unknown, "survives": survey.survives, "degraded": survey.degraded,
             "missing": survey.missing, "missing_bytes": survey.missing_bytes,
-            "worst": survey.worst.iter().map(degraded).collect::<Vec<_>>(),
+            "records": survey.records, "worst": survey.worst.iter().map(degraded).collect::<Vec<_>>(),
         })
     });
     let running = status.running.as_ref().map(|repair| {
@@ -53,10 +53,12 @@ pub fn text(status: &RepairStatus, paint: Paint) -> String {
     let mut out = format!("safety: {}\n", safety(survey, paint));
     if survey.unknown > 0 {
         let steps = counted(survey.unknown, "checkpoint");
-        out.push_str(&format!("{steps} could not be surveyed: a node did not answer\n"));
+        out.push_str(&format!(
+            "{steps} could not be surveyed: a node did not answer, or the checkpoint was changing\n"
+        ));
     }
     if survey.degraded > 0 {
-        let missing = missing(survey.missing, survey.missing_bytes, 0);
+        let missing = missing(survey.missing, survey.missing_bytes, survey.records);
         let steps = counted(survey.degraded, "checkpoint");
         out.push_str(&format!("degraded: {steps}, {missing}\n"));
         let named = survey.worst.len().min(NAMED);
@@ -71,13 +73,15 @@ pub fn text(status: &RepairStatus, paint: Paint) -> String {
         }
     }
     if let Some(repair) = &status.running {
-        let percent = (100 * repair.done_bytes).checked_div(repair.total_bytes).unwrap_or(0);
+        let percent = (100 * u128::from(repair.done_bytes))
+            .checked_div(repair.total_bytes.into())
+            .unwrap_or(100);
         let made = ByteCount(repair.made_bytes);
         let (job, step) = (&repair.job, repair.step);
         out.push_str(&format!("repair: {job}/{step}, {percent} % examined, {made} made\n"));
     }
     if let Some(why) = &status.brake {
-        let text = format!("brake: no spare takes the place of a node: {}", shown(why));
+        let text = format!("brake: no node is given up: {}", shown(why));
         out.push_str(&format!("{}\n", paint.tint(Tint::Yellow, &text)));
     }
     if survey.degraded > 0 && status.share_percent == 0 {
@@ -86,7 +90,7 @@ pub fn text(status: &RepairStatus, paint: Paint) -> String {
     for wait in &status.waiting {
         let times = counted(wait.failures.into(), "time");
         let (job, step, why) = (&wait.job, wait.step, shown(&wait.why));
-        out.push_str(&format!("repair waits: {job}/{step}, tried {times}: {why}\n"));
+        out.push_str(&format!("not repaired: {job}/{step}, tried {times}: {why}\n"));
     }
     out
 }
@@ -99,7 +103,7 @@ fn safety(survey: &SurveyResult, paint: Paint) -> String {
     }
     let tint = match survey.survives {
         None | Some(0) => Tint::Red,
-        _ if survey.degraded > 0 => Tint::Yellow,
+        _ if survey.degraded > 0 || survey.unknown > 0 => Tint::Yellow,
         _ => Tint::Green,
     };
     format!("{}; {steps}, surveyed {age} s ago", paint.tint(tint, &losses(survey.survives)))
@@ -179,7 +183,7 @@ mod tests {
         let degraded = RepairStatus {
             survey: Some(survey),
             running: Some(running),
-            brake: Some("3 of 16 storage nodes went away together".into()),
+            brake: Some("3 of 16 storage nodes are away since about the same time".into()),
             waiting: vec![wait],
             ..whole
         };
@@ -191,9 +195,9 @@ mod tests {
              gpt/1300: any 1 more node may be lost; 5 pieces or replicas missing (320.0 MiB), 3 records missing\n  \
              and 5 more\n\
              repair: gpt/1200, 25 % examined, 64.0 MiB made\n\
-             brake: no spare takes the place of a node: 3 of 16 storage nodes went away together\n\
+             brake: no node is given up: 3 of 16 storage nodes are away since about the same time\n\
              repair: turned off (repair.share = 0); `rapidraid repair` repairs now\n\
-             repair waits: gpt/1300, tried 2 times: node3 is full\n"
+             not repaired: gpt/1300, tried 2 times: node3 is full\n"
         );
         assert_eq!(json(&degraded)["survey"]["worst"][1]["records"], 3);
     }

@@ -9,8 +9,8 @@ use crate::id::{Epoch, PeerName};
 use crate::net::Address;
 use crate::net::call::address;
 use crate::wire::calls::{
-    GetPolicyStatus, GetRepairStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer, RebuildCatalogue,
-    RemoveNode, RepairStatus,
+    GetPolicyStatus, GetRepairStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer,
+    RebuildCatalogue, RemoveNode, RepairStatus,
 };
 use crate::wire::policy::PolicyAnswer;
 

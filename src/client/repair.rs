@@ -2,7 +2,7 @@
 
 use super::connection::Client;
 use super::error::ClientError;
-use crate::id::{Job, Step};
+use crate::id::{Job, NodeId, Step};
 use crate::wire::calls::{RepairEvent, RepairOptions, RepairStep, RepairSummary};
 
 /// The report about the repair of one step.
@@ -20,7 +20,7 @@ pub struct RepairReport {
 
 impl Client {
     /// Makes again what nodes have lost of a committed step (`None`: the latest), and watches the
-    /// progress. A daemon does the work and continues it if this client goes away. `on_event` is
+    /// progress. The pieces of `given_up` nodes that do not answer are made on other nodes. A daemon does the work and continues it if this client goes away. `on_event` is
     /// called with each event. Returns the report when the repair has ended.
     ///
     /// # Errors
@@ -30,6 +30,7 @@ impl Client {
         job: &Job,
         step: Option<Step>,
         options: RepairOptions,
+        given_up: &[NodeId],
         on_event: &mut (dyn FnMut(&RepairEvent) + Send),
     ) -> Result<RepairReport, ClientError> {
         let step = self.resolve_step(job, step).await?;
@@ -45,7 +46,8 @@ impl Client {
                 RepairEvent::Done(summary) => Some(summary),
             }
         };
-        let call = RepairStep { job: job.clone(), step, options };
+        let given_up = given_up.to_vec();
+        let call = RepairStep { job: job.clone(), step, options, given_up };
         let summary = self.watch_gateway_call(&call, add_event).await?;
         Ok(RepairReport { job: job.clone(), step, summary, notes })
     }

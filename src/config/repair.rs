@@ -21,7 +21,8 @@ pub struct RepairRules {
     /// The time after which a node that is away is given up, and after which a step that stays
     /// degraded is repaired.
     pub grace: Duration,
-    /// The percentage of the storage nodes that may be away. While more are, no repair begins.
+    /// The percentage of the storage nodes that may be away together. While more are, no node is
+    /// given up.
     pub brake_percent: u8,
 }
 
@@ -34,9 +35,8 @@ impl RepairRules {
     };
 
     pub(super) fn read(layers: &Layers<'_>) -> Result<Self, ConfigError> {
-        let percent = |value: &Value| {
-            u8::try_from(value.integer()?).ok().filter(|percent| *percent <= 100)
-        };
+        let percent =
+            |value: &Value| u8::try_from(value.integer()?).ok().filter(|percent| *percent <= 100);
         let read = |key| layers.get(key, "a whole number of percent, 0 to 100", percent);
         Ok(Self {
             share_percent: read("repair.share")?.unwrap_or(DEFAULT_SHARE_PERCENT),

@@ -113,7 +113,10 @@ fn mistakes_are_named_with_place_finding_and_expectation() {
             "is \"never\"; expected a whole number of steps from",
         ),
         ("[policy]\nkeep_every = 0", "expected a whole number from 1, or \"never\""),
-        ("[repair]\nshare = 101", "`repair.share` is 101; expected a whole number of percent, 0 to 100"),
+        (
+            "[repair]\nshare = 101",
+            "`repair.share` is 101; expected a whole number of percent, 0 to 100",
+        ),
         ("[repair]\ngrace_s = 0", "expected a whole number of seconds, 1 to 86400"),
         (
             "[policy]\nkeep_evry = 1",

@@ -14,6 +14,7 @@ pub mod geometry;
 pub mod grain_set;
 pub mod joint_save;
 pub mod launch_order;
+mod receipt;
 pub mod records;
 #[cfg(test)]
 pub(crate) mod samples;

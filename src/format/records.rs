@@ -12,13 +12,13 @@ use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError};
 pub use super::joint_save::JointSave;
 pub use super::launch_order::LaunchOrder;
+pub use super::receipt::{PieceForm, Receipt, ReceiptPiece};
 pub use super::save_record::SaveHead;
 pub use super::step_labels::StepLabels;
 pub use super::stripe_record::{BlockInfo, StripeFixed, StripeRecord, StripeRecordError};
 use crate::code::CodeId;
 use crate::id::{
     Attempt, ClusterId, Generation, Job, LeaseId, NodeId, SaveId, ShardId, ShardName, Step,
-    StripeId,
 };
 
 /// The standard layout (design of the paper): position p holds block p and block p-(n-k).
@@ -34,7 +34,7 @@ pub const MAX_RUNS: usize = 64;
 pub trait Record: Serialize + for<'de> Deserialize<'de> {
     /// The record's kind in the envelope.
     const KIND: RecordKind;
-    /// The version that is written. It is the only one so far.
+    /// The version that is written. Unless the record says otherwise, it is the only one.
     const VERSION: u8 = 1;
 
     /// Returns the sealed bytes. Fails if the record is too long or cannot be encoded.
@@ -61,7 +61,6 @@ records!(
     Leaves,
     CommitMark,
     Fence,
-    Receipt,
     Tombstone,
     Removing,
     Members,
@@ -374,48 +373,6 @@ pub struct Fence {
     pub generation: Generation,
     /// The node that had this generation.
     pub holder: NodeId,
-}
-
-/// The form in which a piece is stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PieceForm {
-    /// A piece file of the attempt.
-    File,
-    /// The replica of this block, which stays in place as a systematic piece.
-    Replica {
-        /// The block, from 0.
-        block: u8,
-    },
-}
-
-/// A proven piece.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ReceiptPiece {
-    /// The piece's number in the code, from 0.
-    pub piece: u8,
-    /// The node that holds it.
-    pub node: NodeId,
-    /// The form in which it is stored.
-    pub form: PieceForm,
-    /// The BLAKE3 hash of its bytes (for a replica: of its bytes without padding).
-    pub root: [u8; 32],
-}
-
-/// The receipt of an archived stripe: the record of its proven pieces.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Receipt {
-    /// The cluster.
-    pub cluster: ClusterId,
-    /// The stripe.
-    pub stripe: StripeId,
-    /// The attempt.
-    pub attempt: Attempt,
-    /// The generation that began the attempt.
-    pub generation: Generation,
-    /// The code of the pieces.
-    pub code: CodeId,
-    /// All n pieces, in order.
-    pub pieces: Vec<ReceiptPiece>,
 }
 
 /// A tombstone: the record that a save was removed, which is the evidence for deleting its files.

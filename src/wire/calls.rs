@@ -245,6 +245,8 @@ calls! {
         step: Step,
         /// The options.
         options: RepairOptions,
+        /// Nodes whose pieces are made on other nodes if they do not answer.
+        given_up: Vec<NodeId>,
     } -> RepairEvent;
     /// Returns how many nodes may be lost, and what is repaired by itself (semantics 11).
     39 Anyone GetRepairStatus {} -> RepairStatus;

@@ -115,9 +115,10 @@ pub struct RepairStatus {
     pub survey: Option<SurveyResult>,
     /// The repair that runs now.
     pub running: Option<RunningRepair>,
-    /// The reason why no repair begins by itself, as a message for people.
+    /// The reason why no node is given up, as a message for people.
     pub brake: Option<String>,
-    /// Steps whose repair will be tried again; the first 64.
+    /// Steps that could not be repaired; the first 64. They are tried three times, and again when
+    /// nodes come back, go away or are given up, or something else is missing.
     pub waiting: Vec<PolicyWait>,
 }
 
@@ -131,7 +132,7 @@ pub struct SurveyResult {
     /// Number of them that could not be surveyed, because a node did not answer or the step changed.
     pub unknown: u64,
     /// Number of nodes that may be lost, whichever they are, before one of the other steps cannot be
-    /// read; `None` if one of them cannot be read from the nodes that answer.
+    /// read; `None` if one of them cannot be read from the nodes that answer, or there are none.
     pub survives: Option<u32>,
     /// Number of steps of which something is missing.
     pub degraded: u64,
@@ -139,6 +140,8 @@ pub struct SurveyResult {
     pub missing: u64,
     /// Number of bytes of these pieces and replicas.
     pub missing_bytes: u64,
+    /// Number of records that nodes lack.
+    pub records: u64,
     /// The degraded steps that survive the fewest losses; at most 16.
     pub worst: Vec<DegradedStep>,
 }

@@ -196,7 +196,15 @@ async fn what_was_admitted_before_a_claim_and_written_after_it_is_not_answered_f
 
     let stripe = StripeId { shard: root.shard, index: 0 };
     let (attempt, code) = (Attempt([1; 16]), rapidraid::code::table::find(4, 2).unwrap().id());
-    let receipt = Receipt { cluster: CLUSTER, stripe, attempt, generation, code, pieces: vec![] };
+    let receipt = Receipt {
+        cluster: CLUSTER,
+        stripe,
+        attempt,
+        generation,
+        code,
+        pieces: vec![],
+        order: Generation::default(),
+    };
     let (bytes, coordinator) = (receipt.to_bytes().unwrap(), NodeId(1));
     let receipt = PutReceipt { bytes, owner: generation, coordinator };
     claim_before_the_next_change(&world, 3);

@@ -103,6 +103,7 @@ fn orders(root: &ShardRoot, mark: &[u8]) -> Vec<(u8, Vec<u8>)> {
         generation: GENERATION,
         code: table::find(4, 2).unwrap().id(),
         pieces: vec![],
+        order: Generation::default(),
     };
     let node = rapidraid::format::records::Node {
         name: "node02".parse().unwrap(),
@@ -423,8 +424,15 @@ async fn evidence_of_another_cluster_is_none() {
     );
     let (attempt, code) = (Attempt([9; 16]), table::find(4, 2).unwrap().id());
     let (stripe, owner) = (StripeId { shard: root.shard, index: 0 }, GENERATION);
-    let receipt =
-        Receipt { cluster: other, stripe, attempt, generation: owner, code, pieces: vec![] };
+    let receipt = Receipt {
+        cluster: other,
+        stripe,
+        attempt,
+        generation: owner,
+        code,
+        pieces: vec![],
+        order: Generation::default(),
+    };
     let (bytes, coordinator) = (receipt.to_bytes().unwrap(), NodeId(1));
     let call = PutReceipt { bytes, owner, coordinator };
     assert_eq!(kind_of(node.ask(&to, &call).await), ErrorKind::Denied);

@@ -298,7 +298,15 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
                 2 => {
                     let (cluster, attempt, pieces) = (CLUSTER, Attempt([1; 16]), vec![]);
                     let code = rapidraid::code::table::find(4, 2).unwrap().id();
-                    let receipt = Receipt { cluster, stripe, attempt, generation, code, pieces };
+                    let receipt = Receipt {
+                        cluster,
+                        stripe,
+                        attempt,
+                        generation,
+                        code,
+                        pieces,
+                        order: Generation::default(),
+                    };
                     let (bytes, owner) = (receipt.to_bytes().unwrap(), generation);
                     node.ask(&holder, &PutReceipt { bytes, owner, coordinator }).await
                 }

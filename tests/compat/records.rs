@@ -60,7 +60,7 @@ pub fn node(name: &str) -> Node {
     }
 }
 
-fn node_id(name: &str) -> NodeId {
+pub fn node_id(name: &str) -> NodeId {
     NodeId::of(&name.parse().unwrap())
 }
 
@@ -171,7 +171,8 @@ fn receipt() -> Receipt {
     };
     let (attempt, generation, code) = (ATTEMPT, GENERATION, CODE);
     let pieces = vec![piece(0, PieceForm::Replica { block: 0 }), piece(1, PieceForm::File)];
-    Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces }
+    let order = Generation::default();
+    Receipt { cluster: CLUSTER, stripe: stripe(), attempt, generation, code, pieces, order }
 }
 
 fn archiving(failures: u32, waiting: Option<String>) -> ArchiveRequest {
@@ -355,6 +356,7 @@ pub fn cases() -> Vec<Case> {
         record("stripe record", stripe_record),
         record("commit mark", mark),
         record("receipt", receipt()),
+        record("receipt of a repair", Receipt { order: GENERATION, ..receipt() }),
         record("tombstone", Tombstone { cluster: CLUSTER, save: SAVE, generation, reason }),
         record("fence", Fence { generation, holder }),
         folder_record("node identity", "node.id"),

@@ -2,13 +2,14 @@
 
 use rapidraid::id::Step;
 use rapidraid::wire::calls::{
-    DegradedStep, GetRepairStatus, RepairEvent, RepairMode, RepairOptions, RepairPlan, RepairStatus,
-    RepairStep, RepairSummary, RunningRepair, ShardSurvey, StripeSurvey, SurveyResult, SurveyShard,
+    DegradedStep, GetRepairStatus, RepairEvent, RepairMode, RepairOptions, RepairPlan,
+    RepairStatus, RepairStep, RepairSummary, RunningRepair, ShardSurvey, StripeSurvey,
+    SurveyResult, SurveyShard,
 };
 use rapidraid::wire::policy::PolicyWait;
 
 use crate::messages::Calls;
-use crate::records::{ATTEMPT, root};
+use crate::records::{ATTEMPT, node_id, root};
 
 /// Adds the requests and events of a repair.
 pub fn repair_events(calls: &mut Calls) {
@@ -17,7 +18,8 @@ pub fn repair_events(calls: &mut Calls) {
     let (done_bytes, total_bytes, made_bytes) = (300, 301, 1 << 30);
     let call = |mode, plan| {
         let options = RepairOptions { mode, plan, parallel: 300 };
-        RepairStep { job: root().job, step: Step(1000), options }
+        let given_up = vec![node_id("node-2")];
+        RepairStep { job: root().job, step: Step(1000), options, given_up }
     };
     calls
         .request("", call(RepairMode::Repair, RepairPlan::Chain))
@@ -64,6 +66,7 @@ fn status() -> RepairStatus {
         degraded: 303,
         missing,
         missing_bytes,
+        records: 307,
         worst: vec![DegradedStep { survives: None, ..worst.clone() }, worst],
     };
     let running = RunningRepair {

@@ -48,7 +48,8 @@ pub fn body_of(sealed: &[u8]) -> &[u8] {
 /// Returns the kind and body of each golden record.
 fn bodies() -> Vec<Vec<u8>> {
     let of = |bytes: Vec<u8>| [&bytes[4..5], body_of(&bytes)].concat();
-    golden().into_iter().map(of).collect()
+    // The target seals bodies of version 1.
+    golden().into_iter().filter(|bytes| bytes[5] == 1).map(of).collect()
 }
 
 fn record<R: Record + PartialEq + Debug>(

@@ -213,6 +213,10 @@ impl Draw {
                     generation: Generation { epoch: Epoch(1), counter: 1 + self.below(6) / 5 },
                     code: table::find(4, 2).unwrap().id(),
                     pieces: (0..2).map(piece).collect(),
+                    order: match self.below(4) {
+                        0 => Generation { epoch: Epoch(1), counter: 1 + self.below(3) },
+                        _ => Generation::default(),
+                    },
                 };
                 let (bytes, coordinator) = (receipt.to_bytes().unwrap(), self.coordinator());
                 Deed::Receipt(PutReceipt { bytes, owner: generation, coordinator })

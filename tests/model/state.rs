@@ -240,7 +240,17 @@ impl State {
                 }
                 self.admit_order(found.stripe.shard, call.owner, call.coordinator)?;
                 self.has_pieces(&found)?;
-                self.put(receipt(found.stripe, found.attempt), &call.bytes)
+                let path = receipt(found.stripe, found.attempt);
+                let is_lowest = found.order == Generation::default();
+                let is_higher = self.held.get(&path).is_some_and(|old| {
+                    let known = Receipt::parse(old).unwrap();
+                    known.order > found.order
+                        || known.order == found.order && !is_lowest && *old != call.bytes
+                });
+                match is_higher {
+                    true => refused(ErrorKind::Exists),
+                    false => self.put(path, &call.bytes),
+                }
             }
             Deed::Tombstone(call) => {
                 let Tombstone { cluster, save, generation, reason } =
@@ -305,7 +315,10 @@ impl State {
             return refused(ErrorKind::Corrupt);
         }
         self.has_pieces(&found)?;
-        let kept: Vec<String> = self.ours(&found).into_iter().map(|(path, _)| path).collect();
+        let mut kept: Vec<String> = self.ours(&found).into_iter().map(|(path, _)| path).collect();
+        // A piece of the attempt may be one that a repairer has just made.
+        let of_attempt = format!("-{}.pc", call.attempt);
+        kept.extend(files.iter().filter(|path| path.ends_with(&of_attempt)).cloned());
         let others = of_stripe(call.stripe, "receipt-");
         self.held.retain(|path, _| !path.starts_with(&others) || *path == ours);
         self.held.retain(|path, _| !files.contains(path) || kept.contains(path));

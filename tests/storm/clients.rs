@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rapidraid::client::{Client, RestoreRequest, SaveOptions};
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::id::Step;
+use rapidraid::id::{NodeId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::MemoryDisk;
 use rapidraid::wire::calls::RepairOptions;
@@ -100,10 +100,15 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
                 _ => {}
             }
         }
-        Deed::Repair { step, plan } => {
+        Deed::Repair { step, plan, gives_up } => {
             let version = ledger.lock().unwrap().certain(step);
             let options = RepairOptions { plan, ..RepairOptions::default() };
-            let ended = client.repair(&job, Some(Step(step)), options, &mut |_| ()).await;
+            let members = match gives_up {
+                true => client.fetch_members().await.unwrap_or_default(),
+                false => Vec::new(),
+            };
+            let nodes: Vec<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
+            let ended = client.repair(&job, Some(Step(step)), options, &nodes, &mut |_| ()).await;
             let mut ledger = ledger.lock().unwrap();
             let Some(_) = version.filter(|_| ledger.certain(step) == version) else { return };
             match ended {

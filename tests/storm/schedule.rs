@@ -38,6 +38,8 @@ pub enum Deed {
     Repair {
         step: u64,
         plan: RepairPlan,
+        /// Whether the pieces of nodes that do not answer are made on others.
+        gives_up: bool,
     },
     Remove {
         step: u64,
@@ -153,7 +155,11 @@ impl Draw {
                 plan: self.of(&[PlanChoice::Chain, PlanChoice::Chain, PlanChoice::BestStar]),
             },
             6 => Deed::Remove { step },
-            7 => Deed::Repair { step: any, plan: self.of(&[RepairPlan::Chain, RepairPlan::Star]) },
+            7 => Deed::Repair {
+                step: any,
+                plan: self.of(&[RepairPlan::Chain, RepairPlan::Star]),
+                gives_up: self.below(2) == 0,
+            },
             _ => Deed::Restore { step: any },
         }
     }

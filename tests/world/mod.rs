@@ -143,6 +143,10 @@ pub struct World {
     clients: std::cell::Cell<u32>,
 }
 
+/// Repairs by themselves that have hardly any grace.
+const HASTY_REPAIR: RepairRules =
+    RepairRules { share_percent: 100, grace: Duration::from_secs(2), brake_percent: 50 };
+
 pub fn address(index: usize) -> String {
     format!("node{index:02}:7440")
 }
@@ -174,7 +178,7 @@ impl World {
     }
 
     /// Starts a simulated world in which the date and the clock of every machine and client are
-    /// wrong.
+    /// wrong. With an odd seed it repairs by itself.
     pub async fn with_wrong_clocks(
         count: usize,
         codes: &[(u8, u8)],
@@ -183,6 +187,9 @@ impl World {
     ) -> Self {
         let mut world = Self::simulation(count, codes, block_bytes, seed);
         world.wrong_clocks = true;
+        if seed % 2 == 1 {
+            world.repair = HASTY_REPAIR;
+        }
         for (index, machine) in (0..).zip(&mut world.machines) {
             machine.time = Arc::new(MachineTime::drawn(seed << 32 | (3 << 29) | index));
         }

@@ -173,7 +173,8 @@ impl World {
             self.until_caught_up().await;
             for view in client.list_steps(None).await.unwrap() {
                 let options = RepairOptions::default();
-                let repaired = client.repair(&job(), Some(view.step), options, &mut |_| ()).await;
+                let repaired =
+                    client.repair(&job(), Some(view.step), options, &[], &mut |_| ()).await;
                 let notes = repaired.unwrap().notes;
                 let is_kept_replica = |note: &String| note.contains("of a classical code");
                 assert!(notes.iter().all(is_kept_replica), "step {}: {notes:?}", view.step);

@@ -17,7 +17,7 @@ use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::code::SurvivableLossCache;
 use crate::format::digest;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};
-use crate::id::{Attempt, Job, NodeId, PeerName, Step, StripeId};
+use crate::id::{Attempt, Generation, Job, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::pipeline::read::{NodesToAsk, ReadSession, find_stripe_state};
 use crate::pipeline::record_fetch::{self, RecordsError};
@@ -291,7 +291,7 @@ impl Verification<'_> {
         }
         let receipt = match state {
             StripeState::Archived { attempt, .. } => {
-                self.fetch_most_common_receipt(part, (index, attempt), &answers).await
+                self.fetch_receipt_that_counts(part, (index, attempt), &answers).await
             }
             _ => None,
         };
@@ -307,9 +307,9 @@ impl Verification<'_> {
         Ok(examined.judge_stripe(&mut lock(&self.survivable_cache)))
     }
 
-    /// Returns the receipt of an attempt that the most nodes have. A node that was replaced may
-    /// have an earlier one.
-    async fn fetch_most_common_receipt(
+    /// Returns the receipt of an attempt with the greatest order, of these the one that the most
+    /// nodes have. A node that was replaced may have an earlier one.
+    async fn fetch_receipt_that_counts(
         &self,
         part: &ShardSelection,
         (index, attempt): (u32, Attempt),
@@ -323,16 +323,28 @@ impl Verification<'_> {
                 holders.entry(digest).or_default().push(node);
             }
         }
-        let (digest, nodes) = holders.into_iter().max_by_key(|(_, nodes)| nodes.len())?;
-        for node in nodes {
-            let Some(address) = self.reading.directory.address(node) else { continue };
-            let call = GetRecord { shard: part.root.shard, record };
-            let Ok(Some(bytes)) = self.reading.caller.call(&address, &call).await else { continue };
-            let receipt = Receipt::parse(&bytes).ok();
-            let is_it = |receipt: &Receipt| digest::of_receipt(receipt) == Some(digest);
-            if let Some(receipt) = receipt.filter(is_it) {
-                return Some(receipt);
+        if holders.is_empty() {
+            return None;
+        }
+        let mut counts: Option<(Generation, usize, Receipt)> = None;
+        for (digest, nodes) in holders {
+            for &node in &nodes {
+                let Some(address) = self.reading.directory.address(node) else { continue };
+                let call = GetRecord { shard: part.root.shard, record };
+                let found = self.reading.caller.call(&address, &call).await;
+                let Ok(Some(bytes)) = found else { continue };
+                let receipt = Receipt::parse(&bytes).ok();
+                let is_it = |receipt: &Receipt| digest::of_receipt(receipt) == Some(digest);
+                let Some(receipt) = receipt.filter(is_it) else { continue };
+                let place = (receipt.order, nodes.len());
+                if counts.as_ref().is_none_or(|(order, nodes, _)| place > (*order, *nodes)) {
+                    counts = Some((place.0, place.1, receipt));
+                }
+                break;
             }
+        }
+        if let Some((_, _, receipt)) = counts {
+            return Some(receipt);
         }
         self.record_incident(format!(
             "no node returned the receipt of stripe {index} of {}",

@@ -5,16 +5,17 @@
 //! itself.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
 
 use super::away_nodes::AwayNodes;
 use super::error::BackgroundError;
-use super::repair_survey::{StepHealth, StepSurvey, survey_save};
+use super::repair_survey::{StepHealth, StepSurvey, SurveyOutcome, survey_save};
+use crate::catalogue::CatalogueError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{CHECKPOINTS, parse_checkpoint_key, parse_record};
 use crate::code::SurvivableLossCache;
@@ -23,7 +24,7 @@ use crate::id::{Job, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::{RetrySchedule, scan_interval};
-use crate::pipeline::coordinator::{CoordinatorError, RepairRestraint};
+use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairRestraint};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
@@ -33,9 +34,9 @@ use crate::wire::calls::{
 
 /// Shortest time between two surveys, unless the list of live nodes changes.
 const SURVEY_INTERVAL: Duration = Duration::from_secs(10);
-/// A survey follows the last one after this many times its duration, ...
+/// The wait after a survey, as a multiple of its duration.
 const SURVEY_WAIT: u32 = 20;
-/// ... or after this many, when the list of live nodes has changed or a repair has ended.
+/// The same when the list of live nodes has changed, or a repair has ended.
 const SOON_SURVEY_WAIT: u32 = 4;
 /// Number of repairs in a row that leave something, after which a step is not repaired again until
 /// its nodes or what is missing change.
@@ -61,8 +62,10 @@ struct Degraded {
     save: SaveId,
     saved_at: u64,
     health: StepHealth,
-    /// The end of the first survey that found it degraded, of those in a row.
+    /// The time since which surveys find it degraded.
     since: Duration,
+    /// Whether the last survey could not judge it. It is not repaired then.
+    is_unknown: bool,
 }
 
 impl Degraded {
@@ -90,6 +93,8 @@ struct RepairLedger {
     /// Steps whose repair failed.
     retries: RetrySchedule,
     settled: HashMap<SaveId, Settled>,
+    /// The times before which steps are not tried again, because others work on them.
+    not_before: HashMap<SaveId, Duration>,
     /// Whether a repair has ended since the last survey began.
     wants_survey: bool,
 }
@@ -103,6 +108,7 @@ struct Rounds {
     /// The version of the list of nodes at the last survey.
     surveyed_version: u64,
     last_survey: Option<LastSurvey>,
+    losses: SurvivableLossCache,
     running: Option<Running>,
 }
 
@@ -110,7 +116,7 @@ struct Rounds {
 struct Running {
     task: JoinHandle<()>,
     /// Set to make it end before its next stripe.
-    stop: Arc<AtomicBool>,
+    stop: CancellationToken,
     /// Number of losses that the step survived before it.
     survives: Option<u32>,
 }
@@ -123,7 +129,7 @@ impl Rounds {
     /// Makes the repair that runs end before its next stripe.
     fn stop_running(&self) {
         if let Some(running) = &self.running {
-            running.stop.store(true, Ordering::Relaxed);
+            running.stop.cancel();
         }
     }
 }
@@ -171,15 +177,7 @@ impl AutomaticRepair {
 
     async fn run_round(self: &Arc<Self>, rounds: &mut Rounds) -> Result<(), RemoteError> {
         let rules = &self.context.settings.repair;
-        let views = self.context.catalogue().list_nodes().await?;
-        let version = rounds.nodes.version();
-        rounds.nodes.update(&views, self.context.clock.now(), rules);
-        self.lock_ledger().brake = rounds.nodes.brake().cloned();
-        if rounds.nodes.version() != version {
-            self.lock_ledger().retries = RetrySchedule::new(self.context.settings.lease);
-            rounds.stop_running();
-        }
-        let directory = Directory::new(views);
+        let directory = self.watch_nodes(rounds).await?;
         if self.is_survey_due(rounds) {
             self.survey_all(rounds, &directory).await?;
         }
@@ -194,18 +192,43 @@ impl AutomaticRepair {
             }
             return Ok(());
         }
-        let mut cache = SurvivableLossCache::default();
-        let survey = survey_save(&self.context, next.save, &directory, &mut cache).await?;
-        let Some(StepSurvey { health, stripes }) = survey else { return Ok(()) };
+        let surveyed =
+            survey_save(&self.context, next.save, &directory, &mut rounds.losses).await?;
+        let SurveyOutcome::Known(StepSurvey { health, stripes }) = surveyed else {
+            self.put_off(next.save);
+            return Ok(());
+        };
         let restraint = RepairRestraint {
-            awaited: rounds.nodes.awaited().clone(),
+            given_up: rounds.nodes.given_up().clone(),
             share_percent: rules.share_percent,
             stripes,
-            stop: Arc::default(),
+            stop: CancellationToken::new(),
         };
         let next = Degraded { health, ..next };
         rounds.running = Some(self.spawn_repair(next, restraint, rounds.nodes.version()));
         Ok(())
+    }
+
+    /// Reads the list of nodes. When it has changed, every step may be tried again, and the repair
+    /// that runs is stopped.
+    async fn watch_nodes(&self, rounds: &mut Rounds) -> Result<Directory, CatalogueError> {
+        let settings = &self.context.settings;
+        let views = self.context.catalogue().list_nodes().await?;
+        let version = rounds.nodes.version();
+        rounds.nodes.update(&views, self.context.clock.now(), &settings.repair, settings.lease);
+        let mut ledger = self.lock_ledger();
+        ledger.brake = rounds.nodes.brake().cloned();
+        if rounds.nodes.version() != version {
+            ledger.retries = RetrySchedule::new(settings.lease);
+            rounds.stop_running();
+        }
+        Ok(Directory::new(views))
+    }
+
+    /// Puts a step off for a lease period, because others work on it.
+    fn put_off(&self, save: SaveId) {
+        let until = self.context.clock.now().saturating_add(self.context.settings.lease);
+        self.lock_ledger().not_before.insert(save, until);
     }
 
     fn is_survey_due(&self, rounds: &Rounds) -> bool {
@@ -223,50 +246,79 @@ impl AutomaticRepair {
         &self,
         rounds: &mut Rounds,
         directory: &Directory,
-    ) -> Result<(), RemoteError> {
+    ) -> Result<(), CatalogueError> {
         let begun_at = self.context.clock.now();
         rounds.surveyed_version = rounds.nodes.version();
         self.lock_ledger().wants_survey = false;
-        let since: HashMap<SaveId, Duration> =
-            rounds.degraded.iter().map(|known| (known.save, known.since)).collect();
-        let (mut cache, mut degraded) = (SurvivableLossCache::default(), Vec::new());
-        let mut result = SurveyResult { survives: Some(u32::MAX), ..SurveyResult::default() };
+        let surveyed = self.survey_steps(rounds, directory).await;
+        let ended_at = self.context.clock.now();
+        rounds.last_survey = Some(LastSurvey { ended_at, took: ended_at - begun_at });
+        let (degraded, result) = surveyed?;
+        self.record_survey(&degraded, result, ended_at);
+        rounds.degraded = degraded;
+        Ok(())
+    }
+
+    /// Surveys all committed steps. Returns the degraded ones, in the order in which they are
+    /// repaired, and the result.
+    async fn survey_steps(
+        &self,
+        rounds: &mut Rounds,
+        directory: &Directory,
+    ) -> Result<(Vec<Degraded>, SurveyResult), CatalogueError> {
+        let known: HashMap<SaveId, Degraded> =
+            rounds.degraded.drain(..).map(|known| (known.save, known)).collect();
+        let (mut degraded, mut result) = (Vec::new(), SurveyResult::default());
+        let mut survives = Some(u32::MAX);
         let catalogue = self.context.catalogue();
         let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
-            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
+            if self.context.clock.now() > rounds.nodes.updated_at() + self.context.settings.lease {
+                self.watch_nodes(rounds).await?;
+            }
+            let Ok(checkpoint) = parse_record::<Checkpoint>(&key, &entry.value) else {
+                (result.steps, result.unknown) = (result.steps + 1, result.unknown + 1);
+                continue;
+            };
             let (Some((job, step)), Some(saved)) =
                 (parse_checkpoint_key(&key), checkpoint.committed)
             else {
                 continue;
             };
-            result.steps += 1;
-            let surveyed = survey_save(&self.context, saved.save, directory, &mut cache).await?;
-            let Some(StepSurvey { health, .. }) = surveyed else {
-                result.unknown += 1;
-                continue;
+            let surveyed =
+                survey_save(&self.context, saved.save, directory, &mut rounds.losses).await?;
+            let health = match surveyed {
+                SurveyOutcome::Gone => continue,
+                SurveyOutcome::Unknown => {
+                    (result.steps, result.unknown) = (result.steps + 1, result.unknown + 1);
+                    let before = known.get(&saved.save).cloned();
+                    degraded.extend(before.map(|step| Degraded { is_unknown: true, ..step }));
+                    continue;
+                }
+                SurveyOutcome::Known(StepSurvey { health, .. }) => health,
             };
-            result.survives = result.survives.min(health.survives);
+            result.steps += 1;
+            survives = survives.min(health.survives);
             if !health.is_degraded() {
                 continue;
             }
             result.degraded += 1;
             result.missing += health.missing;
             result.missing_bytes += health.missing_bytes;
-            let (save, saved_at) = (saved.save, saved.saved_at);
-            let since = since.get(&save).copied().unwrap_or_else(|| self.context.clock.now());
-            degraded.push(Degraded { job, step, save, saved_at, health, since });
+            result.records += health.records;
+            let (save, saved_at, is_unknown) = (saved.save, saved.saved_at, false);
+            let since =
+                known.get(&save).map_or_else(|| self.context.clock.now(), |step| step.since);
+            degraded.push(Degraded { job, step, save, saved_at, health, since, is_unknown });
             if degraded.len() >= 2 * MAX_DEGRADED {
                 keep_worst(&mut degraded);
             }
         }
         keep_worst(&mut degraded);
-        result.worst = degraded.iter().take(MAX_WORST).map(describe).collect();
-        rounds.degraded = degraded;
-        let ended_at = self.context.clock.now();
-        rounds.last_survey = Some(LastSurvey { ended_at, took: ended_at - begun_at });
-        self.record_survey(&rounds.degraded, result, ended_at);
-        Ok(())
+        result.survives = survives.filter(|_| result.steps > result.unknown);
+        let worst = degraded.iter().filter(|step| !step.is_unknown).take(MAX_WORST);
+        result.worst = worst.map(describe).collect();
+        Ok((degraded, result))
     }
 
     fn record_survey(&self, degraded: &[Degraded], result: SurveyResult, ended_at: Duration) {
@@ -278,6 +330,7 @@ impl AutomaticRepair {
         ledger.retries.forget_unseen();
         let saves: HashSet<SaveId> = degraded.iter().map(|step| step.save).collect();
         ledger.settled.retain(|save, _| saves.contains(save));
+        ledger.not_before.retain(|save, until| saves.contains(save) && *until > ended_at);
     }
 
     /// Returns the first degraded step that is due.
@@ -287,10 +340,14 @@ impl AutomaticRepair {
         let mut ledger = self.lock_ledger();
         let mut is_due = |step: &&Degraded| {
             let is_over = now >= step.since.saturating_add(grace);
-            let is_settled = ledger.settled.get(&step.save).is_some_and(|settled| {
-                (settled.version, settled.health) == (version, step.health)
-            });
+            let is_settled = ledger
+                .settled
+                .get(&step.save)
+                .is_some_and(|settled| (settled.version, settled.health) == (version, step.health));
+            let is_put_off = ledger.not_before.get(&step.save).is_some_and(|until| now < *until);
             (step.health.is_urgent || is_over)
+                && !step.is_unknown
+                && !is_put_off
                 && !is_settled
                 && ledger.retries.mark_seen_and_check_due(step.save, now)
         };
@@ -308,7 +365,7 @@ impl AutomaticRepair {
         tracing::info!(job = %next.job, step = %next.step, ?survives, missing, records, "repairing a degraded step by itself");
         let (service, stop) = (self.clone(), restraint.stop.clone());
         let task = self.context.tasks.spawn_until_stop(async move {
-            let repaired = service.repair_step(&next, &restraint).await;
+            let repaired = service.repair_step(&next, &RepairCause::Survey(restraint)).await;
             service.record_repair(&next, version, repaired);
         });
         Running { task, stop, survives }
@@ -319,7 +376,7 @@ impl AutomaticRepair {
     async fn repair_step(
         &self,
         next: &Degraded,
-        restraint: &RepairRestraint,
+        cause: &RepairCause,
     ) -> Result<(RepairSummary, Option<String>), CoordinatorError> {
         let coordinator = self.context.coordinator();
         let (events, mut watched) = mpsc::channel(EVENTS);
@@ -327,7 +384,7 @@ impl AutomaticRepair {
             // The channel ends with the repair.
             let events = events;
             let step_ref = next.job.at(next.step);
-            coordinator.repair_step(step_ref, OPTIONS, Some(restraint), &events).await
+            coordinator.repair_step(step_ref, OPTIONS, cause, &events).await
         };
         let watch = async {
             let (mut summary, mut note) = (RepairSummary::default(), None);
@@ -356,8 +413,12 @@ impl AutomaticRepair {
         repaired: Result<(RepairSummary, Option<String>), CoordinatorError>,
     ) {
         let Degraded { job, step: number, save, health, .. } = step;
+        if repaired.as_ref().is_err_and(gives_way) {
+            self.put_off(*save);
+        }
         let mut ledger = self.lock_ledger();
-        (ledger.running, ledger.wants_survey) = (None, true);
+        ledger.running = None;
+        ledger.wants_survey |= !repaired.as_ref().is_err_and(gives_way);
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
                 tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired by itself");
@@ -409,6 +470,7 @@ impl RepairLedger {
             brake: None,
             retries: RetrySchedule::new(lease),
             settled: HashMap::new(),
+            not_before: HashMap::new(),
             wants_survey: false,
         }
     }

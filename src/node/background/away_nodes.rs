@@ -1,5 +1,6 @@
-//! The storage nodes that are away, as the catalogue server sees them, and the brake: while many are
-//! away, no spare takes their place by itself (docs/semantics.md, 11).
+//! The storage nodes that are away, as the catalogue server sees them, and those that are given up:
+//! others get what these should have. While many nodes are away together, a brake gives up none
+//! (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -7,27 +8,33 @@ use std::time::Duration;
 use crate::config::RepairRules;
 use crate::format::records::Node;
 use crate::id::NodeId;
+use crate::pipeline::coordinator::GivenUp;
 use crate::wire::calls::NodeView;
 
 /// Nodes that went away within this time of one another went away together.
 const TOGETHER: Duration = Duration::from_secs(3600);
 /// The brake is released this long after the last node went away that it counts.
 const MAX_BRAKE: Duration = Duration::from_secs(6 * 3600);
+/// The pieces of a node are given up after this many graces. They cost more to make again than
+/// replicas, and a stripe with pieces survives more losses.
+const PIECES_GRACES: u32 = 5;
 
-/// A storage node.
+/// A node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct KnownNode {
     /// The failure domain; empty if none is configured.
     domain: String,
+    /// Whether the node is to store data.
+    is_storage: bool,
     /// The time since which the node is away; `None` if it is live.
     away_since: Option<Duration>,
 }
 
-/// The storage nodes of the cluster, and the conclusions from which of them are away.
+/// The nodes of the cluster, and the conclusions from which of them are away.
 #[derive(Debug, Default)]
 pub(in crate::node) struct AwayNodes {
     nodes: BTreeMap<NodeId, KnownNode>,
-    awaited: BTreeSet<NodeId>,
+    given_up: GivenUp,
     brake: Option<String>,
     /// Graces do not begin before this time.
     graces_from: Duration,
@@ -36,27 +43,22 @@ pub(in crate::node) struct AwayNodes {
 }
 
 impl AwayNodes {
-    /// Takes over the present list of nodes.
-    ///
-    /// Graces begin again when the brake is released, and when the last update is longer ago than
-    /// a grace: this server could not see then who was live.
+    /// Takes over the present list of nodes. Graces begin again when the brake is released, and when
+    /// the last update is longer ago than `max_gap` and a grace: this server could not see then who
+    /// was live.
     pub(in crate::node) fn update(
         &mut self,
         views: &[NodeView],
         now: Duration,
         rules: &RepairRules,
+        max_gap: Duration,
     ) {
-        if now > self.updated_at + rules.grace {
+        if now > self.updated_at + rules.grace.max(max_gap) {
             self.graces_from = now;
         }
         self.updated_at = now;
-        let storage = views.iter().filter(|view| view.node.storage).map(|view| {
-            let id = NodeId::of(&view.node.name);
-            let since = || self.nodes.get(&id).and_then(|known| known.away_since).unwrap_or(now);
-            let away_since = (!view.live).then(since);
-            (id, KnownNode { domain: domain_of(&view.node), away_since })
-        });
-        let nodes: BTreeMap<NodeId, KnownNode> = storage.collect();
+        let nodes: BTreeMap<NodeId, KnownNode> =
+            views.iter().map(|view| self.take_over(view, now)).collect();
         let is_changed = nodes != self.nodes;
         self.nodes = nodes;
         let brake = self.find_brake(now, rules.brake_percent);
@@ -64,24 +66,26 @@ impl AwayNodes {
             self.graces_from = now;
         }
         self.brake = brake;
-        let is_awaited = |since: Duration| {
-            self.brake.is_some() || now < since.max(self.graces_from) + rules.grace
-        };
-        let awaited: BTreeSet<NodeId> =
-            self.away().filter(|(_, node, _)| is_awaited(*node)).map(|(id, ..)| id).collect();
-        if is_changed || awaited != self.awaited {
+        let given_up = self.find_given_up(now, rules.grace);
+        if is_changed || given_up != self.given_up {
             self.version += 1;
         }
-        self.awaited = awaited;
+        self.given_up = given_up;
     }
 
-    /// Returns the nodes that are away, each with the time at which it went away and its domain.
+    fn take_over(&self, view: &NodeView, now: Duration) -> (NodeId, KnownNode) {
+        let id = NodeId::of(&view.node.name);
+        let since = || self.nodes.get(&id).and_then(|known| known.away_since).unwrap_or(now);
+        let away_since = (!view.live).then(since);
+        let is_storage = view.node.storage;
+        (id, KnownNode { domain: domain_of(&view.node), is_storage, away_since })
+    }
+
+    /// Returns the storage nodes that are away, each with the time at which it went away and its
+    /// domain.
     fn away(&self) -> impl Iterator<Item = (NodeId, Duration, &str)> {
-        let away = |(id, node): (&NodeId, &KnownNode)| Some((*id, node.away_since?));
-        self.nodes.iter().filter_map(move |entry| {
-            let (id, since) = away(entry)?;
-            Some((id, since, entry.1.domain.as_str()))
-        })
+        let storage = self.nodes.iter().filter(|(_, node)| node.is_storage);
+        storage.filter_map(|(id, node)| Some((*id, node.away_since?, node.domain.as_str())))
     }
 
     /// Returns a number that changes when a node comes back, goes away or is given up, and when the
@@ -90,9 +94,14 @@ impl AwayNodes {
         self.version
     }
 
-    /// Returns the nodes that are away and whose place no spare may take yet.
-    pub(in crate::node) fn awaited(&self) -> &BTreeSet<NodeId> {
-        &self.awaited
+    /// Returns the time of the last update.
+    pub(in crate::node) fn updated_at(&self) -> Duration {
+        self.updated_at
+    }
+
+    /// Returns the nodes that are given up.
+    pub(in crate::node) fn given_up(&self) -> &GivenUp {
+        &self.given_up
     }
 
     /// Returns the reason for which the brake is on, if it is.
@@ -100,11 +109,37 @@ impl AwayNodes {
         self.brake.as_ref()
     }
 
+    /// Returns the nodes that have been away for their grace, unless the brake is on. It does not
+    /// hold for the pieces of urgent stripes. A node that is to store nothing is given up at once.
+    fn find_given_up(&self, now: Duration, grace: Duration) -> GivenUp {
+        let retired = || {
+            let retired = self.nodes.iter().filter(|(_, node)| !node.is_storage);
+            retired.map(|(id, _)| *id)
+        };
+        let away_for = |graces: u32| {
+            let is_over = move |since: Duration| {
+                now >= since.max(self.graces_from).saturating_add(grace * graces)
+            };
+            let over = self.away().filter(move |(_, since, _)| is_over(*since));
+            over.map(|(id, ..)| id).chain(retired()).collect()
+        };
+        let unless_braked = |graces| match self.brake {
+            Some(_) => retired().collect(),
+            None => away_for(graces),
+        };
+        GivenUp {
+            replicas: unless_braked(1),
+            pieces: unless_braked(PIECES_GRACES),
+            urgent_pieces: away_for(PIECES_GRACES),
+        }
+    }
+
     /// Returns the reason for the brake: some nodes that are away went away together, and they are
     /// more than the larger of one and `percent` of all, or several of more than one domain, or all
     /// of a domain.
     fn find_brake(&self, now: Duration, percent: u8) -> Option<String> {
-        let all = self.nodes.len();
+        let storage = || self.nodes.values().filter(|node| node.is_storage);
+        let all = storage().count();
         let most = (all * usize::from(percent) / 100).max(1);
         for (_, last, _) in self.away().filter(|(_, since, _)| now < *since + MAX_BRAKE) {
             let together: Vec<&str> = self
@@ -116,7 +151,7 @@ impl AwayNodes {
                 together.iter().copied().filter(|domain| !domain.is_empty()).collect();
             let count = together.len();
             let is_whole_domain = |domain: &&str| {
-                let members = self.nodes.values().filter(|node| node.domain == **domain).count();
+                let members = storage().filter(|node| node.domain == **domain).count();
                 members > 1 && together.iter().filter(|of| *of == domain).count() == members
             };
             let why = match domains.len() {
@@ -125,7 +160,8 @@ impl AwayNodes {
                 _ if domains.iter().any(is_whole_domain) => ", all of a failure domain",
                 _ => continue,
             };
-            return Some(format!("{count} of {all} storage nodes went away together{why}"));
+            let since = "away since about the same time";
+            return Some(format!("{count} of {all} storage nodes are {since}{why}"));
         }
         None
     }
@@ -146,6 +182,7 @@ mod tests {
     const MINUTE: Duration = Duration::from_secs(60);
     const RULES: RepairRules =
         RepairRules { share_percent: 25, grace: Duration::from_secs(120), brake_percent: 15 };
+    const GAP: Duration = Duration::from_secs(7);
 
     /// Returns nodes in racks of `rack`, of which these are away; 0: without racks.
     fn nodes(away: &[usize], rack: usize) -> Vec<NodeView> {
@@ -161,7 +198,7 @@ mod tests {
 
     fn has_brake(away: &[usize], rack: usize) -> bool {
         let mut watched = AwayNodes::default();
-        watched.update(&nodes(away, rack), MINUTE, &RULES);
+        watched.update(&nodes(away, rack), MINUTE, &RULES, GAP);
         watched.brake().is_some()
     }
 
@@ -180,7 +217,7 @@ mod tests {
     fn nodes_that_went_away_long_ago_are_not_counted_and_no_other_one_releases_the_brake() {
         let mut watched = AwayNodes::default();
         let mut is_braked = |minute: u32, away: &[usize]| {
-            watched.update(&nodes(away, 4), minute * MINUTE, &RULES);
+            watched.update(&nodes(away, 4), minute * MINUTE, &RULES, GAP);
             watched.brake().is_some()
         };
         assert!(!is_braked(1, &[1]));
@@ -190,35 +227,61 @@ mod tests {
         assert!(!is_braked(63 + 360, &[1, 4, 9]), "six hours later");
     }
 
-    #[test]
-    fn a_node_is_awaited_until_its_grace_is_over_and_each_change_is_noticed() {
+    /// Updates the list every minute, and returns after each how many nodes are given up for
+    /// replicas, for pieces and for urgent pieces.
+    fn given_up(away: impl Fn(u32) -> Vec<usize>, minutes: u32) -> Vec<[usize; 3]> {
         let mut watched = AwayNodes::default();
-        watched.update(&nodes(&[], 4), Duration::ZERO, &RULES);
-        let mut versions = vec![watched.version()];
-        let steps: [(&[usize], u32, usize); 6] = [
-            (&[4], 1, 1),
-            (&[4], 2, 1),
-            (&[4], 3, 0),
-            // The brake is on, and its release begins the graces again.
-            (&[4, 8], 4, 2),
-            (&[4], 5, 1),
-            (&[4], 7, 0),
-        ];
-        for (away, minute, awaited) in steps {
-            watched.update(&nodes(away, 4), minute * MINUTE, &RULES);
-            assert_eq!(watched.awaited().len(), awaited, "minute {minute}");
-            versions.push(watched.version());
-        }
-        assert_eq!(versions, [1, 2, 2, 3, 4, 5, 6]);
+        let counts = (0..minutes).map(|minute| {
+            watched.update(&nodes(&away(minute), 4), minute * MINUTE, &RULES, GAP);
+            let GivenUp { replicas, pieces, urgent_pieces } = watched.given_up();
+            [replicas, pieces, urgent_pieces].map(BTreeSet::len)
+        });
+        counts.collect()
+    }
+
+    #[test]
+    fn a_node_is_given_up_after_its_grace_and_for_pieces_after_five() {
+        let alone = given_up(|minute| if minute > 0 { vec![4] } else { vec![] }, 12);
+        let first = |at: usize| alone.iter().position(|counts| counts[at] == 1);
+        assert_eq!([0, 1, 2].map(first), [Some(3), Some(11), Some(11)]);
+        // The brake is on from minute 4 to 6, and then the graces begin again. Urgent pieces do not
+        // wait for the brake.
+        let braked = |minute| if (4..7).contains(&minute) { vec![4, 8] } else { vec![4] };
+        let counts = given_up(braked, 20);
+        assert_eq!([3, 4, 6, 8, 9].map(|minute| counts[minute][0]), [1, 0, 0, 0, 1]);
+        let always = given_up(|_| vec![4, 8], 20);
+        assert_eq!(always[19], [0, 0, 2]);
+        assert_eq!(always[9], [0, 0, 0]);
+    }
+
+    #[test]
+    fn a_node_that_is_to_store_nothing_is_given_up_at_once() {
+        let mut watched = AwayNodes::default();
+        let mut views = nodes(&[4, 8], 4);
+        views[3].node.storage = false;
+        watched.update(&views, MINUTE, &RULES, GAP);
+        let retired = BTreeSet::from([NodeId::of(&views[3].node.name)]);
+        assert!(watched.brake().is_some());
+        assert_eq!(
+            (&watched.given_up().replicas, &watched.given_up().pieces),
+            (&retired, &retired)
+        );
     }
 
     #[test]
     fn a_server_that_could_not_see_gives_up_no_node() {
         let mut watched = AwayNodes::default();
-        watched.update(&nodes(&[4], 4), MINUTE, &RULES);
-        watched.update(&nodes(&[4], 4), 30 * MINUTE, &RULES);
-        assert_eq!(watched.awaited().len(), 1);
-        watched.update(&nodes(&[4], 4), 32 * MINUTE, &RULES);
-        assert_eq!(watched.awaited().len(), 0);
+        let mut count_after = |minute: u32| {
+            watched.update(&nodes(&[4], 4), minute * MINUTE, &RULES, GAP);
+            watched.given_up().replicas.len()
+        };
+        assert_eq!([1, 30, 31, 32].map(&mut count_after), [0, 0, 0, 1]);
+        // A grace that is shorter than the time between updates ends all the same.
+        let rules = RepairRules { grace: Duration::from_secs(1), ..RULES };
+        let mut watched = AwayNodes::default();
+        for second in [2, 4, 6] {
+            watched.update(&nodes(&[4], 4), Duration::from_secs(second), &rules, GAP);
+        }
+        assert_eq!(watched.given_up().replicas.len(), 1);
     }
 }

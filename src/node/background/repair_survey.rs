@@ -2,26 +2,23 @@
 //! 11). No file is read.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use futures_util::future::join_all;
 
+use crate::catalogue::CatalogueError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     parse_record, read_record, shard_roots_prefix, shard_state_key,
 };
 use crate::code::{Code, Layout, NodeShare, SurvivableLossCache, table};
-use crate::format::geometry::StripeCut;
+use crate::format::geometry::{Geometry, StripeCut};
 use crate::format::records::{ShardRoot, ShardState, StripeState};
-use crate::id::{Attempt, NodeId, SaveId};
+use crate::id::{Attempt, NodeId, SaveId, ShardId};
 use crate::node::context::NodeContext;
 use crate::pipeline::coordinator::StripesByShard;
 use crate::topology::Directory;
-use crate::wire::RemoteError;
 use crate::wire::calls::{STRIPES_PER_SURVEY, ShardSurvey, StripeSurvey, SurveyShard};
-
-/// Maximum number of degraded stripes of a step that a survey lists. A further survey lists more
-/// when these are repaired.
-const MAX_STRIPES: usize = 4096;
 
 /// What is missing of a step, and how many nodes may be lost before it cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,46 +61,70 @@ impl StepHealth {
 #[derive(Debug, Clone)]
 pub(in crate::node) struct StepSurvey {
     pub(in crate::node) health: StepHealth,
-    /// The stripes of which something is missing, at most [`MAX_STRIPES`], and the shards of which
-    /// records are missing.
+    /// The stripes of which something is missing. A shard of which only its own records are missing
+    /// has no stripes here.
     pub(in crate::node) stripes: StripesByShard,
 }
 
-/// Surveys a committed save. Returns `None` if the save is gone, and if a live node does not answer.
+/// The result of the survey of a step.
+#[derive(Debug, Clone)]
+pub(in crate::node) enum SurveyOutcome {
+    Known(StepSurvey),
+    /// A live node did not answer, the state of a shard changed meanwhile, or a record of the
+    /// catalogue does not parse.
+    Unknown,
+    /// The save was removed.
+    Gone,
+}
+
+/// Surveys a committed save.
+///
+/// # Errors
+/// If the catalogue does not answer.
 pub(in crate::node) async fn survey_save(
     context: &NodeContext,
     save: SaveId,
     directory: &Directory,
     cache: &mut SurvivableLossCache,
-) -> Result<Option<StepSurvey>, RemoteError> {
+) -> Result<SurveyOutcome, CatalogueError> {
     let catalogue = context.catalogue();
     let mut survey = StepSurvey { health: StepHealth::WHOLE, stripes: StripesByShard::new() };
     let mut roots = KeyScan::of_prefix(&*catalogue, shard_roots_prefix(save));
+    let mut is_empty = true;
     while let Some((key, entry)) = roots.next().await? {
-        let root: ShardRoot = parse_record(&key, &entry.value)?;
+        is_empty = false;
+        let Ok(root) = parse_record::<ShardRoot>(&key, &entry.value) else {
+            return Ok(SurveyOutcome::Unknown);
+        };
         let state_key = shard_state_key(root.shard);
         let read = || read_record::<ShardState>(&*catalogue, &state_key);
-        let Some((state, revision)) = read().await?.filter(|(state, _)| !state.deleting) else {
-            return Ok(None);
+        let Some((state, _)) = read().await?.filter(|(state, _)| !state.deleting) else {
+            return Ok(SurveyOutcome::Gone);
         };
-        let mut shard = ShardSurveyor { context, root: &root, directory, survey: &mut survey };
-        if !shard.survey_stripes(&state, cache).await {
-            return Ok(None);
+        let mut shard = ShardSurveyor { context, root: Arc::new(root), directory };
+        if !shard.survey_stripes(&state, &mut survey, cache).await {
+            return Ok(SurveyOutcome::Unknown);
         }
         // What was read from nodes may belong to a newer state.
-        if read().await?.map(|(_, revision)| revision) != Some(revision) {
-            return Ok(None);
+        if read().await?.is_none_or(|(now, _)| now.deleting || now.runs != state.runs) {
+            return Ok(SurveyOutcome::Unknown);
         }
     }
-    Ok(Some(survey))
+    Ok(if is_empty { SurveyOutcome::Gone } else { SurveyOutcome::Known(survey) })
 }
 
 /// The survey of one shard.
 struct ShardSurveyor<'a> {
     context: &'a NodeContext,
-    root: &'a ShardRoot,
+    root: Arc<ShardRoot>,
     directory: &'a Directory,
-    survey: &'a mut StepSurvey,
+}
+
+/// The answer of a node, and whether the node is to store data. One that is not is read from, and
+/// counts as away for all else.
+struct NodeAnswer {
+    is_storage: bool,
+    survey: ShardSurvey,
 }
 
 impl ShardSurveyor<'_> {
@@ -112,67 +133,83 @@ impl ShardSurveyor<'_> {
     async fn survey_stripes(
         &mut self,
         state: &ShardState,
+        survey: &mut StepSurvey,
         cache: &mut SurvivableLossCache,
     ) -> bool {
         let Ok(geometry) = self.root.geometry() else { return false };
         let mut states = (0..geometry.stripes()).zip(state.states());
         for first in (0..geometry.stripes().max(1)).step_by(STRIPES_PER_SURVEY as usize) {
-            let Some(found) = self.ask_nodes(first).await else { return false };
+            let Some(answers) = self.ask_nodes(first).await else { return false };
             if first == 0 {
-                self.add_shard_records(&found);
+                add_shard_records(self.root.shard, &answers, survey);
             }
-            for (index, state) in states.by_ref().take(STRIPES_PER_SURVEY as usize) {
-                let Some(cut) = geometry.stripe(index) else { return false };
-                let of_stripe = |survey: &ShardSurvey| {
-                    let stripes = &survey.stripes;
-                    let at = stripes.binary_search_by_key(&index, |stripe| stripe.index).ok()?;
-                    stripes.get(at).cloned()
-                };
-                let nodes = found.iter().filter_map(of_stripe).collect();
-                self.add_stripe(index, SurveyedStripe { root: self.root, cut, state, nodes }, cache);
-            }
+            let page = states.by_ref().take(STRIPES_PER_SURVEY as usize).collect();
+            // The search for survivable losses may take long for wide codes.
+            let (root, known) = (self.root.clone(), survey.clone());
+            let known_losses = std::mem::take(cache);
+            let judge = move || judge_page(&root, geometry, page, &answers, known, known_losses);
+            let Ok(Some(judged)) = self.context.workers.run(judge).await else { return false };
+            (*survey, *cache) = judged;
         }
         true
     }
 
     /// Returns what the live nodes of the ring have of a page of stripes, or `None` if one of them
     /// does not answer.
-    async fn ask_nodes(&self, first: u32) -> Option<Vec<ShardSurvey>> {
+    async fn ask_nodes(&self, first: u32) -> Option<Vec<NodeAnswer>> {
         let call = &SurveyShard { shard: self.root.shard, first };
         let storage: BTreeSet<NodeId> = self.directory.storage().into_iter().collect();
         let members = self.root.ring.iter().map(|member| member.node);
         let asks = members
-            .filter(|node| storage.contains(node) && self.directory.is_live(*node))
-            .filter_map(|node| self.directory.address(node))
-            .map(|to| async move { self.context.caller.call(&to, call).await.ok() });
+            .filter(|node| self.directory.is_live(*node))
+            .filter_map(|node| Some((storage.contains(&node), self.directory.address(node)?)))
+            .map(|(is_storage, to)| async move {
+                let survey = self.context.caller.call(&to, call).await.ok()?;
+                Some(NodeAnswer { is_storage, survey })
+            });
         join_all(asks).await.into_iter().collect()
     }
+}
 
-    fn add_shard_records(&mut self, found: &[ShardSurvey]) {
-        let leaves = found.iter().filter(|survey| survey.has_leaves).count();
-        let marks = found.iter().filter(|survey| survey.has_mark).count();
-        let lacking = 2 * found.len() - leaves - marks;
-        self.survey.health.records += lacking as u64;
-        self.survey.health.limit_losses(leaves.checked_sub(1));
-        if lacking > 0 {
-            self.survey.stripes.entry(self.root.shard).or_default();
-        }
+fn add_shard_records(shard: ShardId, answers: &[NodeAnswer], survey: &mut StepSurvey) {
+    let all_leaves = answers.iter().filter(|answer| answer.survey.has_leaves).count();
+    survey.health.limit_losses(all_leaves.checked_sub(1));
+    let lacking = |answer: &NodeAnswer| match answer.is_storage {
+        true => u64::from(!answer.survey.has_leaves) + u64::from(!answer.survey.has_mark),
+        false => 0,
+    };
+    let lacking: u64 = answers.iter().map(lacking).sum();
+    survey.health.records += lacking;
+    if lacking > 0 {
+        survey.stripes.entry(shard).or_default();
     }
+}
 
-    fn add_stripe(
-        &mut self,
-        index: u32,
-        stripe: SurveyedStripe<'_>,
-        cache: &mut SurvivableLossCache,
-    ) {
-        let health = &mut self.survey.health;
+/// Adds what is missing of a page of stripes. Returns `None` if a stripe is not one of the shard.
+fn judge_page(
+    root: &ShardRoot,
+    geometry: Geometry,
+    page: Vec<(u32, StripeState)>,
+    answers: &[NodeAnswer],
+    mut survey: StepSurvey,
+    mut cache: SurvivableLossCache,
+) -> Option<(StepSurvey, SurvivableLossCache)> {
+    for (index, state) in page {
+        let cut = geometry.stripe(index)?;
+        let of_stripe = |answer: &NodeAnswer| {
+            let stripes = &answer.survey.stripes;
+            let at = stripes.binary_search_by_key(&index, |stripe| stripe.index).ok()?;
+            Some((answer.is_storage, stripes.get(at)?.clone()))
+        };
+        let nodes = answers.iter().filter_map(of_stripe).collect();
+        let health = &mut survey.health;
         let before = (health.missing, health.records);
-        stripe.add_to(health, cache);
-        let listed: usize = self.survey.stripes.values().map(BTreeSet::len).sum();
-        if before != (health.missing, health.records) && listed < MAX_STRIPES {
-            self.survey.stripes.entry(self.root.shard).or_default().insert(index);
+        SurveyedStripe { root, cut, state, nodes }.add_to(health, &mut cache);
+        if before != (health.missing, health.records) {
+            survey.stripes.entry(root.shard).or_default().insert(index);
         }
     }
+    Some((survey, cache))
 }
 
 /// A stripe, and what its nodes have of it.
@@ -180,17 +217,24 @@ struct SurveyedStripe<'a> {
     root: &'a ShardRoot,
     cut: StripeCut,
     state: StripeState,
-    /// The answers of the nodes that have anything of it.
-    nodes: Vec<StripeSurvey>,
+    /// The answers of the nodes that have anything of it, each with whether the node is to store
+    /// data.
+    nodes: Vec<(bool, StripeSurvey)>,
 }
 
 impl SurveyedStripe<'_> {
+    /// Returns the answers of the nodes that are to store data.
+    fn storing(&self) -> impl Iterator<Item = &StripeSurvey> {
+        self.nodes.iter().filter(|(is_storage, _)| *is_storage).map(|(_, held)| held)
+    }
+
     /// Adds what is missing of the stripe.
     fn add_to(&self, health: &mut StepHealth, cache: &mut SurvivableLossCache) {
-        let with_record = self.nodes.iter().filter(|held| held.has_record).count();
-        health.limit_losses(with_record.checked_sub(1));
+        let all_records = self.nodes.iter().filter(|(_, held)| held.has_record).count();
+        health.limit_losses(all_records.checked_sub(1));
         // A commit promises the stripe record on this many nodes.
-        let promised = usize::from(self.root.n - self.root.k) + 1;
+        let promised = usize::from(self.root.n.saturating_sub(self.root.k)) + 1;
+        let with_record = self.storing().filter(|held| held.has_record).count();
         health.records += promised.saturating_sub(with_record) as u64;
         let wanted: Vec<u8> =
             (0..self.root.k).filter(|block| self.cut.block_len(*block) > 0).collect();
@@ -214,16 +258,15 @@ impl SurveyedStripe<'_> {
     ) {
         let layout = Layout::new(self.root.n.into(), self.root.k.into());
         for &block in &wanted {
-            let holders = self.nodes.iter().filter(|held| held.replicas.contains(&block));
-            let copies = layout.as_ref().map_or(0, |layout| layout.holders(block.into()).count());
-            let missing = copies.saturating_sub(holders.count()) as u64;
+            let copies = self.storing().filter(|held| held.replicas.contains(&block)).count();
+            let expected = layout.as_ref().map_or(0, |layout| layout.holders(block.into()).count());
+            let missing = expected.saturating_sub(copies) as u64;
             health.missing += missing;
             health.missing_bytes += missing * self.cut.block_len(block);
         }
-        let share = |held: &StripeSurvey| {
-            NodeShare { blocks: held.replicas.clone(), pieces: Vec::new() }
-        };
-        let shares = self.nodes.iter().map(share);
+        let share =
+            |held: &StripeSurvey| NodeShare { blocks: held.replicas.clone(), pieces: Vec::new() };
+        let shares = self.nodes.iter().map(|(_, held)| share(held));
         health.limit_losses(cache.survivable_losses(wanted, None, shares.collect()));
     }
 
@@ -235,41 +278,45 @@ impl SurveyedStripe<'_> {
         health: &mut StepHealth,
         cache: &mut SurvivableLossCache,
     ) {
-        let past_end: Vec<u8> = match code {
+        let is_classical = matches!(code, Code::Rs(_));
+        let past_end: Vec<u8> = match is_classical {
             // In the classical code a replica is the systematic piece of the same number, and a
             // block past the shard's end is known without a file.
-            Code::Rs(_) => (0..self.root.k).filter(|block| !wanted.contains(block)).collect(),
-            Code::Chain(_) => Vec::new(),
+            true => (0..self.root.k).filter(|block| !wanted.contains(block)).collect(),
+            false => Vec::new(),
         };
         let pieces_of = |held: &StripeSurvey| -> Vec<u8> {
             let of_attempt = held.pieces.iter().filter(|(_, of)| *of == attempt);
             let mut pieces: Vec<u8> = of_attempt.map(|(piece, _)| *piece).collect();
-            if matches!(code, Code::Rs(_)) {
+            if is_classical {
                 pieces.extend(&held.replicas);
             }
             pieces
         };
-        let mut present: BTreeSet<u8> = past_end.iter().copied().collect();
-        let shares: Vec<NodeShare> = self
-            .nodes
-            .iter()
-            .map(|held| {
-                let mut pieces = pieces_of(held);
-                present.extend(&pieces);
-                if !pieces.is_empty() {
-                    pieces.extend(&past_end);
-                }
-                NodeShare { blocks: Vec::new(), pieces }
-            })
-            .collect();
+        let mut present: BTreeSet<u8> = self.storing().flat_map(pieces_of).collect();
+        let with_file = present.len();
+        present.extend(&past_end);
         let missing = (0..self.root.n).filter(|piece| !present.contains(piece)).count() as u64;
         health.missing += missing;
         health.missing_bytes += missing * self.cut.block_bytes;
-        let with_receipt =
-            self.nodes.iter().filter(|held| held.receipts.contains(&attempt)).count();
-        let with_file = present.len() - past_end.len();
+        let with_receipt = self.storing().filter(|held| held.receipts.contains(&attempt)).count();
         health.records += with_file.saturating_sub(with_receipt) as u64;
-        let survives = cache.survivable_losses(wanted, Some(code), shares);
+        let shares = |has_blocks: bool| -> Vec<NodeShare> {
+            let share = |held: &StripeSurvey| {
+                let mut pieces = pieces_of(held);
+                if !pieces.is_empty() {
+                    pieces.extend(&past_end);
+                }
+                let blocks = if has_blocks { held.replicas.clone() } else { Vec::new() };
+                NodeShare { blocks, pieces }
+            };
+            self.nodes.iter().map(|(_, held)| share(held)).collect()
+        };
+        // Replicas of an archived stripe may be dropped at any time. They count only if the pieces
+        // do not suffice.
+        let survives = cache
+            .survivable_losses(wanted.clone(), Some(code), shares(false))
+            .or_else(|| cache.survivable_losses(wanted, Some(code), shares(true)));
         health.is_urgent |= survives == Some(0);
         health.limit_losses(survives);
     }

@@ -143,6 +143,7 @@ impl ReplicaGc {
                 )
                 .await
             {
+                Ok(0) => {}
                 Ok(files) => tracing::info!(%stripe, files, "dropped unreferenced files"),
                 Err(error) => {
                     tracing::info!(%stripe, %error, "files that may be unreferenced are kept for now");
@@ -160,52 +161,53 @@ impl ReplicaGc {
         call: DropReplicas,
         code: CodeId,
     ) -> Result<u32, RemoteError> {
+        let DropReplicas { stripe, attempt, generation } = call;
+        let archived = ArchivedAttempt { attempt, generation, code };
         let mut dropped = self.shard_records.drop_replicas(call.clone()).await;
         if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
-            && self.copy_missing_receipt_from_peer(catalogue, &call, code).await?
+            && let Some(counting) = self.find_complete_receipt(catalogue, stripe, archived).await?
         {
+            self.store_missing_receipt(counting).await?;
             dropped = self.shard_records.drop_replicas(call).await;
         }
-        Ok(dropped?.files)
+        let mut files = dropped?.files;
+        // Pieces of the attempt are dropped only by the receipt that counts.
+        let by = ReceiptFilter::OfAttempt(attempt);
+        if self.context.run_on_store(move |store| has_unreferenced_file(store, stripe, by)).await?
+            && let Some(counting) = self.find_complete_receipt(catalogue, stripe, archived).await?
+        {
+            files += self.shard_records.drop_surplus_pieces(counting).await?;
+        }
+        Ok(files)
     }
 
-    /// Fetches the stripe's receipt from another node if this node has none. Returns whether it
-    /// fetched one. It takes only the receipt that counts, and only if all pieces that it names are
-    /// where it says. A receipt that arrives on this node meanwhile, from a repairer, stays.
-    async fn copy_missing_receipt_from_peer(
+    /// Returns the receipt of the stripe that counts, if all pieces that it names are where it says.
+    async fn find_complete_receipt(
         &self,
         catalogue: &dyn Catalogue,
-        call: &DropReplicas,
-        code: CodeId,
-    ) -> Result<bool, RemoteError> {
-        let DropReplicas { stripe, attempt, generation } = *call;
-        let (shard, save, name) = (stripe.shard, stripe.shard.save(), receipt_name(attempt));
-        let scope = RecordScope::Stripe(stripe);
-        let here = name.clone();
-        if self
-            .context
-            .run_on_store(move |store| store.get_record_file(scope, &here))
-            .await?
-            .is_some()
-        {
-            return Ok(false);
-        }
-        let root =
-            read_record::<ShardRoot>(catalogue, &shard_root_key(save, shard.index())).await?;
-        let Some((root, _)) = root else { return Ok(false) };
-        let archived = ArchivedAttempt { attempt, generation, code };
-        let receipt =
-            self.context.coordinator().find_complete_receipt(&root, stripe.index, archived).await?;
-        let Some(receipt) = receipt else { return Ok(false) };
+        stripe: StripeId,
+        archived: ArchivedAttempt,
+    ) -> Result<Option<Receipt>, RemoteError> {
+        let root_key = shard_root_key(stripe.shard.save(), stripe.shard.index());
+        let Some((root, _)) = read_record::<ShardRoot>(catalogue, &root_key).await? else {
+            return Ok(None);
+        };
+        let coordinator = self.context.coordinator();
+        Ok(coordinator.find_complete_receipt(&root, stripe.index, archived).await?)
+    }
+
+    /// Stores a receipt on this node, which has none. A receipt that arrives meanwhile, from a
+    /// repairer, stays.
+    async fn store_missing_receipt(&self, receipt: Receipt) -> Result<(), RemoteError> {
+        let (stripe, name) = (receipt.stripe, receipt_name(receipt.attempt));
         let bytes = receipt.to_bytes()?;
         self.context
             .run_on_store(move |store| {
                 trace_point(TracePoint::Receipt, stripe);
-                store.put_record_file_if(scope, &name, &bytes, |_| false)
+                store.put_record_file_if(RecordScope::Stripe(stripe), &name, &bytes, |_| false)
             })
             .await?;
-        self.fencing.purge_and_refuse_if_removed(save).await?;
-        Ok(true)
+        self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await
     }
 }
 
@@ -298,6 +300,7 @@ mod tests {
             generation: Generation::default(),
             code: CodeId(1),
             pieces: vec![ReceiptPiece { piece: block, node, form, root: [0; 32] }],
+            order: Generation::default(),
         };
         let bytes = receipt.to_bytes().unwrap();
         store.put_record_file(RecordScope::Stripe(stripe), &receipt_name(attempt), &bytes).unwrap();

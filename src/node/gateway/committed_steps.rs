@@ -19,7 +19,7 @@ use crate::net::Role;
 use crate::node::catalogue_server::catalogue_calls::CatalogueCalls;
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::pipeline::coordinator::{CoordinatorError, list_shard_roots};
+use crate::pipeline::coordinator::{CoordinatorError, RepairCause, list_shard_roots};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
@@ -270,8 +270,9 @@ impl CommittedSteps {
         };
         let coordinator = self.context.coordinator();
         let work = |events: mpsc::Sender<RepairEvent>| async move {
-            let step_ref = call.job.at(call.step);
-            let repair = coordinator.repair_step(step_ref, call.options, None, &events);
+            let (step_ref, given_up) = (call.job.at(call.step), call.given_up.iter().copied());
+            let cause = RepairCause::Request(given_up.collect());
+            let repair = coordinator.repair_step(step_ref, call.options, &cause, &events);
             repair.await.inspect_err(|error| {
                 tracing::warn!(job = %call.job, step = %call.step, %error, "repair stopped");
             })

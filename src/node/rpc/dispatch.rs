@@ -23,14 +23,15 @@ use crate::pipeline::executor::IncomingStream;
 use crate::wire::calls::{
     ALL, AbortSave, ArchiveStep, BeginLaunchSave, BeginSave, CatchUp, ClaimEpoch, CommitSave,
     CompareAndSetKey, CompareAndSetKeyGuarded, CompleteShard, CopyReplica, DropReplicas,
-    ExamineStripe, FindRemovedSaves, GetKey, GetNodeStatus, GetPolicyStatus, GetRecord, GetRepairStatus,
-    GetShardState, GetStanding, GrantLease, Hello, JoinSave, LabelStep, ListCompletedShards,
-    ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListLabels, ListLaunches,
-    ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves, ListSources,
-    ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutLeaves, PutMark, PutPlaces,
-    PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue, RegisterLaunch,
-    RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode, RemoveStep, RenewLease, RepairStep,
-    ReservePart, RevokeLease, RunPart, ShowStep, SurveyShard, TouchLease, TransferCatalogue, VerifyFile,
+    ExamineStripe, FindRemovedSaves, GetKey, GetNodeStatus, GetPolicyStatus, GetRecord,
+    GetRepairStatus, GetShardState, GetStanding, GrantLease, Hello, JoinSave, LabelStep,
+    ListCompletedShards, ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListLabels,
+    ListLaunches, ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves,
+    ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutLeaves, PutMark,
+    PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue,
+    RegisterLaunch, RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode, RemoveStep,
+    RenewLease, RepairStep, ReservePart, RevokeLease, RunPart, ShowStep, SurveyShard, TouchLease,
+    TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,

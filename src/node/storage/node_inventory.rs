@@ -198,11 +198,7 @@ fn read_stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding,
 }
 
 /// Records count if they are there: a node that finds a damaged one has its copy replaced (6).
-fn read_shard_survey(
-    store: &Store,
-    shard: ShardId,
-    first: u32,
-) -> Result<ShardSurvey, StoreError> {
+fn read_shard_survey(store: &Store, shard: ShardId, first: u32) -> Result<ShardSurvey, StoreError> {
     let records = store.list_record_files(RecordScope::Shard(shard))?;
     let has_record = |wanted| records.iter().any(|(name, _)| name == wanted);
     let (has_leaves, has_mark) = (has_record(LEAVES), has_record(MARK));

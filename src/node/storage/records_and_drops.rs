@@ -1,7 +1,7 @@
 //! The small records of shards and stripes: the checks before they are written, and the drop of
 //! replicas that receipts allow.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::damaged_records::{DamagedRecords, is_damaged_record};
 use super::error::StorageError;
@@ -35,11 +35,15 @@ fn parse_stripe_record_fixed(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, 
     Ok(record.fixed)
 }
 
+/// Number of locks that all stripes share.
+const STRIPE_LOCKS: usize = 64;
+
 /// The service that stores the records of shards, and drops replicas that receipts make redundant.
 pub(in crate::node) struct ShardRecords {
     context: Arc<NodeContext>,
     fencing: Arc<Fencing>,
     damaged_records: Arc<DamagedRecords>,
+    stripe_locks: Arc<StripeLocks>,
 }
 
 impl ShardRecords {
@@ -49,7 +53,7 @@ impl ShardRecords {
         fencing: Arc<Fencing>,
         damaged_records: Arc<DamagedRecords>,
     ) -> Self {
-        Self { context, fencing, damaged_records }
+        Self { context, fencing, damaged_records, stripe_locks: Arc::default() }
     }
 
     /// Stores the leaves of a shard or the record of a stripe, as a client sends them.
@@ -166,7 +170,8 @@ impl ShardRecords {
         self.fencing.purge_and_refuse_if_removed(shard.save()).await
     }
 
-    /// Stores a receipt. This node must have each piece that the receipt ascribes to it.
+    /// Stores a receipt. This node must have each piece that the receipt ascribes to it. A receipt
+    /// is replaced only by one of a greater order, or, if it is of the lowest order, of the same.
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.context.settings.cluster {
@@ -176,12 +181,16 @@ impl ShardRecords {
             .check_and_raise_fence(receipt.stripe.shard, call.owner, call.coordinator)
             .await?;
         let (me, save) = (self.context.id, receipt.stripe.shard.save());
+        let locks = self.stripe_locks.clone();
         self.context
             .run_on_store(move |store| {
+                let _alone = locks.lock(receipt.stripe);
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Receipt, receipt.stripe);
                 let scope = RecordScope::Stripe(receipt.stripe);
-                store.put_record_file(scope, &receipt_name(receipt.attempt), &call.bytes)?;
+                let name = receipt_name(receipt.attempt);
+                let may_replace = |old: &[u8]| may_replace_receipt(old, &receipt, &call.bytes);
+                store.put_record_file_if(scope, &name, &call.bytes, may_replace)?;
                 store.raise_highest_seen_epoch(call.owner.epoch).map_err(RemoteError::from)
             })
             .await?;
@@ -268,15 +277,53 @@ impl ShardRecords {
                 return Err(StorageError::StripeNotArchived { stripe, state, attempt }.into());
             }
         };
-        let me = self.context.id;
+        let (me, locks) = (self.context.id, self.stripe_locks.clone());
         self.context
             .run_on_store(move |store| {
+                let _alone = locks.lock(stripe);
                 let receipt = read_receipt_named_in_order(store, &call, code)?;
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Drop, stripe);
                 drop_files_outside_receipt(store, me, &receipt)
             })
             .await
+    }
+}
+
+impl ShardRecords {
+    /// Drops the pieces of the committed attempt that neither this node's receipt nor `counting`,
+    /// the receipt that counts, ascribes to it. All pieces that `counting` names must have been found
+    /// on their nodes. Returns the number of removed files.
+    pub(in crate::node) async fn drop_surplus_pieces(
+        &self,
+        counting: Receipt,
+    ) -> Result<u32, RemoteError> {
+        let (me, locks) = (self.context.id, self.stripe_locks.clone());
+        self.context
+            .run_on_store(move |store| {
+                let _alone = locks.lock(counting.stripe);
+                trace_point(TracePoint::Drop, counting.stripe);
+                remove_surplus_pieces(store, me, &counting)
+            })
+            .await
+    }
+}
+
+/// Locks by stripe. The holder of a stripe's lock is the only one that stores a receipt of the
+/// stripe, or removes files by one.
+struct StripeLocks([Mutex<()>; STRIPE_LOCKS]);
+
+impl Default for StripeLocks {
+    fn default() -> Self {
+        Self(std::array::from_fn(|_| Mutex::default()))
+    }
+}
+
+impl StripeLocks {
+    /// Waits for the lock of a stripe. Some stripes share a lock.
+    fn lock(&self, stripe: StripeId) -> MutexGuard<'_, ()> {
+        let at = stripe.index as usize % STRIPE_LOCKS;
+        self.0[at].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -338,8 +385,17 @@ fn check_own_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), 
     Ok(())
 }
 
-/// Removes the stripe's replicas and what other attempts left. Keeps the files that the receipt
-/// ascribes to this node. Returns the number and the size of the removed files.
+/// Returns whether `receipt`, sealed as `bytes`, may replace the receipt `old` of its attempt.
+fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
+    let is_lowest = receipt.order == Generation::default();
+    Receipt::parse(old).map_or(true, |known| {
+        known.order < receipt.order || known.order == receipt.order && (is_lowest || old == bytes)
+    })
+}
+
+/// Removes the stripe's replicas and what other attempts left. Keeps the replicas that the receipt
+/// ascribes to this node, and all pieces of its attempt: a piece that it does not ascribe may be one
+/// that a repairer has just made here. Returns the number and the size of the removed files.
 fn drop_files_outside_receipt(
     store: &Store,
     me: NodeId,
@@ -359,10 +415,7 @@ fn drop_files_outside_receipt(
             FileName::Replica { block } => {
                 ours().any(|piece| piece.form == PieceForm::Replica { block })
             }
-            FileName::Piece { piece: number, attempt } => {
-                attempt == receipt.attempt
-                    && ours().any(|piece| piece.piece == number && piece.form == PieceForm::File)
-            }
+            FileName::Piece { attempt, .. } => attempt == receipt.attempt,
         };
         if !kept && store.remove_file(key)? {
             answer.files += 1;
@@ -370,4 +423,28 @@ fn drop_files_outside_receipt(
         }
     }
     Ok(answer)
+}
+
+/// Removes the pieces of the attempt that neither this node's receipt nor `counting` ascribes to this
+/// node. Returns the number of removed files.
+fn remove_surplus_pieces(
+    store: &Store,
+    me: NodeId,
+    counting: &Receipt,
+) -> Result<u32, RemoteError> {
+    let (stripe, of_attempt) = (counting.stripe, counting.attempt);
+    let here = store.get_record_file(RecordScope::Stripe(stripe), &receipt_name(of_attempt))?;
+    // A receipt that does not parse may be one that ascribes a piece to this node.
+    let here = here.map(|bytes| Receipt::parse(&bytes)).transpose()?;
+    let is_ours = |number: u8| {
+        let pieces = here.iter().chain([counting]).flat_map(|receipt| &receipt.pieces);
+        pieces.into_iter().any(|piece| (piece.node, piece.piece) == (me, number))
+    };
+    let mut files = 0;
+    for (key, _) in store.list_all_files(stripe)? {
+        let FileName::Piece { piece, attempt } = key.name else { continue };
+        let is_surplus = attempt == of_attempt && !is_ours(piece);
+        files += u32::from(is_surplus && store.remove_file(key)?);
+    }
+    Ok(files)
 }

@@ -10,7 +10,8 @@
 //! receipts; `drop_replicas` drops the replicas.
 //!
 //! `step_repair` runs a repair over the shards of a step; `stripe_repair` repairs one stripe:
-//! `piece_repair` makes its missing pieces, `replica_repair` its missing replicas, and
+//! `piece_repair` makes its missing pieces, `moves` chooses other nodes for the pieces of those that
+//! are given up, `replica_repair` its missing replicas, and
 //! `record_repair` sends the records that nodes lack. `lease_keeper` keeps the lease of an owner.
 
 mod archive_request;
@@ -18,6 +19,7 @@ mod drop_replicas;
 mod ensure_replicas;
 mod error;
 mod lease_keeper;
+mod moves;
 mod orders_and_proofs;
 mod owned_shard;
 mod owned_stripe;
@@ -34,4 +36,4 @@ mod watch_request;
 pub use archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 pub use error::CoordinatorError;
 pub(crate) use receipts::ArchivedAttempt;
-pub use step_repair::{RepairEventSender, RepairRestraint, StripesByShard};
+pub use step_repair::{GivenUp, RepairCause, RepairEventSender, RepairRestraint, StripesByShard};

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::CoordinatorError;
 use super::ensure_replicas::{FilesByNode, has_good_replica};
+use super::moves::PieceMove;
 use super::owned_stripe::OwnedStripe;
 use super::receipts::{ArchivedAttempt, choose_receipt_that_counts};
 use super::step_repair::{RepairTask, ends_the_repair};
@@ -71,9 +72,9 @@ impl OwnedStripe<'_> {
         let found = self.fetch_all_receipts(archived.attempt).await;
         let unknown = || CoordinatorError::NoCode { n: root.n, k: root.k };
         let code = table::by_id(archived.code).ok_or_else(unknown)?;
-        let Some(receipt) = choose_receipt_that_counts(&found, archived).cloned() else {
+        let Some(receipt) = choose_receipt_that_counts(&found.by_node, archived).cloned() else {
             let mut different: Vec<&Receipt> = Vec::new();
-            for receipt in found.values() {
+            for receipt in found.by_node.values() {
                 if !different.contains(&receipt) {
                     different.push(receipt);
                 }
@@ -83,18 +84,37 @@ impl OwnedStripe<'_> {
                 (self.info.fixed.stripe, different.len(), self.name_nodes(away));
             return Err(CoordinatorError::NoReceipt { stripe, found, away });
         };
-        let archived = ArchivedStripe { stripe: self, receipt, code, task };
+        let moves = self.plan_moves(&receipt, &found.answered, &code, task).await;
+        let intended = receipt.with_moves(&moves, self.shard.generation);
+        let archived = ArchivedStripe { stripe: self, receipt: intended, code, task };
         let mut outcome = StripeOutcome::default();
         archived.make_all_missing_pieces(&mut outcome).await?;
+        let done = archived.find_done_moves(&moves).await;
+        let receipt = receipt.with_moves(&done, self.shard.generation);
         let mut holders: BTreeSet<NodeId> = self.info.places.iter().copied().collect();
-        holders.extend(archived.receipt.pieces.iter().map(|piece| piece.node));
+        holders.extend(receipt.pieces.iter().map(|piece| piece.node));
         self.put_missing_stripe_records(&self.info.places, holders, options, &mut outcome).await;
-        self.put_missing_receipts(&archived.receipt, &found, options, &mut outcome).await;
+        let spares: Vec<NodeId> = done.iter().map(|moved| moved.to).collect();
+        self.coordinator.ensure_may_go_on(self.shard, task).await?;
+        self.put_missing_receipts(&receipt, &spares, &found.by_node, options, &mut outcome).await;
         Ok(outcome)
     }
 }
 
 impl ArchivedStripe<'_> {
+    /// Returns those of the moves after which the spare has the piece.
+    async fn find_done_moves(&self, moves: &[PieceMove]) -> Vec<PieceMove> {
+        if moves.is_empty() || self.task.options.is_dry_run() {
+            return Vec::new();
+        }
+        let missing = self.survey(&self.stripe.list_ring_files().await).missing;
+        let is_done = |moved: &&PieceMove| {
+            let is_it = |target: &RepairTarget| target.piece == usize::from(moved.piece);
+            !missing.iter().any(is_it)
+        };
+        moves.iter().filter(is_done).copied().collect()
+    }
+
     fn survey(&self, held: &FilesByNode) -> PieceSurvey {
         let (stripe, receipt) = (self.stripe, &self.receipt);
         let mut survey = PieceSurvey::default();

@@ -45,7 +45,7 @@ impl OwnedStripe<'_> {
     }
 
     /// Returns the receipts of an attempt on the nodes that answer ([`Coordinator::fetch_all_receipts`]).
-    pub(super) async fn fetch_all_receipts(&self, attempt: Attempt) -> BTreeMap<NodeId, Receipt> {
+    pub(super) async fn fetch_all_receipts(&self, attempt: Attempt) -> FoundReceipts {
         let root = &self.shard.root;
         self.coordinator.fetch_all_receipts(&self.info, &self.directory, root, attempt).await
     }
@@ -91,6 +91,15 @@ impl OwnedStripe<'_> {
     }
 }
 
+/// The receipts of an attempt on the nodes of a stripe.
+#[derive(Debug, Default)]
+pub(super) struct FoundReceipts {
+    /// The receipts that parse and are of this stripe and attempt, by node.
+    pub by_node: BTreeMap<NodeId, Receipt>,
+    /// The nodes that answered, also those without a receipt.
+    pub answered: BTreeSet<NodeId>,
+}
+
 /// The attempt by which a stripe is archived, according to the shard's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ArchivedAttempt {
@@ -105,7 +114,8 @@ pub(crate) struct ArchivedAttempt {
 /// Chooses, from the receipts of an attempt on the nodes of a stripe, the one that says where its
 /// pieces are.
 ///
-/// An attempt that was continued on other nodes has an earlier receipt, too, which may be left on
+/// The one with the greatest order counts. Receipts of archivings all have the lowest order: an
+/// attempt that was continued on other nodes has an earlier receipt, too, which may be left on
 /// nodes that the later one does not name. All nodes that the later one names got it before it was
 /// committed. So a receipt does not count if a node that it names has another one. If several are
 /// left, the one on the most nodes counts; `None` if that does not decide.
@@ -114,14 +124,20 @@ pub(super) fn choose_receipt_that_counts(
     archived: ArchivedAttempt,
 ) -> Option<&Receipt> {
     let ArchivedAttempt { attempt, generation, code } = archived;
+    let fits = |receipt: &&Receipt| {
+        (receipt.attempt, receipt.generation, receipt.code) == (attempt, generation, code)
+    };
+    let greatest = found.values().filter(fits).map(|receipt| receipt.order).max()?;
+    let found: BTreeMap<NodeId, &Receipt> = found
+        .iter()
+        .filter(|(_, receipt)| receipt.order == greatest)
+        .map(|(node, receipt)| (*node, receipt))
+        .collect();
     let mut candidates: Vec<(usize, &Receipt)> = Vec::new();
-    for receipt in found.values() {
+    for &receipt in found.values() {
         let is_contradicted =
-            |piece: &ReceiptPiece| found.get(&piece.node).is_some_and(|other| other != receipt);
-        let fits = receipt.attempt == attempt
-            && receipt.generation == generation
-            && receipt.code == code
-            && !receipt.pieces.iter().any(is_contradicted);
+            |piece: &ReceiptPiece| found.get(&piece.node).is_some_and(|other| *other != receipt);
+        let fits = fits(&receipt) && !receipt.pieces.iter().any(is_contradicted);
         match candidates.iter_mut().find(|(_, known)| *known == receipt) {
             Some((nodes, _)) => *nodes += 1,
             None if fits => candidates.push((1, receipt)),
@@ -151,20 +167,21 @@ impl Coordinator {
             record_fetch::fetch_stripe_record(&self.caller, &directory, root, &leaves, index)
                 .await?;
         let found = self.fetch_all_receipts(&info, &directory, root, archived.attempt).await;
-        let Some(receipt) = choose_receipt_that_counts(&found, archived) else { return Ok(None) };
+        let counting = choose_receipt_that_counts(&found.by_node, archived);
+        let Some(receipt) = counting else { return Ok(None) };
         let held = self.find_present_pieces(&info, &directory, receipt).await;
         Ok((held.len() == receipt.pieces.len()).then(|| receipt.clone()))
     }
 
     /// Asks all live nodes of the ring, and those in the stripe's record, for their receipt of an
-    /// attempt. Returns the receipts that parse and are of this stripe and attempt, by node.
+    /// attempt.
     pub(super) async fn fetch_all_receipts(
         &self,
         info: &StripeInfo,
         directory: &Directory,
         root: &ShardRoot,
         attempt: Attempt,
-    ) -> BTreeMap<NodeId, Receipt> {
+    ) -> FoundReceipts {
         let stripe = info.fixed.stripe;
         let mut nodes: BTreeSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
         nodes.extend(&info.places);
@@ -172,16 +189,21 @@ impl Coordinator {
         let ask =
             nodes.into_iter().filter(|node| directory.is_live(*node)).map(|node| async move {
                 let call = GetRecord { shard: stripe.shard, record };
-                let bytes = self.caller.call(&directory.address(node)?, &call).await.ok()??;
-                let receipt = Receipt::parse(&bytes).ok()?;
-                let fits = receipt.cluster == self.cluster
-                    && receipt.stripe == stripe
-                    && receipt.attempt == attempt
-                    && receipt.pieces.len() == usize::from(root.n)
-                    && (0..).zip(&receipt.pieces).all(|(number, piece)| piece.piece == number);
-                fits.then_some((node, receipt))
+                let bytes = self.caller.call(&directory.address(node)?, &call).await.ok()?;
+                Some((node, bytes.and_then(|bytes| Receipt::parse(&bytes).ok())))
             });
-        join_all(ask).await.into_iter().flatten().collect()
+        let answers: Vec<(NodeId, Option<Receipt>)> =
+            join_all(ask).await.into_iter().flatten().collect();
+        let answered = answers.iter().map(|(node, _)| *node).collect();
+        let fits = |receipt: &Receipt| {
+            receipt.cluster == self.cluster
+                && receipt.stripe == stripe
+                && receipt.attempt == attempt
+                && receipt.pieces.len() == usize::from(root.n)
+                && (0..).zip(&receipt.pieces).all(|(number, piece)| piece.piece == number)
+        };
+        let receipts = answers.into_iter().filter_map(|(node, found)| Some((node, found?)));
+        FoundReceipts { by_node: receipts.filter(|(_, receipt)| fits(receipt)).collect(), answered }
     }
 
     /// Returns the numbers of the receipt's pieces that their nodes have now.
@@ -235,6 +257,7 @@ mod tests {
             generation: ARCHIVED.generation,
             code: ARCHIVED.code,
             pieces: (0..).zip(nodes).map(piece).collect(),
+            order: Generation::default(),
         }
     }
 
@@ -255,6 +278,20 @@ mod tests {
         assert_eq!(choose(&[(3, &earlier), (4, &later)]), None);
         assert_eq!(choose(&[(3, &earlier)]), Some(earlier));
         assert_eq!(choose(&[]), None);
+    }
+
+    #[test]
+    fn the_receipt_of_the_greatest_order_counts_wherever_it_is() {
+        let by = |counter| Generation { epoch: Epoch(1), counter };
+        let first = receipt(&[1, 2, 3]);
+        let moved = Receipt { order: by(5), ..receipt(&[1, 2, 4]) };
+        let again = Receipt { order: by(6), ..receipt(&[1, 2, 5]) };
+        assert_eq!(choose(&[(1, &first), (2, &first), (4, &moved)]), Some(moved.clone()));
+        let all = [(1, &first), (2, &moved), (3, &first), (4, &moved), (5, &again)];
+        assert_eq!(choose(&all), Some(again.clone()));
+        // Two receipts of one order differ only if two owners had the same generation.
+        let other = Receipt { order: by(6), ..receipt(&[1, 2, 6]) };
+        assert_eq!(choose(&[(5, &again), (6, &other), (1, &first)]), None);
     }
 
     #[test]

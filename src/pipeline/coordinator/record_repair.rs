@@ -55,11 +55,14 @@ impl OwnedStripe<'_> {
         }
     }
 
-    /// Sends the receipt to the nodes that it names, that answer, and that lack it. A receipt that
-    /// parses is never replaced by another one. `found` are the receipts that nodes had before.
+    /// Sends the receipt to the nodes that it names, that answer, and that lack it: first to the
+    /// `spares`, which have pieces that no older receipt names there, and to the others only if all
+    /// of these have it. A receipt that parses is replaced only by one of a greater order. `found`
+    /// are the receipts that nodes had before.
     pub(super) async fn put_missing_receipts(
         &self,
         receipt: &Receipt,
+        spares: &[NodeId],
         found: &BTreeMap<NodeId, Receipt>,
         options: RepairOptions,
         outcome: &mut StripeOutcome,
@@ -69,11 +72,17 @@ impl OwnedStripe<'_> {
             Err(error) => return outcome.add_problem(None, error.to_string()),
         };
         let record = RecordName::Receipt { index: self.index(), attempt: receipt.attempt };
-        let is_some = |found: &[u8]| Receipt::parse(found).is_ok();
-        for piece in &receipt.pieces {
+        let is_right =
+            |found: &[u8]| Receipt::parse(found).is_ok_and(|found| found.order >= receipt.order);
+        let named = receipt.pieces.iter().map(|piece| piece.node);
+        let others = named.filter(|node| !spares.contains(node));
+        for (at, node) in spares.iter().copied().chain(others).enumerate() {
+            if at == spares.len() && spares.iter().any(|spare| outcome.lacking.contains(spare)) {
+                return;
+            }
             // A node that lacks its piece refuses the receipt.
-            if found.get(&piece.node) != Some(receipt) && !outcome.lacking.contains(&piece.node) {
-                self.put_if_lacking(piece.node, record, &is_some, &call, options, outcome).await;
+            if found.get(&node) != Some(receipt) && !outcome.lacking.contains(&node) {
+                self.put_if_lacking(node, record, &is_right, &call, options, outcome).await;
             }
         }
     }

@@ -92,7 +92,7 @@ impl ReplicaRepair<'_> {
             if self.answering.contains(&node) || blocks.iter().all(|block| copies(block) >= 2) {
                 continue;
             }
-            if self.task.restraint.is_some_and(|restraint| restraint.awaited.contains(&node)) {
+            if !self.task.gives_up_replicas_of(node) {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 continue;
             }

@@ -2,13 +2,12 @@
 //! have lost of it (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream;
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use super::error::CoordinatorError;
 use super::lease_keeper::LeaseKeeper;
@@ -38,18 +37,29 @@ const MAX_PAUSE: Duration = Duration::from_secs(600);
 /// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
 pub type StripesByShard = BTreeMap<ShardId, BTreeSet<u32>>;
 
+/// The nodes that are given up, if they do not answer: others get what they should have.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GivenUp {
+    /// Nodes whose replicas are put on spares.
+    pub replicas: BTreeSet<NodeId>,
+    /// Nodes whose pieces are made on spares.
+    pub pieces: BTreeSet<NodeId>,
+    /// The same for stripes that survive no further loss.
+    pub urgent_pieces: BTreeSet<NodeId>,
+}
+
 /// The restraint of a repair that nobody has asked for.
 #[derive(Debug, Clone, Default)]
 pub struct RepairRestraint {
-    /// Nodes that are away and may come back: no spare takes their place.
-    pub awaited: BTreeSet<NodeId>,
+    /// The nodes that are given up.
+    pub given_up: GivenUp,
     /// The percentage of the time for which the repair works. It pauses for the rest, and owns no
     /// shard meanwhile.
     pub share_percent: u8,
     /// The stripes that are repaired.
     pub stripes: StripesByShard,
-    /// Set when the repair is to end before its next stripe.
-    pub stop: Arc<AtomicBool>,
+    /// Cancelled when the repair is to end before its next stripe.
+    pub stop: CancellationToken,
 }
 
 impl RepairRestraint {
@@ -60,14 +70,50 @@ impl RepairRestraint {
     }
 }
 
+/// The kind of a repair: who wants it.
+#[derive(Debug)]
+pub enum RepairCause {
+    /// A person, who gives up the pieces of these nodes, and the replicas of all nodes that do not
+    /// answer.
+    Request(BTreeSet<NodeId>),
+    /// The catalogue server, by itself.
+    Survey(RepairRestraint),
+}
+
 /// The request that a repair carries out.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RepairTask<'a> {
     pub step_ref: StepRef<'a>,
     pub options: RepairOptions,
-    pub restraint: Option<&'a RepairRestraint>,
+    pub cause: &'a RepairCause,
     /// The revision of the step's archive request when the repair began; `None` if there was none.
     request_revision: Option<u64>,
+}
+
+impl<'a> RepairTask<'a> {
+    /// Returns the restraint of a repair that nobody has asked for.
+    pub fn restraint(self) -> Option<&'a RepairRestraint> {
+        match self.cause {
+            RepairCause::Request(_) => None,
+            RepairCause::Survey(restraint) => Some(restraint),
+        }
+    }
+
+    /// Returns whether a spare takes the place of a node that does not answer, for its replicas.
+    pub fn gives_up_replicas_of(self, node: NodeId) -> bool {
+        self.restraint().is_none_or(|restraint| restraint.given_up.replicas.contains(&node))
+    }
+
+    /// Returns whether the pieces of a node that does not answer are made on spares.
+    pub fn gives_up_pieces_of(self, node: NodeId, is_urgent: bool) -> bool {
+        match self.cause {
+            RepairCause::Request(given_up) => given_up.contains(&node),
+            RepairCause::Survey(RepairRestraint { given_up, .. }) => match is_urgent {
+                true => given_up.urgent_pieces.contains(&node),
+                false => given_up.pieces.contains(&node),
+            },
+        }
+    }
 }
 
 /// The repair of one step.
@@ -97,7 +143,7 @@ impl Coordinator {
         &self,
         step_ref: StepRef<'_>,
         options: RepairOptions,
-        restraint: Option<&RepairRestraint>,
+        cause: &RepairCause,
         events: &RepairEventSender,
     ) -> Result<(), CoordinatorError> {
         let saved = self.find_committed(step_ref).await?;
@@ -112,7 +158,7 @@ impl Coordinator {
         let request_revision = request.map(|(_, revision)| revision);
         let mut repair = StepRepair {
             coordinator: self,
-            task: RepairTask { step_ref, options, restraint, request_revision },
+            task: RepairTask { step_ref, options, cause, request_revision },
             saved,
             lease: keeper.lease,
             events,
@@ -143,7 +189,7 @@ impl Coordinator {
 impl StepRepair<'_> {
     async fn repair_shards(&mut self) -> Result<(), CoordinatorError> {
         let mut roots = list_shard_roots(&*self.coordinator.catalogue, self.saved.save).await?;
-        if let Some(restraint) = self.task.restraint {
+        if let Some(restraint) = self.task.restraint() {
             roots.retain(|root| restraint.stripes.contains_key(&root.shard));
         }
         let mut shards = Vec::new();
@@ -163,7 +209,7 @@ impl StepRepair<'_> {
     fn list_stripes(&self, root: &ShardRoot) -> Result<Vec<(u32, u64)>, CoordinatorError> {
         let geometry =
             root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()))?;
-        let only = self.task.restraint.map(|restraint| &restraint.stripes);
+        let only = self.task.restraint().map(|restraint| &restraint.stripes);
         let is_repaired = |index: &u32| {
             only.and_then(|only| only.get(&root.shard)).is_none_or(|only| only.contains(index))
         };
@@ -191,8 +237,17 @@ impl StepRepair<'_> {
             }
             match result? {
                 None => return Ok(()),
-                Some(pause) => self.coordinator.clock.sleep(pause).await,
+                Some(pause) => self.pause(pause).await,
             }
+        }
+    }
+
+    /// Waits, but not longer than until the repair is stopped.
+    async fn pause(&self, pause: Duration) {
+        let Some(restraint) = self.task.restraint() else { return };
+        tokio::select! {
+            () = self.coordinator.clock.sleep(pause) => {}
+            () = restraint.stop.cancelled() => {}
         }
     }
 
@@ -204,7 +259,7 @@ impl StepRepair<'_> {
         stripes: &mut VecDeque<u32>,
         lacking: &mut BTreeSet<NodeId>,
     ) -> Result<Option<Duration>, CoordinatorError> {
-        let parallel = match (self.task.restraint, self.task.options.parallel) {
+        let parallel = match (self.task.restraint(), self.task.options.parallel) {
             (Some(_), _) => 1,
             (None, 0) => DEFAULT_PARALLEL,
             (None, some) => usize::from(some).min(MAX_PARALLEL),
@@ -233,7 +288,7 @@ impl StepRepair<'_> {
             let has_worked = outcome.made_bytes > 0 || !outcome.problems.is_empty();
             self.add_outcome(&shard.root, outcome, lacking).await;
             self.send_progress().await;
-            let pause = task.restraint.map(|restraint| restraint.pause_after(took));
+            let pause = task.restraint().map(|restraint| restraint.pause_after(took));
             if has_worked && pause.is_some_and(|pause| !pause.is_zero()) {
                 return Ok(pause);
             }
@@ -249,8 +304,15 @@ impl StepRepair<'_> {
     ) -> Result<(), CoordinatorError> {
         let (coordinator, task) = (self.coordinator, self.task);
         coordinator.ensure_may_go_on(shard, task).await?;
+        // A repair by itself has not opened all stripes of the shard. Its survey knows whether a node
+        // lacks any.
+        let stripes = task.restraint().and_then(|only| only.stripes.get(&shard.root.shard));
+        let mut lacking = lacking.clone();
+        if stripes.is_some_and(|stripes| !stripes.is_empty()) {
+            lacking.extend(shard.root.ring.iter().map(|member| member.node));
+        }
         let outcome =
-            coordinator.repair_shard_records(shard, &self.saved, lacking, task.options).await;
+            coordinator.repair_shard_records(shard, &self.saved, &lacking, task.options).await;
         let outcome = match outcome {
             Ok(outcome) => outcome,
             Err(error) if ends_the_repair(&error) => return Err(error),
@@ -329,7 +391,7 @@ impl Coordinator {
         shard: &OwnedShard,
         task: RepairTask<'_>,
     ) -> Result<(), CoordinatorError> {
-        if task.restraint.is_some_and(|restraint| restraint.stop.load(Ordering::Relaxed)) {
+        if task.restraint().is_some_and(|restraint| restraint.stop.is_cancelled()) {
             return Err(CoordinatorError::RepairStopped { what: task.step_ref.to_string() });
         }
         shard.confirm_ownership(self).await?;

@@ -148,7 +148,7 @@ impl<'a> StripeArchiving<'a> {
     ) -> Result<(), CoordinatorError> {
         let stripe = &self.stripe;
         let found = stripe.fetch_all_receipts(archived.attempt).await;
-        if let Some(receipt) = choose_receipt_that_counts(&found, archived)
+        if let Some(receipt) = choose_receipt_that_counts(&found.by_node, archived)
             && stripe.can_rebuild_blocks(receipt).await
         {
             return stripe.drop_replicas(receipt, &[]).await;
@@ -181,6 +181,8 @@ impl<'a> StripeArchiving<'a> {
         let started_at = clock.now();
         let proven = self.reuse_or_run_plan(&plan, &orders, generation, reuse).await?;
         let proven_at = clock.now();
+        let receipt = self.put_above_others(proven.receipt.clone()).await;
+        let proven = ProvenPieces { receipt, ..proven };
         self.stripe.put_receipts(&orders, &proven.receipt).await?;
         let archived =
             StripeState::Archived { attempt, code: plan.code, generation, dropped: false };
@@ -203,6 +205,20 @@ impl<'a> StripeArchiving<'a> {
         };
         let _ = events.send(ArchiveEvent::Stripe(report)).await;
         Ok(())
+    }
+
+    /// Returns the receipt with an order that nodes with another receipt of the attempt accept. Only
+    /// an attempt that this owner did not begin may have one.
+    async fn put_above_others(&self, receipt: Receipt) -> Receipt {
+        let owner = self.stripe.shard.generation;
+        if receipt.generation == owner {
+            return receipt;
+        }
+        let found = self.stripe.fetch_all_receipts(receipt.attempt).await;
+        match found.by_node.values().any(|other| other.order > receipt.order) {
+            true => Receipt { order: owner, ..receipt },
+            false => receipt,
+        }
     }
 
     fn build_plan(&self, attempt: Attempt, places: &[NodeId]) -> Result<Plan, CoordinatorError> {
@@ -238,7 +254,15 @@ impl<'a> StripeArchiving<'a> {
         trace_point(TracePoint::Proof, stripe);
         let pieces = self.stripe.verify_all_pieces(plan, &self.code, &reports)?;
         let (cluster, attempt, code) = (coordinator.cluster, plan.attempt, plan.code);
-        let receipt = Receipt { cluster, stripe, attempt, generation, code, pieces };
+        let receipt = Receipt {
+            cluster,
+            stripe,
+            attempt,
+            generation,
+            code,
+            pieces,
+            order: Generation::default(),
+        };
         Ok(ProvenPieces { receipt, reports, reserved_at })
     }
 }

@@ -45,6 +45,7 @@ impl Stripe {
             generation: Generation::default(),
             code: RsCode::new(6, 4).unwrap().id(),
             pieces: (0..6).map(piece).collect(),
+            order: Generation::default(),
         };
         let digest = digest::of_receipt(&receipt);
         let records = |node: u64| {

@@ -35,7 +35,7 @@ use fleet::{Fleet, Plan};
 const JOBS: u64 = 3;
 /// Cells that the suite plays: every role, every operation except restore and rebuild, and the
 /// stages around each commit point.
-const SUITE: [&str; 13] = [
+const SUITE: [&str; 15] = [
     "gateway:save.decide",
     "head:save.block",
     "home:save.publish",
@@ -49,6 +49,8 @@ const SUITE: [&str; 13] = [
     "gateway:rm.tombstone",
     "middle:rm.sweep",
     "sayer:mend.fetch",
+    "gateway:repair.piece",
+    "tail:giveup.receipt",
 ];
 
 /// Number of kills in the suite's storm.

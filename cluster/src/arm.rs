@@ -62,6 +62,8 @@ pub enum Arm {
     RepairStar,
     /// Copying one lost replica from the other one.
     RepairCopy,
+    /// Making all pieces of a lost node on the other nodes.
+    RepairNode,
 }
 
 impl Arm {
@@ -92,6 +94,7 @@ impl Arm {
             Arm::RepairChain => "repair-chain",
             Arm::RepairStar => "repair-star",
             Arm::RepairCopy => "repair-copy",
+            Arm::RepairNode => "repair-node",
         }
     }
 
@@ -121,6 +124,7 @@ impl Arm {
             Arm::RepairChain => Kind::Repair(RepairOf::Piece("chain")),
             Arm::RepairStar => Kind::Repair(RepairOf::Piece("star")),
             Arm::RepairCopy => Kind::Repair(RepairOf::Replica),
+            Arm::RepairNode => Kind::Repair(RepairOf::Node),
         }
     }
 
@@ -155,6 +159,8 @@ pub enum RepairOf {
     Piece(&'static str),
     /// A replica.
     Replica,
+    /// All pieces of a node, which is lost for good.
+    Node,
 }
 
 /// A transfer by processes that only receive and send, or only write.

@@ -20,7 +20,7 @@ pub struct RepairReport {
 
 impl Client {
     /// Makes again what nodes have lost of a committed step (`None`: the latest), and watches the
-    /// progress. The pieces of `given_up` nodes that do not answer are made on other nodes. A daemon does the work and continues it if this client goes away. `on_event` is
+    /// progress. If a node of `given_up` does not answer, its pieces are made on other nodes. A daemon does the work and continues it if this client goes away. `on_event` is
     /// called with each event. Returns the report when the repair has ended.
     ///
     /// # Errors

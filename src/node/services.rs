@@ -151,12 +151,8 @@ impl Services {
             removal.clone(),
         ));
 
-        let replica_gc = Arc::new(ReplicaGc::new(
-            context.clone(),
-            fencing.clone(),
-            shard_records.clone(),
-            disk_space.clone(),
-        ));
+        let replica_gc =
+            Arc::new(ReplicaGc::new(context.clone(), shard_records.clone(), disk_space.clone()));
         let registration_renewal = Arc::new(RegistrationRenewal::new(
             context.clone(),
             executor.clone(),

@@ -34,6 +34,10 @@ pub enum Deed {
     Mend,
     /// A rebuild of the catalogue on another daemon, after the catalogue and its server are lost.
     Rebuild,
+    /// A repair after a member came back with an empty disk.
+    Repair,
+    /// A repair that makes the pieces of a member that is down on others.
+    GiveUp,
 }
 
 /// The process that is killed.
@@ -49,7 +53,7 @@ pub enum Role {
     Sayer,
 }
 
-const DEEDS: [(Deed, &str); 7] = [
+const DEEDS: [(Deed, &str); 9] = [
     (Deed::Save, "save"),
     (Deed::Replace, "replace"),
     (Deed::Archive, "archive"),
@@ -57,6 +61,8 @@ const DEEDS: [(Deed, &str); 7] = [
     (Deed::Restore, "restore"),
     (Deed::Mend, "mend"),
     (Deed::Rebuild, "rebuild"),
+    (Deed::Repair, "repair"),
+    (Deed::GiveUp, "giveup"),
 ];
 const ROLES: [(Role, &str); 7] = [
     (Role::Gateway, "gateway"),
@@ -67,7 +73,7 @@ const ROLES: [(Role, &str); 7] = [
     (Role::Client, "client"),
     (Role::Sayer, "sayer"),
 ];
-/// Index of the member that loses a replica: a holder of block 0.
+/// Index of the member that loses a replica, its disk, or its power: a holder of block 0.
 const LOSER: usize = 2;
 /// Index of the member on which the catalogue is rebuilt.
 const REBUILDER: usize = 0;
@@ -86,6 +92,8 @@ fn stages(deed: Deed) -> &'static [TracePoint] {
         Deed::Restore => &[Plan, Deliver, Finish],
         Deed::Mend => &[Fetch],
         Deed::Rebuild => &[Claim, Census, Map],
+        Deed::Repair => &[Take, Reserve, Run, Piece, Proof, Receipt, Leaves],
+        Deed::GiveUp => &[Take, Reserve, Run, Piece, Proof, Receipt],
     }
 }
 
@@ -146,6 +154,8 @@ pub fn all() -> Vec<Cell> {
                 Role::Head | Role::Middle if deed == Deed::Rebuild => true,
                 Role::Sayer => deed == Deed::Mend || stage == TracePoint::Claim,
                 _ if deed == Deed::Rebuild => false,
+                // It is down already.
+                Role::Middle => deed != Deed::GiveUp,
                 Role::Client => !later,
                 // A restore reads from the nodes directly, without a gateway.
                 Role::Gateway => deed != Deed::Restore,
@@ -210,6 +220,8 @@ impl Play<'_> {
             Deed::Archive | Deed::Mend => format!("archive j/{step}"),
             Deed::Rm => format!("rm j/{step}"),
             Deed::Restore => format!("restore j/{step} --force --out out"),
+            Deed::Repair => format!("repair j/{step}"),
+            Deed::GiveUp => format!("repair --node {}", self.fleet.members[LOSER].name),
             Deed::Rebuild => {
                 format!("catalogue rebuild --on {}", self.fleet.members[REBUILDER].address)
             }
@@ -222,17 +234,20 @@ impl Play<'_> {
         match cell.deed {
             Deed::Save => {}
             Deed::Replace => drop(fleet.ask(&format!("save j/{step} old --json"))),
-            Deed::Archive | Deed::Rm | Deed::Restore | Deed::Mend | Deed::Rebuild => {
+            _ => {
                 drop(fleet.ask(&format!("save j/{step} new --json")));
             }
         }
-        use Deed::{Mend, Rebuild, Replace, Restore, Rm};
-        if is_archived && matches!(cell.deed, Replace | Rm | Restore | Rebuild) {
+        use Deed::{GiveUp, Mend, Rebuild, Repair, Replace, Restore, Rm};
+        let is_archived = is_archived && matches!(cell.deed, Replace | Rm | Restore | Rebuild);
+        if is_archived || matches!(cell.deed, Repair | GiveUp) {
             self.archive();
         }
         match cell.deed {
             Mend => fleet.lose_replica(LOSER),
             Rebuild => fleet.lose_catalogue(),
+            Repair => fleet.lose_disk(LOSER),
+            GiveUp => fleet.take_down(LOSER),
             _ => {}
         }
         // The killed daemon restarts at once, or after leases have ended and other nodes have
@@ -240,7 +255,10 @@ impl Play<'_> {
         let away = if (variant / 2).is_multiple_of(2) { Duration::ZERO } else { LEASE * 3 / 2 };
         let ended = self.killed_at(cell, away);
         let killed = ended.code == -1 && cell.role == Role::Client;
-        assert!(ended.code == 0 || killed || is_legal(&ended), "{cell} ended so: {ended:?}");
+        // A repair that could not make everything says so.
+        let is_left = ended.code == 1 && matches!(cell.deed, Repair | GiveUp);
+        let is_legal = is_left || is_legal(&ended);
+        assert!(ended.code == 0 || killed || is_legal, "{cell} ended so: {ended:?}");
         let done = ended.code == 0;
         // The first answer counts: an operation that was reported as done took effect, and one that
         // was not took effect entirely or not at all.
@@ -252,8 +270,10 @@ impl Play<'_> {
             _ => self.assert_is(&["new"], false),
         }
         self.again(cell.deed, done);
-        if cell.deed == Rebuild {
-            fleet.restart(fleet.home);
+        match cell.deed {
+            Rebuild => fleet.restart(fleet.home),
+            GiveUp => fleet.restart(LOSER),
+            _ => {}
         }
         if cell.deed != Deed::Rm {
             self.assert_is(&["new"], false);
@@ -314,6 +334,11 @@ impl Play<'_> {
                 (Deed::Save, _) => kind == "exists" && message.contains("is committed"),
                 (Deed::Rm, _) => kind == "not_found",
                 (Deed::Rebuild, _) => kind == "exists" && message.contains("nothing to rebuild"),
+                (Deed::Repair | Deed::GiveUp, 1) => {
+                    assert!(started.elapsed() < SETTLE_LIMIT, "{line}: {ended:?}");
+                    sleep(LOOK);
+                    continue;
+                }
                 _ => false,
             };
             if over {

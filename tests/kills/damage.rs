@@ -36,6 +36,21 @@ impl Fleet {
         self.restart(at);
     }
 
+    /// Kills a node's daemon, and starts it again with an empty data folder.
+    pub fn lose_disk(&self, at: usize) {
+        self.take_down(at);
+        std::fs::remove_dir_all(self.data_folder(at)).unwrap();
+        self.restart(at);
+        self.until("the node is back", || self.live() == self.members.len());
+    }
+
+    /// Kills a node's daemon, and waits until its lease is over.
+    pub fn take_down(&self, at: usize) {
+        self.kill(at);
+        self.bury(at);
+        self.until("its lease is over", || self.live() < self.members.len());
+    }
+
     /// Returns keys of the catalogue that the node `home` serves, or the error message if the call
     /// fails.
     pub fn catalogue_keys(&self, home: &str) -> Result<Vec<String>, String> {

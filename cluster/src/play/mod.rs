@@ -158,14 +158,19 @@ impl Stage<'_> {
     /// commands that are compared follow over shaped ones.
     fn save(&mut self) -> Result<String> {
         let name = self.next_name();
+        self.unshaped(|stage| stage.save_as(&name).map(drop))?;
+        Ok(name)
+    }
+
+    /// Does `work` over unshaped links.
+    fn unshaped(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         if self.at.is_shaped() {
             for host in 0..=self.daemons.hosts().nodes() {
                 self.daemons.hosts().shape(host, None)?;
             }
         }
-        self.save_as(&name)?;
-        self.shape(self.round)?;
-        Ok(name)
+        work(self)?;
+        self.shape(self.round)
     }
 
     fn next_name(&mut self) -> String {

@@ -1,4 +1,7 @@
-//! Repairs: one node has lost one piece, or one replica, and it is made again there.
+//! Repairs: one node has lost one piece, or one replica, and it is made again there; or a node is
+//! lost for good, and its pieces are made on others.
+
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
@@ -8,6 +11,9 @@ use crate::arm::{Arm, RepairOf};
 use crate::daemons::node_name;
 use crate::record::RunRecord;
 
+/// The time after which a killed node has no lease.
+const LEASE_IS_OVER: Duration = Duration::from_secs(12);
+
 /// Removes the first file whose name begins with `$2` from the only stripe of a shard below `$1`.
 /// Prints its path.
 const LOSE: &str = r#"set -- "$1"/data/shards/*/00000000/"$2"*; rm "$1" && echo "$1""#;
@@ -15,19 +21,23 @@ const LOSE: &str = r#"set -- "$1"/data/shards/*/00000000/"$2"*; rm "$1" && echo 
 /// The checkpoints whose parts are lost and made again: an archived and a replicated one.
 pub struct Damaged {
     archived: String,
-    replicated: String,
-    /// The node that loses its piece or replica next. All nodes take turns, except the first one,
-    /// which serves the catalogue.
+    /// The replicated one, which is there if it has one stripe.
+    replicated: Option<String>,
+    /// The node that loses its piece or replica next, or all that it has. All nodes take turns,
+    /// except the first one, which serves the catalogue.
     turn: usize,
 }
 
 impl Damaged {
-    /// Saves the two checkpoints, each of one stripe.
+    /// Saves the two checkpoints.
     pub fn save(stage: &mut Stage<'_>) -> Result<Self> {
-        ensure!(stage.at.shards == 1, "a repair is measured with one shard of one stripe");
         let archived = stage.save()?;
-        stage.daemons.client(&["archive", &archived], MOVE_LIMIT)?;
-        Ok(Self { archived, replicated: stage.save()?, turn: 0 })
+        stage.unshaped(|stage| {
+            let limit = MOVE_LIMIT;
+            stage.daemons.client(&["archive", &archived], limit).map(drop)
+        })?;
+        let replicated = if stage.at.shards == 1 { Some(stage.save()?) } else { None };
+        Ok(Self { archived, replicated, turn: 0 })
     }
 }
 
@@ -42,7 +52,11 @@ pub fn run(
     damaged.turn += 1;
     let (step, plan, lost) = match of {
         RepairOf::Piece(plan) => (damaged.archived.clone(), plan, "piece-"),
-        RepairOf::Replica => (damaged.replicated.clone(), "chain", "block-"),
+        RepairOf::Replica => {
+            let step = damaged.replicated.clone();
+            (step.context("it needs a checkpoint of one stripe")?, "chain", "block-")
+        }
+        RepairOf::Node => return lose_node(stage, &damaged.archived, (arm, node), round),
     };
     stage.daemons.kill(&[node])?;
     let folder = stage.daemons.folder(node).to_string_lossy().into_owned();
@@ -60,6 +74,37 @@ pub fn run(
     if round == 0 {
         // Once for each arm, every byte is read and checked.
         stage.daemons.client(&["verify", &step], MOVE_LIMIT)?;
+        run.notes.insert("verified".to_owned(), json!(true));
+    }
+    Ok(run)
+}
+
+/// Number of stripes that are repaired at once when a node is lost.
+const STRIPES_AT_ONCE: &str = "16";
+
+/// Kills a node for good, and has its pieces made on the others. The time is that of the whole
+/// command. The node stays away, so that the next round has one node less.
+fn lose_node(
+    stage: &mut Stage<'_>,
+    step: &str,
+    (arm, node): (Arm, usize),
+    round: u32,
+) -> Result<RunRecord> {
+    stage.daemons.kill(&[node])?;
+    std::thread::sleep(LEASE_IS_OVER);
+    let meter = Meter::start(&stage.daemons)?;
+    let name = node_name(node);
+    let repair = ["repair", "--node", &name, "--parallel", STRIPES_AT_ONCE];
+    let done = stage.daemons.client(&repair, MOVE_LIMIT)?;
+    let report = done["steps"].get(0).context("its JSON has no step")?;
+    let pieces = report["pieces"].as_u64().unwrap_or(0);
+    ensure!(pieces > 0, "no piece was made: {report}");
+    let seconds = number(&done, "seconds")?;
+    let mut run = meter.stop(&stage.daemons, (round, arm), (seconds, seconds))?;
+    run.notes.insert("node".to_owned(), json!(name));
+    run.notes.insert("pieces".to_owned(), json!(pieces));
+    if round == 0 {
+        stage.daemons.client(&["verify", step], MOVE_LIMIT)?;
         run.notes.insert("verified".to_owned(), json!(true));
     }
     Ok(run)

@@ -15,10 +15,10 @@ use crate::client::restore::plan_and_read::{BY_MARKS, MAX_MOVES};
 use crate::client::restore::selection::ShardSelection;
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::code::SurvivableLossCache;
-use crate::format::digest;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};
-use crate::id::{Attempt, Generation, Job, NodeId, PeerName, Step, StripeId};
+use crate::id::{Job, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
+use crate::pipeline::coordinator::{ArchivedAttempt, choose_receipt_that_counts};
 use crate::pipeline::read::{NodesToAsk, ReadSession, find_stripe_state};
 use crate::pipeline::record_fetch::{self, RecordsError};
 use crate::wire::calls::{ExamineAnswer, ExamineStripe, GetRecord, RecordName};
@@ -290,8 +290,9 @@ impl Verification<'_> {
             }
         }
         let receipt = match state {
-            StripeState::Archived { attempt, .. } => {
-                self.fetch_receipt_that_counts(part, (index, attempt), &answers).await
+            StripeState::Archived { attempt, generation, code, .. } => {
+                let archived = ArchivedAttempt { attempt, generation, code };
+                self.fetch_receipt_that_counts(part, index, archived, &answers).await
             }
             _ => None,
         };
@@ -307,50 +308,44 @@ impl Verification<'_> {
         Ok(examined.judge_stripe(&mut lock(&self.survivable_cache)))
     }
 
-    /// Returns the receipt of an attempt with the greatest order, of these the one that the most
-    /// nodes have. A node that was replaced may have an earlier one.
+    /// Returns the receipt of an archived stripe that counts. If the receipts contradict each other,
+    /// returns the one that the most nodes have.
     async fn fetch_receipt_that_counts(
         &self,
         part: &ShardSelection,
-        (index, attempt): (u32, Attempt),
+        index: u32,
+        archived: ArchivedAttempt,
         answers: &BTreeMap<NodeId, ExamineAnswer>,
     ) -> Option<Receipt> {
-        let record = RecordName::Receipt { index, attempt };
-        let mut holders: BTreeMap<[u8; 32], Vec<NodeId>> = BTreeMap::new();
-        for (&node, answer) in answers {
-            let of_record = answer.records.iter().filter(|view| view.record == record);
-            for digest in of_record.filter_map(|view| view.digest) {
-                holders.entry(digest).or_default().push(node);
-            }
-        }
-        if holders.is_empty() {
+        let record = RecordName::Receipt { index, attempt: archived.attempt };
+        let has_it = |answer: &ExamineAnswer| {
+            answer.records.iter().any(|view| view.record == record && view.digest.is_some())
+        };
+        let holders = answers.iter().filter(|(_, answer)| has_it(answer));
+        let asks = holders.map(|(&node, _)| async move {
+            let address = self.reading.directory.address(node)?;
+            let call = GetRecord { shard: part.root.shard, record };
+            let bytes = self.reading.caller.call(&address, &call).await.ok()??;
+            Some((node, Receipt::parse(&bytes).ok()?))
+        });
+        let found: Vec<Option<(NodeId, Receipt)>> =
+            stream::iter(asks).buffer_unordered(NODES_AT_ONCE).collect().await;
+        if found.is_empty() {
             return None;
         }
-        let mut counts: Option<(Generation, usize, Receipt)> = None;
-        for (digest, nodes) in holders {
-            for &node in &nodes {
-                let Some(address) = self.reading.directory.address(node) else { continue };
-                let call = GetRecord { shard: part.root.shard, record };
-                let found = self.reading.caller.call(&address, &call).await;
-                let Ok(Some(bytes)) = found else { continue };
-                let receipt = Receipt::parse(&bytes).ok();
-                let is_it = |receipt: &Receipt| digest::of_receipt(receipt) == Some(digest);
-                let Some(receipt) = receipt.filter(is_it) else { continue };
-                let place = (receipt.order, nodes.len());
-                if counts.as_ref().is_none_or(|(order, nodes, _)| place > (*order, *nodes)) {
-                    counts = Some((place.0, place.1, receipt));
-                }
-                break;
-            }
+        let found: BTreeMap<NodeId, Receipt> = found.into_iter().flatten().collect();
+        if let Some(receipt) = choose_receipt_that_counts(&found, archived) {
+            return Some(receipt.clone());
         }
-        if let Some((_, _, receipt)) = counts {
-            return Some(receipt);
+        let copies = |receipt: &Receipt| found.values().filter(|other| *other == receipt).count();
+        let most_common = found.values().max_by_key(|receipt| copies(receipt));
+        if most_common.is_none() {
+            self.record_incident(format!(
+                "no node returned the receipt of stripe {index} of {}",
+                part.root.name
+            ));
         }
-        self.record_incident(format!(
-            "no node returned the receipt of stripe {index} of {}",
-            part.root.name
-        ));
-        None
+        most_common.cloned()
     }
 
     /// Asks the nodes of the ring about a stripe. Returns the answers of those that answer.

@@ -76,7 +76,7 @@ impl Degraded {
     }
 }
 
-/// A repair after which nothing was left that could be made.
+/// A repair that left nothing that could be made, or the last one of several that failed.
 struct Settled {
     /// The version of the list of nodes.
     version: u64,
@@ -267,7 +267,7 @@ impl AutomaticRepair {
         directory: &Directory,
     ) -> Result<(Vec<Degraded>, SurveyResult), CatalogueError> {
         let known: HashMap<SaveId, Degraded> =
-            rounds.degraded.drain(..).map(|known| (known.save, known)).collect();
+            rounds.degraded.iter().map(|known| (known.save, known.clone())).collect();
         let (mut degraded, mut result) = (Vec::new(), SurveyResult::default());
         let mut survives = Some(u32::MAX);
         let catalogue = self.context.catalogue();

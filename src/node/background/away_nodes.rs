@@ -109,8 +109,8 @@ impl AwayNodes {
         self.brake.as_ref()
     }
 
-    /// Returns the nodes that have been away for their grace, unless the brake is on. It does not
-    /// hold for the pieces of urgent stripes. A node that is to store nothing is given up at once.
+    /// Returns the nodes that have been away for their grace, unless the brake is on. The brake does
+    /// not apply to the pieces of urgent stripes. A node that is to store nothing is given up at once.
     fn find_given_up(&self, now: Duration, grace: Duration) -> GivenUp {
         let retired = || {
             let retired = self.nodes.iter().filter(|(_, node)| !node.is_storage);

@@ -145,7 +145,8 @@ impl ShardSurveyor<'_> {
             }
             let page = states.by_ref().take(STRIPES_PER_SURVEY as usize).collect();
             // The search for survivable losses may take long for wide codes.
-            let (root, known) = (self.root.clone(), survey.clone());
+            let nothing = StepSurvey { health: StepHealth::WHOLE, stripes: StripesByShard::new() };
+            let (root, known) = (self.root.clone(), std::mem::replace(survey, nothing));
             let known_losses = std::mem::take(cache);
             let judge = move || judge_page(&root, geometry, page, &answers, known, known_losses);
             let Ok(Some(judged)) = self.context.workers.run(judge).await else { return false };

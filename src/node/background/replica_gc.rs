@@ -20,12 +20,10 @@ use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, 
 use crate::id::{Attempt, ShardId, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
-use crate::node::storage::fencing::Fencing;
 use crate::node::storage::full_disk::DiskSpace;
 use crate::node::storage::record_names::{RECEIPT_PREFIX, receipt_name};
 use crate::node::storage::records_and_drops::ShardRecords;
 use crate::pipeline::coordinator::ArchivedAttempt;
-use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::DropReplicas;
@@ -54,7 +52,6 @@ enum ReceiptFilter {
 /// The service that drops files of this node which archived stripes do not need.
 pub(in crate::node) struct ReplicaGc {
     context: Arc<NodeContext>,
-    fencing: Arc<Fencing>,
     shard_records: Arc<ShardRecords>,
     disk_space: Arc<DiskSpace>,
     /// Whether the node has come back to the list of nodes, and may have missed orders.
@@ -65,11 +62,10 @@ impl ReplicaGc {
     /// Creates the service.
     pub(in crate::node) fn new(
         context: Arc<NodeContext>,
-        fencing: Arc<Fencing>,
         shard_records: Arc<ShardRecords>,
         disk_space: Arc<DiskSpace>,
     ) -> Self {
-        Self { context, fencing, shard_records, disk_space, has_returned: AtomicBool::new(false) }
+        Self { context, shard_records, disk_space, has_returned: AtomicBool::new(false) }
     }
 
     /// Makes the scan begin anew and look at every file, because this node may have missed orders.
@@ -167,7 +163,7 @@ impl ReplicaGc {
         if dropped.as_ref().is_err_and(|failure| failure.kind == ErrorKind::NotFound)
             && let Some(counting) = self.find_complete_receipt(catalogue, stripe, archived).await?
         {
-            self.store_missing_receipt(counting).await?;
+            self.shard_records.store_missing_receipt(counting).await?;
             dropped = self.shard_records.drop_replicas(call).await;
         }
         let mut files = dropped?.files;
@@ -194,20 +190,6 @@ impl ReplicaGc {
         };
         let coordinator = self.context.coordinator();
         Ok(coordinator.find_complete_receipt(&root, stripe.index, archived).await?)
-    }
-
-    /// Stores a receipt on this node, which has none. A receipt that arrives meanwhile, from a
-    /// repairer, stays.
-    async fn store_missing_receipt(&self, receipt: Receipt) -> Result<(), RemoteError> {
-        let (stripe, name) = (receipt.stripe, receipt_name(receipt.attempt));
-        let bytes = receipt.to_bytes()?;
-        self.context
-            .run_on_store(move |store| {
-                trace_point(TracePoint::Receipt, stripe);
-                store.put_record_file_if(RecordScope::Stripe(stripe), &name, &bytes, |_| false)
-            })
-            .await?;
-        self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await
     }
 }
 

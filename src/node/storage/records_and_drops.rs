@@ -291,6 +291,28 @@ impl ShardRecords {
 }
 
 impl ShardRecords {
+    /// Stores a receipt on this node, which has none. A receipt that arrives meanwhile, from a
+    /// repairer, stays.
+    pub(in crate::node) async fn store_missing_receipt(
+        &self,
+        receipt: Receipt,
+    ) -> Result<(), RemoteError> {
+        let (me, locks, save) =
+            (self.context.id, self.stripe_locks.clone(), receipt.stripe.shard.save());
+        let bytes = receipt.to_bytes()?;
+        self.context
+            .run_on_store(move |store| {
+                let stripe = receipt.stripe;
+                let _alone = locks.lock(stripe);
+                check_own_pieces(store, me, &receipt)?;
+                trace_point(TracePoint::Receipt, stripe);
+                let (scope, name) = (RecordScope::Stripe(stripe), receipt_name(receipt.attempt));
+                store.put_record_file_if(scope, &name, &bytes, |_| false).map_err(RemoteError::from)
+            })
+            .await?;
+        self.fencing.purge_and_refuse_if_removed(save).await
+    }
+
     /// Drops the pieces of the committed attempt that neither this node's receipt nor `counting`,
     /// the receipt that counts, ascribes to it. All pieces that `counting` names must have been found
     /// on their nodes. Returns the number of removed files.
@@ -322,7 +344,7 @@ impl Default for StripeLocks {
 impl StripeLocks {
     /// Waits for the lock of a stripe. Some stripes share a lock.
     fn lock(&self, stripe: StripeId) -> MutexGuard<'_, ()> {
-        let at = stripe.index as usize % STRIPE_LOCKS;
+        let at = (usize::from(stripe.shard.0[15]) + stripe.index as usize) % STRIPE_LOCKS;
         self.0[at].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -91,6 +91,16 @@ pub enum CoordinatorError {
         /// The names of the nodes that do not answer.
         away: String,
     },
+    /// A node has files of the stripe, and does not answer for its receipt.
+    #[error(
+        "stripe {stripe}: {node} does not answer for its receipt; its pieces are moved when it does"
+    )]
+    ReceiptUnanswered {
+        /// The stripe.
+        stripe: StripeId,
+        /// The name of the node.
+        node: String,
+    },
     /// A piece that was made again is not the one that was archived.
     #[error(
         "stripe {stripe}: piece {piece}, made again on {node}, does not have the hash in the receipt: check the memory of the nodes"
@@ -209,6 +219,7 @@ impl CoordinatorError {
             CoordinatorError::NoCode { .. } => ErrorKind::Invalid,
             CoordinatorError::Deferred { .. }
             | CoordinatorError::RepairStopped { .. }
+            | CoordinatorError::ReceiptUnanswered { .. }
             | CoordinatorError::NoSpare { .. }
             | CoordinatorError::BlockUnreachable { .. }
             | CoordinatorError::Unregistered { .. } => ErrorKind::Unavailable,

@@ -3,10 +3,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use super::CoordinatorError;
 use super::ensure_replicas::FilesByNode;
 use super::owned_stripe::OwnedStripe;
 use super::step_repair::RepairTask;
-use crate::code::Code;
+use crate::code::{Code, NodeShare, survivable_losses};
 use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, RingNode};
 use crate::id::{Generation, NodeId};
@@ -38,43 +39,72 @@ impl Receipt {
 
 impl OwnedStripe<'_> {
     /// Returns a spare for each piece whose node does not answer and is given up, as long as there
-    /// are spares. Nothing is moved if a node lists files of the stripe and is not among those that
-    /// `answered` for their receipts: its receipt might be greater.
+    /// are spares. The `refused` ones have failed to take a piece.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::ReceiptUnanswered`] if a node lists files of the stripe and is not among
+    /// those that `answered` for their receipts: its receipt might be greater.
     pub(super) async fn plan_moves(
         &self,
-        receipt: &Receipt,
-        answered: &BTreeSet<NodeId>,
+        (receipt, answered): (&Receipt, &BTreeSet<NodeId>),
         code: &Code,
+        refused: &BTreeSet<NodeId>,
         task: RepairTask<'_>,
-    ) -> Vec<PieceMove> {
+    ) -> Result<Vec<PieceMove>, CoordinatorError> {
         let is_file = |piece: &&ReceiptPiece| piece.form == PieceForm::File;
         let mut files = receipt.pieces.iter().filter(is_file);
         if !files.any(|piece| task.gives_up_pieces_of(piece.node, true)) {
-            return Vec::new();
+            return Ok(Vec::new());
         }
         let held = PiecesByNode::new(&self.list_ring_files().await, receipt);
-        let is_urgent = held.distinct().len() <= code.k();
-        let lost = receipt.pieces.iter().filter(is_file).filter(|piece| {
-            !held.answers(piece.node) && task.gives_up_pieces_of(piece.node, is_urgent)
-        });
-        if !held.nodes().all(|node| answered.contains(&node)) {
-            return Vec::new();
+        let is_urgent = self.survives_no_loss(&held, code);
+        let lost: Vec<&ReceiptPiece> = receipt
+            .pieces
+            .iter()
+            .filter(is_file)
+            .filter(|piece| !held.answers(piece.node))
+            .filter(|piece| task.gives_up_pieces_of(piece.node, is_urgent))
+            .collect();
+        if lost.is_empty() {
+            return Ok(Vec::new());
+        }
+        if let Some(node) = held.nodes().find(|node| !answered.contains(node)) {
+            let (stripe, node) = (self.info.fixed.stripe, self.directory.name(node));
+            return Err(CoordinatorError::ReceiptUnanswered { stripe, node });
         }
         let ring = &self.shard.root.ring;
         let mut spares = SparesOfStripe::new(ring, receipt, &held, self.index());
-        let moves = lost.filter_map(|piece| {
+        spares.free.retain(|member| !refused.contains(&member.node));
+        let moves = lost.into_iter().filter_map(|piece| {
             let to = spares.take(piece, &held)?;
             Some(PieceMove { piece: piece.piece, to })
         });
-        moves.collect()
+        Ok(moves.collect())
+    }
+
+    /// Returns whether the loss of some further node makes a block unreadable.
+    fn survives_no_loss(&self, held: &PiecesByNode, code: &Code) -> bool {
+        let cut = self.info.fixed.cut;
+        let (wanted, past_end): (Vec<u8>, Vec<u8>) =
+            (0..cut.k).partition(|block| cut.block_len(*block) > 0);
+        let shares = held.0.values().filter(|pieces| !pieces.is_empty()).map(|pieces| {
+            let mut pieces: Vec<u8> = pieces.iter().copied().collect();
+            if matches!(code, Code::Rs(_)) {
+                // Blocks past the shard's end are known without a file.
+                pieces.extend(&past_end);
+            }
+            NodeShare { blocks: Vec::new(), pieces }
+        });
+        let shares: Vec<NodeShare> = shares.collect();
+        survivable_losses(&wanted, Some(code), &shares).unwrap_or(0) == 0
     }
 }
 
-/// The whole pieces of an attempt that the nodes have which answer.
-struct PiecesByNode(BTreeMap<NodeId, BTreeSet<u8>>);
+/// The whole pieces of an attempt on the nodes that answer.
+pub(super) struct PiecesByNode(BTreeMap<NodeId, BTreeSet<u8>>);
 
 impl PiecesByNode {
-    fn new(held: &FilesByNode, receipt: &Receipt) -> Self {
+    pub fn new(held: &FilesByNode, receipt: &Receipt) -> Self {
         let pieces = |files: &Vec<FileView>| {
             let is_it = |piece: &&ReceiptPiece, view: &FileView| {
                 let file = match piece.form {
@@ -101,13 +131,8 @@ impl PiecesByNode {
         self.0.contains_key(&node)
     }
 
-    fn has(&self, node: NodeId, piece: u8) -> bool {
+    pub fn has(&self, node: NodeId, piece: u8) -> bool {
         self.0.get(&node).is_some_and(|pieces| pieces.contains(&piece))
-    }
-
-    /// Returns the pieces that some node has.
-    fn distinct(&self) -> BTreeSet<u8> {
-        self.0.values().flatten().copied().collect()
     }
 }
 
@@ -116,13 +141,14 @@ struct SparesOfStripe {
     free: Vec<RingNode>,
     /// The nodes that have a piece which is needed there.
     used: BTreeSet<NodeId>,
+    domains: HashMap<NodeId, u16>,
     pieces: HashMap<u16, usize>,
 }
 
 impl SparesOfStripe {
     /// Returns the nodes of the ring that answer, that the receipt does not name, and none of whose
-    /// pieces is missing where the receipt says. They begin with another one for each stripe, so that
-    /// the load spreads.
+    /// pieces is missing where the receipt says. The first one rotates with the stripe's number, so
+    /// that the load spreads.
     fn new(ring: &[RingNode], receipt: &Receipt, held: &PiecesByNode, stripe: u32) -> Self {
         let is_surplus = |piece: &u8| {
             let home = receipt.pieces.get(usize::from(*piece)).map(|piece| piece.node);
@@ -142,7 +168,8 @@ impl SparesOfStripe {
             *pieces.entry(member.domain).or_default() += usize::from(receipt.names(member.node));
         }
         let used = receipt.pieces.iter().map(|piece| piece.node).collect();
-        Self { free, used, pieces }
+        let domains = ring.iter().map(|member| (member.node, member.domain)).collect();
+        Self { free, used, domains, pieces }
     }
 
     /// Returns the spare for a piece: a node that has it already, without a receipt, or else a free
@@ -151,7 +178,7 @@ impl SparesOfStripe {
         let mut holders = held.nodes().filter(|node| held.has(*node, piece.piece));
         if let Some(holder) = holders.find(|node| !self.used.contains(node)) {
             self.free.retain(|member| member.node != holder);
-            self.used.insert(holder);
+            self.use_node(holder);
             return Some(holder);
         }
         let pieces_near = |at: &usize| {
@@ -159,9 +186,91 @@ impl SparesOfStripe {
             domain.and_then(|domain| self.pieces.get(&domain)).copied().unwrap_or(0)
         };
         let best = (0..self.free.len()).min_by_key(pieces_near)?;
-        let RingNode { node, domain } = self.free.remove(best);
-        self.used.insert(node);
-        *self.pieces.entry(domain).or_default() += 1;
+        let RingNode { node, .. } = self.free.remove(best);
+        self.use_node(node);
         Some(node)
+    }
+
+    fn use_node(&mut self, node: NodeId) {
+        self.used.insert(node);
+        if let Some(domain) = self.domains.get(&node) {
+            *self.pieces.entry(*domain).or_default() += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::code::CodeId;
+    use crate::id::{Attempt, ClusterId, ShardId, StripeId};
+
+    /// Returns a receipt whose piece i is on node i of `nodes`.
+    fn receipt(nodes: &[u64]) -> Receipt {
+        let piece = |(piece, node): (u8, &u64)| ReceiptPiece {
+            piece,
+            node: NodeId(*node),
+            form: PieceForm::File,
+            root: [piece; 32],
+        };
+        Receipt {
+            cluster: ClusterId([1; 16]),
+            stripe: StripeId { shard: ShardId([1; 16]), index: 0 },
+            attempt: Attempt([2; 16]),
+            generation: Generation::default(),
+            code: CodeId(4),
+            pieces: (0..).zip(nodes).map(piece).collect(),
+            order: Generation::default(),
+        }
+    }
+
+    /// Returns a ring of nodes 0 to 9 in racks of two.
+    fn ring() -> Vec<RingNode> {
+        (0..10).map(|node| RingNode { node: NodeId(node), domain: node as u16 / 2 }).collect()
+    }
+
+    fn held(pieces: &[(u64, &[u8])]) -> PiecesByNode {
+        let pieces =
+            pieces.iter().map(|(node, had)| (NodeId(*node), had.iter().copied().collect()));
+        PiecesByNode(pieces.collect())
+    }
+
+    /// Returns the spares for these pieces, in this order.
+    fn choose(held: &PiecesByNode, lost: &[usize], stripe: u32) -> Vec<Option<u64>> {
+        let receipt = receipt(&[0, 1, 2, 4]);
+        let mut spares = SparesOfStripe::new(&ring(), &receipt, held, stripe);
+        lost.iter().map(|&at| spares.take(&receipt.pieces[at], held).map(|node| node.0)).collect()
+    }
+
+    #[test]
+    fn a_spare_is_free_and_in_the_domain_with_the_fewest_pieces() {
+        // Piece 3 of node 4 is lost. Nodes 3 and 5 share racks with nodes that have a piece.
+        let nodes: &[(u64, &[u8])] =
+            &[(0, &[0]), (1, &[1]), (2, &[2]), (3, &[]), (5, &[]), (6, &[]), (7, &[]), (8, &[])];
+        let chosen: Vec<_> = (0..5).map(|stripe| choose(&held(nodes), &[3], stripe)[0]).collect();
+        assert!(chosen.iter().all(|node| matches!(node, Some(5..=8))), "{chosen:?}");
+        assert!(chosen.iter().any(|node| *node != chosen[0]), "{chosen:?}");
+        // Each further spare goes to another rack.
+        let many = choose(&held(nodes), &[3, 2, 1], 0);
+        let racks: BTreeSet<u64> = many.iter().flatten().map(|node| node / 2).collect();
+        assert_eq!(racks.len(), 3, "{many:?}");
+        assert_eq!(choose(&held(&[(0, &[0]), (1, &[1]), (2, &[2])]), &[3], 0), [None]);
+    }
+
+    #[test]
+    fn a_node_that_has_the_piece_is_taken_and_one_with_a_needed_piece_is_not() {
+        let alive: &[(u64, &[u8])] = &[(0, &[0]), (1, &[1]), (2, &[2])];
+        let with = |more: &[(u64, &'static [u8])]| held(&[alive, more].concat());
+        // Node 7 has the lost piece 3 without a receipt.
+        assert_eq!(choose(&with(&[(6, &[]), (7, &[3])]), &[3], 0), [Some(7)]);
+        // Node 7 has both lost pieces, and only one of them may stay there.
+        let nodes = held(&[(0, &[0]), (1, &[1]), (6, &[]), (7, &[2, 3])]);
+        assert_eq!(choose(&nodes, &[2, 3], 0), [Some(7), Some(6)]);
+        // Node 0, which the receipt names for piece 0, also has piece 3.
+        let nodes = held(&[(0, &[0, 3]), (1, &[1]), (2, &[2]), (8, &[])]);
+        assert_eq!(choose(&nodes, &[3], 0), [Some(8)]);
+        // The piece of node 9 is surplus, that of node 8 is not: node 2 does not have it.
+        let nodes = held(&[(0, &[0]), (1, &[1]), (2, &[]), (9, &[1]), (8, &[2])]);
+        assert_eq!(choose(&nodes, &[3], 0), [Some(9)]);
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::CoordinatorError;
 use super::ensure_replicas::{FilesByNode, has_good_replica};
-use super::moves::PieceMove;
+use super::moves::{PieceMove, PiecesByNode};
 use super::owned_stripe::OwnedStripe;
 use super::receipts::{ArchivedAttempt, choose_receipt_that_counts};
 use super::step_repair::{RepairTask, ends_the_repair};
@@ -27,6 +27,8 @@ use crate::wire::order::Codec;
 const TRIES: u32 = 4;
 /// Wait before the second try. It doubles for each further try.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
+/// Maximum number of choices of spares for a stripe. A later one leaves out those that failed.
+const MOVE_ROUNDS: u32 = 3;
 /// Maximum number of pieces that one plan makes. It bounds the streams of a hop, and so the memory
 /// of its node.
 const PIECES_AT_ONCE: usize = 8;
@@ -35,7 +37,7 @@ const PIECES_AT_ONCE: usize = 8;
 struct ArchivedStripe<'a> {
     stripe: &'a OwnedStripe<'a>,
     receipt: Receipt,
-    code: Code,
+    code: &'a Code,
     task: RepairTask<'a>,
 }
 
@@ -84,17 +86,26 @@ impl OwnedStripe<'_> {
                 (self.info.fixed.stripe, different.len(), self.name_nodes(away));
             return Err(CoordinatorError::NoReceipt { stripe, found, away });
         };
-        let moves = self.plan_moves(&receipt, &found.answered, &code, task).await;
-        let intended = receipt.with_moves(&moves, self.shard.generation);
-        let archived = ArchivedStripe { stripe: self, receipt: intended, code, task };
         let mut outcome = StripeOutcome::default();
-        archived.make_all_missing_pieces(&mut outcome).await?;
-        let done = archived.find_done_moves(&moves).await;
-        let receipt = receipt.with_moves(&done, self.shard.generation);
+        let (mut receipt, mut refused, mut spares) = (receipt, BTreeSet::new(), Vec::new());
+        for round in 1..=MOVE_ROUNDS {
+            let moves = self.plan_moves((&receipt, &found.answered), &code, &refused, task).await?;
+            let intended = receipt.with_moves(&moves, self.shard.generation);
+            let archived = ArchivedStripe { stripe: self, receipt: intended, code: &code, task };
+            let mut made = StripeOutcome::default();
+            archived.make_all_missing_pieces(&mut made).await?;
+            let (done, failed) = archived.split_by_success(&moves).await;
+            receipt = receipt.with_moves(&done, self.shard.generation);
+            spares.extend(done.iter().map(|moved| moved.to));
+            refused.extend(failed.iter().map(|moved| moved.to));
+            outcome.add_round(made);
+            if failed.is_empty() || round == MOVE_ROUNDS || options.is_dry_run() {
+                break;
+            }
+        }
         let mut holders: BTreeSet<NodeId> = self.info.places.iter().copied().collect();
         holders.extend(receipt.pieces.iter().map(|piece| piece.node));
         self.put_missing_stripe_records(&self.info.places, holders, options, &mut outcome).await;
-        let spares: Vec<NodeId> = done.iter().map(|moved| moved.to).collect();
         self.coordinator.ensure_may_go_on(self.shard, task).await?;
         self.put_missing_receipts(&receipt, &spares, &found.by_node, options, &mut outcome).await;
         Ok(outcome)
@@ -102,17 +113,13 @@ impl OwnedStripe<'_> {
 }
 
 impl ArchivedStripe<'_> {
-    /// Returns those of the moves after which the spare has the piece.
-    async fn find_done_moves(&self, moves: &[PieceMove]) -> Vec<PieceMove> {
+    /// Returns the moves after which the spare has the piece, and the others.
+    async fn split_by_success(&self, moves: &[PieceMove]) -> (Vec<PieceMove>, Vec<PieceMove>) {
         if moves.is_empty() || self.task.options.is_dry_run() {
-            return Vec::new();
+            return (Vec::new(), Vec::new());
         }
-        let missing = self.survey(&self.stripe.list_ring_files().await).missing;
-        let is_done = |moved: &&PieceMove| {
-            let is_it = |target: &RepairTarget| target.piece == usize::from(moved.piece);
-            !missing.iter().any(is_it)
-        };
-        moves.iter().filter(is_done).copied().collect()
+        let held = PiecesByNode::new(&self.stripe.list_ring_files().await, &self.receipt);
+        moves.iter().partition(|moved| held.has(moved.to, moved.piece))
     }
 
     fn survey(&self, held: &FilesByNode) -> PieceSurvey {

@@ -119,7 +119,7 @@ pub(crate) struct ArchivedAttempt {
 /// nodes that the later one does not name. All nodes that the later one names got it before it was
 /// committed. So a receipt does not count if a node that it names has another one. If several are
 /// left, the one on the most nodes counts; `None` if that does not decide.
-pub(super) fn choose_receipt_that_counts(
+pub(crate) fn choose_receipt_that_counts(
     found: &BTreeMap<NodeId, Receipt>,
     archived: ArchivedAttempt,
 ) -> Option<&Receipt> {
@@ -194,7 +194,7 @@ impl Coordinator {
             });
         let answers: Vec<(NodeId, Option<Receipt>)> =
             join_all(ask).await.into_iter().flatten().collect();
-        let answered = answers.iter().map(|(node, _)| *node).collect();
+        let answered: BTreeSet<NodeId> = answers.iter().map(|(node, _)| *node).collect();
         let fits = |receipt: &Receipt| {
             receipt.cluster == self.cluster
                 && receipt.stripe == stripe

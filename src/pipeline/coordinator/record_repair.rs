@@ -74,17 +74,29 @@ impl OwnedStripe<'_> {
         let record = RecordName::Receipt { index: self.index(), attempt: receipt.attempt };
         let is_right =
             |found: &[u8]| Receipt::parse(found).is_ok_and(|found| found.order >= receipt.order);
-        let named = receipt.pieces.iter().map(|piece| piece.node);
-        let others = named.filter(|node| !spares.contains(node));
-        for (at, node) in spares.iter().copied().chain(others).enumerate() {
-            if at == spares.len() && spares.iter().any(|spare| outcome.lacking.contains(spare)) {
-                return;
+        for &spare in spares {
+            self.put_if_lacking(spare, record, &is_right, &call, options, outcome).await;
+            if !self.has_record(spare, record, &call.bytes).await {
+                let (index, name) = (self.index(), self.directory.name(spare));
+                let problem = format!("stripe {index}: {name} did not take its new receipt");
+                return outcome.add_problem(Some(spare), problem);
             }
+        }
+        for node in receipt.pieces.iter().map(|piece| piece.node) {
             // A node that lacks its piece refuses the receipt.
-            if found.get(&node) != Some(receipt) && !outcome.lacking.contains(&node) {
+            let is_lacking = outcome.lacking.contains(&node);
+            if !spares.contains(&node) && !is_lacking && found.get(&node) != Some(receipt) {
                 self.put_if_lacking(node, record, &is_right, &call, options, outcome).await;
             }
         }
+    }
+
+    /// Returns whether the node has this record.
+    async fn has_record(&self, node: NodeId, record: RecordName, bytes: &[u8]) -> bool {
+        let get = GetRecord { shard: self.shard.root.shard, record };
+        let Some(address) = self.directory.address(node) else { return false };
+        let found = self.coordinator.caller.call(&address, &get).await;
+        found.is_ok_and(|found| found.as_deref() == Some(bytes))
     }
 
     /// Makes `call`, which stores a record, if the node lacks the record.

@@ -1,12 +1,13 @@
-//! The repair of a committed step: it takes one shard after the other and makes again what nodes
-//! have lost of it (docs/semantics.md, 11).
+//! The repair of a committed step: it takes the shards, several at once, and makes again what nodes
+//! have lost of them (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::error::CoordinatorError;
@@ -20,9 +21,9 @@ use crate::id::{LeaseId, NodeId, ShardId, StepRef};
 use crate::kind::ErrorKind;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
 
-/// Number of stripes of a shard that are repaired at once unless the options set another number.
+/// Number of stripes that are repaired at once unless the options set another number.
 const DEFAULT_PARALLEL: usize = 4;
-/// Maximum number of stripes of a shard that are repaired at once.
+/// Maximum number of stripes that are repaired at once.
 const MAX_PARALLEL: usize = 64;
 /// Maximum number of notes about one step that are sent. All are logged.
 const MAX_NOTES: u64 = 1000;
@@ -31,7 +32,9 @@ const MAX_NOTES: u64 = 1000;
 /// continues.
 pub type RepairEventSender = mpsc::Sender<RepairEvent>;
 
-/// Longest pause after the repair of a stripe.
+/// The work after which a repair by itself pauses also if it has made nothing.
+const WORK_BEFORE_PAUSE: Duration = Duration::from_secs(1);
+/// Longest pause of a repair by itself.
 const MAX_PAUSE: Duration = Duration::from_secs(600);
 
 /// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
@@ -44,7 +47,7 @@ pub struct GivenUp {
     pub replicas: BTreeSet<NodeId>,
     /// Nodes whose pieces are made on spares.
     pub pieces: BTreeSet<NodeId>,
-    /// The same for stripes that survive no further loss.
+    /// Nodes whose pieces of a stripe that survives no further loss are made on spares.
     pub urgent_pieces: BTreeSet<NodeId>,
 }
 
@@ -123,6 +126,15 @@ struct StepRepair<'a> {
     saved: Saved,
     lease: LeaseId,
     events: &'a RepairEventSender,
+    /// Number of stripes, and of shards, that are repaired at once.
+    parallel: usize,
+    stripe_slots: Semaphore,
+    tally: Mutex<RepairTally>,
+}
+
+/// The counts of a repair so far.
+#[derive(Default)]
+struct RepairTally {
     summary: RepairSummary,
     away: BTreeMap<NodeId, u64>,
     done_bytes: u64,
@@ -156,17 +168,21 @@ impl Coordinator {
         }
         let keeper = LeaseKeeper::start(self).await?;
         let request_revision = request.map(|(_, revision)| revision);
-        let mut repair = StepRepair {
+        let task = RepairTask { step_ref, options, cause, request_revision };
+        let parallel = match (task.restraint(), options.parallel) {
+            (Some(_), _) => 1,
+            (None, 0) => DEFAULT_PARALLEL,
+            (None, some) => usize::from(some).min(MAX_PARALLEL),
+        };
+        let repair = StepRepair {
             coordinator: self,
-            task: RepairTask { step_ref, options, cause, request_revision },
+            task,
             saved,
             lease: keeper.lease,
             events,
-            summary: RepairSummary::default(),
-            away: BTreeMap::new(),
-            done_bytes: 0,
-            total_bytes: 0,
-            notes: 0,
+            parallel,
+            stripe_slots: Semaphore::new(parallel),
+            tally: Mutex::default(),
         };
         let result = repair.repair_shards().await;
         let revoked = self.catalogue.revoke_lease(keeper.lease).await;
@@ -187,7 +203,11 @@ impl Coordinator {
 }
 
 impl StepRepair<'_> {
-    async fn repair_shards(&mut self) -> Result<(), CoordinatorError> {
+    fn lock_tally(&self) -> MutexGuard<'_, RepairTally> {
+        self.tally.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn repair_shards(&self) -> Result<(), CoordinatorError> {
         let mut roots = list_shard_roots(&*self.coordinator.catalogue, self.saved.save).await?;
         if let Some(restraint) = self.task.restraint() {
             roots.retain(|root| restraint.stripes.contains_key(&root.shard));
@@ -195,12 +215,15 @@ impl StepRepair<'_> {
         let mut shards = Vec::new();
         for root in roots {
             let stripes = self.list_stripes(&root)?;
-            self.total_bytes += stripes.iter().map(|(_, len_bytes)| len_bytes).sum::<u64>();
+            self.lock_tally().total_bytes += stripes.iter().map(|(_, bytes)| bytes).sum::<u64>();
             shards.push((root, stripes.into_iter().map(|(index, _)| index).collect()));
         }
         self.send_progress().await;
-        for (root, stripes) in shards {
-            self.repair_shard(root, stripes).await?;
+        let mut running = stream::iter(shards)
+            .map(|(root, stripes)| self.repair_shard(root, stripes))
+            .buffer_unordered(self.parallel);
+        while let Some(repaired) = running.next().await {
+            repaired?;
         }
         Ok(())
     }
@@ -220,7 +243,7 @@ impl StepRepair<'_> {
     /// Repairs a shard: these of its stripes, and then its records. The shard has no owner during
     /// pauses.
     async fn repair_shard(
-        &mut self,
+        &self,
         root: ShardRoot,
         mut stripes: VecDeque<u32>,
     ) -> Result<(), CoordinatorError> {
@@ -254,24 +277,22 @@ impl StepRepair<'_> {
     /// Repairs the first of `stripes`, and takes them off. Returns the length of the pause if the
     /// repair is to pause before the others. Adds the nodes that still lack something to `lacking`.
     async fn repair_until_pause(
-        &mut self,
+        &self,
         shard: &OwnedShard,
         stripes: &mut VecDeque<u32>,
         lacking: &mut BTreeSet<NodeId>,
     ) -> Result<Option<Duration>, CoordinatorError> {
-        let parallel = match (self.task.restraint(), self.task.options.parallel) {
-            (Some(_), _) => 1,
-            (None, 0) => DEFAULT_PARALLEL,
-            (None, some) => usize::from(some).min(MAX_PARALLEL),
-        };
         let (coordinator, task) = (self.coordinator, self.task);
         let mut running = stream::iter(std::iter::from_fn(|| stripes.pop_front()))
             .map(|index| async move {
+                // The semaphore is never closed.
+                let _slot = self.stripe_slots.acquire().await;
                 let begun_at = coordinator.clock.now();
                 let outcome = coordinator.repair_stripe(shard, index, task).await;
                 (shard.stripe_bytes(index), coordinator.clock.now() - begun_at, outcome)
             })
-            .buffer_unordered(parallel);
+            .buffer_unordered(self.parallel);
+        let mut worked = Duration::ZERO;
         while let Some((bytes, took, outcome)) = running.next().await {
             let outcome = match outcome {
                 Ok(outcome) => outcome,
@@ -284,12 +305,13 @@ impl StepRepair<'_> {
                     outcome
                 }
             };
-            self.done_bytes += bytes;
-            let has_worked = outcome.made_bytes > 0 || !outcome.problems.is_empty();
+            self.lock_tally().done_bytes += bytes;
+            worked += took;
+            let is_due = outcome.made_bytes > 0 || worked >= WORK_BEFORE_PAUSE;
             self.add_outcome(&shard.root, outcome, lacking).await;
             self.send_progress().await;
-            let pause = task.restraint().map(|restraint| restraint.pause_after(took));
-            if has_worked && pause.is_some_and(|pause| !pause.is_zero()) {
+            let pause = task.restraint().map(|restraint| restraint.pause_after(worked));
+            if is_due && pause.is_some_and(|pause| !pause.is_zero()) {
                 return Ok(pause);
             }
         }
@@ -298,7 +320,7 @@ impl StepRepair<'_> {
 
     /// Makes sure that the nodes of a shard have its records.
     async fn repair_records(
-        &mut self,
+        &self,
         shard: &OwnedShard,
         lacking: &BTreeSet<NodeId>,
     ) -> Result<(), CoordinatorError> {
@@ -321,7 +343,7 @@ impl StepRepair<'_> {
                 return Ok(());
             }
         };
-        self.summary.records += outcome.records;
+        self.lock_tally().summary.records += outcome.records;
         for problem in outcome.problems {
             self.note(format!("shard {}: {problem}", shard.root.name)).await;
         }
@@ -331,47 +353,60 @@ impl StepRepair<'_> {
     /// Adds the result for one stripe to the summary, and its nodes that still lack something to
     /// `lacking`.
     async fn add_outcome(
-        &mut self,
+        &self,
         root: &ShardRoot,
         outcome: StripeOutcome,
         lacking: &mut BTreeSet<NodeId>,
     ) {
-        self.summary.stripes += 1;
-        self.summary.pieces += outcome.pieces;
-        self.summary.replicas += outcome.replicas;
-        self.summary.made_bytes += outcome.made_bytes;
-        self.summary.records += outcome.records;
-        self.summary.unrepaired += u64::from(!outcome.problems.is_empty());
         lacking.extend(outcome.lacking);
         lacking.extend(outcome.away.keys());
-        for (node, parts) in outcome.away {
-            *self.away.entry(node).or_default() += parts;
+        {
+            let RepairTally { summary, away, .. } = &mut *self.lock_tally();
+            summary.stripes += 1;
+            summary.pieces += outcome.pieces;
+            summary.replicas += outcome.replicas;
+            summary.made_bytes += outcome.made_bytes;
+            summary.records += outcome.records;
+            summary.unrepaired += u64::from(!outcome.problems.is_empty());
+            for (node, parts) in outcome.away {
+                *away.entry(node).or_default() += parts;
+            }
         }
         for problem in outcome.problems {
             self.note(format!("shard {}: {problem}", root.name)).await;
         }
     }
 
-    async fn note(&mut self, text: String) {
+    async fn note(&self, text: String) {
         tracing::warn!(step = %self.task.step_ref, text, "not repaired");
-        self.notes += 1;
-        if self.notes <= MAX_NOTES {
+        let number = {
+            let mut tally = self.lock_tally();
+            tally.notes += 1;
+            tally.notes
+        };
+        if number <= MAX_NOTES {
             let _ = self.events.send(RepairEvent::Note(text)).await;
         }
     }
 
     async fn send_progress(&self) {
-        let &Self { done_bytes, total_bytes, .. } = self;
-        let made_bytes = self.summary.made_bytes;
-        let progress = RepairEvent::Progress { done_bytes, total_bytes, made_bytes };
+        let progress = {
+            let tally = self.lock_tally();
+            RepairEvent::Progress {
+                done_bytes: tally.done_bytes,
+                total_bytes: tally.total_bytes,
+                made_bytes: tally.summary.made_bytes,
+            }
+        };
         let _ = self.events.send(progress).await;
     }
 
-    async fn finish_summary(mut self) -> Result<RepairSummary, CoordinatorError> {
+    async fn finish_summary(self) -> Result<RepairSummary, CoordinatorError> {
         let directory = self.coordinator.fetch_directory().await?;
-        for (node, parts) in std::mem::take(&mut self.away) {
+        let away = std::mem::take(&mut self.lock_tally().away);
+        for (node, parts) in away {
             match directory.peer_name(node) {
-                Some(name) => self.summary.away.push((name, parts)),
+                Some(name) => self.lock_tally().summary.away.push((name, parts)),
                 None => {
                     let text =
                         format!("node {node}, which is not registered, should have {parts} parts");
@@ -379,7 +414,8 @@ impl StepRepair<'_> {
                 }
             }
         }
-        Ok(self.summary)
+        let tally = self.tally.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(tally.summary)
     }
 }
 

@@ -35,6 +35,14 @@ pub(super) struct StripeOutcome {
 }
 
 impl StripeOutcome {
+    /// Adds the result of a further round. Its reasons replace the earlier ones, because what they
+    /// were about is made elsewhere or was tried again.
+    pub fn add_round(&mut self, round: StripeOutcome) {
+        self.pieces += round.pieces;
+        self.made_bytes += round.made_bytes;
+        (self.away, self.lacking, self.problems) = (round.away, round.lacking, round.problems);
+    }
+
     /// Adds the reason why something could not be made on `node`.
     pub fn add_problem(&mut self, node: Option<NodeId>, problem: String) {
         self.lacking.extend(node);

@@ -11,7 +11,7 @@
 //!
 //! `step_repair` runs a repair over the shards of a step; `stripe_repair` repairs one stripe:
 //! `piece_repair` makes its missing pieces, `moves` chooses other nodes for the pieces of those that
-//! are given up, `replica_repair` its missing replicas, and
+//! are given up, `node_loads` spreads the load over the nodes, `replica_repair` its missing replicas, and
 //! `record_repair` sends the records that nodes lack. `lease_keeper` keeps the lease of an owner.
 
 mod archive_request;
@@ -20,6 +20,7 @@ mod ensure_replicas;
 mod error;
 mod lease_keeper;
 mod moves;
+mod node_loads;
 mod orders_and_proofs;
 mod owned_shard;
 mod owned_stripe;

@@ -73,10 +73,10 @@ impl OwnedStripe<'_> {
             return Err(CoordinatorError::ReceiptUnanswered { stripe, node });
         }
         let ring = &self.shard.root.ring;
-        let mut spares = SparesOfStripe::new(ring, receipt, &held, self.index());
+        let mut spares = SparesOfStripe::new(ring, receipt, &held, self.rotation());
         spares.free.retain(|member| !refused.contains(&member.node));
         let moves = lost.into_iter().filter_map(|piece| {
-            let to = spares.take(piece, &held)?;
+            let to = spares.take(piece, &held, &|node| task.loads.load_of(node))?;
             Some(PieceMove { piece: piece.piece, to })
         });
         Ok(moves.collect())
@@ -149,7 +149,7 @@ impl SparesOfStripe {
     /// Returns the nodes of the ring that answer, that the receipt does not name, and none of whose
     /// pieces is missing where the receipt says. The first one rotates with the stripe's number, so
     /// that the load spreads.
-    fn new(ring: &[RingNode], receipt: &Receipt, held: &PiecesByNode, stripe: u32) -> Self {
+    fn new(ring: &[RingNode], receipt: &Receipt, held: &PiecesByNode, rotation: usize) -> Self {
         let is_surplus = |piece: &u8| {
             let home = receipt.pieces.get(usize::from(*piece)).map(|piece| piece.node);
             home.is_some_and(|home| held.has(home, *piece))
@@ -160,7 +160,7 @@ impl SparesOfStripe {
         };
         let mut free: Vec<RingNode> = ring.iter().filter(is_spare).copied().collect();
         if !free.is_empty() {
-            let first = stripe as usize % free.len();
+            let first = rotation % free.len();
             free.rotate_left(first);
         }
         let mut pieces = HashMap::new();
@@ -173,19 +173,24 @@ impl SparesOfStripe {
     }
 
     /// Returns the spare for a piece: a node that has it already, without a receipt, or else a free
-    /// one of the failure domain with the fewest pieces.
-    fn take(&mut self, piece: &ReceiptPiece, held: &PiecesByNode) -> Option<NodeId> {
+    /// one of the failure domain with the fewest pieces, and of these the one with the least load.
+    fn take(
+        &mut self,
+        piece: &ReceiptPiece,
+        held: &PiecesByNode,
+        load_of: &dyn Fn(NodeId) -> u64,
+    ) -> Option<NodeId> {
         let mut holders = held.nodes().filter(|node| held.has(*node, piece.piece));
         if let Some(holder) = holders.find(|node| !self.used.contains(node)) {
             self.free.retain(|member| member.node != holder);
             self.use_node(holder);
             return Some(holder);
         }
-        let pieces_near = |at: &usize| {
-            let domain = self.free.get(*at).map(|member| member.domain);
-            domain.and_then(|domain| self.pieces.get(&domain)).copied().unwrap_or(0)
+        let cost = |at: &usize| {
+            let RingNode { node, domain } = *self.free.get(*at)?;
+            Some((self.pieces.get(&domain).copied().unwrap_or(0), load_of(node)))
         };
-        let best = (0..self.free.len()).min_by_key(pieces_near)?;
+        let best = (0..self.free.len()).min_by_key(cost)?;
         let RingNode { node, .. } = self.free.remove(best);
         self.use_node(node);
         Some(node)
@@ -236,19 +241,22 @@ mod tests {
     }
 
     /// Returns the spares for these pieces, in this order.
-    fn choose(held: &PiecesByNode, lost: &[usize], stripe: u32) -> Vec<Option<u64>> {
+    fn choose(held: &PiecesByNode, lost: &[usize], rotation: usize) -> Vec<Option<u64>> {
         let receipt = receipt(&[0, 1, 2, 4]);
-        let mut spares = SparesOfStripe::new(&ring(), &receipt, held, stripe);
-        lost.iter().map(|&at| spares.take(&receipt.pieces[at], held).map(|node| node.0)).collect()
+        let mut spares = SparesOfStripe::new(&ring(), &receipt, held, rotation);
+        // Node 8 has been used.
+        let load_of = |node: NodeId| u64::from(node == NodeId(8));
+        let mut take = |at: usize| spares.take(&receipt.pieces[at], held, &load_of);
+        lost.iter().map(|&at| take(at).map(|node| node.0)).collect()
     }
 
     #[test]
     fn a_spare_is_free_and_in_the_domain_with_the_fewest_pieces() {
-        // Piece 3 of node 4 is lost. Nodes 3 and 5 share racks with nodes that have a piece.
+        // Piece 3 of node 4 is lost. Node 3 shares a rack with node 2, and node 5 with the lost one.
         let nodes: &[(u64, &[u8])] =
             &[(0, &[0]), (1, &[1]), (2, &[2]), (3, &[]), (5, &[]), (6, &[]), (7, &[]), (8, &[])];
         let chosen: Vec<_> = (0..5).map(|stripe| choose(&held(nodes), &[3], stripe)[0]).collect();
-        assert!(chosen.iter().all(|node| matches!(node, Some(5..=8))), "{chosen:?}");
+        assert!(chosen.iter().all(|node| matches!(node, Some(5..=7))), "{chosen:?}");
         assert!(chosen.iter().any(|node| *node != chosen[0]), "{chosen:?}");
         // Each further spare goes to another rack.
         let many = choose(&held(nodes), &[3, 2, 1], 0);

@@ -31,6 +31,12 @@ impl<'a> OwnedStripe<'a> {
         Ok(Self { coordinator, shard, info, directory })
     }
 
+    /// Returns a number that differs from stripe to stripe and from shard to shard, by which choices
+    /// rotate.
+    pub fn rotation(&self) -> usize {
+        (self.info.fixed.stripe.shard.index().wrapping_add(self.index())) as usize
+    }
+
     /// Returns the stripe's number in its shard.
     pub fn index(&self) -> u32 {
         self.info.fixed.stripe.index

@@ -157,9 +157,8 @@ impl ArchivedStripe<'_> {
         survey
     }
 
-    /// Returns everything that pieces can be made from. Copies of pieces that lie on other nodes
-    /// than the receipt says come first, because a copy costs one transfer. The others begin with
-    /// another node for each stripe.
+    /// Returns everything that pieces can be made from. The first node rotates with the number of the
+    /// stripe.
     fn list_sources(
         &self,
         held: &FilesByNode,
@@ -179,7 +178,7 @@ impl ArchivedStripe<'_> {
             }
         }
         if !sources.is_empty() {
-            let first = self.stripe.index() as usize % sources.len();
+            let first = self.stripe.rotation() % sources.len();
             sources.rotate_left(first);
         }
         for block in 0..info.fixed.blocks.len() {
@@ -333,14 +332,30 @@ impl ArchivedStripe<'_> {
         let fixed = &self.stripe.info.fixed;
         let (stripe, cut, code) = (fixed.stripe, fixed.cut, &self.code);
         let subject = RepairSubject { stripe, attempt: self.receipt.attempt, cut, code };
-        let plan = match self.task.options.plan {
-            RepairPlan::Chain => repair_chain(&subject, sources, targets)?,
-            RepairPlan::Star => repair_star(&subject, sources, targets)?,
-        };
         let pieces: Vec<u8> = targets.iter().map(|target| target.piece as u8).collect();
-        let checked = check(&plan, code, Goal::Repair(&pieces))
-            .map_err(|source| CoordinatorError::Plan { stripe, source })?;
-        Ok((plan, checked))
+        self.task.loads.build_plan(|load_of| {
+            let mut sources = sources.to_vec();
+            sources.sort_by_key(|source| (self.rank(source), load_of(source.node)));
+            let plan = match self.task.options.plan {
+                RepairPlan::Chain => repair_chain(&subject, &sources, targets)?,
+                RepairPlan::Star => repair_star(&subject, &sources, targets)?,
+            };
+            let checked = check(&plan, code, Goal::Repair(&pieces))
+                .map_err(|source| CoordinatorError::Plan { stripe, source })?;
+            Ok((plan, checked))
+        })
+    }
+
+    /// Returns the rank of a source: copies of pieces on other nodes than the receipt says come
+    /// first, because a copy costs one transfer, and replicas come last.
+    fn rank(&self, source: &RepairSource) -> u8 {
+        match source.part {
+            StripePart::Piece(piece) => {
+                let home = self.receipt.pieces.get(piece).map(|piece| piece.node);
+                u8::from(home == Some(source.node))
+            }
+            StripePart::Block(_) => 2,
+        }
     }
 
     /// Makes these pieces by one plan, and proves them.

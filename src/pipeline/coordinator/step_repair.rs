@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::error::CoordinatorError;
 use super::lease_keeper::LeaseKeeper;
+use super::node_loads::NodeLoads;
 use super::owned_shard::OwnedShard;
 use super::stripe_repair::StripeOutcome;
 use super::{Coordinator, list_shard_roots};
@@ -89,6 +90,7 @@ pub(super) struct RepairTask<'a> {
     pub step_ref: StepRef<'a>,
     pub options: RepairOptions,
     pub cause: &'a RepairCause,
+    pub loads: &'a NodeLoads,
     /// The revision of the step's archive request when the repair began; `None` if there was none.
     request_revision: Option<u64>,
 }
@@ -168,7 +170,8 @@ impl Coordinator {
         }
         let keeper = LeaseKeeper::start(self).await?;
         let request_revision = request.map(|(_, revision)| revision);
-        let task = RepairTask { step_ref, options, cause, request_revision };
+        let loads = &NodeLoads::default();
+        let task = RepairTask { step_ref, options, cause, loads, request_revision };
         let parallel = match (task.restraint(), options.parallel) {
             (Some(_), _) => 1,
             (None, 0) => DEFAULT_PARALLEL,

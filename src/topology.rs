@@ -46,6 +46,11 @@ impl Directory {
         self.nodes.get(&node).is_some_and(|view| view.live) && !self.is_silent(node)
     }
 
+    /// Returns whether the node's lease is alive. The node may be silent all the same.
+    pub fn has_lease(&self, node: NodeId) -> bool {
+        self.nodes.get(&node).is_some_and(|view| view.live)
+    }
+
     /// Records whether a node answered. Silent nodes are asked last. Returns whether this changed
     /// the node's state.
     pub fn heard(&self, node: NodeId, answered: bool) -> bool {

@@ -98,6 +98,9 @@ pub fn text(status: &RepairStatus, paint: Paint) -> String {
 fn safety(survey: &SurveyResult, paint: Paint) -> String {
     let steps = counted(survey.steps, "checkpoint");
     let age = Duration::from_millis(survey.age_ms).as_secs();
+    if survey.steps == 0 {
+        return "no checkpoint is committed".to_owned();
+    }
     if survey.steps == survey.unknown {
         return format!("{steps}, surveyed {age} s ago");
     }

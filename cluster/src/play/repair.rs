@@ -80,7 +80,7 @@ pub fn run(
 }
 
 /// Number of stripes that are repaired at once when a node is lost.
-const STRIPES_AT_ONCE: &str = "16";
+const STRIPES_AT_ONCE: &str = "32";
 
 /// Kills a node for good, and has its pieces made on the others. The time is that of the whole
 /// command. The node stays away, so that the next round has one node less.

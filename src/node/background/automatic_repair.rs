@@ -179,7 +179,7 @@ impl AutomaticRepair {
         let rules = &self.context.settings.repair;
         let directory = self.watch_nodes(rounds).await?;
         if self.is_survey_due(rounds) {
-            self.survey_all(rounds, &directory).await?;
+            self.survey_all(rounds, directory.clone()).await?;
         }
         if rules.share_percent == 0 {
             return Ok(());
@@ -245,7 +245,7 @@ impl AutomaticRepair {
     async fn survey_all(
         &self,
         rounds: &mut Rounds,
-        directory: &Directory,
+        directory: Directory,
     ) -> Result<(), CatalogueError> {
         let begun_at = self.context.clock.now();
         rounds.surveyed_version = rounds.nodes.version();
@@ -264,7 +264,7 @@ impl AutomaticRepair {
     async fn survey_steps(
         &self,
         rounds: &mut Rounds,
-        directory: &Directory,
+        mut directory: Directory,
     ) -> Result<(Vec<Degraded>, SurveyResult), CatalogueError> {
         let known: HashMap<SaveId, Degraded> =
             rounds.degraded.iter().map(|known| (known.save, known.clone())).collect();
@@ -274,7 +274,7 @@ impl AutomaticRepair {
         let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
             if self.context.clock.now() > rounds.nodes.updated_at() + self.context.settings.lease {
-                self.watch_nodes(rounds).await?;
+                directory = self.watch_nodes(rounds).await?;
             }
             let Ok(checkpoint) = parse_record::<Checkpoint>(&key, &entry.value) else {
                 (result.steps, result.unknown) = (result.steps + 1, result.unknown + 1);
@@ -286,7 +286,7 @@ impl AutomaticRepair {
                 continue;
             };
             let surveyed =
-                survey_save(&self.context, saved.save, directory, &mut rounds.losses).await?;
+                survey_save(&self.context, saved.save, &directory, &mut rounds.losses).await?;
             let health = match surveyed {
                 SurveyOutcome::Gone => continue,
                 SurveyOutcome::Unknown => {

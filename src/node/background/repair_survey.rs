@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::join_all;
 
@@ -15,10 +16,14 @@ use crate::code::{Code, Layout, NodeShare, SurvivableLossCache, table};
 use crate::format::geometry::{Geometry, StripeCut};
 use crate::format::records::{ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, NodeId, SaveId, ShardId};
+use crate::net::call::address;
 use crate::node::context::NodeContext;
 use crate::pipeline::coordinator::StripesByShard;
 use crate::topology::Directory;
 use crate::wire::calls::{STRIPES_PER_SURVEY, ShardSurvey, StripeSurvey, SurveyShard};
+
+/// Time limit for a node to say what it has of a page of stripes.
+const ASK_LIMIT: Duration = Duration::from_secs(5);
 
 /// What is missing of a step, and how many nodes may be lost before it cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,18 +161,26 @@ impl ShardSurveyor<'_> {
     }
 
     /// Returns what the live nodes of the ring have of a page of stripes, or `None` if one of them
-    /// does not answer.
+    /// does not answer. A node that has not answered before is not asked again with this directory:
+    /// its lease ends soon, or it hangs, and each call would take its whole time.
     async fn ask_nodes(&self, first: u32) -> Option<Vec<NodeAnswer>> {
-        let call = &SurveyShard { shard: self.root.shard, first };
-        let storage: BTreeSet<NodeId> = self.directory.storage().into_iter().collect();
+        let directory = self.directory;
+        let storage: BTreeSet<NodeId> = directory.storage().into_iter().collect();
         let members = self.root.ring.iter().map(|member| member.node);
-        let asks = members
-            .filter(|node| self.directory.is_live(*node))
-            .filter_map(|node| Some((storage.contains(&node), self.directory.address(node)?)))
-            .map(|(is_storage, to)| async move {
-                let survey = self.context.caller.call(&to, call).await.ok()?;
-                Some(NodeAnswer { is_storage, survey })
-            });
+        let live: Vec<NodeId> = members.filter(|node| directory.has_lease(*node)).collect();
+        if live.iter().any(|node| directory.is_silent(*node)) {
+            return None;
+        }
+        let call = &SurveyShard { shard: self.root.shard, first };
+        let storage = &storage;
+        let asks = live.into_iter().map(|node| async move {
+            let to = address(&directory.address(node)?);
+            let found = self.context.caller.call_within(&to, call, ASK_LIMIT).await;
+            if found.is_err() {
+                directory.heard(node, false);
+            }
+            Some(NodeAnswer { is_storage: storage.contains(&node), survey: found.ok()? })
+        });
         join_all(asks).await.into_iter().collect()
     }
 }

@@ -445,6 +445,22 @@ async fn pieces_of_dead_nodes_are_made_on_others_until_too_few_are_left() {
     assert_eq!(read_file(&*out, "weights"), content(LEN, 1));
 }
 
+/// A spare whose disk is full takes no piece. Others take all of them.
+#[tokio::test(start_paused = true)]
+async fn a_spare_that_is_full_is_left_out() {
+    for full in 2..=9 {
+        let (mut world, client) = archived_world(9, LEN).await;
+        kill_all(&mut world, &[1]).await;
+        let had = pieces_by_machine(&world).get(&1).copied().unwrap_or(0) as u64;
+        world.machines[full].disk.set_capacity(0);
+        let made = give_up(&client, 1, CHAIN, &[1]).await;
+        assert_eq!((made.summary.pieces, made.notes), (had, vec![]), "node {full} is full");
+        world.machines[full].disk.set_capacity(1 << 30);
+        let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
+        assert_eq!((report.faults, report.survives), (vec![], Some(2)), "node {full}");
+    }
+}
+
 /// A node that was given up comes back with all that it had, and the spare that has its piece dies.
 /// Each stripe has n pieces on n nodes at the end.
 #[tokio::test(start_paused = true)]

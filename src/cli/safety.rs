@@ -81,7 +81,7 @@ pub fn text(status: &RepairStatus, paint: Paint) -> String {
         out.push_str(&format!("repair: {job}/{step}, {percent} % examined, {made} made\n"));
     }
     if let Some(why) = &status.brake {
-        let text = format!("brake: no node is given up: {}", shown(why));
+        let text = format!("brake: lost parts are not made on other nodes: {}", shown(why));
         out.push_str(&format!("{}\n", paint.tint(Tint::Yellow, &text)));
     }
     if survey.degraded > 0 && status.share_percent == 0 {
@@ -102,21 +102,25 @@ fn safety(survey: &SurveyResult, paint: Paint) -> String {
         return "no checkpoint is committed".to_owned();
     }
     if survey.steps == survey.unknown {
-        return format!("{steps}, surveyed {age} s ago");
+        return format!("not known; {steps}, surveyed {age} s ago");
     }
     let tint = match survey.survives {
         None | Some(0) => Tint::Red,
         _ if survey.degraded > 0 || survey.unknown > 0 => Tint::Yellow,
         _ => Tint::Green,
     };
-    format!("{}; {steps}, surveyed {age} s ago", paint.tint(tint, &losses(survey.survives)))
+    let losses = match survey.survives {
+        None => "a checkpoint cannot be read from the nodes that answer".to_owned(),
+        some => losses(some),
+    };
+    format!("{}; {steps}, surveyed {age} s ago", paint.tint(tint, &losses))
 }
 
 /// Returns how many nodes may be lost, as text.
 fn losses(survives: Option<u32>) -> String {
     match survives {
         None => "cannot be read from the nodes that answer".to_owned(),
-        Some(0) => "no further node may be lost".to_owned(),
+        Some(0) => "the loss of one more node may lose data".to_owned(),
         Some(1) => "any 1 more node may be lost".to_owned(),
         Some(many) => format!("any {many} more nodes may be lost"),
     }
@@ -186,19 +190,19 @@ mod tests {
         let degraded = RepairStatus {
             survey: Some(survey),
             running: Some(running),
-            brake: Some("3 of 16 storage nodes are away since about the same time".into()),
+            brake: Some("3 of 16 storage nodes went away at about the same time".into()),
             waiting: vec![wait],
             ..whole
         };
         assert_eq!(
             text(&degraded, PLAIN),
-            "safety: no further node may be lost; 24 checkpoints, surveyed 12 s ago\n\
+            "safety: the loss of one more node may lose data; 24 checkpoints, surveyed 12 s ago\n\
              degraded: 7 checkpoints, 14 pieces or replicas missing (896.0 MiB)\n  \
-             gpt/1200: no further node may be lost; 5 pieces or replicas missing (320.0 MiB)\n  \
+             gpt/1200: the loss of one more node may lose data; 5 pieces or replicas missing (320.0 MiB)\n  \
              gpt/1300: any 1 more node may be lost; 5 pieces or replicas missing (320.0 MiB), 3 records missing\n  \
              and 5 more\n\
              repair: gpt/1200, 25 % examined, 64.0 MiB made\n\
-             brake: no node is given up: 3 of 16 storage nodes are away since about the same time\n\
+             brake: lost parts are not made on other nodes: 3 of 16 storage nodes went away at about the same time\n\
              repair: turned off (repair.share = 0); `rapidraid repair` repairs now\n\
              not repaired: gpt/1300, tried 2 times: node3 is full\n"
         );

@@ -49,8 +49,8 @@ pub struct Receipt {
     /// All n pieces, in order.
     pub pieces: Vec<ReceiptPiece>,
     /// The order among the receipts of the attempt: the greatest one says where the pieces are
-    /// (docs/semantics.md, 11). It is the generation of the repairer that wrote the receipt, and
-    /// the lowest generation for an archiving.
+    /// (docs/semantics.md, 11). A repairer writes its generation. An archiving writes the lowest one,
+    /// or its generation if a node has a receipt of a higher order.
     pub order: Generation,
 }
 
@@ -65,8 +65,7 @@ struct ReceiptBody {
     pieces: Vec<ReceiptPiece>,
 }
 
-/// A receipt of the lowest order has version 1, so that programs that know no order read it. Others
-/// have version 2.
+/// A receipt of the lowest order has version 1, which older programs can read. Others have version 2.
 impl Record for Receipt {
     const KIND: RecordKind = RecordKind::Receipt;
     const VERSION: u8 = 2;

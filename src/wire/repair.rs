@@ -1,5 +1,5 @@
-//! The messages about repairs: options and events of a repair, what nodes have of a shard, and the
-//! state of the repairs that nobody asks for.
+//! The messages about repairs: options and events of a repair, the parts that nodes have of a shard,
+//! and the state of automatic repair.
 
 use serde::{Deserialize, Serialize};
 
@@ -115,7 +115,7 @@ pub struct RepairStatus {
     pub survey: Option<SurveyResult>,
     /// The repair that runs now.
     pub running: Option<RunningRepair>,
-    /// The reason why no node is given up, as a message for people.
+    /// The reason why the brake is on, as a message for people; `None` if it is off.
     pub brake: Option<String>,
     /// Steps that could not be repaired; the first 64. They are tried three times, and again when
     /// nodes come back, go away or are given up, or something else is missing.
@@ -131,8 +131,8 @@ pub struct SurveyResult {
     pub steps: u64,
     /// Number of them that could not be surveyed, because a node did not answer or the step changed.
     pub unknown: u64,
-    /// Number of nodes that may be lost, whichever they are, before one of the other steps cannot be
-    /// read; `None` if one of them cannot be read from the nodes that answer, or there are none.
+    /// Number of nodes, whichever they are, that may be lost while every step that was surveyed can
+    /// still be read; `None` if one cannot be read from the nodes that answer, or none was surveyed.
     pub survives: Option<u32>,
     /// Number of steps of which something is missing.
     pub degraded: u64,
@@ -153,7 +153,7 @@ pub struct DegradedStep {
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// Number of nodes that may be lost, whichever they are, before the step cannot be read; `None`
+    /// Number of nodes, whichever they are, that may be lost while the step can still be read; `None`
     /// if it cannot be read from the nodes that answer.
     pub survives: Option<u32>,
     /// Number of pieces and replicas that are missing.

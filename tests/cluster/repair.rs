@@ -12,7 +12,7 @@ use rapidraid::net::Role;
 use rapidraid::store::{Disk, PieceSpec};
 use rapidraid::wire::calls::{
     CopyReplica, GetRecord, PlanChoice, PutLeaves, RecordName, RepairMode, RepairOptions,
-    RepairPlan, RepairSummary,
+    RepairPlan, RepairSummary, ReservePart,
 };
 
 use crate::checks::{Liar, Lie};
@@ -448,17 +448,35 @@ async fn pieces_of_dead_nodes_are_made_on_others_until_too_few_are_left() {
 /// A spare whose disk is full takes no piece. Others take all of them.
 #[tokio::test(start_paused = true)]
 async fn a_spare_that_is_full_is_left_out() {
-    for full in 2..=9 {
+    let mut refusals = 0;
+    for full in 1..=9 {
         let (mut world, client) = archived_world(9, LEN).await;
-        kill_all(&mut world, &[1]).await;
-        let had = pieces_by_machine(&world).get(&1).copied().unwrap_or(0) as u64;
-        world.machines[full].disk.set_capacity(0);
-        let made = give_up(&client, 1, CHAIN, &[1]).await;
-        assert_eq!((made.summary.pieces, made.notes), (had, vec![]), "node {full} is full");
-        world.machines[full].disk.set_capacity(1 << 30);
+        let before = pieces_by_machine(&world);
+        let others = before.iter().filter(|(machine, _)| **machine != full);
+        let (&dead, &had) = others.max_by_key(|(_, pieces)| **pieces).unwrap();
+        kill_all(&mut world, &[dead]).await;
+        let disk = world.machines[full].disk.clone();
+        let space = disk.space().unwrap();
+        disk.set_capacity(space.total_bytes - space.free_bytes);
+        world.requests.listen();
+        let made = give_up(&client, 1, CHAIN, &[dead]).await;
+        let asked = world.requests.of::<ReservePart>();
+        let name = format!("node{full:02}");
+        refusals += asked.iter().filter(|(_, to, _)| *to == name).count();
+        assert_eq!(made.summary.pieces, had as u64, "node {full} is full");
+        // It also has no room for the new receipt of its own piece.
+        assert!(
+            made.notes.iter().all(|note| note.contains("did not take the")),
+            "{:?}",
+            made.notes
+        );
+        assert_eq!(pieces_by_machine(&world).get(&full), before.get(&full), "node {full} is full");
+        disk.set_capacity(1 << 30);
+        assert_eq!(give_up(&client, 1, CHAIN, &[dead]).await.notes, [""; 0]);
         let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
         assert_eq!((report.faults, report.survives), (vec![], Some(2)), "node {full}");
     }
+    assert!(refusals > 0);
 }
 
 /// A node that was given up comes back with all that it had, and the spare that has its piece dies.

@@ -32,14 +32,14 @@ use crate::wire::calls::{
     RepairStatus, RepairSummary, RunningRepair, SurveyResult,
 };
 
-/// Shortest time between two surveys, unless the list of live nodes changes.
+/// Minimum wait after a survey, unless the list of nodes has changed or a repair has ended.
 const SURVEY_INTERVAL: Duration = Duration::from_secs(10);
 /// The wait after a survey, as a multiple of its duration.
 const SURVEY_WAIT: u32 = 20;
-/// The same when the list of live nodes has changed, or a repair has ended.
+/// The same multiple when the list of nodes has changed or a repair has ended.
 const SOON_SURVEY_WAIT: u32 = 4;
-/// Number of repairs in a row that leave something, after which a step is not repaired again until
-/// its nodes or what is missing change.
+/// Number of failures in a row after which a step is left alone until the list of nodes changes, or
+/// the parts that it lacks.
 const TRIES: u32 = 3;
 /// Maximum number of degraded steps that are remembered, the worst ones. When these are repaired, a
 /// further survey finds more.
@@ -76,7 +76,7 @@ impl Degraded {
     }
 }
 
-/// A repair that left nothing that could be made, or the last one of several that failed.
+/// The list of nodes and the health of a step that is left alone until one of them changes.
 struct Settled {
     /// The version of the list of nodes.
     version: u64,
@@ -93,7 +93,8 @@ struct RepairLedger {
     /// Steps whose repair failed.
     retries: RetrySchedule,
     settled: HashMap<SaveId, Settled>,
-    /// The times before which steps are not tried again, because others work on them.
+    /// The times before which steps are not tried: another owner has them, their repair was stopped, or
+    /// they could not be surveyed.
     not_before: HashMap<SaveId, Duration>,
     /// Whether a repair has ended since the last survey began.
     wants_survey: bool,
@@ -115,7 +116,7 @@ struct Rounds {
 /// A repair that runs.
 struct Running {
     task: JoinHandle<()>,
-    /// Set to make it end before its next stripe.
+    /// Cancelled to end it before its next stripe, plan or copy.
     stop: CancellationToken,
     /// Number of losses that the step survived before it.
     survives: Option<u32>,
@@ -126,7 +127,7 @@ impl Rounds {
         self.running.as_ref().is_some_and(|running| !running.task.is_finished())
     }
 
-    /// Makes the repair that runs end before its next stripe.
+    /// Stops the running repair before its next stripe, plan or copy.
     fn stop_running(&self) {
         if let Some(running) = &self.running {
             running.stop.cancel();
@@ -225,7 +226,7 @@ impl AutomaticRepair {
         Ok(Directory::new(views))
     }
 
-    /// Puts a step off for a lease period, because others work on it.
+    /// Puts a step off for a lease period.
     fn put_off(&self, save: SaveId) {
         let until = self.context.clock.now().saturating_add(self.context.settings.lease);
         self.lock_ledger().not_before.insert(save, until);
@@ -426,7 +427,7 @@ impl AutomaticRepair {
                 return ledger.retries.forget_finished(*save);
             }
             Ok((_, Some(note))) => note,
-            // It was removed, stopped, or is repaired or archived otherwise.
+            // The step was removed or has another owner, or the repair was stopped.
             Err(error) if gives_way(&error) => {
                 return tracing::info!(%job, step = %number, %error, "a repair gave way");
             }
@@ -482,7 +483,8 @@ fn keep_worst(degraded: &mut Vec<Degraded>) {
     degraded.truncate(MAX_DEGRADED);
 }
 
-/// Returns whether a repair ended because others work on the step, or nobody is to any more.
+/// Returns whether a repair ended because the step has another owner, is to be archived or was
+/// removed, or because the repair was stopped.
 fn gives_way(error: &CoordinatorError) -> bool {
     matches!(
         error,

@@ -13,7 +13,7 @@ use crate::wire::calls::NodeView;
 
 /// Nodes that went away within this time of one another went away together.
 const TOGETHER: Duration = Duration::from_secs(3600);
-/// The brake is released this long after the last node went away that it counts.
+/// The brake ends this long after the last of the nodes that it counts went away.
 const MAX_BRAKE: Duration = Duration::from_secs(6 * 3600);
 /// The pieces of a node are given up after this many graces. They cost more to make again than
 /// replicas, and a stripe with pieces survives more losses.
@@ -43,9 +43,9 @@ pub(in crate::node) struct AwayNodes {
 }
 
 impl AwayNodes {
-    /// Takes over the present list of nodes. Graces begin again when the brake is released, and when
-    /// the last update is longer ago than `max_gap` and a grace: this server could not see then who
-    /// was live.
+    /// Takes over the present list of nodes. Graces begin again when the brake ends, and after a gap
+    /// between updates that is longer than both `max_gap` and a grace: the server did not see who was
+    /// live in the gap.
     pub(in crate::node) fn update(
         &mut self,
         views: &[NodeView],
@@ -88,8 +88,7 @@ impl AwayNodes {
         storage.filter_map(|(id, node)| Some((*id, node.away_since?, node.domain.as_str())))
     }
 
-    /// Returns a number that changes when a node comes back, goes away or is given up, and when the
-    /// brake changes that.
+    /// Returns a number that changes when the list of nodes or the set of nodes given up changes.
     pub(in crate::node) fn version(&self) -> u64 {
         self.version
     }
@@ -109,8 +108,8 @@ impl AwayNodes {
         self.brake.as_ref()
     }
 
-    /// Returns the nodes that have been away for their grace, unless the brake is on. The brake does
-    /// not apply to the pieces of urgent stripes. A node that is to store nothing is given up at once.
+    /// Returns the nodes that are given up. The brake applies neither to pieces of urgent stripes nor to
+    /// nodes that are to store nothing, which are given up at once.
     fn find_given_up(&self, now: Duration, grace: Duration) -> GivenUp {
         let retired = || {
             let retired = self.nodes.iter().filter(|(_, node)| !node.is_storage);
@@ -157,11 +156,11 @@ impl AwayNodes {
             let why = match domains.len() {
                 _ if count > most => "",
                 2.. => ", in several failure domains",
-                _ if domains.iter().any(is_whole_domain) => ", all of a failure domain",
+                _ if domains.iter().any(is_whole_domain) => ", the whole of a failure domain",
                 _ => continue,
             };
-            let since = "away since about the same time";
-            return Some(format!("{count} of {all} storage nodes are {since}{why}"));
+            let since = "went away at about the same time";
+            return Some(format!("{count} of {all} storage nodes {since}{why}"));
         }
         None
     }

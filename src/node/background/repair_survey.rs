@@ -1,5 +1,5 @@
-//! The survey of a committed step: what is missing of it, by what its nodes list (docs/semantics.md,
-//! 11). No file is read.
+//! The survey of a committed step: it finds the missing parts from the lists of its nodes, and reads
+//! no file (docs/semantics.md, 11).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::wire::calls::{STRIPES_PER_SURVEY, ShardSurvey, StripeSurvey, SurveySh
 /// Time limit for a node to say what it has of a page of stripes.
 const ASK_LIMIT: Duration = Duration::from_secs(5);
 
-/// What is missing of a step, and how many nodes may be lost before it cannot be read.
+/// The number of missing parts of a step, and the number of node losses that it survives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::node) struct StepHealth {
     /// Number of nodes that may be lost, whichever they are; `None` if a stripe cannot be read.
@@ -110,7 +110,7 @@ pub(in crate::node) async fn survey_save(
         if !shard.survey_stripes(&state, &mut survey, cache).await {
             return Ok(SurveyOutcome::Unknown);
         }
-        // What was read from nodes may belong to a newer state.
+        // The answers may belong to a newer state.
         if read().await?.is_none_or(|(now, _)| now.deleting || now.runs != state.runs) {
             return Ok(SurveyOutcome::Unknown);
         }
@@ -125,8 +125,8 @@ struct ShardSurveyor<'a> {
     directory: &'a Directory,
 }
 
-/// The answer of a node, and whether the node is to store data. One that is not is read from, and
-/// counts as away for all else.
+/// The answer of a node. A node that is to store nothing is a source for readers, and counts as away
+/// for everything else.
 struct NodeAnswer {
     is_storage: bool,
     survey: ShardSurvey,

@@ -139,7 +139,7 @@ impl PiecesByNode {
 /// The spares of a stripe, and how many of its pieces each failure domain has.
 struct SparesOfStripe {
     free: Vec<RingNode>,
-    /// The nodes that have a piece which is needed there.
+    /// The nodes that the receipt names, and the spares that were taken.
     used: BTreeSet<NodeId>,
     domains: HashMap<NodeId, u16>,
     pieces: HashMap<u16, usize>,
@@ -172,8 +172,8 @@ impl SparesOfStripe {
         Self { free, used, domains, pieces }
     }
 
-    /// Returns the spare for a piece: a node that has it already, without a receipt, or else a free
-    /// one of the failure domain with the fewest pieces, and of these the one with the least load.
+    /// Returns the spare for a piece: a node that has the piece and is not yet used, or else a free
+    /// node of the failure domain with the fewest pieces, and of these the one with the least load.
     fn take(
         &mut self,
         piece: &ReceiptPiece,

@@ -1,4 +1,4 @@
-//! The number of plans in which a repair has used each node, so that the load spreads.
+//! The number of hops that a repair has given to each node. Plans prefer nodes with few.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -6,12 +6,12 @@ use std::sync::{Mutex, PoisonError};
 use crate::id::NodeId;
 use crate::plan::Plan;
 
-/// The nodes that a repair has used.
+/// The number of hops of each node.
 #[derive(Debug, Default)]
 pub(super) struct NodeLoads(Mutex<HashMap<NodeId, u64>>);
 
 impl NodeLoads {
-    /// Builds a plan by the present loads, and counts its nodes. No other plan is built meanwhile.
+    /// Builds a plan by the present loads and adds its hops to them. Plans are built one at a time.
     pub fn build_plan<T, E>(
         &self,
         build: impl FnOnce(&dyn Fn(NodeId) -> u64) -> Result<(Plan, T), E>,
@@ -25,7 +25,7 @@ impl NodeLoads {
         Ok(built)
     }
 
-    /// Returns the number of hops that a node has had.
+    /// Returns the number of hops that the repair has given to a node.
     pub fn load_of(&self, node: NodeId) -> u64 {
         let loads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         loads.get(&node).copied().unwrap_or(0)

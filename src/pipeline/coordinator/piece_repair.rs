@@ -27,7 +27,8 @@ use crate::wire::order::Codec;
 const TRIES: u32 = 4;
 /// Wait before the second try. It doubles for each further try.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
-/// Maximum number of choices of spares for a stripe. A later one leaves out those that failed.
+/// Maximum number of times that spares are chosen for a stripe. A spare that failed is not chosen
+/// again.
 const MOVE_ROUNDS: u32 = 3;
 /// Maximum number of pieces that one plan makes. It bounds the streams of a hop, and so the memory
 /// of its node.
@@ -44,7 +45,7 @@ struct ArchivedStripe<'a> {
 /// The pieces of a receipt, by whether their nodes have them.
 #[derive(Default)]
 struct PieceSurvey {
-    /// The sources: all pieces with the receipt's root and all good replicas of the ring.
+    /// The sources: all pieces with the receipt's root, and one good replica of each block.
     sources: Vec<RepairSource>,
     /// Pieces whose nodes answer and do not have them.
     missing: Vec<RepairTarget>,
@@ -335,7 +336,7 @@ impl ArchivedStripe<'_> {
         let pieces: Vec<u8> = targets.iter().map(|target| target.piece as u8).collect();
         self.task.loads.build_plan(|load_of| {
             let mut sources = sources.to_vec();
-            sources.sort_by_key(|source| (self.rank(source), load_of(source.node)));
+            sources.sort_by_key(|source| (self.source_preference(source), load_of(source.node)));
             let plan = match self.task.options.plan {
                 RepairPlan::Chain => repair_chain(&subject, &sources, targets)?,
                 RepairPlan::Star => repair_star(&subject, &sources, targets)?,
@@ -346,9 +347,9 @@ impl ArchivedStripe<'_> {
         })
     }
 
-    /// Returns the rank of a source: copies of pieces on other nodes than the receipt says come
+    /// Returns the place of a source among others: copies of pieces on other nodes than the receipt says come
     /// first, because a copy costs one transfer, and replicas come last.
-    fn rank(&self, source: &RepairSource) -> u8 {
+    fn source_preference(&self, source: &RepairSource) -> u8 {
         match source.part {
             StripePart::Piece(piece) => {
                 let home = self.receipt.pieces.get(piece).map(|piece| piece.node);

@@ -33,9 +33,9 @@ const MAX_NOTES: u64 = 1000;
 /// continues.
 pub type RepairEventSender = mpsc::Sender<RepairEvent>;
 
-/// The work after which a repair by itself pauses also if it has made nothing.
+/// Work after which an automatic repair pauses even if it has made nothing.
 const WORK_BEFORE_PAUSE: Duration = Duration::from_secs(1);
-/// Longest pause of a repair by itself.
+/// Longest pause of an automatic repair.
 const MAX_PAUSE: Duration = Duration::from_secs(600);
 
 /// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
@@ -52,7 +52,7 @@ pub struct GivenUp {
     pub urgent_pieces: BTreeSet<NodeId>,
 }
 
-/// The restraint of a repair that nobody has asked for.
+/// The limits of an automatic repair.
 #[derive(Debug, Clone, Default)]
 pub struct RepairRestraint {
     /// The nodes that are given up.
@@ -62,7 +62,7 @@ pub struct RepairRestraint {
     pub share_percent: u8,
     /// The stripes that are repaired.
     pub stripes: StripesByShard,
-    /// Cancelled when the repair is to end before its next stripe.
+    /// Cancelled to end the repair before its next stripe, plan or copy.
     pub stop: CancellationToken,
 }
 
@@ -74,11 +74,11 @@ impl RepairRestraint {
     }
 }
 
-/// The kind of a repair: who wants it.
+/// The cause of a repair.
 #[derive(Debug)]
 pub enum RepairCause {
-    /// A person, who gives up the pieces of these nodes, and the replicas of all nodes that do not
-    /// answer.
+    /// A person's request. It gives up the pieces of these nodes, and the replicas of all nodes that
+    /// are away.
     Request(BTreeSet<NodeId>),
     /// The catalogue server, by itself.
     Survey(RepairRestraint),
@@ -96,7 +96,7 @@ pub(super) struct RepairTask<'a> {
 }
 
 impl<'a> RepairTask<'a> {
-    /// Returns the restraint of a repair that nobody has asked for.
+    /// Returns the limits of an automatic repair; `None` if a person asked for the repair.
     pub fn restraint(self) -> Option<&'a RepairRestraint> {
         match self.cause {
             RepairCause::Request(_) => None,
@@ -104,12 +104,12 @@ impl<'a> RepairTask<'a> {
         }
     }
 
-    /// Returns whether a spare takes the place of a node that does not answer, for its replicas.
+    /// Returns whether the replicas of a node that is away are copied to a spare.
     pub fn gives_up_replicas_of(self, node: NodeId) -> bool {
         self.restraint().is_none_or(|restraint| restraint.given_up.replicas.contains(&node))
     }
 
-    /// Returns whether the pieces of a node that does not answer are made on spares.
+    /// Returns whether the pieces of a node that is away are made on spares.
     pub fn gives_up_pieces_of(self, node: NodeId, is_urgent: bool) -> bool {
         match self.cause {
             RepairCause::Request(given_up) => given_up.contains(&node),
@@ -268,7 +268,7 @@ impl StepRepair<'_> {
         }
     }
 
-    /// Waits, but not longer than until the repair is stopped.
+    /// Waits for this time, or until the repair is stopped.
     async fn pause(&self, pause: Duration) {
         let Some(restraint) = self.task.restraint() else { return };
         tokio::select! {
@@ -277,8 +277,9 @@ impl StepRepair<'_> {
         }
     }
 
-    /// Repairs the first of `stripes`, and takes them off. Returns the length of the pause if the
-    /// repair is to pause before the others. Adds the nodes that still lack something to `lacking`.
+    /// Repairs stripes from the front of `stripes`, and removes them from it, until a pause is due.
+    /// Returns the length of the pause, or `None` if no pause is due. Adds the nodes that still lack
+    /// something to `lacking`.
     async fn repair_until_pause(
         &self,
         shard: &OwnedShard,
@@ -329,8 +330,8 @@ impl StepRepair<'_> {
     ) -> Result<(), CoordinatorError> {
         let (coordinator, task) = (self.coordinator, self.task);
         coordinator.ensure_may_go_on(shard, task).await?;
-        // A repair by itself has not opened all stripes of the shard. Its survey knows whether a node
-        // lacks any.
+        // An automatic repair opens only the stripes that its survey lists. If it lists any, each node of
+        // the ring may lack a part of one, so no node gets the leaves.
         let stripes = task.restraint().and_then(|only| only.stripes.get(&shard.root.shard));
         let mut lacking = lacking.clone();
         if stripes.is_some_and(|stripes| !stripes.is_empty()) {
@@ -423,8 +424,8 @@ impl StepRepair<'_> {
 }
 
 impl Coordinator {
-    /// Returns an error if the shard has another owner, or if the step's archiving was asked for
-    /// since the repair began. A repair asks before each run of a plan and each copy.
+    /// Returns an error if the repair was stopped, if it does not own the shard any more, or if the
+    /// step's archiving was asked for since it began. A repair asks before each plan and each copy.
     pub(super) async fn ensure_may_go_on(
         &self,
         shard: &OwnedShard,

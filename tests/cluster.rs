@@ -15,6 +15,8 @@ mod by_itself;
 mod checks;
 #[path = "cluster/decisions.rs"]
 mod decisions;
+#[path = "cluster/given_up.rs"]
+mod given_up;
 #[path = "cluster/grains.rs"]
 mod grains;
 #[path = "cluster/joint.rs"]

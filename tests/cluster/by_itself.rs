@@ -202,6 +202,61 @@ async fn restarts_and_the_brake_move_nothing() {
     assert_eq!(status(&client).await.brake, None);
 }
 
+/// Asserts that the files are the same, and says which are not.
+fn assert_unmoved(files: &[(usize, String)], before: &[(usize, String)]) {
+    let lost: Vec<_> = before.iter().filter(|file| !files.contains(file)).collect();
+    let new: Vec<_> = files.iter().filter(|file| !before.contains(file)).collect();
+    assert!(
+        lost.is_empty() && new.is_empty(),
+        "{} lost, {} new: {lost:?} {new:?}",
+        lost.len(),
+        new.len()
+    );
+}
+
+/// Four racks of four nodes, with spares for every stripe. A rack is away for an hour, with replicas
+/// and pieces, and then all nodes restart one after the other. No file moves.
+#[tokio::test(start_paused = true)]
+async fn a_rack_that_is_away_for_an_hour_and_a_rolling_restart_move_nothing() {
+    let mut world = World::start(16, &[(6, 4)], BLOCK).await;
+    world.racks = 4;
+    for machine in 1..=16 {
+        world.kill(machine).await;
+        world.boot(machine);
+    }
+    restart_server(&mut world, RULES).await;
+    let client = world.client();
+    for step in 1..=4 {
+        save_and_archive(&client, step).await;
+    }
+    save(&client, 5, &[("weights", &content(20 * LEN, 5))]).await;
+    until_surveyed(&client, |survey| survey.steps == 5 && survey.degraded == 0).await;
+    let files = |world: &World| world.files(|path| path.ends_with(".pc") || path.ends_with(".rep"));
+    let before = files(&world);
+    let of_rack = [2, 6, 10, 14];
+    for machine in of_rack {
+        world.kill(machine).await;
+    }
+    world.until_live(12).await;
+    until_surveyed(&client, |survey| survey.degraded > 0).await;
+    tokio::time::sleep(Duration::from_secs(3600)).await;
+    let braked = status(&client).await;
+    assert!(braked.brake.unwrap().contains("4 of 16"));
+    assert_unmoved(&files(&world), &before);
+    for machine in of_rack {
+        world.boot(machine);
+        tokio::time::sleep(Duration::from_secs(20)).await;
+    }
+    for machine in 1..=16 {
+        world.kill(machine).await;
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        world.boot(machine);
+        world.until_live(16).await;
+    }
+    until_surveyed(&client, |survey| survey.steps == 5 && survey.degraded == 0).await;
+    assert_unmoved(&files(&world), &before);
+}
+
 /// With a share of 0 nothing is repaired by itself, and the survey goes on.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_repaired_when_it_is_turned_off() {

@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rapidraid::client::{Client, RepairReport};
-use rapidraid::format::records::{Leaves, Receipt, Record, StripeState, stripes_root};
+use rapidraid::format::records::{Leaves, Record, StripeState, stripes_root};
 use rapidraid::id::{Generation, NodeId, Step, StripeId};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::store::{Disk, PieceSpec};
 use rapidraid::wire::calls::{
     CopyReplica, GetRecord, PlanChoice, PutLeaves, RecordName, RepairMode, RepairOptions,
-    RepairPlan, RepairSummary, ReservePart,
+    RepairPlan, RepairSummary,
 };
 
 use crate::checks::{Liar, Lie};
@@ -20,16 +20,16 @@ use crate::world::{World, content, job, options, quiet, read_file, restore, save
 
 const BLOCK: u64 = 128 << 10;
 /// Two stripes of four blocks; the last block is shorter.
-const LEN: usize = 8 * BLOCK as usize - 70_000;
-const CHAIN: RepairOptions =
+pub const LEN: usize = 8 * BLOCK as usize - 70_000;
+pub const CHAIN: RepairOptions =
     RepairOptions { mode: RepairMode::Repair, plan: RepairPlan::Chain, parallel: 0 };
 
-async fn repair(client: &Client, step: u64, options: RepairOptions) -> RepairReport {
+pub async fn repair(client: &Client, step: u64, options: RepairOptions) -> RepairReport {
     give_up(client, step, options, &[]).await
 }
 
 /// Repairs the step, and makes the pieces of these machines on others.
-async fn give_up(
+pub async fn give_up(
     client: &Client,
     step: u64,
     options: RepairOptions,
@@ -89,7 +89,7 @@ async fn saved_world(nodes: usize, len: usize) -> (World, Client) {
 }
 
 /// Returns the same with the step archived along a chain.
-async fn archived_world(nodes: usize, len: usize) -> (World, Client) {
+pub async fn archived_world(nodes: usize, len: usize) -> (World, Client) {
     let (world, client) = saved_world(nodes, len).await;
     archive(&client, 1, PlanChoice::Chain).await;
     (world, client)
@@ -396,168 +396,4 @@ async fn what_cannot_be_repaired_is_said() {
     let made = repair(&client, 1, CHAIN).await;
     assert_eq!((made.summary.pieces, made.summary.unrepaired), (0, 1));
     assert!(made.notes[0].contains("classical code"), "{:?}", made.notes);
-}
-
-/// Returns the machines that have pieces, each with their number.
-fn pieces_by_machine(world: &World) -> BTreeMap<usize, usize> {
-    let mut pieces = BTreeMap::new();
-    for (machine, _) in world.files(|path| path.ends_with(".pc")) {
-        *pieces.entry(machine).or_default() += 1;
-    }
-    pieces
-}
-
-async fn kill_all(world: &mut World, machines: &[usize]) {
-    for &machine in machines {
-        world.kill(machine).await;
-    }
-    let dead = world.machines.len() - world.nodes.len();
-    world.until_live(world.machines.len() - 1 - dead).await;
-}
-
-/// Nodes die for good one after the other. Their pieces are made on others, as long as six are left.
-#[tokio::test(start_paused = true)]
-async fn pieces_of_dead_nodes_are_made_on_others_until_too_few_are_left() {
-    let (mut world, client) = archived_world(10, LEN).await;
-    for dead in 1..=4 {
-        kill_all(&mut world, &[dead]).await;
-        let had = pieces_by_machine(&world).get(&dead).copied().unwrap_or(0);
-        let waits = repair(&client, 1, CHAIN).await.summary;
-        assert_eq!((waits.pieces, waits.unrepaired), (0, 0), "nobody has given the node up");
-        let dry = RepairOptions { mode: RepairMode::DryRun, ..CHAIN };
-        let missing = give_up(&client, 1, dry, &[dead]).await.summary;
-        let made = give_up(&client, 1, CHAIN, &[dead]).await;
-        assert_eq!((made.summary.pieces, made.notes), (had as u64, vec![]), "node {dead}");
-        assert_eq!((missing.pieces, made.summary.away), (had as u64, vec![]));
-        let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
-        assert_eq!((report.faults, report.survives), (vec![], Some(2)), "node {dead}");
-    }
-    let (out, _) = restore(&client, 1).await.unwrap();
-    assert_eq!(read_file(&*out, "weights"), content(LEN, 1));
-    // With seven nodes there is one spare.
-    let (mut world, client) = archived_world(7, LEN).await;
-    for (dead, away) in [(1, 0), (2, 1)] {
-        kill_all(&mut world, &[dead]).await;
-        let made = give_up(&client, 1, CHAIN, &[dead]).await;
-        assert_eq!((made.summary.away.len(), made.notes), (away, vec![]), "node {dead}");
-    }
-    let (out, _) = restore(&client, 1).await.unwrap();
-    assert_eq!(read_file(&*out, "weights"), content(LEN, 1));
-}
-
-/// A spare whose disk is full takes no piece. Others take all of them.
-#[tokio::test(start_paused = true)]
-async fn a_spare_that_is_full_is_left_out() {
-    let mut refusals = 0;
-    for full in 1..=9 {
-        let (mut world, client) = archived_world(9, LEN).await;
-        let before = pieces_by_machine(&world);
-        let others = before.iter().filter(|(machine, _)| **machine != full);
-        let (&dead, &had) = others.max_by_key(|(_, pieces)| **pieces).unwrap();
-        kill_all(&mut world, &[dead]).await;
-        let disk = world.machines[full].disk.clone();
-        let space = disk.space().unwrap();
-        disk.set_capacity(space.total_bytes - space.free_bytes);
-        world.requests.listen();
-        let made = give_up(&client, 1, CHAIN, &[dead]).await;
-        let asked = world.requests.of::<ReservePart>();
-        let name = format!("node{full:02}");
-        refusals += asked.iter().filter(|(_, to, _)| *to == name).count();
-        assert_eq!(made.summary.pieces, had as u64, "node {full} is full");
-        // It also has no room for the new receipt of its own piece.
-        assert!(
-            made.notes.iter().all(|note| note.contains("did not take the")),
-            "{:?}",
-            made.notes
-        );
-        assert_eq!(pieces_by_machine(&world).get(&full), before.get(&full), "node {full} is full");
-        disk.set_capacity(1 << 30);
-        assert_eq!(give_up(&client, 1, CHAIN, &[dead]).await.notes, [""; 0]);
-        let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
-        assert_eq!((report.faults, report.survives), (vec![], Some(2)), "node {full}");
-    }
-    assert!(refusals > 0);
-}
-
-/// A node that was given up comes back with all that it had, and the spare that has its piece dies.
-/// Each stripe has n pieces on n nodes at the end.
-#[tokio::test(start_paused = true)]
-async fn a_node_that_was_given_up_comes_back() {
-    let (mut world, client) = archived_world(7, LEN).await;
-    let all: Vec<usize> = (1..=7).collect();
-    let dead = *pieces_by_machine(&world).keys().next().unwrap();
-    kill_all(&mut world, &[dead]).await;
-    let made = give_up(&client, 1, CHAIN, &[dead]).await.summary.pieces;
-    assert!(made > 0);
-    world.boot(dead);
-    world.until_live(7).await;
-    world.until_caught_up().await;
-    tokio::time::sleep(Duration::from_secs(60)).await;
-    let again = give_up(&client, 1, CHAIN, &all).await;
-    assert_eq!((again.summary.pieces, again.notes), (0, vec![]), "the node answers");
-    assert_eq!(pieces_by_machine(&world).values().sum::<usize>() as u64, 12 + made, "surplus");
-    // Another node dies. The one that came back is the only spare, and has the surplus piece.
-    let next = all.iter().copied().find(|at| *at != dead).unwrap();
-    let (out, _) = restore(&client, 1).await.unwrap();
-    assert_eq!(read_file(&*out, "weights"), content(LEN, 1));
-    kill_all(&mut world, &[next]).await;
-    let moved = give_up(&client, 1, CHAIN, &[next]).await;
-    assert_eq!((moved.summary.away, moved.notes), (vec![], vec![]));
-    let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
-    assert_eq!((report.faults, report.survives), (vec![], Some(2)));
-    // The collection of the nodes that have two pieces of a stripe drops the surplus ones.
-    tokio::time::sleep(Duration::from_secs(120)).await;
-    let live: usize = pieces_by_machine(&world)
-        .iter()
-        .filter(|(at, _)| **at != next)
-        .map(|(_, count)| count)
-        .sum();
-    assert_eq!(live, 12, "two stripes with six pieces");
-    world.assert_idle().await;
-}
-
-/// A node that had a receipt as a former spare keeps a piece that was made on it, also before it has
-/// the receipt that names it.
-#[tokio::test(start_paused = true)]
-async fn a_piece_without_its_receipt_is_kept_and_used() {
-    let (mut world, client) = archived_world(7, LEN).await;
-    let dead = *pieces_by_machine(&world).keys().next().unwrap();
-    kill_all(&mut world, &[dead]).await;
-    assert!(give_up(&client, 1, CHAIN, &[dead]).await.summary.pieces > 0);
-    let before = pieces_by_machine(&world);
-    // Every trace of the new receipts is lost: each node has again the receipt of the archiving.
-    let machines: Vec<usize> = world.nodes.keys().copied().filter(|at| *at > 0).collect();
-    let receipts = world.files(|path| path.contains("/receipt-"));
-    let read = |(machine, path): &(usize, String)| {
-        Receipt::parse(&read_file(&*world.machines[*machine].disk, path)).unwrap()
-    };
-    let of_dead = receipts
-        .iter()
-        .filter(|(machine, _)| *machine == dead)
-        .map(|file| (file.1.clone(), read(file)));
-    let first: BTreeMap<String, Receipt> = of_dead.collect();
-    assert!(!first.is_empty());
-    for &machine in &machines {
-        world.kill(machine).await;
-        let disk = &world.machines[machine].disk;
-        for (path, receipt) in &first {
-            let stripe = path.rsplit_once('/').unwrap().0;
-            if disk.list(stripe).is_ok() {
-                let _ = disk.remove(path);
-                let file = disk.create_new(path).unwrap();
-                file.write_at(&receipt.to_bytes().unwrap(), 0).unwrap();
-                file.sync().unwrap();
-            }
-        }
-        world.boot(machine);
-    }
-    world.until_live(6).await;
-    world.until_caught_up().await;
-    tokio::time::sleep(Duration::from_secs(300)).await;
-    assert_eq!(pieces_by_machine(&world), before, "the collection keeps the pieces");
-    let again = give_up(&client, 1, CHAIN, &[dead]).await;
-    assert_eq!((again.summary.pieces, again.notes), (0, vec![]), "no piece is made again");
-    assert!(again.summary.records > 0);
-    let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
-    assert_eq!((report.faults, report.survives), (vec![], Some(2)));
 }

@@ -123,6 +123,8 @@ pub struct World {
     pub lease: Duration,
     pub policy: Policy,
     pub repair: RepairRules,
+    /// Number of racks, over which the machines are spread one by one.
+    pub racks: usize,
     /// The workers of the clients.
     pub workers: Workers,
     /// The workers of the daemons. They run inline: with a paused clock, time would jump while a
@@ -225,6 +227,7 @@ impl World {
             lease: DEFAULT_LEASE,
             policy: Policy { rule: Rule::NOTHING, jobs: BTreeMap::new() },
             repair: RepairRules::OFF,
+            racks: 8,
             workers: Workers::new(4),
             node_workers: Workers::inline(),
             doors: BTreeMap::new(),
@@ -275,7 +278,7 @@ impl World {
             name: machine.name.clone(),
             advertise: address(index),
             zone: String::new(),
-            rack: format!("rack{}", index % 8),
+            rack: format!("rack{}", index % self.racks),
             storage: index != 0,
             begin_catalogue: index == 0,
             seeds: vec![address(0)],

@@ -36,6 +36,8 @@ pub(in crate::node) struct AwayNodes {
     nodes: BTreeMap<NodeId, KnownNode>,
     given_up: GivenUp,
     brake: Option<String>,
+    /// The nodes that put the brake on, as long as they are away.
+    braking: BTreeSet<NodeId>,
     /// Graces do not begin before this time.
     graces_from: Duration,
     updated_at: Duration,
@@ -43,9 +45,9 @@ pub(in crate::node) struct AwayNodes {
 }
 
 impl AwayNodes {
-    /// Takes over the present list of nodes. Graces begin again when the brake ends, and after a gap
-    /// between updates that is longer than both `max_gap` and a grace: the server did not see who was
-    /// live in the gap.
+    /// Takes over the present list of nodes. Graces begin again when the brake ends, when a node comes
+    /// back that put it on, and after a gap between updates that is longer than both `max_gap` and a
+    /// grace: the server did not see who was live in the gap.
     pub(in crate::node) fn update(
         &mut self,
         views: &[NodeView],
@@ -61,11 +63,22 @@ impl AwayNodes {
             views.iter().map(|view| self.take_over(view, now)).collect();
         let is_changed = nodes != self.nodes;
         self.nodes = nodes;
-        let brake = self.find_brake(now, rules.brake_percent);
-        if brake.is_none() && self.brake.is_some() {
+        let is_away =
+            |id: &NodeId| self.nodes.get(id).is_some_and(|node| node.away_since.is_some());
+        let before = self.braking.len();
+        self.braking.retain(is_away);
+        // The nodes of a rack come back one after the other.
+        if self.braking.len() < before {
             self.graces_from = now;
         }
-        self.brake = brake;
+        let found = self.find_brake(now, rules.brake_percent);
+        if found.is_none() && self.brake.is_some() {
+            self.graces_from = now;
+        }
+        self.brake = found.map(|(reason, nodes)| {
+            self.braking.extend(nodes);
+            reason
+        });
         let given_up = self.find_given_up(now, rules.grace);
         if is_changed || given_up != self.given_up {
             self.version += 1;
@@ -133,19 +146,19 @@ impl AwayNodes {
         }
     }
 
-    /// Returns the reason for the brake: some nodes that are away went away together, and they are
-    /// more than the larger of one and `percent` of all, or several of more than one domain, or all
-    /// of a domain.
-    fn find_brake(&self, now: Duration, percent: u8) -> Option<String> {
+    /// Returns the reason for the brake, if it is on, and the nodes that put it on. These went away
+    /// together, and are more than one and more than `percent` of all, or in several failure domains,
+    /// or the whole of a domain of several nodes.
+    fn find_brake(&self, now: Duration, percent: u8) -> Option<(String, BTreeSet<NodeId>)> {
         let storage = || self.nodes.values().filter(|node| node.is_storage);
         let all = storage().count();
         let most = (all * usize::from(percent) / 100).max(1);
         for (_, last, _) in self.away().filter(|(_, since, _)| now < *since + MAX_BRAKE) {
-            let together: Vec<&str> = self
+            let (nodes, together): (BTreeSet<NodeId>, Vec<&str>) = self
                 .away()
                 .filter(|(_, since, _)| *since <= last && *since + TOGETHER >= last)
-                .map(|(_, _, domain)| domain)
-                .collect();
+                .map(|(id, _, domain)| (id, domain))
+                .unzip();
             let domains: BTreeSet<&str> =
                 together.iter().copied().filter(|domain| !domain.is_empty()).collect();
             let count = together.len();
@@ -160,7 +173,7 @@ impl AwayNodes {
                 _ => continue,
             };
             let since = "went away at about the same time";
-            return Some(format!("{count} of {all} storage nodes {since}{why}"));
+            return Some((format!("{count} of {all} storage nodes {since}{why}"), nodes));
         }
         None
     }
@@ -251,6 +264,14 @@ mod tests {
         let always = given_up(|_| vec![4, 8], 20);
         assert_eq!(always[19], [0, 0, 2]);
         assert_eq!(always[9], [0, 0, 0]);
+    }
+
+    #[test]
+    fn a_rack_that_comes_back_node_by_node_is_not_given_up() {
+        // Rack 1 is away until minute 200. Then a node comes back each minute.
+        let away = |minute: u32| (4..8).skip(minute.saturating_sub(200) as usize).collect();
+        let counts = given_up(away, 203);
+        assert!(counts.iter().all(|counts| counts[0] == 0), "{counts:?}");
     }
 
     #[test]

@@ -221,7 +221,8 @@ impl Run {
         match namespaces() {
             // Transfers need links of their own.
             Ok(()) => {
-                let mut all = [everywhere, vec!["transport", "cpu", "time-at-risk"]].concat();
+                let mut all =
+                    [everywhere, vec!["transport", "cpu", "time-at-risk", "lost-node"]].concat();
                 match Path::new("/dev/net/tun").exists() {
                     true => all.push("far-nodes"),
                     false => self.skip("the experiment far-nodes: there is no /dev/net/tun"),

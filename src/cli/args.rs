@@ -412,9 +412,26 @@ pub struct LabelOptions {
     pub connect: Connect,
 }
 
+const STATUS: &str = "\
+Examples:
+  rapidraid status
+  rapidraid status --json
+
+With --json: schema, catalogue (null: no node says), unchanged (why the catalogue accepts no change,
+or null), epoch, nodes, policy (null: none is set), repair (null: no node says).
+Each node: name, address, zone, rack, storage, live (it holds a lease), answers, version; of a node
+that answers also replicas, replica_bytes, pieces, piece_bytes, record_bytes, quarantined,
+disk_total_bytes, disk_free_bytes, budgets (name, used_bytes, peak_bytes, total_bytes),
+peak_memory_bytes, segmentation_offload, notes.
+repair: share_percent; survey (null before the first one ends): age_s, steps, unknown, survives (how
+many more nodes may be lost, null when a checkpoint cannot be read now), degraded, missing,
+missing_bytes, records, worst (job, step and the counts above); running (job, step, done_bytes,
+total_bytes, made_bytes, or null); brake (why repair waits for a person, or null); waiting (job,
+step, failures, why).";
+
 /// Options of `status`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  rapidraid status\n  rapidraid status --json")]
+#[command(after_help = STATUS)]
 pub struct StatusOptions {
     /// The options to connect to the cluster.
     #[command(flatten)]

@@ -283,8 +283,8 @@ impl Client {
         Ok(answer?)
     }
 
-    /// Makes a call to one gateway, once, that answers with events. `on_event` gets each of them, and
-    /// returns a result with the last one.
+    /// Makes a call to one gateway, once, that answers with events. `on_event` gets each of them,
+    /// and returns a result with the last one.
     pub(super) async fn watch_gateway_call<C: Call, R>(
         &self,
         call: &C,

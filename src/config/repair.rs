@@ -18,12 +18,12 @@ pub struct RepairRules {
     /// The percentage of the time for which repairs work; they pause for the rest of it. 0: nothing
     /// is repaired by itself.
     pub share_percent: u8,
-    /// The time for which a step is degraded before it is repaired, unless it is urgent, and for which
-    /// a node is away before it is given up for replicas. It is given up for pieces after five times
-    /// that.
+    /// The time for which a step is degraded before it is repaired, unless it is urgent, and for
+    /// which a node is away before it is given up for replicas. It is given up for pieces after
+    /// five times that.
     pub grace: Duration,
-    /// The percentage of the storage nodes, at least one node, that may be away together. The brake is
-    /// on while more are, or while failure domains are affected (docs/semantics.md, 11).
+    /// The percentage of the storage nodes, at least one node, that may be away together. The brake
+    /// is on while more are, or while failure domains are affected (docs/semantics.md, 11).
     pub brake_percent: u8,
 }
 

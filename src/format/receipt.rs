@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::FormatError;
 use super::envelope::{self, RecordKind};
+use super::file::FileName;
 use super::records::Record;
 use crate::code::CodeId;
 use crate::id::{Attempt, ClusterId, Generation, NodeId, StripeId};
@@ -49,8 +50,8 @@ pub struct Receipt {
     /// All n pieces, in order.
     pub pieces: Vec<ReceiptPiece>,
     /// The order among the receipts of the attempt: the greatest one says where the pieces are
-    /// (docs/semantics.md, 11). A repairer writes its generation. An archiving writes the lowest one,
-    /// or its generation if a node has a receipt of a higher order.
+    /// (docs/semantics.md, 11). A repairer writes its generation. An archiving writes the lowest
+    /// one, or its generation if a node has a receipt of a higher order.
     pub order: Generation,
 }
 
@@ -65,7 +66,8 @@ struct ReceiptBody {
     pieces: Vec<ReceiptPiece>,
 }
 
-/// A receipt of the lowest order has version 1, which older programs can read. Others have version 2.
+/// A receipt of the lowest order has version 1, which older programs can read. Others have version
+/// 2.
 impl Record for Receipt {
     const KIND: RecordKind = RecordKind::Receipt;
     const VERSION: u8 = 2;
@@ -102,5 +104,13 @@ impl Receipt {
     /// Returns whether the receipt ascribes a piece to the node.
     pub fn names(&self, node: NodeId) -> bool {
         self.pieces.iter().any(|piece| piece.node == node)
+    }
+
+    /// Returns the name of the file that holds `piece`, which is one of the receipt's pieces.
+    pub fn file_of(&self, piece: &ReceiptPiece) -> FileName {
+        match piece.form {
+            PieceForm::File => FileName::Piece { piece: piece.piece, attempt: self.attempt },
+            PieceForm::Replica { block } => FileName::Replica { block },
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! The messages about repairs: options and events of a repair, the parts that nodes have of a shard,
-//! and the state of automatic repair.
+//! The messages about repairs: options and events of a repair, the parts that nodes have of a
+//! shard, and the state of automatic repair.
 
 use serde::{Deserialize, Serialize};
 
@@ -129,10 +129,12 @@ pub struct SurveyResult {
     pub age_ms: u64,
     /// Number of committed steps.
     pub steps: u64,
-    /// Number of them that could not be surveyed, because a node did not answer or the step changed.
+    /// Number of them that could not be surveyed, because a node did not answer or the step
+    /// changed.
     pub unknown: u64,
     /// Number of nodes, whichever they are, that may be lost while every step that was surveyed can
-    /// still be read; `None` if one cannot be read from the nodes that answer, or none was surveyed.
+    /// still be read; `None` if one cannot be read from the nodes that answer, or none was
+    /// surveyed.
     pub survives: Option<u32>,
     /// Number of steps of which something is missing.
     pub degraded: u64,
@@ -153,8 +155,8 @@ pub struct DegradedStep {
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// Number of nodes, whichever they are, that may be lost while the step can still be read; `None`
-    /// if it cannot be read from the nodes that answer.
+    /// Number of nodes, whichever they are, that may be lost while the step can still be read;
+    /// `None` if it cannot be read from the nodes that answer.
     pub survives: Option<u32>,
     /// Number of pieces and replicas that are missing.
     pub missing: u64,

@@ -114,8 +114,8 @@ fn holder_of_both(world: &World) -> usize {
     *holders(".rep").iter().find(|machine| pieces.contains(machine)).unwrap()
 }
 
-/// After the grace the second copies of a dead node's blocks go to spares, and after five graces its
-/// pieces.
+/// After the grace the second copies of a dead node's blocks go to spares, and after five graces
+/// its pieces.
 #[tokio::test(start_paused = true)]
 async fn a_dead_node_is_given_up() {
     let (mut world, client) = start(8, RULES).await;
@@ -141,8 +141,8 @@ async fn a_dead_node_is_given_up() {
     assert_eq!(read_file(&*out, "weights"), content(LEN, 1));
 }
 
-/// Without a node outside the stripe, the pieces of a dead node are missing until it is back, and no
-/// repair is tried in vain meanwhile.
+/// Without a node outside the stripe, the pieces of a dead node are missing until it is back, and
+/// no repair is tried in vain meanwhile.
 #[tokio::test(start_paused = true)]
 async fn what_cannot_be_made_is_tried_once() {
     let (mut world, client) = start(6, RULES).await;
@@ -214,8 +214,8 @@ fn assert_unmoved(files: &[(usize, String)], before: &[(usize, String)]) {
     );
 }
 
-/// Four racks of four nodes, with spares for every stripe. A rack is away for an hour, with replicas
-/// and pieces, and then all nodes restart one after the other. No file moves.
+/// Four racks of four nodes, with spares for every stripe. A rack is away for an hour, with
+/// replicas and pieces, and then all nodes restart one after the other. No file moves.
 #[tokio::test(start_paused = true)]
 async fn a_rack_that_is_away_for_an_hour_and_a_rolling_restart_move_nothing() {
     let mut world = World::start(16, &[(6, 4)], BLOCK).await;

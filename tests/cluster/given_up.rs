@@ -32,7 +32,8 @@ async fn kill_all(world: &mut World, machines: &[usize]) {
     world.until_live(world.machines.len() - 1 - dead).await;
 }
 
-/// Nodes die for good one after the other. Their pieces are made on others, as long as six are left.
+/// Nodes die for good one after the other. Their pieces are made on others, as long as six are
+/// left.
 #[tokio::test(start_paused = true)]
 async fn pieces_of_dead_nodes_are_made_on_others_until_too_few_are_left() {
     let (mut world, client) = archived_world(10, LEN).await;
@@ -169,8 +170,8 @@ async fn a_node_that_was_given_up_comes_back() {
     world.assert_idle().await;
 }
 
-/// A node that had a receipt as a former spare keeps a piece that was made on it, also before it has
-/// the receipt that names it.
+/// A node that had a receipt as a former spare keeps a piece that was made on it, also before it
+/// has the receipt that names it.
 #[tokio::test(start_paused = true)]
 async fn a_piece_without_its_receipt_is_kept_and_used() {
     let (mut world, client) = archived_world(7, LEN).await;

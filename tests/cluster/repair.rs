@@ -143,8 +143,8 @@ async fn disks_are_lost_one_after_the_other_until_none_of_the_first_is_left() {
     assert_eq!(read_file(&*out, "weights"), content(LEN, 1));
 }
 
-/// One of six pieces is lost, and one of the other five is damaged without a note. The lost piece is
-/// made from four of the five.
+/// One of six pieces is lost, and one of the other five is damaged without a note. The lost piece
+/// is made from four of the five.
 #[tokio::test(start_paused = true)]
 async fn a_rotten_piece_is_made_again_also_if_it_was_to_be_a_source() {
     let mut sources = 0;
@@ -380,8 +380,8 @@ async fn what_cannot_be_repaired_is_said() {
     let bytes = content(LEN / 2, 1);
     let error = client.repair(&job(), Some(Step(7)), CHAIN, &[], &mut |_| ()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-    // A repair makes the parity pieces of a classical code again, but not the replicas that the code
-    // keeps as pieces.
+    // A repair makes the parity pieces of a classical code again, but not the replicas that the
+    // code keeps as pieces.
     save(&client, 1, &[("weights", &bytes)]).await;
     archive(&client, 1, PlanChoice::BestStar).await;
     let pieces = world.files_of_step(1, "00000000/piece-").await;

@@ -154,7 +154,7 @@ pub fn all() -> Vec<Cell> {
                 Role::Head | Role::Middle if deed == Deed::Rebuild => true,
                 Role::Sayer => deed == Deed::Mend || stage == TracePoint::Claim,
                 _ if deed == Deed::Rebuild => false,
-                // It is down already.
+                // The middle node is down before the command runs.
                 Role::Middle => deed != Deed::GiveUp,
                 Role::Client => !later,
                 // A restore reads from the nodes directly, without a gateway.

@@ -158,19 +158,16 @@ impl ExaminedStripe<'_> {
     fn expected_files(&self) -> BTreeMap<(NodeId, FileName), [u8; 32]> {
         let mut expected = BTreeMap::new();
         match (self.state, self.receipt) {
-            (StripeState::Archived { attempt, .. }, receipt) => {
-                for piece in receipt.map(|receipt| &receipt.pieces).into_iter().flatten() {
-                    let file = match piece.form {
-                        PieceForm::File => FileName::Piece { piece: piece.piece, attempt },
-                        // A block past the shard's end has no file.
-                        PieceForm::Replica { block }
-                            if self.block_number_and_root(block.into()).is_none() =>
-                        {
-                            continue;
-                        }
-                        PieceForm::Replica { block } => FileName::Replica { block },
-                    };
-                    expected.insert((piece.node, file), piece.root);
+            (StripeState::Archived { .. }, None) => {}
+            (StripeState::Archived { .. }, Some(receipt)) => {
+                for piece in &receipt.pieces {
+                    // A block past the shard's end has no file.
+                    if let PieceForm::Replica { block } = piece.form
+                        && self.block_number_and_root(block.into()).is_none()
+                    {
+                        continue;
+                    }
+                    expected.insert((piece.node, receipt.file_of(piece)), piece.root);
                 }
             }
             _ => {

@@ -1,5 +1,5 @@
-//! Repair by itself: the catalogue server surveys the committed steps, and repairs the degraded ones
-//! (docs/semantics.md, 11).
+//! Repair by itself: the catalogue server surveys the committed steps, and repairs the degraded
+//! ones (docs/semantics.md, 11).
 //!
 //! Nothing here is durable, and nothing depends on what is remembered: a repair examines the step
 //! itself.
@@ -93,8 +93,8 @@ struct RepairLedger {
     /// Steps whose repair failed.
     retries: RetrySchedule,
     settled: HashMap<SaveId, Settled>,
-    /// The times before which steps are not tried: another owner has them, their repair was stopped, or
-    /// they could not be surveyed.
+    /// The times before which steps are not tried: another owner has them, their repair was
+    /// stopped, or they could not be surveyed.
     not_before: HashMap<SaveId, Duration>,
     /// Whether a repair has ended since the last survey began.
     wants_survey: bool,

@@ -45,9 +45,9 @@ pub(in crate::node) struct AwayNodes {
 }
 
 impl AwayNodes {
-    /// Takes over the present list of nodes. Graces begin again when the brake ends, when a node comes
-    /// back that put it on, and after a gap between updates that is longer than both `max_gap` and a
-    /// grace: the server did not see who was live in the gap.
+    /// Takes over the present list of nodes. Graces begin again when the brake ends, when a node
+    /// comes back that put it on, and after a gap between updates that is longer than both
+    /// `max_gap` and a grace: the server did not see who was live in the gap.
     pub(in crate::node) fn update(
         &mut self,
         views: &[NodeView],
@@ -121,8 +121,8 @@ impl AwayNodes {
         self.brake.as_ref()
     }
 
-    /// Returns the nodes that are given up. The brake applies neither to pieces of urgent stripes nor to
-    /// nodes that are to store nothing, which are given up at once.
+    /// Returns the nodes that are given up. The brake applies neither to pieces of urgent stripes
+    /// nor to nodes that are to store nothing, which are given up at once.
     fn find_given_up(&self, now: Duration, grace: Duration) -> GivenUp {
         let retired = || {
             let retired = self.nodes.iter().filter(|(_, node)| !node.is_storage);
@@ -147,8 +147,8 @@ impl AwayNodes {
     }
 
     /// Returns the reason for the brake, if it is on, and the nodes that put it on. These went away
-    /// together, and are more than one and more than `percent` of all, or in several failure domains,
-    /// or the whole of a domain of several nodes.
+    /// together, and are more than one and more than `percent` of all, or in several failure
+    /// domains, or the whole of a domain of several nodes.
     fn find_brake(&self, now: Duration, percent: u8) -> Option<(String, BTreeSet<NodeId>)> {
         let storage = || self.nodes.values().filter(|node| node.is_storage);
         let all = storage().count();

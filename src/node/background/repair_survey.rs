@@ -1,5 +1,5 @@
-//! The survey of a committed step: it finds the missing parts from the lists of its nodes, and reads
-//! no file (docs/semantics.md, 11).
+//! The survey of a committed step: it finds the missing parts from the lists of its nodes, and
+//! reads no file (docs/semantics.md, 11).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -125,16 +125,16 @@ struct ShardSurveyor<'a> {
     directory: &'a Directory,
 }
 
-/// The answer of a node. A node that is to store nothing is a source for readers, and counts as away
-/// for everything else.
+/// The answer of a node. A node that is to store nothing is a source for readers, and counts as
+/// away for everything else.
 struct NodeAnswer {
     is_storage: bool,
     survey: ShardSurvey,
 }
 
 impl ShardSurveyor<'_> {
-    /// Asks the live nodes of the ring for what they have, and adds what is missing. Returns whether
-    /// all of them answered.
+    /// Asks the live nodes of the ring for what they have, and adds what is missing. Returns
+    /// whether all of them answered.
     async fn survey_stripes(
         &mut self,
         state: &ShardState,

@@ -15,8 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{read_record, shard_root_key, shard_state_key};
 use crate::code::CodeId;
-use crate::format::file::FileName;
-use crate::format::records::{PieceForm, Receipt, Record, ShardRoot, ShardState, StripeState};
+use crate::format::records::{Receipt, Record, ShardRoot, ShardState, StripeState};
 use crate::id::{Attempt, ShardId, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
@@ -177,7 +176,8 @@ impl ReplicaGc {
         Ok(files)
     }
 
-    /// Returns the receipt of the stripe that counts, if all pieces that it names are where it says.
+    /// Returns the receipt of the stripe that counts, if all pieces that it names are where it
+    /// says.
     async fn find_complete_receipt(
         &self,
         catalogue: &dyn Catalogue,
@@ -243,12 +243,9 @@ fn has_unreferenced_file(
         // A receipt that does not parse accounts for no file.
         let receipt =
             store.get_record_file(scope, name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
-        let Some(Receipt { attempt, pieces, .. }) = receipt else { continue };
-        let pieces = pieces.into_iter().filter(|piece| piece.node == store.node());
-        ours.extend(pieces.map(|piece| match piece.form {
-            PieceForm::File => FileName::Piece { piece: piece.piece, attempt },
-            PieceForm::Replica { block } => FileName::Replica { block },
-        }));
+        let Some(receipt) = receipt else { continue };
+        let pieces = receipt.pieces.iter().filter(|piece| piece.node == store.node());
+        ours.extend(pieces.map(|piece| receipt.file_of(piece)));
     }
     let counting = store.list_undamaged_files(stripe)?.into_iter().map(|info| info.content.name());
     let mut files = counting.chain(store.damaged_files_of_stripe(stripe));
@@ -261,7 +258,7 @@ mod tests {
 
     use super::*;
     use crate::code::CodeId;
-    use crate::format::records::ReceiptPiece;
+    use crate::format::records::{PieceForm, ReceiptPiece};
     use crate::id::{ClusterId, Generation, NodeId};
     use crate::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv};
 

@@ -314,8 +314,8 @@ impl ShardRecords {
     }
 
     /// Drops the pieces of the committed attempt that neither this node's receipt nor `counting`,
-    /// the receipt that counts, ascribes to it. All pieces that `counting` names must have been found
-    /// on their nodes. Returns the number of removed files.
+    /// the receipt that counts, ascribes to it. All pieces that `counting` names must have been
+    /// found on their nodes. Returns the number of removed files.
     pub(in crate::node) async fn drop_surplus_pieces(
         &self,
         counting: Receipt,
@@ -416,8 +416,8 @@ fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
 }
 
 /// Removes the stripe's replicas and what other attempts left. Keeps the replicas that the receipt
-/// ascribes to this node, and all pieces of its attempt: a piece that it does not ascribe may be one
-/// that a repairer has just made here. Returns the number and the size of the removed files.
+/// ascribes to this node, and all pieces of its attempt: a piece that it does not ascribe may be
+/// one that a repairer has just made here. Returns the number and the size of the removed files.
 fn drop_files_outside_receipt(
     store: &Store,
     me: NodeId,
@@ -447,8 +447,8 @@ fn drop_files_outside_receipt(
     Ok(answer)
 }
 
-/// Removes the pieces of the attempt that neither this node's receipt nor `counting` ascribes to this
-/// node. Returns the number of removed files.
+/// Removes the pieces of the attempt that neither this node's receipt nor `counting` ascribes to
+/// this node. Returns the number of removed files.
 fn remove_surplus_pieces(
     store: &Store,
     me: NodeId,

@@ -10,9 +10,10 @@
 //! receipts; `drop_replicas` drops the replicas.
 //!
 //! `step_repair` runs a repair over the shards of a step; `stripe_repair` repairs one stripe:
-//! `piece_repair` makes its missing pieces, `moves` chooses other nodes for the pieces of those that
-//! are given up, `node_loads` spreads the load over the nodes, `replica_repair` its missing replicas, and
-//! `record_repair` sends the records that nodes lack. `lease_keeper` keeps the lease of an owner.
+//! `piece_repair` makes its missing pieces, `moves` chooses other nodes for the pieces of those
+//! that are given up, `node_loads` spreads the load over the nodes, `replica_repair` its missing
+//! replicas, and `record_repair` sends the records that nodes lack. `lease_keeper` keeps the lease
+//! of an owner.
 
 mod archive_request;
 mod drop_replicas;

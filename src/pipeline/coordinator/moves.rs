@@ -8,7 +8,6 @@ use super::ensure_replicas::FilesByNode;
 use super::owned_stripe::OwnedStripe;
 use super::step_repair::RepairTask;
 use crate::code::{Code, NodeShare, survivable_losses};
-use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, RingNode};
 use crate::id::{Generation, NodeId};
 use crate::wire::calls::FileView;
@@ -107,13 +106,7 @@ impl PiecesByNode {
     pub fn new(held: &FilesByNode, receipt: &Receipt) -> Self {
         let pieces = |files: &Vec<FileView>| {
             let is_it = |piece: &&ReceiptPiece, view: &FileView| {
-                let file = match piece.form {
-                    PieceForm::File => {
-                        FileName::Piece { piece: piece.piece, attempt: receipt.attempt }
-                    }
-                    PieceForm::Replica { block } => FileName::Replica { block },
-                };
-                (view.file, view.root) == (file, piece.root)
+                (view.file, view.root) == (receipt.file_of(piece), piece.root)
             };
             let held =
                 receipt.pieces.iter().filter(|piece| files.iter().any(|view| is_it(piece, view)));
@@ -206,28 +199,8 @@ impl SparesOfStripe {
 
 #[cfg(test)]
 mod tests {
+    use super::super::receipts::tests::receipt;
     use super::*;
-    use crate::code::CodeId;
-    use crate::id::{Attempt, ClusterId, ShardId, StripeId};
-
-    /// Returns a receipt whose piece i is on node i of `nodes`.
-    fn receipt(nodes: &[u64]) -> Receipt {
-        let piece = |(piece, node): (u8, &u64)| ReceiptPiece {
-            piece,
-            node: NodeId(*node),
-            form: PieceForm::File,
-            root: [piece; 32],
-        };
-        Receipt {
-            cluster: ClusterId([1; 16]),
-            stripe: StripeId { shard: ShardId([1; 16]), index: 0 },
-            attempt: Attempt([2; 16]),
-            generation: Generation::default(),
-            code: CodeId(4),
-            pieces: (0..).zip(nodes).map(piece).collect(),
-            order: Generation::default(),
-        }
-    }
 
     /// Returns a ring of nodes 0 to 9 in racks of two.
     fn ring() -> Vec<RingNode> {
@@ -252,7 +225,8 @@ mod tests {
 
     #[test]
     fn a_spare_is_free_and_in_the_domain_with_the_fewest_pieces() {
-        // Piece 3 of node 4 is lost. Node 3 shares a rack with node 2, and node 5 with the lost one.
+        // Piece 3 of node 4 is lost. Node 3 shares a rack with node 2, and node 5 with the lost
+        // one.
         let nodes: &[(u64, &[u8])] =
             &[(0, &[0]), (1, &[1]), (2, &[2]), (3, &[]), (5, &[]), (6, &[]), (7, &[]), (8, &[])];
         let chosen: Vec<_> = (0..5).map(|stripe| choose(&held(nodes), &[3], stripe)[0]).collect();

@@ -158,8 +158,8 @@ impl ArchivedStripe<'_> {
         survey
     }
 
-    /// Returns everything that pieces can be made from. The first node rotates with the number of the
-    /// stripe.
+    /// Returns everything that pieces can be made from. The first node rotates with the number of
+    /// the stripe.
     fn list_sources(
         &self,
         held: &FilesByNode,
@@ -347,8 +347,8 @@ impl ArchivedStripe<'_> {
         })
     }
 
-    /// Returns the place of a source among others: copies of pieces on other nodes than the receipt says come
-    /// first, because a copy costs one transfer, and replicas come last.
+    /// Returns the place of a source among others: copies of pieces on other nodes than the receipt
+    /// says come first, because a copy costs one transfer, and replicas come last.
     fn source_preference(&self, source: &RepairSource) -> u8 {
         match source.part {
             StripePart::Piece(piece) => {

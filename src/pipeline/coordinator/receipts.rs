@@ -9,7 +9,6 @@ use super::owned_stripe::OwnedStripe;
 use super::plan_execution::NodeOrder;
 use super::{Coordinator, CoordinatorError};
 use crate::code::{CodeId, reconstruct, table};
-use crate::format::file::FileName;
 use crate::format::records::{PieceForm, Receipt, ReceiptPiece, Record, ShardRoot};
 use crate::id::{Attempt, Generation, NodeId};
 use crate::pipeline::record_fetch::{self, StripeInfo};
@@ -44,7 +43,8 @@ impl OwnedStripe<'_> {
         Ok(())
     }
 
-    /// Returns the receipts of an attempt on the nodes that answer ([`Coordinator::fetch_all_receipts`]).
+    /// Returns the receipts of an attempt on the nodes that answer
+    /// ([`Coordinator::fetch_all_receipts`]).
     pub(super) async fn fetch_all_receipts(&self, attempt: Attempt) -> FoundReceipts {
         let root = &self.shard.root;
         self.coordinator.fetch_all_receipts(&self.info, &self.directory, root, attempt).await
@@ -216,14 +216,13 @@ impl Coordinator {
         let nodes: BTreeSet<NodeId> = receipt.pieces.iter().map(|piece| piece.node).collect();
         let held = self.list_files(directory, info, nodes).await;
         let is_there = |piece: &&ReceiptPiece| {
-            let file = match piece.form {
-                PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
-                // A block past the shard's end has no file.
-                PieceForm::Replica { block } if info.fixed.cut.block_len(block) == 0 => {
-                    return true;
-                }
-                PieceForm::Replica { block } => FileName::Replica { block },
-            };
+            // A block past the shard's end has no file.
+            if let PieceForm::Replica { block } = piece.form
+                && info.fixed.cut.block_len(block) == 0
+            {
+                return true;
+            }
+            let file = receipt.file_of(piece);
             let files = held.get(&piece.node).and_then(Option::as_ref);
             files.into_iter().flatten().any(|view| view.file == file && view.root == piece.root)
         };
@@ -232,7 +231,7 @@ impl Coordinator {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::id::{ClusterId, Epoch, ShardId, StripeId};
 
@@ -243,7 +242,7 @@ mod tests {
     };
 
     /// Returns a receipt whose piece i is on the i-th of these nodes.
-    fn receipt(nodes: &[u64]) -> Receipt {
+    pub fn receipt(nodes: &[u64]) -> Receipt {
         let piece = |(piece, node): (u8, &u64)| ReceiptPiece {
             piece,
             node: NodeId(*node),

@@ -77,8 +77,8 @@ impl RepairRestraint {
 /// The cause of a repair.
 #[derive(Debug)]
 pub enum RepairCause {
-    /// A person's request. It gives up the pieces of these nodes, and the replicas of all nodes that
-    /// are away.
+    /// A person's request. It gives up the pieces of these nodes, and the replicas of all nodes
+    /// that are away.
     Request(BTreeSet<NodeId>),
     /// The catalogue server, by itself.
     Survey(RepairRestraint),
@@ -278,8 +278,8 @@ impl StepRepair<'_> {
     }
 
     /// Repairs stripes from the front of `stripes`, and removes them from it, until a pause is due.
-    /// Returns the length of the pause, or `None` if no pause is due. Adds the nodes that still lack
-    /// something to `lacking`.
+    /// Returns the length of the pause, or `None` if no pause is due. Adds the nodes that still
+    /// lack something to `lacking`.
     async fn repair_until_pause(
         &self,
         shard: &OwnedShard,
@@ -330,8 +330,8 @@ impl StepRepair<'_> {
     ) -> Result<(), CoordinatorError> {
         let (coordinator, task) = (self.coordinator, self.task);
         coordinator.ensure_may_go_on(shard, task).await?;
-        // An automatic repair opens only the stripes that its survey lists. If it lists any, each node of
-        // the ring may lack a part of one, so no node gets the leaves.
+        // An automatic repair opens only the stripes that its survey lists. If it lists any, each
+        // node of the ring may lack a part of one, so no node gets the leaves.
         let stripes = task.restraint().and_then(|only| only.stripes.get(&shard.root.shard));
         let mut lacking = lacking.clone();
         if stripes.is_some_and(|stripes| !stripes.is_empty()) {

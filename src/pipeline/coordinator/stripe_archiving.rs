@@ -207,8 +207,8 @@ impl<'a> StripeArchiving<'a> {
         Ok(())
     }
 
-    /// Returns the receipt with an order that nodes with another receipt of the attempt accept. Only
-    /// an attempt that this owner did not begin may have such a receipt.
+    /// Returns the receipt with an order that nodes with another receipt of the attempt accept.
+    /// Only an attempt that this owner did not begin may have such a receipt.
     async fn put_above_others(&self, receipt: Receipt) -> Receipt {
         let owner = self.stripe.shard.generation;
         if receipt.generation == owner {

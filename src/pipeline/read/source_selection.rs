@@ -12,7 +12,7 @@ use super::{ReadError, ReadSession};
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
-use crate::format::records::{PieceForm, Receipt, ReceiptPiece, ShardRoot, StripeState};
+use crate::format::records::{Receipt, ReceiptPiece, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
 use crate::pipeline::record_fetch::StripeInfo;
 use crate::units::GRAIN_BYTES;
@@ -236,7 +236,7 @@ impl ReadRequest<'_> {
         held: &HeldFiles,
     ) -> Vec<String> {
         let is_missing = |piece: &&ReceiptPiece| {
-            let file = file_of_piece(receipt, piece);
+            let file = receipt.file_of(piece);
             let is_it = |found: &FoundFile| {
                 found.file == file && found.content.is_none_or(|(_, root)| root == piece.root)
             };
@@ -244,7 +244,7 @@ impl ReadRequest<'_> {
         };
         let describe = |piece: &ReceiptPiece| {
             let (number, node) = (piece.piece, reading.directory.name(piece.node));
-            let why = self.why_absent(piece.node, file_of_piece(receipt, piece), reading, held);
+            let why = self.why_absent(piece.node, receipt.file_of(piece), reading, held);
             format!("piece {number} (node {node} {why})")
         };
         receipt.pieces.iter().filter(is_missing).map(describe).collect()
@@ -285,13 +285,6 @@ impl ReadRequest<'_> {
             true => "no longer has it",
             false => "is unreachable",
         }
-    }
-}
-
-fn file_of_piece(receipt: &Receipt, piece: &ReceiptPiece) -> FileName {
-    match piece.form {
-        PieceForm::File => FileName::Piece { piece: piece.piece, attempt: receipt.attempt },
-        PieceForm::Replica { block } => FileName::Replica { block },
     }
 }
 

@@ -4,7 +4,9 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::format::records::Node;
+use crate::catalogue::record_access::list_ring_changes;
+use crate::catalogue::{Catalogue, CatalogueError};
+use crate::format::records::{LeaveState, Node, RingChanges, RingNode, ShardRoot};
 use crate::id::{NodeId, PeerName};
 use crate::wire::NodeAddress;
 use crate::wire::calls::NodeView;
@@ -16,13 +18,82 @@ pub struct Directory {
     /// Nodes that did not answer the last request made through this directory or a clone of it. The
     /// lease of such a node may stay alive for some seconds.
     silent: Arc<Mutex<HashSet<NodeId>>>,
+    /// The nodes that leave the rings of shards.
+    ring_changes: Arc<RingChanges>,
 }
 
 impl Directory {
     /// Returns the directory of these nodes.
-    pub fn new(views: Vec<NodeView>) -> Self {
+    pub fn new(views: Vec<NodeView>, ring_changes: RingChanges) -> Self {
         let nodes = views.into_iter().map(|view| (NodeId::of(&view.node.name), view)).collect();
-        Self { nodes, silent: Arc::default() }
+        Self { nodes, silent: Arc::default(), ring_changes: Arc::new(ring_changes) }
+    }
+
+    /// Returns the directory of the nodes of a catalogue.
+    ///
+    /// # Errors
+    /// If the catalogue does not answer.
+    pub async fn read(catalogue: &dyn Catalogue) -> Result<Self, CatalogueError> {
+        // A node leaves the list after its ring change, so the changes are read last.
+        let views = catalogue.list_nodes().await?;
+        Ok(Self::new(views, list_ring_changes(catalogue).await?))
+    }
+
+    /// Returns the nodes that are asked for what nodes have of a shard: its present ring, and the
+    /// successors of nodes that have returned (docs/semantics.md, 10).
+    pub fn ring_nodes(&self, root: &ShardRoot) -> impl Iterator<Item = NodeId> + use<> {
+        let mut nodes: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        nodes.extend(self.ring_changes.successors_of(&nodes, true));
+        nodes.retain(|node| !self.has_left(*node));
+        nodes.into_iter()
+    }
+
+    /// Returns the present ring of a shard: the nodes that have its records, or are to get them, and
+    /// may get parts of it. A node that has left is not in it, and its successors are.
+    pub fn present_ring(&self, root: &ShardRoot) -> Vec<RingNode> {
+        let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        let mut ring = root.ring.clone();
+        for node in self.ring_changes.successors_of(&named, false) {
+            let domain = self.domain_in(&ring, node);
+            ring.push(RingNode { node, domain });
+        }
+        ring.retain(|member| !self.has_left(member.node));
+        ring
+    }
+
+    /// Returns whether a node is in the ring of a shard's root, or is a successor of such a node.
+    pub fn is_named_by(&self, root: &ShardRoot, node: NodeId) -> bool {
+        let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        named.contains(&node) || self.ring_changes.successors_of(&named, true).contains(&node)
+    }
+
+    /// Returns whether a node has left the rings that name it. What it had is not expected back.
+    pub fn has_left(&self, node: NodeId) -> bool {
+        self.ring_changes.state_of(node) == Some(LeaveState::Left)
+    }
+
+    /// Returns whether a node is to leave the rings that name it, or has left them.
+    pub fn is_leaving(&self, node: NodeId) -> bool {
+        self.ring_changes.state_of(node) >= Some(LeaveState::Leaving)
+    }
+
+    /// Returns whether a node may get new data: it is live, stores data, and is not to leave.
+    pub fn takes_data(&self, node: NodeId) -> bool {
+        let stores = |view: &NodeView| view.node.storage;
+        self.is_live(node) && self.nodes.get(&node).is_some_and(stores) && !self.is_leaving(node)
+    }
+
+    /// Returns the number of a node's failure domain in a ring: that of a node of the same domain,
+    /// or a new one.
+    fn domain_in(&self, ring: &[RingNode], node: NodeId) -> u16 {
+        let of = |node: NodeId| {
+            let view = self.nodes.get(&node)?;
+            Some((&view.node.zone, &view.node.rack))
+        };
+        let own = of(node);
+        let same = ring.iter().find(|member| own.is_some() && of(member.node) == own);
+        let new = || ring.iter().map(|member| member.domain.saturating_add(1)).max();
+        same.map(|member| member.domain).or_else(new).unwrap_or_default()
     }
 
     /// Returns the address of a node, if it is registered.
@@ -63,9 +134,14 @@ impl Directory {
         self.silent.lock().unwrap_or_else(PoisonError::into_inner).contains(&node)
     }
 
-    /// Returns the storage nodes whose lease is alive, silent ones included.
+    /// Returns the storage nodes whose lease is alive and that are not to leave, silent ones
+    /// included.
     pub fn live_storage(&self) -> Vec<Node> {
-        let live = self.nodes.values().filter(|view| view.live && view.node.storage);
+        let live = self
+            .nodes
+            .iter()
+            .filter(|(node, view)| view.live && view.node.storage && !self.is_leaving(**node));
+        let live = live.map(|(_, view)| view);
         live.map(|view| view.node.clone()).collect()
     }
 

@@ -43,6 +43,8 @@ mod removal;
 mod repair;
 #[path = "cluster/restores.rs"]
 mod restores;
+#[path = "cluster/ring_changes.rs"]
+mod ring_changes;
 #[path = "cluster/room.rs"]
 mod room;
 #[path = "cluster/rot.rs"]

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::database_format::{
     DATA, REVISION, SUM, entry_checksum, parse_entry, parse_number, verify_checksum,
 };
-use super::record_access::NODES;
+use super::record_access::{NODES, RING_CHANGES};
 use super::{
     CatalogueError, Entry, Guard, GuardedOutcome, MAX_KEY_BYTES, MAX_PAGE, MAX_VALUE_BYTES,
     SetOutcome,
@@ -206,7 +206,7 @@ impl Database {
         self.kv.apply(&batch)?;
         *written = WriterState { revision, sum, is_transferred: false };
         self.revision.store(revision, Ordering::Release);
-        if key.starts_with(NODES) {
+        if key.starts_with(NODES) || key.starts_with(RING_CHANGES) {
             self.members_revision.store(revision, Ordering::Release);
         }
         Ok(SetOutcome::Set(revision))

@@ -12,12 +12,12 @@ use async_trait::async_trait;
 
 use super::database::{Database, transfer_error};
 use super::database_format::{DbWriter, read_epoch_and_id};
-use super::record_access::{NODES, NOTHING_FORGOTTEN, parse_record};
+use super::record_access::{NODES, NOTHING_FORGOTTEN, parse_record, read_record, ring_change_key};
 use super::{Catalogue, CatalogueError, Entry, Guard, GuardedOutcome, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
 use crate::entropy::Entropy;
-use crate::format::records::{Node, Record};
-use crate::id::{DbId, Epoch, LeaseId, NodeId};
+use crate::format::records::{LeaveState, Node, Record, RingChange};
+use crate::id::{DbId, Epoch, LeaseId, NodeId, PeerName};
 use crate::kind::ErrorKind;
 use crate::store::kv::Kv;
 use crate::wire::calls::{DbChecksum, NodeView, RegisterAnswer};
@@ -131,6 +131,29 @@ impl LocalCatalogue {
         *self.paused_until.lock().unwrap_or_else(PoisonError::into_inner) =
             self.clock.now() + PAUSE;
         self.run_on_database(&self.write_workers, |table| Ok(table.checksum())).await
+    }
+
+    /// Returns whether a registered node's lease is alive. Right after the start no node has been
+    /// heard; registered nodes count as live for one period.
+    fn is_node_live(&self, node: NodeId) -> bool {
+        let seen = self.node_live_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = seen.get(&node).copied().unwrap_or(self.started + self.lease_period);
+        self.clock.now() < until
+    }
+
+    /// Records that a node comes back whose lease was over or that was not registered, if it was
+    /// leaving or has left. Its removal, if one is under way, begins anew.
+    async fn record_return(&self, name: &PeerName) -> Result<(), CatalogueError> {
+        let key = ring_change_key(name);
+        while let Some((change, revision)) = read_record::<RingChange>(self, &key).await?
+            && change.state != LeaveState::Returned
+        {
+            let returned = RingChange { state: LeaveState::Returned, ..change };
+            let value =
+                returned.to_bytes().map_err(|error| CatalogueError::Store(error.to_string()))?;
+            self.compare_and_set(&key, Some(revision), Some(value)).await?;
+        }
+        Ok(())
     }
 
     /// Waits until changes are no longer paused. A transfer completes soon or not at all, so that
@@ -286,6 +309,9 @@ impl Catalogue for LocalCatalogue {
         self.database.refuse_if_read_only()?;
         let key = format!("{NODES}{}", node.name);
         let id = NodeId::of(&node.name);
+        if !self.is_node_live(id) || self.get(&key).await?.is_none() {
+            self.record_return(&node.name).await?;
+        }
         loop {
             let current = self.get(&key).await?;
             let known = current
@@ -337,14 +363,9 @@ impl Catalogue for LocalCatalogue {
             let page = self.list_entries(NODES, after.as_deref(), MAX_PAGE).await?;
             let Some((last, _)) = page.last() else { break };
             after = Some(last.clone());
-            let now = self.clock.now();
-            let seen = self.node_live_until.lock().unwrap_or_else(PoisonError::into_inner);
             for (key, entry) in &page {
                 let node: Node = parse_record(key, &entry.value)?;
-                // Right after the start no node has been heard. Registered nodes count as live for
-                // one period.
-                let until = seen.get(&NodeId::of(&node.name)).copied();
-                let live = now < until.unwrap_or(self.started + self.lease_period);
+                let live = self.is_node_live(NodeId::of(&node.name));
                 views.push(NodeView { node, live });
             }
         }

@@ -2,10 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::key_scan::KeyScan;
 use super::{Catalogue, CatalogueError, Entry, Guard, GuardedOutcome, SetOutcome};
 use crate::format::envelope::RecordKind;
-use crate::format::records::Record;
-use crate::id::{Job, LeaseId, NodeId, SaveId, ShardId, Step, StepRef};
+use crate::format::records::{Record, RingChanges};
+use crate::id::{Job, LeaseId, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
 use crate::wire::calls::ArchiveOptions;
 
 /// Prefix of the nodes' records.
@@ -98,6 +99,27 @@ pub fn labels_key(step_ref: StepRef<'_>) -> String {
 /// Parses the key of a step's labels. Returns its job and step.
 pub fn parse_labels_key(key: &str) -> Option<(Job, Step)> {
     parse_job_and_step(key.strip_prefix(LABELS)?)
+}
+
+/// Prefix of the ring changes.
+pub const RING_CHANGES: &str = "r/";
+
+/// Returns the key of a node's ring change.
+pub fn ring_change_key(node: &PeerName) -> String {
+    format!("{RING_CHANGES}{node}")
+}
+
+/// Reads all ring changes.
+///
+/// # Errors
+/// If the catalogue does not answer, or if one of them does not parse.
+pub async fn list_ring_changes(catalogue: &dyn Catalogue) -> Result<RingChanges, CatalogueError> {
+    let mut found = RingChanges::default();
+    let mut scan = KeyScan::of_prefix(catalogue, RING_CHANGES);
+    while let Some((key, entry)) = scan.next().await? {
+        found.merge(parse_record(&key, &entry.value)?);
+    }
+    Ok(found)
 }
 
 /// Prefix of the archive requests.

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 
 pub use catalogue::{CatalogueCommand, Move, Rebuild};
-pub use cluster::{AddNode, Cluster, Init, RemoveNode};
+pub use cluster::{AddNode, Cluster, Init, RemoveNode, ReplaceNode};
 pub use repair::Repair;
 pub use staging::Stage;
 

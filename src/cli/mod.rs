@@ -22,6 +22,7 @@ pub mod printer;
 pub mod progress;
 mod remove_node;
 mod repair;
+mod replace_node;
 mod rules;
 mod safety;
 pub mod sample;
@@ -86,6 +87,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
     match command {
         Command::Demo(options) => demo::run(front, options).await,
         Command::Cluster(Cluster::Init(options)) => init::run(&options),
+        Command::Cluster(Cluster::ReplaceNode(options)) => replace_node::run(front, options).await,
         Command::Cluster(Cluster::RemoveNode(options)) => remove_node::run(front, options).await,
         Command::Cluster(Cluster::AddNode(options)) => add_node::run(&options),
         Command::Node(options) => node::run(front, options).await,

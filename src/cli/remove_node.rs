@@ -16,10 +16,11 @@ pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
     connect::close(&client).await;
     removed.map_err(|error| {
         let failure = connect::failure(&error);
+        let name = &options.name;
         match failure.kind {
-            ErrorKind::Exists => failure.with_hint(
-                "replace the machine under the same name, with an empty data folder; or `rapidraid rm` these checkpoints",
-            ),
+            ErrorKind::Exists => failure.with_hint(format!(
+                "`rapidraid repair --node {name}` makes it again on other nodes; if none is free, start a new one, and `rapidraid cluster replace-node {name} --by NEW` first"
+            )),
             _ => failure,
         }
     })?;

@@ -15,6 +15,7 @@ use crate::client::{Client, ClientError, RepairReport};
 use crate::clock::{Clock, SystemClock};
 use crate::id::{Job, NodeId, PeerName, Step};
 use crate::kind::ErrorKind;
+use crate::topology::Directory;
 use crate::units::ByteCount;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions};
 
@@ -89,7 +90,9 @@ async fn repair_steps(
 /// Returns an error unless the cluster has a node of this name.
 async fn ensure_known(client: &Client, name: &PeerName) -> Result<(), CommandFailure> {
     let members = client.fetch_members().await.map_err(|error| connect::failure(&error))?;
-    match members.iter().any(|node| node.name == *name) {
+    let changes = client.fetch_ring_changes().await.map_err(|error| connect::failure(&error))?;
+    let is_member = members.iter().any(|node| node.name == *name);
+    match is_member || changes.find(name).is_some() {
         true => Ok(()),
         false => {
             let message = format!("the cluster has no node {name}");
@@ -99,7 +102,7 @@ async fn ensure_known(client: &Client, name: &PeerName) -> Result<(), CommandFai
     }
 }
 
-/// Returns whether the ring of a shard of the step has the node.
+/// Returns whether the ring of a shard of the step names the node, or has it as a successor.
 async fn has_part_of(
     client: &Client,
     name: &PeerName,
@@ -110,8 +113,9 @@ async fn has_part_of(
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
         shown => shown?,
     };
+    let directory = Directory::new(Vec::new(), client.fetch_ring_changes().await?);
     let node = NodeId::of(name);
-    Ok(shown.shards.iter().any(|(root, _)| root.ring.iter().any(|member| member.node == node)))
+    Ok(shown.shards.iter().any(|(root, _)| directory.is_named_by(root, node)))
 }
 
 async fn repair_step(

@@ -10,11 +10,12 @@ use crate::net::Address;
 use crate::net::call::address;
 use crate::wire::calls::{
     GetPolicyStatus, GetRepairStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer,
-    RebuildCatalogue, RemoveNode, RepairStatus,
+    RebuildCatalogue, RemoveNode, RepairStatus, ReplaceNode,
 };
 use crate::wire::policy::PolicyAnswer;
 
-/// Time limit for rebuilding or moving the catalogue. A rebuild reads the inventories of all nodes.
+/// Time limit for rebuilding or moving the catalogue, and for removing a node. All nodes are asked
+/// what they have.
 const REBUILD_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The state of the cluster.
@@ -75,7 +76,18 @@ impl Client {
     /// Removes a node from the list of members. The node must not be live, and no checkpoint may
     /// have data on it (docs/semantics.md, 10).
     pub async fn remove_node(&self, name: &PeerName) -> Result<(), ClientError> {
-        self.call_gateway_once(&RemoveNode { name: name.clone() }, LONG_LIMIT).await
+        self.call_gateway_once(&RemoveNode { name: name.clone() }, REBUILD_LIMIT).await
+    }
+
+    /// Makes the storage node `successor` take the place of `node` in the rings of shards
+    /// (docs/semantics.md, 10). What `node` had is made again there by a repair.
+    pub async fn replace_node(
+        &self,
+        node: &PeerName,
+        successor: &PeerName,
+    ) -> Result<(), ClientError> {
+        let call = ReplaceNode { node: node.clone(), successor: successor.clone() };
+        self.call_gateway_once(&call, LONG_LIMIT).await
     }
 
     /// Returns the state of the cluster. Asks the nodes themselves, so that the call also works

@@ -12,7 +12,7 @@ use super::error::ClientError;
 use crate::clock::{Clock, SystemClock};
 use crate::config::Congestion;
 use crate::entropy::{Entropy, SystemEntropy};
-use crate::format::records::Node;
+use crate::format::records::{Node, RingChanges};
 use crate::id::ClusterId;
 use crate::kind::ErrorKind;
 use crate::net::call::{CallError, Caller, address};
@@ -22,7 +22,7 @@ use crate::net::quic::{QuicTransport, TransportLimits};
 use crate::net::{Address, Transport};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::topology::Directory;
-use crate::wire::calls::{Hello, ListMembers, ListNodes};
+use crate::wire::calls::{Hello, ListMembers, ListNodes, ListRingChanges};
 use crate::wire::{Call, NodeAddress};
 use crate::workers::Workers;
 
@@ -320,7 +320,18 @@ impl Client {
     }
 
     pub(super) async fn fetch_directory(&self) -> Result<Directory, ClientError> {
-        Ok(Directory::new(self.call_gateway(&ListNodes {}).await?))
+        let views = self.call_gateway(&ListNodes {}).await?;
+        Ok(Directory::new(views, self.fetch_ring_changes().await?))
+    }
+
+    /// Returns the nodes that leave the rings of shards, as far as the gateway knows them. The call
+    /// also works while no catalogue answers.
+    pub async fn fetch_ring_changes(&self) -> Result<RingChanges, ClientError> {
+        match self.call_gateway(&ListRingChanges { only_stored: false }).await {
+            // The daemon is of a version that knows no ring changes.
+            Err(error) if error.kind() == ErrorKind::Invalid => Ok(RingChanges::default()),
+            found => found,
+        }
     }
 
     /// Closes all connections.

@@ -97,6 +97,10 @@ pub enum RecordKind {
     LaunchOrder = 28,
     /// The labels of a committed save, in the catalogue.
     StepLabels = 29,
+    /// A node that leaves the rings of shards, in the catalogue.
+    RingChange = 30,
+    /// The nodes that leave the rings of shards, in a node's folder.
+    RingChanges = 31,
 }
 
 impl fmt::Display for RecordKind {
@@ -131,6 +135,8 @@ impl fmt::Display for RecordKind {
             Self::LaunchHosts => "hosts of a launch",
             Self::LaunchOrder => "order of launches",
             Self::StepLabels => "labels of a step",
+            Self::RingChange => "ring change",
+            Self::RingChanges => "ring changes",
         })
     }
 }

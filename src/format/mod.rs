@@ -16,6 +16,7 @@ pub mod joint_save;
 pub mod launch_order;
 mod receipt;
 pub mod records;
+pub mod ring_changes;
 #[cfg(test)]
 pub(crate) mod samples;
 pub mod save_record;

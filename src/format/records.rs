@@ -13,6 +13,7 @@ use super::geometry::{Geometry, GeometryError};
 pub use super::joint_save::JointSave;
 pub use super::launch_order::LaunchOrder;
 pub use super::receipt::{PieceForm, Receipt, ReceiptPiece};
+pub use super::ring_changes::{LeaveState, RingChange, RingChanges};
 pub use super::save_record::SaveHead;
 pub use super::step_labels::StepLabels;
 pub use super::stripe_record::{BlockInfo, StripeFixed, StripeRecord, StripeRecordError};

@@ -124,12 +124,16 @@ impl CatalogueServerError {
         use CatalogueServerError as E;
         match self {
             E::NodeNotRegistered { .. } => ErrorKind::NotFound,
+            E::SuccessorOfItself { .. } | E::SuccessorStoresNothing { .. } => ErrorKind::Invalid,
             E::RebuildUnderWay
             | E::CatalogueServed { .. }
             | E::CatalogueServedElsewhere
             | E::ChangeUnderWay
             | E::CatalogueServedHere
-            | E::CheckpointsOnNode { .. } => ErrorKind::Exists,
+            | E::MissingWithoutNode { .. }
+            | E::RingTooSmall { .. }
+            | E::TooManySuccessors { .. }
+            | E::TooManyRingChanges { .. } => ErrorKind::Exists,
             E::EpochRefused { .. }
             | E::OtherCatalogueKnown { .. }
             | E::OlderCatalogueNotServed { .. } => ErrorKind::Fenced,
@@ -147,10 +151,13 @@ impl CatalogueServerError {
             | E::MajorityNotReached { .. }
             | E::TransferOutcomeUnknown { .. }
             | E::CatalogueReadOnly
-            | E::TooFewCaughtUp { .. } => ErrorKind::Unavailable,
-            E::CatalogueNotNoted { .. } | E::NodeLive { .. } | E::SaveOpen { .. } => {
-                ErrorKind::Busy
-            }
+            | E::TooFewCaughtUp { .. }
+            | E::SuccessorAway { .. }
+            | E::StepNotSurveyed { .. } => ErrorKind::Unavailable,
+            E::CatalogueNotNoted { .. }
+            | E::NodeLive { .. }
+            | E::SaveOpen { .. }
+            | E::MarkUnknown { .. } => ErrorKind::Busy,
             E::StepsIncomplete { .. } => ErrorKind::Lost,
             E::DatabaseNotCreated { .. } => ErrorKind::Io,
         }

@@ -18,6 +18,7 @@ use super::catalogue_server::majority::MajorityChecks;
 use super::catalogue_server::membership::Membership;
 use super::catalogue_server::rebuild::CatalogueRebuild;
 use super::catalogue_server::remove_node::NodeRemoval;
+use super::catalogue_server::replace_node::NodeReplacement;
 use super::catalogue_server::transfer::CatalogueTransfer;
 use super::context::NodeContext;
 use super::gateway::begin_save::SaveGateway;
@@ -58,6 +59,7 @@ pub(in crate::node) struct Services {
     pub(in crate::node) rebuild: Arc<CatalogueRebuild>,
     pub(in crate::node) transfer: Arc<CatalogueTransfer>,
     pub(in crate::node) node_removal: Arc<NodeRemoval>,
+    pub(in crate::node) node_replacement: Arc<NodeReplacement>,
     // The calls that any client may make.
     pub(in crate::node) saves: Arc<SaveGateway>,
     pub(in crate::node) steps: Arc<CommittedSteps>,
@@ -134,7 +136,8 @@ impl Services {
             catalogue_calls.clone(),
             rebuild.clone(),
         ));
-        let node_removal = Arc::new(NodeRemoval::new(context.clone()));
+        let node_removal = Arc::new(NodeRemoval::new(context.clone(), inventory_reader.clone()));
+        let node_replacement = Arc::new(NodeReplacement::new(context.clone()));
 
         let removal = Arc::new(SaveRemoval::new(context.clone()));
         let saves = Arc::new(SaveGateway::new(context.clone(), removal.clone()));
@@ -167,6 +170,7 @@ impl Services {
             registration,
             catching_up,
             shard_records.clone(),
+            membership.clone(),
         ));
         let takeover = Arc::new(ArchivingTakeover::new(context.clone()));
         let orphan_gc = Arc::new(OrphanGc::new(context.clone(), inventory_reader, removal.clone()));
@@ -199,6 +203,7 @@ impl Services {
             rebuild,
             transfer,
             node_removal,
+            node_replacement,
             saves,
             steps,
             outage_reader,

@@ -4,10 +4,11 @@
 use super::StoreError;
 use super::data_folder::{EPOCH, Store};
 use crate::format::envelope::RecordKind;
-use crate::format::records::{CatchUp, Heard, Home, Members, SeenEpoch, Standing};
+use crate::format::records::{CatchUp, Heard, Home, Members, RingChanges, SeenEpoch, Standing};
 use crate::id::{DbId, Epoch};
 
 const MEMBERS: &str = "members";
+const RING_CHANGES: &str = "ring-changes";
 const HEARD: &str = "heard";
 const CATCH_UP: &str = "catch-up";
 
@@ -174,6 +175,19 @@ impl Store {
         }
         self.put_sealed(MEMBERS, RecordKind::Members, members)
     }
+
+    /// Returns the ring changes of the cluster as this node last heard; empty if it never did.
+    pub fn read_ring_changes(&self) -> Result<RingChanges, StoreError> {
+        Ok(self.open_sealed_record(RING_CHANGES, RecordKind::RingChanges)?.unwrap_or_default())
+    }
+
+    /// Records the ring changes durably.
+    pub fn put_ring_changes(&self, changes: &RingChanges) -> Result<(), StoreError> {
+        if self.read_ring_changes().is_ok_and(|known| known == *changes) {
+            return Ok(());
+        }
+        self.put_sealed(RING_CHANGES, RecordKind::RingChanges, changes)
+    }
 }
 
 pub(super) fn refuse_older_epoch(seen: &SeenEpoch, epoch: Epoch) -> Result<(), StoreError> {
@@ -211,6 +225,7 @@ mod tests {
             (MEMBERS, RecordKind::Members),
             (HEARD, RecordKind::Heard),
             (CATCH_UP, RecordKind::CatchUp),
+            (RING_CHANGES, RecordKind::RingChanges),
         ];
         let later = |kind| crate::format::envelope::seal_record(kind, 2, &[7u8; 30]).unwrap();
         for (path, kind) in notes {
@@ -219,6 +234,7 @@ mod tests {
         drop(store);
         let store = open(&disk);
         assert!(store.put_members(&Members::default()).is_err());
+        assert!(store.put_ring_changes(&RingChanges::default()).is_err());
         assert!(store.record_revision(DbId([1; 16]), 9).is_err());
         assert!(store.record_behind().is_err() && store.record_caught_up(Epoch(1), 4).is_err());
         assert_eq!(

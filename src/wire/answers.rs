@@ -556,7 +556,7 @@ pub struct RegisterAnswer {
     pub map: DbId,
     /// The revision of the last change of that database.
     pub revision: u64,
-    /// A number that changes whenever the list of nodes changes.
+    /// A number that changes whenever the list of nodes or a ring change changes.
     pub members: u64,
     /// Lifetime of the registration in milliseconds. The node must register again before it ends.
     pub lease_ms: u64,

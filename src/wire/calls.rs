@@ -8,7 +8,7 @@ use super::policy::PolicyAnswer;
 pub use super::repair::*;
 use super::{AllowedCaller, Call, NodeAddress};
 use crate::format::file::FileName;
-use crate::format::records::{Node, Saved, ShardRoot, ShardState};
+use crate::format::records::{Node, RingChanges, Saved, ShardRoot, ShardState};
 use crate::id::{
     Attempt, DbId, Epoch, Generation, Job, Label, LaunchId, LeaseId, NodeId, PeerName, SaveId,
     ShardId, Step, StripeId,
@@ -543,6 +543,20 @@ calls! {
         /// The first of the stripes.
         first: u32,
     } -> ShardSurvey;
+    /// Returns the nodes that leave the rings of shards (semantics 10).
+    100 Anyone ListRingChanges {
+        /// Whether the node answers what it stores, without asking a catalogue.
+        only_stored: bool,
+    } -> RingChanges;
+    /// Adds a successor to a node that leaves the rings of shards. The answer comes when more than
+    /// half of the storage nodes know it.
+    101 Anyone ReplaceNode {
+        /// The node that leaves.
+        node: PeerName,
+        /// The node that takes its place.
+        successor: PeerName,
+    } -> ();
+
     /// Stores a stripe record with an added place, after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.
@@ -571,7 +585,7 @@ mod tests {
     #[test]
     fn what_orders_nodes_or_the_catalogue_is_not_for_clients() {
         for (number, name, who) in ALL {
-            assert_eq!(*who == AllowedCaller::Nodes, *number >= 40, "{name}");
+            assert_eq!(*who == AllowedCaller::Nodes, (40..100).contains(number), "{name}");
         }
     }
 }

@@ -188,7 +188,7 @@ async fn save_with_record(client: &Client, step: u64, len: usize, replace: bool)
     record
 }
 
-async fn by_record(
+pub async fn restore_by_record(
     client: &Client,
     record: &SaveRecord,
 ) -> Result<(Arc<MemoryDisk>, RestoreReport), ClientError> {
@@ -199,7 +199,7 @@ async fn by_record(
 }
 
 async fn assert_by_record(client: &Client, record: &SaveRecord, len: usize) -> RestoreReport {
-    let (out, report) = by_record(client, record).await.unwrap();
+    let (out, report) = restore_by_record(client, record).await.unwrap();
     let step = record.step();
     assert!(read_file(&*out, "weights") == content(len, step.0), "step {step}");
     assert!(read_file(&*out, "empty").is_empty());
@@ -255,7 +255,7 @@ async fn a_record_restores_when_too_many_nodes_are_away_to_find_the_marks() {
     }
     let client = world.client_of(left[3]);
     for record in [&replicated, &archived[0]] {
-        let lost = by_record(&client, record).await.map(|(_, report)| report).unwrap_err();
+        let lost = restore_by_record(&client, record).await.map(|(_, report)| report).unwrap_err();
         assert_eq!(lost.kind(), ErrorKind::Lost, "{lost}");
     }
 }
@@ -274,7 +274,7 @@ async fn a_record_of_a_removed_or_replaced_save_says_so() {
     world.kill(0).await;
     let client = world.client_of(6);
     for record in [&removed, &replaced] {
-        let error = by_record(&client, record).await.map(|(_, report)| report).unwrap_err();
+        let error = restore_by_record(&client, record).await.map(|(_, report)| report).unwrap_err();
         assert!(matches!(error, ClientError::Removed { .. }), "{error}");
     }
     assert_by_record(&client, &newer, LEN).await;
@@ -309,10 +309,10 @@ async fn a_record_is_read_where_its_nodes_are_now_and_only_in_its_cluster() {
     }
     assert_by_record(&client, &with_head(&record, CLUSTER, moved), LEN).await;
     let other = with_head(&record, ClusterId([8; 16]), record.nodes().to_vec());
-    let error = by_record(&client, &other).await.map(|(_, report)| report).unwrap_err();
+    let error = restore_by_record(&client, &other).await.map(|(_, report)| report).unwrap_err();
     assert!(matches!(error, ClientError::OtherCluster { .. }), "{error}");
     let nowhere = with_head(&record, CLUSTER, Vec::new());
-    let error = by_record(&client, &nowhere).await.map(|(_, report)| report).unwrap_err();
+    let error = restore_by_record(&client, &nowhere).await.map(|(_, report)| report).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
 }
 

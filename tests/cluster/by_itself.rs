@@ -13,7 +13,7 @@ use crate::world::{World, content, job, options, quiet, read_file, restore, save
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 6 * BLOCK as usize - 1000;
-const RULES: RepairRules =
+pub const RULES: RepairRules =
     RepairRules { share_percent: 50, grace: Duration::from_secs(30), brake_percent: 20 };
 
 /// Returns a cluster that repairs by itself. Each node is a failure domain.
@@ -25,7 +25,7 @@ async fn start(nodes: usize, rules: RepairRules) -> (World, Client) {
 }
 
 /// Restarts the catalogue server with these rules.
-async fn restart_server(world: &mut World, rules: RepairRules) {
+pub async fn restart_server(world: &mut World, rules: RepairRules) {
     world.kill(0).await;
     // The last tasks of the stopped daemon release the folder a moment later.
     world.until("the lock is free", || world.machines[0].disk.lock(LOCK_FILE).is_ok()).await;

@@ -81,7 +81,7 @@ async fn assert_whole(client: &Client, step: u64, losses: u64) {
 
 /// Returns a cluster of `nodes` storage nodes with one committed step, which is not archived, of
 /// `len` bytes.
-async fn saved_world(nodes: usize, len: usize) -> (World, Client) {
+pub async fn saved_world(nodes: usize, len: usize) -> (World, Client) {
     let world = World::start(nodes, &[(6, 4)], BLOCK).await;
     let client = world.client();
     save(&client, 1, &[("weights", &content(len, 1)), ("empty", &Bytes::new())]).await;

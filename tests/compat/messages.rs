@@ -257,6 +257,7 @@ fn for_clients(calls: &mut Calls) {
     }
     archive_events(calls);
     crate::repairs::repair_events(calls);
+    crate::repairs::ring_messages(calls);
     let waiting = vec!["node-3".parse().unwrap()];
     let remove = RemoveStep { job: job.clone(), step, save };
     let removed = RemoveAnswer { confirmed: 15, waiting };

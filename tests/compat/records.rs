@@ -11,10 +11,10 @@ use rapidraid::format::geometry::StripeCut;
 use rapidraid::format::joint_save::{JointSave, WriterState};
 use rapidraid::format::launch_order::{LaunchOrder, RegisteredLaunch};
 use rapidraid::format::records::{
-    BlockInfo, Checkpoint, CommitMark, Damage, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, Leaves,
-    Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing,
-    RingNode, Run, SaveHead, Saved, ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState,
-    Tombstone, Writing, stripes_root,
+    BlockInfo, Checkpoint, CommitMark, Damage, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, LeaveState,
+    Leaves, Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing,
+    RingChange, RingChanges, RingNode, Run, SaveHead, Saved, ShardRoot, ShardState, StripeFixed,
+    StripeRecord, StripeState, Tombstone, Writing, stripes_root,
 };
 use rapidraid::format::step_labels::StepLabels;
 use rapidraid::gf::Fingerprint;
@@ -338,6 +338,21 @@ fn step_labels() -> StepLabels {
     StepLabels { save: SAVE, labels: labels.to_vec() }
 }
 
+/// Returns a ring change of each state.
+pub fn ring_changes() -> RingChanges {
+    let change = |node: &str, state, successors: &[&str]| {
+        let successors = successors.iter().map(|node| node.parse().unwrap()).collect();
+        RingChange { node: node.parse().unwrap(), state, successors }
+    };
+    RingChanges {
+        changes: vec![
+            change("node-1", LeaveState::Returned, &["node-3"]),
+            change("node-2", LeaveState::Leaving, &[]),
+            change("node-3", LeaveState::Left, &["node-4", "node-5"]),
+        ],
+    }
+}
+
 /// Returns the cases of all records.
 pub fn cases() -> Vec<Case> {
     let (saved, stripe_record) = (saved(), stripe_record());
@@ -388,6 +403,8 @@ pub fn cases() -> Vec<Case> {
         record("hosts of a launch", launch_hosts()),
         record("order of launches", launch_order()),
         record("labels of a step", step_labels()),
+        record("ring change", RingChange::leaving("node-9".parse().unwrap())),
+        record("ring changes", ring_changes()),
     ]
 }
 

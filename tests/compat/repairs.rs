@@ -1,15 +1,25 @@
-//! The messages of a repair.
+//! The messages of repairs and of nodes that leave.
 
 use rapidraid::id::Step;
 use rapidraid::wire::calls::{
-    DegradedStep, GetRepairStatus, RepairEvent, RepairMode, RepairOptions, RepairPlan,
-    RepairStatus, RepairStep, RepairSummary, RunningRepair, ShardSurvey, StripeSurvey,
-    SurveyResult, SurveyShard,
+    DegradedStep, GetRepairStatus, ListRingChanges, RepairEvent, RepairMode, RepairOptions,
+    RepairPlan, RepairStatus, RepairStep, RepairSummary, ReplaceNode, RunningRepair, ShardSurvey,
+    StripeSurvey, SurveyResult, SurveyShard,
 };
 use rapidraid::wire::policy::PolicyWait;
 
 use crate::messages::Calls;
-use crate::records::{ATTEMPT, node_id, root};
+use crate::records::{ATTEMPT, node_id, ring_changes, root};
+
+/// Adds the messages by which nodes leave rings.
+pub fn ring_messages(calls: &mut Calls) {
+    let replace =
+        ReplaceNode { node: "node-1".parse().unwrap(), successor: "node-9".parse().unwrap() };
+    calls
+        .both(ListRingChanges { only_stored: false }, ring_changes())
+        .request(", of the node", ListRingChanges { only_stored: true })
+        .both(replace, ());
+}
 
 /// Adds the requests and events of a repair.
 pub fn repair_events(calls: &mut Calls) {

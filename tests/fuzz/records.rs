@@ -10,10 +10,10 @@ use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::FileHeader;
 use rapidraid::format::records::{
     Checkpoint, CommitMark, Damage, Fence, JointSave, LaunchOrder, Leaves, Members, Node, Receipt,
-    Record, Removing, SaveHead, ShardRoot, ShardState, StepLabels, StripeRecord, StripeState,
-    Tombstone,
+    Record, Removing, RingChange, RingChanges, SaveHead, ShardRoot, ShardState, StepLabels,
+    StripeRecord, StripeState, Tombstone,
 };
-use rapidraid::id::{ClusterId, PeerName, SaveId, Step};
+use rapidraid::id::{ClusterId, NodeId, PeerName, SaveId, Step};
 use rapidraid::store::kv::Batch;
 use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store, StoreError};
 use rapidraid::trainer::daemon::records::{
@@ -104,6 +104,13 @@ fn parsed(bytes: &[u8]) -> Verdict {
                 let _ = order.may_save(entry.launch, Step(0));
             }
             plain(&order)
+        }),
+        Some(30) => record(bytes, |value: RingChange| plain(&value)),
+        Some(31) => record(bytes, |value: RingChanges| {
+            let mut merged = RingChanges::default();
+            value.changes.iter().cloned().for_each(|change| merged.merge(change));
+            let _ = merged.successors_of(&[NodeId(0)], true);
+            plain(&value)
         }),
         Some(27) => record(bytes, |value: LaunchHosts| plain(&value)),
         _ => Ok(Seen::default()),

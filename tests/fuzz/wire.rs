@@ -122,6 +122,8 @@ const CALLS: &[Laws] = laws![
     ListDamagedMarks,
     PutLeaves,
     SurveyShard,
+    ListRingChanges,
+    ReplaceNode,
     PutPlaces,
 ];
 

@@ -4,20 +4,24 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use rapidraid::client::{Client, RestoreRequest, SaveOptions};
+use rapidraid::client::{Client, ClientError, RestoreRequest, SaveOptions};
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::id::{NodeId, Step};
+use rapidraid::id::{NodeId, PeerName, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::MemoryDisk;
 use rapidraid::wire::calls::RepairOptions;
 
-use super::schedule::Deed;
+use super::schedule::{Deed, STEPS};
 use super::weather::Report;
 use crate::world::ledger::{Ledger, Possible, Shards};
 use crate::world::{content, job, options, quiet, shard};
 
 /// Time limit of an operation under any faults, in virtual time.
 const PATIENCE: Duration = Duration::from_secs(3600);
+
+/// Number of tries to take a node off the list, and the wait before each.
+const DEPARTURE_TRIES: usize = 6;
+const DEPARTURE_WAIT: Duration = Duration::from_secs(15);
 
 /// Number of lost nodes that an archived step survives, with any of the codes.
 const N_MINUS_K: usize = 2;
@@ -124,6 +128,41 @@ async fn act(client: &Client, deed: Deed, ledger: &Shared, weather: &Report) {
     }
 }
 
+/// Takes a node off the list that does not run. Repairs all steps without it first. Returns whether
+/// the node was taken off.
+pub async fn take_off(client: &Client, machine: usize, by: Option<usize>) -> bool {
+    let node = name(machine);
+    for _ in 0..DEPARTURE_TRIES {
+        tokio::time::sleep(DEPARTURE_WAIT).await;
+        if let Some(by) = by.filter(|by| *by != machine) {
+            let replaced = client.replace_node(&node, &name(by)).await;
+            assert!(replaced.as_ref().err().is_none_or(is_told), "{node}: {replaced:?}");
+        }
+        for step in 1..=STEPS {
+            let nodes = [NodeId::of(&node)];
+            let options = RepairOptions::default();
+            let repaired =
+                client.repair(&job(), Some(Step(step)), options, &nodes, &mut |_| ()).await;
+            assert!(repaired.as_ref().err().is_none_or(is_told), "{node}: {repaired:?}");
+        }
+        let removed = client.remove_node(&node).await;
+        assert!(removed.as_ref().err().is_none_or(is_told), "{node}: {removed:?}");
+        if removed.is_ok() {
+            return true;
+        }
+    }
+    false
+}
+
+fn name(machine: usize) -> PeerName {
+    format!("node{machine:02}").parse().unwrap()
+}
+
+/// Returns whether the error is one that faults explain.
+fn is_told(error: &ClientError) -> bool {
+    !matches!(error.kind(), ErrorKind::Internal | ErrorKind::Denied | ErrorKind::Invalid)
+}
+
 /// Runs `work` for at most `patience_ms`, or to its end if that is 0. Returns its result, or `None`
 /// if the time ran out and the work was dropped where it stood.
 async fn within<T>(patience_ms: u64, work: impl Future<Output = T>) -> Option<T> {
@@ -156,9 +195,7 @@ async fn restore(client: &Client, step: u64, ledger: &Shared, weather: &Report) 
         }
         Err(error) => error,
     };
-    let told =
-        !matches!(error.kind(), ErrorKind::Internal | ErrorKind::Denied | ErrorKind::Invalid);
-    assert!(told, "step {step}: {error}");
+    assert!(is_told(&error), "step {step}: {error}");
     let mut ledger = ledger.lock().unwrap();
     if let Some(version) = ledger.certain(step).filter(|_| before == after && versions == later) {
         assert_ne!(error.kind(), ErrorKind::NotFound, "step {step} is there: {error}");

@@ -11,7 +11,7 @@ use crate::world::power::Leaves;
 pub const CODES: [(u8, u8); 2] = [(6, 4), (4, 2)];
 pub const BLOCK: u64 = 64 << 10;
 /// Number of steps that the clients work on.
-const STEPS: u64 = 4;
+pub const STEPS: u64 = 4;
 /// Time within which faults begin, in virtual milliseconds.
 const STORM_MS: u64 = 90_000;
 /// Maximum duration of a fault, in virtual milliseconds.
@@ -75,6 +75,9 @@ pub enum Fault {
     /// The catalogue server goes down. `map` says which catalogue database it has when it comes
     /// back.
     Lose { number: u64, map: Kept },
+    /// A machine stops, and a client takes its node off the list, after a repair that gives it up.
+    /// First the node may get a successor. At the end of the fault it comes back.
+    Depart { machine: usize, by: Option<usize>, leaves: Leaves },
     /// A client requests a rebuild of the catalogue.
     Rebuild { on: usize },
 }
@@ -120,6 +123,24 @@ impl std::fmt::Display for Schedule {
         }
         Ok(())
     }
+}
+
+/// Returns whether nodes leave in the storm of a seed: in every third one.
+pub fn nodes_leave(seed: u64) -> bool {
+    seed.is_multiple_of(3)
+}
+
+/// Returns the departures of a storm in which nodes leave.
+fn departures(seed: u64, nodes: u64) -> Vec<Wrong> {
+    let coin = Draw(SeededEntropy::new(seed ^ (1 << 41)));
+    let departure = |_| {
+        let machine = 1 + coin.below(nodes) as usize;
+        let by = (coin.below(3) == 0).then(|| 1 + coin.below(nodes) as usize);
+        let (from_ms, leaves) = (coin.below(STORM_MS), coin.leaves());
+        let to_ms = from_ms + 20_000 + coin.below(2 * MAX_WRONG_MS);
+        Wrong { from_ms, to_ms, fault: Fault::Depart { machine, by, leaves } }
+    };
+    (0..1 + coin.below(3)).map(departure).collect()
 }
 
 struct Draw(SeededEntropy);
@@ -213,6 +234,9 @@ impl Schedule {
             }
         }
         let clients = (0..clients).map(deeds).collect();
+        if nodes_leave(seed) {
+            wrongs.extend(departures(seed, nodes));
+        }
         let rotten = 1 + draw.below(nodes) as usize;
         let lag_ms = draw.of(&[0, 0, 3, 30, 150]);
         let echo_ms = draw.of(&[0, 0, 200, 3000]);

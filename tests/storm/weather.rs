@@ -2,14 +2,16 @@
 //! learn how much they may expect.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::store::Disk;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::clients::Shared;
+use super::clients::{Shared, take_off};
 use super::lost::Lost;
 use super::schedule::{Fault, Schedule, Wrong};
 use crate::world::power::Leaves;
@@ -22,6 +24,9 @@ const IDLE: Duration = Duration::from_secs(4);
 /// Interval at which the director checks which daemon serves the catalogue, if the schedule may
 /// lose it.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Number of nodes that were taken off the list, in all storms of this process.
+pub static DEPARTED: AtomicU64 = AtomicU64::new(0);
 
 /// The faults that clients may know of.
 #[derive(Clone, Default)]
@@ -37,6 +42,9 @@ pub struct Weather {
     /// Whether requests are repeated. A repeated request that begins a save may open a step on
     /// which no client works, for the time of a lease.
     pub echoes: bool,
+    /// Whether a node has been asked to leave. It gets nothing new, so that there may be too few
+    /// others.
+    pub leaves: bool,
     /// Number of cuts and full disks at present.
     wrong: usize,
     /// Number of changes so far.
@@ -64,7 +72,10 @@ impl Weather {
 
     /// Returns whether no fault is active and there was no change for longer than `CALM`.
     pub fn is_calm(&self) -> bool {
-        self.is_fair(0) && !self.is_lost && self.last.is_none_or(|last| last.elapsed() > CALM)
+        self.is_fair(0)
+            && !self.leaves
+            && !self.is_lost
+            && self.last.is_none_or(|last| last.elapsed() > CALM)
     }
 }
 
@@ -84,6 +95,8 @@ pub struct Director {
     pub lost: Lost,
     ledger: Shared,
     rotten: usize,
+    /// The tasks that take nodes off the list.
+    departures: Vec<JoinHandle<bool>>,
     /// By machine: while it is down, the rule for the data that its disk keeps when it comes back.
     down: Vec<Option<Leaves>>,
 }
@@ -94,7 +107,8 @@ impl Director {
         let mut weather = report.lock().unwrap();
         (weather.moves, weather.echoes) = (schedule.is_lost, schedule.echo_ms > 0);
         drop(weather);
-        Self { world, report, lost: Lost::default(), ledger, rotten: schedule.rotten, down }
+        let (lost, departures, rotten) = (Lost::default(), Vec::new(), schedule.rotten);
+        Self { world, report, lost, departures, ledger, rotten, down }
     }
 
     /// Begins and ends all faults at their times.
@@ -181,13 +195,23 @@ impl Director {
                 self.world.machines[machine].time.jump(by_seconds);
             }
             Fault::Lose { number, map } => self.lose(number, map).await,
+            Fault::Depart { machine, by, leaves } => {
+                self.tell(|weather| weather.leaves = true);
+                self.take_down(machine, leaves).await;
+                let seeds: Vec<usize> = (0..self.down.len()).collect();
+                let client = self.world.client_of_all(&seeds);
+                self.departures
+                    .push(tokio::spawn(async move { take_off(&client, machine, by).await }));
+            }
             Fault::Rebuild { on } => self.call_rebuild(on),
         }
     }
 
     async fn end(&mut self, fault: Fault) {
         match fault {
-            Fault::Stop { machine, .. } => self.bring_back(machine).await,
+            Fault::Stop { machine, .. } | Fault::Depart { machine, .. } => {
+                self.bring_back(machine).await;
+            }
             Fault::Blackout { .. } => {
                 for machine in 0..self.down.len() {
                     self.bring_back(machine).await;
@@ -290,6 +314,10 @@ impl Director {
         }
         if self.report.lock().unwrap().moves {
             self.restore_catalogue().await;
+        }
+        for departure in std::mem::take(&mut self.departures) {
+            let is_off = departure.await.unwrap();
+            DEPARTED.fetch_add(u64::from(is_off), Ordering::Relaxed);
         }
     }
 }

@@ -56,8 +56,16 @@ const REMOVE_NODE: &str = "\
 Example:
   rapidraid cluster remove-node node-17
 
-The node's daemon must be stopped. The command refuses while a checkpoint may have files on the node, because they may be the
-last copies. To replace a lost machine or disk, use the same name with an empty data folder; docs/operations.md says how.";
+The node's daemon must be stopped, and the other nodes must be up. The command refuses while something of a checkpoint would be
+missing without the node: repair makes it again on others. `cluster replace-node` gives a node a successor for that.";
+
+const REPLACE_NODE: &str = "\
+Example:
+  rapidraid cluster replace-node node-17 --by node-25
+
+node-25 is then asked wherever node-17 was, and repair uses it for what node-17 had. Saves do not use node-17 any more. When
+node-17 does not answer, `rapidraid repair --node node-17` makes its part again, and `rapidraid cluster remove-node node-17`
+ends it. If node-17 starts again before that, it stays.";
 
 /// Options of `cluster remove-node`.
 #[derive(Debug, clap::Args)]
@@ -70,6 +78,20 @@ pub struct RemoveNode {
     pub connect: Connect,
 }
 
+/// Options of `cluster replace-node`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = REPLACE_NODE)]
+pub struct ReplaceNode {
+    /// The name of the node that is to leave
+    pub name: PeerName,
+    /// The name of the storage node that takes its place
+    #[arg(long, value_name = "NODE")]
+    pub by: PeerName,
+    /// The options to connect to the cluster.
+    #[command(flatten)]
+    pub connect: Connect,
+}
+
 /// The commands for a cluster as a whole.
 #[derive(Debug, Subcommand)]
 pub enum Cluster {
@@ -77,6 +99,8 @@ pub enum Cluster {
     Init(Init),
     /// Create the folders of further nodes, in the folder that `cluster init` made
     AddNode(AddNode),
+    /// Let another storage node take the place of a node that is lost or is to leave
+    ReplaceNode(ReplaceNode),
     /// Remove a node that is lost permanently from the list of members
     RemoveNode(RemoveNode),
 }

@@ -9,13 +9,13 @@ use futures_util::stream;
 
 use super::output::Output;
 use crate::client::{Client, ClientError, ProgressFn, RestoreReport, RestoreRequest};
-use crate::format::records::Node;
+use crate::format::records::{Node, RingChanges};
 use crate::format::save_record::SaveRecord;
-use crate::id::{ClusterId, SaveId};
+use crate::id::{ClusterId, NodeId, SaveId};
 use crate::net::call::address;
 use crate::topology::Directory;
-use crate::wire::NodeAddress;
-use crate::wire::calls::{FindRemovedSaves, Hello, ListMembers, NodeView};
+use crate::wire::calls::{FindRemovedSaves, Hello, ListMembers, ListRingChanges, NodeView};
+use crate::wire::{Call, NodeAddress};
 
 /// Time limit for a node to answer `Hello`. A node that takes longer counts as unreachable.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
@@ -55,9 +55,9 @@ impl Client {
         if let Some(view) = views.iter().find(|view| view.live) {
             self.set_gateway(Some(NodeAddress::of(&view.node)));
         }
-        for found in
-            self.hello_all(record.cluster(), self.find_relocated_nodes(&views).await).await?
-        {
+        let changes = self.fetch_known_ring_changes(&views).await;
+        let others = self.find_other_nodes(record, &views, &changes).await;
+        for found in self.hello_all(record.cluster(), others).await? {
             // A node that answers at neither address keeps the new one, and is tried there again
             // when it is needed.
             let is_found = |view: &NodeView| view.live && view.node.name == found.node.name;
@@ -66,46 +66,70 @@ impl Client {
                 views.push(found);
             }
         }
-        if !views.iter().any(|view| view.live) {
+        if let Some(view) = views.iter().find(|view| view.live) {
+            self.set_gateway(Some(NodeAddress::of(&view.node)));
+        } else {
             let asked: Vec<&str> = views.iter().map(|view| view.node.address.as_str()).collect();
             let reason = "none of the record's nodes answers".to_owned();
             return Err(ClientError::Unreachable { seeds: asked.join(", "), reason });
         }
-        let directory = Directory::new(views);
+        let directory = Directory::new(views, changes);
         if self.is_removed_anywhere(&directory, record.saved().save).await {
             return Err(ClientError::Removed { job: record.job().clone(), step: record.step() });
         }
         Ok(directory)
     }
 
-    /// Returns the nodes that do not answer and for which other nodes know another address. The
-    /// nodes that answer are asked, or a gateway if none does. No catalogue is asked: there may be
-    /// none, and that takes long to find out.
-    async fn find_relocated_nodes(&self, views: &[NodeView]) -> Vec<Node> {
-        let (live, away): (Vec<_>, Vec<_>) = views.iter().partition(|view| view.live);
-        if away.is_empty() {
+    /// Makes a call to the nodes that answer, or to a gateway if none does. Returns the answers. No
+    /// catalogue is asked: there may be none, and that takes long to find out.
+    async fn ask_live_nodes<C: Call>(&self, views: &[NodeView], call: &C) -> Vec<C::Answer> {
+        let live: Vec<&NodeView> = views.iter().filter(|view| view.live).collect();
+        if live.is_empty() {
+            let answer = self.call_any_gateway_within(call, NEWS_LIMIT).await;
+            return answer.into_iter().collect();
+        }
+        let asks = live.into_iter().map(|view| async move {
+            let to = address(&NodeAddress::of(&view.node));
+            self.caller().call_within(&to, call, NEWS_LIMIT).await.ok()
+        });
+        let asks: Vec<_> = asks.collect();
+        stream::iter(asks).buffered(AT_ONCE).filter_map(std::future::ready).collect().await
+    }
+
+    /// Returns the ring changes that the nodes know.
+    async fn fetch_known_ring_changes(&self, views: &[NodeView]) -> RingChanges {
+        let mut changes = RingChanges::default();
+        let call = ListRingChanges { only_stored: true };
+        for known in self.ask_live_nodes(views, &call).await {
+            known.changes.into_iter().for_each(|change| changes.merge(change));
+        }
+        changes
+    }
+
+    /// Returns the nodes that do not answer and for which other nodes know another address, and the
+    /// successors of the nodes in the record's rings.
+    async fn find_other_nodes(
+        &self,
+        record: &SaveRecord,
+        views: &[NodeView],
+        changes: &RingChanges,
+    ) -> Vec<Node> {
+        let rings = record.roots().iter().flat_map(|root| &root.ring);
+        let in_rings: Vec<NodeId> = rings.map(|member| member.node).collect();
+        let successors = changes.successors_of(&in_rings, true);
+        let away: Vec<_> = views.iter().filter(|view| !view.live).collect();
+        if away.is_empty() && successors.is_empty() {
             return Vec::new();
         }
-        let known: Vec<Vec<Node>> = if live.is_empty() {
-            vec![
-                self.call_any_gateway_within(&ListMembers {}, NEWS_LIMIT).await.unwrap_or_default(),
-            ]
-        } else {
-            let asks = live.iter().map(|view| async move {
-                let to = address(&NodeAddress::of(&view.node));
-                self.caller()
-                    .call_within(&to, &ListMembers {}, NEWS_LIMIT)
-                    .await
-                    .unwrap_or_default()
-            });
-            let asks: Vec<_> = asks.collect();
-            stream::iter(asks).buffered(AT_ONCE).collect().await
-        };
+        let known = self.ask_live_nodes(views, &ListMembers {}).await;
         let mut moved: Vec<Node> = Vec::new();
         for node in known.into_iter().flatten() {
-            let is_news = away
+            let is_elsewhere = away
                 .iter()
                 .any(|view| view.node.name == node.name && view.node.address != node.address);
+            let is_new = views.iter().all(|view| view.node.name != node.name);
+            let is_successor = is_new && successors.contains(&NodeId::of(&node.name));
+            let is_news = is_elsewhere || is_successor;
             let is_known =
                 moved.iter().any(|other| other.name == node.name && other.address == node.address);
             if is_news && !is_known && moved.len() < MAX_RELOCATED {

@@ -18,7 +18,7 @@ use crate::client::connection::LONG_LIMIT;
 use crate::client::{
     Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDecisions, SaveFate,
 };
-use crate::format::records::{Node, Saved, ShardRoot};
+use crate::format::records::{Node, RingChanges, Saved, ShardRoot};
 use crate::format::save_record::{SaveHead, SaveRecord};
 use crate::id::{ClusterId, Generation, Job, LaunchId, NodeId, SaveId, Step, StepRef};
 use crate::kind::ErrorKind;
@@ -249,7 +249,7 @@ impl Client {
             job: step_ref.job.clone(),
             step: step_ref.step,
             cluster,
-            directory: Directory::new(live.collect()),
+            directory: Directory::new(live.collect(), RingChanges::default()),
             begun,
             roots: Mutex::default(),
             failures: Arc::default(),

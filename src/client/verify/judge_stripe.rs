@@ -99,6 +99,8 @@ pub(in crate::client) struct StripeJudgement {
 /// The records of a stripe, and the answers of its nodes.
 pub(in crate::client) struct ExaminedStripe<'a> {
     pub root: &'a ShardRoot,
+    /// The shard's present ring.
+    pub ring: &'a [NodeId],
     /// The stripe record and its hash that the commit fixed; `None` if no node has it, and for a
     /// shard without stripes.
     pub info: Option<(&'a StripeInfo, [u8; 32])>,
@@ -260,7 +262,7 @@ impl ExaminedStripe<'_> {
     /// if these were examined too and have fewer good copies.
     fn judge_records_and_count_copies(&self, exam: &mut StripeJudgement) -> usize {
         let mut expected: Vec<(NodeId, HeldItem, Option<[u8; 32]>)> = Vec::new();
-        let on_ring = self.root.ring.iter().map(|member| member.node);
+        let on_ring = self.ring.iter().copied();
         if self.with_shard {
             let digest = digest::of_root(self.root);
             let both = [HeldItem::Leaves, HeldItem::Mark];
@@ -322,7 +324,7 @@ impl ExaminedStripe<'_> {
     fn promised_copies(&self, held: HeldItem) -> usize {
         let (n, k) = (usize::from(self.root.n), usize::from(self.root.k));
         match held {
-            HeldItem::Leaves | HeldItem::Mark => (self.root.ring.len() + 1).saturating_sub(k),
+            HeldItem::Leaves | HeldItem::Mark => (self.ring.len() + 1).saturating_sub(k),
             HeldItem::Record => (n + 1).saturating_sub(k),
             _ => usize::MAX,
         }

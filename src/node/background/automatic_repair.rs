@@ -14,7 +14,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::away_nodes::AwayNodes;
 use super::error::BackgroundError;
-use super::repair_survey::{StepHealth, StepSurvey, SurveyOutcome, survey_save};
 use crate::catalogue::CatalogueError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{CHECKPOINTS, parse_checkpoint_key, parse_record};
@@ -22,6 +21,9 @@ use crate::code::SurvivableLossCache;
 use crate::format::records::Checkpoint;
 use crate::id::{Job, SaveId, Step};
 use crate::kind::ErrorKind;
+use crate::node::catalogue_server::repair_survey::{
+    StepHealth, StepSurvey, SurveyOutcome, survey_save,
+};
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::{RetrySchedule, scan_interval};
 use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairRestraint};
@@ -214,7 +216,8 @@ impl AutomaticRepair {
     /// that runs is stopped.
     async fn watch_nodes(&self, rounds: &mut Rounds) -> Result<Directory, CatalogueError> {
         let settings = &self.context.settings;
-        let views = self.context.catalogue().list_nodes().await?;
+        let directory = Directory::read(&*self.context.catalogue()).await?;
+        let views: Vec<_> = directory.views().cloned().collect();
         let version = rounds.nodes.version();
         rounds.nodes.update(&views, self.context.clock.now(), &settings.repair, settings.lease);
         let mut ledger = self.lock_ledger();
@@ -223,7 +226,7 @@ impl AutomaticRepair {
             ledger.retries = RetrySchedule::new(settings.lease);
             rounds.stop_running();
         }
-        Ok(Directory::new(views))
+        Ok(directory)
     }
 
     /// Puts a step off for a lease period.

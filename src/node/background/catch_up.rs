@@ -21,6 +21,7 @@ use crate::format::records::{
 use crate::id::{Epoch, PeerName, SaveId, ShardId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
+use crate::node::catalogue_server::membership::Membership;
 use crate::node::context::NodeContext;
 use crate::node::quorum::Quorum;
 use crate::node::registration::{CatchUpRequests, Registration};
@@ -58,6 +59,7 @@ pub(in crate::node) struct CatchUpRounds {
     registration: Arc<Registration>,
     catching_up: Arc<CatchUpRequests>,
     shard_records: Arc<ShardRecords>,
+    membership: Arc<Membership>,
 }
 
 impl CatchUpRounds {
@@ -68,8 +70,9 @@ impl CatchUpRounds {
         registration: Arc<Registration>,
         catching_up: Arc<CatchUpRequests>,
         shard_records: Arc<ShardRecords>,
+        membership: Arc<Membership>,
     ) -> Self {
-        Self { context, fencing, registration, catching_up, shard_records }
+        Self { context, fencing, registration, catching_up, shard_records, membership }
     }
 
     /// Catches up after the node has registered, and again whenever a round is due. Runs until the
@@ -104,6 +107,8 @@ impl CatchUpRounds {
         &self,
         call: CatchUp,
     ) -> Result<(), RemoteError> {
+        // A node that leaves, or gets a successor, waits until this node knows its ring change.
+        self.membership.fetch_and_store_members().await?;
         self.run_catch_up_round(call.without.as_ref()).await
     }
 

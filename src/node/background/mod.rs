@@ -9,7 +9,6 @@ pub(super) mod catch_up;
 pub(super) mod error;
 pub(super) mod keep_registered;
 pub(super) mod orphan_gc;
-pub(super) mod repair_survey;
 pub(super) mod replica_gc;
 pub(super) mod retention;
 pub(super) mod save_recovery;

@@ -104,11 +104,41 @@ pub(in crate::node) enum CatalogueServerError {
     /// The node that is to be removed is live.
     #[error("node {node} is live: stop its daemon, and wait until its lease is over")]
     NodeLive { node: PeerName },
-    /// The node that is to be removed may hold the last copy of checkpoints.
+    /// Something of a checkpoint is missing on the nodes that stay.
     #[error(
-        "{count} checkpoints may lie on node {node} ({checkpoints}): what is there may be their last copy"
+        "parts of {job}/{step} would be missing without node {node}: {missing} of its pieces or replicas, and {records} of its records"
     )]
-    CheckpointsOnNode { count: usize, node: PeerName, checkpoints: String },
+    MissingWithoutNode { node: PeerName, job: Job, step: Step, missing: u64, records: u64 },
+    /// The nodes that stay are too few for a code.
+    #[error(
+        "without node {node}, {left} storage nodes are left in the ring of a checkpoint that needs {needed}"
+    )]
+    RingTooSmall { node: PeerName, left: usize, needed: u8 },
+    /// The survey of a step was not complete.
+    #[error(
+        "what nodes have of {job}/{step} is not known: a live node did not answer, or the step is changing; try again"
+    )]
+    StepNotSurveyed { job: Job, step: Step },
+    /// A save waits until all nodes were asked for its commit mark.
+    #[error(
+        "node {node} must be asked first whether save {save} was committed: start it, or wait until the save is removed"
+    )]
+    MarkUnknown { save: SaveId, node: PeerName },
+    /// A node cannot be its own successor.
+    #[error("node {node} cannot take its own place: name another node")]
+    SuccessorOfItself { node: PeerName },
+    /// The successor is not configured to store data.
+    #[error("node {node} stores no data (node.storage = false): name a storage node")]
+    SuccessorStoresNothing { node: PeerName },
+    /// The successor is not live.
+    #[error("node {node} is not live: start its daemon")]
+    SuccessorAway { node: PeerName },
+    /// A node has too many successors.
+    #[error("node {node} has too many successors: name one of them")]
+    TooManySuccessors { node: PeerName },
+    /// Too many nodes leave.
+    #[error("too many nodes have left for node {node} to be added: remove old checkpoints first")]
+    TooManyRingChanges { node: PeerName },
     /// A step is being saved, so that the nodes of its ring are not known.
     #[error("{job}/{step} is being saved: wait until it is done")]
     SaveOpen { job: Job, step: Step },

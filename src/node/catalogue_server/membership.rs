@@ -8,16 +8,21 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use futures_util::{StreamExt, stream};
 
-use crate::format::records::{Members, Node as NodeRecord};
+use crate::catalogue::record_access::list_ring_changes;
+use crate::format::records::{Members, Node as NodeRecord, RingChanges};
 use crate::id::PeerName;
+use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::net::{Peer, Role};
 use crate::node::context::NodeContext;
-use crate::wire::calls::{Hello, HelloAnswer, ListMembers};
+use crate::store::Store;
+use crate::wire::calls::{Hello, HelloAnswer, ListMembers, ListRingChanges};
 use crate::wire::{NodeAddress, RemoteError};
 
 /// Time limit for a node to answer with its epoch. A node that exceeds it is not counted.
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(2);
+/// Time limit for a node to answer with its ring changes.
+const RING_CHANGES_LIMIT: Duration = Duration::from_secs(20);
 /// Maximum number of nodes that are asked at once.
 const AT_ONCE: usize = 32;
 /// Maximum number of rounds in which members name further members.
@@ -99,7 +104,7 @@ impl Membership {
         answers
     }
 
-    /// Stores the list of nodes, to be used when no catalogue answers.
+    /// Stores the list of nodes and the ring changes, to be used when no catalogue answers.
     pub(in crate::node) async fn fetch_and_store_members(&self) -> Result<(), RemoteError> {
         let met_before: Vec<PeerName> = {
             let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
@@ -115,7 +120,14 @@ impl Membership {
             .collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         self.context.remote.add_fallback_nodes(nodes.iter().map(NodeAddress::of));
-        self.context.run_on_store(move |store| store.put_members(&Members { nodes })).await?;
+        // A node leaves the list only after its ring change is known. So these are read after the
+        // list, and stored before it.
+        let changes = list_ring_changes(&*self.context.catalogue()).await?;
+        let store_both = move |store: &Store| {
+            store.put_ring_changes(&changes)?;
+            store.put_members(&Members { nodes })
+        };
+        self.context.run_on_store(store_both).await?;
         // A node that introduced itself before the list was read is on the list, or was taken off
         // it. In both cases its introduction is not needed any more.
         let mut met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
@@ -136,8 +148,37 @@ impl Membership {
         Ok(nodes)
     }
 
+    /// Returns the ring changes that this node and `nodes` store.
+    ///
+    /// # Errors
+    /// If one of `nodes` does not answer. A node of a version without ring changes stores none.
+    pub(in crate::node) async fn collect_ring_changes(
+        &self,
+        nodes: &[NodeRecord],
+    ) -> Result<RingChanges, RemoteError> {
+        let mut found = self.context.run_on_store(|store| store.read_ring_changes()).await?;
+        let asks = nodes.iter().map(|node| async {
+            let to = address(&NodeAddress::of(node));
+            match self
+                .context
+                .caller
+                .call_within(&to, &ListRingChanges { only_stored: true }, RING_CHANGES_LIMIT)
+                .await
+            {
+                Err(error) if error.kind() == ErrorKind::Invalid => Ok(RingChanges::default()),
+                answer => answer,
+            }
+        });
+        let asks: Vec<_> = asks.collect();
+        let mut asks = stream::iter(asks).buffer_unordered(AT_ONCE);
+        while let Some(answer) = asks.next().await {
+            answer?.changes.into_iter().for_each(|change| found.merge(change));
+        }
+        Ok(found)
+    }
+
     /// Returns all nodes that any reached node has heard of, and the answers of those that were
-    /// reached.
+    /// reached. Adds their ring changes to those that this node stores: it may have missed some.
     pub(in crate::node) async fn discover_members(
         &self,
     ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {
@@ -163,6 +204,13 @@ impl Membership {
             if !add(found, &mut known) {
                 break;
             }
+        }
+        let nodes: Vec<NodeRecord> = reached.iter().map(|(node, _)| node.clone()).collect();
+        match self.collect_ring_changes(&nodes).await {
+            Ok(changes) => {
+                self.context.run_on_store(move |store| store.put_ring_changes(&changes)).await?;
+            }
+            Err(error) => tracing::info!(%error, "a node did not say who leaves rings"),
         }
         Ok((known.into_values().collect(), reached))
     }

@@ -11,13 +11,13 @@ use super::membership::Membership;
 use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::record_access::{
-    ArchiveRequest, NODES, archive_request_key, checkpoint_key, orphan_key, shard_root_key,
-    shard_state_key,
+    ArchiveRequest, NODES, archive_request_key, checkpoint_key, orphan_key, ring_change_key,
+    shard_root_key, shard_state_key,
 };
 use crate::catalogue::save_evidence::Committed;
 use crate::code::{Code, CodeId, table};
 use crate::format::records::{
-    Checkpoint, CommitMark, Home, Node as NodeRecord, Record, StripeState,
+    Checkpoint, CommitMark, Home, Node as NodeRecord, Record, RingChanges, ShardRoot, StripeState,
 };
 use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
@@ -28,6 +28,7 @@ use crate::node::quorum::{
 use crate::node::standings::fetch_standings;
 use crate::stage::{TracePoint, trace_point};
 use crate::store::Kv;
+use crate::topology::Directory;
 use crate::wire::calls::{
     ArchiveOptions, ClaimEpoch, PlanChoice, PutMark, RebuildAnswer, RebuildCatalogue,
     StandingAnswer,
@@ -47,7 +48,16 @@ struct Rebuild<'a> {
     members: &'a [NodeRecord],
     /// The storage nodes among them.
     listed: BTreeSet<NodeId>,
+    /// The ring changes of all nodes that were read.
+    changes: &'a RingChanges,
     accept_loss: bool,
+}
+
+/// The nodes that a rebuild knows, and what it read of them.
+struct ReadNodes<'a> {
+    members: &'a [NodeRecord],
+    reached: &'a [NodeRecord],
+    standings: &'a [(NodeRecord, StandingAnswer)],
 }
 
 /// The service that rebuilds a lost catalogue. It also answers claims of an epoch, and creates and
@@ -125,7 +135,9 @@ impl CatalogueRebuild {
             .read_and_judge_inventories(&storage_nodes(&reached), generation)
             .await?;
         let standings = fetch_standings(&self.context, &storage_nodes(&reached)).await;
-        self.check_inventory_suffices(&preview, &members, &reached, &standings, accept_loss)?;
+        let changes = self.membership.collect_ring_changes(&reached).await?;
+        let read = ReadNodes { members: &members, reached: &reached, standings: &standings };
+        self.check_inventory_suffices(&preview, &read, &changes, accept_loss)?;
         drop(preview);
 
         // The database is created before the claim: if there is no room for it, no epoch is
@@ -141,7 +153,9 @@ impl CatalogueRebuild {
         let inventory =
             self.inventory_reader.read_and_judge_inventories(&sources, generation).await?;
         let standings = fetch_standings(&self.context, &sources).await;
-        self.check_inventory_suffices(&inventory, &members, &claimed, &standings, accept_loss)?;
+        let changes = self.membership.collect_ring_changes(&claimed).await?;
+        let read = ReadNodes { members: &members, reached: &claimed, standings: &standings };
+        self.check_inventory_suffices(&inventory, &read, &changes, accept_loss)?;
         // A node that was taken off the list is left out here. It registers anew, and catches up.
         let is_listed =
             |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
@@ -159,7 +173,7 @@ impl CatalogueRebuild {
         };
         let listed = storage_nodes(&members).iter().map(|node| NodeId::of(&node.name)).collect();
         let (sources, members) = (&sources[..], &members[..]);
-        let rebuild = Rebuild { epoch, sources, members, listed, accept_loss };
+        let rebuild = Rebuild { epoch, sources, members, listed, changes: &changes, accept_loss };
         let writer = DbWriter::new(empty_db, epoch);
         let writer =
             self.write_database_and_missing_marks(&rebuild, writer, inventory, &mut answer).await?;
@@ -201,6 +215,9 @@ impl CatalogueRebuild {
         for node in rebuild.members {
             writer.put_entry(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }
+        for change in &rebuild.changes.changes {
+            writer.put_entry(&ring_change_key(&change.node), &change.to_bytes()?)?;
+        }
         let mut checkpoints: BTreeMap<(Job, Step), Checkpoint> = BTreeMap::new();
         for (step, committed) in inventory.steps {
             self.put_marks_and_require_majority(rebuild, &committed).await?;
@@ -230,7 +247,7 @@ impl CatalogueRebuild {
     ) -> Result<(), RemoteError> {
         let listed = &rebuild.listed;
         let needed = majority(listed.len());
-        let marked = self.put_missing_marks(rebuild.sources, committed, rebuild.epoch).await;
+        let marked = self.put_missing_marks(rebuild, committed).await;
         let marked = marked.intersection(listed).count();
         if marked < needed && !rebuild.accept_loss {
             let too_few = CatalogueServerError::TooFewCommitMarks {
@@ -307,10 +324,10 @@ impl CatalogueRebuild {
     /// have a mark then.
     async fn put_missing_marks(
         &self,
-        sources: &[NodeRecord],
+        rebuild: &Rebuild<'_>,
         committed: &Committed,
-        epoch: Epoch,
     ) -> BTreeSet<NodeId> {
+        let &Rebuild { sources, epoch, .. } = rebuild;
         let mut marked: BTreeSet<NodeId> =
             committed.shards.iter().flat_map(|shard| &shard.marked).copied().collect();
         for shard in &committed.shards {
@@ -321,9 +338,9 @@ impl CatalogueRebuild {
             };
             let Ok(bytes) = mark.to_bytes() else { continue };
             let call = PutMark { bytes, epoch };
-            let ring = |node: &NodeId| shard.root.ring.iter().any(|member| member.node == *node);
+            let ring: BTreeSet<NodeId> = present_ring(&shard.root, rebuild.changes).collect();
             let is_missing = |node: &NodeId| {
-                !marked.contains(node) || (ring(node) && !shard.marked.contains(node))
+                !marked.contains(node) || (ring.contains(node) && !shard.marked.contains(node))
             };
             let missing = sources.iter().filter(|source| is_missing(&NodeId::of(&source.name)));
             let puts = missing.map(|source| {
@@ -351,14 +368,14 @@ impl CatalogueRebuild {
     fn check_inventory_suffices(
         &self,
         inventory: &ClusterInventory,
-        members: &[NodeRecord],
-        reached: &[NodeRecord],
-        standings: &[(NodeRecord, StandingAnswer)],
+        read: &ReadNodes<'_>,
+        changes: &RingChanges,
         accept_loss: bool,
     ) -> Result<(), RemoteError> {
         if accept_loss {
             return Ok(());
         }
+        let &ReadNodes { members, reached, standings } = read;
         let mut quorum = Quorum::new(members, standings);
         quorum
             .set_max_missing(inventory.codes().chain(self.context.settings.codes.iter().copied()));
@@ -379,13 +396,14 @@ impl CatalogueRebuild {
         let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
         let unknown = inventory
             .committed_ring_members()
-            .filter(|node| !known.contains(node))
+            .filter(|node| !known.contains(node) && changes.state_of(*node).is_none())
             .collect::<BTreeSet<_>>();
         if !unknown.is_empty() {
             return Err(CatalogueServerError::HoldersUnknown { count: unknown.len() }.into());
         }
         let reached: BTreeSet<NodeId> = reached.iter().map(|node| NodeId::of(&node.name)).collect();
-        if let Some((committed, shard, missing)) = find_doubtful_shard(inventory, &reached) {
+        if let Some((committed, shard, missing)) = find_doubtful_shard(inventory, changes, &reached)
+        {
             let name = |node: &NodeId| {
                 let known = members.iter().find(|member| NodeId::of(&member.name) == *node);
                 known.map_or_else(|| node.to_string(), |member| member.name.to_string())
@@ -473,6 +491,12 @@ pub(in crate::node) fn unreached_storage_nodes<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
+/// Returns the nodes of a shard's present ring, and the successors of nodes that have returned
+/// (docs/semantics.md, 10).
+fn present_ring(root: &ShardRoot, changes: &RingChanges) -> impl Iterator<Item = NodeId> + use<> {
+    Directory::new(Vec::new(), changes.clone()).ring_nodes(root)
+}
+
 fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> {
     let all = members.iter().filter(|node| node.storage).count();
     if all == 0 {
@@ -485,13 +509,14 @@ fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> 
 /// code tolerates, and the nodes that are missing.
 fn find_doubtful_shard<'a>(
     inventory: &'a ClusterInventory,
+    changes: &RingChanges,
     reached: &BTreeSet<NodeId>,
 ) -> Option<(&'a Committed, &'a str, Vec<NodeId>)> {
     for committed in inventory.steps.values() {
         for shard in committed.shards.iter().filter(|shard| shard.is_doubtful) {
             let root = &shard.root;
             let is_there = |node: &NodeId| reached.contains(node) && shard.holders.contains(node);
-            let ring = root.ring.iter().map(|member| member.node);
+            let ring = present_ring(root, changes);
             let missing: Vec<NodeId> = ring.filter(|node| !is_there(node)).collect();
             if missing.len() > tolerated_losses([(root.n, root.k)]) {
                 return Some((committed, root.name.as_str(), missing));

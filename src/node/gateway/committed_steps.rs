@@ -10,10 +10,11 @@ use super::page_limits::SHARDS_SHOWN;
 use super::reads_without_catalogue::OutageReader;
 use super::removal::{SaveRemoval, UnpublishOutcome};
 use crate::catalogue::record_access::{
-    CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, read_record, shard_state_key,
+    CHECKPOINTS, checkpoint_key, list_ring_changes, parse_checkpoint_key, parse_record,
+    read_record, shard_state_key,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
-use crate::format::records::{Checkpoint, RemoveReason, ShardState};
+use crate::format::records::{Checkpoint, RemoveReason, RingChanges, ShardState};
 use crate::id::Job;
 use crate::net::Role;
 use crate::node::catalogue_server::catalogue_calls::CatalogueCalls;
@@ -22,8 +23,9 @@ use crate::node::incoming_call::{IncomingCall, Request};
 use crate::pipeline::coordinator::{CoordinatorError, RepairCause, list_shard_roots};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
-    ArchiveEvent, ArchiveStep, GetShardState, ListSteps, ListStepsAnswer, NodeView, RemoveAnswer,
-    RemoveLaunchStep, RemoveStep, RepairEvent, RepairStep, ShowStep, ShowStepAnswer, StepView,
+    ArchiveEvent, ArchiveStep, GetShardState, ListRingChanges, ListSteps, ListStepsAnswer,
+    NodeView, RemoveAnswer, RemoveLaunchStep, RemoveStep, RepairEvent, RepairStep, ShowStep,
+    ShowStepAnswer, StepView,
 };
 
 /// Maximum number of queued events for a client that watches an archiving or a repair.
@@ -241,6 +243,21 @@ impl CommittedSteps {
             Some(answer) => answer,
             None => self.outage_reader.list_members_with_liveness().await,
         }
+    }
+
+    /// Returns the nodes that leave rings: from the catalogue if it is wanted and answers, and
+    /// otherwise those that this node stores.
+    pub(in crate::node) async fn list_ring_changes(
+        &self,
+        call: ListRingChanges,
+    ) -> Result<RingChanges, RemoteError> {
+        if !call.only_stored {
+            let read = async { Ok(list_ring_changes(&*self.context.catalogue()).await?) };
+            if let Some(found) = self.outage_reader.read_if_catalogue_answers(read).await {
+                return found;
+            }
+        }
+        self.context.run_on_store(|store| store.read_ring_changes()).await
     }
 
     /// Archives a step in a task of this daemon and sends its events to the client. The archiving

@@ -222,7 +222,7 @@ impl SaveRemoval {
             generation: generation.next(catalogue.epoch()),
             reason: entry.reason,
         };
-        let directory = Directory::new(catalogue.list_nodes().await?);
+        let directory = Directory::read(&*catalogue).await?;
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
         let marked =
             self.call_nodes_returning_confirmed(&directory, &directory.storage(), &call).await;

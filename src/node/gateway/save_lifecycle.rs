@@ -37,7 +37,7 @@ const MARKS_AT_ONCE: usize = 32;
 
 impl SaveGateway {
     pub(super) async fn fetch_directory(&self) -> Result<Directory, RemoteError> {
-        Ok(Directory::new(self.context.catalogue().list_nodes().await?))
+        Ok(Directory::read(&*self.context.catalogue()).await?)
     }
 
     /// Renews the lease of an open save.

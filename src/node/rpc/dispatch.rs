@@ -27,11 +27,11 @@ use crate::wire::calls::{
     GetRepairStatus, GetShardState, GetStanding, GrantLease, Hello, JoinSave, LabelStep,
     ListCompletedShards, ListDamagedMarks, ListFiles, ListInventory, ListKeys, ListLabels,
     ListLaunches, ListMarkedSaves, ListMembers, ListNodes, ListOpenSaves, ListRemovedSaves,
-    ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock, PutLeaves, PutMark,
-    PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource, RebuildCatalogue,
-    RegisterLaunch, RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode, RemoveStep,
-    RenewLease, RepairStep, ReservePart, RevokeLease, RunPart, ShowStep, SurveyShard, TouchLease,
-    TransferCatalogue, VerifyFile,
+    ListRingChanges, ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock,
+    PutLeaves, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource,
+    RebuildCatalogue, RegisterLaunch, RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode,
+    RemoveStep, RenewLease, RepairStep, ReplaceNode, ReservePart, RevokeLease, RunPart, ShowStep,
+    SurveyShard, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
@@ -301,6 +301,9 @@ impl RpcServer {
             GetNodeStatus::NUMBER => {
                 reply!(GetNodeStatus => |_| self.services.status_report.get_node_status())
             }
+            ReplaceNode::NUMBER => {
+                reply!(ReplaceNode => |call| self.services.node_replacement.replace_node(call))
+            }
             RemoveNode::NUMBER => {
                 reply!(RemoveNode => |call| self.services.node_removal.remove_node(call))
             }
@@ -396,6 +399,9 @@ impl RpcServer {
             }
             ListMembers::NUMBER => {
                 reply!(ListMembers => |_| self.services.membership.list_known_members())
+            }
+            ListRingChanges::NUMBER => {
+                reply!(ListRingChanges => |call| self.services.steps.list_ring_changes(call))
             }
             FindRemovedSaves::NUMBER => {
                 reply!(FindRemovedSaves => |call| self.services.outage_reader.find_removed_saves(call))

@@ -313,7 +313,7 @@ impl Mending {
         let key = shard_root_key(stripe.shard.save(), stripe.shard.index());
         let gone = || StorageError::ShardGone { shard: stripe.shard };
         let (root, _) = read_record::<ShardRoot>(&*catalogue, &key).await?.ok_or_else(gone)?;
-        let directory = Directory::new(catalogue.list_nodes().await?);
+        let directory = Directory::read(&*catalogue).await?;
         let leaves = record_fetch::fetch_leaves(&self.context.caller, &directory, &root).await?;
         let info = record_fetch::fetch_stripe_record(
             &self.context.caller,

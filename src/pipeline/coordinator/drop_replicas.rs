@@ -28,7 +28,7 @@ impl OwnedStripe<'_> {
         let holders = self.possible_holders(receipt, places)?;
         // Other nodes of the ring may have files that an earlier owner left there. The drop counts
         // as complete without their answers.
-        let ring = self.shard.root.ring.iter().map(|member| member.node);
+        let ring = self.directory.ring_nodes(&self.shard.root);
         let mut nodes = holders.clone();
         nodes.extend(ring.filter(|node| self.directory.is_live(*node)));
         let call = DropReplicas {
@@ -44,7 +44,8 @@ impl OwnedStripe<'_> {
                     Some(address) => {
                         self.order_node_drop(&address, call, receipt_call).await || !is_needed
                     }
-                    None => !is_needed,
+                    // A node that has left and comes back drops its replicas by itself.
+                    None => !is_needed || self.directory.has_left(node),
                 }
             }
         });

@@ -92,7 +92,7 @@ impl OwnedStripe<'_> {
     }
 
     pub(super) fn ring_nodes(&self) -> impl Iterator<Item = NodeId> {
-        self.shard.root.ring.iter().map(|member| member.node)
+        self.directory.ring_nodes(&self.shard.root)
     }
 
     pub(super) async fn list_files(&self, nodes: impl IntoIterator<Item = NodeId>) -> FilesByNode {
@@ -142,21 +142,26 @@ impl OwnedStripe<'_> {
         sources
     }
 
-    /// Returns the stripe's places, with a spare in the place of each node that does not answer.
+    /// Returns the stripe's places, with a spare in the place of each node that does not answer or is
+    /// to leave.
     fn replace_absent_nodes(&self, held: &FilesByNode) -> Result<Vec<NodeId>, CoordinatorError> {
         let mut places = self.info.places.clone();
-        let is_live = |node| self.directory.is_live(node);
-        let (ring, layout) = (&self.shard.root.ring, self.shard.layout);
-        let mut spares = Spares::new(ring, layout, &places, is_live);
+        let takes_data = |node| self.directory.takes_data(node);
+        let (ring, layout) = (self.directory.present_ring(&self.shard.root), self.shard.layout);
+        let mut spares = Spares::new(&ring, layout, &places, takes_data);
         for position in 0..places.len() {
             let node = places[position];
-            if held.get(&node).is_some_and(Option::is_some) {
+            let answers = held.get(&node).is_some_and(Option::is_some);
+            if answers && !self.directory.is_leaving(node) {
                 continue;
             }
             let missing = format!("node {} does not answer", self.directory.name(node));
             let stripe = self.info.fixed.stripe;
-            let spare = spares.take(&places, position, |_| false);
-            places[position] = spare.ok_or(CoordinatorError::NoSpare { stripe, missing })?;
+            match spares.take(&places, position, |_| false) {
+                Some(spare) => places[position] = spare,
+                None if answers => {}
+                None => return Err(CoordinatorError::NoSpare { stripe, missing }),
+            }
         }
         Ok(places)
     }

@@ -62,7 +62,10 @@ impl OwnedStripe<'_> {
             .iter()
             .filter(is_file)
             .filter(|piece| !held.answers(piece.node))
-            .filter(|piece| task.gives_up_pieces_of(piece.node, is_urgent))
+            .filter(|piece| {
+                let node = piece.node;
+                self.directory.has_left(node) || task.gives_up_pieces_of(node, is_urgent)
+            })
             .collect();
         if lost.is_empty() {
             return Ok(Vec::new());
@@ -71,9 +74,10 @@ impl OwnedStripe<'_> {
             let (stripe, node) = (self.info.fixed.stripe, self.directory.name(node));
             return Err(CoordinatorError::ReceiptUnanswered { stripe, node });
         }
-        let ring = &self.shard.root.ring;
-        let mut spares = SparesOfStripe::new(ring, receipt, &held, self.rotation());
-        spares.free.retain(|member| !refused.contains(&member.node));
+        let ring = self.directory.present_ring(&self.shard.root);
+        let mut spares = SparesOfStripe::new(&ring, receipt, &held, self.rotation());
+        let may_get = |node| self.directory.takes_data(node) && !refused.contains(&node);
+        spares.free.retain(|member| may_get(member.node));
         let moves = lost.into_iter().filter_map(|piece| {
             let to = spares.take(piece, &held, &|node| task.loads.load_of(node))?;
             Some(PieceMove { piece: piece.piece, to })

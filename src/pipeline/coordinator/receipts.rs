@@ -183,7 +183,7 @@ impl Coordinator {
         attempt: Attempt,
     ) -> FoundReceipts {
         let stripe = info.fixed.stripe;
-        let mut nodes: BTreeSet<NodeId> = root.ring.iter().map(|member| member.node).collect();
+        let mut nodes: BTreeSet<NodeId> = directory.ring_nodes(root).collect();
         nodes.extend(&info.places);
         let record = RecordName::Receipt { index: stripe.index, attempt };
         let ask =

@@ -167,8 +167,8 @@ impl Coordinator {
         let mark = &PutMark { bytes: mark, epoch: owner.epoch };
         let leaves = &PutLeaves { bytes: leaves, owner, coordinator: self.me };
         let id = shard.root.shard;
-        let ring = shard.root.ring.iter().map(|member| member.node);
-        let nodes: Vec<NodeId> = ring.collect();
+        let ring = directory.present_ring(&shard.root);
+        let nodes: Vec<NodeId> = ring.iter().map(|member| member.node).collect();
         let mut running = stream::iter(nodes)
             .map(|node| async move {
                 let to = (directory, node);

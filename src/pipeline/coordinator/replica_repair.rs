@@ -82,17 +82,16 @@ impl ReplicaRepair<'_> {
             }
         }
         let directory = &self.stripe.directory;
-        let storage = directory.storage();
-        let is_live = |node| directory.is_live(node) && storage.contains(&node);
-        let mut spares =
-            Spares::new(&self.stripe.shard.root.ring, self.stripe.shard.layout, &places, is_live);
+        let takes_data = |node| directory.takes_data(node);
+        let ring = directory.present_ring(&self.stripe.shard.root);
+        let mut spares = Spares::new(&ring, self.stripe.shard.layout, &places, takes_data);
         for position in 0..places.len() {
             let (node, blocks) = (places[position], self.blocks_at(position));
             let copies = |block: &usize| self.good.iter().filter(|(of, _)| of == block).count();
             if self.answering.contains(&node) || blocks.iter().all(|block| copies(block) >= 2) {
                 continue;
             }
-            if !self.task.gives_up_replicas_of(node) {
+            if !directory.has_left(node) && !self.task.gives_up_replicas_of(node) {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 continue;
             }

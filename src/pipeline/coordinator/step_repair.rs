@@ -305,7 +305,7 @@ impl StepRepair<'_> {
                     let mut outcome = StripeOutcome::default();
                     outcome.problems.push(error.to_string());
                     // No node is known to have all that it should have.
-                    outcome.lacking.extend(shard.root.ring.iter().map(|member| member.node));
+                    outcome.lacking.extend(coordinator.fetch_ring_nodes(shard).await?);
                     outcome
                 }
             };
@@ -335,7 +335,7 @@ impl StepRepair<'_> {
         let stripes = task.restraint().and_then(|only| only.stripes.get(&shard.root.shard));
         let mut lacking = lacking.clone();
         if stripes.is_some_and(|stripes| !stripes.is_empty()) {
-            lacking.extend(shard.root.ring.iter().map(|member| member.node));
+            lacking.extend(coordinator.fetch_ring_nodes(shard).await?);
         }
         let outcome =
             coordinator.repair_shard_records(shard, &self.saved, &lacking, task.options).await;

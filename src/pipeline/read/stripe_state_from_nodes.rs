@@ -38,7 +38,7 @@ pub async fn find_stripe_state(
     nodes_to_ask: NodesToAsk,
 ) -> StripeState {
     let stripe = StripeId { shard: root.shard, index };
-    let ring = root.ring.iter().map(|member| member.node);
+    let ring = reading.directory.ring_nodes(root);
     let (nodes, limit): (BTreeSet<NodeId>, _) = match nodes_to_ask {
         NodesToAsk::Live => {
             (ring.filter(|node| reading.directory.is_live(*node)).collect(), PROBE_LIMIT)

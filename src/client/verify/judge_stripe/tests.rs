@@ -71,8 +71,10 @@ impl Stripe {
 
     fn judge(&self, dropped: bool) -> StripeJudgement {
         let (code, generation) = (self.receipt.code, self.receipt.generation);
+        let ring: Vec<NodeId> = self.root.ring.iter().map(|member| member.node).collect();
         let examined = ExaminedStripe {
             root: &self.root,
+            ring: &ring,
             info: Some((&self.info, LEAF)),
             state: StripeState::Archived { attempt: ATTEMPT, code, generation, dropped },
             receipt: Some(&self.receipt),

@@ -129,6 +129,8 @@ struct ShardSurveyor<'a> {
 /// away for everything else.
 struct NodeAnswer {
     is_storage: bool,
+    /// Whether the node is in the shard's present ring, and should have the shard's records.
+    is_member: bool,
     survey: ShardSurvey,
 }
 
@@ -166,20 +168,23 @@ impl ShardSurveyor<'_> {
     async fn ask_nodes(&self, first: u32) -> Option<Vec<NodeAnswer>> {
         let directory = self.directory;
         let storage: BTreeSet<NodeId> = directory.storage().into_iter().collect();
-        let members = self.root.ring.iter().map(|member| member.node);
-        let live: Vec<NodeId> = members.filter(|node| directory.has_lease(*node)).collect();
+        let asked = directory.ring_nodes(&self.root);
+        let live: Vec<NodeId> = asked.filter(|node| directory.has_lease(*node)).collect();
         if live.iter().any(|node| directory.is_silent(*node)) {
             return None;
         }
         let call = &SurveyShard { shard: self.root.shard, first };
-        let storage = &storage;
+        let ring = directory.present_ring(&self.root);
+        let members: BTreeSet<NodeId> = ring.iter().map(|member| member.node).collect();
+        let (storage, members) = (&storage, &members);
         let asks = live.into_iter().map(|node| async move {
             let to = address(&directory.address(node)?);
             let found = self.context.caller.call_within(&to, call, ASK_LIMIT).await;
             if found.is_err() {
                 directory.heard(node, false);
             }
-            Some(NodeAnswer { is_storage: storage.contains(&node), survey: found.ok()? })
+            let (is_storage, is_member) = (storage.contains(&node), members.contains(&node));
+            Some(NodeAnswer { is_storage, is_member, survey: found.ok()? })
         });
         join_all(asks).await.into_iter().collect()
     }
@@ -188,7 +193,7 @@ impl ShardSurveyor<'_> {
 fn add_shard_records(shard: ShardId, answers: &[NodeAnswer], survey: &mut StepSurvey) {
     let all_leaves = answers.iter().filter(|answer| answer.survey.has_leaves).count();
     survey.health.limit_losses(all_leaves.checked_sub(1));
-    let lacking = |answer: &NodeAnswer| match answer.is_storage {
+    let lacking = |answer: &NodeAnswer| match answer.is_storage && answer.is_member {
         true => u64::from(!answer.survey.has_leaves) + u64::from(!answer.survey.has_mark),
         false => 0,
     };

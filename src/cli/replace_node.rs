@@ -1,0 +1,39 @@
+//! `cluster replace-node`: lets a storage node take the place of another one.
+
+use serde_json::{Map, Value, json};
+
+use super::args::ReplaceNode;
+use super::printer::CommandOutput;
+use super::table::Paint;
+use super::{Front, Outcome, connect};
+use crate::id::PeerName;
+
+/// Runs the command `cluster replace-node`.
+pub async fn run(front: &mut Front, options: ReplaceNode) -> Outcome {
+    let client = connect::client(&options.connect, &front.env).await?;
+    let replaced = client.replace_node(&options.name, &options.by).await;
+    connect::close(&client).await;
+    replaced.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Replaced { node: options.name, by: options.by }))
+}
+
+struct Replaced {
+    node: PeerName,
+    by: PeerName,
+}
+
+impl CommandOutput for Replaced {
+    fn json(&self) -> Map<String, Value> {
+        Map::from_iter([
+            ("replaced".to_owned(), json!(self.node)),
+            ("by".to_owned(), json!(self.by)),
+        ])
+    }
+
+    fn text(&self, _: Paint) -> String {
+        let Self { node, by } = self;
+        format!(
+            "{by} takes the place of {node}. Stop {node}, then: `rapidraid repair --node {node}`, and `rapidraid cluster remove-node {node}`\n"
+        )
+    }
+}

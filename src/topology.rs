@@ -137,12 +137,9 @@ impl Directory {
     /// Returns the storage nodes whose lease is alive and that are not to leave, silent ones
     /// included.
     pub fn live_storage(&self) -> Vec<Node> {
-        let live = self
-            .nodes
-            .iter()
-            .filter(|(node, view)| view.live && view.node.storage && !self.is_leaving(**node));
-        let live = live.map(|(_, view)| view);
-        live.map(|view| view.node.clone()).collect()
+        let live = self.nodes.iter().filter(|(_, view)| view.live && view.node.storage);
+        let staying = live.filter(|(node, _)| !self.is_leaving(**node));
+        staying.map(|(_, view)| view.node.clone()).collect()
     }
 
     /// Returns all storage nodes, live or not, in node-id order.

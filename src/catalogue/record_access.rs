@@ -122,6 +122,14 @@ pub async fn list_ring_changes(catalogue: &dyn Catalogue) -> Result<RingChanges,
     Ok(found)
 }
 
+/// Prefix of the maintenance records.
+pub const MAINTENANCE: &str = "m/";
+
+/// Returns the key of a node's maintenance.
+pub fn maintenance_key(node: &PeerName) -> String {
+    format!("{MAINTENANCE}{node}")
+}
+
 /// Prefix of the archive requests.
 pub const ARCHIVE_REQUESTS: &str = "a/";
 

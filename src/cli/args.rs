@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 
 pub use catalogue::{CatalogueCommand, Move, Rebuild};
-pub use cluster::{AddNode, Cluster, Init, RemoveNode, ReplaceNode};
+pub use cluster::{AddNode, Cluster, Init, MaintainNode, RemoveNode, ReplaceNode};
 pub use repair::Repair;
 pub use staging::Stage;
 
@@ -426,8 +426,8 @@ peak_memory_bytes, segmentation_offload, notes.
 repair: share_percent; survey (null before the first one ends): age_s, steps, unknown, survives (how
 many more nodes may be lost, null when a checkpoint cannot be read now), degraded, missing,
 missing_bytes, records, worst (job, step and the counts above); running (job, step, done_bytes,
-total_bytes, made_bytes, or null); brake (why repair waits for a person, or null); waiting (job,
-step, failures, why).";
+total_bytes, made_bytes, or null); brake (why repair waits for a person, or null); maintenance
+(node, seconds_left); waiting (job, step, failures, why).";
 
 /// Options of `status`.
 #[derive(Debug, clap::Args)]

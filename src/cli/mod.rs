@@ -16,6 +16,7 @@ mod interrupt;
 mod known_nodes;
 mod labels;
 mod log;
+mod maintenance;
 mod node;
 pub mod picture;
 pub mod printer;
@@ -88,6 +89,7 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Demo(options) => demo::run(front, options).await,
         Command::Cluster(Cluster::Init(options)) => init::run(&options),
         Command::Cluster(Cluster::ReplaceNode(options)) => replace_node::run(front, options).await,
+        Command::Cluster(Cluster::Maintenance(options)) => maintenance::run(front, options).await,
         Command::Cluster(Cluster::RemoveNode(options)) => remove_node::run(front, options).await,
         Command::Cluster(Cluster::AddNode(options)) => add_node::run(&options),
         Command::Node(options) => node::run(front, options).await,

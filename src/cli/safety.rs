@@ -38,9 +38,12 @@ pub fn json(status: &RepairStatus) -> Value {
     let waiting = status.waiting.iter().map(|wait| {
         json!({ "job": wait.job, "step": wait.step, "failures": wait.failures, "why": wait.why })
     });
+    let maintenance = status.maintenance.iter();
+    let maintenance: Vec<_> =
+        maintenance.map(|(node, left)| json!({ "node": node, "seconds_left": left })).collect();
     json!({
         "share_percent": status.share_percent, "survey": survey, "running": running,
-        "brake": status.brake, "waiting": waiting.collect::<Vec<_>>(),
+        "brake": status.brake, "maintenance": maintenance, "waiting": waiting.collect::<Vec<_>>(),
     })
 }
 
@@ -83,6 +86,10 @@ pub fn text(status: &RepairStatus, paint: Paint) -> String {
     if let Some(why) = &status.brake {
         let text = format!("brake: lost parts are not made on other nodes: {}", shown(why));
         out.push_str(&format!("{}\n", paint.tint(Tint::Yellow, &text)));
+    }
+    for (node, left) in &status.maintenance {
+        let minutes = left.div_ceil(60);
+        out.push_str(&format!("maintenance: {node}, for another {minutes} min\n"));
     }
     if survey.degraded > 0 && status.share_percent == 0 {
         out.push_str("repair: turned off (repair.share = 0); `rapidraid repair` repairs now\n");

@@ -10,7 +10,7 @@ use crate::net::Address;
 use crate::net::call::address;
 use crate::wire::calls::{
     GetPolicyStatus, GetRepairStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer,
-    RebuildCatalogue, RemoveNode, RepairStatus, ReplaceNode,
+    RebuildCatalogue, RemoveNode, RepairStatus, ReplaceNode, SetMaintenance,
 };
 use crate::wire::policy::PolicyAnswer;
 
@@ -87,6 +87,13 @@ impl Client {
         successor: &PeerName,
     ) -> Result<(), ClientError> {
         let call = ReplaceNode { node: node.clone(), successor: successor.clone() };
+        self.call_gateway_once(&call, LONG_LIMIT).await
+    }
+
+    /// Announces that `node` will be away for the next `seconds` seconds; 0 ends it. Until then its
+    /// absence counts for no repair (docs/semantics.md, 11).
+    pub async fn set_maintenance(&self, node: &PeerName, seconds: u64) -> Result<(), ClientError> {
+        let call = SetMaintenance { node: node.clone(), seconds };
         self.call_gateway_once(&call, LONG_LIMIT).await
     }
 

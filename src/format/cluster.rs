@@ -28,6 +28,15 @@ pub struct Members {
     pub nodes: Vec<Node>,
 }
 
+/// The maintenance of a node, in the catalogue.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Maintenance {
+    /// The node.
+    pub node: PeerName,
+    /// When it ends, in seconds since 1970.
+    pub until: u64,
+}
+
 /// The record of whether a node has caught up (docs/semantics.md, 2). A folder of a release before
 /// this record has none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -101,6 +101,8 @@ pub enum RecordKind {
     RingChange = 30,
     /// The nodes that leave the rings of shards, in a node's folder.
     RingChanges = 31,
+    /// The maintenance of a node, in the catalogue.
+    Maintenance = 32,
 }
 
 impl fmt::Display for RecordKind {
@@ -137,6 +139,7 @@ impl fmt::Display for RecordKind {
             Self::StepLabels => "labels of a step",
             Self::RingChange => "ring change",
             Self::RingChanges => "ring changes",
+            Self::Maintenance => "maintenance",
         })
     }
 }

@@ -7,7 +7,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::FormatError;
-pub use super::cluster::{CatchUp, Damage, Heard, Home, Members, Node, SeenEpoch, Standing};
+pub use super::cluster::{
+    CatchUp, Damage, Heard, Home, Maintenance, Members, Node, SeenEpoch, Standing,
+};
 use super::envelope::{self, RecordKind};
 use super::geometry::{Geometry, GeometryError};
 pub use super::joint_save::JointSave;
@@ -65,6 +67,7 @@ records!(
     Tombstone,
     Removing,
     Members,
+    Maintenance,
     Damage,
     SaveHead
 );

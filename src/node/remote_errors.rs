@@ -124,7 +124,9 @@ impl CatalogueServerError {
         use CatalogueServerError as E;
         match self {
             E::NodeNotRegistered { .. } => ErrorKind::NotFound,
-            E::SuccessorOfItself { .. } | E::SuccessorStoresNothing { .. } => ErrorKind::Invalid,
+            E::SuccessorOfItself { .. }
+            | E::SuccessorStoresNothing { .. }
+            | E::MaintenanceTooLong { .. } => ErrorKind::Invalid,
             E::RebuildUnderWay
             | E::CatalogueServed { .. }
             | E::CatalogueServedElsewhere

@@ -14,6 +14,7 @@ use super::background::save_recovery::SaveRecovery;
 use super::budgets::Budgets;
 use super::catalogue_server::catalogue_calls::CatalogueCalls;
 use super::catalogue_server::cluster_inventory::InventoryReader;
+use super::catalogue_server::maintenance::MaintenanceCalls;
 use super::catalogue_server::majority::MajorityChecks;
 use super::catalogue_server::membership::Membership;
 use super::catalogue_server::rebuild::CatalogueRebuild;
@@ -60,6 +61,7 @@ pub(in crate::node) struct Services {
     pub(in crate::node) transfer: Arc<CatalogueTransfer>,
     pub(in crate::node) node_removal: Arc<NodeRemoval>,
     pub(in crate::node) node_replacement: Arc<NodeReplacement>,
+    pub(in crate::node) maintenance: Arc<MaintenanceCalls>,
     // The calls that any client may make.
     pub(in crate::node) saves: Arc<SaveGateway>,
     pub(in crate::node) steps: Arc<CommittedSteps>,
@@ -137,6 +139,7 @@ impl Services {
             rebuild.clone(),
         ));
         let node_removal = Arc::new(NodeRemoval::new(context.clone(), inventory_reader.clone()));
+        let maintenance = Arc::new(MaintenanceCalls::new(context.clone()));
         let node_replacement = Arc::new(NodeReplacement::new(context.clone()));
 
         let removal = Arc::new(SaveRemoval::new(context.clone()));
@@ -204,6 +207,7 @@ impl Services {
             transfer,
             node_removal,
             node_replacement,
+            maintenance,
             saves,
             steps,
             outage_reader,

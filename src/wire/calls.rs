@@ -557,6 +557,15 @@ calls! {
         successor: PeerName,
     } -> ();
 
+    /// Announces that a node will be away. Until the end its absence counts for no repair (semantics
+    /// 11).
+    102 Anyone SetMaintenance {
+        /// The node.
+        node: PeerName,
+        /// How long from now, in seconds, at most seven days; 0 ends it.
+        seconds: u64,
+    } -> ();
+
     /// Stores a stripe record with an added place, after a block has moved.
     58 Nodes PutPlaces {
         /// The stripe.

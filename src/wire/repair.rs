@@ -117,6 +117,8 @@ pub struct RepairStatus {
     pub running: Option<RunningRepair>,
     /// The reason why the brake is on, as a message for people; `None` if it is off.
     pub brake: Option<String>,
+    /// The nodes in maintenance, each with the seconds that are left.
+    pub maintenance: Vec<(PeerName, u64)>,
     /// Steps that could not be repaired; the first 64. They are tried three times, and again when
     /// nodes come back, go away or are given up, or something else is missing.
     pub waiting: Vec<PolicyWait>,

@@ -268,3 +268,31 @@ async fn nothing_is_repaired_when_it_is_turned_off() {
     let later = status(&client).await;
     assert_eq!((later.share_percent, later.survey.unwrap().missing), (0, degraded.missing));
 }
+
+/// A node is away for an hour that was announced. Nothing is made on others before the hour is over.
+#[tokio::test(start_paused = true)]
+async fn nothing_moves_for_a_node_in_maintenance() {
+    let (mut world, client) = start(8, RULES).await;
+    save_and_archive(&client, 1).await;
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    let before = world.files(|path| path.ends_with(".rep") || path.ends_with(".pc"));
+    let node = world.machines[3].name.clone();
+    client.set_maintenance(&node, 3600).await.unwrap();
+    world.kill(3).await;
+    tokio::time::sleep(Duration::from_secs(3400)).await;
+    let files = |world: &World| world.files(|path| path.ends_with(".rep") || path.ends_with(".pc"));
+    assert_eq!(files(&world), before);
+    let told = status(&client).await.maintenance;
+    assert!(matches!(&told[..], [(of, 1..=300)] if *of == node), "{told:?}");
+    // It does not come back. Its graces begin at the end of the hour.
+    tokio::time::sleep(Duration::from_secs(20 * 60)).await;
+    assert_ne!(files(&world), before);
+    assert_eq!(status(&client).await.maintenance, []);
+    for (step, losses) in [(1, 2), (2, 1)] {
+        assert_whole(&client, step, losses).await;
+    }
+    let unknown = client.set_maintenance(&"nobody".parse().unwrap(), 60).await.unwrap_err();
+    assert_eq!(unknown.kind(), rapidraid::kind::ErrorKind::NotFound, "{unknown}");
+    let too_long = client.set_maintenance(&node, 8 * 24 * 3600).await.unwrap_err();
+    assert_eq!(too_long.kind(), rapidraid::kind::ErrorKind::Invalid, "{too_long}");
+}

@@ -12,9 +12,9 @@ use rapidraid::format::joint_save::{JointSave, WriterState};
 use rapidraid::format::launch_order::{LaunchOrder, RegisteredLaunch};
 use rapidraid::format::records::{
     BlockInfo, Checkpoint, CommitMark, Damage, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, LeaveState,
-    Leaves, Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record, RemoveReason, Removing,
-    RingChange, RingChanges, RingNode, Run, SaveHead, Saved, ShardRoot, ShardState, StripeFixed,
-    StripeRecord, StripeState, Tombstone, Writing, stripes_root,
+    Leaves, Maintenance, Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record,
+    RemoveReason, Removing, RingChange, RingChanges, RingNode, Run, SaveHead, Saved, ShardRoot,
+    ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing, stripes_root,
 };
 use rapidraid::format::step_labels::StepLabels;
 use rapidraid::gf::Fingerprint;
@@ -405,6 +405,7 @@ pub fn cases() -> Vec<Case> {
         record("labels of a step", step_labels()),
         record("ring change", RingChange::leaving("node-9".parse().unwrap())),
         record("ring changes", ring_changes()),
+        record("maintenance", Maintenance { node: "node-9".parse().unwrap(), until: 1 << 40 }),
     ]
 }
 

@@ -3,8 +3,8 @@
 use rapidraid::id::Step;
 use rapidraid::wire::calls::{
     DegradedStep, GetRepairStatus, ListRingChanges, RepairEvent, RepairMode, RepairOptions,
-    RepairPlan, RepairStatus, RepairStep, RepairSummary, ReplaceNode, RunningRepair, ShardSurvey,
-    StripeSurvey, SurveyResult, SurveyShard,
+    RepairPlan, RepairStatus, RepairStep, RepairSummary, ReplaceNode, RunningRepair,
+    SetMaintenance, ShardSurvey, StripeSurvey, SurveyResult, SurveyShard,
 };
 use rapidraid::wire::policy::PolicyWait;
 
@@ -18,7 +18,8 @@ pub fn ring_messages(calls: &mut Calls) {
     calls
         .both(ListRingChanges { only_stored: false }, ring_changes())
         .request(", of the node", ListRingChanges { only_stored: true })
-        .both(replace, ());
+        .both(replace, ())
+        .both(SetMaintenance { node: "node-1".parse().unwrap(), seconds: 3600 }, ());
 }
 
 /// Adds the requests and events of a repair.
@@ -91,6 +92,7 @@ fn status() -> RepairStatus {
         survey: Some(survey),
         running: Some(running),
         brake: Some("5 of 16 storage nodes went away together".into()),
+        maintenance: vec![("node-3".parse().unwrap(), 3600)],
         waiting: vec![PolicyWait { job, step, failures: 300, why: "node-3 is full".into() }],
     }
 }

@@ -124,6 +124,7 @@ const CALLS: &[Laws] = laws![
     SurveyShard,
     ListRingChanges,
     ReplaceNode,
+    SetMaintenance,
     PutPlaces,
 ];
 

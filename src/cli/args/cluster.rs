@@ -92,6 +92,47 @@ pub struct ReplaceNode {
     pub connect: Connect,
 }
 
+const MAINTENANCE: &str = "\
+Example:
+  rapidraid cluster maintenance node-17 --for 1h
+
+For that time the absence of the node counts for no repair: nothing of it is made on other nodes. What it has counts as missing
+all the same while it is away, and `rapidraid status` says how many further nodes may be lost. `--for 0` ends the maintenance.";
+
+/// Options of `cluster maintenance`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = MAINTENANCE)]
+pub struct MaintainNode {
+    /// The node's name
+    pub name: PeerName,
+    /// How long from now, such as 90s, 20m, 1h or 2d; at most 7d
+    #[arg(long = "for", value_name = "TIME", value_parser = parse_seconds)]
+    pub seconds: u64,
+    /// The options to connect to the cluster.
+    #[command(flatten)]
+    pub connect: Connect,
+}
+
+/// Parses a time such as 90s, 20m, 1h or 2d. Returns it in seconds.
+fn parse_seconds(text: &str) -> Result<u64, String> {
+    let wrong = || format!("{text:?} is no time: use a number with s, m, h or d");
+    let (number, unit) = match text.strip_suffix(['s', 'm', 'h', 'd']) {
+        Some(number) => (number, text.chars().next_back()),
+        None => (text, None),
+    };
+    let seconds = match unit {
+        Some('m') => 60,
+        Some('h') => 3600,
+        Some('d') => 24 * 3600,
+        _ => 1,
+    };
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    if unit.is_none() && number != 0 {
+        return Err(wrong());
+    }
+    number.checked_mul(seconds).ok_or_else(wrong)
+}
+
 /// The commands for a cluster as a whole.
 #[derive(Debug, Subcommand)]
 pub enum Cluster {
@@ -103,4 +144,20 @@ pub enum Cluster {
     ReplaceNode(ReplaceNode),
     /// Remove a node that is lost permanently from the list of members
     RemoveNode(RemoveNode),
+    /// Announce that a node will be away for some time, so that nothing is repaired for it
+    Maintenance(MaintainNode),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units() {
+        let all = ["90s", "20m", "1h", "2d", "0", "0s"].map(|text| parse_seconds(text).unwrap());
+        assert_eq!(all, [90, 1200, 3600, 172_800, 0, 0]);
+        for wrong in ["", "h", "10", "1.5h", "-1h", "1w", "20000000000000000d"] {
+            assert!(parse_seconds(wrong).is_err(), "{wrong}");
+        }
+    }
 }

@@ -19,8 +19,9 @@ use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{CHECKPOINTS, parse_checkpoint_key, parse_record};
 use crate::code::SurvivableLossCache;
 use crate::format::records::Checkpoint;
-use crate::id::{Job, SaveId, Step};
+use crate::id::{Job, NodeId, PeerName, SaveId, Step};
 use crate::kind::ErrorKind;
+use crate::node::catalogue_server::maintenance::list_maintenance;
 use crate::node::catalogue_server::repair_survey::{
     StepHealth, StepSurvey, SurveyOutcome, survey_save,
 };
@@ -92,6 +93,8 @@ struct RepairLedger {
     survey: Option<(SurveyResult, Duration)>,
     running: Option<RunningRepair>,
     brake: Option<String>,
+    /// The nodes in maintenance, each with the seconds that were left at the last round.
+    maintenance: Vec<(PeerName, u64)>,
     /// Steps whose repair failed.
     retries: RetrySchedule,
     settled: HashMap<SaveId, Settled>,
@@ -219,9 +222,19 @@ impl AutomaticRepair {
         let directory = Directory::read(&*self.context.catalogue()).await?;
         let views: Vec<_> = directory.views().cloned().collect();
         let version = rounds.nodes.version();
-        rounds.nodes.update(&views, self.context.clock.now(), &settings.repair, settings.lease);
+        let now = self.context.clock.wall_seconds();
+        let maintenance = list_maintenance(&*self.context.catalogue(), now).await?;
+        let in_maintenance = maintenance.keys().map(NodeId::of).collect();
+        rounds.nodes.update(
+            &views,
+            &in_maintenance,
+            self.context.clock.now(),
+            &settings.repair,
+            settings.lease,
+        );
         let mut ledger = self.lock_ledger();
         ledger.brake = rounds.nodes.brake().cloned();
+        ledger.maintenance = maintenance.into_iter().collect();
         if rounds.nodes.version() != version {
             ledger.retries = RetrySchedule::new(settings.lease);
             rounds.stop_running();
@@ -459,10 +472,11 @@ impl AutomaticRepair {
         });
         let share_percent = self.context.settings.repair.share_percent;
         let (running, brake) = (ledger.running.clone(), ledger.brake.clone());
+        let maintenance = ledger.maintenance.clone();
         let mut waiting: Vec<_> = ledger.retries.pending_retries().collect();
         waiting.sort_by(|a, b| (&a.job, a.step).cmp(&(&b.job, b.step)));
         waiting.truncate(MAX_WAITING);
-        Ok(RepairStatus { share_percent, survey, running, brake, waiting })
+        Ok(RepairStatus { share_percent, survey, running, brake, maintenance, waiting })
     }
 }
 
@@ -472,6 +486,7 @@ impl RepairLedger {
             survey: None,
             running: None,
             brake: None,
+            maintenance: Vec::new(),
             retries: RetrySchedule::new(lease),
             settled: HashMap::new(),
             not_before: HashMap::new(),

@@ -26,7 +26,7 @@ struct KnownNode {
     domain: String,
     /// Whether the node is to store data.
     is_storage: bool,
-    /// The time since which the node is away; `None` if it is live.
+    /// The time since which the node is away; `None` if it is live, or in maintenance.
     away_since: Option<Duration>,
 }
 
@@ -51,6 +51,7 @@ impl AwayNodes {
     pub(in crate::node) fn update(
         &mut self,
         views: &[NodeView],
+        in_maintenance: &BTreeSet<NodeId>,
         now: Duration,
         rules: &RepairRules,
         max_gap: Duration,
@@ -60,7 +61,7 @@ impl AwayNodes {
         }
         self.updated_at = now;
         let nodes: BTreeMap<NodeId, KnownNode> =
-            views.iter().map(|view| self.take_over(view, now)).collect();
+            views.iter().map(|view| self.take_over(view, in_maintenance, now)).collect();
         let is_changed = nodes != self.nodes;
         self.nodes = nodes;
         let is_away =
@@ -86,10 +87,15 @@ impl AwayNodes {
         self.given_up = given_up;
     }
 
-    fn take_over(&self, view: &NodeView, now: Duration) -> (NodeId, KnownNode) {
+    fn take_over(
+        &self,
+        view: &NodeView,
+        in_maintenance: &BTreeSet<NodeId>,
+        now: Duration,
+    ) -> (NodeId, KnownNode) {
         let id = NodeId::of(&view.node.name);
         let since = || self.nodes.get(&id).and_then(|known| known.away_since).unwrap_or(now);
-        let away_since = (!view.live).then(since);
+        let away_since = (!view.live && !in_maintenance.contains(&id)).then(since);
         let is_storage = view.node.storage;
         (id, KnownNode { domain: domain_of(&view.node), is_storage, away_since })
     }
@@ -210,7 +216,7 @@ mod tests {
 
     fn has_brake(away: &[usize], rack: usize) -> bool {
         let mut watched = AwayNodes::default();
-        watched.update(&nodes(away, rack), MINUTE, &RULES, GAP);
+        watched.update(&nodes(away, rack), &BTreeSet::new(), MINUTE, &RULES, GAP);
         watched.brake().is_some()
     }
 
@@ -229,7 +235,7 @@ mod tests {
     fn nodes_that_went_away_long_ago_are_not_counted_and_no_other_one_releases_the_brake() {
         let mut watched = AwayNodes::default();
         let mut is_braked = |minute: u32, away: &[usize]| {
-            watched.update(&nodes(away, 4), minute * MINUTE, &RULES, GAP);
+            watched.update(&nodes(away, 4), &BTreeSet::new(), minute * MINUTE, &RULES, GAP);
             watched.brake().is_some()
         };
         assert!(!is_braked(1, &[1]));
@@ -244,7 +250,8 @@ mod tests {
     fn given_up(away: impl Fn(u32) -> Vec<usize>, minutes: u32) -> Vec<[usize; 3]> {
         let mut watched = AwayNodes::default();
         let counts = (0..minutes).map(|minute| {
-            watched.update(&nodes(&away(minute), 4), minute * MINUTE, &RULES, GAP);
+            let nodes = nodes(&away(minute), 4);
+            watched.update(&nodes, &BTreeSet::new(), minute * MINUTE, &RULES, GAP);
             let GivenUp { replicas, pieces, urgent_pieces } = watched.given_up();
             [replicas, pieces, urgent_pieces].map(BTreeSet::len)
         });
@@ -279,7 +286,7 @@ mod tests {
         let mut watched = AwayNodes::default();
         let mut views = nodes(&[4, 8], 4);
         views[3].node.storage = false;
-        watched.update(&views, MINUTE, &RULES, GAP);
+        watched.update(&views, &BTreeSet::new(), MINUTE, &RULES, GAP);
         let retired = BTreeSet::from([NodeId::of(&views[3].node.name)]);
         assert!(watched.brake().is_some());
         assert_eq!(
@@ -292,7 +299,7 @@ mod tests {
     fn a_server_that_could_not_see_gives_up_no_node() {
         let mut watched = AwayNodes::default();
         let mut count_after = |minute: u32| {
-            watched.update(&nodes(&[4], 4), minute * MINUTE, &RULES, GAP);
+            watched.update(&nodes(&[4], 4), &BTreeSet::new(), minute * MINUTE, &RULES, GAP);
             watched.given_up().replicas.len()
         };
         assert_eq!([1, 30, 31, 32].map(&mut count_after), [0, 0, 0, 1]);
@@ -300,8 +307,40 @@ mod tests {
         let rules = RepairRules { grace: Duration::from_secs(1), ..RULES };
         let mut watched = AwayNodes::default();
         for second in [2, 4, 6] {
-            watched.update(&nodes(&[4], 4), Duration::from_secs(second), &rules, GAP);
+            watched.update(
+                &nodes(&[4], 4),
+                &BTreeSet::new(),
+                Duration::from_secs(second),
+                &rules,
+                GAP,
+            );
         }
         assert_eq!(watched.given_up().replicas.len(), 1);
+    }
+
+    /// The grace of a node that does not come back begins at the end of its maintenance.
+    #[test]
+    fn a_node_in_maintenance_is_not_away() {
+        let mut watched = AwayNodes::default();
+        let both = nodes(&[4, 8], 4);
+        let excused = BTreeSet::from([NodeId::of(&both[4].node.name)]);
+        for minute in 1..60 {
+            watched.update(&both, &excused, minute * MINUTE, &RULES, GAP);
+            assert!(watched.brake().is_none() && !watched.given_up().pieces.contains(&both_id(4)));
+        }
+        assert!(watched.given_up().pieces.contains(&both_id(8)));
+        let before = watched.version();
+        watched.update(&both, &excused, 60 * MINUTE, &RULES, GAP);
+        assert_eq!(watched.version(), before, "a node in maintenance changes nothing");
+        let counts = (60..72).map(|minute| {
+            watched.update(&both, &BTreeSet::new(), minute * MINUTE, &RULES, GAP);
+            watched.given_up().pieces.contains(&both_id(4))
+        });
+        let counts: Vec<bool> = counts.collect();
+        assert_eq!(counts.iter().filter(|is_given_up| !**is_given_up).count(), 10);
+    }
+
+    fn both_id(number: usize) -> NodeId {
+        NodeId::of(&format!("n{number}").parse().unwrap())
     }
 }

@@ -124,6 +124,11 @@ pub(in crate::node) enum CatalogueServerError {
         "node {node} must be asked first whether save {save} was committed: start it, or wait until the save is removed"
     )]
     MarkUnknown { save: SaveId, node: PeerName },
+    /// A maintenance lasts too long.
+    #[error(
+        "a maintenance of {seconds} s: it may last {limit} s; remove a node that stays away longer"
+    )]
+    MaintenanceTooLong { seconds: u64, limit: u64 },
     /// A node cannot be its own successor.
     #[error("node {node} cannot take its own place: name another node")]
     SuccessorOfItself { node: PeerName },

@@ -5,6 +5,7 @@ pub(super) mod catalogue_calls;
 mod catch_up_majority;
 pub(super) mod cluster_inventory;
 pub(super) mod error;
+pub(super) mod maintenance;
 pub(super) mod majority;
 pub(super) mod membership;
 pub(super) mod rebuild;

@@ -30,8 +30,8 @@ use crate::wire::calls::{
     ListRingChanges, ListSources, ListSteps, MoveCatalogue, PauseWrites, PurgeSave, PutBlock,
     PutLeaves, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource,
     RebuildCatalogue, RegisterLaunch, RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode,
-    RemoveStep, RenewLease, RepairStep, ReplaceNode, ReservePart, RevokeLease, RunPart, ShowStep,
-    SurveyShard, TouchLease, TransferCatalogue, VerifyFile,
+    RemoveStep, RenewLease, RepairStep, ReplaceNode, ReservePart, RevokeLease, RunPart,
+    SetMaintenance, ShowStep, SurveyShard, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
@@ -300,6 +300,9 @@ impl RpcServer {
             }
             GetNodeStatus::NUMBER => {
                 reply!(GetNodeStatus => |_| self.services.status_report.get_node_status())
+            }
+            SetMaintenance::NUMBER => {
+                reply!(SetMaintenance => |call| self.services.maintenance.set_maintenance(call))
             }
             ReplaceNode::NUMBER => {
                 reply!(ReplaceNode => |call| self.services.node_replacement.replace_node(call))

@@ -1,0 +1,90 @@
+//! Maintenance of nodes: an absence that is announced, and for which no repair is begun
+//! (docs/semantics.md, 11).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::error::CatalogueServerError;
+use crate::catalogue::key_scan::KeyScan;
+use crate::catalogue::record_access::{
+    MAINTENANCE, NODES, maintenance_key, parse_record, read_record,
+};
+use crate::catalogue::{Catalogue, CatalogueError, SetOutcome};
+use crate::format::records::{Maintenance, Record};
+use crate::id::PeerName;
+use crate::node::context::NodeContext;
+use crate::wire::RemoteError;
+use crate::wire::calls::SetMaintenance;
+
+/// The longest maintenance, in seconds.
+const MAX_MAINTENANCE_SECONDS: u64 = 7 * 24 * 3600;
+
+/// The service that records which nodes are in maintenance.
+pub(in crate::node) struct MaintenanceCalls {
+    context: Arc<NodeContext>,
+}
+
+impl MaintenanceCalls {
+    /// Creates the service.
+    pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
+        Self { context }
+    }
+
+    /// Begins, prolongs or ends the maintenance of a node.
+    ///
+    /// # Errors
+    /// Fails with kind `NotFound` if the node is not registered, and of kind `Invalid` if the time
+    /// is too long.
+    pub(in crate::node) async fn set_maintenance(
+        &self,
+        call: SetMaintenance,
+    ) -> Result<(), RemoteError> {
+        let SetMaintenance { node, seconds } = call;
+        let catalogue = self.context.catalogue();
+        if catalogue.get(&format!("{NODES}{node}")).await?.is_none() {
+            return Err(CatalogueServerError::NodeNotRegistered { node }.into());
+        }
+        if seconds > MAX_MAINTENANCE_SECONDS {
+            let limit = MAX_MAINTENANCE_SECONDS;
+            return Err(CatalogueServerError::MaintenanceTooLong { seconds, limit }.into());
+        }
+        let until = self.context.clock.wall_seconds().saturating_add(seconds);
+        let key = maintenance_key(&node);
+        let record = Maintenance { node, until };
+        loop {
+            let known = read_record::<Maintenance>(&*catalogue, &key).await?;
+            let value = match seconds {
+                0 if known.is_none() => return Ok(()),
+                0 => None,
+                _ => Some(record.to_bytes()?),
+            };
+            let revision = known.map(|(_, revision)| revision);
+            if let SetOutcome::Set(_) = catalogue.compare_and_set(&key, revision, value).await? {
+                tracing::info!(node = %record.node, seconds, "maintenance");
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Returns the nodes that are in maintenance at `now`, in seconds since 1970, each with the seconds
+/// that are left. An end that is further away than any maintenance lasts was written by a clock that
+/// was wrong, and counts as over.
+///
+/// # Errors
+/// If the catalogue does not answer, or if a record does not parse.
+pub(in crate::node) async fn list_maintenance(
+    catalogue: &dyn Catalogue,
+    now: u64,
+) -> Result<BTreeMap<PeerName, u64>, CatalogueError> {
+    let mut found = BTreeMap::new();
+    let mut scan = KeyScan::of_prefix(catalogue, MAINTENANCE);
+    while let Some((key, entry)) = scan.next().await? {
+        let Maintenance { node, until } = parse_record(&key, &entry.value)?;
+        let left = until.saturating_sub(now);
+        if (1..=MAX_MAINTENANCE_SECONDS).contains(&left) {
+            found.insert(node, left);
+        }
+    }
+    Ok(found)
+}

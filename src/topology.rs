@@ -1,8 +1,10 @@
 //! The nodes of the cluster as one client or daemon knows them: addresses, failure domains and
 //! liveness.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
+
+use futures_util::future::try_join;
 
 use crate::catalogue::record_access::list_ring_changes;
 use crate::catalogue::{Catalogue, CatalogueError};
@@ -18,15 +20,19 @@ pub struct Directory {
     /// Nodes that did not answer the last request made through this directory or a clone of it. The
     /// lease of such a node may stay alive for some seconds.
     silent: Arc<Mutex<HashSet<NodeId>>>,
-    /// The nodes that leave the rings of shards.
-    ring_changes: Arc<RingChanges>,
+    /// The nodes that leave the rings of shards, each with its state and its successors.
+    leaving: Arc<HashMap<NodeId, (LeaveState, Vec<NodeId>)>>,
 }
 
 impl Directory {
     /// Returns the directory of these nodes.
     pub fn new(views: Vec<NodeView>, ring_changes: RingChanges) -> Self {
         let nodes = views.into_iter().map(|view| (NodeId::of(&view.node.name), view)).collect();
-        Self { nodes, silent: Arc::default(), ring_changes: Arc::new(ring_changes) }
+        let leaving = ring_changes.changes.into_iter().map(|change| {
+            let successors = change.successors.iter().map(NodeId::of).collect();
+            (NodeId::of(&change.node), (change.state, successors))
+        });
+        Self { nodes, silent: Arc::default(), leaving: Arc::new(leaving.collect()) }
     }
 
     /// Returns the directory of the nodes of a catalogue.
@@ -34,16 +40,16 @@ impl Directory {
     /// # Errors
     /// If the catalogue does not answer.
     pub async fn read(catalogue: &dyn Catalogue) -> Result<Self, CatalogueError> {
-        // A node leaves the list after its ring change, so the changes are read last.
-        let views = catalogue.list_nodes().await?;
-        Ok(Self::new(views, list_ring_changes(catalogue).await?))
+        let both = try_join(catalogue.list_nodes(), list_ring_changes(catalogue));
+        let (views, ring_changes) = both.await?;
+        Ok(Self::new(views, ring_changes))
     }
 
     /// Returns the nodes that are asked for what nodes have of a shard: its present ring, and the
     /// successors of nodes that have returned (docs/semantics.md, 10).
     pub fn ring_nodes(&self, root: &ShardRoot) -> impl Iterator<Item = NodeId> + use<> {
         let mut nodes: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
-        nodes.extend(self.ring_changes.successors_of(&nodes, true));
+        nodes.extend(self.successors_of(&nodes, true));
         nodes.retain(|node| !self.has_left(*node));
         nodes.into_iter()
     }
@@ -53,7 +59,7 @@ impl Directory {
     pub fn present_ring(&self, root: &ShardRoot) -> Vec<RingNode> {
         let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let mut ring = root.ring.clone();
-        for node in self.ring_changes.successors_of(&named, false) {
+        for node in self.successors_of(&named, false) {
             let domain = self.domain_in(&ring, node);
             ring.push(RingNode { node, domain });
         }
@@ -64,17 +70,45 @@ impl Directory {
     /// Returns whether a node is in the ring of a shard's root, or is a successor of such a node.
     pub fn is_named_by(&self, root: &ShardRoot, node: NodeId) -> bool {
         let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
-        named.contains(&node) || self.ring_changes.successors_of(&named, true).contains(&node)
+        named.contains(&node) || self.successors_of(&named, true).contains(&node)
+    }
+
+    /// Returns the state of a node, or `None` if it has no ring change.
+    pub fn leave_state_of(&self, node: NodeId) -> Option<LeaveState> {
+        self.leaving.get(&node).map(|(state, _)| *state)
+    }
+
+    /// Returns the successors of these nodes, and the successors of those, without the nodes
+    /// themselves. Nodes that have returned lead to successors only if `with_returned`.
+    pub fn successors_of(&self, nodes: &[NodeId], with_returned: bool) -> Vec<NodeId> {
+        if self.leaving.is_empty() {
+            return Vec::new();
+        }
+        let mut seen: HashSet<NodeId> = nodes.iter().copied().collect();
+        let (mut next, mut found) = (nodes.to_vec(), Vec::new());
+        while let Some(node) = next.pop() {
+            let Some((state, successors)) = self.leaving.get(&node) else { continue };
+            if *state == LeaveState::Returned && !with_returned {
+                continue;
+            }
+            for &successor in successors {
+                if seen.insert(successor) {
+                    next.push(successor);
+                    found.push(successor);
+                }
+            }
+        }
+        found
     }
 
     /// Returns whether a node has left the rings that name it. What it had is not expected back.
     pub fn has_left(&self, node: NodeId) -> bool {
-        self.ring_changes.state_of(node) == Some(LeaveState::Left)
+        self.leave_state_of(node) == Some(LeaveState::Left)
     }
 
     /// Returns whether a node is to leave the rings that name it, or has left them.
     pub fn is_leaving(&self, node: NodeId) -> bool {
-        self.ring_changes.state_of(node) >= Some(LeaveState::Leaving)
+        self.leave_state_of(node) >= Some(LeaveState::Leaving)
     }
 
     /// Returns whether a node may get new data: it is live, stores data, and is not to leave.
@@ -151,5 +185,40 @@ impl Directory {
     /// Returns all nodes, in node-id order.
     pub fn views(&self) -> impl Iterator<Item = &NodeView> {
         self.nodes.values()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::records::RingChange;
+
+    fn id(text: &str) -> NodeId {
+        NodeId::of(&text.parse().unwrap())
+    }
+
+    fn change(node: &str, state: LeaveState, successors: &[&str]) -> RingChange {
+        let successors = successors.iter().map(|node| node.parse().unwrap()).collect();
+        RingChange { node: node.parse().unwrap(), state, successors }
+    }
+
+    #[test]
+    fn successors_are_followed_also_in_a_circle() {
+        let changes = vec![
+            change("a", LeaveState::Left, &["b"]),
+            change("b", LeaveState::Leaving, &["c", "e"]),
+            change("c", LeaveState::Returned, &["a", "f"]),
+        ];
+        let directory = Directory::new(Vec::new(), RingChanges { changes });
+        let of = |node, with_returned| -> HashSet<NodeId> {
+            directory.successors_of(&[id(node)], with_returned).into_iter().collect()
+        };
+        assert_eq!(of("a", true), [id("b"), id("c"), id("e"), id("f")].into());
+        assert_eq!(of("a", false), [id("b"), id("c"), id("e")].into());
+        assert_eq!(of("c", true), [id("a"), id("b"), id("e"), id("f")].into());
+        assert!(of("c", false).is_empty() && of("e", true).is_empty());
+        assert!(directory.has_left(id("a")) && !directory.has_left(id("b")));
+        assert!(directory.is_leaving(id("b")) && !directory.is_leaving(id("c")));
+        assert!(!directory.is_leaving(id("e")));
     }
 }

@@ -334,11 +334,13 @@ fn a_node_is_added_used_and_taken_out_again() {
         assert!(cluster.read(&format!("out{step}/a.bin")) == data, "step {step}");
     }
     cluster.run("cluster remove-node n5").fails(1, &["n5 is live"]);
-    let few = ["3 storage nodes are left", "replace-node n4 --by NEW"];
+    let few = ["3 live storage nodes are left", "replace-node n4 --by NEW"];
     cluster.run("cluster remove-node n4").fails(1, &few);
     cluster.run("cluster replace-node n4 --by n4").fails(2, &["its own place"]);
     let replaced = cluster.run("cluster replace-node n4 --by n5").ok();
     assert!(replaced.out.contains("n5 takes the place of n4"), "{replaced:?}");
+    let status = cluster.run("status").ok();
+    assert!(status.out.contains("n4 is to leave: n5 takes its place"), "{status:?}");
     let missing = ["parts of job/1 would be missing without node n4", "repair --node n4"];
     cluster.run("cluster remove-node n4").fails(1, &missing);
     cluster.run("repair --node n4").ok();

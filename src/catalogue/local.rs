@@ -141,13 +141,16 @@ impl LocalCatalogue {
         self.clock.now() < until
     }
 
-    /// Records that a node comes back whose lease was over or that was not registered, if it was
-    /// leaving or has left. Its removal, if one is under way, begins anew.
-    async fn record_return(&self, name: &PeerName) -> Result<(), CatalogueError> {
+    /// Records that a node that registers has returned, if it has left, or if it is to leave and
+    /// `is_back`: its lease was over, or it was not registered. Its removal, if one is under way,
+    /// begins anew.
+    async fn record_return(&self, name: &PeerName, is_back: bool) -> Result<(), CatalogueError> {
         let key = ring_change_key(name);
         while let Some((change, revision)) = read_record::<RingChange>(self, &key).await?
-            && change.state != LeaveState::Returned
+            && (change.state == LeaveState::Left
+                || (change.state == LeaveState::Leaving && is_back))
         {
+            tracing::warn!(node = %name, state = ?change.state, "a node that leaves is back, and stays");
             let returned = RingChange { state: LeaveState::Returned, ..change };
             let value =
                 returned.to_bytes().map_err(|error| CatalogueError::Store(error.to_string()))?;
@@ -309,9 +312,8 @@ impl Catalogue for LocalCatalogue {
         self.database.refuse_if_read_only()?;
         let key = format!("{NODES}{}", node.name);
         let id = NodeId::of(&node.name);
-        if !self.is_node_live(id) || self.get(&key).await?.is_none() {
-            self.record_return(&node.name).await?;
-        }
+        let is_back = !self.is_node_live(id) || self.get(&key).await?.is_none();
+        self.record_return(&node.name, is_back).await?;
         loop {
             let current = self.get(&key).await?;
             let known = current

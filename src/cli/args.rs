@@ -418,7 +418,8 @@ Examples:
   rapidraid status --json
 
 With --json: schema, catalogue (null: no node says), unchanged (why the catalogue accepts no change,
-or null), epoch, nodes, policy (null: none is set), repair (null: no node says).
+or null), epoch, nodes, policy (null: none is set), repair (null: no node says), leaving (node,
+successors).
 Each node: name, address, zone, rack, storage, live (it holds a lease), answers, version; of a node
 that answers also replicas, replica_bytes, pieces, piece_bytes, record_bytes, quarantined,
 disk_total_bytes, disk_free_bytes, budgets (name, used_bytes, peak_bytes, total_bytes),

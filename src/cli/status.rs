@@ -10,6 +10,7 @@ use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::{Front, Outcome, connect, rules, safety};
 use crate::client::{NodeReport, StatusReport};
+use crate::format::records::{LeaveState, RingChange};
 use crate::id::PeerName;
 use crate::units::ByteCount;
 
@@ -85,13 +86,28 @@ fn mixed(report: &StatusReport) -> Option<String> {
     (all.len() > 1).then(|| format!("several versions run: {}; finish the upgrade", all.join(", ")))
 }
 
+/// Returns the nodes that are to leave.
+fn leaving(report: &StatusReport) -> impl Iterator<Item = &RingChange> {
+    let changes = report.ring_changes.changes.iter();
+    changes.filter(|change| change.state == LeaveState::Leaving)
+}
+
+fn leaving_json(change: &RingChange) -> Value {
+    json!({ "node": change.node, "successors": change.successors })
+}
+
+fn names(nodes: &[PeerName]) -> String {
+    nodes.iter().map(PeerName::as_str).collect::<Vec<_>>().join(", ")
+}
+
 impl CommandOutput for Nodes {
     fn json(&self) -> Map<String, Value> {
         let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
         let fields = json!({ "catalogue": self.0.catalogue.catalogue_server, "unchanged": self.0.catalogue.read_only_reason,
                 "epoch": self.0.epoch, "nodes": nodes,
                 "policy": self.0.policy.as_ref().map(rules::json),
-                "repair": self.0.repair.as_ref().map(safety::json) });
+                "repair": self.0.repair.as_ref().map(safety::json),
+                "leaving": leaving(&self.0).map(leaving_json).collect::<Vec<_>>() });
         fields.as_object().cloned().unwrap_or_default()
     }
 
@@ -141,6 +157,16 @@ impl CommandOutput for Nodes {
                 }
             }
             table.row(row);
+        }
+        for change in leaving(report) {
+            let node = &change.node;
+            let successors = match change.successors.is_empty() {
+                true => String::new(),
+                false => format!("{} takes its place; ", names(&change.successors)),
+            };
+            notes.push_str(&format!(
+                "{node} is to leave: {successors}`rapidraid cluster remove-node {node}` ends it, and a restart keeps it\n"
+            ));
         }
         let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();
         let catalogue = report.catalogue.catalogue_server.as_ref();

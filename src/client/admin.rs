@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::connection::{Client, LONG_LIMIT};
 use super::error::ClientError;
 use super::node_reports::{CatalogueReport, HELLO_LIMIT, NodeReport};
+use crate::format::records::RingChanges;
 use crate::id::{Epoch, PeerName};
 use crate::net::Address;
 use crate::net::call::address;
@@ -32,6 +33,8 @@ pub struct StatusReport {
     /// How many nodes may be lost, and what the catalogue server repairs by itself, if the server
     /// answers.
     pub repair: Option<RepairStatus>,
+    /// The nodes that leave the rings of checkpoints.
+    pub ring_changes: RingChanges,
 }
 
 impl Client {
@@ -109,6 +112,7 @@ impl Client {
             repair = caller.call_within(&to, &GetRepairStatus {}, HELLO_LIMIT).await.ok();
         }
         let catalogue = self.fetch_catalogue_report().await?;
-        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy, repair })
+        let ring_changes = self.fetch_ring_changes().await.unwrap_or_default();
+        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy, repair, ring_changes })
     }
 }

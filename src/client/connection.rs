@@ -320,6 +320,7 @@ impl Client {
     }
 
     pub(super) async fn fetch_directory(&self) -> Result<Directory, ClientError> {
+        // Without a catalogue, the gateway hears of ring changes when it lists the nodes.
         let views = self.call_gateway(&ListNodes {}).await?;
         Ok(Directory::new(views, self.fetch_ring_changes().await?))
     }

@@ -1,12 +1,10 @@
 //! The record of the nodes that leave the rings of shards (docs/semantics.md, 10).
 
-use std::collections::BTreeSet;
-
 use serde::{Deserialize, Serialize};
 
 use super::envelope::RecordKind;
 use super::records::Record;
-use crate::id::{NodeId, PeerName};
+use crate::id::PeerName;
 
 /// Maximum number of nodes that have ever left or had a successor.
 pub const MAX_RING_CHANGES: usize = 1024;
@@ -89,37 +87,6 @@ impl RingChanges {
         let at = self.changes.binary_search_by(|change| change.node.cmp(node)).ok()?;
         self.changes.get(at)
     }
-
-    /// Returns the state of a node, or `None` if it has no ring change.
-    pub fn state_of(&self, node: NodeId) -> Option<LeaveState> {
-        let change = self.changes.iter().find(|change| NodeId::of(&change.node) == node);
-        change.map(|change| change.state)
-    }
-
-    /// Returns the successors of these nodes, and the successors of those, without the nodes
-    /// themselves. Nodes that have returned lead to successors only if `with_returned`.
-    pub fn successors_of(&self, nodes: &[NodeId], with_returned: bool) -> Vec<NodeId> {
-        if self.changes.is_empty() {
-            return Vec::new();
-        }
-        let mut seen: BTreeSet<NodeId> = nodes.iter().copied().collect();
-        let (mut next, mut successors) = (nodes.to_vec(), Vec::new());
-        while let Some(node) = next.pop() {
-            let is_followed = |change: &&RingChange| {
-                NodeId::of(&change.node) == node
-                    && (with_returned || change.state != LeaveState::Returned)
-            };
-            let of_node = self.changes.iter().filter(is_followed);
-            for successor in of_node.flat_map(|change| &change.successors) {
-                let successor = NodeId::of(successor);
-                if seen.insert(successor) {
-                    next.push(successor);
-                    successors.push(successor);
-                }
-            }
-        }
-        successors
-    }
 }
 
 #[cfg(test)]
@@ -128,10 +95,6 @@ mod tests {
 
     fn name(text: &str) -> PeerName {
         text.parse().unwrap()
-    }
-
-    fn id(text: &str) -> NodeId {
-        NodeId::of(&name(text))
     }
 
     fn change(node: &str, state: LeaveState, successors: &[&str]) -> RingChange {
@@ -143,24 +106,6 @@ mod tests {
         let mut changes = RingChanges::default();
         all.iter().cloned().for_each(|change| changes.merge(change));
         changes
-    }
-
-    #[test]
-    fn successors_are_followed_also_in_a_circle() {
-        let found = changes(&[
-            change("a", LeaveState::Left, &["b"]),
-            change("b", LeaveState::Leaving, &["c", "e"]),
-            change("c", LeaveState::Returned, &["a", "f"]),
-        ]);
-        let of = |node, with_returned| -> BTreeSet<NodeId> {
-            found.successors_of(&[id(node)], with_returned).into_iter().collect()
-        };
-        assert_eq!(of("a", true), [id("b"), id("c"), id("e"), id("f")].into());
-        assert_eq!(of("a", false), [id("b"), id("c"), id("e")].into());
-        assert_eq!(of("c", true), [id("a"), id("b"), id("e"), id("f")].into());
-        assert!(of("c", false).is_empty() && of("e", true).is_empty());
-        assert_eq!(found.state_of(id("b")), Some(LeaveState::Leaving));
-        assert_eq!(found.state_of(id("e")), None);
     }
 
     #[test]

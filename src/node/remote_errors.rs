@@ -126,6 +126,7 @@ impl CatalogueServerError {
             E::NodeNotRegistered { .. } => ErrorKind::NotFound,
             E::SuccessorOfItself { .. }
             | E::SuccessorStoresNothing { .. }
+            | E::SuccessorLeaving { .. }
             | E::MaintenanceTooLong { .. } => ErrorKind::Invalid,
             E::RebuildUnderWay
             | E::CatalogueServed { .. }

@@ -16,6 +16,7 @@ use rapidraid::format::records::{
 use rapidraid::id::{ClusterId, NodeId, PeerName, SaveId, Step};
 use rapidraid::store::kv::Batch;
 use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryDisk, MemoryKv, Store, StoreError};
+use rapidraid::topology::Directory;
 use rapidraid::trainer::daemon::records::{
     InstanceRecord, JobRecord, LaunchHosts, OwnerRecord, StepRecord,
 };
@@ -110,7 +111,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(31) => record(bytes, |value: RingChanges| {
             let mut merged = RingChanges::default();
             value.changes.iter().cloned().for_each(|change| merged.merge(change));
-            let _ = merged.successors_of(&[NodeId(0)], true);
+            let _ = Directory::new(Vec::new(), merged).successors_of(&[NodeId(0)], true);
             plain(&value)
         }),
         Some(27) => record(bytes, |value: LaunchHosts| plain(&value)),

@@ -136,7 +136,7 @@ fn laws_of(number: u8) -> Option<&'static Laws> {
 /// call.
 fn golden(side: &str) -> Vec<Vec<u8>> {
     let of = |(name, bytes): (String, Vec<u8>)| {
-        let number: u8 = name[..2].parse().unwrap();
+        let number: u8 = name.split(' ').next().unwrap().parse().unwrap();
         let has_side = name.split([' ', ',']).nth(2) == Some(side);
         let head = if side == "answer" { vec![number] } else { Vec::new() };
         has_side.then(|| [head, bytes].concat())

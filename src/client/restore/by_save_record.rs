@@ -116,7 +116,8 @@ impl Client {
     ) -> Vec<Node> {
         let rings = record.roots().iter().flat_map(|root| &root.ring);
         let in_rings: Vec<NodeId> = rings.map(|member| member.node).collect();
-        let successors = changes.successors_of(&in_rings, true);
+        let directory = Directory::new(Vec::new(), changes.clone());
+        let successors = directory.successors_of(&in_rings, true);
         let away: Vec<_> = views.iter().filter(|view| !view.live).collect();
         if away.is_empty() && successors.is_empty() {
             return Vec::new();

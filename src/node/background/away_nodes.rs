@@ -324,15 +324,15 @@ mod tests {
         let mut watched = AwayNodes::default();
         let both = nodes(&[4, 8], 4);
         let excused = BTreeSet::from([NodeId::of(&both[4].node.name)]);
-        for minute in 1..60 {
+        for minute in 1..100 {
             watched.update(&both, &excused, minute * MINUTE, &RULES, GAP);
             assert!(watched.brake().is_none() && !watched.given_up().pieces.contains(&both_id(4)));
         }
         assert!(watched.given_up().pieces.contains(&both_id(8)));
         let before = watched.version();
-        watched.update(&both, &excused, 60 * MINUTE, &RULES, GAP);
+        watched.update(&both, &excused, 100 * MINUTE, &RULES, GAP);
         assert_eq!(watched.version(), before, "a node in maintenance changes nothing");
-        let counts = (60..72).map(|minute| {
+        let counts = (100..112).map(|minute| {
             watched.update(&both, &BTreeSet::new(), minute * MINUTE, &RULES, GAP);
             watched.given_up().pieces.contains(&both_id(4))
         });

@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 
 use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
-use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved};
+use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved, ShardRoot};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
 use crate::node::context::NodeContext;
@@ -103,10 +103,10 @@ impl ClusterInventory {
         self.orphans.len() + self.removing.values().map(Vec::len).sum::<usize>()
     }
 
-    /// Returns the nodes in the rings of the committed shards.
-    pub(in crate::node) fn committed_ring_members(&self) -> impl Iterator<Item = NodeId> + '_ {
+    /// Returns the roots of the committed shards.
+    pub(in crate::node) fn committed_roots(&self) -> impl Iterator<Item = &ShardRoot> {
         let shards = self.steps.values().flat_map(|committed| &committed.shards);
-        shards.flat_map(|shard| shard.root.ring.iter().map(|member| member.node))
+        shards.map(|shard| &shard.root)
     }
 
     /// Returns the codes of the committed shards.

@@ -111,9 +111,9 @@ pub(in crate::node) enum CatalogueServerError {
     MissingWithoutNode { node: PeerName, job: Job, step: Step, missing: u64, records: u64 },
     /// The nodes that stay are too few for a code.
     #[error(
-        "without node {node}, {left} storage nodes are left in the ring of a checkpoint that needs {needed}"
+        "without node {node}, {left} live storage nodes are left in the ring of a checkpoint that needs {needed}{away}"
     )]
-    RingTooSmall { node: PeerName, left: usize, needed: u8 },
+    RingTooSmall { node: PeerName, left: usize, needed: u8, away: String },
     /// The survey of a step was not complete.
     #[error(
         "what nodes have of {job}/{step} is not known: a live node did not answer, or the step is changing; try again"
@@ -121,9 +121,16 @@ pub(in crate::node) enum CatalogueServerError {
     StepNotSurveyed { job: Job, step: Step },
     /// A save waits until all nodes were asked for its commit mark.
     #[error(
-        "node {node} must be asked first whether save {save} was committed: start it, or wait until the save is removed"
+        "whether save {save} was committed is not known without node {node}: {unmarked} of {all} storage nodes say that they have no commit mark, {needed} are needed; start {silent}"
     )]
-    MarkUnknown { save: SaveId, node: PeerName },
+    MarkUnknown {
+        save: SaveId,
+        node: PeerName,
+        unmarked: usize,
+        all: usize,
+        needed: usize,
+        silent: String,
+    },
     /// A maintenance lasts too long.
     #[error(
         "a maintenance of {seconds} s: it may last {limit} s; remove a node that stays away longer"
@@ -138,12 +145,17 @@ pub(in crate::node) enum CatalogueServerError {
     /// The successor is not live.
     #[error("node {node} is not live: start its daemon")]
     SuccessorAway { node: PeerName },
+    /// The successor is to leave itself.
+    #[error("node {node} is to leave itself: name another node, or restart its daemon to keep it")]
+    SuccessorLeaving { node: PeerName },
     /// A node has too many successors.
-    #[error("node {node} has too many successors: name one of them")]
-    TooManySuccessors { node: PeerName },
-    /// Too many nodes leave.
-    #[error("too many nodes have left for node {node} to be added: remove old checkpoints first")]
-    TooManyRingChanges { node: PeerName },
+    #[error("node {node} has as many successors as it may have: {}", successors.iter().map(PeerName::as_str).collect::<Vec<_>>().join(", "))]
+    TooManySuccessors { node: PeerName, successors: Vec<PeerName> },
+    /// Too many nodes have left.
+    #[error(
+        "{limit} nodes have left rings, as many as may: node {node} cannot leave; start a machine under its name"
+    )]
+    TooManyRingChanges { node: PeerName, limit: usize },
     /// A step is being saved, so that the nodes of its ring are not known.
     #[error("{job}/{step} is being saved: wait until it is done")]
     SaveOpen { job: Job, step: Step },

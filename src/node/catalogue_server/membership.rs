@@ -11,7 +11,6 @@ use futures_util::{StreamExt, stream};
 use crate::catalogue::record_access::list_ring_changes;
 use crate::format::records::{Members, Node as NodeRecord, RingChanges};
 use crate::id::PeerName;
-use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::net::{Peer, Role};
 use crate::node::context::NodeContext;
@@ -35,12 +34,21 @@ pub(in crate::node) struct Membership {
     context: Arc<NodeContext>,
     /// The nodes that introduced themselves since the list was stored.
     introduced: Mutex<BTreeMap<PeerName, NodeRecord>>,
+    /// The ring changes of all nodes that answered when no catalogue did.
+    heard_changes: Mutex<RingChanges>,
+    /// Held while the list of nodes is read and stored, so that an older one is not stored last.
+    storing: tokio::sync::Mutex<()>,
 }
 
 impl Membership {
     /// Creates the service.
     pub(in crate::node) fn new(context: Arc<NodeContext>) -> Self {
-        Self { context, introduced: Mutex::default() }
+        Self {
+            context,
+            introduced: Mutex::default(),
+            heard_changes: Mutex::default(),
+            storing: tokio::sync::Mutex::default(),
+        }
     }
 
     /// Answers a hello. If a node introduces itself by it, its address is kept.
@@ -106,6 +114,7 @@ impl Membership {
 
     /// Stores the list of nodes and the ring changes, to be used when no catalogue answers.
     pub(in crate::node) async fn fetch_and_store_members(&self) -> Result<(), RemoteError> {
+        let _alone = self.storing.lock().await;
         let met_before: Vec<PeerName> = {
             let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
             met.keys().cloned().collect()
@@ -148,37 +157,41 @@ impl Membership {
         Ok(nodes)
     }
 
-    /// Returns the ring changes that this node and `nodes` store.
-    ///
-    /// # Errors
-    /// If one of `nodes` does not answer. A node of a version without ring changes stores none.
-    pub(in crate::node) async fn collect_ring_changes(
-        &self,
-        nodes: &[NodeRecord],
-    ) -> Result<RingChanges, RemoteError> {
-        let mut found = self.context.run_on_store(|store| store.read_ring_changes()).await?;
+    /// Returns the ring changes that this node and `nodes` store. A node that cannot say, or that is
+    /// of a version without ring changes, adds none: more than half of the nodes have each of them.
+    pub(in crate::node) async fn collect_ring_changes(&self, nodes: &[NodeRecord]) -> RingChanges {
+        let stored = self.context.run_on_store(|store| store.read_ring_changes()).await;
+        let mut found = stored.unwrap_or_default();
         let asks = nodes.iter().map(|node| async {
             let to = address(&NodeAddress::of(node));
-            match self
-                .context
-                .caller
-                .call_within(&to, &ListRingChanges { only_stored: true }, RING_CHANGES_LIMIT)
-                .await
-            {
-                Err(error) if error.kind() == ErrorKind::Invalid => Ok(RingChanges::default()),
-                answer => answer,
+            let call = ListRingChanges { only_stored: true };
+            let answer = self.context.caller.call_within(&to, &call, RING_CHANGES_LIMIT).await;
+            if let Err(error) = &answer {
+                tracing::warn!(node = %node.name, %error, "a node does not say who leaves rings");
             }
+            answer.unwrap_or_default()
         });
         let asks: Vec<_> = asks.collect();
         let mut asks = stream::iter(asks).buffer_unordered(AT_ONCE);
         while let Some(answer) = asks.next().await {
-            answer?.changes.into_iter().for_each(|change| found.merge(change));
+            answer.changes.into_iter().for_each(|change| found.merge(change));
         }
+        found
+    }
+
+    /// Returns the ring changes that this node stores, and those that it has heard of while no
+    /// catalogue answered.
+    pub(in crate::node) async fn list_heard_ring_changes(
+        &self,
+    ) -> Result<RingChanges, RemoteError> {
+        let mut found = self.context.run_on_store(|store| store.read_ring_changes()).await?;
+        let heard = self.heard_changes.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        heard.changes.into_iter().for_each(|change| found.merge(change));
         Ok(found)
     }
 
     /// Returns all nodes that any reached node has heard of, and the answers of those that were
-    /// reached. Adds their ring changes to those that this node stores: it may have missed some.
+    /// reached. Remembers their ring changes: this node may have missed some.
     pub(in crate::node) async fn discover_members(
         &self,
     ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {
@@ -206,12 +219,8 @@ impl Membership {
             }
         }
         let nodes: Vec<NodeRecord> = reached.iter().map(|(node, _)| node.clone()).collect();
-        match self.collect_ring_changes(&nodes).await {
-            Ok(changes) => {
-                self.context.run_on_store(move |store| store.put_ring_changes(&changes)).await?;
-            }
-            Err(error) => tracing::info!(%error, "a node did not say who leaves rings"),
-        }
+        let changes = self.collect_ring_changes(&nodes).await;
+        *self.heard_changes.lock().unwrap_or_else(PoisonError::into_inner) = changes;
         Ok((known.into_values().collect(), reached))
     }
 }

@@ -17,7 +17,7 @@ use crate::catalogue::record_access::{
 use crate::catalogue::save_evidence::Committed;
 use crate::code::{Code, CodeId, table};
 use crate::format::records::{
-    Checkpoint, CommitMark, Home, Node as NodeRecord, Record, RingChanges, ShardRoot, StripeState,
+    Checkpoint, CommitMark, Home, LeaveState, Node as NodeRecord, Record, RingChanges, StripeState,
 };
 use crate::id::{DbId, Epoch, Generation, Job, LeaseId, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
@@ -53,11 +53,11 @@ struct Rebuild<'a> {
     accept_loss: bool,
 }
 
-/// The nodes that a rebuild knows, and what it read of them.
-struct ReadNodes<'a> {
-    members: &'a [NodeRecord],
-    reached: &'a [NodeRecord],
-    standings: &'a [(NodeRecord, StandingAnswer)],
+/// What a rebuild has read of the nodes that it reached.
+struct ReadInventory {
+    inventory: ClusterInventory,
+    standings: Vec<(NodeRecord, StandingAnswer)>,
+    changes: RingChanges,
 }
 
 /// The service that rebuilds a lost catalogue. It also answers claims of an epoch, and creates and
@@ -130,15 +130,7 @@ impl CatalogueRebuild {
         ensure_storage_node_known(&members)?;
         // The inventory is checked once before an epoch is claimed: if steps cannot be brought
         // back, that is no reason to end an epoch.
-        let preview = self
-            .inventory_reader
-            .read_and_judge_inventories(&storage_nodes(&reached), generation)
-            .await?;
-        let standings = fetch_standings(&self.context, &storage_nodes(&reached)).await;
-        let changes = self.membership.collect_ring_changes(&reached).await?;
-        let read = ReadNodes { members: &members, reached: &reached, standings: &standings };
-        self.check_inventory_suffices(&preview, &read, &changes, accept_loss)?;
-        drop(preview);
+        drop(self.read_inventory(&members, &reached, generation, accept_loss).await?);
 
         // The database is created before the claim: if there is no room for it, no epoch is
         // claimed.
@@ -150,12 +142,8 @@ impl CatalogueRebuild {
         // more.
         trace_point(TracePoint::Census, epoch);
         let sources = storage_nodes(&claimed);
-        let inventory =
-            self.inventory_reader.read_and_judge_inventories(&sources, generation).await?;
-        let standings = fetch_standings(&self.context, &sources).await;
-        let changes = self.membership.collect_ring_changes(&claimed).await?;
-        let read = ReadNodes { members: &members, reached: &claimed, standings: &standings };
-        self.check_inventory_suffices(&inventory, &read, &changes, accept_loss)?;
+        let read = self.read_inventory(&members, &claimed, generation, accept_loss).await?;
+        let ReadInventory { inventory, standings, changes } = read;
         // A node that was taken off the list is left out here. It registers anew, and catches up.
         let is_listed =
             |node: &&NodeRecord| !node.storage || is_on_latest_list(&standings, &node.name);
@@ -183,6 +171,31 @@ impl CatalogueRebuild {
         self.context.catalogue_server.start_serving(local);
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
+    }
+
+    /// Reads what the `reached` nodes have, and checks that it suffices.
+    ///
+    /// # Errors
+    /// If a node cannot be read to the end, and as
+    /// [`check_inventory_suffices`](Self::check_inventory_suffices).
+    async fn read_inventory(
+        &self,
+        members: &[NodeRecord],
+        reached: &[NodeRecord],
+        generation: Generation,
+        accept_loss: bool,
+    ) -> Result<ReadInventory, RemoteError> {
+        let sources = storage_nodes(reached);
+        let inventory =
+            self.inventory_reader.read_and_judge_inventories(&sources, generation).await?;
+        let standings = fetch_standings(&self.context, &sources).await;
+        let changes = self.membership.collect_ring_changes(reached).await;
+        let changes = settle_departures(changes, &standings);
+        let read = ReadInventory { inventory, standings, changes };
+        match accept_loss {
+            true => Ok(read),
+            false => self.check_inventory_suffices(&read, members, reached).map(|()| read),
+        }
     }
 
     /// Returns an error if a catalogue server answers, because then nothing is to be rebuilt.
@@ -328,6 +341,7 @@ impl CatalogueRebuild {
         committed: &Committed,
     ) -> BTreeSet<NodeId> {
         let &Rebuild { sources, epoch, .. } = rebuild;
+        let directory = Directory::new(Vec::new(), rebuild.changes.clone());
         let mut marked: BTreeSet<NodeId> =
             committed.shards.iter().flat_map(|shard| &shard.marked).copied().collect();
         for shard in &committed.shards {
@@ -338,7 +352,7 @@ impl CatalogueRebuild {
             };
             let Ok(bytes) = mark.to_bytes() else { continue };
             let call = PutMark { bytes, epoch };
-            let ring: BTreeSet<NodeId> = present_ring(&shard.root, rebuild.changes).collect();
+            let ring: BTreeSet<NodeId> = directory.ring_nodes(&shard.root).collect();
             let is_missing = |node: &NodeId| {
                 !marked.contains(node) || (ring.contains(node) && !shard.marked.contains(node))
             };
@@ -359,23 +373,18 @@ impl CatalogueRebuild {
         marked
     }
 
-    /// Checks that enough nodes were read, and that no committed step is incomplete. With
-    /// `accept_loss` nothing is checked.
+    /// Checks that enough nodes were read, and that no committed step is incomplete.
     ///
     /// # Errors
     /// Fails with kind `Unavailable` if more nodes have to be read, or `Lost` if a committed step
     /// cannot be brought back whole.
     fn check_inventory_suffices(
         &self,
-        inventory: &ClusterInventory,
-        read: &ReadNodes<'_>,
-        changes: &RingChanges,
-        accept_loss: bool,
+        read: &ReadInventory,
+        members: &[NodeRecord],
+        reached: &[NodeRecord],
     ) -> Result<(), RemoteError> {
-        if accept_loss {
-            return Ok(());
-        }
-        let &ReadNodes { members, reached, standings } = read;
+        let ReadInventory { inventory, standings, changes } = read;
         let mut quorum = Quorum::new(members, standings);
         quorum
             .set_max_missing(inventory.codes().chain(self.context.settings.codes.iter().copied()));
@@ -394,15 +403,18 @@ impl CatalogueRebuild {
             })?;
         }
         let known: BTreeSet<NodeId> = members.iter().map(|node| NodeId::of(&node.name)).collect();
+        let directory = Directory::new(Vec::new(), changes.clone());
         let unknown = inventory
-            .committed_ring_members()
-            .filter(|node| !known.contains(node) && changes.state_of(*node).is_none())
+            .committed_roots()
+            .flat_map(|root| directory.ring_nodes(root))
+            .filter(|node| !known.contains(node))
             .collect::<BTreeSet<_>>();
         if !unknown.is_empty() {
             return Err(CatalogueServerError::HoldersUnknown { count: unknown.len() }.into());
         }
         let reached: BTreeSet<NodeId> = reached.iter().map(|node| NodeId::of(&node.name)).collect();
-        if let Some((committed, shard, missing)) = find_doubtful_shard(inventory, changes, &reached)
+        if let Some((committed, shard, missing)) =
+            find_doubtful_shard(inventory, &directory, &reached)
         {
             let name = |node: &NodeId| {
                 let known = members.iter().find(|member| NodeId::of(&member.name) == *node);
@@ -491,10 +503,18 @@ pub(in crate::node) fn unreached_storage_nodes<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
-/// Returns the nodes of a shard's present ring, and the successors of nodes that have returned
-/// (docs/semantics.md, 10).
-fn present_ring(root: &ShardRoot, changes: &RingChanges) -> impl Iterator<Item = NodeId> + use<> {
-    Directory::new(Vec::new(), changes.clone()).ring_nodes(root)
+/// Returns the ring changes, with each node as left that is to leave and is not on the latest list of
+/// nodes. A node is taken off the list only when it has left, and some nodes may not have heard it.
+fn settle_departures(
+    mut changes: RingChanges,
+    standings: &[(NodeRecord, StandingAnswer)],
+) -> RingChanges {
+    for change in &mut changes.changes {
+        if change.state == LeaveState::Leaving && !is_on_latest_list(standings, &change.node) {
+            change.state = LeaveState::Left;
+        }
+    }
+    changes
 }
 
 fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> {
@@ -509,14 +529,14 @@ fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> 
 /// code tolerates, and the nodes that are missing.
 fn find_doubtful_shard<'a>(
     inventory: &'a ClusterInventory,
-    changes: &RingChanges,
+    directory: &Directory,
     reached: &BTreeSet<NodeId>,
 ) -> Option<(&'a Committed, &'a str, Vec<NodeId>)> {
     for committed in inventory.steps.values() {
         for shard in committed.shards.iter().filter(|shard| shard.is_doubtful) {
             let root = &shard.root;
             let is_there = |node: &NodeId| reached.contains(node) && shard.holders.contains(node);
-            let ring = present_ring(root, changes);
+            let ring = directory.ring_nodes(root);
             let missing: Vec<NodeId> = ring.filter(|node| !is_there(node)).collect();
             if missing.len() > tolerated_losses([(root.n, root.k)]) {
                 return Some((committed, root.name.as_str(), missing));

@@ -17,20 +17,23 @@ use crate::catalogue::record_access::{
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::code::SurvivableLossCache;
 use crate::format::records::{
-    Checkpoint, JointSave, LeaveState, Record, RemoveReason, Removing, RingChange, ShardRoot,
-    Writing,
+    Checkpoint, JointSave, LeaveState, Record, RemoveReason, Removing, RingChange, Saved,
+    ShardRoot, Writing,
 };
 use crate::id::{Job, NodeId, PeerName, SaveId, Step};
 use crate::node::catalogue_server::repair_survey::{SurveyOutcome, survey_save};
 use crate::node::context::NodeContext;
+use crate::node::quorum::majority;
 use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::RemoveNode;
 
-/// Number of times a save is surveyed of which a node did not answer, or whose state changed, and the
+/// Number of times a removal is begun, because the node came back or changed.
+const TRIES: usize = 10;
+/// Number of times the saves are listed and surveyed while some are under way or changing, and the
 /// wait between them.
-const SURVEY_TRIES: usize = 10;
-const SURVEY_WAIT: Duration = Duration::from_secs(2);
+const PASSES: usize = 30;
+const PASS_WAIT: Duration = Duration::from_secs(2);
 
 /// The service that takes nodes off the list of nodes.
 pub(in crate::node) struct NodeRemoval {
@@ -38,12 +41,32 @@ pub(in crate::node) struct NodeRemoval {
     inventory_reader: Arc<InventoryReader>,
 }
 
-/// A committed save with the node in a ring.
+/// A save that may have something on the node.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct SaveOnNode {
+struct OnNode {
     job: Job,
     step: Step,
     save: SaveId,
+}
+
+/// The saves that matter for the removal of a node.
+#[derive(Default)]
+struct Saves {
+    /// The committed saves that name the node in a ring, or have it as a successor.
+    on_node: BTreeSet<OnNode>,
+    /// The open saves that may use the node, and the decided ones that name it.
+    under_way: BTreeSet<OnNode>,
+}
+
+impl Saves {
+    fn refuse_if_under_way(&self) -> Result<(), RemoteError> {
+        match self.under_way.first().cloned() {
+            Some(OnNode { job, step, .. }) => {
+                Err(CatalogueServerError::SaveOpen { job, step }.into())
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 impl NodeRemoval {
@@ -65,33 +88,40 @@ impl NodeRemoval {
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.context.catalogue(), call.name);
         let key = format!("{NODES}{name}");
-        loop {
+        for _ in 0..TRIES {
             let entry = catalogue.get(&key).await?;
             refuse_if_live(&*catalogue, &name).await?;
-            let is_in_ring = !self.list_saves_on(&name).await?.is_empty();
-            if entry.is_none() && !is_in_ring {
+            let saves = self.list_saves(&name).await?;
+            if entry.is_none() && saves.on_node.is_empty() {
                 return Err(CatalogueServerError::NodeNotRegistered { node: name }.into());
             }
-            if is_in_ring && !self.leave_rings(&*catalogue, &name).await? {
-                continue;
-            }
-            if !is_in_ring {
+            if saves.on_node.is_empty() {
+                saves.refuse_if_under_way()?;
                 catch_up_majority_without(&self.context, &*catalogue, &name).await?;
-                if !self.list_saves_on(&name).await?.is_empty() {
+                let saves = self.list_saves(&name).await?;
+                saves.refuse_if_under_way()?;
+                if !saves.on_node.is_empty() {
                     continue;
                 }
+            } else if !self.leave_rings(&*catalogue, &name).await? {
+                continue;
             }
             // The checks took a while, and the node may have come back.
             refuse_if_live(&*catalogue, &name).await?;
-            let Some(entry) = entry else { break };
-            match catalogue.compare_and_set(&key, Some(entry.revision), None).await? {
-                SetOutcome::Set(_) => break,
-                // The node has registered anew meanwhile, or another caller has removed it.
-                SetOutcome::Conflict(_) => {}
+            let is_off = match entry {
+                None => true,
+                Some(entry) => {
+                    let set = catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
+                    // The node has registered anew, or another caller has removed it.
+                    matches!(set, SetOutcome::Set(_))
+                }
+            };
+            if is_off {
+                tracing::warn!(node = %name, "a node was removed from the cluster");
+                return Ok(());
             }
         }
-        tracing::warn!(node = %name, "a node was removed from the cluster");
-        Ok(())
+        Err(CatalogueServerError::NodeLive { node: name }.into())
     }
 
     /// Makes the node leave the rings that name it: it gets nothing new, nothing is missing without
@@ -103,19 +133,29 @@ impl NodeRemoval {
         name: &PeerName,
     ) -> Result<bool, RemoteError> {
         let (change, revision) = record_leaving(catalogue, name, None).await?;
+        // Saves that begin from now on do not use the node.
+        let before = self.list_saves(name).await?.under_way;
         catch_up_majority_without(&self.context, catalogue, name).await?;
-        let (mut surveyed, mut losses) = (BTreeSet::new(), SurvivableLossCache::default());
-        // A save that began before the node was to leave may have ended during the survey.
-        loop {
-            let saves = self.list_saves_on(name).await?;
-            let rest: Vec<SaveOnNode> =
-                saves.into_iter().filter(|save| !surveyed.contains(save)).collect();
-            if rest.is_empty() {
-                break;
+        let (mut whole, mut losses) = (BTreeSet::new(), SurvivableLossCache::default());
+        for pass in 1.. {
+            let mut saves = self.list_saves(name).await?;
+            saves.under_way.retain(|save| before.contains(save));
+            let (mut is_new, mut unknown) = (false, None);
+            for save in saves.on_node.difference(&whole.clone()) {
+                match self.ensure_whole_without(catalogue, name, save, &mut losses).await? {
+                    true => is_new |= whole.insert(save.clone()),
+                    false => unknown = Some(save.clone()),
+                }
             }
-            for save in rest {
-                self.ensure_whole_without(catalogue, name, &save, &mut losses).await?;
-                surveyed.insert(save);
+            match unknown {
+                // Further saves may have ended during a survey, so the list is read once more.
+                None if saves.under_way.is_empty() && !is_new => break,
+                None if saves.under_way.is_empty() => continue,
+                Some(OnNode { job, step, .. }) if pass >= PASSES => {
+                    return Err(CatalogueServerError::StepNotSurveyed { job, step }.into());
+                }
+                None if pass >= PASSES => saves.refuse_if_under_way()?,
+                _ => self.context.clock.sleep(PASS_WAIT).await,
             }
         }
         refuse_if_live(catalogue, name).await?;
@@ -125,96 +165,101 @@ impl NodeRemoval {
         Ok(matches!(outcome, SetOutcome::Set(_)))
     }
 
-    /// Checks that nothing is missing of a save on the nodes that stay.
+    /// Returns whether nothing is missing of a save on the nodes that stay, or `false` if that is
+    /// not known: a node did not answer, or the step is changing.
     ///
     /// # Errors
-    /// Fails with kind `Exists` if something is missing, and of kind `Unavailable` if a node does not
-    /// answer.
+    /// Fails with kind `Exists` if something is missing.
     async fn ensure_whole_without(
         &self,
         catalogue: &dyn Catalogue,
         name: &PeerName,
-        on_node: &SaveOnNode,
+        save: &OnNode,
         losses: &mut SurvivableLossCache,
-    ) -> Result<(), RemoteError> {
-        let SaveOnNode { job, step, save } = on_node.clone();
-        let node = name.clone();
-        for _ in 0..SURVEY_TRIES {
-            let directory = read_directory_without(catalogue, name).await?;
-            let health = match survey_save(&self.context, save, &directory, losses).await? {
-                SurveyOutcome::Known(survey) => survey.health,
-                SurveyOutcome::Gone => return Ok(()),
-                // A node is slow, or the step is being archived.
-                SurveyOutcome::Unknown => {
-                    self.context.clock.sleep(SURVEY_WAIT).await;
-                    continue;
-                }
-            };
-            if health.is_degraded() {
-                let (missing, records) = (health.missing, health.records);
-                let missing =
-                    CatalogueServerError::MissingWithoutNode { node, job, step, missing, records };
-                return Err(missing.into());
-            }
-            return Ok(());
+    ) -> Result<bool, RemoteError> {
+        let directory = read_directory_without(catalogue, name).await?;
+        let health = match survey_save(&self.context, save.save, &directory, losses).await? {
+            SurveyOutcome::Known(survey) => survey.health,
+            SurveyOutcome::Gone => return Ok(true),
+            SurveyOutcome::Unknown => return Ok(false),
+        };
+        if health.is_degraded() {
+            let OnNode { job, step, .. } = save.clone();
+            let (node, missing, records) = (name.clone(), health.missing, health.records);
+            let missing =
+                CatalogueServerError::MissingWithoutNode { node, job, step, missing, records };
+            return Err(missing.into());
         }
-        Err(CatalogueServerError::StepNotSurveyed { job, step }.into())
+        Ok(true)
     }
 
-    /// Returns the committed saves that name a node in a ring, or have it as a successor.
+    /// Lists the saves that matter for the removal of a node.
     ///
     /// # Errors
-    /// Fails with kind `Busy` while a save that may use the node is under way, or waits for the
-    /// node's answer, and of kind `Exists` if the rings without the node have too few nodes.
-    async fn list_saves_on(&self, name: &PeerName) -> Result<BTreeSet<SaveOnNode>, RemoteError> {
+    /// Fails with kind `Busy` if only the node may know whether a save was committed, and of kind
+    /// `Exists` if the rings without the node have too few nodes.
+    async fn list_saves(&self, name: &PeerName) -> Result<Saves, RemoteError> {
         let (catalogue, node) = (self.context.catalogue(), NodeId::of(name));
         let catalogue = &*catalogue;
         let directory = read_directory_without(catalogue, name).await?;
         self.refuse_if_mark_unknown(catalogue, &directory, name).await?;
-        let mut on_node = BTreeSet::new();
+        let mut saves = Saves::default();
         let mut checkpoints = KeyScan::of_prefix(catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
-            let is_under_way = match checkpoint.writing {
-                Some(Writing::Open { save, .. }) => may_use_node(catalogue, save, node).await?,
-                Some(Writing::Decided { saved }) => {
-                    is_in_ring(catalogue, &directory, name, saved.save).await?
+            let under_way = match checkpoint.writing {
+                Some(Writing::Open { save, .. }) => {
+                    may_use_node(catalogue, save, node).await?.then_some(save)
                 }
-                None => false,
+                Some(Writing::Decided { saved: Saved { save, .. } }) => {
+                    is_in_ring(catalogue, &directory, name, save).await?.then_some(save)
+                }
+                None => None,
             };
-            if is_under_way {
-                return Err(CatalogueServerError::SaveOpen { job, step }.into());
+            if let Some(save) = under_way {
+                saves.under_way.insert(OnNode { job: job.clone(), step, save });
             }
             if let Some(saved) = checkpoint.committed
                 && is_in_ring(catalogue, &directory, name, saved.save).await?
             {
-                on_node.insert(SaveOnNode { job, step, save: saved.save });
+                saves.on_node.insert(OnNode { job, step, save: saved.save });
             }
         }
-        Ok(on_node)
+        Ok(saves)
     }
 
-    /// Refuses while a save exists of which only this node may have a commit mark.
+    /// Refuses while a save exists of which only this node may have a commit mark. A save was
+    /// published only with marks on more than half of the storage nodes, so it was not published if
+    /// so many others have none that fewer are left.
     async fn refuse_if_mark_unknown(
         &self,
         catalogue: &dyn Catalogue,
         directory: &Directory,
         name: &PeerName,
     ) -> Result<(), RemoteError> {
-        let others = directory.views().filter(|view| view.node.storage);
-        let others: Vec<_> = others.map(|view| view.node.clone()).collect();
+        let others: Vec<_> = directory.views().filter(|view| view.node.storage).collect();
+        let all = others.len() + 1;
+        let needed = (all + 1).saturating_sub(majority(all));
         let mut orphans = KeyScan::of_prefix(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
-            let orphan: Removing = parse_record(&key, &entry.value)?;
-            // A save was published only if more than half of the storage nodes have a mark. So if no
-            // other node has one, this node has none that counts.
-            if orphan.reason == RemoveReason::Aborted
-                && self.inventory_reader.is_marked_on_any_of_all(&others, orphan.save).await
-                    != Some(false)
-            {
-                let (save, node) = (orphan.save, name.clone());
-                return Err(CatalogueServerError::MarkUnknown { save, node }.into());
+            let Removing { save, reason, .. } = parse_record(&key, &entry.value)?;
+            if reason != RemoveReason::Aborted {
+                continue;
+            }
+            let (mut unmarked, mut silent) = (0, Vec::new());
+            for view in &others {
+                let one = std::slice::from_ref(&view.node);
+                match self.inventory_reader.is_marked_on_any_of_all(one, save).await {
+                    Some(is_marked) => unmarked += usize::from(!is_marked),
+                    None => silent.push(view.node.name.as_str()),
+                }
+            }
+            if unmarked < needed {
+                let (node, silent) = (name.clone(), silent.join(", "));
+                let unknown =
+                    CatalogueServerError::MarkUnknown { save, node, unmarked, all, needed, silent };
+                return Err(unknown.into());
             }
         }
         Ok(())
@@ -259,8 +304,14 @@ async fn is_in_ring(
         let present = directory.present_ring(&root);
         let left = present.iter().filter(|member| directory.takes_data(member.node)).count();
         if left < usize::from(root.n) {
+            let silent = present.iter().filter(|member| !directory.is_live(member.node));
+            let silent: Vec<String> = silent.map(|member| directory.name(member.node)).collect();
+            let away = match silent.is_empty() {
+                true => String::new(),
+                false => format!("; these do not answer: {}", silent.join(", ")),
+            };
             let (node, needed) = (name.clone(), root.n);
-            return Err(CatalogueServerError::RingTooSmall { node, left, needed }.into());
+            return Err(CatalogueServerError::RingTooSmall { node, left, needed, away }.into());
         }
     }
     Ok(is_named)

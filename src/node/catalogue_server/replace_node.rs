@@ -34,7 +34,7 @@ impl NodeReplacement {
     /// # Errors
     /// Fails with kind `NotFound` if the successor is not registered, or the node is neither
     /// registered nor in a ring; of kind `Invalid` if the two are the same or the successor stores
-    /// no data; of kind `Exists` if there are too many; and of kind `Unavailable` if the successor
+    /// no data or is to leave, too; of kind `Exists` if there are too many; and of kind `Unavailable` if the successor
     /// is not live or too few nodes catch up.
     pub(in crate::node) async fn replace_node(&self, call: ReplaceNode) -> Result<(), RemoteError> {
         let ReplaceNode { node, successor } = call;
@@ -54,6 +54,9 @@ impl NodeReplacement {
             }
             Some(view) if !view.live => {
                 return Err(CatalogueServerError::SuccessorAway { node: successor }.into());
+            }
+            Some(_) if Directory::read(&*catalogue).await?.is_leaving(NodeId::of(&successor)) => {
+                return Err(CatalogueServerError::SuccessorLeaving { node: successor }.into());
             }
             Some(_) => {}
         }
@@ -91,7 +94,11 @@ pub(super) async fn record_leaving(
         let known = read_record::<RingChange>(catalogue, &key).await?;
         if known.is_none() && list_ring_changes(catalogue).await?.changes.len() >= MAX_RING_CHANGES
         {
-            return Err(CatalogueServerError::TooManyRingChanges { node: node.clone() }.into());
+            return Err(CatalogueServerError::TooManyRingChanges {
+                node: node.clone(),
+                limit: MAX_RING_CHANGES,
+            }
+            .into());
         }
         let (before, revision) = known.unzip();
         let mut change = before.clone().unwrap_or_else(|| RingChange::leaving(node.clone()));
@@ -99,7 +106,11 @@ pub(super) async fn record_leaving(
         if let Some(successor) = successor
             && !change.add_successor(successor.clone())
         {
-            return Err(CatalogueServerError::TooManySuccessors { node: node.clone() }.into());
+            return Err(CatalogueServerError::TooManySuccessors {
+                node: node.clone(),
+                successors: change.successors,
+            }
+            .into());
         }
         if let Some(revision) = revision.filter(|_| before.as_ref() == Some(&change)) {
             return Ok((change, revision));

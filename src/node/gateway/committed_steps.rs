@@ -246,16 +246,17 @@ impl CommittedSteps {
     }
 
     /// Returns the nodes that leave rings: from the catalogue if it is wanted and answers, and
-    /// otherwise those that this node stores.
+    /// otherwise those that this node has heard of.
     pub(in crate::node) async fn list_ring_changes(
         &self,
         call: ListRingChanges,
     ) -> Result<RingChanges, RemoteError> {
         if !call.only_stored {
             let read = async { Ok(list_ring_changes(&*self.context.catalogue()).await?) };
-            if let Some(found) = self.outage_reader.read_if_catalogue_answers(read).await {
-                return found;
-            }
+            return match self.outage_reader.read_if_catalogue_answers(read).await {
+                Some(found) => found,
+                None => self.outage_reader.list_heard_ring_changes().await,
+            };
         }
         self.context.run_on_store(|store| store.read_ring_changes()).await
     }

@@ -15,7 +15,7 @@ use super::page_limits::{SAVES_PER_PAGE, SHARDS_SHOWN};
 use crate::catalogue::record_access::checkpoint_key;
 use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
 use crate::clock::deadline;
-use crate::format::records::{Node as NodeRecord, Saved, ShardState, Standing};
+use crate::format::records::{Node as NodeRecord, RingChanges, Saved, ShardState, Standing};
 use crate::id::{Generation, NodeId, PeerName, SaveId};
 use crate::kind::ErrorKind;
 use crate::net::call::address;
@@ -261,6 +261,13 @@ impl OutageReader {
         let (members, hellos) = self.membership.discover_members().await?;
         let live = |node: &NodeRecord| hellos.iter().any(|(other, _)| other.name == node.name);
         Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
+    }
+
+    /// Returns the ring changes that this node has heard of.
+    pub(in crate::node) async fn list_heard_ring_changes(
+        &self,
+    ) -> Result<RingChanges, RemoteError> {
+        self.membership.list_heard_ring_changes().await
     }
 
     /// Returns the cached snapshot, or takes a new one. The work runs in a task of its own: if the

@@ -69,7 +69,8 @@ impl SaveGateway {
             return Err(GatewayError::RootInconsistent { shard: root.name }.into());
         }
         let directory = self.fetch_directory().await?;
-        if let Some(node) = ring.iter().find(|node| directory.address(**node).is_none()) {
+        let is_gone = |node: NodeId| directory.address(node).is_none() || directory.has_left(node);
+        if let Some(node) = ring.iter().find(|node| is_gone(**node)) {
             let (node, shard) = (*node, root.name);
             return Err(GatewayError::RingNodeUnregistered { node, shard }.into());
         }

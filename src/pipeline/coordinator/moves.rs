@@ -52,7 +52,10 @@ impl OwnedStripe<'_> {
     ) -> Result<Vec<PieceMove>, CoordinatorError> {
         let is_file = |piece: &&ReceiptPiece| piece.form == PieceForm::File;
         let mut files = receipt.pieces.iter().filter(is_file);
-        if !files.any(|piece| task.gives_up_pieces_of(piece.node, true)) {
+        let is_given_up = |node: NodeId, is_urgent: bool| {
+            self.directory.is_leaving(node) || task.gives_up_pieces_of(node, is_urgent)
+        };
+        if !files.any(|piece| is_given_up(piece.node, true)) {
             return Ok(Vec::new());
         }
         let held = PiecesByNode::new(&self.list_ring_files().await, receipt);
@@ -61,11 +64,12 @@ impl OwnedStripe<'_> {
             .pieces
             .iter()
             .filter(is_file)
-            .filter(|piece| !held.answers(piece.node))
-            .filter(|piece| {
-                let node = piece.node;
-                self.directory.has_left(node) || task.gives_up_pieces_of(node, is_urgent)
+            .filter(|piece| match self.directory.is_leaving(piece.node) {
+                // What it has lost is made on another node, also if it answers.
+                true => !held.has(piece.node, piece.piece),
+                false => !held.answers(piece.node),
             })
+            .filter(|piece| is_given_up(piece.node, is_urgent))
             .collect();
         if lost.is_empty() {
             return Ok(Vec::new());

@@ -169,6 +169,10 @@ impl Coordinator {
         let found = self.fetch_all_receipts(&info, &directory, root, archived.attempt).await;
         let counting = choose_receipt_that_counts(&found.by_node, archived);
         let Some(receipt) = counting else { return Ok(None) };
+        // What is on a node that is to leave may be gone soon.
+        if receipt.pieces.iter().any(|piece| directory.is_leaving(piece.node)) {
+            return Ok(None);
+        }
         let held = self.find_present_pieces(&info, &directory, receipt).await;
         Ok((held.len() == receipt.pieces.len()).then(|| receipt.clone()))
     }

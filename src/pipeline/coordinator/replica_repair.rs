@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::CoordinatorError;
-use super::ensure_replicas::{Recreation, find_good_holder, has_good_replica};
+use super::ensure_replicas::{FilesByNode, Recreation, find_good_holder, has_good_replica};
 use super::owned_stripe::OwnedStripe;
 use super::step_repair::{RepairTask, ends_the_repair};
 use super::stripe_repair::StripeOutcome;
@@ -51,7 +51,7 @@ impl OwnedStripe<'_> {
         let mut repair = ReplicaRepair {
             stripe: self,
             good: good.collect(),
-            answering: held.iter().filter(|(_, files)| files.is_some()).map(|(n, _)| *n).collect(),
+            answering: self.answering_to_stay(&held),
             damaged,
             task,
         };
@@ -59,6 +59,24 @@ impl OwnedStripe<'_> {
         let holders = places.iter().copied().collect();
         self.put_missing_stripe_records(&places, holders, task.options, &mut outcome).await;
         Ok(outcome)
+    }
+}
+
+impl OwnedStripe<'_> {
+    /// Returns the nodes that answer, without those that are to leave and lack something: what they
+    /// lack is made on others.
+    fn answering_to_stay(&self, held: &FilesByNode) -> BTreeSet<NodeId> {
+        let has_all = |node: NodeId| {
+            let positions = (0..).zip(&self.info.places).filter(|(_, place)| **place == node);
+            let mut blocks =
+                positions.flat_map(|(position, _)| self.shard.layout.blocks_at(position));
+            blocks.all(|block| {
+                self.info.fixed.blocks[block].len_bytes == 0
+                    || has_good_replica(&self.info, held, node, block)
+            })
+        };
+        let answering = held.iter().filter(|(_, files)| files.is_some()).map(|(node, _)| *node);
+        answering.filter(|&node| !self.directory.is_leaving(node) || has_all(node)).collect()
     }
 }
 
@@ -91,7 +109,7 @@ impl ReplicaRepair<'_> {
             if self.answering.contains(&node) || blocks.iter().all(|block| copies(block) >= 2) {
                 continue;
             }
-            if !directory.has_left(node) && !self.task.gives_up_replicas_of(node) {
+            if !directory.is_leaving(node) && !self.task.gives_up_replicas_of(node) {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 continue;
             }

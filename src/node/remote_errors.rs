@@ -126,7 +126,6 @@ impl CatalogueServerError {
             E::NodeNotRegistered { .. } => ErrorKind::NotFound,
             E::SuccessorOfItself { .. }
             | E::SuccessorStoresNothing { .. }
-            | E::SuccessorLeaving { .. }
             | E::MaintenanceTooLong { .. } => ErrorKind::Invalid,
             E::RebuildUnderWay
             | E::CatalogueServed { .. }
@@ -156,6 +155,7 @@ impl CatalogueServerError {
             | E::CatalogueReadOnly
             | E::TooFewCaughtUp { .. }
             | E::SuccessorAway { .. }
+            | E::SuccessorLeaving { .. }
             | E::StepNotSurveyed { .. } => ErrorKind::Unavailable,
             E::CatalogueNotNoted { .. }
             | E::NodeLive { .. }

@@ -34,8 +34,8 @@ impl NodeReplacement {
     /// # Errors
     /// Fails with kind `NotFound` if the successor is not registered, or the node is neither
     /// registered nor in a ring; of kind `Invalid` if the two are the same or the successor stores
-    /// no data or is to leave, too; of kind `Exists` if there are too many; and of kind `Unavailable` if the successor
-    /// is not live or too few nodes catch up.
+    /// no data; of kind `Exists` if there are too many; and of kind `Unavailable` if the successor
+    /// is not live or is to leave itself, or too few nodes catch up.
     pub(in crate::node) async fn replace_node(&self, call: ReplaceNode) -> Result<(), RemoteError> {
         let ReplaceNode { node, successor } = call;
         let catalogue = self.context.catalogue();

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::future::try_join;
 
-use crate::catalogue::record_access::list_ring_changes;
+use crate::catalogue::record_access::read_ring_changes;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::format::records::{LeaveState, Node, RingChanges, RingNode, ShardRoot};
 use crate::id::{NodeId, PeerName};
@@ -20,19 +20,19 @@ pub struct Directory {
     /// Nodes that did not answer the last request made through this directory or a clone of it. The
     /// lease of such a node may stay alive for some seconds.
     silent: Arc<Mutex<HashSet<NodeId>>>,
-    /// The nodes that leave the rings of shards, each with its state and its successors.
-    leaving: Arc<HashMap<NodeId, (LeaveState, Vec<NodeId>)>>,
+    /// The ring changes: the state and the successors of each node that has one.
+    ring_changes: Arc<HashMap<NodeId, (LeaveState, Vec<NodeId>)>>,
 }
 
 impl Directory {
     /// Returns the directory of these nodes.
     pub fn new(views: Vec<NodeView>, ring_changes: RingChanges) -> Self {
         let nodes = views.into_iter().map(|view| (NodeId::of(&view.node.name), view)).collect();
-        let leaving = ring_changes.changes.into_iter().map(|change| {
+        let ring_changes = ring_changes.changes.into_iter().map(|change| {
             let successors = change.successors.iter().map(NodeId::of).collect();
             (NodeId::of(&change.node), (change.state, successors))
         });
-        Self { nodes, silent: Arc::default(), leaving: Arc::new(leaving.collect()) }
+        Self { nodes, silent: Arc::default(), ring_changes: Arc::new(ring_changes.collect()) }
     }
 
     /// Returns the directory of the nodes of a catalogue.
@@ -40,26 +40,26 @@ impl Directory {
     /// # Errors
     /// If the catalogue does not answer.
     pub async fn read(catalogue: &dyn Catalogue) -> Result<Self, CatalogueError> {
-        let both = try_join(catalogue.list_nodes(), list_ring_changes(catalogue));
+        let both = try_join(catalogue.list_nodes(), read_ring_changes(catalogue));
         let (views, ring_changes) = both.await?;
         Ok(Self::new(views, ring_changes))
     }
 
-    /// Returns the nodes that are asked for what nodes have of a shard: its present ring, and the
-    /// successors of nodes that have returned (docs/semantics.md, 10).
-    pub fn ring_nodes(&self, root: &ShardRoot) -> impl Iterator<Item = NodeId> + use<> {
+    /// Returns the nodes that may hold parts of a shard: those of its root's ring and all their
+    /// successors, without nodes that have left (docs/semantics.md, 10).
+    pub fn nodes_to_ask(&self, root: &ShardRoot) -> impl Iterator<Item = NodeId> + use<> {
         let mut nodes: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
-        nodes.extend(self.successors_of(&nodes, true));
+        nodes.extend(self.all_successors_of(&nodes));
         nodes.retain(|node| !self.has_left(*node));
         nodes.into_iter()
     }
 
-    /// Returns the present ring of a shard: the nodes that have its records, or are to get them, and
+    /// Returns the current ring of a shard: the nodes that have its records, or are to get them, and
     /// may get parts of it. A node that has left is not in it, and its successors are.
-    pub fn present_ring(&self, root: &ShardRoot) -> Vec<RingNode> {
+    pub fn current_ring(&self, root: &ShardRoot) -> Vec<RingNode> {
         let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let mut ring = root.ring.clone();
-        for node in self.successors_of(&named, false) {
+        for node in self.active_successors_of(&named) {
             let domain = self.domain_in(&ring, node);
             ring.push(RingNode { node, domain });
         }
@@ -70,28 +70,37 @@ impl Directory {
     /// Returns whether a node is in the ring of a shard's root, or is a successor of such a node.
     pub fn is_named_by(&self, root: &ShardRoot, node: NodeId) -> bool {
         let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
-        named.contains(&node) || self.successors_of(&named, true).contains(&node)
+        named.contains(&node) || self.all_successors_of(&named).contains(&node)
     }
 
     /// Returns the state of a node, or `None` if it has no ring change.
     pub fn leave_state_of(&self, node: NodeId) -> Option<LeaveState> {
-        self.leaving.get(&node).map(|(state, _)| *state)
+        self.ring_changes.get(&node).map(|(state, _)| *state)
     }
 
-    /// Returns the successors of these nodes, and the successors of those, without the nodes
-    /// themselves. Nodes that have returned lead to successors only if `with_returned`.
-    pub fn successors_of(&self, nodes: &[NodeId], with_returned: bool) -> Vec<NodeId> {
-        if self.leaving.is_empty() {
+    /// Returns the successors of these nodes, transitively, without the nodes themselves.
+    pub fn all_successors_of(&self, nodes: &[NodeId]) -> Vec<NodeId> {
+        self.follow_successors(nodes, |_| true)
+    }
+
+    /// Returns the same, but follows no successors of nodes that have returned.
+    pub fn active_successors_of(&self, nodes: &[NodeId]) -> Vec<NodeId> {
+        self.follow_successors(nodes, |state| state != LeaveState::Returned)
+    }
+
+    fn follow_successors(
+        &self,
+        nodes: &[NodeId],
+        is_followed: impl Fn(LeaveState) -> bool,
+    ) -> Vec<NodeId> {
+        if self.ring_changes.is_empty() {
             return Vec::new();
         }
         let mut seen: HashSet<NodeId> = nodes.iter().copied().collect();
         let (mut next, mut found) = (nodes.to_vec(), Vec::new());
         while let Some(node) = next.pop() {
-            let Some((state, successors)) = self.leaving.get(&node) else { continue };
-            if *state == LeaveState::Returned && !with_returned {
-                continue;
-            }
-            for &successor in successors {
+            let change = self.ring_changes.get(&node).filter(|(state, _)| is_followed(*state));
+            for &successor in change.into_iter().flat_map(|(_, successors)| successors) {
                 if seen.insert(successor) {
                     next.push(successor);
                     found.push(successor);
@@ -106,15 +115,17 @@ impl Directory {
         self.leave_state_of(node) == Some(LeaveState::Left)
     }
 
-    /// Returns whether a node is to leave the rings that name it, or has left them.
-    pub fn is_leaving(&self, node: NodeId) -> bool {
+    /// Returns whether a node is leaving or has left. Nothing new is given to it.
+    pub fn is_leaving_or_left(&self, node: NodeId) -> bool {
         self.leave_state_of(node) >= Some(LeaveState::Leaving)
     }
 
-    /// Returns whether a node may get new data: it is live, stores data, and is not to leave.
-    pub fn takes_data(&self, node: NodeId) -> bool {
+    /// Returns whether a node may receive data: it is live, stores data, and is not leaving.
+    pub fn can_receive_data(&self, node: NodeId) -> bool {
         let stores = |view: &NodeView| view.node.storage;
-        self.is_live(node) && self.nodes.get(&node).is_some_and(stores) && !self.is_leaving(node)
+        self.is_live(node)
+            && self.nodes.get(&node).is_some_and(stores)
+            && !self.is_leaving_or_left(node)
     }
 
     /// Returns the number of a node's failure domain in a ring: that of a node of the same domain,
@@ -168,11 +179,11 @@ impl Directory {
         self.silent.lock().unwrap_or_else(PoisonError::into_inner).contains(&node)
     }
 
-    /// Returns the storage nodes whose lease is alive and that are not to leave, silent ones
-    /// included.
-    pub fn live_storage(&self) -> Vec<Node> {
+    /// Returns the storage nodes that new saves may use: their leases are alive, and they are not
+    /// leaving. Silent ones are included.
+    pub fn storage_for_saves(&self) -> Vec<Node> {
         let live = self.nodes.iter().filter(|(_, view)| view.live && view.node.storage);
-        let staying = live.filter(|(node, _)| !self.is_leaving(**node));
+        let staying = live.filter(|(node, _)| !self.is_leaving_or_left(**node));
         staying.map(|(_, view)| view.node.clone()).collect()
     }
 
@@ -210,15 +221,18 @@ mod tests {
             change("c", LeaveState::Returned, &["a", "f"]),
         ];
         let directory = Directory::new(Vec::new(), RingChanges { changes });
-        let of = |node, with_returned| -> HashSet<NodeId> {
-            directory.successors_of(&[id(node)], with_returned).into_iter().collect()
+        let all = |node| -> HashSet<NodeId> {
+            directory.all_successors_of(&[id(node)]).into_iter().collect()
         };
-        assert_eq!(of("a", true), [id("b"), id("c"), id("e"), id("f")].into());
-        assert_eq!(of("a", false), [id("b"), id("c"), id("e")].into());
-        assert_eq!(of("c", true), [id("a"), id("b"), id("e"), id("f")].into());
-        assert!(of("c", false).is_empty() && of("e", true).is_empty());
+        let active = |node| -> HashSet<NodeId> {
+            directory.active_successors_of(&[id(node)]).into_iter().collect()
+        };
+        assert_eq!(all("a"), [id("b"), id("c"), id("e"), id("f")].into());
+        assert_eq!(active("a"), [id("b"), id("c"), id("e")].into());
+        assert_eq!(all("c"), [id("a"), id("b"), id("e"), id("f")].into());
+        assert!(active("c").is_empty() && all("e").is_empty());
         assert!(directory.has_left(id("a")) && !directory.has_left(id("b")));
-        assert!(directory.is_leaving(id("b")) && !directory.is_leaving(id("c")));
-        assert!(!directory.is_leaving(id("e")));
+        assert!(directory.is_leaving_or_left(id("b")) && !directory.is_leaving_or_left(id("c")));
+        assert!(!directory.is_leaving_or_left(id("e")));
     }
 }

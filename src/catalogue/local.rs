@@ -141,16 +141,19 @@ impl LocalCatalogue {
         self.clock.now() < until
     }
 
-    /// Records that a node that registers has returned, if it has left, or if it is to leave and
-    /// `is_back`: its lease was over, or it was not registered. Its removal, if one is under way,
-    /// begins anew.
-    async fn record_return(&self, name: &PeerName, is_back: bool) -> Result<(), CatalogueError> {
+    /// Sets the ring change of a node that registers to *returned* if the node has left, or if it is
+    /// leaving and `lease_had_ended`. A removal that is under way begins anew.
+    async fn record_return(
+        &self,
+        name: &PeerName,
+        lease_had_ended: bool,
+    ) -> Result<(), CatalogueError> {
         let key = ring_change_key(name);
         while let Some((change, revision)) = read_record::<RingChange>(self, &key).await?
             && (change.state == LeaveState::Left
-                || (change.state == LeaveState::Leaving && is_back))
+                || (change.state == LeaveState::Leaving && lease_had_ended))
         {
-            tracing::warn!(node = %name, state = ?change.state, "a node that leaves is back, and stays");
+            tracing::warn!(node = %name, state = ?change.state, "a leaving node has registered again: it stays in the cluster");
             let returned = RingChange { state: LeaveState::Returned, ..change };
             let value =
                 returned.to_bytes().map_err(|error| CatalogueError::Store(error.to_string()))?;
@@ -312,8 +315,8 @@ impl Catalogue for LocalCatalogue {
         self.database.refuse_if_read_only()?;
         let key = format!("{NODES}{}", node.name);
         let id = NodeId::of(&node.name);
-        let is_back = !self.is_node_live(id) || self.get(&key).await?.is_none();
-        self.record_return(&node.name, is_back).await?;
+        let lease_had_ended = !self.is_node_live(id) || self.get(&key).await?.is_none();
+        self.record_return(&node.name, lease_had_ended).await?;
         loop {
             let current = self.get(&key).await?;
             let known = current

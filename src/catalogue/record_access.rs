@@ -113,7 +113,7 @@ pub fn ring_change_key(node: &PeerName) -> String {
 ///
 /// # Errors
 /// If the catalogue does not answer, or if one of them does not parse.
-pub async fn list_ring_changes(catalogue: &dyn Catalogue) -> Result<RingChanges, CatalogueError> {
+pub async fn read_ring_changes(catalogue: &dyn Catalogue) -> Result<RingChanges, CatalogueError> {
     let mut found = RingChanges::default();
     let mut scan = KeyScan::of_prefix(catalogue, RING_CHANGES);
     while let Some((key, entry)) = scan.next().await? {

@@ -34,7 +34,9 @@ impl CommandOutput for Announced {
         let Self { node, seconds } = self;
         match seconds {
             0 => format!("{node} is not in maintenance any more\n"),
-            _ => format!("nothing is repaired for the absence of {node} in the next {seconds} s\n"),
+            _ => {
+                format!("automatic repair ignores the absence of {node} for the next {seconds} s\n")
+            }
         }
     }
 }

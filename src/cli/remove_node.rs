@@ -19,7 +19,7 @@ pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
         let name = &options.name;
         match failure.kind {
             ErrorKind::Exists => failure.with_hint(format!(
-                "`rapidraid repair --node {name}` makes it again on other nodes; if none is free, start a new one, and `rapidraid cluster replace-node {name} --by NEW` first"
+                "run `rapidraid repair --node {name}`, then try again; if there is no spare node, start a new machine, and run `rapidraid cluster replace-node {name} --by NEW` before the repair"
             )),
             _ => failure,
         }

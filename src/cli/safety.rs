@@ -1,5 +1,5 @@
 //! The safety of the checkpoints as text for `status`: how many nodes may be lost, and what is
-//! being repaired by itself.
+//! being repaired automatically.
 
 use std::time::Duration;
 

@@ -86,7 +86,7 @@ fn mixed(report: &StatusReport) -> Option<String> {
     (all.len() > 1).then(|| format!("several versions run: {}; finish the upgrade", all.join(", ")))
 }
 
-/// Returns the nodes that are to leave.
+/// Returns the ring changes of the nodes that are leaving.
 fn leaving(report: &StatusReport) -> impl Iterator<Item = &RingChange> {
     let changes = report.ring_changes.changes.iter();
     changes.filter(|change| change.state == LeaveState::Leaving)
@@ -162,10 +162,10 @@ impl CommandOutput for Nodes {
             let node = &change.node;
             let successors = match change.successors.is_empty() {
                 true => String::new(),
-                false => format!("{} takes its place; ", names(&change.successors)),
+                false => format!(" (successor: {})", names(&change.successors)),
             };
             notes.push_str(&format!(
-                "{node} is to leave: {successors}`rapidraid cluster remove-node {node}` ends it, and a restart keeps it\n"
+                "{node} is leaving{successors}: `rapidraid cluster remove-node {node}` completes this\n"
             ));
         }
         let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();

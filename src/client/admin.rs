@@ -30,10 +30,10 @@ pub struct StatusReport {
     pub epoch: Epoch,
     /// The policy that the catalogue server applies, if the server answers.
     pub policy: Option<PolicyAnswer>,
-    /// How many nodes may be lost, and what the catalogue server repairs by itself, if the server
+    /// How many nodes may be lost, and what the catalogue server repairs automatically, if the server
     /// answers.
     pub repair: Option<RepairStatus>,
-    /// The nodes that leave the rings of checkpoints.
+    /// The ring changes of the cluster.
     pub ring_changes: RingChanges,
 }
 
@@ -82,8 +82,8 @@ impl Client {
         self.call_gateway_once(&RemoveNode { name: name.clone() }, REBUILD_LIMIT).await
     }
 
-    /// Makes the storage node `successor` take the place of `node` in the rings of shards
-    /// (docs/semantics.md, 10). What `node` had is made again there by a repair.
+    /// Records `node` as leaving, with the storage node `successor` as its successor in the rings of
+    /// shards (docs/semantics.md, 10). A repair that gives `node` up makes its parts again.
     pub async fn replace_node(
         &self,
         node: &PeerName,
@@ -93,8 +93,8 @@ impl Client {
         self.call_gateway_once(&call, LONG_LIMIT).await
     }
 
-    /// Announces that `node` will be away for the next `seconds` seconds; 0 ends it. Until then its
-    /// absence counts for no repair (docs/semantics.md, 11).
+    /// Makes automatic repair ignore the absence of `node` for the next `seconds` seconds; 0 ends
+    /// that (docs/semantics.md, 11).
     pub async fn set_maintenance(&self, node: &PeerName, seconds: u64) -> Result<(), ClientError> {
         let call = SetMaintenance { node: node.clone(), seconds };
         self.call_gateway_once(&call, LONG_LIMIT).await

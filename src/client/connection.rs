@@ -325,8 +325,8 @@ impl Client {
         Ok(Directory::new(views, self.fetch_ring_changes().await?))
     }
 
-    /// Returns the nodes that leave the rings of shards, as far as the gateway knows them. The call
-    /// also works while no catalogue answers.
+    /// Returns the ring changes, as far as the gateway knows them. The call also works while no
+    /// catalogue answers.
     pub async fn fetch_ring_changes(&self) -> Result<RingChanges, ClientError> {
         match self.call_gateway(&ListRingChanges { only_stored: false }).await {
             // The daemon is of a version that knows no ring changes.

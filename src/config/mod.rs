@@ -141,7 +141,7 @@ pub struct NodeConfig {
     pub high_water_percent: u8,
     /// The policy for committed steps. The daemon that serves the catalogue applies it.
     pub policy: Policy,
-    /// The rules of repair by itself. The daemon that serves the catalogue applies them.
+    /// The rules of automatic repair. The daemon that serves the catalogue applies them.
     pub repair: RepairRules,
 }
 

@@ -1,4 +1,4 @@
-//! The settings of repair by itself (docs/semantics.md, 11).
+//! The settings of automatic repair (docs/semantics.md, 11).
 
 use std::time::Duration;
 
@@ -12,11 +12,11 @@ const DEFAULT_GRACE: Duration = Duration::from_secs(120);
 /// The default share of the storage nodes that may be away.
 const DEFAULT_BRAKE_PERCENT: u8 = 15;
 
-/// The rules by which the catalogue server repairs by itself.
+/// The rules of automatic repair, which the catalogue server applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RepairRules {
     /// The percentage of the time for which repairs work; they pause for the rest of it. 0: nothing
-    /// is repaired by itself.
+    /// is repaired automatically.
     pub share_percent: u8,
     /// The time for which a step is degraded before it is repaired, unless it is urgent, and for
     /// which a node is away before it is given up for replicas. It is given up for pieces after
@@ -28,7 +28,7 @@ pub struct RepairRules {
 }
 
 impl RepairRules {
-    /// The rules by which nothing is repaired by itself.
+    /// The rules by which nothing is repaired automatically.
     pub const OFF: RepairRules = RepairRules {
         share_percent: 0,
         grace: DEFAULT_GRACE,

@@ -6,7 +6,7 @@ use super::envelope::RecordKind;
 use super::records::Record;
 use crate::id::PeerName;
 
-/// Maximum number of nodes that have ever left or had a successor.
+/// Maximum number of ring changes of a cluster.
 pub const MAX_RING_CHANGES: usize = 1024;
 /// Maximum number of successors of one node.
 pub const MAX_SUCCESSORS: usize = 16;
@@ -16,7 +16,7 @@ pub const MAX_SUCCESSORS: usize = 16;
 pub struct RingChange {
     /// The node that leaves.
     pub node: PeerName,
-    /// Whether it has left.
+    /// The state of the node.
     pub state: LeaveState,
     /// The nodes that are asked besides it, in ascending order; at most [`MAX_SUCCESSORS`].
     pub successors: Vec<PeerName>,
@@ -25,9 +25,9 @@ pub struct RingChange {
 /// How far a node has left its rings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum LeaveState {
-    /// The node left or was about to, and has come back.
+    /// The node was leaving or had left, and has registered again.
     Returned,
-    /// The node is to leave. It gets nothing new.
+    /// The node is leaving. Nothing new is given to it.
     Leaving,
     /// The node was removed, and nothing is missing without it.
     Left,

@@ -78,7 +78,7 @@ pub struct NodeSettings {
     pub lease: Duration,
     /// The policy for committed steps, which the node applies while it serves the catalogue.
     pub policy: Policy,
-    /// The rules of repair by itself, which the node applies while it serves the catalogue.
+    /// The rules of automatic repair, which the node applies while it serves the catalogue.
     pub repair: RepairRules,
 }
 

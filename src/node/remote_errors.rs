@@ -126,7 +126,7 @@ impl CatalogueServerError {
             E::NodeNotRegistered { .. } => ErrorKind::NotFound,
             E::SuccessorOfItself { .. }
             | E::SuccessorStoresNothing { .. }
-            | E::MaintenanceTooLong { .. } => ErrorKind::Invalid,
+            | E::MaintenanceTooLong => ErrorKind::Invalid,
             E::RebuildUnderWay
             | E::CatalogueServed { .. }
             | E::CatalogueServedElsewhere
@@ -160,7 +160,8 @@ impl CatalogueServerError {
             E::CatalogueNotNoted { .. }
             | E::NodeLive { .. }
             | E::SaveOpen { .. }
-            | E::MarkUnknown { .. } => ErrorKind::Busy,
+            | E::MarkUnknown { .. }
+            | E::NodeChanging { .. } => ErrorKind::Busy,
             E::StepsIncomplete { .. } => ErrorKind::Lost,
             E::DatabaseNotCreated { .. } => ErrorKind::Io,
         }

@@ -137,7 +137,7 @@ fn ring_nodes_live_first(
     preferred: &[NodeId],
 ) -> Vec<NodeAddress> {
     let mut order: Vec<NodeId> = preferred.to_vec();
-    order.extend(directory.ring_nodes(root));
+    order.extend(directory.nodes_to_ask(root));
     let mut seen = std::collections::HashSet::new();
     order.retain(|node| seen.insert(*node));
     order.sort_by_key(|node| !directory.is_live(*node));

@@ -248,7 +248,7 @@ calls! {
         /// Nodes whose pieces are made on other nodes if they do not answer.
         given_up: Vec<NodeId>,
     } -> RepairEvent;
-    /// Returns how many nodes may be lost, and what is repaired by itself (semantics 11).
+    /// Returns how many nodes may be lost, and what is repaired automatically (semantics 11).
     39 Anyone GetRepairStatus {} -> RepairStatus;
 
     /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
@@ -543,13 +543,13 @@ calls! {
         /// The first of the stripes.
         first: u32,
     } -> ShardSurvey;
-    /// Returns the nodes that leave the rings of shards (semantics 10).
+    /// Returns the ring changes (semantics 10).
     100 Anyone ListRingChanges {
-        /// Whether the node answers what it stores, without asking a catalogue.
+        /// If set, the node returns the ring changes that it stores, and asks no catalogue.
         only_stored: bool,
     } -> RingChanges;
-    /// Adds a successor to a node that leaves the rings of shards. The answer comes when more than
-    /// half of the storage nodes know it.
+    /// Records a node as leaving, with a successor. The answer comes when more than half of the
+    /// storage nodes have stored the ring change.
     101 Anyone ReplaceNode {
         /// The node that leaves.
         node: PeerName,
@@ -557,8 +557,8 @@ calls! {
         successor: PeerName,
     } -> ();
 
-    /// Announces that a node will be away. Until the end its absence counts for no repair (semantics
-    /// 11).
+    /// Sets the maintenance of a node. Until its end, automatic repair ignores the node's absence
+    /// (semantics 11).
     102 Anyone SetMaintenance {
         /// The node.
         node: PeerName,

@@ -1,4 +1,4 @@
-//! Repair by itself: the catalogue server finds what is missing and has it made again
+//! Automatic repair: the catalogue server finds what is missing and has it made again
 //! (docs/semantics.md, 11).
 
 use std::time::Duration;
@@ -16,7 +16,7 @@ const LEN: usize = 6 * BLOCK as usize - 1000;
 pub const RULES: RepairRules =
     RepairRules { share_percent: 50, grace: Duration::from_secs(30), brake_percent: 20 };
 
-/// Returns a cluster that repairs by itself. Each node is a failure domain.
+/// Returns a cluster with automatic repair. Each node is a failure domain.
 async fn start(nodes: usize, rules: RepairRules) -> (World, Client) {
     let mut world = World::start(nodes, &[(6, 4)], BLOCK).await;
     restart_server(&mut world, rules).await;
@@ -257,7 +257,7 @@ async fn a_rack_that_is_away_for_an_hour_and_a_rolling_restart_move_nothing() {
     assert_unmoved(&files(&world), &before);
 }
 
-/// With a share of 0 nothing is repaired by itself, and the survey goes on.
+/// With a share of 0 nothing is repaired automatically, and the survey goes on.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_repaired_when_it_is_turned_off() {
     let (mut world, client) = start(7, RepairRules { share_percent: 0, ..RULES }).await;

@@ -111,7 +111,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(31) => record(bytes, |value: RingChanges| {
             let mut merged = RingChanges::default();
             value.changes.iter().cloned().for_each(|change| merged.merge(change));
-            let _ = Directory::new(Vec::new(), merged).successors_of(&[NodeId(0)], true);
+            let _ = Directory::new(Vec::new(), merged).all_successors_of(&[NodeId(0)]);
             plain(&value)
         }),
         Some(27) => record(bytes, |value: LaunchHosts| plain(&value)),

@@ -180,7 +180,7 @@ impl World {
     }
 
     /// Starts a simulated world in which the date and the clock of every machine and client are
-    /// wrong. With an odd seed it repairs by itself.
+    /// wrong. With an odd seed it repairs automatically.
     pub async fn with_wrong_clocks(
         count: usize,
         codes: &[(u8, u8)],

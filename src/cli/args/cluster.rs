@@ -56,16 +56,18 @@ const REMOVE_NODE: &str = "\
 Example:
   rapidraid cluster remove-node node-17
 
-The node's daemon must be stopped, and the other nodes must be up. The command refuses while something of a checkpoint would be
-missing without the node: repair makes it again on others. `cluster replace-node` gives a node a successor for that.";
+The node's daemon must be stopped, and the other nodes must be up. The command refuses while a checkpoint would be incomplete
+without the node. `rapidraid repair --node node-17` makes the missing parts on other nodes. If there is no spare node, start a new
+machine and run `rapidraid cluster replace-node` first.";
 
 const REPLACE_NODE: &str = "\
 Example:
   rapidraid cluster replace-node node-17 --by node-25
 
-node-25 is then asked wherever node-17 was, and repair uses it for what node-17 had. Saves do not use node-17 any more. When
-node-17 does not answer, `rapidraid repair --node node-17` makes its part again, and `rapidraid cluster remove-node node-17`
-ends it. If node-17 starts again before that, it stays.";
+From then on readers and repairs also ask node-25, and new saves do not use node-17. Stop node-17, and run
+`rapidraid repair --node node-17`: it makes the parts of node-17 on node-25 and other spare nodes. Then
+`rapidraid cluster remove-node node-17` completes the replacement. To keep node-17 instead, start its daemon after its lease has
+ended.";
 
 /// Options of `cluster remove-node`.
 #[derive(Debug, clap::Args)]
@@ -96,8 +98,8 @@ const MAINTENANCE: &str = "\
 Example:
   rapidraid cluster maintenance node-17 --for 1h
 
-For that time the absence of the node counts for no repair: nothing of it is made on other nodes. What it has counts as missing
-all the same while it is away, and `rapidraid status` says how many further nodes may be lost. `--for 0` ends the maintenance.";
+Until then automatic repair ignores the absence of the node: nothing of it is made on other nodes. Its parts still count as missing
+while it is away, and `rapidraid status` says how many further nodes may be lost. `--for 0` ends the maintenance.";
 
 /// Options of `cluster maintenance`.
 #[derive(Debug, clap::Args)]
@@ -115,7 +117,7 @@ pub struct MaintainNode {
 
 /// Parses a time such as 90s, 20m, 1h or 2d. Returns it in seconds.
 fn parse_seconds(text: &str) -> Result<u64, String> {
-    let wrong = || format!("{text:?} is no time: use a number with s, m, h or d");
+    let wrong = || format!("invalid time {text:?}: use for example 90s, 20m, 1h or 2d");
     let (number, unit) = match text.strip_suffix(['s', 'm', 'h', 'd']) {
         Some(number) => (number, text.chars().next_back()),
         None => (text, None),
@@ -140,11 +142,11 @@ pub enum Cluster {
     Init(Init),
     /// Create the folders of further nodes, in the folder that `cluster init` made
     AddNode(AddNode),
-    /// Let another storage node take the place of a node that is lost or is to leave
+    /// Let another storage node take the place of a node that is lost or is leaving
     ReplaceNode(ReplaceNode),
     /// Remove a node that is lost permanently from the list of members
     RemoveNode(RemoveNode),
-    /// Announce that a node will be away for some time, so that nothing is repaired for it
+    /// Make automatic repair ignore the absence of a node for some time
     Maintenance(MaintainNode),
 }
 

@@ -56,7 +56,7 @@ impl Client {
             self.set_gateway(Some(NodeAddress::of(&view.node)));
         }
         let changes = self.fetch_known_ring_changes(&views).await;
-        let others = self.find_other_nodes(record, &views, &changes).await;
+        let others = self.find_moved_nodes_and_successors(record, &views, &changes).await;
         for found in self.hello_all(record.cluster(), others).await? {
             // A node that answers at neither address keeps the new one, and is tried there again
             // when it is needed.
@@ -108,7 +108,7 @@ impl Client {
 
     /// Returns the nodes that do not answer and for which other nodes know another address, and the
     /// successors of the nodes in the record's rings.
-    async fn find_other_nodes(
+    async fn find_moved_nodes_and_successors(
         &self,
         record: &SaveRecord,
         views: &[NodeView],
@@ -117,7 +117,7 @@ impl Client {
         let rings = record.roots().iter().flat_map(|root| &root.ring);
         let in_rings: Vec<NodeId> = rings.map(|member| member.node).collect();
         let directory = Directory::new(Vec::new(), changes.clone());
-        let successors = directory.successors_of(&in_rings, true);
+        let successors = directory.all_successors_of(&in_rings);
         let away: Vec<_> = views.iter().filter(|view| !view.live).collect();
         if away.is_empty() && successors.is_empty() {
             return Vec::new();

@@ -221,7 +221,7 @@ impl Verification<'_> {
             let Some(part) = of_shard.first().map(|exam| exam.part) else { continue };
             let away: BTreeSet<NodeId> = lock(&self.silent_nodes).keys().copied().collect();
             let is_stale = |exam: &&mut StripeExam<'_>| {
-                let mut ring = self.reading.directory.ring_nodes(&part.root);
+                let mut ring = self.reading.directory.nodes_to_ask(&part.root);
                 ring.any(|node| exam.judgement.answered.contains(&node) == away.contains(&node))
             };
             let stale: Vec<&mut StripeExam<'_>> = of_shard.iter_mut().filter(is_stale).collect();
@@ -297,7 +297,7 @@ impl Verification<'_> {
             _ => None,
         };
         let leaf = leaves.and_then(|leaves| leaves.hashes.get(index as usize)).copied();
-        let ring = directory.present_ring(&part.root);
+        let ring = directory.current_ring(&part.root);
         let ring: Vec<NodeId> = ring.iter().map(|member| member.node).collect();
         let examined = ExaminedStripe {
             root: &part.root,
@@ -360,7 +360,7 @@ impl Verification<'_> {
         let stripe = StripeId { shard: part.root.shard, index };
         let call = ExamineStripe { stripe, with_shard: index == 0 };
         let call = &call;
-        let answers = stream::iter(self.reading.directory.ring_nodes(&part.root))
+        let answers = stream::iter(self.reading.directory.nodes_to_ask(&part.root))
             .map(|node| async move { Some((node, self.examine_on_node(node, call).await?)) })
             .buffer_unordered(NODES_AT_ONCE);
         answers.filter_map(std::future::ready).collect().await

@@ -99,7 +99,7 @@ pub(in crate::client) struct StripeJudgement {
 /// The records of a stripe, and the answers of its nodes.
 pub(in crate::client) struct ExaminedStripe<'a> {
     pub root: &'a ShardRoot,
-    /// The shard's present ring.
+    /// The shard's current ring.
     pub ring: &'a [NodeId],
     /// The stripe record and its hash that the commit fixed; `None` if no node has it, and for a
     /// shard without stripes.

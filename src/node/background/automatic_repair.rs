@@ -1,4 +1,4 @@
-//! Repair by itself: the catalogue server surveys the committed steps, and repairs the degraded
+//! Automatic repair: the catalogue server surveys the committed steps, and repairs the degraded
 //! ones (docs/semantics.md, 11).
 //!
 //! Nothing here is durable, and nothing depends on what is remembered: a repair examines the step
@@ -27,7 +27,7 @@ use crate::node::catalogue_server::repair_survey::{
 };
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::{RetrySchedule, scan_interval};
-use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairRestraint};
+use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairLimits};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
@@ -147,7 +147,7 @@ struct LastSurvey {
     took: Duration,
 }
 
-/// The service that repairs degraded steps by itself.
+/// The service that repairs degraded steps automatically.
 pub(in crate::node) struct AutomaticRepair {
     context: Arc<NodeContext>,
     ledger: Mutex<RepairLedger>,
@@ -204,14 +204,14 @@ impl AutomaticRepair {
             self.put_off(next.save);
             return Ok(());
         };
-        let restraint = RepairRestraint {
+        let limits = RepairLimits {
             given_up: rounds.nodes.given_up().clone(),
             share_percent: rules.share_percent,
             stripes,
             stop: CancellationToken::new(),
         };
         let next = Degraded { health, ..next };
-        rounds.running = Some(self.spawn_repair(next, restraint, rounds.nodes.version()));
+        rounds.running = Some(self.spawn_repair(next, limits, rounds.nodes.version()));
         Ok(())
     }
 
@@ -375,14 +375,14 @@ impl AutomaticRepair {
     fn spawn_repair(
         self: &Arc<Self>,
         next: Degraded,
-        restraint: RepairRestraint,
+        limits: RepairLimits,
         version: u64,
     ) -> Running {
         let StepHealth { survives, missing, records, .. } = next.health;
-        tracing::info!(job = %next.job, step = %next.step, ?survives, missing, records, "repairing a degraded step by itself");
-        let (service, stop) = (self.clone(), restraint.stop.clone());
+        tracing::info!(job = %next.job, step = %next.step, ?survives, missing, records, "repairing a degraded step automatically");
+        let (service, stop) = (self.clone(), limits.stop.clone());
         let task = self.context.tasks.spawn_until_stop(async move {
-            let repaired = service.repair_step(&next, &RepairCause::Survey(restraint)).await;
+            let repaired = service.repair_step(&next, &RepairCause::Survey(limits)).await;
             service.record_repair(&next, version, repaired);
         });
         Running { task, stop, survives }
@@ -438,7 +438,7 @@ impl AutomaticRepair {
         ledger.wants_survey |= !repaired.as_ref().is_err_and(gives_way);
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
-                tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired by itself");
+                tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired automatically");
                 ledger.settled.insert(*save, Settled { version, health: *health });
                 return ledger.retries.forget_finished(*save);
             }
@@ -449,7 +449,7 @@ impl AutomaticRepair {
             }
             Err(error) => error.to_string(),
         };
-        tracing::warn!(%job, step = %number, why, "repair by itself deferred");
+        tracing::warn!(%job, step = %number, why, "automatic repair deferred");
         let now = self.context.clock.now();
         let tries = ledger.retries.record_failure(*save, (job, *number), now, why);
         if tries >= TRIES {

@@ -107,7 +107,7 @@ impl CatchUpRounds {
         &self,
         call: CatchUp,
     ) -> Result<(), RemoteError> {
-        // A node that leaves, or gets a successor, waits until this node knows its ring change.
+        // `remove-node` and `replace-node` need this node to store the ring change before they return.
         self.membership.fetch_and_store_members().await?;
         self.run_catch_up_round(call.without.as_ref()).await
     }

@@ -28,7 +28,7 @@ pub(in crate::node) enum BackgroundError {
     /// This node does not serve the catalogue, and so it applies no policy.
     #[error("this node does not serve the catalogue, and applies no policy")]
     PolicyNotApplied,
-    /// This node does not serve the catalogue, and so it repairs nothing by itself.
-    #[error("this node does not serve the catalogue, and repairs nothing by itself")]
+    /// This node does not serve the catalogue, and so it repairs nothing automatically.
+    #[error("this node does not serve the catalogue, and repairs nothing automatically")]
     NotRepairing,
 }

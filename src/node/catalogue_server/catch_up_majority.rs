@@ -7,7 +7,7 @@ use futures_util::{StreamExt, stream};
 
 use super::error::CatalogueServerError;
 use crate::catalogue::Catalogue;
-use crate::catalogue::record_access::list_ring_changes;
+use crate::catalogue::record_access::read_ring_changes;
 use crate::id::PeerName;
 use crate::net::call::{CallError, address};
 use crate::node::context::NodeContext;
@@ -22,9 +22,9 @@ const AT_ONCE: usize = 32;
 /// Maximum number of nodes that failed to catch up and that a refusal names.
 const NAMED: usize = 8;
 
-/// Has more than half of the storage nodes besides `name` catch up and store the ring changes. With
-/// that node less, they still overlap with the nodes that a reader without a catalogue asks. A node
-/// counts if it lists the ring change of `name` afterwards, or if `name` has none.
+/// Makes more than half of the storage nodes except `name` catch up and store the ring changes. They
+/// then still overlap with any majority that a reader without a catalogue asks. A node counts if it
+/// lists the ring change of `name` afterwards, or if `name` has none.
 ///
 /// # Errors
 /// Fails with kind `Unavailable` if half or fewer of them catch up.
@@ -36,7 +36,7 @@ pub(super) async fn catch_up_majority_without(
     let nodes = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
     let others: Vec<_> = nodes.filter(|node| node.storage && node.name != *name).collect();
     let call = CatchUp { without: Some(name.clone()) };
-    let change = list_ring_changes(catalogue).await?.find(name).cloned();
+    let change = read_ring_changes(catalogue).await?.find(name).cloned();
     let change = change.as_ref();
     let asks: Vec<_> = others
         .iter()
@@ -52,7 +52,9 @@ pub(super) async fn catch_up_majority_without(
                 .await;
             match known.map_err(failed)?.find(&change.node) == Some(change) {
                 true => Ok(()),
-                false => Err(format!("{} does not know yet who leaves", node.name)),
+                false => {
+                    Err(format!("{} has not stored the ring change of {}", node.name, change.node))
+                }
             }
         })
         .collect();

@@ -109,11 +109,11 @@ pub(in crate::node) enum CatalogueServerError {
         "parts of {job}/{step} would be missing without node {node}: {missing} of its pieces or replicas, and {records} of its records"
     )]
     MissingWithoutNode { node: PeerName, job: Job, step: Step, missing: u64, records: u64 },
-    /// The nodes that stay are too few for a code.
+    /// The nodes that stay are too few for the code of a checkpoint.
     #[error(
-        "without node {node}, {left} live storage nodes are left in the ring of a checkpoint that needs {needed}{away}"
+        "without node {node}, the ring of {checkpoint} has {remaining} live storage nodes; its code needs {needed}{away}"
     )]
-    RingTooSmall { node: PeerName, left: usize, needed: u8, away: String },
+    RingTooSmall { node: PeerName, checkpoint: String, remaining: usize, needed: u8, away: String },
     /// The survey of a step was not complete.
     #[error(
         "what nodes have of {job}/{step} is not known: a live node did not answer, or the step is changing; try again"
@@ -121,7 +121,7 @@ pub(in crate::node) enum CatalogueServerError {
     StepNotSurveyed { job: Job, step: Step },
     /// A save waits until all nodes were asked for its commit mark.
     #[error(
-        "whether save {save} was committed is not known without node {node}: {unmarked} of {all} storage nodes say that they have no commit mark, {needed} are needed; start {silent}"
+        "cannot tell without node {node} whether save {save} was committed: {unmarked} of {all} storage nodes report no commit mark, {needed} must{silent}"
     )]
     MarkUnknown {
         save: SaveId,
@@ -132,28 +132,29 @@ pub(in crate::node) enum CatalogueServerError {
         silent: String,
     },
     /// A maintenance lasts too long.
-    #[error(
-        "a maintenance of {seconds} s: it may last {limit} s; remove a node that stays away longer"
-    )]
-    MaintenanceTooLong { seconds: u64, limit: u64 },
+    #[error("maintenance may last at most 7 days: for a longer absence, remove the node")]
+    MaintenanceTooLong,
+    /// The node came back, or its successors changed, at each attempt to remove it.
+    #[error("node {node} changed {attempts} times during its removal: try again")]
+    NodeChanging { node: PeerName, attempts: usize },
     /// A node cannot be its own successor.
-    #[error("node {node} cannot take its own place: name another node")]
+    #[error("node {node} cannot be its own successor: name another node")]
     SuccessorOfItself { node: PeerName },
     /// The successor is not configured to store data.
     #[error("node {node} stores no data (node.storage = false): name a storage node")]
     SuccessorStoresNothing { node: PeerName },
     /// The successor is not live.
-    #[error("node {node} is not live: start its daemon")]
+    #[error("the successor {node} is not live: start its daemon")]
     SuccessorAway { node: PeerName },
     /// The successor is to leave itself.
-    #[error("node {node} is to leave itself: name another node, or restart its daemon to keep it")]
+    #[error("the successor {node} is itself leaving: name another node")]
     SuccessorLeaving { node: PeerName },
     /// A node has too many successors.
-    #[error("node {node} has as many successors as it may have: {}", successors.iter().map(PeerName::as_str).collect::<Vec<_>>().join(", "))]
+    #[error("node {node} has the maximum number of successors: {}", successors.iter().map(PeerName::as_str).collect::<Vec<_>>().join(", "))]
     TooManySuccessors { node: PeerName, successors: Vec<PeerName> },
     /// Too many nodes have left.
     #[error(
-        "{limit} nodes have left rings, as many as may: node {node} cannot leave; start a machine under its name"
+        "the cluster has {limit} ring changes, the maximum: node {node} cannot leave; start a machine with its name instead"
     )]
     TooManyRingChanges { node: PeerName, limit: usize },
     /// A step is being saved, so that the nodes of its ring are not known.

@@ -45,8 +45,7 @@ impl MaintenanceCalls {
             return Err(CatalogueServerError::NodeNotRegistered { node }.into());
         }
         if seconds > MAX_MAINTENANCE_SECONDS {
-            let limit = MAX_MAINTENANCE_SECONDS;
-            return Err(CatalogueServerError::MaintenanceTooLong { seconds, limit }.into());
+            return Err(CatalogueServerError::MaintenanceTooLong.into());
         }
         let until = self.context.clock.wall_seconds().saturating_add(seconds);
         let key = maintenance_key(&node);
@@ -60,16 +59,16 @@ impl MaintenanceCalls {
             };
             let revision = known.map(|(_, revision)| revision);
             if let SetOutcome::Set(_) = catalogue.compare_and_set(&key, revision, value).await? {
-                tracing::info!(node = %record.node, seconds, "maintenance");
+                tracing::info!(node = %record.node, seconds, "the maintenance of a node was set");
                 return Ok(());
             }
         }
     }
 }
 
-/// Returns the nodes that are in maintenance at `now`, in seconds since 1970, each with the seconds
-/// that are left. An end that is further away than any maintenance lasts was written by a clock that
-/// was wrong, and counts as over.
+/// Returns the nodes that are in maintenance at `now`, in seconds since 1970, each with the remaining
+/// seconds. An end that is further away than the longest maintenance was written by a wrong clock,
+/// and counts as over.
 ///
 /// # Errors
 /// If the catalogue does not answer, or if a record does not parse.
@@ -81,9 +80,9 @@ pub(in crate::node) async fn list_maintenance(
     let mut scan = KeyScan::of_prefix(catalogue, MAINTENANCE);
     while let Some((key, entry)) = scan.next().await? {
         let Maintenance { node, until } = parse_record(&key, &entry.value)?;
-        let left = until.saturating_sub(now);
-        if (1..=MAX_MAINTENANCE_SECONDS).contains(&left) {
-            found.insert(node, left);
+        let remaining = until.saturating_sub(now);
+        if (1..=MAX_MAINTENANCE_SECONDS).contains(&remaining) {
+            found.insert(node, remaining);
         }
     }
     Ok(found)

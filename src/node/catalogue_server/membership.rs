@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use futures_util::{StreamExt, stream};
 
-use crate::catalogue::record_access::list_ring_changes;
+use crate::catalogue::record_access::read_ring_changes;
 use crate::format::records::{Members, Node as NodeRecord, RingChanges};
 use crate::id::PeerName;
 use crate::net::call::address;
@@ -131,7 +131,7 @@ impl Membership {
         self.context.remote.add_fallback_nodes(nodes.iter().map(NodeAddress::of));
         // A node leaves the list only after its ring change is known. So these are read after the
         // list, and stored before it.
-        let changes = list_ring_changes(&*self.context.catalogue()).await?;
+        let changes = read_ring_changes(&*self.context.catalogue()).await?;
         let store_both = move |store: &Store| {
             store.put_ring_changes(&changes)?;
             store.put_members(&Members { nodes })
@@ -157,8 +157,8 @@ impl Membership {
         Ok(nodes)
     }
 
-    /// Returns the ring changes that this node and `nodes` store. A node that cannot say, or that is
-    /// of a version without ring changes, adds none: more than half of the nodes have each of them.
+    /// Returns the ring changes that this node and `nodes` store. A node whose answer fails, or whose
+    /// version has no ring changes, adds none: more than half of the nodes have each of them.
     pub(in crate::node) async fn collect_ring_changes(&self, nodes: &[NodeRecord]) -> RingChanges {
         let stored = self.context.run_on_store(|store| store.read_ring_changes()).await;
         let mut found = stored.unwrap_or_default();
@@ -167,7 +167,7 @@ impl Membership {
             let call = ListRingChanges { only_stored: true };
             let answer = self.context.caller.call_within(&to, &call, RING_CHANGES_LIMIT).await;
             if let Err(error) = &answer {
-                tracing::warn!(node = %node.name, %error, "a node does not say who leaves rings");
+                tracing::warn!(node = %node.name, %error, "failed to read the ring changes of a node");
             }
             answer.unwrap_or_default()
         });
@@ -181,7 +181,7 @@ impl Membership {
 
     /// Returns the ring changes that this node stores, and those that it has heard of while no
     /// catalogue answered.
-    pub(in crate::node) async fn list_heard_ring_changes(
+    pub(in crate::node) async fn list_stored_and_heard_ring_changes(
         &self,
     ) -> Result<RingChanges, RemoteError> {
         let mut found = self.context.run_on_store(|store| store.read_ring_changes()).await?;

@@ -190,7 +190,7 @@ impl CatalogueRebuild {
             self.inventory_reader.read_and_judge_inventories(&sources, generation).await?;
         let standings = fetch_standings(&self.context, &sources).await;
         let changes = self.membership.collect_ring_changes(reached).await;
-        let changes = settle_departures(changes, &standings);
+        let changes = mark_removed_nodes_left(changes, &standings);
         let read = ReadInventory { inventory, standings, changes };
         match accept_loss {
             true => Ok(read),
@@ -352,7 +352,7 @@ impl CatalogueRebuild {
             };
             let Ok(bytes) = mark.to_bytes() else { continue };
             let call = PutMark { bytes, epoch };
-            let ring: BTreeSet<NodeId> = directory.ring_nodes(&shard.root).collect();
+            let ring: BTreeSet<NodeId> = directory.nodes_to_ask(&shard.root).collect();
             let is_missing = |node: &NodeId| {
                 !marked.contains(node) || (ring.contains(node) && !shard.marked.contains(node))
             };
@@ -406,7 +406,7 @@ impl CatalogueRebuild {
         let directory = Directory::new(Vec::new(), changes.clone());
         let unknown = inventory
             .committed_roots()
-            .flat_map(|root| directory.ring_nodes(root))
+            .flat_map(|root| directory.nodes_to_ask(root))
             .filter(|node| !known.contains(node))
             .collect::<BTreeSet<_>>();
         if !unknown.is_empty() {
@@ -503,9 +503,9 @@ pub(in crate::node) fn unreached_storage_nodes<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
-/// Returns the ring changes, with each node as left that is to leave and is not on the latest list of
-/// nodes. A node is taken off the list only when it has left, and some nodes may not have heard it.
-fn settle_departures(
+/// Changes *leaving* to *left* for each node that is not on the latest list of nodes. A node is taken
+/// off the list only after it has left, but some nodes may store the older state.
+fn mark_removed_nodes_left(
     mut changes: RingChanges,
     standings: &[(NodeRecord, StandingAnswer)],
 ) -> RingChanges {
@@ -536,7 +536,7 @@ fn find_doubtful_shard<'a>(
         for shard in committed.shards.iter().filter(|shard| shard.is_doubtful) {
             let root = &shard.root;
             let is_there = |node: &NodeId| reached.contains(node) && shard.holders.contains(node);
-            let ring = directory.ring_nodes(root);
+            let ring = directory.nodes_to_ask(root);
             let missing: Vec<NodeId> = ring.filter(|node| !is_there(node)).collect();
             if missing.len() > tolerated_losses([(root.n, root.k)]) {
                 return Some((committed, root.name.as_str(), missing));

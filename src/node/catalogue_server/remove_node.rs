@@ -11,8 +11,8 @@ use super::error::CatalogueServerError;
 use super::replace_node::record_leaving;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    CHECKPOINTS, NODES, ORPHANS, joint_save_key, list_ring_changes, parse_checkpoint_key,
-    parse_record, read_record, ring_change_key, shard_roots_prefix,
+    CHECKPOINTS, NODES, ORPHANS, joint_save_key, parse_checkpoint_key, parse_record, read_record,
+    read_ring_changes, ring_change_key, shard_roots_prefix,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::code::SurvivableLossCache;
@@ -28,11 +28,12 @@ use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::RemoveNode;
 
-/// Number of times a removal is begun, because the node came back or changed.
-const TRIES: usize = 10;
-/// Number of times the saves are listed and surveyed while some are under way or changing, and the
-/// wait between them.
-const PASSES: usize = 30;
+/// Maximum number of attempts. An attempt begins anew when the node returns or its successors change.
+const MAX_ATTEMPTS: usize = 10;
+/// Maximum number of times that the saves are listed and surveyed, while some of them are pending or
+/// changing.
+const MAX_PASSES: usize = 30;
+/// The wait before the saves are listed again.
 const PASS_WAIT: Duration = Duration::from_secs(2);
 
 /// The service that takes nodes off the list of nodes.
@@ -41,27 +42,27 @@ pub(in crate::node) struct NodeRemoval {
     inventory_reader: Arc<InventoryReader>,
 }
 
-/// A save that may have something on the node.
+/// A save and its step.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct OnNode {
+struct SaveRef {
     job: Job,
     step: Step,
     save: SaveId,
 }
 
-/// The saves that matter for the removal of a node.
+/// The saves that may use the node that is being removed.
 #[derive(Default)]
 struct Saves {
     /// The committed saves that name the node in a ring, or have it as a successor.
-    on_node: BTreeSet<OnNode>,
+    committed: BTreeSet<SaveRef>,
     /// The open saves that may use the node, and the decided ones that name it.
-    under_way: BTreeSet<OnNode>,
+    pending: BTreeSet<SaveRef>,
 }
 
 impl Saves {
-    fn refuse_if_under_way(&self) -> Result<(), RemoteError> {
-        match self.under_way.first().cloned() {
-            Some(OnNode { job, step, .. }) => {
+    fn refuse_if_pending(&self) -> Result<(), RemoteError> {
+        match self.pending.first().cloned() {
+            Some(SaveRef { job, step, .. }) => {
                 Err(CatalogueServerError::SaveOpen { job, step }.into())
             }
             None => Ok(()),
@@ -88,19 +89,19 @@ impl NodeRemoval {
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.context.catalogue(), call.name);
         let key = format!("{NODES}{name}");
-        for _ in 0..TRIES {
+        for _ in 0..MAX_ATTEMPTS {
             let entry = catalogue.get(&key).await?;
             refuse_if_live(&*catalogue, &name).await?;
             let saves = self.list_saves(&name).await?;
-            if entry.is_none() && saves.on_node.is_empty() {
+            if entry.is_none() && saves.committed.is_empty() {
                 return Err(CatalogueServerError::NodeNotRegistered { node: name }.into());
             }
-            if saves.on_node.is_empty() {
-                saves.refuse_if_under_way()?;
+            if saves.committed.is_empty() {
+                saves.refuse_if_pending()?;
                 catch_up_majority_without(&self.context, &*catalogue, &name).await?;
                 let saves = self.list_saves(&name).await?;
-                saves.refuse_if_under_way()?;
-                if !saves.on_node.is_empty() {
+                saves.refuse_if_pending()?;
+                if !saves.committed.is_empty() {
                     continue;
                 }
             } else if !self.leave_rings(&*catalogue, &name).await? {
@@ -121,12 +122,11 @@ impl NodeRemoval {
                 return Ok(());
             }
         }
-        Err(CatalogueServerError::NodeLive { node: name }.into())
+        Err(CatalogueServerError::NodeChanging { node: name, attempts: MAX_ATTEMPTS }.into())
     }
 
-    /// Makes the node leave the rings that name it: it gets nothing new, nothing is missing without
-    /// it, and then it has left. Returns `false` if the node came back meanwhile, or if its
-    /// successors changed.
+    /// Records the node as leaving, checks that nothing is missing without it, and then records it as
+    /// left. Returns `false` if the node came back meanwhile, or if its successors changed.
     async fn leave_rings(
         &self,
         catalogue: &dyn Catalogue,
@@ -134,27 +134,27 @@ impl NodeRemoval {
     ) -> Result<bool, RemoteError> {
         let (change, revision) = record_leaving(catalogue, name, None).await?;
         // Saves that begin from now on do not use the node.
-        let before = self.list_saves(name).await?.under_way;
+        let before = self.list_saves(name).await?.pending;
         catch_up_majority_without(&self.context, catalogue, name).await?;
         let (mut whole, mut losses) = (BTreeSet::new(), SurvivableLossCache::default());
         for pass in 1.. {
             let mut saves = self.list_saves(name).await?;
-            saves.under_way.retain(|save| before.contains(save));
+            saves.pending.retain(|save| before.contains(save));
             let (mut is_new, mut unknown) = (false, None);
-            for save in saves.on_node.difference(&whole.clone()) {
-                match self.ensure_whole_without(catalogue, name, save, &mut losses).await? {
+            for save in saves.committed.difference(&whole.clone()) {
+                match self.check_complete_without(catalogue, name, save, &mut losses).await? {
                     true => is_new |= whole.insert(save.clone()),
                     false => unknown = Some(save.clone()),
                 }
             }
             match unknown {
                 // Further saves may have ended during a survey, so the list is read once more.
-                None if saves.under_way.is_empty() && !is_new => break,
-                None if saves.under_way.is_empty() => continue,
-                Some(OnNode { job, step, .. }) if pass >= PASSES => {
+                None if saves.pending.is_empty() && !is_new => break,
+                None if saves.pending.is_empty() => continue,
+                Some(SaveRef { job, step, .. }) if pass >= MAX_PASSES => {
                     return Err(CatalogueServerError::StepNotSurveyed { job, step }.into());
                 }
-                None if pass >= PASSES => saves.refuse_if_under_way()?,
+                None if pass >= MAX_PASSES => saves.refuse_if_pending()?,
                 _ => self.context.clock.sleep(PASS_WAIT).await,
             }
         }
@@ -165,16 +165,16 @@ impl NodeRemoval {
         Ok(matches!(outcome, SetOutcome::Set(_)))
     }
 
-    /// Returns whether nothing is missing of a save on the nodes that stay, or `false` if that is
-    /// not known: a node did not answer, or the step is changing.
+    /// Checks that the nodes that stay have all parts of the save. Returns `false` if this could not
+    /// be determined, because a node did not answer or the step is changing.
     ///
     /// # Errors
     /// Fails with kind `Exists` if something is missing.
-    async fn ensure_whole_without(
+    async fn check_complete_without(
         &self,
         catalogue: &dyn Catalogue,
         name: &PeerName,
-        save: &OnNode,
+        save: &SaveRef,
         losses: &mut SurvivableLossCache,
     ) -> Result<bool, RemoteError> {
         let directory = read_directory_without(catalogue, name).await?;
@@ -184,7 +184,7 @@ impl NodeRemoval {
             SurveyOutcome::Unknown => return Ok(false),
         };
         if health.is_degraded() {
-            let OnNode { job, step, .. } = save.clone();
+            let SaveRef { job, step, .. } = save.clone();
             let (node, missing, records) = (name.clone(), health.missing, health.records);
             let missing =
                 CatalogueServerError::MissingWithoutNode { node, job, step, missing, records };
@@ -193,7 +193,7 @@ impl NodeRemoval {
         Ok(true)
     }
 
-    /// Lists the saves that matter for the removal of a node.
+    /// Lists the saves that may use the node.
     ///
     /// # Errors
     /// Fails with kind `Busy` if only the node may know whether a save was committed, and of kind
@@ -208,7 +208,7 @@ impl NodeRemoval {
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
-            let under_way = match checkpoint.writing {
+            let pending = match checkpoint.writing {
                 Some(Writing::Open { save, .. }) => {
                     may_use_node(catalogue, save, node).await?.then_some(save)
                 }
@@ -217,21 +217,21 @@ impl NodeRemoval {
                 }
                 None => None,
             };
-            if let Some(save) = under_way {
-                saves.under_way.insert(OnNode { job: job.clone(), step, save });
+            if let Some(save) = pending {
+                saves.pending.insert(SaveRef { job: job.clone(), step, save });
             }
             if let Some(saved) = checkpoint.committed
                 && is_in_ring(catalogue, &directory, name, saved.save).await?
             {
-                saves.on_node.insert(OnNode { job, step, save: saved.save });
+                saves.committed.insert(SaveRef { job, step, save: saved.save });
             }
         }
         Ok(saves)
     }
 
-    /// Refuses while a save exists of which only this node may have a commit mark. A save was
-    /// published only with marks on more than half of the storage nodes, so it was not published if
-    /// so many others have none that fewer are left.
+    /// Refuses while it is not known without this node whether some save was committed. It is known
+    /// if enough other storage nodes report no commit mark: the remaining nodes are then no majority,
+    /// and a save is published only with marks on a majority.
     async fn refuse_if_mark_unknown(
         &self,
         catalogue: &dyn Catalogue,
@@ -256,7 +256,9 @@ impl NodeRemoval {
                 }
             }
             if unmarked < needed {
-                let (node, silent) = (name.clone(), silent.join(", "));
+                let start = format!("; start {}", silent.join(", "));
+                let silent = if silent.is_empty() { String::new() } else { start };
+                let node = name.clone();
                 let unknown =
                     CatalogueServerError::MarkUnknown { save, node, unmarked, all, needed, silent };
                 return Err(unknown.into());
@@ -273,7 +275,7 @@ async fn read_directory_without(
 ) -> Result<Directory, RemoteError> {
     let mut views = catalogue.list_nodes().await?;
     views.retain(|view| view.node.name != *name);
-    let mut changes = list_ring_changes(catalogue).await?;
+    let mut changes = read_ring_changes(catalogue).await?;
     let change = changes.find(name).cloned();
     let change = change.unwrap_or_else(|| RingChange::leaving(name.clone()));
     changes.changes.retain(|other| other.node != *name);
@@ -301,17 +303,21 @@ async fn is_in_ring(
             continue;
         }
         is_named = true;
-        let present = directory.present_ring(&root);
-        let left = present.iter().filter(|member| directory.takes_data(member.node)).count();
-        if left < usize::from(root.n) {
+        let present = directory.current_ring(&root);
+        let remaining =
+            present.iter().filter(|member| directory.can_receive_data(member.node)).count();
+        if remaining < usize::from(root.n) {
             let silent = present.iter().filter(|member| !directory.is_live(member.node));
             let silent: Vec<String> = silent.map(|member| directory.name(member.node)).collect();
             let away = match silent.is_empty() {
                 true => String::new(),
                 false => format!("; these do not answer: {}", silent.join(", ")),
             };
-            let (node, needed) = (name.clone(), root.n);
-            return Err(CatalogueServerError::RingTooSmall { node, left, needed, away }.into());
+            let (node, checkpoint) = (name.clone(), format!("{}/{}", root.job, root.step));
+            let needed = root.n;
+            let few =
+                CatalogueServerError::RingTooSmall { node, checkpoint, remaining, needed, away };
+            return Err(few.into());
         }
     }
     Ok(is_named)

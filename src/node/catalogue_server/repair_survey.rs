@@ -129,7 +129,7 @@ struct ShardSurveyor<'a> {
 /// away for everything else.
 struct NodeAnswer {
     is_storage: bool,
-    /// Whether the node is in the shard's present ring, and should have the shard's records.
+    /// Whether the node is in the shard's current ring, and should have the shard's records.
     is_member: bool,
     survey: ShardSurvey,
 }
@@ -168,13 +168,13 @@ impl ShardSurveyor<'_> {
     async fn ask_nodes(&self, first: u32) -> Option<Vec<NodeAnswer>> {
         let directory = self.directory;
         let storage: BTreeSet<NodeId> = directory.storage().into_iter().collect();
-        let asked = directory.ring_nodes(&self.root);
+        let asked = directory.nodes_to_ask(&self.root);
         let live: Vec<NodeId> = asked.filter(|node| directory.has_lease(*node)).collect();
         if live.iter().any(|node| directory.is_silent(*node)) {
             return None;
         }
         let call = &SurveyShard { shard: self.root.shard, first };
-        let ring = directory.present_ring(&self.root);
+        let ring = directory.current_ring(&self.root);
         let members: BTreeSet<NodeId> = ring.iter().map(|member| member.node).collect();
         let (storage, members) = (&storage, &members);
         let asks = live.into_iter().map(|node| async move {

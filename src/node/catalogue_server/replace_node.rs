@@ -1,4 +1,4 @@
-//! Giving a node that leaves a successor in the rings of shards (docs/semantics.md, 10).
+//! Replacing a leaving node by a successor in the rings of shards (docs/semantics.md, 10).
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use super::catch_up_majority::catch_up_majority_without;
 use super::error::CatalogueServerError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    SHARD_ROOTS, list_ring_changes, parse_record, read_record, ring_change_key,
+    SHARD_ROOTS, parse_record, read_record, read_ring_changes, ring_change_key,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::format::records::{LeaveState, Record, RingChange};
@@ -17,7 +17,7 @@ use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::ReplaceNode;
 
-/// The service that gives nodes a successor.
+/// The service that replaces nodes.
 pub(in crate::node) struct NodeReplacement {
     context: Arc<NodeContext>,
 }
@@ -28,8 +28,8 @@ impl NodeReplacement {
         Self { context }
     }
 
-    /// Makes a live storage node the successor of a node in the rings that name the latter. Returns
-    /// when more than half of the storage nodes know it.
+    /// Records a node as leaving, with a live storage node as its successor. Returns when more than
+    /// half of the storage nodes have stored the ring change.
     ///
     /// # Errors
     /// Fails with kind `NotFound` if the successor is not registered, or the node is neither
@@ -55,14 +55,18 @@ impl NodeReplacement {
             Some(view) if !view.live => {
                 return Err(CatalogueServerError::SuccessorAway { node: successor }.into());
             }
-            Some(_) if Directory::read(&*catalogue).await?.is_leaving(NodeId::of(&successor)) => {
+            Some(_)
+                if Directory::read(&*catalogue)
+                    .await?
+                    .is_leaving_or_left(NodeId::of(&successor)) =>
+            {
                 return Err(CatalogueServerError::SuccessorLeaving { node: successor }.into());
             }
             Some(_) => {}
         }
         record_leaving(&*catalogue, &node, Some(&successor)).await?;
         catch_up_majority_without(&self.context, &*catalogue, &node).await?;
-        tracing::warn!(%node, %successor, "a node has a successor");
+        tracing::warn!(%node, %successor, "a node is leaving, and has a successor");
         Ok(())
     }
 }
@@ -79,8 +83,8 @@ async fn is_in_any_ring(catalogue: &dyn Catalogue, name: &PeerName) -> Result<bo
     Ok(false)
 }
 
-/// Records that a node is to leave the rings that name it, and its successor, if any. A node that has
-/// left stays so. Returns the change and its revision.
+/// Records a node as leaving, with a further successor, if any. The state *left* is kept. Returns the
+/// ring change and its revision.
 ///
 /// # Errors
 /// Fails with kind `Exists` if there are too many ring changes or successors.
@@ -92,7 +96,7 @@ pub(super) async fn record_leaving(
     let key = ring_change_key(node);
     loop {
         let known = read_record::<RingChange>(catalogue, &key).await?;
-        if known.is_none() && list_ring_changes(catalogue).await?.changes.len() >= MAX_RING_CHANGES
+        if known.is_none() && read_ring_changes(catalogue).await?.changes.len() >= MAX_RING_CHANGES
         {
             return Err(CatalogueServerError::TooManyRingChanges {
                 node: node.clone(),

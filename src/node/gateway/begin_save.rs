@@ -129,7 +129,7 @@ impl SaveGateway {
         avoid: &[NodeId],
         save: SaveId,
     ) -> Result<(u8, u8, Vec<NodeRecord>), RemoteError> {
-        let live = self.fetch_directory().await?.live_storage();
+        let live = self.fetch_directory().await?.storage_for_saves();
         let avoid: HashSet<NodeId> = avoid.iter().copied().collect();
         let is_wanted = |node: &&NodeRecord| !avoid.contains(&NodeId::of(&node.name));
         let mut nodes: Vec<NodeRecord> = live.iter().filter(is_wanted).cloned().collect();

@@ -10,8 +10,8 @@ use super::page_limits::SHARDS_SHOWN;
 use super::reads_without_catalogue::OutageReader;
 use super::removal::{SaveRemoval, UnpublishOutcome};
 use crate::catalogue::record_access::{
-    CHECKPOINTS, checkpoint_key, list_ring_changes, parse_checkpoint_key, parse_record,
-    read_record, shard_state_key,
+    CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, read_record,
+    read_ring_changes, shard_state_key,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::format::records::{Checkpoint, RemoveReason, RingChanges, ShardState};
@@ -245,17 +245,17 @@ impl CommittedSteps {
         }
     }
 
-    /// Returns the nodes that leave rings: from the catalogue if it is wanted and answers, and
-    /// otherwise those that this node has heard of.
+    /// Returns the ring changes of the catalogue, or those that this node stores if they are wanted
+    /// or no catalogue answers.
     pub(in crate::node) async fn list_ring_changes(
         &self,
         call: ListRingChanges,
     ) -> Result<RingChanges, RemoteError> {
         if !call.only_stored {
-            let read = async { Ok(list_ring_changes(&*self.context.catalogue()).await?) };
+            let read = async { Ok(read_ring_changes(&*self.context.catalogue()).await?) };
             return match self.outage_reader.read_if_catalogue_answers(read).await {
                 Some(found) => found,
-                None => self.outage_reader.list_heard_ring_changes().await,
+                None => self.outage_reader.list_stored_and_heard_ring_changes().await,
             };
         }
         self.context.run_on_store(|store| store.read_ring_changes()).await

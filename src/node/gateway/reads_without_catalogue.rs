@@ -264,10 +264,10 @@ impl OutageReader {
     }
 
     /// Returns the ring changes that this node has heard of.
-    pub(in crate::node) async fn list_heard_ring_changes(
+    pub(in crate::node) async fn list_stored_and_heard_ring_changes(
         &self,
     ) -> Result<RingChanges, RemoteError> {
-        self.membership.list_heard_ring_changes().await
+        self.membership.list_stored_and_heard_ring_changes().await
     }
 
     /// Returns the cached snapshot, or takes a new one. The work runs in a task of its own: if the

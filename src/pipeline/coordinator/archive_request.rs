@@ -134,15 +134,15 @@ pub async fn list_shard_roots(
 impl Coordinator {
     /// Returns the nodes that are registered now.
     pub async fn fetch_directory(&self) -> Result<Directory, CatalogueError> {
-        Ok(Directory::read(&*self.catalogue).await?)
+        Directory::read(&*self.catalogue).await
     }
 
     /// Returns the nodes that are asked for what nodes have of a shard.
-    pub(super) async fn fetch_ring_nodes(
+    pub(super) async fn fetch_nodes_to_ask(
         &self,
         shard: &OwnedShard,
     ) -> Result<Vec<NodeId>, CoordinatorError> {
-        Ok(self.fetch_directory().await?.ring_nodes(&shard.root).collect())
+        Ok(self.fetch_directory().await?.nodes_to_ask(&shard.root).collect())
     }
 
     /// Archives all stripes of a committed step that are not archived yet, and completes drops that

@@ -28,7 +28,7 @@ impl OwnedStripe<'_> {
         let holders = self.possible_holders(receipt, places)?;
         // Other nodes of the ring may have files that an earlier owner left there. The drop counts
         // as complete without their answers.
-        let ring = self.directory.ring_nodes(&self.shard.root);
+        let ring = self.directory.nodes_to_ask(&self.shard.root);
         let mut nodes = holders.clone();
         nodes.extend(ring.filter(|node| self.directory.is_live(*node)));
         let call = DropReplicas {

@@ -92,7 +92,7 @@ impl OwnedStripe<'_> {
     }
 
     pub(super) fn ring_nodes(&self) -> impl Iterator<Item = NodeId> {
-        self.directory.ring_nodes(&self.shard.root)
+        self.directory.nodes_to_ask(&self.shard.root)
     }
 
     pub(super) async fn list_files(&self, nodes: impl IntoIterator<Item = NodeId>) -> FilesByNode {
@@ -143,16 +143,16 @@ impl OwnedStripe<'_> {
     }
 
     /// Returns the stripe's places, with a spare in the place of each node that does not answer or is
-    /// to leave.
+    /// leaving. A leaving node keeps its place if there is no spare.
     fn replace_absent_nodes(&self, held: &FilesByNode) -> Result<Vec<NodeId>, CoordinatorError> {
         let mut places = self.info.places.clone();
-        let takes_data = |node| self.directory.takes_data(node);
-        let (ring, layout) = (self.directory.present_ring(&self.shard.root), self.shard.layout);
-        let mut spares = Spares::new(&ring, layout, &places, takes_data);
+        let can_receive_data = |node| self.directory.can_receive_data(node);
+        let (ring, layout) = (self.directory.current_ring(&self.shard.root), self.shard.layout);
+        let mut spares = Spares::new(&ring, layout, &places, can_receive_data);
         for position in 0..places.len() {
             let node = places[position];
             let answers = held.get(&node).is_some_and(Option::is_some);
-            if answers && !self.directory.is_leaving(node) {
+            if answers && !self.directory.is_leaving_or_left(node) {
                 continue;
             }
             let missing = format!("node {} does not answer", self.directory.name(node));

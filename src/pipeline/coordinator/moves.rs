@@ -52,10 +52,10 @@ impl OwnedStripe<'_> {
     ) -> Result<Vec<PieceMove>, CoordinatorError> {
         let is_file = |piece: &&ReceiptPiece| piece.form == PieceForm::File;
         let mut files = receipt.pieces.iter().filter(is_file);
-        let is_given_up = |node: NodeId, is_urgent: bool| {
-            self.directory.is_leaving(node) || task.gives_up_pieces_of(node, is_urgent)
+        let must_move = |node: NodeId, is_urgent: bool| {
+            self.directory.is_leaving_or_left(node) || task.gives_up_pieces_of(node, is_urgent)
         };
-        if !files.any(|piece| is_given_up(piece.node, true)) {
+        if !files.any(|piece| must_move(piece.node, true)) {
             return Ok(Vec::new());
         }
         let held = PiecesByNode::new(&self.list_ring_files().await, receipt);
@@ -64,12 +64,12 @@ impl OwnedStripe<'_> {
             .pieces
             .iter()
             .filter(is_file)
-            .filter(|piece| match self.directory.is_leaving(piece.node) {
-                // What it has lost is made on another node, also if it answers.
+            .filter(|piece| match self.directory.is_leaving_or_left(piece.node) {
+                // A leaving node may answer and lack the piece. Then another node gets it.
                 true => !held.has(piece.node, piece.piece),
                 false => !held.answers(piece.node),
             })
-            .filter(|piece| is_given_up(piece.node, is_urgent))
+            .filter(|piece| must_move(piece.node, is_urgent))
             .collect();
         if lost.is_empty() {
             return Ok(Vec::new());
@@ -78,10 +78,10 @@ impl OwnedStripe<'_> {
             let (stripe, node) = (self.info.fixed.stripe, self.directory.name(node));
             return Err(CoordinatorError::ReceiptUnanswered { stripe, node });
         }
-        let ring = self.directory.present_ring(&self.shard.root);
+        let ring = self.directory.current_ring(&self.shard.root);
         let mut spares = SparesOfStripe::new(&ring, receipt, &held, self.rotation());
-        let may_get = |node| self.directory.takes_data(node) && !refused.contains(&node);
-        spares.free.retain(|member| may_get(member.node));
+        let can_receive = |node| self.directory.can_receive_data(node) && !refused.contains(&node);
+        spares.free.retain(|member| can_receive(member.node));
         let moves = lost.into_iter().filter_map(|piece| {
             let to = spares.take(piece, &held, &|node| task.loads.load_of(node))?;
             Some(PieceMove { piece: piece.piece, to })

@@ -169,8 +169,8 @@ impl Coordinator {
         let found = self.fetch_all_receipts(&info, &directory, root, archived.attempt).await;
         let counting = choose_receipt_that_counts(&found.by_node, archived);
         let Some(receipt) = counting else { return Ok(None) };
-        // What is on a node that is to leave may be gone soon.
-        if receipt.pieces.iter().any(|piece| directory.is_leaving(piece.node)) {
+        // The parts of a leaving node may be gone soon.
+        if receipt.pieces.iter().any(|piece| directory.is_leaving_or_left(piece.node)) {
             return Ok(None);
         }
         let held = self.find_present_pieces(&info, &directory, receipt).await;
@@ -187,7 +187,7 @@ impl Coordinator {
         attempt: Attempt,
     ) -> FoundReceipts {
         let stripe = info.fixed.stripe;
-        let mut nodes: BTreeSet<NodeId> = directory.ring_nodes(root).collect();
+        let mut nodes: BTreeSet<NodeId> = directory.nodes_to_ask(root).collect();
         nodes.extend(&info.places);
         let record = RecordName::Receipt { index: stripe.index, attempt };
         let ask =

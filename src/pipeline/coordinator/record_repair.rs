@@ -167,7 +167,7 @@ impl Coordinator {
         let mark = &PutMark { bytes: mark, epoch: owner.epoch };
         let leaves = &PutLeaves { bytes: leaves, owner, coordinator: self.me };
         let id = shard.root.shard;
-        let ring = directory.present_ring(&shard.root);
+        let ring = directory.current_ring(&shard.root);
         let nodes: Vec<NodeId> = ring.iter().map(|member| member.node).collect();
         let mut running = stream::iter(nodes)
             .map(|node| async move {

@@ -51,7 +51,7 @@ impl OwnedStripe<'_> {
         let mut repair = ReplicaRepair {
             stripe: self,
             good: good.collect(),
-            answering: self.answering_to_stay(&held),
+            answering: self.nodes_that_keep_places(&held),
             damaged,
             task,
         };
@@ -63,9 +63,9 @@ impl OwnedStripe<'_> {
 }
 
 impl OwnedStripe<'_> {
-    /// Returns the nodes that answer, without those that are to leave and lack something: what they
-    /// lack is made on others.
-    fn answering_to_stay(&self, held: &FilesByNode) -> BTreeSet<NodeId> {
+    /// Returns the nodes that answer, without leaving nodes that lack a block: their blocks are made
+    /// on others.
+    fn nodes_that_keep_places(&self, held: &FilesByNode) -> BTreeSet<NodeId> {
         let has_all = |node: NodeId| {
             let positions = (0..).zip(&self.info.places).filter(|(_, place)| **place == node);
             let mut blocks =
@@ -76,7 +76,9 @@ impl OwnedStripe<'_> {
             })
         };
         let answering = held.iter().filter(|(_, files)| files.is_some()).map(|(node, _)| *node);
-        answering.filter(|&node| !self.directory.is_leaving(node) || has_all(node)).collect()
+        answering
+            .filter(|&node| !self.directory.is_leaving_or_left(node) || has_all(node))
+            .collect()
     }
 }
 
@@ -100,16 +102,16 @@ impl ReplicaRepair<'_> {
             }
         }
         let directory = &self.stripe.directory;
-        let takes_data = |node| directory.takes_data(node);
-        let ring = directory.present_ring(&self.stripe.shard.root);
-        let mut spares = Spares::new(&ring, self.stripe.shard.layout, &places, takes_data);
+        let can_receive_data = |node| directory.can_receive_data(node);
+        let ring = directory.current_ring(&self.stripe.shard.root);
+        let mut spares = Spares::new(&ring, self.stripe.shard.layout, &places, can_receive_data);
         for position in 0..places.len() {
             let (node, blocks) = (places[position], self.blocks_at(position));
             let copies = |block: &usize| self.good.iter().filter(|(of, _)| of == block).count();
             if self.answering.contains(&node) || blocks.iter().all(|block| copies(block) >= 2) {
                 continue;
             }
-            if !directory.is_leaving(node) && !self.task.gives_up_replicas_of(node) {
+            if !directory.is_leaving_or_left(node) && !self.task.gives_up_replicas_of(node) {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 continue;
             }

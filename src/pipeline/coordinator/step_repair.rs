@@ -54,7 +54,7 @@ pub struct GivenUp {
 
 /// The limits of an automatic repair.
 #[derive(Debug, Clone, Default)]
-pub struct RepairRestraint {
+pub struct RepairLimits {
     /// The nodes that are given up.
     pub given_up: GivenUp,
     /// The percentage of the time for which the repair works. It pauses for the rest, and owns no
@@ -66,7 +66,7 @@ pub struct RepairRestraint {
     pub stop: CancellationToken,
 }
 
-impl RepairRestraint {
+impl RepairLimits {
     /// Returns the pause after work of this duration.
     fn pause_after(&self, work: Duration) -> Duration {
         let share = u32::from(self.share_percent.clamp(1, 100));
@@ -80,8 +80,8 @@ pub enum RepairCause {
     /// A person's request. It gives up the pieces of these nodes, and the replicas of all nodes
     /// that are away.
     Request(BTreeSet<NodeId>),
-    /// The catalogue server, by itself.
-    Survey(RepairRestraint),
+    /// The catalogue server, after a survey.
+    Survey(RepairLimits),
 }
 
 /// The request that a repair carries out.
@@ -97,23 +97,23 @@ pub(super) struct RepairTask<'a> {
 
 impl<'a> RepairTask<'a> {
     /// Returns the limits of an automatic repair; `None` if a person asked for the repair.
-    pub fn restraint(self) -> Option<&'a RepairRestraint> {
+    pub fn limits(self) -> Option<&'a RepairLimits> {
         match self.cause {
             RepairCause::Request(_) => None,
-            RepairCause::Survey(restraint) => Some(restraint),
+            RepairCause::Survey(limits) => Some(limits),
         }
     }
 
     /// Returns whether the replicas of a node that is away are copied to a spare.
     pub fn gives_up_replicas_of(self, node: NodeId) -> bool {
-        self.restraint().is_none_or(|restraint| restraint.given_up.replicas.contains(&node))
+        self.limits().is_none_or(|limits| limits.given_up.replicas.contains(&node))
     }
 
     /// Returns whether the pieces of a node that is away are made on spares.
     pub fn gives_up_pieces_of(self, node: NodeId, is_urgent: bool) -> bool {
         match self.cause {
             RepairCause::Request(given_up) => given_up.contains(&node),
-            RepairCause::Survey(RepairRestraint { given_up, .. }) => match is_urgent {
+            RepairCause::Survey(RepairLimits { given_up, .. }) => match is_urgent {
                 true => given_up.urgent_pieces.contains(&node),
                 false => given_up.pieces.contains(&node),
             },
@@ -152,7 +152,7 @@ impl Coordinator {
     /// [`CoordinatorError::NotFound`] if the step is not committed; [`CoordinatorError::Owned`] if a
     /// live coordinator archives or repairs it; [`CoordinatorError::ArchivingRequested`] if the
     /// archiving was asked for meanwhile; [`CoordinatorError::Fenced`] if the step was removed;
-    /// [`CoordinatorError::RepairStopped`] if the restraint stopped it.
+    /// [`CoordinatorError::RepairStopped`] if the limits stopped it.
     pub async fn repair_step(
         &self,
         step_ref: StepRef<'_>,
@@ -172,7 +172,7 @@ impl Coordinator {
         let request_revision = request.map(|(_, revision)| revision);
         let loads = &NodeLoads::default();
         let task = RepairTask { step_ref, options, cause, loads, request_revision };
-        let parallel = match (task.restraint(), options.parallel) {
+        let parallel = match (task.limits(), options.parallel) {
             (Some(_), _) => 1,
             (None, 0) => DEFAULT_PARALLEL,
             (None, some) => usize::from(some).min(MAX_PARALLEL),
@@ -212,8 +212,8 @@ impl StepRepair<'_> {
 
     async fn repair_shards(&self) -> Result<(), CoordinatorError> {
         let mut roots = list_shard_roots(&*self.coordinator.catalogue, self.saved.save).await?;
-        if let Some(restraint) = self.task.restraint() {
-            roots.retain(|root| restraint.stripes.contains_key(&root.shard));
+        if let Some(limits) = self.task.limits() {
+            roots.retain(|root| limits.stripes.contains_key(&root.shard));
         }
         let mut shards = Vec::new();
         for root in roots {
@@ -235,7 +235,7 @@ impl StepRepair<'_> {
     fn list_stripes(&self, root: &ShardRoot) -> Result<Vec<(u32, u64)>, CoordinatorError> {
         let geometry =
             root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()))?;
-        let only = self.task.restraint().map(|restraint| &restraint.stripes);
+        let only = self.task.limits().map(|limits| &limits.stripes);
         let is_repaired = |index: &u32| {
             only.and_then(|only| only.get(&root.shard)).is_none_or(|only| only.contains(index))
         };
@@ -270,10 +270,10 @@ impl StepRepair<'_> {
 
     /// Waits for this time, or until the repair is stopped.
     async fn pause(&self, pause: Duration) {
-        let Some(restraint) = self.task.restraint() else { return };
+        let Some(limits) = self.task.limits() else { return };
         tokio::select! {
             () = self.coordinator.clock.sleep(pause) => {}
-            () = restraint.stop.cancelled() => {}
+            () = limits.stop.cancelled() => {}
         }
     }
 
@@ -305,7 +305,7 @@ impl StepRepair<'_> {
                     let mut outcome = StripeOutcome::default();
                     outcome.problems.push(error.to_string());
                     // No node is known to have all that it should have.
-                    outcome.lacking.extend(coordinator.fetch_ring_nodes(shard).await?);
+                    outcome.lacking.extend(coordinator.fetch_nodes_to_ask(shard).await?);
                     outcome
                 }
             };
@@ -314,7 +314,7 @@ impl StepRepair<'_> {
             let is_due = outcome.made_bytes > 0 || worked >= WORK_BEFORE_PAUSE;
             self.add_outcome(&shard.root, outcome, lacking).await;
             self.send_progress().await;
-            let pause = task.restraint().map(|restraint| restraint.pause_after(worked));
+            let pause = task.limits().map(|limits| limits.pause_after(worked));
             if is_due && pause.is_some_and(|pause| !pause.is_zero()) {
                 return Ok(pause);
             }
@@ -332,10 +332,10 @@ impl StepRepair<'_> {
         coordinator.ensure_may_go_on(shard, task).await?;
         // An automatic repair opens only the stripes that its survey lists. If it lists any, each
         // node of the ring may lack a part of one, so no node gets the leaves.
-        let stripes = task.restraint().and_then(|only| only.stripes.get(&shard.root.shard));
+        let stripes = task.limits().and_then(|only| only.stripes.get(&shard.root.shard));
         let mut lacking = lacking.clone();
         if stripes.is_some_and(|stripes| !stripes.is_empty()) {
-            lacking.extend(coordinator.fetch_ring_nodes(shard).await?);
+            lacking.extend(coordinator.fetch_nodes_to_ask(shard).await?);
         }
         let outcome =
             coordinator.repair_shard_records(shard, &self.saved, &lacking, task.options).await;
@@ -431,7 +431,7 @@ impl Coordinator {
         shard: &OwnedShard,
         task: RepairTask<'_>,
     ) -> Result<(), CoordinatorError> {
-        if task.restraint().is_some_and(|restraint| restraint.stop.is_cancelled()) {
+        if task.limits().is_some_and(|limits| limits.stop.is_cancelled()) {
             return Err(CoordinatorError::RepairStopped { what: task.step_ref.to_string() });
         }
         shard.confirm_ownership(self).await?;

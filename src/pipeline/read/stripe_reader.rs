@@ -88,7 +88,7 @@ impl StripeReader {
         let mut busy = None;
         if found.is_none() {
             // Ask all nodes of the ring, including the silent ones again, and accept damaged files.
-            nodes.extend(reading.directory.ring_nodes(&root));
+            nodes.extend(reading.directory.nodes_to_ask(&root));
             let sources = (stripe, WantedFiles::Sources);
             busy = probe_nodes(&reading, sources, &nodes, LONG_PROBE_LIMIT, &mut held, is_enough)
                 .await;

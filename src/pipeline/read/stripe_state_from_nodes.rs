@@ -38,7 +38,7 @@ pub async fn find_stripe_state(
     nodes_to_ask: NodesToAsk,
 ) -> StripeState {
     let stripe = StripeId { shard: root.shard, index };
-    let ring = reading.directory.ring_nodes(root);
+    let ring = reading.directory.nodes_to_ask(root);
     let (nodes, limit): (BTreeSet<NodeId>, _) = match nodes_to_ask {
         NodesToAsk::Live => {
             (ring.filter(|node| reading.directory.is_live(*node)).collect(), PROBE_LIMIT)

@@ -11,6 +11,7 @@ use futures_util::{StreamExt, stream};
 use crate::catalogue::record_access::read_ring_changes;
 use crate::format::records::{Members, Node as NodeRecord, RingChanges};
 use crate::id::PeerName;
+use crate::kind::ErrorKind;
 use crate::net::call::address;
 use crate::net::{Peer, Role};
 use crate::node::context::NodeContext;
@@ -157,26 +158,36 @@ impl Membership {
         Ok(nodes)
     }
 
-    /// Returns the ring changes that this node and `nodes` store. A node whose answer fails, or whose
-    /// version has no ring changes, adds none: more than half of the nodes have each of them.
-    pub(in crate::node) async fn collect_ring_changes(&self, nodes: &[NodeRecord]) -> RingChanges {
-        let stored = self.context.run_on_store(|store| store.read_ring_changes()).await;
-        let mut found = stored.unwrap_or_default();
+    /// Returns the ring changes that this node and `nodes` store, and the nodes whose answer failed. A
+    /// node of a version without ring changes stores none.
+    pub(in crate::node) async fn collect_ring_changes(
+        &self,
+        nodes: &[NodeRecord],
+    ) -> (RingChanges, Vec<PeerName>) {
+        let (mut found, mut failed) = (RingChanges::default(), Vec::new());
+        match self.context.run_on_store(|store| store.read_ring_changes()).await {
+            Ok(stored) => found = stored,
+            Err(_) => failed.push(self.context.settings.name.clone()),
+        }
         let asks = nodes.iter().map(|node| async {
             let to = address(&NodeAddress::of(node));
             let call = ListRingChanges { only_stored: true };
             let answer = self.context.caller.call_within(&to, &call, RING_CHANGES_LIMIT).await;
-            if let Err(error) = &answer {
-                tracing::warn!(node = %node.name, %error, "failed to read the ring changes of a node");
-            }
-            answer.unwrap_or_default()
+            (node.name.clone(), answer)
         });
         let asks: Vec<_> = asks.collect();
         let mut asks = stream::iter(asks).buffer_unordered(AT_ONCE);
-        while let Some(answer) = asks.next().await {
-            answer.changes.into_iter().for_each(|change| found.merge(change));
+        while let Some((node, answer)) = asks.next().await {
+            match answer {
+                Ok(stored) => stored.changes.into_iter().for_each(|change| found.merge(change)),
+                Err(error) if error.kind() == ErrorKind::Invalid => {}
+                Err(error) => {
+                    tracing::warn!(%node, %error, "failed to read the ring changes of a node");
+                    failed.push(node);
+                }
+            }
         }
-        found
+        (found, failed)
     }
 
     /// Returns the ring changes that this node stores, and those that it has heard of while no
@@ -219,7 +230,7 @@ impl Membership {
             }
         }
         let nodes: Vec<NodeRecord> = reached.iter().map(|(node, _)| node.clone()).collect();
-        let changes = self.collect_ring_changes(&nodes).await;
+        let (changes, _) = self.collect_ring_changes(&nodes).await;
         *self.heard_changes.lock().unwrap_or_else(PoisonError::into_inner) = changes;
         Ok((known.into_values().collect(), reached))
     }

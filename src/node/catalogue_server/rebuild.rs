@@ -189,12 +189,18 @@ impl CatalogueRebuild {
         let inventory =
             self.inventory_reader.read_and_judge_inventories(&sources, generation).await?;
         let standings = fetch_standings(&self.context, &sources).await;
-        let changes = self.membership.collect_ring_changes(reached).await;
-        let changes = mark_removed_nodes_left(changes, &standings);
+        let (changes, failed) = self.membership.collect_ring_changes(reached).await;
+        let changes = mark_removed_nodes_left(changes, &standings, reached);
         let read = ReadInventory { inventory, standings, changes };
         match accept_loss {
             true => Ok(read),
-            false => self.check_inventory_suffices(&read, members, reached).map(|()| read),
+            false => {
+                // More than half of the nodes have each ring change. A node whose ring changes could
+                // not be read does not count among them.
+                let mut reached = reached.to_vec();
+                reached.retain(|node| !failed.contains(&node.name));
+                self.check_inventory_suffices(&read, members, &reached).map(|()| read)
+            }
         }
     }
 
@@ -504,13 +510,17 @@ pub(in crate::node) fn unreached_storage_nodes<'a>(
 }
 
 /// Changes *leaving* to *left* for each node that is not on the latest list of nodes. A node is taken
-/// off the list only after it has left, but some nodes may store the older state.
+/// off the list only after it has left, but some nodes may store the older state. A node that was
+/// reached may have registered again after that list.
 fn mark_removed_nodes_left(
     mut changes: RingChanges,
     standings: &[(NodeRecord, StandingAnswer)],
+    reached: &[NodeRecord],
 ) -> RingChanges {
+    let is_reached = |name: &PeerName| reached.iter().any(|node| node.name == *name);
     for change in &mut changes.changes {
-        if change.state == LeaveState::Leaving && !is_on_latest_list(standings, &change.node) {
+        let is_listed = is_on_latest_list(standings, &change.node) || is_reached(&change.node);
+        if change.state == LeaveState::Leaving && !is_listed {
             change.state = LeaveState::Left;
         }
     }

@@ -1,7 +1,7 @@
 //! Removing a node from the cluster (docs/semantics.md, 10). Nodes join by themselves: they
 //! register.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ use crate::node::context::NodeContext;
 use crate::node::quorum::majority;
 use crate::topology::Directory;
 use crate::wire::RemoteError;
-use crate::wire::calls::RemoveNode;
+use crate::wire::calls::{NodeView, RemoveNode};
 
 /// Maximum number of attempts. An attempt begins anew when the node returns or its successors change.
 const MAX_ATTEMPTS: usize = 10;
@@ -55,13 +55,15 @@ struct SaveRef {
 struct Saves {
     /// The committed saves that name the node in a ring, or have it as a successor.
     committed: BTreeSet<SaveRef>,
-    /// The open saves that may use the node, and the decided ones that name it.
-    pending: BTreeSet<SaveRef>,
+    /// The open and decided saves that name the node.
+    naming: BTreeSet<SaveRef>,
+    /// The open saves whose ring only their clients know.
+    unknown: BTreeSet<SaveRef>,
 }
 
 impl Saves {
     fn refuse_if_pending(&self) -> Result<(), RemoteError> {
-        match self.pending.first().cloned() {
+        match self.naming.first().or(self.unknown.first()).cloned() {
             Some(SaveRef { job, step, .. }) => {
                 Err(CatalogueServerError::SaveOpen { job, step }.into())
             }
@@ -134,35 +136,53 @@ impl NodeRemoval {
     ) -> Result<bool, RemoteError> {
         let (change, revision) = record_leaving(catalogue, name, None).await?;
         // Saves that begin from now on do not use the node.
-        let before = self.list_saves(name).await?.pending;
+        let before = self.list_saves(name).await?.unknown;
         catch_up_majority_without(&self.context, catalogue, name).await?;
-        let (mut whole, mut losses) = (BTreeSet::new(), SurvivableLossCache::default());
-        for pass in 1.. {
-            let mut saves = self.list_saves(name).await?;
-            saves.pending.retain(|save| before.contains(save));
-            let (mut is_new, mut unknown) = (false, None);
-            for save in saves.committed.difference(&whole.clone()) {
-                match self.check_complete_without(catalogue, name, save, &mut losses).await? {
-                    true => is_new |= whole.insert(save.clone()),
-                    false => unknown = Some(save.clone()),
-                }
-            }
-            match unknown {
-                // Further saves may have ended during a survey, so the list is read once more.
-                None if saves.pending.is_empty() && !is_new => break,
-                None if saves.pending.is_empty() => continue,
-                Some(SaveRef { job, step, .. }) if pass >= MAX_PASSES => {
-                    return Err(CatalogueServerError::StepNotSurveyed { job, step }.into());
-                }
-                None if pass >= MAX_PASSES => saves.refuse_if_pending()?,
-                _ => self.context.clock.sleep(PASS_WAIT).await,
-            }
-        }
+        self.wait_until_complete_without(catalogue, name, &before).await?;
         refuse_if_live(catalogue, name).await?;
         let left = RingChange { state: LeaveState::Left, ..change }.to_bytes()?;
         let key = ring_change_key(name);
         let outcome = catalogue.compare_and_set(&key, Some(revision), Some(left)).await?;
         Ok(matches!(outcome, SetOutcome::Set(_)))
+    }
+
+    /// Checks that the nodes that stay have all parts of the committed saves. Waits for the saves
+    /// under way that name the node, for those that were open `before` it was recorded as leaving, and
+    /// for those that change.
+    async fn wait_until_complete_without(
+        &self,
+        catalogue: &dyn Catalogue,
+        name: &PeerName,
+        before: &BTreeSet<SaveRef>,
+    ) -> Result<(), RemoteError> {
+        let (mut complete, mut losses) = (BTreeSet::new(), SurvivableLossCache::default());
+        let (mut saves, mut unsettled) = (Saves::default(), None);
+        for _ in 0..MAX_PASSES {
+            saves = self.list_saves(name).await?;
+            saves.unknown.retain(|save| before.contains(save));
+            let rest = &saves.committed - &complete;
+            let mut is_waiting = !saves.naming.is_empty() || !saves.unknown.is_empty();
+            unsettled = rest.first().cloned();
+            for save in rest {
+                match self.check_complete_without(catalogue, name, &save, &mut losses).await? {
+                    true => drop(complete.insert(save)),
+                    false => (is_waiting, unsettled) = (true, Some(save)),
+                }
+            }
+            if is_waiting {
+                self.context.clock.sleep(PASS_WAIT).await;
+            } else if unsettled.is_none() {
+                return Ok(());
+            }
+            // Further saves may have ended during the survey, so the list is read once more.
+        }
+        saves.refuse_if_pending()?;
+        match unsettled {
+            Some(SaveRef { job, step, .. }) => {
+                Err(CatalogueServerError::StepNotSurveyed { job, step }.into())
+            }
+            None => Ok(()),
+        }
     }
 
     /// Checks that the nodes that stay have all parts of the save. Returns `false` if this could not
@@ -208,22 +228,26 @@ impl NodeRemoval {
         while let Some((key, entry)) = checkpoints.next().await? {
             let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
-            let pending = match checkpoint.writing {
-                Some(Writing::Open { save, .. }) => {
-                    may_use_node(catalogue, save, node).await?.then_some(save)
+            let save_ref = |save| SaveRef { job: job.clone(), step, save };
+            match checkpoint.writing {
+                Some(Writing::Open { save, .. }) => match read_joint_ring(catalogue, save).await? {
+                    None => drop(saves.unknown.insert(save_ref(save))),
+                    Some(ring) if ring.contains(&node) => {
+                        saves.naming.insert(save_ref(save));
+                    }
+                    Some(_) => {}
+                },
+                Some(Writing::Decided { saved: Saved { save, .. } })
+                    if is_in_ring(catalogue, &directory, name, save).await? =>
+                {
+                    saves.naming.insert(save_ref(save));
                 }
-                Some(Writing::Decided { saved: Saved { save, .. } }) => {
-                    is_in_ring(catalogue, &directory, name, save).await?.then_some(save)
-                }
-                None => None,
-            };
-            if let Some(save) = pending {
-                saves.pending.insert(SaveRef { job: job.clone(), step, save });
+                _ => {}
             }
             if let Some(saved) = checkpoint.committed
                 && is_in_ring(catalogue, &directory, name, saved.save).await?
             {
-                saves.committed.insert(SaveRef { job, step, save: saved.save });
+                saves.committed.insert(save_ref(saved.save));
             }
         }
         Ok(saves)
@@ -238,15 +262,25 @@ impl NodeRemoval {
         directory: &Directory,
         name: &PeerName,
     ) -> Result<(), RemoteError> {
-        let others: Vec<_> = directory.views().filter(|view| view.node.storage).collect();
-        let all = others.len() + 1;
-        let needed = (all + 1).saturating_sub(majority(all));
+        let mut registered: HashMap<String, u64> = HashMap::new();
+        let mut nodes = KeyScan::of_prefix(catalogue, NODES);
+        while let Some((key, entry)) = nodes.next().await? {
+            registered.insert(key, entry.revision);
+        }
         let mut orphans = KeyScan::of_prefix(catalogue, ORPHANS);
         while let Some((key, entry)) = orphans.next().await? {
             let Removing { save, reason, .. } = parse_record(&key, &entry.value)?;
             if reason != RemoveReason::Aborted {
                 continue;
             }
+            // A node that registered after the orphan was recorded never had a mark.
+            let is_older = |view: &&NodeView| {
+                let revision = registered.get(&format!("{NODES}{}", view.node.name));
+                view.node.storage && revision.is_some_and(|revision| *revision < entry.revision)
+            };
+            let others: Vec<&NodeView> = directory.views().filter(is_older).collect();
+            let all = others.len() + 1;
+            let needed = (all + 1).saturating_sub(majority(all));
             let (mut unmarked, mut silent) = (0, Vec::new());
             for view in &others {
                 let one = std::slice::from_ref(&view.node);
@@ -323,17 +357,13 @@ async fn is_in_ring(
     Ok(is_named)
 }
 
-/// Returns whether an open save may put blocks on a node. Only the client of a save that belongs to no
-/// launch knows which nodes it uses.
-async fn may_use_node(
+/// Returns the ring of an open save of a launch. Only the client of another save knows its ring.
+async fn read_joint_ring(
     catalogue: &dyn Catalogue,
     save: SaveId,
-    node: NodeId,
-) -> Result<bool, RemoteError> {
+) -> Result<Option<Vec<NodeId>>, RemoteError> {
     let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
-    let is_in_ring =
-        |(joint, _): (JointSave, u64)| joint.ring.iter().any(|member| member.node == node);
-    Ok(joint.is_none_or(is_in_ring))
+    Ok(joint.map(|(joint, _)| joint.ring.iter().map(|member| member.node).collect()))
 }
 
 async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), RemoteError> {

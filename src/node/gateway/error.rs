@@ -53,7 +53,7 @@ pub(in crate::node) enum GatewayError {
     #[error("the root of shard {shard} does not fit together")]
     RootInconsistent { shard: ShardName },
     /// A node of a shard's ring is not registered.
-    #[error("node {node} of the ring of shard {shard} is not registered")]
+    #[error("node {node} of the ring of shard {shard} is not registered or has left")]
     RingNodeUnregistered { node: NodeId, shard: ShardName },
     /// The save is not the open one of its step.
     #[error("save {save} is not open: save again")]

@@ -52,10 +52,11 @@ impl OwnedStripe<'_> {
     ) -> Result<Vec<PieceMove>, CoordinatorError> {
         let is_file = |piece: &&ReceiptPiece| piece.form == PieceForm::File;
         let mut files = receipt.pieces.iter().filter(is_file);
-        let must_move = |node: NodeId, is_urgent: bool| {
-            self.directory.is_leaving_or_left(node) || task.gives_up_pieces_of(node, is_urgent)
+        let is_given_up = |node: NodeId, is_urgent: bool| {
+            self.directory.has_left(node) || task.gives_up_pieces_of(node, is_urgent)
         };
-        if !files.any(|piece| must_move(piece.node, true)) {
+        let may_move = |node| self.directory.is_leaving_or_left(node) || is_given_up(node, true);
+        if !files.any(|piece| may_move(piece.node)) {
             return Ok(Vec::new());
         }
         let held = PiecesByNode::new(&self.list_ring_files().await, receipt);
@@ -64,12 +65,14 @@ impl OwnedStripe<'_> {
             .pieces
             .iter()
             .filter(is_file)
-            .filter(|piece| match self.directory.is_leaving_or_left(piece.node) {
+            .filter(|piece| match held.answers(piece.node) {
                 // A leaving node may answer and lack the piece. Then another node gets it.
-                true => !held.has(piece.node, piece.piece),
-                false => !held.answers(piece.node),
+                true => {
+                    self.directory.is_leaving_or_left(piece.node)
+                        && !held.has(piece.node, piece.piece)
+                }
+                false => is_given_up(piece.node, is_urgent),
             })
-            .filter(|piece| must_move(piece.node, is_urgent))
             .collect();
         if lost.is_empty() {
             return Ok(Vec::new());
@@ -82,6 +85,7 @@ impl OwnedStripe<'_> {
         let mut spares = SparesOfStripe::new(&ring, receipt, &held, self.rotation());
         let can_receive = |node| self.directory.can_receive_data(node) && !refused.contains(&node);
         spares.free.retain(|member| can_receive(member.node));
+        spares.leaving = held.nodes().filter(|node| !can_receive(*node)).collect();
         let moves = lost.into_iter().filter_map(|piece| {
             let to = spares.take(piece, &held, &|node| task.loads.load_of(node))?;
             Some(PieceMove { piece: piece.piece, to })
@@ -140,6 +144,8 @@ impl PiecesByNode {
 /// The spares of a stripe, and how many of its pieces each failure domain has.
 struct SparesOfStripe {
     free: Vec<RingNode>,
+    /// The nodes that get no piece unless they have it and no other node is left.
+    leaving: BTreeSet<NodeId>,
     /// The nodes that the receipt names, and the spares that were taken.
     used: BTreeSet<NodeId>,
     domains: HashMap<NodeId, u16>,
@@ -170,7 +176,7 @@ impl SparesOfStripe {
         }
         let used = receipt.pieces.iter().map(|piece| piece.node).collect();
         let domains = ring.iter().map(|member| (member.node, member.domain)).collect();
-        Self { free, used, domains, pieces }
+        Self { free, leaving: BTreeSet::new(), used, domains, pieces }
     }
 
     /// Returns the spare for a piece: a node that has the piece and is not yet used, or else a free
@@ -181,8 +187,10 @@ impl SparesOfStripe {
         held: &PiecesByNode,
         load_of: &dyn Fn(NodeId) -> u64,
     ) -> Option<NodeId> {
-        let mut holders = held.nodes().filter(|node| held.has(*node, piece.piece));
-        if let Some(holder) = holders.find(|node| !self.used.contains(node)) {
+        let is_holder = |node: &NodeId| held.has(*node, piece.piece) && !self.used.contains(node);
+        let staying = held.nodes().find(|node| is_holder(node) && !self.leaving.contains(node));
+        let leaving = || held.nodes().find(is_holder).filter(|_| self.free.is_empty());
+        if let Some(holder) = staying.or_else(leaving) {
             self.free.retain(|member| member.node != holder);
             self.use_node(holder);
             return Some(holder);

@@ -170,7 +170,12 @@ impl Coordinator {
         let counting = choose_receipt_that_counts(&found.by_node, archived);
         let Some(receipt) = counting else { return Ok(None) };
         // The parts of a leaving node may be gone soon.
-        if receipt.pieces.iter().any(|piece| directory.is_leaving_or_left(piece.node)) {
+        let is_file = |piece: &&ReceiptPiece| match piece.form {
+            PieceForm::Replica { block } => info.fixed.cut.block_len(block) > 0,
+            PieceForm::File => true,
+        };
+        let mut files = receipt.pieces.iter().filter(is_file);
+        if files.any(|piece| directory.is_leaving_or_left(piece.node)) {
             return Ok(None);
         }
         let held = self.find_present_pieces(&info, &directory, receipt).await;

@@ -17,6 +17,8 @@ struct ReplicaRepair<'a> {
     good: BTreeSet<(usize, NodeId)>,
     /// The nodes that answered.
     answering: BTreeSet<NodeId>,
+    /// The leaving nodes that answer and lack a block.
+    vacated: BTreeSet<NodeId>,
     /// For each block without a good replica, a node with a damaged one.
     damaged: super::ensure_replicas::ReplicaSources,
     task: RepairTask<'a>,
@@ -51,7 +53,8 @@ impl OwnedStripe<'_> {
         let mut repair = ReplicaRepair {
             stripe: self,
             good: good.collect(),
-            answering: self.nodes_that_keep_places(&held),
+            answering: held.iter().filter(|(_, files)| files.is_some()).map(|(n, _)| *n).collect(),
+            vacated: self.leaving_nodes_that_lack(&held),
             damaged,
             task,
         };
@@ -63,9 +66,8 @@ impl OwnedStripe<'_> {
 }
 
 impl OwnedStripe<'_> {
-    /// Returns the nodes that answer, without leaving nodes that lack a block: their blocks are made
-    /// on others.
-    fn nodes_that_keep_places(&self, held: &FilesByNode) -> BTreeSet<NodeId> {
+    /// Returns the leaving nodes that answer and lack a block. Others get what they lack.
+    fn leaving_nodes_that_lack(&self, held: &FilesByNode) -> BTreeSet<NodeId> {
         let has_all = |node: NodeId| {
             let positions = (0..).zip(&self.info.places).filter(|(_, place)| **place == node);
             let mut blocks =
@@ -76,9 +78,8 @@ impl OwnedStripe<'_> {
             })
         };
         let answering = held.iter().filter(|(_, files)| files.is_some()).map(|(node, _)| *node);
-        answering
-            .filter(|&node| !self.directory.is_leaving_or_left(node) || has_all(node))
-            .collect()
+        let leaving = answering.filter(|node| self.directory.is_leaving_or_left(*node));
+        leaving.filter(|node| !has_all(*node)).collect()
     }
 }
 
@@ -97,7 +98,7 @@ impl ReplicaRepair<'_> {
     ) -> Result<Vec<NodeId>, CoordinatorError> {
         let mut places = self.stripe.info.places.clone();
         for (position, &node) in places.iter().enumerate() {
-            if self.answering.contains(&node) {
+            if self.answering.contains(&node) && !self.vacated.contains(&node) {
                 self.make_blocks(node, &self.blocks_at(position), outcome).await?;
             }
         }
@@ -108,14 +109,19 @@ impl ReplicaRepair<'_> {
         for position in 0..places.len() {
             let (node, blocks) = (places[position], self.blocks_at(position));
             let copies = |block: &usize| self.good.iter().filter(|(of, _)| of == block).count();
-            if self.answering.contains(&node) || blocks.iter().all(|block| copies(block) >= 2) {
+            let (answers, is_vacated) =
+                (self.answering.contains(&node), self.vacated.contains(&node));
+            if (answers && !is_vacated) || blocks.iter().all(|block| copies(block) >= 2) {
                 continue;
             }
-            if !directory.is_leaving_or_left(node) && !self.task.gives_up_replicas_of(node) {
+            let is_gone = is_vacated || directory.has_left(node);
+            if !is_gone && !self.task.gives_up_replicas_of(node) {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 continue;
             }
-            let Some(spare) = spares.take(&places, position, |_| false) else {
+            let spare = spares.take(&places, position, |_| false);
+            // Without a spare, a leaving node that answers keeps its place.
+            let Some(spare) = spare.or(is_vacated.then_some(node)) else {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 let name = directory.name(node);
                 let problem = format!(

@@ -63,13 +63,16 @@ async fn repair_steps(
         return Ok(vec![StepResult { job, step, took: clock.now(), result: Ok(report) }]);
     }
     let steps = client.list_steps(None).await.map_err(failure)?;
+    let directory = Directory::new(Vec::new(), client.fetch_ring_changes().await.map_err(failure)?);
     if let Some(name) = &options.node {
-        ensure_known(client, name).await?;
+        ensure_known(client, name, &directory).await?;
     }
     let mut results = Vec::new();
     for view in steps {
         if let Some(name) = &options.node
-            && !has_part_of(client, name, &view.job, view.step).await.map_err(failure)?
+            && !has_part_of(client, name, &directory, &view.job, view.step)
+                .await
+                .map_err(failure)?
         {
             continue;
         }
@@ -88,11 +91,14 @@ async fn repair_steps(
 }
 
 /// Returns an error unless the cluster has a node of this name.
-async fn ensure_known(client: &Client, name: &PeerName) -> Result<(), CommandFailure> {
+async fn ensure_known(
+    client: &Client,
+    name: &PeerName,
+    directory: &Directory,
+) -> Result<(), CommandFailure> {
     let members = client.fetch_members().await.map_err(|error| connect::failure(&error))?;
-    let changes = client.fetch_ring_changes().await.map_err(|error| connect::failure(&error))?;
     let is_member = members.iter().any(|node| node.name == *name);
-    match is_member || changes.find(name).is_some() {
+    match is_member || directory.leave_state_of(NodeId::of(name)).is_some() {
         true => Ok(()),
         false => {
             let message = format!("the cluster has no node {name}");
@@ -106,6 +112,7 @@ async fn ensure_known(client: &Client, name: &PeerName) -> Result<(), CommandFai
 async fn has_part_of(
     client: &Client,
     name: &PeerName,
+    directory: &Directory,
     job: &Job,
     step: Step,
 ) -> Result<bool, ClientError> {
@@ -113,7 +120,6 @@ async fn has_part_of(
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
         shown => shown?,
     };
-    let directory = Directory::new(Vec::new(), client.fetch_ring_changes().await?);
     let node = NodeId::of(name);
     Ok(shown.shards.iter().any(|(root, _)| directory.is_named_by(root, node)))
 }

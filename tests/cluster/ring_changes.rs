@@ -140,7 +140,7 @@ async fn every_node_of_a_cluster_is_exchanged() {
     }
     world.until_live(2 * nodes).await;
     tokio::time::sleep(20 * world.lease).await;
-    // What they still have is surplus, and harms nothing.
+    // The files of these steps on the old nodes are surplus.
     for step in [1, 2] {
         let report = client.verify(&job(), Some(Step(step)), quiet()).await.unwrap();
         assert!(report.faults.is_empty() && report.survives >= Some(2), "{report:?}");
@@ -187,8 +187,8 @@ async fn a_node_that_is_to_leave_gets_nothing_new() {
     assert_whole(&client, 3, 1).await;
 }
 
-/// Nobody calls `repair`. After the graces the catalogue server makes on the successor what the dead
-/// node had, and the node can be removed.
+/// Automatic repair makes the parts of a dead node on its successor after the graces. Then the dead
+/// node can be removed.
 #[tokio::test(start_paused = true)]
 async fn a_successor_is_filled_by_itself() {
     let (mut world, client) = archived_world(6, LEN).await;

@@ -146,7 +146,7 @@ pub(in crate::node) enum CatalogueServerError {
     /// The successor is not live.
     #[error("the successor {node} is not live: start its daemon")]
     SuccessorAway { node: PeerName },
-    /// The successor is to leave itself.
+    /// The successor is leaving, too.
     #[error("the successor {node} is itself leaving: name another node")]
     SuccessorLeaving { node: PeerName },
     /// A node has too many successors.

@@ -53,7 +53,7 @@ struct Rebuild<'a> {
     accept_loss: bool,
 }
 
-/// What a rebuild has read of the nodes that it reached.
+/// The inventory, the standings and the ring changes of the nodes that a rebuild reached.
 struct ReadInventory {
     inventory: ClusterInventory,
     standings: Vec<(NodeRecord, StandingAnswer)>,

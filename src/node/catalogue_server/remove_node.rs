@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::catch_up_majority::catch_up_majority_without;
 use super::cluster_inventory::InventoryReader;
 use super::error::CatalogueServerError;
+use super::repair_survey::{SurveyOutcome, survey_save};
 use super::replace_node::record_leaving;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -21,7 +22,6 @@ use crate::format::records::{
     ShardRoot, Writing,
 };
 use crate::id::{Job, NodeId, PeerName, SaveId, Step};
-use crate::node::catalogue_server::repair_survey::{SurveyOutcome, survey_save};
 use crate::node::context::NodeContext;
 use crate::node::quorum::majority;
 use crate::topology::Directory;

@@ -208,7 +208,7 @@ impl<'a> StripeArchiving<'a> {
     }
 
     /// Returns the receipt with an order that nodes with another receipt of the attempt accept.
-    /// Only an attempt that this owner did not begin may have such a receipt.
+    /// Nodes have another receipt only if an earlier owner began the attempt.
     async fn put_above_others(&self, receipt: Receipt) -> Receipt {
         let owner = self.stripe.shard.generation;
         if receipt.generation == owner {

@@ -33,6 +33,8 @@ pub mod placement;
 pub mod plan;
 #[cfg(feature = "cluster")]
 pub mod planner;
+#[cfg(feature = "cluster")]
+pub mod repair_policy;
 pub mod stage;
 #[cfg(feature = "cluster")]
 pub mod store;

@@ -311,7 +311,7 @@ const NO_BOUNDS: [&str; 32] = [
 ];
 
 /// Modules whose constants bound a running process.
-const BOUNDED: [&str; 14] = [
+const BOUNDED: [&str; 15] = [
     "budget",
     "catalogue",
     "client",
@@ -322,6 +322,7 @@ const BOUNDED: [&str; 14] = [
     "pipeline",
     "placement",
     "plan",
+    "repair_policy",
     "store",
     "trainer",
     "units",

@@ -22,7 +22,7 @@ const LAYERS: &[&[&str]] = &[
     &["code"],
     &["format", "plan", "wire", "seal", "config"],
     &["store+net"],
-    &["catalogue", "topology", "placement", "planner"],
+    &["catalogue", "topology", "placement", "planner", "repair_policy"],
     &["pipeline"],
     &["node+client"],
     &["trainer"],

@@ -12,7 +12,6 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::away_nodes::AwayNodes;
 use super::error::BackgroundError;
 use crate::catalogue::CatalogueError;
 use crate::catalogue::key_scan::KeyScan;
@@ -28,6 +27,7 @@ use crate::node::catalogue_server::repair_survey::{
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::{RetrySchedule, scan_interval};
 use crate::pipeline::coordinator::{CoordinatorError, RepairCause, RepairLimits};
+use crate::repair_policy::{AwayNodes, RepairPriority, is_repair_due};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
@@ -72,10 +72,9 @@ struct Degraded {
 }
 
 impl Degraded {
-    /// Returns the key by which steps are repaired: first the one that survives the fewest losses,
-    /// then the oldest.
-    fn order(&self) -> (Option<u32>, u64, SaveId) {
-        (self.health.survives, self.saved_at, self.save)
+    fn priority(&self) -> RepairPriority {
+        let &Self { saved_at, save, health: StepHealth { survives, .. }, .. } = self;
+        RepairPriority { survives, saved_at, save }
     }
 }
 
@@ -356,13 +355,12 @@ impl AutomaticRepair {
         let (grace, version) = (self.context.settings.repair.grace, rounds.nodes.version());
         let mut ledger = self.lock_ledger();
         let mut is_due = |step: &&Degraded| {
-            let is_over = now >= step.since.saturating_add(grace);
             let is_settled = ledger
                 .settled
                 .get(&step.save)
                 .is_some_and(|settled| (settled.version, settled.health) == (version, step.health));
             let is_put_off = ledger.not_before.get(&step.save).is_some_and(|until| now < *until);
-            (step.health.is_urgent || is_over)
+            is_repair_due(step.health.is_urgent, step.since, now, grace)
                 && !step.is_unknown
                 && !is_put_off
                 && !is_settled
@@ -497,7 +495,7 @@ impl RepairLedger {
 
 /// Puts the steps in the order in which they are repaired, and forgets all but the first ones.
 fn keep_worst(degraded: &mut Vec<Degraded>) {
-    degraded.sort_by_key(Degraded::order);
+    degraded.sort_by_key(Degraded::priority);
     degraded.truncate(MAX_DEGRADED);
 }
 

@@ -4,7 +4,6 @@
 
 pub(super) mod archiving_takeover;
 pub(super) mod automatic_repair;
-pub(super) mod away_nodes;
 pub(super) mod catch_up;
 pub(super) mod error;
 pub(super) mod keep_registered;

@@ -38,4 +38,4 @@ mod watch_request;
 pub use archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 pub use error::CoordinatorError;
 pub(crate) use receipts::{ArchivedAttempt, choose_receipt_that_counts};
-pub use step_repair::{GivenUp, RepairCause, RepairEventSender, RepairLimits, StripesByShard};
+pub use step_repair::{RepairCause, RepairEventSender, RepairLimits, StripesByShard};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::CoordinatorError;
 use super::ensure_replicas::{FilesByNode, has_good_replica};
-use super::moves::{PieceMove, PiecesByNode};
+use super::moves::{PieceMove, find_pieces};
 use super::owned_stripe::OwnedStripe;
 use super::receipts::{ArchivedAttempt, choose_receipt_that_counts};
 use super::step_repair::{RepairTask, ends_the_repair};
@@ -119,7 +119,7 @@ impl ArchivedStripe<'_> {
         if moves.is_empty() || self.task.options.is_dry_run() {
             return (Vec::new(), Vec::new());
         }
-        let held = PiecesByNode::new(&self.stripe.list_ring_files().await, &self.receipt);
+        let held = find_pieces(&self.stripe.list_ring_files().await, &self.receipt);
         moves.iter().partition(|moved| held.has(moved.to, moved.piece))
     }
 

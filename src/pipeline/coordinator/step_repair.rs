@@ -20,6 +20,7 @@ use crate::catalogue::record_access::{ArchiveRequest, archive_request_key, read_
 use crate::format::records::{Saved, ShardRoot};
 use crate::id::{LeaseId, NodeId, ShardId, StepRef};
 use crate::kind::ErrorKind;
+use crate::repair_policy::GivenUp;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
 
 /// Number of stripes that are repaired at once unless the options set another number.
@@ -40,17 +41,6 @@ const MAX_PAUSE: Duration = Duration::from_secs(600);
 
 /// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
 pub type StripesByShard = BTreeMap<ShardId, BTreeSet<u32>>;
-
-/// The nodes that are given up, if they do not answer: others get what they should have.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct GivenUp {
-    /// Nodes whose replicas are put on spares.
-    pub replicas: BTreeSet<NodeId>,
-    /// Nodes whose pieces are made on spares.
-    pub pieces: BTreeSet<NodeId>,
-    /// Nodes whose pieces of a stripe that survives no further loss are made on spares.
-    pub urgent_pieces: BTreeSet<NodeId>,
-}
 
 /// The limits of an automatic repair.
 #[derive(Debug, Clone, Default)]

@@ -8,16 +8,26 @@ use std::time::Duration;
 use crate::config::RepairRules;
 use crate::format::records::Node;
 use crate::id::NodeId;
-use crate::pipeline::coordinator::GivenUp;
 use crate::wire::calls::NodeView;
 
 /// Nodes that went away within this time of one another went away together.
 const TOGETHER: Duration = Duration::from_secs(3600);
 /// The brake ends this long after the last of the nodes that it counts went away.
-const MAX_BRAKE: Duration = Duration::from_secs(6 * 3600);
+pub const MAX_BRAKE: Duration = Duration::from_secs(6 * 3600);
 /// The pieces of a node are given up after this many graces. They cost more to make again than
 /// replicas, and a stripe with pieces survives more losses.
-const PIECES_GRACES: u32 = 5;
+pub const PIECES_GRACES: u32 = 5;
+
+/// The nodes that are given up, if they do not answer: others get what they should have.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GivenUp {
+    /// Nodes whose replicas are put on spares.
+    pub replicas: BTreeSet<NodeId>,
+    /// Nodes whose pieces are made on spares.
+    pub pieces: BTreeSet<NodeId>,
+    /// Nodes whose pieces of a stripe that survives no further loss are made on spares.
+    pub urgent_pieces: BTreeSet<NodeId>,
+}
 
 /// A node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,7 +42,7 @@ struct KnownNode {
 
 /// The nodes of the cluster, and the conclusions from which of them are away.
 #[derive(Debug, Default)]
-pub(in crate::node) struct AwayNodes {
+pub struct AwayNodes {
     nodes: BTreeMap<NodeId, KnownNode>,
     given_up: GivenUp,
     brake: Option<String>,
@@ -48,7 +58,7 @@ impl AwayNodes {
     /// Takes over the present list of nodes. Graces begin again when the brake ends, when a node
     /// comes back that put it on, and after a gap between updates that is longer than both
     /// `max_gap` and a grace: the server did not see who was live in the gap.
-    pub(in crate::node) fn update(
+    pub fn update(
         &mut self,
         views: &[NodeView],
         in_maintenance: &BTreeSet<NodeId>,
@@ -108,22 +118,22 @@ impl AwayNodes {
     }
 
     /// Returns a number that changes when the list of nodes or the set of nodes given up changes.
-    pub(in crate::node) fn version(&self) -> u64 {
+    pub fn version(&self) -> u64 {
         self.version
     }
 
     /// Returns the time of the last update.
-    pub(in crate::node) fn updated_at(&self) -> Duration {
+    pub fn updated_at(&self) -> Duration {
         self.updated_at
     }
 
     /// Returns the nodes that are given up.
-    pub(in crate::node) fn given_up(&self) -> &GivenUp {
+    pub fn given_up(&self) -> &GivenUp {
         &self.given_up
     }
 
     /// Returns the reason for which the brake is on, if it is.
-    pub(in crate::node) fn brake(&self) -> Option<&String> {
+    pub fn brake(&self) -> Option<&String> {
         self.brake.as_ref()
     }
 

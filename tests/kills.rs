@@ -12,6 +12,8 @@ mod machine;
 mod cell;
 #[path = "kills/damage.rs"]
 mod damage;
+#[path = "kills/day.rs"]
+mod day;
 #[path = "kills/fleet.rs"]
 mod fleet;
 #[path = "kills/ledger.rs"]
@@ -26,7 +28,7 @@ mod watch;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cell::Cell;
 use fleet::{Fleet, Plan};
@@ -56,8 +58,16 @@ const SUITE: [&str; 15] = [
 /// Number of kills in the suite's storm.
 const SUITE_KILLS: u64 = 10;
 
+/// Number of seconds of the suite's day of faults.
+const SUITE_DAY: u64 = 20;
+
 fn fleet_of_cells() -> Fleet {
-    Fleet::start(&Plan { nodes: cell::NODES, code: cell::CODE, set: &[cell::BLOCK] })
+    Fleet::start(&Plan {
+        nodes: cell::NODES,
+        code: cell::CODE,
+        set: &[cell::BLOCK],
+        small_disks: 0,
+    })
 }
 
 /// Plays the cells on several fleets concurrently. Replaces a fleet after a failed cell and after a
@@ -123,4 +133,11 @@ fn whoever_is_killed_at_a_stage_nothing_is_lost_and_nothing_is_left() {
 fn whoever_is_killed_at_any_moment_nothing_is_lost_and_nothing_is_left() {
     let kills = number("RAPIDRAID_KILLS_RANDOM").unwrap_or(SUITE_KILLS);
     fleet_of_cells().storm(kills, number("RAPIDRAID_KILLS_SEED").unwrap_or(0));
+}
+
+#[test]
+fn a_day_of_faults_loses_nothing_and_leaves_nothing_degraded() {
+    let seconds = number("RAPIDRAID_KILLS_DAY").map_or(SUITE_DAY, |minutes| 60 * minutes);
+    let seed = number("RAPIDRAID_KILLS_SEED").unwrap_or(0);
+    day::play(&day::start(), Duration::from_secs(seconds), seed);
 }

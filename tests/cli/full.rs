@@ -2,7 +2,6 @@
 //! only root may mount.
 
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -10,35 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::machine::disk::{Tmpfs, fill};
 use crate::machine::{Cluster, Daemon, bytes, tree};
-
-/// The disk of a node, as a mounted tmpfs.
-struct Tmpfs(PathBuf);
-
-impl Tmpfs {
-    /// Mounts a tmpfs. Returns `None` if that is impossible, and prints why.
-    fn mount(path: PathBuf, limits: &str) -> Option<Self> {
-        std::fs::create_dir_all(&path).unwrap();
-        let options = format!("{limits},mode=700");
-        let mounted = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &options, "rapidraid-test"])
-            .arg(&path)
-            .output();
-        match mounted {
-            Ok(done) if done.status.success() => Some(Self(path)),
-            other => {
-                eprintln!("skipped: no file system can be mounted here: {other:?}");
-                None
-            }
-        }
-    }
-}
-
-impl Drop for Tmpfs {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
 
 /// Runs a program. Returns `None` if it failed, and prints why.
 fn run(program: &str, arguments: &[&str], paths: &[&Path]) -> Option<()> {
@@ -64,14 +36,6 @@ impl Quota {
         run("btrfs", &["quota", "enable"], &[&mounted.0.0])?;
         run("btrfs", &["qgroup", "limit", limit], &[&mounted.0.0])?;
         Some(mounted)
-    }
-}
-
-/// Writes zeros until nothing more fits.
-fn fill(path: &Path) {
-    let mut file = File::options().append(true).create(true).open(path).unwrap();
-    for len in [1 << 20, 4096, 1] {
-        while file.write_all(&vec![0; len]).is_ok() {}
     }
 }
 

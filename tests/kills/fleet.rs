@@ -10,6 +10,7 @@ use rapidraid::id::NodeId;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::machine::disk::Tmpfs;
 use crate::machine::{Daemon, Ended, Running, free_ports, program, run};
 use crate::watch::Watch;
 
@@ -31,7 +32,13 @@ pub struct Plan<'a> {
     pub code: &'a str,
     /// Further settings, each as `name=value`.
     pub set: &'a [&'a str],
+    /// Number of nodes, from the first of the ring on, whose disk has a size of its own, if it can
+    /// be mounted.
+    pub small_disks: usize,
 }
+
+/// The size of a small disk.
+const SMALL_DISK: &str = "size=192m";
 
 /// A member of the fleet: a name, an address, and the daemon while it runs.
 pub struct Member {
@@ -43,6 +50,9 @@ pub struct Member {
 /// A cluster of real daemons. Members are in the order of the ring: stripe 0 of the first shard is
 /// on the first n of them.
 pub struct Fleet {
+    /// The disks of the first members, as far as they have one of their own. They are unmounted
+    /// before the folder is removed.
+    pub disks: Vec<Tmpfs>,
     pub folder: TempDir,
     pub members: Vec<Member>,
     pub watch: Watch,
@@ -77,7 +87,10 @@ impl Fleet {
             command.arg("--set").arg(set);
         }
         run(command).ok();
-        let fleet = Self { folder, members, watch: Watch::default(), home };
+        let (watch, disks) = (Watch::default(), Vec::new());
+        let mut fleet = Self { folder, members, watch, home, disks };
+        let mount = |at: usize| Tmpfs::mount(fleet.data_folder(at), SMALL_DISK);
+        fleet.disks = (0..plan.small_disks).map_while(mount).collect();
         (0..plan.nodes).for_each(|at| fleet.launch(at));
         (0..plan.nodes).for_each(|at| fleet.until_ready(at));
         fleet.until("all nodes are live", || fleet.live() == plan.nodes);
@@ -128,6 +141,12 @@ impl Fleet {
         let daemon = self.slot(at).take();
         self.watch.is_not(&self.members[at].name);
         drop(daemon);
+    }
+
+    /// Returns whether the daemon of a member has ended by itself.
+    pub fn has_ended(&self, at: usize) -> bool {
+        let mut slot = self.slot(at);
+        slot.as_mut().is_some_and(|daemon| daemon.child.try_wait().unwrap().is_some())
     }
 
     /// Starts a daemon that was killed, and waits until it is ready.

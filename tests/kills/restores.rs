@@ -26,7 +26,7 @@ enum Still {
 /// Starts a fleet, and saves and archives a checkpoint with one shard of slightly more than `mib`
 /// MiB. Returns the fleet and the bytes of the shard.
 fn archived(mib: usize, set: &[&str]) -> (Fleet, Vec<u8>) {
-    let fleet = Fleet::start(&Plan { nodes: NODES, code: CODE, set });
+    let fleet = Fleet::start(&Plan { nodes: NODES, code: CODE, set, small_disks: 0 });
     let data = bytes(mib * MIB + 12_345, mib as u64);
     fleet.write("in/a.bin", &data);
     fleet.ask("save j/1 in --json");
@@ -145,7 +145,8 @@ impl Fleet {
 /// operations succeed as before.
 pub fn one_is_away_all_along(steps: u64) {
     let set = ["code.block=256KiB"];
-    let fleet = Fleet::start(&Plan { nodes: NODES, code: "16,11 14,10", set: &set });
+    let fleet =
+        Fleet::start(&Plan { nodes: NODES, code: "16,11 14,10", set: &set, small_disks: 0 });
     let data = |step: u64| bytes(3 * MIB + step as usize, step);
     let save = |step: u64| {
         fleet.write("in/a.bin", &data(step));

@@ -21,7 +21,7 @@ const MEMORY_BYTES: u64 = 64 << 20;
 /// Archives 64 stripes at once. Panics when a plan stalls or a node exceeds its memory budget.
 pub fn all_at_once() {
     let set = ["memory=64MiB", "code.block=1MiB"];
-    let fleet = Fleet::start(&Plan { nodes: NODES, code: "16,11", set: &set });
+    let fleet = Fleet::start(&Plan { nodes: NODES, code: "16,11", set: &set, small_disks: 0 });
     let fleet = &fleet;
     for (job, seed) in [("a", 1), ("b", 1000)] {
         for shard in 0..SHARDS {

@@ -19,7 +19,7 @@ use crate::watch::Victim;
 /// Number of concurrent clients.
 const CLIENTS: u64 = 2;
 /// Maximum number of daemons that are down at the same time: n-k.
-const AWAY: usize = 2;
+pub const AWAY: usize = 2;
 /// Number of steps that a client keeps. With more, it removes one.
 const STEPS: usize = 4;
 /// How long a trap waits for its stage.
@@ -29,28 +29,33 @@ const TOLD_EVERY: u64 = 50;
 
 /// Counters of outcomes, by name.
 #[derive(Default)]
-struct Counts(Mutex<BTreeMap<String, u64>>);
+pub struct Counts(pub Mutex<BTreeMap<String, u64>>);
 
 impl Counts {
-    fn add(&self, what: &str) {
+    pub fn add(&self, what: &str) {
         *self.0.lock().unwrap().entry(what.to_owned()).or_default() += 1;
     }
 }
 
 /// A storm that runs on a fleet.
-struct Storm<'a> {
-    fleet: &'a Fleet,
+pub struct Storm<'a> {
+    pub fleet: &'a Fleet,
     ledger: Mutex<Ledger>,
-    /// For each daemon: when it was last killed, and when it was restarted since.
-    away: Mutex<Vec<(Option<Instant>, Option<Instant>)>>,
+    /// For each daemon: when it was last killed, stopped or emptied, and when it was whole again.
+    pub away: Mutex<Vec<(Option<Instant>, Option<Instant>)>>,
     kills: AtomicU64,
     wanted: u64,
-    over: AtomicBool,
-    counts: Counts,
+    pub over: AtomicBool,
+    pub counts: Counts,
+    /// Steps that a restore has reported as lost. They are neither replaced nor removed until one
+    /// has read them.
+    owed: Mutex<BTreeSet<Name>>,
+    /// For each client, the time at which its present save began.
+    pub saving: Mutex<BTreeMap<String, Instant>>,
 }
 
 /// Ends the storm when dropped, also when a thread panics.
-struct Ends<'a>(&'a AtomicBool);
+pub struct Ends<'a>(pub &'a AtomicBool);
 
 impl Drop for Ends<'_> {
     fn drop(&mut self) {
@@ -62,6 +67,11 @@ impl Fleet {
     /// Runs a storm with `kills` kills drawn from `seed`. Then waits until the fleet is at rest and
     /// checks every step.
     pub fn storm(&self, kills: u64, seed: u64) {
+        self.work_under(kills, seed, |storm| storm.killer(seed)).calm();
+    }
+
+    /// Lets the clients work until `faults` returns. Returns the storm.
+    pub fn work_under(&self, kills: u64, seed: u64, faults: impl FnOnce(&Storm<'_>)) -> Storm<'_> {
         let away = Mutex::new(vec![(None, None); self.members.len()]);
         let storm = Storm {
             fleet: self,
@@ -71,6 +81,8 @@ impl Fleet {
             wanted: kills,
             over: AtomicBool::new(false),
             counts: Counts::default(),
+            owed: Mutex::default(),
+            saving: Mutex::default(),
         };
         let started = Instant::now();
         std::thread::scope(|scope| {
@@ -78,11 +90,11 @@ impl Fleet {
                 let storm = &storm;
                 scope.spawn(move || storm.client(client, seed));
             }
-            storm.killer(seed);
+            faults(&storm);
         });
         let took = started.elapsed().as_secs();
-        eprintln!("{kills} kills in {took} s: {:?}", storm.counts.0.lock().unwrap());
-        storm.calm();
+        eprintln!("{took} s: {:?}", storm.counts.0.lock().unwrap());
+        storm
     }
 }
 
@@ -103,7 +115,7 @@ impl Storm<'_> {
         self.ledger.lock().unwrap()
     }
 
-    fn is_over(&self) -> bool {
+    pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed)
     }
 
@@ -217,10 +229,13 @@ impl Storm<'_> {
             let draw = |of: &[Name]| of.get(random.below(of.len().max(1) as u64) as usize).cloned();
             // Steps that a failed removal may still remove are not saved again, because no outcome
             // could be asserted for them.
+            let owed = self.owed.lock().unwrap().clone();
+            let free: Vec<Name> =
+                mine.iter().filter(|name| !owed.contains(name)).cloned().collect();
             let certain: Vec<Name> =
-                mine.iter().filter(|name| self.ledger().is_certain(name)).cloned().collect();
+                free.iter().filter(|name| self.ledger().is_certain(name)).cloned().collect();
             match random.below(20) {
-                _ if mine.len() > STEPS => self.remove(&who, &draw(&mine).unwrap()),
+                _ if free.len() > STEPS => self.remove(&who, &draw(&free).unwrap()),
                 0..6 => {
                     next += 1;
                     self.save(&who, &(job.clone(), next), false);
@@ -228,7 +243,7 @@ impl Storm<'_> {
                 6..9 => drop(draw(&certain).map(|name| self.save(&who, &name, true))),
                 9..13 => drop(draw(&mine).map(|name| self.archive(&who, &name))),
                 13 => drop(draw(&mine).map(|name| self.save(&who, &name, false))),
-                14 => drop(draw(&mine).map(|name| self.remove(&who, &name))),
+                14 => drop(draw(&free).map(|name| self.remove(&who, &name))),
                 _ => drop(draw(&names).map(|name| self.restore(&who, &name))),
             }
         }
@@ -260,7 +275,9 @@ impl Storm<'_> {
         }
         let how = if replace { " --replace" } else { "" };
         let line = format!("save {}/{} {folder}{how}", name.0, name.1);
+        self.saving.lock().unwrap().insert(who.to_owned(), Instant::now());
         let ended = self.run(who, if replace { "replace" } else { "save" }, &line, &[]);
+        self.saving.lock().unwrap().remove(who);
         if ended.code == 0 {
             self.ledger().saved(name, version, replace);
         } else if message_of(&ended).contains("is committed") {
@@ -326,9 +343,13 @@ impl Storm<'_> {
                     version.is_some_and(|v| is_possible(Some(v))),
                     "{line}: {before:?} {after:?}"
                 );
+                self.owed.lock().unwrap().remove(name);
             }
             (_, "not_found") => assert!(is_possible(None), "{line}: {before:?}: {ended:?}"),
-            (_, "lost") => self.may_be_lost(name, &before, &after, began, &ended),
+            (_, "lost") => {
+                self.may_be_lost(name, &before, &after, began, &ended);
+                self.owed.lock().unwrap().insert(name.clone());
+            }
             _ => {}
         }
         let _ = std::fs::remove_dir_all(self.fleet.path(&out));
@@ -364,7 +385,7 @@ impl Storm<'_> {
 
     /// Waits until the fleet is idle with all daemons up. Then asserts that each step has a
     /// possible version and can be archived and removed, and that nothing is left.
-    fn calm(&self) {
+    pub fn calm(&self) {
         let fleet = self.fleet;
         fleet.until_idle();
         let mut names = self.ledger().names();

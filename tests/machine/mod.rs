@@ -3,6 +3,8 @@
 #![allow(clippy::disallowed_methods)] // polls processes of the machine
 #![allow(dead_code)] // no test uses all of it
 
+pub mod disk;
+
 use std::io::{BufRead, BufReader, Read};
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};

@@ -8,10 +8,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use rapidraid::client::{Client, ClientError, NewShard, SaveCode, SaveDecisions, SaveOptions};
 use rapidraid::entropy::{Entropy, SeededEntropy};
-use rapidraid::id::{LaunchId, SaveId, Step};
+use rapidraid::id::{LaunchId, NodeId, SaveId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Address;
-use rapidraid::wire::calls::{LabelChange, LaunchClaim, PlanChoice};
+use rapidraid::wire::calls::{LabelChange, LaunchClaim, PlanChoice, RepairOptions};
 
 use crate::world::ledger::{Ledger, Shards};
 use crate::world::{World, address, content, job, options, quiet, shard};
@@ -21,8 +21,10 @@ pub const BLOCK: u64 = 64 << 10;
 const TWO_STRIPES: usize = 4 * BLOCK as usize + 9000;
 /// Time limit of an operation, even with nodes down, in virtual time.
 const PATIENCE: Duration = Duration::from_secs(1800);
-/// The machine that has a new disk before [`Scenario::Mend`] begins.
+/// The machine that has a new disk, or is down, before a scenario begins.
 const REPLACED: usize = 3;
+/// Maximum number of repairs until one succeeds.
+const REPAIRS: usize = 20;
 /// The node on which [`Scenario::Rebuild`] rebuilds the catalogue at first.
 const REBUILT: usize = 3;
 /// Maximum number of rebuilds until one succeeds.
@@ -41,9 +43,14 @@ pub enum Scenario {
     /// The catalogue server is down and its catalogue database lost: rebuild the catalogue on
     /// another node, then archive.
     Rebuild,
+    /// Repair an archived step of which one machine has lost everything with its disk.
+    Repair,
+    /// Repair an archived step of which one machine is down: its pieces are made on others.
+    GiveUp,
 }
 
-pub const ALL: [Scenario; 3] = [Scenario::Life, Scenario::Mend, Scenario::Rebuild];
+pub const ALL: [Scenario; 5] =
+    [Scenario::Life, Scenario::Mend, Scenario::Rebuild, Scenario::Repair, Scenario::GiveUp];
 
 fn shards(of: &[(&str, usize)], seed: u64) -> Shards {
     of.iter().map(|&(name, len)| (name.to_owned(), content(len, seed))).collect()
@@ -159,6 +166,21 @@ async fn archive(client: &Client, step: u64, rotten: bool) {
     assert_told("an archiving", &patient("an archiving", archiving).await, rotten);
 }
 
+fn id_of(machine: usize) -> NodeId {
+    NodeId::of(&format!("node{machine:02}").parse().unwrap())
+}
+
+/// Repairs step 1. Returns whether nothing is missing any more.
+async fn repair(client: &Client, given_up: &[usize]) -> bool {
+    let given_up: Vec<NodeId> = given_up.iter().map(|machine| id_of(*machine)).collect();
+    let (job, mut ignored) = (job(), |_: &_| ());
+    let options = RepairOptions::default();
+    let repairing = client.repair(&job, Some(Step(1)), options, &given_up, &mut ignored);
+    let ended = patient("a repair", repairing).await;
+    assert_told("a repair", &ended, false);
+    ended.is_ok_and(|report| report.notes.is_empty() && report.summary.unrepaired == 0)
+}
+
 async fn rebuild(client: &Client, on: usize) {
     let at = Address { host_port: address(on), node: None };
     let ended = patient("a rebuild", client.rebuild_catalogue(Some(&at))).await;
@@ -169,11 +191,22 @@ async fn rebuild(client: &Client, on: usize) {
     }
 }
 
+async fn until_repaired(client: &Client, given_up: &[usize], lease: Duration) {
+    for _ in 0..REPAIRS {
+        if repair(client, given_up).await {
+            return;
+        }
+        tokio::time::sleep(3 * lease).await;
+    }
+    panic!("no repair makes everything again");
+}
+
 impl Scenario {
     /// Returns the addresses of the nodes that the scenario's client asks.
     pub fn seeds(self) -> Vec<String> {
         let seeds = match self {
             Scenario::Life | Scenario::Mend => [2, 3, 0],
+            Scenario::Repair | Scenario::GiveUp => [2, 4, 0],
             Scenario::Rebuild => [2, 3, 4],
         };
         seeds.map(address).to_vec()
@@ -195,6 +228,19 @@ impl Scenario {
                 let at = (0..files.len()).find(|&at| twin(at)).expect("no block has both replicas");
                 let (machine, path) = &files[at];
                 world.machines[*machine].disk.flip_bit(path, 8 * 1000).unwrap();
+            }
+            Scenario::Repair | Scenario::GiveUp => {
+                let large = shards(&[("large", TWO_STRIPES)], 1);
+                save(client, ledger, 1, false, large).await.unwrap();
+                archive(client, 1, false).await;
+                world.kill(REPLACED).await;
+                if self == Scenario::Repair {
+                    world.replace(REPLACED);
+                    world.boot(REPLACED);
+                    world.until_live(world.machines.len() - 1).await;
+                } else {
+                    world.until_live(world.machines.len() - 2).await;
+                }
             }
             Scenario::Rebuild => {
                 world.until_acquainted().await;
@@ -232,6 +278,8 @@ impl Scenario {
                 assert!(!fair || ended.is_ok(), "a removal: {ended:?}");
             }
             Scenario::Mend => archive(&client, 1, true).await,
+            Scenario::Repair => drop(repair(&client, &[]).await),
+            Scenario::GiveUp => drop(repair(&client, &[REPLACED]).await),
             Scenario::Rebuild => {
                 rebuild(&client, REBUILT).await;
                 archive(&client, 2, false).await;
@@ -239,11 +287,17 @@ impl Scenario {
         }
     }
 
-    /// Does the repairs that an operator must do by hand after the fault has ended: rebuilds the
-    /// catalogue and starts its former server.
+    /// Does what an operator must do by hand after the fault has ended: repeats the repair, or
+    /// rebuilds the catalogue and starts its former server.
     pub async fn mend(self, world: &mut World, client: &Client) {
-        if self != Scenario::Rebuild {
-            return;
+        match self {
+            Scenario::Life | Scenario::Mend => return,
+            Scenario::Repair => return until_repaired(client, &[], world.lease).await,
+            Scenario::GiveUp => {
+                until_repaired(client, &[REPLACED], world.lease).await;
+                return world.boot(REPLACED);
+            }
+            Scenario::Rebuild => {}
         }
         for attempt in 0..REBUILDS {
             tokio::time::sleep(3 * world.lease).await;

@@ -21,6 +21,7 @@ pub struct Kills {
 
 const CELLS: &str = "at_a_stage";
 const RANDOM: &str = "at_any_moment";
+const DAY: &str = "a_day_of_faults";
 const STANDSTILL: &str = "do_not_stand_still";
 /// A file of pytest instead of a test of cargo.
 const TORCH: &str = "tests/test_kills.py";
@@ -57,6 +58,10 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
                 what.push(("kills", RANDOM, &[][..]));
                 ("RAPIDRAID_KILLS_RANDOM", true)
             }
+            "--day" => {
+                what.push(("kills", DAY, &[][..]));
+                ("RAPIDRAID_KILLS_DAY", true)
+            }
             "--staging" => {
                 what.push(("staging", STAGING, &[][..]));
                 ("RAPIDRAID_KILLS_STAGING", true)
@@ -92,7 +97,7 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
     match what[..] {
         [(test, only, skip)] => Ok(Kills { test, only, skip, settings }),
         _ => {
-            let all = "--cells, --cell, --random, --restores, --standstill, --staging, --flips, \
+            let all = "--cells, --cell, --random, --day, --restores, --standstill, --staging, --flips, \
                        --torch, --hosts";
             Err(format!("kills plays one of {all}"))
         }
@@ -139,6 +144,8 @@ mod tests {
         assert_eq!(random.settings[1], ("RAPIDRAID_KILLS_SEED", "7".to_owned()));
         let cell = parse(&["--cell", "head:archive.piece"]).unwrap();
         assert_eq!(cell.settings, [("RAPIDRAID_KILLS_CELL", "head:archive.piece".to_owned())]);
+        let day = parse(&["--day", "60"]).unwrap();
+        assert_eq!((day.only, day.settings[0].0), (DAY, "RAPIDRAID_KILLS_DAY"));
         let restores = parse(&["--restores", "--mib", "512"]).unwrap();
         assert_eq!((restores.test, restores.skip), ("sixteen", &[STANDSTILL][..]));
         assert_eq!(parse(&["--standstill"]).unwrap().only, STANDSTILL);

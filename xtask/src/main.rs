@@ -30,6 +30,7 @@ cargo xtask fuzz [--seconds N] [--target T] [--seed S]    the fuzz targets for N
 cargo xtask kills --cells [--seed S] [--jobs J]     real daemons, killed in each role at each stage: all cells
 cargo xtask kills --cell ROLE:OPERATION.STAGE [--seed S]    one of these cells, such as head:archive.piece
 cargo xtask kills --random N [--seed S]             N kills at any moment, two clients at work
+cargo xtask kills --day MINUTES [--seed S]          nodes killed, stopped, filled up and emptied, two clients at work, automatic repair
 cargo xtask kills --restores [--mib M]              sixteen daemons: restores while nodes are dead or stopped
 cargo xtask kills --standstill                      archives 64 stripes at once on sixteen daemons with the minimum of memory
 cargo xtask kills --staging N [--seed S] [--result FILE]    N kills of trainers and their staging daemon, in each phase of a step

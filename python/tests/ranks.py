@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -12,11 +13,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from forked import Script, Starter
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 240
 #: The last line of a process that torch 2.15 aborts while it ends. Without rapidraid, 5 of 16 launches of FSDP2 that end
 #: right after a collective do so on a busy machine.
 ABORT_AT_EXIT = "terminate called without an active exception"
+
+
+@functools.cache
+def starter() -> Starter:
+    """Returns the process that forks the ranks of all launches."""
+    return Starter()
 
 
 def _free_port() -> int:
@@ -40,11 +49,10 @@ def once(
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     lines: list[str] = []
     lock = threading.Lock()
-    children: list[subprocess.Popen[str]] = []
+    children: list[Script] = []
     codes: list[int] = []
 
-    def watch(child: subprocess.Popen[str]) -> None:
-        assert child.stdout is not None
+    def watch(child: Script) -> None:
         line = ""
         for line in child.stdout:
             with lock:
@@ -60,14 +68,14 @@ def once(
                 for other in children:
                     other.kill()
 
-    command = [sys.executable, str(EXAMPLES / script), *arguments]  # an absolute path overrides the folder
+    command = [str(EXAMPLES / script), *arguments]  # an absolute path overrides the folder
     threads = []
     try:
         for rank in range(ranks):
             own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
             config = str(configs[rank * len(configs) // ranks]) if configs else ""
             here = [config if configs and word == "CONFIG" else word for word in command]
-            children.append(subprocess.Popen(here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own))
+            children.append(starter().start(here, own))
         threads = [threading.Thread(target=watch, args=(child,)) for child in children]
         killer = threading.Timer(LIMIT_S, lambda: [child.kill() for child in children])
         killer.start()

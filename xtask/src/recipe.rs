@@ -201,17 +201,9 @@ impl Run {
     /// Runs the experiments of `cluster/` with their `[short]` settings, to see whether they work:
     /// on loopback, and as root also on namespaces.
     fn experiments(&mut self) -> Result<()> {
-        // The selection is the whole workspace, as for the tests, so that all steps share one
-        // build.
-        let build = [
-            "build",
-            "--locked",
-            "--workspace",
-            "--bin",
-            "rapidraid",
-            "--bin",
-            "rapidraid-cluster",
-        ];
+        // Cargo unifies the features of all selected targets, with those of the development
+        // dependencies. The tests are selected so that what they were built with is used again.
+        let build = ["build", "--locked", "--workspace", "--bins", "--tests"];
         self.cargo("cluster programs", &build, &[])?;
         let out = self.root.join("target/experiments");
         std::fs::create_dir_all(&out).with_context(|| out.display().to_string())?;

@@ -64,6 +64,18 @@ pub enum Arm {
     RepairCopy,
     /// Making all pieces of a lost node on the other nodes.
     RepairNode,
+    /// Saving while nothing is repaired.
+    Save,
+    /// Saving beside an automatic repair.
+    SaveBesideAutomatic,
+    /// Saving beside a repair that a person has begun.
+    SaveBesideManual,
+    /// Restoring from pieces while nothing is repaired.
+    Restore,
+    /// Restoring beside an automatic repair.
+    RestoreBesideAutomatic,
+    /// Restoring beside a repair that a person has begun.
+    RestoreBesideManual,
 }
 
 impl Arm {
@@ -95,6 +107,12 @@ impl Arm {
             Arm::RepairStar => "repair-star",
             Arm::RepairCopy => "repair-copy",
             Arm::RepairNode => "repair-node",
+            Arm::Save => "save",
+            Arm::SaveBesideAutomatic => "save-beside-automatic",
+            Arm::SaveBesideManual => "save-beside-manual",
+            Arm::Restore => "restore",
+            Arm::RestoreBesideAutomatic => "restore-beside-automatic",
+            Arm::RestoreBesideManual => "restore-beside-manual",
         }
     }
 
@@ -125,6 +143,12 @@ impl Arm {
             Arm::RepairStar => Kind::Repair(RepairOf::Piece("star")),
             Arm::RepairCopy => Kind::Repair(RepairOf::Replica),
             Arm::RepairNode => Kind::Repair(RepairOf::Node),
+            Arm::Save => Kind::Beside(ConcurrentRepair::None(Work::Save)),
+            Arm::SaveBesideAutomatic => Kind::Beside(ConcurrentRepair::Automatic(Work::Save)),
+            Arm::SaveBesideManual => Kind::Beside(ConcurrentRepair::Manual(Work::Save)),
+            Arm::Restore => Kind::Beside(ConcurrentRepair::None(Work::Restore)),
+            Arm::RestoreBesideAutomatic => Kind::Beside(ConcurrentRepair::Automatic(Work::Restore)),
+            Arm::RestoreBesideManual => Kind::Beside(ConcurrentRepair::Manual(Work::Restore)),
         }
     }
 
@@ -146,6 +170,8 @@ pub enum Kind {
     Restore(usize),
     /// A lost part of a checkpoint is made again.
     Repair(RepairOf),
+    /// A checkpoint is saved or restored, alone or beside a repair of another one.
+    Beside(ConcurrentRepair),
     /// Processes that only receive and send, or only write, without daemons.
     Transfer(Transfer),
     /// SeaweedFS beside the daemons.
@@ -161,6 +187,34 @@ pub enum RepairOf {
     Replica,
     /// All pieces of a node, which is lost for good.
     Node,
+}
+
+/// The work that is measured beside a repair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// A save.
+    Save,
+    /// A restore from pieces.
+    Restore,
+}
+
+/// The repair beside which something is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConcurrentRepair {
+    /// No repair.
+    None(Work),
+    /// An automatic one, which works for a share of the time (`repair.share`).
+    Automatic(Work),
+    /// One that a person has begun, which has no limit.
+    Manual(Work),
+}
+
+impl ConcurrentRepair {
+    /// Returns the work that is measured.
+    pub fn work(self) -> Work {
+        let (Self::None(work) | Self::Automatic(work) | Self::Manual(work)) = self;
+        work
+    }
 }
 
 /// A transfer by processes that only receive and send, or only write.

@@ -58,6 +58,9 @@ pub struct Conditions {
     /// The congestion controller; absent for the default one.
     #[serde(default)]
     pub congestion: Option<String>,
+    /// The setting `repair.grace_s`; absent for the default one.
+    #[serde(default)]
+    pub repair_grace_s: Option<u32>,
     /// If given, each run is a stream of checkpoints.
     #[serde(default)]
     pub stream: Option<Stream>,

@@ -85,6 +85,9 @@ impl<'a> Daemons<'a> {
         if let Some(congestion) = &at.congestion {
             init.arg("--set").arg(format!("network.congestion={congestion}"));
         }
+        if let Some(grace) = at.repair_grace_s {
+            init.arg("--set").arg(format!("repair.grace_s={grace}"));
+        }
         answer(stop, init, ASK_LIMIT)?;
         let mut folders = Vec::new();
         for node in 0..hosts.nodes() {

@@ -114,6 +114,9 @@ pub struct Setting {
     /// The congestion controller of the daemons and clients: `cubic` or `bbr`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub congestion: Option<String>,
+    /// The time for which a checkpoint is degraded before it is repaired automatically.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub repair_grace_s: Option<u32>,
     /// Number of checkpoints that a run saves, one every `every_s`. Absent: a run is one archiving.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saves: Option<u32>,
@@ -138,6 +141,7 @@ impl Setting {
             slow_delay_ms: self.slow_delay_ms.or(base.slow_delay_ms),
             slow_loss_percent: self.slow_loss_percent.or(base.slow_loss_percent),
             congestion: self.congestion.clone().or_else(|| base.congestion.clone()),
+            repair_grace_s: self.repair_grace_s.or(base.repair_grace_s),
             saves: self.saves.or(base.saves),
             every_s: self.every_s.or(base.every_s),
         }
@@ -175,6 +179,7 @@ impl Setting {
             slow_rate_mbit: self.slow_rate_mbit,
             relayed: self.relayed(),
             congestion: self.congestion.clone(),
+            repair_grace_s: self.repair_grace_s,
             stream: self.saves.zip(self.every_s).map(|(saves, every_s)| Stream { saves, every_s }),
         };
         ensure!(self.saves.is_some() == self.every_s.is_some(), "saves and every_s go together");

@@ -6,6 +6,7 @@
 mod arm;
 mod conditions;
 mod daemons;
+mod durability;
 mod experiment;
 mod hops;
 mod hosts;
@@ -68,6 +69,8 @@ enum Command {
         /// The record that `run` wrote
         record: PathBuf,
     },
+    /// Simulate clusters over years, and count what is lost
+    Durability(durability::Durability),
     /// Receive a stream, send one, or both; `run` starts this on the hosts to measure the network
     /// alone
     #[command(hide = true)]
@@ -94,6 +97,7 @@ fn main() -> ExitCode {
         Command::Run(options) => options.run(),
         Command::Check { file } => check(file),
         Command::Show { record } => show(record),
+        Command::Durability(options) => options.run(),
         Command::Pump(pump) => pump.run().and_then(|took| say(serde_json::to_string(&took)?)),
         Command::Relay(relay) => relay.run(),
         Command::Clean { on: Some(inventory), .. } => clean_machines(inventory),

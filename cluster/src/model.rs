@@ -94,6 +94,7 @@ mod tests {
             slow_rate_mbit: None,
             relayed: None,
             congestion: None,
+            repair_grace_s: None,
             stream: None,
         }
     }

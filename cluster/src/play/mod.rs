@@ -1,6 +1,7 @@
 //! Runs an experiment from its first cluster to its last run.
 
 mod archive;
+mod beside;
 mod repair;
 mod restore;
 mod seaweedfs;
@@ -72,6 +73,10 @@ pub fn point(
         true => Some(repair::Damaged::save(&mut stage)?),
         false => None,
     };
+    let mut prepared = match has(|kind| matches!(kind, Kind::Beside(_))) {
+        true => Some(beside::Prepared::save(&mut stage)?),
+        false => None,
+    };
     let mut peer = match is_whole {
         true => Some(seaweedfs::SeaweedFs::start(&stage)?),
         false => None,
@@ -102,6 +107,10 @@ pub fn point(
                 },
                 Kind::Repair(of) => match &mut damaged {
                     Some(damaged) => repair::run(&mut stage, damaged, (arm, of), round),
+                    None => bail!("nothing was saved for it"),
+                },
+                Kind::Beside(of) => match &mut prepared {
+                    Some(prepared) => beside::run(&mut stage, prepared, (arm, of), round),
                     None => bail!("nothing was saved for it"),
                 },
                 Kind::Transfer(transfer) => transfer::run(&mut stage, arm, transfer, round),

@@ -168,8 +168,8 @@ def report_ended(requests: socket.socket) -> None:
 
 if __name__ == "__main__":
     # Imported for the scripts, which find them in `sys.modules`.
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
+    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.fsdp  # noqa: F401
 
     import rapidraid.torch  # noqa: F401
 

@@ -68,13 +68,13 @@ pub enum Arm {
     Save,
     /// Saving beside an automatic repair.
     SaveBesideAutomatic,
-    /// Saving beside a repair that a person has begun.
+    /// Saving beside a person's repair, which has no limit.
     SaveBesideManual,
     /// Restoring from pieces while nothing is repaired.
     Restore,
     /// Restoring beside an automatic repair.
     RestoreBesideAutomatic,
-    /// Restoring beside a repair that a person has begun.
+    /// Restoring beside a person's repair.
     RestoreBesideManual,
 }
 
@@ -118,6 +118,7 @@ impl Arm {
 
     /// Returns the kind of work of the arm.
     pub fn kind(self) -> Kind {
+        let beside = |work, repair| Kind::Beside(Beside { work, repair });
         let transfer = |over, is_line| Kind::Transfer(Transfer { over, is_line });
         match self {
             Arm::Chain => Kind::Archive("chain"),
@@ -143,12 +144,12 @@ impl Arm {
             Arm::RepairStar => Kind::Repair(RepairOf::Piece("star")),
             Arm::RepairCopy => Kind::Repair(RepairOf::Replica),
             Arm::RepairNode => Kind::Repair(RepairOf::Node),
-            Arm::Save => Kind::Beside(ConcurrentRepair::None(Work::Save)),
-            Arm::SaveBesideAutomatic => Kind::Beside(ConcurrentRepair::Automatic(Work::Save)),
-            Arm::SaveBesideManual => Kind::Beside(ConcurrentRepair::Manual(Work::Save)),
-            Arm::Restore => Kind::Beside(ConcurrentRepair::None(Work::Restore)),
-            Arm::RestoreBesideAutomatic => Kind::Beside(ConcurrentRepair::Automatic(Work::Restore)),
-            Arm::RestoreBesideManual => Kind::Beside(ConcurrentRepair::Manual(Work::Restore)),
+            Arm::Save => beside(Work::Save, ConcurrentRepair::None),
+            Arm::SaveBesideAutomatic => beside(Work::Save, ConcurrentRepair::Automatic),
+            Arm::SaveBesideManual => beside(Work::Save, ConcurrentRepair::Manual),
+            Arm::Restore => beside(Work::Restore, ConcurrentRepair::None),
+            Arm::RestoreBesideAutomatic => beside(Work::Restore, ConcurrentRepair::Automatic),
+            Arm::RestoreBesideManual => beside(Work::Restore, ConcurrentRepair::Manual),
         }
     }
 
@@ -171,7 +172,7 @@ pub enum Kind {
     /// A lost part of a checkpoint is made again.
     Repair(RepairOf),
     /// A checkpoint is saved or restored, alone or beside a repair of another one.
-    Beside(ConcurrentRepair),
+    Beside(Beside),
     /// Processes that only receive and send, or only write, without daemons.
     Transfer(Transfer),
     /// SeaweedFS beside the daemons.
@@ -198,23 +199,24 @@ pub enum Work {
     Restore,
 }
 
-/// The repair beside which something is measured.
+/// A save or a restore, and the repair of another checkpoint that runs meanwhile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ConcurrentRepair {
-    /// No repair.
-    None(Work),
-    /// An automatic one, which works for a share of the time (`repair.share`).
-    Automatic(Work),
-    /// One that a person has begun, which has no limit.
-    Manual(Work),
+pub struct Beside {
+    /// The work that is measured.
+    pub work: Work,
+    /// The repair.
+    pub repair: ConcurrentRepair,
 }
 
-impl ConcurrentRepair {
-    /// Returns the work that is measured.
-    pub fn work(self) -> Work {
-        let (Self::None(work) | Self::Automatic(work) | Self::Manual(work)) = self;
-        work
-    }
+/// The repair that runs while something else is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConcurrentRepair {
+    /// Nothing is repaired.
+    None,
+    /// The catalogue server repairs, for a share of the time (`repair.share`).
+    Automatic,
+    /// A person repairs, and the repair has no limit.
+    Manual,
 }
 
 /// A transfer by processes that only receive and send, or only write.

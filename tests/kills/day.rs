@@ -25,9 +25,10 @@ const GRACE: Duration = Duration::from_secs(2);
 const LONG_OUTAGE: Duration = Duration::from_secs(25);
 /// The time that a filled disk stays full.
 const FULL: Duration = Duration::from_secs(5);
-/// The limit of the settings, of all work of a daemon.
+/// The setting `memory`: the limit of all work of a daemon.
 const MEMORY: u64 = 64 << 20;
-/// What a daemon needs besides: its code, its threads, and the caches of its index.
+/// Memory that a daemon needs beyond that limit: for its code, its threads, and the caches of its
+/// index.
 const BASE_MEMORY: u64 = 192 << 20;
 /// Maximum duration of a survey of this fleet. A node that hangs holds it up for five seconds.
 const SURVEY: Duration = Duration::from_secs(8);

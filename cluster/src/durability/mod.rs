@@ -2,6 +2,7 @@
 //! racks are away and pieces decay, and counts what is lost for ever.
 
 mod chain;
+mod repair;
 mod scenario;
 mod world;
 
@@ -34,7 +35,7 @@ pub struct Durability {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// The folder for results
-    #[arg(long, default_value = "docs/benchmarks", value_name = "FOLDER")]
+    #[arg(long, default_value = "benches/record", value_name = "FOLDER")]
     out: PathBuf,
 }
 
@@ -43,7 +44,6 @@ pub struct Durability {
 struct Results {
     command: String,
     seed: u64,
-    thin: u64,
     machine: Machine,
     model: Model,
     results: Vec<Counts>,
@@ -92,15 +92,9 @@ impl Durability {
         }
         let path = self.out.join(format!("{}.json", model.name));
         let command = std::env::args().collect::<Vec<_>>().join(" ");
-        let (seed, thin, machine) = (self.seed, self.thin, Machine::this());
-        let text = serde_json::to_string_pretty(&Results {
-            command,
-            seed,
-            thin,
-            machine,
-            model,
-            results,
-        })?;
+        let (seed, machine) = (self.seed, Machine::this());
+        let text =
+            serde_json::to_string_pretty(&Results { command, seed, machine, model, results })?;
         std::fs::write(&path, text + "\n").with_context(|| path.display().to_string())?;
         say(format_args!("wrote {}", path.display()))
     }

@@ -13,20 +13,16 @@ use anyhow::Result;
 use rapidraid::config::RepairRules;
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::records::{Node, RingNode};
-use rapidraid::id::{NodeId, SaveId};
+use rapidraid::id::NodeId;
 use rapidraid::placement;
-use rapidraid::repair_policy::{
-    AwayNodes, MAX_BRAKE, PIECES_GRACES, PiecesByNode, RepairPriority, SparesOfStripe,
-    is_repair_due,
-};
+use rapidraid::repair_policy::{AwayNodes, MAX_BRAKE, PIECES_GRACES};
 use rapidraid::wire::calls::NodeView;
 
-use super::scenario::{RepairTime, Scenario, Variant};
+use super::repair::Running;
+use super::scenario::{Scenario, Variant};
 
-const HOUR: f64 = 3600.0;
+pub(super) const HOUR: f64 = 3600.0;
 const YEAR: f64 = 365.25 * 24.0 * HOUR;
-/// The wait after a repair that failed.
-const RETRY_AFTER: Duration = Duration::from_secs(60);
 
 /// The result of one simulated cluster.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -45,7 +41,7 @@ pub struct Outcome {
 
 /// A change of the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+pub(super) enum Event {
     /// Some node loses its disk.
     LoseDisk,
     /// Some node goes away with its disk.
@@ -69,7 +65,7 @@ enum Event {
 
 /// A node.
 #[derive(Debug, Clone, Copy, Default)]
-struct NodeState {
+pub(super) struct NodeState {
     is_away: bool,
     /// Whether the disk was lost and the node is not back since.
     is_diskless: bool,
@@ -78,55 +74,43 @@ struct NodeState {
 }
 
 impl NodeState {
-    fn is_live(&self) -> bool {
+    pub(super) fn is_live(&self) -> bool {
         !self.is_away && !self.is_rack_away
     }
 }
 
 /// A group.
 #[derive(Debug, Clone)]
-struct Group {
+pub(super) struct Group {
     /// The node of each piece.
-    piece_nodes: Vec<usize>,
-    /// Whether the disk of the home has the piece.
-    is_there: Vec<bool>,
+    pub(super) piece_nodes: Vec<usize>,
+    /// Whether the node of each piece has it on its disk.
+    pub(super) is_there: Vec<bool>,
     /// Pieces that are there and damaged, which nobody has noticed.
-    hidden: Vec<bool>,
+    pub(super) hidden: Vec<bool>,
     /// The time since which the group is degraded.
-    since: Option<Duration>,
-    not_before: Duration,
-}
-
-/// A piece that is made, and its node.
-type NewPiece = (usize, usize);
-
-/// A repair that runs.
-#[derive(Debug, Clone)]
-struct Running {
-    number: u64,
-    group: usize,
-    survives: Option<u32>,
-    pieces: Vec<NewPiece>,
+    pub(super) since: Option<Duration>,
+    pub(super) not_before: Duration,
 }
 
 /// A simulated cluster.
 pub struct World<'a> {
-    scenario: &'a Scenario,
-    rules: RepairRules,
-    entropy: SeededEntropy,
-    now: Duration,
-    events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
-    events_made: u64,
-    nodes: Vec<NodeState>,
-    views: Vec<NodeView>,
-    ids: Vec<NodeId>,
-    numbers: BTreeMap<NodeId, usize>,
-    ring: Vec<RingNode>,
-    groups: Vec<Group>,
-    away: AwayNodes,
-    running: Option<Running>,
-    repairs: u64,
-    outcome: Outcome,
+    pub(super) scenario: &'a Scenario,
+    pub(super) rules: RepairRules,
+    pub(super) entropy: SeededEntropy,
+    pub(super) now: Duration,
+    pub(super) events: BinaryHeap<Reverse<(Duration, u64, Event)>>,
+    pub(super) events_made: u64,
+    pub(super) nodes: Vec<NodeState>,
+    pub(super) views: Vec<NodeView>,
+    pub(super) ids: Vec<NodeId>,
+    pub(super) numbers: BTreeMap<NodeId, usize>,
+    pub(super) ring: Vec<RingNode>,
+    pub(super) groups: Vec<Group>,
+    pub(super) away: AwayNodes,
+    pub(super) running: Option<Running>,
+    pub(super) repairs: u64,
+    pub(super) outcome: Outcome,
 }
 
 impl<'a> World<'a> {
@@ -283,7 +267,7 @@ impl<'a> World<'a> {
     }
 
     /// Notes the damaged pieces of a group whose nodes are live.
-    fn note_damage(&mut self, at: usize) {
+    pub(super) fn note_damage(&mut self, at: usize) {
         let group = &mut self.groups[at];
         for (piece, home) in group.piece_nodes.iter().enumerate() {
             if group.hidden[piece] && self.nodes[*home].is_live() {
@@ -333,146 +317,6 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Returns how many further nodes may be lost, as a survey counts it: of the pieces on live nodes
-    /// that are not known to be damaged.
-    fn survives(&self, group: &Group) -> Option<u32> {
-        let pieces = group.piece_nodes.iter().zip(&group.is_there);
-        let live = pieces.filter(|(home, there)| **there && self.views[**home].live).count();
-        live.checked_sub(self.scenario.k).map(|spare| spare as u32)
-    }
-
-    /// Starts the repair that comes first, or ends the running one for one of a group that survives
-    /// fewer losses.
-    fn repair(&mut self) {
-        let mut best: Option<(RepairPriority, usize, Vec<NewPiece>)> = None;
-        let mut rechecks = false;
-        for at in 0..self.groups.len() {
-            let survives = self.survives(&self.groups[at]);
-            let is_whole = survives == Some((self.scenario.n - self.scenario.k) as u32);
-            let group = &mut self.groups[at];
-            if is_whole {
-                group.since = None;
-                continue;
-            }
-            let is_news = group.since.is_none();
-            let since = *group.since.get_or_insert(self.now);
-            if is_news {
-                rechecks = true;
-            }
-            let is_urgent = survives == Some(0);
-            let priority = RepairPriority { survives, saved_at: at as u64, save: SaveId([0; 12]) };
-            let is_first = best.as_ref().is_none_or(|(first, ..)| match self.scenario.variant {
-                Variant::Reversed => priority > *first,
-                _ => priority < *first,
-            });
-            let not_before = self.groups[at].not_before;
-            if survives.is_none()
-                || !is_first
-                || self.now < not_before
-                || !is_repair_due(is_urgent, since, self.now, self.rules.grace)
-            {
-                continue;
-            }
-            let pieces = self.choose_nodes(at, is_urgent);
-            if !pieces.is_empty() {
-                best = Some((priority, at, pieces));
-            }
-        }
-        if rechecks {
-            self.schedule(self.rules.grace.as_secs_f64(), Event::Recheck);
-        }
-        let Some((RepairPriority { survives, .. }, group, pieces)) = best else { return };
-        let comes_before = |running: &Running| match self.scenario.variant {
-            Variant::Reversed => survives > running.survives,
-            _ => survives < running.survives,
-        };
-        if self.running.as_ref().is_some_and(|running| !comes_before(running)) {
-            return;
-        }
-        self.start_repair(Running { number: self.repairs + 1, group, survives, pieces });
-    }
-
-    /// Returns the pieces that can be made, each with its node: its home if that is live, and a spare
-    /// if the home is given up.
-    fn choose_nodes(&self, at: usize, is_urgent: bool) -> Vec<NewPiece> {
-        let group = &self.groups[at];
-        let given_up = self.away.given_up();
-        let given_up = match (self.scenario.variant, is_urgent) {
-            (_, true) => &given_up.urgent_pieces,
-            (Variant::BrakeStuck, false) => &BTreeSet::new(),
-            (_, false) => &given_up.pieces,
-        };
-        let is_live = |node: usize| self.nodes[node].is_live();
-        let id = |node: usize| self.ids[node];
-        let (mut pieces, mut lost) = (Vec::new(), Vec::new());
-        for (piece, &home) in group.piece_nodes.iter().enumerate() {
-            match is_live(home) {
-                true if !group.is_there[piece] => pieces.push((piece, home)),
-                false if given_up.contains(&id(home)) => lost.push(piece),
-                _ => {}
-            }
-        }
-        if lost.is_empty() {
-            return pieces;
-        }
-        let held = (0..self.nodes.len()).filter(|node| is_live(*node)).map(|node| {
-            let has = |(piece, home): (usize, &usize)| {
-                (*home == node && group.is_there[piece]).then_some(piece as u8)
-            };
-            (id(node), group.piece_nodes.iter().enumerate().filter_map(has).collect())
-        });
-        let held = PiecesByNode(held.collect());
-        let piece_nodes: Vec<NodeId> = group.piece_nodes.iter().map(|home| id(*home)).collect();
-        let mut spares = SparesOfStripe::new(&self.ring, &piece_nodes, &held, at, &|_| true);
-        let take = |piece: usize| {
-            let spare = spares.take(piece as u8, &held, &|_| 0)?;
-            Some((piece, *self.numbers.get(&spare)?))
-        };
-        pieces.extend(lost.into_iter().filter_map(take));
-        pieces
-    }
-
-    fn start_repair(&mut self, running: Running) {
-        self.repairs += 1;
-        let wait = match self.scenario.repair_time {
-            RepairTime::Never => return,
-            RepairTime::Exponential(hours) => self.exponential(hours * HOUR),
-            RepairTime::Rate => {
-                let bytes = self.scenario.piece_bytes() * running.pieces.len() as f64;
-                let share = f64::from(self.rules.share_percent) / 100.0;
-                bytes * 8.0 / (self.scenario.link_gbit * 1e9 * share)
-            }
-        };
-        self.schedule(wait, Event::EndRepair(running.number));
-        self.running = Some(running);
-    }
-
-    fn end_repair(&mut self, number: u64) {
-        let Some(running) = self.running.take_if(|running| running.number == number) else {
-            return;
-        };
-        let group = &self.groups[running.group];
-        let is_source = |piece: &usize| {
-            self.nodes[group.piece_nodes[*piece]].is_live()
-                && group.is_there[*piece]
-                && !group.hidden[*piece]
-        };
-        let sources = (0..self.scenario.n).filter(is_source).count();
-        let fails = sources < self.scenario.k || self.uniform() < self.scenario.failed_repairs;
-        // The sources are read, and damage is found.
-        self.note_damage(running.group);
-        let group = &mut self.groups[running.group];
-        if fails {
-            group.not_before = self.now + RETRY_AFTER;
-            return self.schedule(RETRY_AFTER.as_secs_f64(), Event::Recheck);
-        }
-        for (piece, node) in running.pieces {
-            group.piece_nodes[piece] = node;
-            (group.is_there[piece], group.hidden[piece]) = (true, false);
-            self.outcome.made_bytes += self.scenario.piece_bytes();
-        }
-    }
-
     fn any_node(&self) -> usize {
         self.entropy.below(self.nodes.len() as u64) as usize
     }
@@ -498,18 +342,18 @@ impl<'a> World<'a> {
         }
     }
 
-    fn schedule(&mut self, wait_s: f64, event: Event) {
+    pub(super) fn schedule(&mut self, wait_s: f64, event: Event) {
         let at = self.now + Duration::from_secs_f64(wait_s);
         self.events_made += 1;
         self.events.push(Reverse((at, self.events_made, event)));
     }
 
     /// Returns a number from 0 to 1, without 0.
-    fn uniform(&self) -> f64 {
+    pub(super) fn uniform(&self) -> f64 {
         (self.entropy.below(1 << 53) + 1) as f64 / (1_u64 << 53) as f64
     }
 
-    fn exponential(&self, mean: f64) -> f64 {
+    pub(super) fn exponential(&self, mean: f64) -> f64 {
         -mean * self.uniform().ln()
     }
 }
@@ -530,7 +374,7 @@ fn view(scenario: &Scenario, at: usize) -> Result<NodeView> {
 #[cfg(test)]
 mod tests {
     use super::super::chain::mean_time_to_loss;
-    use super::super::scenario::Model;
+    use super::super::scenario::{Model, RepairTime};
     use super::*;
 
     fn scenario(name: &str) -> Scenario {

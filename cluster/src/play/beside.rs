@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use super::{MOVE_LIMIT, Meter, Stage, number};
-use crate::arm::{Arm, ConcurrentRepair, Work};
+use crate::arm::{Arm, Beside, ConcurrentRepair, Work};
 use crate::daemons::node_name;
 use crate::record::RunRecord;
 
@@ -62,11 +62,11 @@ impl Prepared {
 pub fn run(
     stage: &mut Stage<'_>,
     prepared: &mut Prepared,
-    (arm, beside): (Arm, ConcurrentRepair),
+    (arm, beside): (Arm, Beside),
     round: u32,
 ) -> Result<RunRecord> {
     until_whole(stage)?;
-    if let ConcurrentRepair::None(_) = beside {
+    if beside.repair == ConcurrentRepair::None {
         return measure(stage, prepared, (arm, beside), round);
     }
     let node = 1 + prepared.turn % (stage.at.nodes as usize - 1);
@@ -77,8 +77,8 @@ pub fn run(
     stage.daemons.revive(&[node])?;
     let repaired = prepared.repaired.clone();
     let repair = ["repair", &repaired, "--parallel", STRIPES_AT_ONCE];
-    let mut run = match beside {
-        ConcurrentRepair::Automatic(_) => {
+    let mut run = match beside.repair {
+        ConcurrentRepair::Automatic => {
             until_repairing(stage)?;
             let run = measure(stage, prepared, (arm, beside), round)?;
             let made = count_pieces(stage, prepared, node)?;
@@ -120,20 +120,20 @@ pub fn run(
 fn measure(
     stage: &Stage<'_>,
     prepared: &Prepared,
-    (arm, beside): (Arm, ConcurrentRepair),
+    (arm, beside): (Arm, Beside),
     round: u32,
 ) -> Result<RunRecord> {
     let meter = Meter::start(&stage.daemons)?;
     let out = format!("{}.out", stage.data);
     let step = format!("{}/{round}", arm.word());
-    let command = match beside.work() {
+    let command = match beside.work {
         Work::Save => ["save", &step, &prepared.small].to_vec(),
         Work::Restore => ["restore", &prepared.restored, "--out", &out].to_vec(),
     };
     let done = stage.daemons.client(&command, MOVE_LIMIT)?;
     let seconds = number(&done, "seconds")?;
     let run = meter.stop(&stage.daemons, (round, arm), (seconds, seconds))?;
-    match beside.work() {
+    match beside.work {
         Work::Save => stage.remove(&step)?,
         Work::Restore => {
             let client = stage.at.nodes as usize;

@@ -103,6 +103,12 @@ fn kill_and_start(cluster: &mut Cluster, at: usize) {
     cluster.daemons.insert(at - 1, started);
 }
 
+/// Waits until every node has a lease. After a time without a catalogue, the leases of the other
+/// nodes have ended, and the new catalogue server knows a node only once it has registered again.
+fn until_all_live(cluster: &Cluster) {
+    cluster.until("all nodes are live", |nodes| nodes.iter().all(|node| node["live"] == true));
+}
+
 /// Fills the disk of the catalogue server once: the node reports it, starts again after a kill, and
 /// `rm` frees space on it.
 #[test]
@@ -116,7 +122,7 @@ fn a_home_whose_disk_is_full_is_emptied_by_rm() {
         nodes[0]["notes"].to_string().contains("nearly full")
     });
     kill_and_start(&mut cluster, 1);
-    cluster.until("it is back", |nodes| nodes.iter().all(|node| node["live"] == true));
+    until_all_live(&cluster);
     cluster.run("rm job/1").ok();
     until_fewer(&disk, before);
     cluster.run("restore job/2 --out out").ok();
@@ -132,6 +138,7 @@ fn a_home_whose_disk_is_full_is_emptied_by_rm() {
     drop(filler);
     std::fs::remove_file(disk.0.join("foreign")).unwrap();
     kill_and_start(&mut cluster, 1);
+    until_all_live(&cluster);
     cluster.run("save job/3 weights").ok();
     let listed = cluster.run("ls job --json").ok().json();
     let steps: Vec<&serde_json::Value> =
@@ -171,6 +178,7 @@ fn a_node_is_emptied_though_somebody_takes_every_byte() {
     drop(filler);
     std::fs::remove_file(disk.0.join("foreign")).unwrap();
     kill_and_start(&mut cluster, 4);
+    until_all_live(&cluster);
     cluster.run("save job/3 weights").ok();
     cluster.until("nothing is left to say", |nodes| nodes[3]["notes"] == serde_json::json!([]));
 }
@@ -218,11 +226,12 @@ fn a_node_beyond_its_quota_is_emptied() {
             cluster.run("archive job/2").fails(1, &["n4"]);
         }
         kill_and_start(&mut cluster, at);
-        cluster.until("it is back", |nodes| nodes.iter().all(|node| node["live"] == true));
+        until_all_live(&cluster);
         cluster.run("restore job/2 --out out").ok();
         assert!(cluster.read("out/weights") == data);
         cluster.run("rm job/1").ok();
         until_fewer(&disk, before);
+        until_all_live(&cluster);
         cluster.run("save job/3 weights").ok();
         std::fs::remove_file(disk.0.join("foreign")).unwrap();
         cluster.until("nothing is left to say", |nodes| {

@@ -17,7 +17,10 @@ pub trait Clock: Send + Sync + 'static {
     /// Returns when `duration` has passed.
     async fn sleep(&self, duration: Duration);
 
-    /// Returns seconds since 1970, for display only. Nothing compares them or acts on them.
+    /// Returns seconds since 1970 by the machine's date, which may jump in both directions.
+    ///
+    /// They are for people, and decide nothing but the end of a maintenance and the order of equally
+    /// urgent repairs.
     fn wall_seconds(&self) -> u64;
 }
 

@@ -15,6 +15,8 @@ mod away;
 mod content;
 #[path = "staging/crashes.rs"]
 mod crashes;
+#[path = "staging/dates.rs"]
+mod dates;
 #[path = "staging/flips.rs"]
 mod flips;
 #[path = "staging/hostile.rs"]
@@ -64,6 +66,9 @@ const SUITE_KILLS: u64 = 20;
 /// Number of bits that the suite flips in each place.
 const SUITE_FLIPS: u64 = 2;
 
+/// Number of nodes of a cluster.
+const NODES: usize = 6;
+
 /// Settings of a cluster of six nodes with short leases.
 const CLUSTER: [&str; 3] = ["code.list=6,4", "timeouts.lease_s=3", "policy.archive_all_but=never"];
 
@@ -94,7 +99,7 @@ fn play_at_once(cells: &[Cell], jobs: u64) {
     if cells.is_empty() {
         return;
     }
-    let cluster = Cluster::start(6, &CLUSTER);
+    let cluster = Cluster::start(NODES, &CLUSTER);
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let work = || {
         while let Some((name, cell)) = cells.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -149,6 +154,11 @@ fn a_daemon_of_two_hosts_that_was_killed_anywhere_goes_on() {
 }
 
 #[test]
+fn dates_that_jump_change_nothing() {
+    dates::play();
+}
+
+#[test]
 fn bad_input_is_refused_with_a_hint() {
     play(input::CELLS);
 }
@@ -167,7 +177,7 @@ fn a_hostile_trainer_hurts_nobody_else() {
 fn a_bit_that_turns_anywhere_is_never_committed_or_loaded() {
     let count = number("RAPIDRAID_FLIPS").unwrap_or(SUITE_FLIPS);
     let seed = number("RAPIDRAID_KILLS_SEED").unwrap_or(0);
-    let cluster = Cluster::start(6, &CLUSTER);
+    let cluster = Cluster::start(NODES, &CLUSTER);
     let seen = json!(flips::play(&cluster, count, seed));
     eprintln!("{seen:#}");
     if let Some(path) = setting("RAPIDRAID_KILLS_RESULT") {
@@ -185,7 +195,7 @@ fn a_daemon_that_was_killed_anywhere_goes_on() {
 fn whoever_is_killed_at_any_moment_no_whole_step_is_lost_and_no_wrong_byte_is_loaded() {
     let kills = number("RAPIDRAID_KILLS_STAGING").unwrap_or(SUITE_KILLS);
     let seed = number("RAPIDRAID_KILLS_SEED").unwrap_or(0);
-    let cluster = Cluster::start(6, &CLUSTER);
+    let cluster = Cluster::start(NODES, &CLUSTER);
     let mut seen = storm::play(&cluster, kills, seed);
     eprintln!("{seen:#}");
     if let Some(path) = setting("RAPIDRAID_KILLS_RESULT") {

@@ -117,6 +117,7 @@ pub struct Identity {
     authority: CertificateDer<'static>,
     certificate: CertificateDer<'static>,
     key: Arc<PrivateKeyDer<'static>>,
+    valid_from: UnixTime,
 }
 
 impl fmt::Debug for Identity {
@@ -141,15 +142,16 @@ impl Identity {
         let peer = member_of(cluster, &parsed)?;
 
         let start = |cert: &X509Certificate<'_>| cert.validity().not_before.timestamp();
-        let valid_at = start(&parsed).max(start(&parsed_authority)).try_into().unwrap_or(0);
-        check_issued(&authority, &certificate, peer.role, Duration::from_secs(valid_at))
+        let valid_from = start(&parsed).max(start(&parsed_authority)).try_into().unwrap_or(0);
+        let valid_from = UnixTime::since_unix_epoch(Duration::from_secs(valid_from));
+        check_issued(&authority, &certificate, peer.role, valid_from)
             .map_err(|error| IdentityError::NotIssued { reason: error.to_string() })?;
 
         let key = PrivateKeyDer::from_pem_slice(key_pem.as_bytes())
             .map_err(|error| IdentityError::Malformed { what: "key", reason: error.to_string() })?;
         CertifiedKey::from_der(vec![certificate.clone()], key.clone_key(), &tls::provider())
             .map_err(|_| IdentityError::KeyMismatch)?;
-        Ok(Self { cluster, peer, authority, certificate, key: Arc::new(key) })
+        Ok(Self { cluster, peer, authority, certificate, key: Arc::new(key), valid_from })
     }
 
     /// Returns the cluster.
@@ -172,6 +174,11 @@ impl Identity {
         &self.peer.name
     }
 
+    /// Returns the clock by which this process verifies other members.
+    pub(super) fn certificate_clock(&self) -> Arc<tls::CertificateClock> {
+        Arc::new(tls::CertificateClock { valid_from: self.valid_from })
+    }
+
     pub(super) fn authority(&self) -> &CertificateDer<'static> {
         &self.authority
     }
@@ -190,9 +197,8 @@ fn check_issued(
     authority: &CertificateDer<'static>,
     certificate: &CertificateDer<'static>,
     role: Role,
-    at: Duration,
+    at: UnixTime,
 ) -> Result<(), rustls::Error> {
-    let at = UnixTime::since_unix_epoch(at);
     tls::client_verifier(authority)?.verify_client_cert(certificate, &[], at)?;
     if role == Role::Node {
         let name = ServerName::try_from(tls::SERVER_NAME)

@@ -7,8 +7,9 @@ use rustls::client::WebPkiServerVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
+use rustls::time_provider::TimeProvider;
 use rustls::{Error, RootCertStore};
-use rustls_pki_types::CertificateDer;
+use rustls_pki_types::{CertificateDer, UnixTime};
 
 /// The DNS name that every node's certificate carries and that every client requests.
 ///
@@ -21,6 +22,21 @@ pub(super) const SERVER_NAME: &str = "rapidraid.node";
 /// choose when the build has a second provider.
 pub(super) fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
+}
+
+/// The time at which certificates are verified: the system's, and never before this process's own
+/// certificate began to be valid. A machine whose clock was reset to 1970 or 2000 would otherwise
+/// refuse every other member.
+#[derive(Debug)]
+pub(super) struct CertificateClock {
+    /// The first moment at which both certificates of this process's identity are valid.
+    pub valid_from: UnixTime,
+}
+
+impl TimeProvider for CertificateClock {
+    fn current_time(&self) -> Option<UnixTime> {
+        Some(UnixTime::now().max(self.valid_from))
+    }
 }
 
 fn roots(authority: &CertificateDer<'static>) -> Result<Arc<RootCertStore>, Error> {
@@ -46,4 +62,20 @@ pub(super) fn server_verifier(
     WebPkiServerVerifier::builder_with_provider(roots(authority)?, provider())
         .build()
         .map_err(|error| Error::General(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_clock_before_the_own_certificate_counts_as_its_first_moment() {
+        let now = UnixTime::now();
+        let at = |seconds| UnixTime::since_unix_epoch(Duration::from_secs(seconds));
+        let (past, future) = (at(0), at(now.as_secs() + 1_000_000));
+        let time = |valid_from| CertificateClock { valid_from }.current_time().unwrap();
+        assert_eq!(time(future), future);
+        assert!(time(past) >= now);
+    }
 }

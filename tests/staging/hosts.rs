@@ -16,7 +16,7 @@ use crate::stage::{LIMIT, Stage};
 use crate::{Cell, cells};
 
 const HOSTS: usize = 8;
-const RANKS_PER_HOST: u32 = 2;
+pub const RANKS_PER_HOST: u32 = 2;
 /// Longer than the wait of a load for hosts that make no progress.
 const LOAD_LIMIT_MS: u64 = 60_000;
 
@@ -37,13 +37,13 @@ pub const TWO: &[Cell] = cells![
 ];
 
 /// A launch on several hosts: one part on each of them, in the order of their numbers.
-struct Joint {
-    parts: Vec<Launch>,
+pub struct Joint {
+    pub parts: Vec<Launch>,
 }
 
 impl Joint {
     /// Starts the ranks on these hosts without preparing them.
-    fn start(stages: &[&Stage<'_>], plan: &Plan) -> Self {
+    pub fn start(stages: &[&Stage<'_>], plan: &Plan) -> Self {
         let mut parts: Vec<Launch> =
             stages.iter().map(|stage| Launch::start(stage, plan)).collect();
         let id = parts[0].id;
@@ -52,7 +52,7 @@ impl Joint {
     }
 
     /// Makes all ranks prepare, after a load of `step`.
-    fn prepare(&mut self, step: Option<u64>) {
+    pub fn prepare(&mut self, step: Option<u64>) {
         let names: Vec<String> = (0..self.parts.len()).map(name_of).collect();
         for (host, part) in self.parts.iter_mut().enumerate() {
             (part.plan.loaded, part.plan.newest_seen) = (step, step);
@@ -65,16 +65,16 @@ impl Joint {
     }
 
     /// Makes the ranks of these hosts save a step. Returns the filling of each host.
-    fn save(&mut self, hosts: std::ops::Range<usize>, step: u64) -> BTreeMap<usize, String> {
+    pub fn save(&mut self, hosts: std::ops::Range<usize>, step: u64) -> BTreeMap<usize, String> {
         hosts.map(|host| (host, self.parts[host].save(step))).collect()
     }
 
-    fn wait(&mut self, step: u64) {
+    pub fn wait(&mut self, step: u64) {
         self.parts.iter_mut().for_each(|part| part.wait(step));
     }
 
     /// Makes all ranks load the newest step that the cluster has. Returns their answers.
-    fn load(&mut self) -> Vec<Value> {
+    pub fn load(&mut self) -> Vec<Value> {
         let order = |part: &Launch, step: Option<u64>| {
             json!({
                 "do": "load", "job": part.plan.job, "launch": part.id.to_string(), "step": step,
@@ -100,7 +100,7 @@ fn name_of(host: usize) -> String {
 }
 
 /// Returns the fillings that a step of these hosts must have, rank by rank.
-fn by_rank(fills: &BTreeMap<usize, String>) -> Value {
+pub fn by_rank(fills: &BTreeMap<usize, String>) -> Value {
     json!(fills.values().flat_map(|fill| [fill, fill]).collect::<Vec<_>>())
 }
 

@@ -38,6 +38,7 @@ pub struct Stage<'a> {
     pub cluster: &'a Cluster,
     home: TempDir,
     settings: Vec<String>,
+    environment: Vec<(String, PathBuf)>,
     daemon: Option<Daemon>,
     pub watch: Watch,
 }
@@ -58,12 +59,18 @@ impl<'a> Stage<'a> {
             format!("staging.memory={memory}"),
         ];
         all.extend(settings.iter().map(|setting| (*setting).to_owned()));
-        Self { cluster, home, settings: all, daemon: None, watch: Watch::default() }
+        let (environment, watch) = (Vec::new(), Watch::default());
+        Self { cluster, home, settings: all, environment, daemon: None, watch }
     }
 
     /// Adds a setting for the next start.
     pub fn set(&mut self, setting: &str) {
         self.settings.push(setting.to_owned());
+    }
+
+    /// Sets variables of the daemon's environment for the next start.
+    pub fn set_environment(&mut self, variables: &[(String, PathBuf)]) {
+        self.environment.extend_from_slice(variables);
     }
 
     /// Returns the staging folder.
@@ -82,6 +89,7 @@ impl<'a> Stage<'a> {
         command.arg("stage").args(arguments);
         self.settings.iter().for_each(|setting| drop(command.arg("--set").arg(setting).get_args()));
         command.env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml").env("RUST_LOG", LOG);
+        command.envs(self.environment.iter().cloned());
         command
     }
 

@@ -23,7 +23,8 @@ fn unusable(error: impl std::fmt::Display) -> NetError {
 /// every connection verifies both certificates.
 pub(super) fn server_crypto(identity: &Identity) -> Result<Arc<QuicServerConfig>, NetError> {
     let verifier = tls::client_verifier(identity.authority()).map_err(unusable)?;
-    let mut config = rustls::ServerConfig::builder_with_provider(tls::provider())
+    let clock = identity.certificate_clock();
+    let mut config = rustls::ServerConfig::builder_with_details(tls::provider(), clock)
         .with_protocol_versions(&[&TLS13])
         .map_err(unusable)?
         .with_client_cert_verifier(verifier)
@@ -38,7 +39,8 @@ pub(super) fn server_crypto(identity: &Identity) -> Result<Arc<QuicServerConfig>
 /// Returns the TLS configuration of the connecting side. See [`server_crypto`].
 pub(super) fn client_crypto(identity: &Identity) -> Result<Arc<QuicClientConfig>, NetError> {
     let verifier = tls::server_verifier(identity.authority()).map_err(unusable)?;
-    let mut config = rustls::ClientConfig::builder_with_provider(tls::provider())
+    let clock = identity.certificate_clock();
+    let mut config = rustls::ClientConfig::builder_with_details(tls::provider(), clock)
         .with_protocol_versions(&[&TLS13])
         .map_err(unusable)?
         .with_webpki_verifier(verifier)

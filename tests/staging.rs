@@ -37,6 +37,8 @@ mod ranges;
 mod rank;
 #[path = "staging/role.rs"]
 mod role;
+#[path = "staging/servers.rs"]
+mod servers;
 #[path = "staging/stage.rs"]
 mod stage;
 #[path = "staging/storm.rs"]
@@ -151,6 +153,11 @@ fn a_host_of_eight_is_lost_and_seven_go_on() {
 #[test]
 fn a_daemon_of_two_hosts_that_was_killed_anywhere_goes_on() {
     play(hosts::TWO);
+}
+
+#[test]
+fn a_save_of_two_hosts_outlives_the_daemons_that_serve_it() {
+    servers::play(setting("RAPIDRAID_KILLS_SERVERS").is_some_and(|which| which == "all"));
 }
 
 #[test]

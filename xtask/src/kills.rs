@@ -29,6 +29,7 @@ const TORCH: &str = "tests/test_kills.py";
 const HOSTS: &str = "tests/test_hosts.py";
 const FLIPS: &str = "a_bit_that_turns";
 const STAGING: &str = "no_whole_step_is_lost";
+const SERVERS: &str = "outlives_the_daemons_that_serve_it";
 
 /// Parses the arguments. Returns a description of the mistake if they are wrong.
 pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
@@ -40,6 +41,11 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
             "--cells" => {
                 settings.push(("RAPIDRAID_KILLS_CELL", "all".to_owned()));
                 what.push(("kills", CELLS, &[][..]));
+                continue;
+            }
+            "--servers" => {
+                settings.push(("RAPIDRAID_KILLS_SERVERS", "all".to_owned()));
+                what.push(("staging", SERVERS, &[][..]));
                 continue;
             }
             "--restores" => {
@@ -97,8 +103,8 @@ pub fn parse(arguments: &[&str]) -> Result<Kills, String> {
     match what[..] {
         [(test, only, skip)] => Ok(Kills { test, only, skip, settings }),
         _ => {
-            let all = "--cells, --cell, --random, --day, --restores, --standstill, --staging, --flips, \
-                       --torch, --hosts";
+            let all = "--cells, --cell, --random, --day, --restores, --standstill, --staging, --servers, \
+                       --flips, --torch, --hosts";
             Err(format!("kills plays one of {all}"))
         }
     }

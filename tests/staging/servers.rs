@@ -1,0 +1,164 @@
+//! Two hosts save one step, and a storage daemon is killed at a trace point of the save: the
+//! catalogue server, or the daemon that is about to pass the point, which is the gateway or a node
+//! that stores a part. The save goes on without help and is whole, and its removal leaves nothing.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rapidraid::stage::{TARGET, TracePoint};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::hosts::{Joint, RANKS_PER_HOST, by_rank};
+use crate::launch::{Launch, Plan};
+use crate::machine::{Cluster, Daemon, program, tree};
+use crate::stage::{Stage, until};
+use crate::{CLUSTER, NODES};
+
+/// The trace points that every joint save passes on storage daemons.
+const POINTS: [TracePoint; 10] = {
+    use TracePoint::*;
+    [Register, Begin, Join, Block, Record, Leaves, Seal, Decide, Mark, Publish]
+};
+/// The points that the suite plays.
+const SUITE: [TracePoint; 3] = [TracePoint::Join, TracePoint::Seal, TracePoint::Decide];
+/// The catalogue server: the first node of a new cluster.
+const CATALOGUE_SERVER: usize = 0;
+/// Longer than a lease, so that the node counts as dead.
+const LONG: Duration = Duration::from_secs(5);
+
+/// The daemon that a trap kills.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Victim {
+    CatalogueServer,
+    /// The daemon that logs the point.
+    Logger,
+}
+
+/// The trap for storage daemons, shared with the threads that read their logs.
+#[derive(Default)]
+struct Trap {
+    pids: Vec<Option<Pid>>,
+    set: Option<(TracePoint, Victim)>,
+    /// The node that was killed.
+    killed: Option<usize>,
+    panics: Vec<String>,
+}
+
+impl Trap {
+    fn heard(&mut self, node: usize, line: &str) {
+        if line.contains("panicked at") {
+            self.panics.push(line.to_owned());
+        }
+        let said = line.split_once(TARGET).and_then(|(_, said)| said.strip_prefix(": "));
+        let Some(said) = said.and_then(|said| said.split(' ').next()) else { return };
+        let Some((_, victim)) = self.set.filter(|(point, _)| point.name() == said) else { return };
+        let at = if victim == Victim::Logger { node } else { CATALOGUE_SERVER };
+        // The daemon is reaped only after its process id was taken out of the list.
+        if let Some(pid) = self.pids[at] {
+            kill_process(pid, Signal::KILL).unwrap();
+            (self.set, self.killed) = (None, Some(at));
+        }
+    }
+}
+
+/// A cluster whose daemons log trace points to a trap.
+struct Servers {
+    cluster: Cluster,
+    daemons: RefCell<Vec<Daemon>>,
+    trap: Arc<Mutex<Trap>>,
+}
+
+impl Servers {
+    fn start() -> Self {
+        let trap = Trap { pids: vec![None; NODES], ..Trap::default() };
+        let (cluster, trap) = (Cluster::files(NODES, &CLUSTER), Arc::new(Mutex::new(trap)));
+        let servers = Self { cluster, daemons: RefCell::default(), trap };
+        let daemons = (0..NODES).map(|node| servers.daemon(node)).collect();
+        servers.daemons.replace(daemons);
+        servers.until_live();
+        servers
+    }
+
+    /// Starts the daemon of a node.
+    fn daemon(&self, node: usize) -> Daemon {
+        let mut command = program(self.cluster.folder.path());
+        command.arg("node").arg("--config").arg(self.cluster.config(node + 1));
+        command.env("RUST_LOG", format!("warn,{TARGET}=debug"));
+        let trap = self.trap.clone();
+        let daemon =
+            Daemon::told(command, Arc::new(move |line| trap.lock().unwrap().heard(node, line)));
+        self.trap.lock().unwrap().pids[node] = Some(Pid::from_child(&daemon.child));
+        daemon.ready()
+    }
+
+    fn until_live(&self) {
+        self.cluster
+            .until("all nodes are live", |nodes| nodes.iter().all(|node| node["live"] == true));
+    }
+
+    /// Waits until the trap has killed a daemon, and starts it again after `away`.
+    fn restart_killed(&self, away: Duration) {
+        let killed = || self.trap.lock().unwrap().killed;
+        until("a daemon is killed", String::new, || killed().is_some());
+        let node = killed().unwrap();
+        std::thread::sleep(away);
+        self.trap.lock().unwrap().pids[node] = None;
+        let restarted = self.daemon(node);
+        self.daemons.borrow_mut()[node] = restarted;
+        self.trap.lock().unwrap().killed = None;
+    }
+
+    /// Returns the replicas and pieces on the disks of all nodes.
+    fn stored(&self) -> Vec<String> {
+        let folders = (1..=NODES)
+            .map(|node| self.cluster.path(&format!("cluster/nodes/n{node}/data/shards")));
+        let files = folders.flat_map(|folder| tree(&folder)).map(|(name, _)| name);
+        files.filter(|name| name.ends_with(".rep") || name.ends_with(".pc")).collect()
+    }
+
+    /// Saves a step on two hosts. The victim is killed when a daemon logs the point, and is started
+    /// again after `away`.
+    fn kill_at(&self, point: TracePoint, victim: Victim, away: Duration) {
+        let job = format!("{}-{victim:?}-{}", point.name(), away.as_secs()).to_lowercase();
+        let stages: Vec<Stage<'_>> =
+            (0..2).map(|_| Stage::start(&self.cluster, "64MiB", &[])).collect();
+        let all: Vec<&Stage<'_>> = stages.iter().collect();
+        let mut joint = Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST));
+        self.trap.lock().unwrap().set = Some((point, victim));
+        joint.prepare(None);
+        let fills = joint.save(0..stages.len(), 10);
+        self.restart_killed(away);
+        // No trainer and no person does anything for the save but wait.
+        joint.wait(10);
+        joint.parts.iter_mut().for_each(Launch::kill);
+        let all: Vec<&Stage<'_>> = stages.iter().rev().collect();
+        for found in Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST)).load() {
+            assert_eq!((&found["step"], &found["fills"]), (&10.into(), &by_rank(&fills)));
+        }
+        stages.iter().for_each(Stage::assert_sound);
+        drop(stages);
+        self.until_live();
+        self.cluster.run(&format!("rm {job}/10")).ok();
+        let left = || format!("{:#?}", self.stored());
+        until("nothing is left of the save", left, || self.stored().is_empty());
+        assert_eq!(self.trap.lock().unwrap().panics, Vec::<String>::new());
+    }
+}
+
+/// Kills each victim at the points of the suite or, with `all`, at all points.
+pub fn play(all: bool) {
+    let servers = Servers::start();
+    for point in if all { &POINTS[..] } else { &SUITE[..] } {
+        for victim in [Victim::CatalogueServer, Victim::Logger] {
+            let aways = [Duration::ZERO, LONG];
+            let away = |away: &&Duration| all || (**away == LONG) == (victim == Victim::Logger);
+            for away in aways.iter().filter(away) {
+                let began = Instant::now();
+                servers.kill_at(*point, victim, *away);
+                let seconds = began.elapsed().as_secs_f64();
+                eprintln!("{point:?}, {victim:?}, away {away:?}: holds after {seconds:.1} s");
+            }
+        }
+    }
+}

@@ -110,7 +110,7 @@ impl Client {
         &self,
         job: &Job,
         step: Option<Step>,
-        finding: DamageAction,
+        action: DamageAction,
         progress: ProgressFn,
     ) -> Result<VerifyReport, ClientError> {
         let found = self.fetch_step(job, step).await?;
@@ -147,7 +147,7 @@ impl Client {
             exams.extend(verification.examine_shard(part).await?);
         }
         verification.reexamine_stale(&mut exams).await?;
-        let mended = match finding {
+        let mended = match action {
             DamageAction::Note => Vec::new(),
             DamageAction::Mend => verification.mend_replicas(&mut exams).await?,
         };

@@ -5,11 +5,12 @@
 
 pub mod disk;
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::net::UdpSocket;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -207,22 +208,45 @@ impl Drop for Daemon {
     }
 }
 
-/// Returns free UDP ports. They are below the range that the system gives to clients, so that none
-/// is taken while its daemon is down.
+/// The ports that this process may still give away, and the locks on the slots of its ports.
+static PORTS: Mutex<(Vec<u16>, Vec<File>)> = Mutex::new((Vec::new(), Vec::new()));
+
+/// Returns free UDP ports, which no other test gets as long as this process runs: the port of a
+/// daemon that is down looks free. They are below the range that the system gives to clients.
 pub fn free_ports(count: usize) -> Vec<u16> {
-    const PORTS: std::ops::Range<u16> = 16_384..32_000;
-    static TAKEN: AtomicU16 = AtomicU16::new(0);
-    // Tests run in separate processes, side by side.
-    let first = std::process::id().wrapping_mul(61) as u16;
+    let (left, locks) = &mut *PORTS.lock().unwrap();
     let mut ports = Vec::new();
     while ports.len() < count {
-        let next = first.wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed));
-        let port = PORTS.start + next % (PORTS.end - PORTS.start);
+        let Some(port) = left.pop() else {
+            let (slot, lock) = lock_slot();
+            left.extend(slot);
+            locks.push(lock);
+            continue;
+        };
         if UdpSocket::bind(("127.0.0.1", port)).is_ok() {
             ports.push(port);
         }
     }
     ports
+}
+
+/// Takes a slot of ports. It is this process's until the lock is dropped.
+fn lock_slot() -> (Range<u16>, File) {
+    const FIRST: u16 = 16_384;
+    const LEN: u16 = 32;
+    const SLOTS: u16 = 488;
+    let user = rustix::process::getuid().as_raw();
+    let folder = std::env::temp_dir().join(format!("rapidraid-test-ports-{user}"));
+    std::fs::create_dir_all(&folder).unwrap();
+    let begin = std::process::id() as u16 % SLOTS;
+    for slot in (begin..SLOTS).chain(0..begin) {
+        let lock = File::create(folder.join(slot.to_string())).unwrap();
+        if lock.try_lock().is_ok() {
+            let first = FIRST + slot * LEN;
+            return (first..first + LEN, lock);
+        }
+    }
+    panic!("all {SLOTS} slots of ports are in use: {}", folder.display());
 }
 
 /// A cluster on this machine, in a folder of its own.

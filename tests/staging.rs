@@ -31,6 +31,8 @@ mod launch;
 mod launches;
 #[path = "staging/ledger.rs"]
 mod ledger;
+#[path = "staging/own_part.rs"]
+mod own_part;
 #[path = "staging/ranges.rs"]
 mod ranges;
 #[path = "staging/rank.rs"]
@@ -148,6 +150,11 @@ fn launches_take_over_in_order() {
 fn a_host_of_eight_is_lost_and_seven_go_on() {
     // Each cell has eight daemons and sixteen trainers, which wait most of the time.
     play_at_once(hosts::CELLS, 2);
+}
+
+#[test]
+fn a_host_loads_its_part_from_memory() {
+    play(own_part::CELLS);
 }
 
 #[test]

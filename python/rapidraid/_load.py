@@ -74,7 +74,7 @@ class Reader:
         Yields the indexes of those that have bytes in the current window.
         """
         for extents, places in self.loaded.windows(targets, names):
-            if extents:
+            if self.loaded.by_ranges[0]:
                 self.session.read_extents(self.loaded, extents, max(0.0, self.until - time.monotonic()))
             yield places
 

@@ -116,7 +116,8 @@ class LoadedStep:
         """Divides the extents of targets and names into windows.
 
         Returns for each window its extents, and the indexes of the targets and names that need
-        them; names are numbered after the targets.
+        them; names are numbered after the targets. A window without extents is the part of the step in
+        this host's memory, or the whole step if it is not loaded by ranges.
         """
 
     def _copy(self, targets: list[_Target], threads: int) -> str | None: ...

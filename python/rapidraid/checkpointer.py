@@ -33,6 +33,7 @@ from .errors import (
     NoDaemonError,
     NotFoundError,
     RapidraidError,
+    StaleError,
     UnavailableError,
     of_code,
 )
@@ -588,13 +589,21 @@ class Checkpointer:
             step = self._choose_together(step, offline, limit)
             if step is None:
                 return None
+            # The part of the step in this host's memory is known only to a load that begins with the table.
+            table_first = True
 
         def load(reader: Reader) -> tuple[int, int | None, str | None]:
             damaged = read(reader)
             return reader.loaded.number, reader.loaded.newest_committed, damaged
 
         for last in (False, True):
-            done = self._read_step(step, load, number=self._loads, offline=offline, table_first=table_first, limit=limit)
+            try:
+                done = self._read_step(step, load, number=self._loads, offline=offline, table_first=table_first, limit=limit)
+            except StaleError as error:
+                if last:
+                    raise
+                log.warning("%s: the step is loaded again", error)
+                continue
             if done is None:
                 return None
             number, newest, damaged = done

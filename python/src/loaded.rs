@@ -123,8 +123,8 @@ impl LoadedStep {
 
     /// Divides the extents of targets and names into windows for `Session.read_extents`. Returns
     /// for each window its extents, and the indexes of the targets and names that need them; names
-    /// are numbered after the targets. A step that is not loaded by ranges is one window without
-    /// extents.
+    /// are numbered after the targets. A window without extents is the part of the step in this
+    /// host's memory, or the whole step if it is not loaded by ranges.
     fn windows(
         &self,
         py: Python<'_>,

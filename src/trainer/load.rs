@@ -1,6 +1,7 @@
 //! Loading a step in a trainer's process. Bytes are copied from mapped files to their destinations,
 //! and each extent is compared with its hash on the way.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::io::Read;
@@ -37,11 +38,51 @@ pub struct LoadedStep {
     /// The table of the step, with hashes.
     pub table: Table,
     parts: Vec<MappedPart>,
-    /// The readable extents, ascending, if the load is by ranges; `None` if all extents are
-    /// readable.
+    /// The extents of the current window, ascending, if the load is by ranges; `None` if all extents
+    /// are readable. The window without extents has those of `own`.
     window: Option<Vec<u32>>,
+    /// The part of the step that is in this host's memory, if the load is by ranges.
+    own: OwnPart,
     /// For each extent that was compared with its hash: whether it matched.
     verified: Vec<OnceLock<bool>>,
+}
+
+/// The part of a step that a load by ranges finds in this host's memory.
+#[derive(Default)]
+struct OwnPart {
+    parts: Vec<MappedPart>,
+    /// Row numbers of its extents and of all empty ones, ascending.
+    rows: Vec<u32>,
+}
+
+impl OwnPart {
+    fn new(parts: Vec<MappedPart>, table: &Table) -> Self {
+        let is_inside = |extent: &Extent| part_of(&parts, extent).is_some();
+        let rows = (0u32..).zip(table.extents());
+        let rows = rows.filter(|(_, extent)| extent.len_bytes == 0 || is_inside(extent));
+        Self { rows: rows.map(|(row, _)| row).collect(), parts }
+    }
+
+    fn has(&self, row: u32) -> bool {
+        self.rows.binary_search(&row).is_ok()
+    }
+}
+
+/// Returns the one of `parts`, sorted by their place and without overlap, that has an extent.
+fn part_of<'a>(parts: &'a [MappedPart], extent: &Extent) -> Option<&'a MappedPart> {
+    let key = (extent.shard, extent.offset_bytes);
+    let behind =
+        parts.partition_point(|MappedPart { part, .. }| (part.shard, part.shard_offset) <= key);
+    let before = behind.checked_sub(1).and_then(|at| parts.get(at));
+    before.filter(|MappedPart { part, .. }| contains(part, extent))
+}
+
+/// Returns whether a part has all bytes of an extent.
+fn contains(part: &Part, extent: &Extent) -> bool {
+    let end = extent.offset_bytes.checked_add(extent.len_bytes);
+    part.shard == extent.shard
+        && part.shard_offset <= extent.offset_bytes
+        && end.is_some_and(|end| end <= part.shard_offset.saturating_add(part.len_bytes))
 }
 
 /// A destination and the bytes to copy into it.
@@ -82,6 +123,7 @@ impl Session {
         let unexpected = || StagingError::Unexpected { what: WHAT };
         let table = read_table(descriptors.pop_front().ok_or_else(unexpected)?, about.table_bytes)?;
         let mut parts: Vec<MappedPart> = Vec::new();
+        let mut known = BTreeMap::new();
         while (parts.len() as u32) < about.parts {
             let first = parts.len() as u32;
             let open = Request::Open { ticket: about.ticket, first };
@@ -90,7 +132,7 @@ impl Session {
             if found.is_empty() || found.len() != descriptors.len() {
                 return Err(unexpected());
             }
-            parts.extend(map_parts(found, descriptors)?);
+            parts.extend(map_parts(found, descriptors, &mut known)?);
         }
         let known = |row: usize| {
             let byte = about.verified.get(row / 8).copied().unwrap_or(0);
@@ -100,13 +142,18 @@ impl Session {
             }
         };
         let verified = (0..table.extents().len()).map(known).collect();
-        let window = (about.source == LoadSource::Ranges).then(Vec::new);
-        Ok(Some(LoadedStep { about, table, parts, window, verified }))
+        let (mut window, mut own) = (None, OwnPart::default());
+        if about.source == LoadSource::Ranges {
+            window = Some(Vec::new());
+            own = OwnPart::new(std::mem::take(&mut parts), &table);
+        }
+        Ok(Some(LoadedStep { about, table, parts, window, own, verified }))
     }
 
     /// Reads the extents of one window of [`LoadedStep::windows`] in a load by ranges. The extents
-    /// of the previous window become unreadable. `on_progress` receives the bytes done and the
-    /// total bytes of this window.
+    /// of the previous window become unreadable. A window without extents is the part of the step in
+    /// this host's memory, of which nothing needs to be read. `on_progress` receives the bytes done
+    /// and the total bytes of this window.
     pub fn read_extents(
         &mut self,
         step: &mut LoadedStep,
@@ -123,6 +170,9 @@ impl Session {
         };
         // Free the memory of the previous window before the next one is requested.
         (step.parts, step.window) = (Vec::new(), Some(Vec::new()));
+        if extents.is_empty() {
+            return Ok(());
+        }
         let (answer, mut descriptors) = self.ask_until(WHAT, request, &mut pending, wait)?;
         let unexpected = || StagingError::Unexpected { what: WHAT };
         let Answer::Parts { parts } = answer else { return Err(unexpected()) };
@@ -197,11 +247,22 @@ fn read_table(descriptor: OwnedFd, len_bytes: u64) -> Result<Table, StagingError
 fn map_parts(
     parts: Vec<Part>,
     descriptors: VecDeque<OwnedFd>,
+    known: &mut BTreeMap<(u64, u64), Arc<Readable>>,
 ) -> Result<Vec<MappedPart>, StagingError> {
-    let map = |(part, descriptor): (Part, OwnedFd)| {
-        Ok(MappedPart { part, map: Arc::new(map_file(descriptor, part.file_bytes)?) })
-    };
-    parts.into_iter().zip(descriptors).map(map).collect()
+    let failed = |source| StagingError::Io { what: "opening a part of the step".into(), source };
+    let mut mapped = Vec::with_capacity(parts.len());
+    for (part, descriptor) in parts.into_iter().zip(descriptors) {
+        // Several parts may lie in one file, of which one mapping is enough.
+        let about = rustix::fs::fstat(&descriptor).map_err(|error| failed(error.into()))?;
+        let map = match known.entry((about.st_dev, about.st_ino)) {
+            Entry::Occupied(found) => found.get().clone(),
+            Entry::Vacant(new) => {
+                new.insert(Arc::new(map_file(descriptor, part.file_bytes)?)).clone()
+            }
+        };
+        mapped.push(MappedPart { part, map });
+    }
+    Ok(mapped)
 }
 
 fn map_file(descriptor: OwnedFd, len_bytes: u64) -> Result<Readable, StagingError> {
@@ -235,10 +296,11 @@ impl LoadedStep {
     }
 
     /// Returns how many bytes a load by ranges reads from the cluster for `wanted`: whole grains,
-    /// each counted once.
+    /// each counted once, without those in this host's memory.
     pub fn wanted_bytes(&self, wanted: &[Vec<u32>]) -> u64 {
         let rows: BTreeSet<u32> = wanted.iter().flatten().copied().collect();
-        let extents = rows.into_iter().filter_map(|row| self.table.extents().get(row as usize));
+        let rows = rows.into_iter().filter(|row| !self.own.has(*row));
+        let extents = rows.filter_map(|row| self.table.extents().get(row as usize));
         let (mut bytes, mut last) = (0, None);
         for extent in extents.filter(|extent| extent.len_bytes > 0) {
             let grain = |at: u64| (extent.shard, at / GRAIN_BYTES);
@@ -257,8 +319,9 @@ impl LoadedStep {
     }
 
     /// Divides the wanted extents into windows for [`Session::read_extents`], in the order of the
-    /// shards. `wanted` has a list of extents for each destination. A step that is not loaded by
-    /// ranges is one window without extents.
+    /// shards. `wanted` has a list of extents for each destination. The first window has no extents
+    /// if some of them are in this host's memory. A step that is not loaded by ranges is one window
+    /// without extents.
     pub fn windows(&self, wanted: &[Vec<u32>]) -> Vec<ReadWindow> {
         if !self.is_by_ranges() {
             return vec![ReadWindow { extents: Vec::new(), wanted: (0..wanted.len()).collect() }];
@@ -269,10 +332,16 @@ impl LoadedStep {
         }
         // Extents of a table are sorted by their place, so ascending rows are in the order of the
         // shards.
+        let (own, users): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            users.into_iter().partition(|(row, _)| self.own.has(*row));
         let (mut windows, mut len_bytes) = (Vec::<ReadWindow>::new(), 0);
+        if !own.is_empty() {
+            let wanted = own.into_values().flatten().collect();
+            windows.push(ReadWindow { extents: Vec::new(), wanted });
+        }
         for (row, users) in users {
             let row_bytes = self.len_of(row);
-            match windows.last_mut() {
+            match windows.last_mut().filter(|last| !last.extents.is_empty()) {
                 Some(last)
                     if len_bytes + row_bytes <= WINDOW_BYTES
                         && last.extents.len() < MAX_WINDOW_EXTENTS =>
@@ -300,7 +369,19 @@ impl LoadedStep {
 
     /// Returns whether an extent can be read now.
     fn is_here(&self, row: u32) -> bool {
-        self.window.as_ref().is_none_or(|window| window.binary_search(&row).is_ok())
+        match self.window.as_deref() {
+            None => true,
+            Some([]) => self.own.has(row),
+            Some(window) => window.binary_search(&row).is_ok(),
+        }
+    }
+
+    /// Returns the parts of the current window.
+    fn window_parts(&self) -> &[MappedPart] {
+        match self.window.as_deref() {
+            Some([]) => &self.own.parts,
+            _ => &self.parts,
+        }
     }
 
     /// Returns the bytes of an extent as they are in memory, unverified. Returns `None` if no
@@ -309,13 +390,10 @@ impl LoadedStep {
         if extent.len_bytes == 0 {
             return Some(&[]);
         }
-        let end = extent.offset_bytes.checked_add(extent.len_bytes)?;
-        let found = self.parts.iter().find(|MappedPart { part, .. }| {
-            let part_end = part.shard_offset.saturating_add(part.len_bytes);
-            part.shard == extent.shard
-                && part.shard_offset <= extent.offset_bytes
-                && end <= part_end
-        })?;
+        let found = match self.window.as_deref() {
+            Some([]) => part_of(&self.own.parts, extent)?,
+            _ => self.parts.iter().find(|MappedPart { part, .. }| contains(part, extent))?,
+        };
         let inside = extent.offset_bytes - found.part.shard_offset;
         let from = usize::try_from(found.part.file_offset.checked_add(inside)?).ok()?;
         let to = from.checked_add(usize::try_from(extent.len_bytes).ok()?)?;
@@ -358,7 +436,7 @@ impl LoadedStep {
     /// Fails with [`StagingError::Stale`] unless all segments still hold the step. Bytes copied
     /// earlier are valid only after this check.
     fn check_held(&self) -> Result<(), StagingError> {
-        for MappedPart { part, map } in &self.parts {
+        for MappedPart { part, map } in self.window_parts() {
             if let Some(fill) = part.fill
                 && !still_holds(map, fill).unwrap_or(false)
             {

@@ -189,7 +189,7 @@ pub enum Request {
     /// Does the same as [`Request::Prepare`] for a rank of a launch that runs on several hosts. The
     /// numbers and lengths in the request are those of this host. Since version 2.
     PrepareOnHost(Prepare, Hosts),
-    /// Does the same as [`Request::Load`], but ignores the steps in this host's memory
+    /// Does the same as [`Request::Load`], but chooses only among the committed steps
     /// ([`LoadFrom::Cluster`]). Since version 2.
     LoadFromCluster(Load),
     /// Adds a label to a committed step, or removes one. The answer is [`Answer::Done`]. Since
@@ -281,7 +281,8 @@ pub struct Sample {
 pub enum LoadFrom {
     /// The host's memory, and the cluster.
     Anywhere,
-    /// The cluster alone, so that ranks on several hosts load the same.
+    /// What the cluster has committed, so that ranks on several hosts load the same. In a load by
+    /// ranges, this host's memory is used for the bytes that it has of that save.
     Cluster,
 }
 
@@ -423,7 +424,7 @@ pub struct Loadable {
     pub step: Step,
     /// Length of the table, in bytes.
     pub table_bytes: u64,
-    /// Number of parts.
+    /// Number of parts. In a load by ranges these are what this host's memory has of the step.
     pub parts: u32,
     /// The source of the bytes.
     pub source: LoadSource,
@@ -446,7 +447,7 @@ pub enum LoadSource {
     Memory,
     /// The cluster. The whole step was read into the host's memory.
     Cluster,
-    /// The cluster. Extents are read on request ([`Request::ReadExtents`]).
+    /// The cluster. Extents that are in no part are read on request ([`Request::ReadExtents`]).
     Ranges,
 }
 

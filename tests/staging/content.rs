@@ -148,6 +148,8 @@ pub struct Loaded {
     pub fills: Vec<FillId>,
     pub world: u32,
     pub is_from_memory: bool,
+    /// The length of all extents, and how much of it is read from the cluster in a load by ranges.
+    pub read_bytes: Option<(u64, u64)>,
     pub newest_committed: Option<u64>,
 }
 
@@ -221,6 +223,9 @@ pub fn check_hosts(
         fills: fills.into_values().collect(),
         world,
         is_from_memory: loaded.is_from_memory(),
+        read_bytes: loaded
+            .is_by_ranges()
+            .then(|| (loaded.len_bytes(), loaded.wanted_bytes(&wanted))),
         newest_committed: loaded.about.newest_committed.map(|step| step.0),
     })
 }

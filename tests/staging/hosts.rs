@@ -246,8 +246,7 @@ fn one_of_two(cluster: &Cluster, job: &str, point: StagingPoint) {
         stages[host].restart();
         stages[host].watch.take_trap();
         for stage in &stages {
-            // Without trainers, a committed step of several hosts is released: no host has it whole.
-            // A daemon that finds it committed keeps it until the memory is needed.
+            // Without trainers, a committed step stays until its memory is needed.
             stage.until("the step is committed", || {
                 let state = stage.state(&job, 10);
                 stage.committed(&job) == [10] && state.is_none_or(|state| state == "committed")

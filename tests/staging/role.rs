@@ -274,6 +274,6 @@ pub fn told(found: &content::Loaded) -> Value {
     json!({
         "step": found.step, "fill": found.fill.to_string(), "world": found.world,
         "fills": found.fills.iter().map(|fill| fill.to_string()).collect::<Vec<_>>(),
-        "memory": found.is_from_memory, "newest": found.newest_committed,
+        "memory": found.is_from_memory, "read": found.read_bytes, "newest": found.newest_committed,
     })
 }

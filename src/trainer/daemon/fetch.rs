@@ -35,6 +35,8 @@ pub enum FetchScope {
     Table,
 }
 
+/// How long a fetch waits for memory that loads hold.
+const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a step that did not fit is not tried again. Processes that wait for a part of it ask
 /// every two seconds.
 const REFUSED_KEPT: Duration = Duration::from_secs(5);
@@ -264,6 +266,26 @@ impl StagingDaemon {
         has_room
     }
 
+    /// Makes room for a fetch. Waits for a while if loads hold steps that could make way: the ranks
+    /// of a launch open a step by ranges before they ask for all of it. Returns whether there is
+    /// room.
+    async fn wait_for_room(self: &Arc<Self>, fetch: &Fetch, len_bytes: u64) -> bool {
+        let until = self.clock.now() + ROOM_PATIENCE;
+        loop {
+            let mut heard = self.bell.listen();
+            if self.take_room(fetch, len_bytes)
+                || self.free_fetches(None) > 0 && self.take_room(fetch, len_bytes)
+            {
+                return true;
+            }
+            let now = self.clock.now();
+            if now >= until || !self.with(|core| core.is_any_copy_held()) {
+                return false;
+            }
+            self.wait_for_bell(&mut heard, until - now).await;
+        }
+    }
+
     /// Removes the fetched files that are no longer wanted, and counts the memory of the others.
     pub(super) fn account_fetches(&self) {
         let now = self.clock.now();
@@ -340,9 +362,7 @@ impl StagingDaemon {
     ) -> Result<Vec<Table>, FetchFailure> {
         let step = fetched.step;
         let len_bytes = fetched.shards.iter().fold(0u64, |sum, shard| sum.saturating_add(shard.1));
-        let has_room = self.take_room(fetch, len_bytes)
-            || self.free_fetches(None) > 0 && self.take_room(fetch, len_bytes);
-        if !has_room {
+        if !self.wait_for_room(fetch, len_bytes).await {
             return Err(FetchFailure::NoRoom(self.with(|core| core.no_room(len_bytes))));
         }
         let io_failed = |error: io::Error| {

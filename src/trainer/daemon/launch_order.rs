@@ -81,7 +81,15 @@ impl StagingDaemon {
         place: &Place,
         resumed: Resumed,
     ) -> Result<LaterSteps, Failure> {
+        let changes = self.with(|core| core.changes(&place.job));
         let saves = self.committed_saves(&place.job).await?;
+        // A step that was removed or replaced is in memory until a load notices it, and no rank of
+        // this host has to load. An outdated list releases nothing, so the step counts.
+        let save_of = |step: Step| {
+            let at = saves.binary_search_by_key(&step, |save| save.0).ok()?;
+            saves.get(at).map(|save| save.1)
+        };
+        self.with(|core| core.drop_replaced(&place.job, changes, &save_of));
         let newest = saves.last().map(|(step, _)| *step);
         let is_later = |step: Step| resumed.loaded.is_none_or(|loaded| step > loaded);
         let (committed, before): (Vec<_>, Vec<_>) =

@@ -10,19 +10,17 @@ use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
 
-use super::assemble::{Assembled, find_changed, parts_of};
+use super::assemble::find_changed;
 use super::core::{LoadAnswer, OlderSteps, StepKey};
 use super::fetch::{FetchFailure, FetchScope, Fetched};
-use super::hold::Hold;
+use super::load_source::{LoadedContent, Source};
 use super::ranges::Window;
 use super::trace::{StagingPoint, trace_point};
 use super::{MAX_HELD_BACK, StagingDaemon};
-use crate::format::table::Table;
-use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, Step};
+use crate::id::{Job, LaunchId, MemberId, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{
-    Answer, Failure, Load, LoadFrom, LoadSource, Loadable, MAX_DESCRIPTORS, Part, Pending, Place,
-    Resumed,
+    Answer, Failure, Load, LoadFrom, LoadSource, Loadable, MAX_DESCRIPTORS, Pending, Place, Resumed,
 };
 
 /// Maximum number of open loads of one connection.
@@ -32,28 +30,13 @@ const MAX_VERIFIED: usize = 64;
 /// Pause before the cluster is asked again which steps are committed.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 
-/// The source of a load's bytes, held until the load is released.
-pub enum Source {
-    /// The segments of the step.
-    Memory { step: Arc<Assembled>, _holds: Vec<Hold> },
-    /// Files that were read from the cluster. A load by ranges has no files, only the table.
-    Cluster { fetched: Arc<Fetched> },
-}
-
 /// The key of a load of a launch. The ranks of the launch share which extents they have verified.
 pub type LoadKey = (Job, LaunchId, u32);
-
-/// The content that a load reads. Row numbers of extents are valid within one content only.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Content {
-    Filling(FillId),
-    Save(SaveId),
-}
 
 /// The extents of a load that some rank of its launch has verified, as a bit map with one bit per
 /// row.
 pub struct Verified {
-    of: Content,
+    of: LoadedContent,
     bits: Vec<u8>,
 }
 
@@ -68,37 +51,6 @@ struct Ticket {
 pub struct Tickets {
     next: u64,
     open: BTreeMap<u64, Ticket>,
-}
-
-impl Source {
-    fn table(&self) -> &Table {
-        match self {
-            Source::Memory { step, .. } => &step.table,
-            Source::Cluster { fetched } => &fetched.table,
-        }
-    }
-
-    fn kind(&self) -> LoadSource {
-        match self {
-            Source::Memory { .. } => LoadSource::Memory,
-            Source::Cluster { fetched } if fetched.files.is_empty() => LoadSource::Ranges,
-            Source::Cluster { .. } => LoadSource::Cluster,
-        }
-    }
-
-    fn content(&self) -> Content {
-        match self {
-            Source::Memory { step, .. } => Content::Filling(step.fill),
-            Source::Cluster { fetched } => Content::Save(fetched.save),
-        }
-    }
-
-    fn parts(&self) -> Vec<Part> {
-        match self {
-            Source::Memory { step, .. } => parts_of(&step.parts),
-            Source::Cluster { fetched } => fetched.files.iter().map(|(_, part)| *part).collect(),
-        }
-    }
 }
 
 /// The place from which a step is to be loaded.
@@ -179,7 +131,13 @@ impl StagingDaemon {
                 match self.read_from_cluster(load, step, save, until).await? {
                     Ok((fetched, why)) => {
                         why_by_ranges = why;
-                        (step, Source::Cluster { fetched })
+                        // Only a launch holds memory that its trainers may fill again. Other readers
+                        // must not delay them.
+                        let held = match fetched.files.is_empty() && load.launch.is_some() {
+                            true => self.find_held_part(&fetched).await,
+                            false => None,
+                        };
+                        (step, Source::Cluster { fetched, held })
                     }
                     Err(progress) => {
                         return pending(
@@ -275,7 +233,8 @@ impl StagingDaemon {
             other.window = None;
         }
         let open = tickets.open.get_mut(&ticket).ok_or_else(no_ticket)?;
-        let (Source::Cluster { fetched }, LoadSource::Ranges) = (&open.source, open.source.kind())
+        let (Source::Cluster { fetched, .. }, LoadSource::Ranges) =
+            (&open.source, open.source.kind())
         else {
             return Err(Failure::new(ErrorKind::Invalid, "this load is not by ranges", ""));
         };
@@ -486,18 +445,8 @@ impl StagingDaemon {
         let (mut parts, mut descriptors) = (Vec::new(), Vec::new());
         let all = source.parts();
         for (at, part) in all.into_iter().enumerate().skip(first as usize).take(MAX_DESCRIPTORS) {
-            let file = match source {
-                Source::Memory { step, .. } => {
-                    let segment = step.parts.get(at).ok_or_else(no_ticket)?.segment;
-                    let file = self.folder.open_segment(segment);
-                    file.map_err(|error| Failure::new(error.kind(), error.to_string(), ""))?
-                }
-                Source::Cluster { fetched } => {
-                    open(&fetched.files.get(at).ok_or_else(no_ticket)?.0)?
-                }
-            };
             parts.push(part);
-            descriptors.push(file.into());
+            descriptors.push(source.open_part(&self.folder, at)?.ok_or_else(no_ticket)?.into());
         }
         Ok((Answer::Parts { parts }, descriptors))
     }
@@ -535,9 +484,10 @@ impl StagingDaemon {
         tickets.open.remove(&ticket);
     }
 
-    /// Handles a report that an extent of a load does not match its hash. The daemon verifies the
-    /// report itself, because an uncommitted step is lost with its memory. If it is true, the step
-    /// in memory is given up, and once committed it is loaded from the cluster.
+    /// Handles a report that an extent of a load does not match its hash. If the whole step is in
+    /// memory, the daemon verifies the report itself, because an uncommitted step is lost with its
+    /// memory. If it is true, the step in memory is given up, and once committed it is loaded from
+    /// the cluster. Memory that only spares a read from the cluster is given up at once.
     pub(super) async fn set_corrupt(
         self: &Arc<Self>,
         tickets: &mut Tickets,
@@ -550,11 +500,14 @@ impl StagingDaemon {
         }
         let (step, _holds) = match source {
             Source::Memory { step, _holds } => (step, _holds),
-            Source::Cluster { fetched } => {
+            Source::Cluster { fetched, held } => {
                 tracing::error!(
                     "{name} is damaged in memory: the next load reads the step from the cluster again"
                 );
                 self.forget_fetched(&fetched);
+                if let Some(held) = held {
+                    self.with(|core| core.give_up_copy(&held.key));
+                }
                 return Ok(());
             }
         };
@@ -580,12 +533,6 @@ impl StagingDaemon {
 
 fn no_ticket() -> Failure {
     Failure::new(ErrorKind::Invalid, "this load is no longer open", "load once more")
-}
-
-#[allow(clippy::disallowed_methods)] // shared memory lies outside any store
-fn open(path: &std::path::Path) -> Result<File, Failure> {
-    File::open(path)
-        .map_err(|error| Failure::new(ErrorKind::Io, format!("{}: {error}", path.display()), ""))
 }
 
 /// Creates an unnamed file that contains `bytes`, for a process to read.

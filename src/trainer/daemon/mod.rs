@@ -5,9 +5,11 @@ pub mod assemble;
 pub mod core;
 mod fetch;
 pub mod folder;
+mod held_part;
 pub mod hold;
 mod joint_upload;
 mod launch_order;
+mod load_source;
 mod loads;
 mod ranges;
 pub mod records;
@@ -31,6 +33,7 @@ use tokio::task::JoinHandle;
 use self::core::{Core, Effect, Limits, StepKey};
 use self::fetch::Fetches;
 use self::folder::{Folder, FolderError};
+use self::held_part::HeldParts;
 use self::hold::Bell;
 use self::loads::{LoadKey, Verified};
 use self::ranges::MAX_WINDOWS;
@@ -117,6 +120,7 @@ pub struct StagingDaemon {
     queues: Mutex<BTreeMap<Job, Arc<tokio::sync::Mutex<()>>>>,
     progress: Mutex<BTreeMap<StepKey, Progress>>,
     fetches: Mutex<Fetches>,
+    held_parts: tokio::sync::Mutex<HeldParts>,
     verified: Mutex<BTreeMap<LoadKey, Verified>>,
     windows: Semaphore,
     connections: watch::Sender<usize>,
@@ -169,6 +173,7 @@ impl StagingDaemon {
             queues: Mutex::default(),
             progress: Mutex::default(),
             fetches: Mutex::default(),
+            held_parts: tokio::sync::Mutex::default(),
             verified: Mutex::default(),
             windows: Semaphore::new(MAX_WINDOWS),
             connections: watch::Sender::new(0),

@@ -216,13 +216,10 @@ impl Core {
         if is_older || job.old.contains(&place.launch) {
             return Err(fenced(place));
         }
+        let mut forgotten = None;
         if let Some(old) = job.newest.replace(place.launch) {
-            if job.old.len() == MAX_OLD_LAUNCHES
-                && let Some(forgotten) = job.old.pop_front()
-            {
-                let launch = job.launches.remove(&forgotten);
-                let effect = Effect::ForgetHosts(forgotten);
-                self.effects.extend(launch.and_then(|old| old.hosts).map(|_| effect));
+            if job.old.len() == MAX_OLD_LAUNCHES {
+                forgotten = job.old.pop_front();
             }
             job.old.push_back(old);
         }
@@ -235,9 +232,25 @@ impl Core {
             committed_before: None,
         });
         job.launches.insert(place.launch, Launch { hosts: hosts.cloned(), ..launch });
+        if let Some(forgotten) = forgotten {
+            self.forget_launch(&place.job, forgotten);
+        }
         self.effects.push(Effect::KeepJob(place.job.clone()));
         self.end_old_launches(&place.job, place.launch);
         Ok(())
+    }
+
+    /// Forgets an old launch. If it ran on several hosts, its steps are released first: without the
+    /// launch, nothing says that this host has only a part of each.
+    pub(super) fn forget_launch(&mut self, job: &Job, launch: LaunchId) {
+        let Some(state) = self.jobs.get(job) else { return };
+        let has_parts = !state.has_whole_steps(launch);
+        let parts = state.keys(job, |_, of, _| has_parts && of == launch);
+        parts.iter().for_each(|key| self.release_step(key));
+        if let Some(state) = self.jobs.get_mut(job) {
+            state.launches.remove(&launch);
+        }
+        self.effects.extend(has_parts.then_some(Effect::ForgetHosts(launch)));
     }
 
     fn end_old_launches(&mut self, job: &Job, newest: LaunchId) {

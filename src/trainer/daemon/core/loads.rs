@@ -60,6 +60,14 @@ impl Core {
         true
     }
 
+    /// Returns the step in memory that was committed as `save`. It may be the part of one host.
+    pub fn find_committed_part(&self, job: &Job, step: Step, save: SaveId) -> Option<StepKey> {
+        let is_it =
+            |phase: &Phase| matches!(phase, Phase::Committed { save: of, .. } if *of == save);
+        let state = self.jobs.get(job)?;
+        state.keys(job, |at, _, found| at == step && is_it(&found.phase)).pop()
+    }
+
     /// Returns the jobs that have abandoned saves.
     pub fn with_abandoned(&self) -> Vec<Job> {
         let jobs = self.jobs.iter().filter(|(_, state)| !state.abandoned.is_empty());

@@ -59,12 +59,17 @@ impl Core {
         fits
     }
 
-    /// Returns whether waiting may free memory for a launch: processes of other launches have not
-    /// ended yet, or steps are being saved.
+    /// Returns whether waiting may free memory for a launch: processes of older launches have not
+    /// ended yet, the steps of other launches are being loaded, or steps are being saved.
     pub fn may_get_room(&self, place: &Place) -> bool {
         let is_other = |segment: &super::Segment| segment.place.launch != place.launch;
-        let is_ending = self.segments.values().any(|s| is_other(s) && s.state == Use::Doomed);
-        is_ending || !self.unsaved().is_empty()
+        let is_in_use =
+            |s: &super::Segment| is_other(s) && (s.state == Use::Doomed || s.holds.any());
+        let is_older =
+            |m: &super::Member| m.place.job == place.job && m.place.launch != place.launch;
+        self.segments.values().any(is_in_use)
+            || self.members.values().any(is_older)
+            || !self.unsaved().is_empty()
     }
 
     /// Returns the committed steps that no process maps and no job would resume from, each with the
@@ -77,7 +82,7 @@ impl Core {
                 self.segments.get(id).is_none_or(|s| !s.holds.any()) && is_unmapped(*id)
             };
             let idle = state.keys(job, |_, _, found| {
-                matches!(found.phase, Phase::Committed { .. }) && found.parts.values().all(is_idle)
+                is_committed(&found.phase) && found.parts.values().all(is_idle)
             });
             let idle = idle.into_iter().filter(|key| !protected.contains(key));
             found.extend(idle.map(|key| (self.step(&key).map(|s| s.committed_at), key)));
@@ -119,10 +124,12 @@ impl Core {
     }
 
     /// Releases the committed steps from which no job would resume and whose segments no process
-    /// fills again.
+    /// fills again. The newest committed step stays, also if other hosts have parts of it: the next
+    /// launch loads from there what this host has of it.
     pub(super) fn tidy(&mut self, job: &Job) {
         let Some(state) = self.jobs.get(job) else { return };
-        let protected = protected(job, state);
+        let mut kept = protected(job, state);
+        kept.extend(state.keys(job, |_, _, step| is_committed(&step.phase)).pop());
         let is_left = |step: &super::StagedStep| {
             step.parts.values().any(|id| {
                 self.segments.get(id).is_none_or(|segment| {
@@ -132,9 +139,8 @@ impl Core {
                 })
             })
         };
-        let mut over = state
-            .keys(job, |_, _, step| matches!(step.phase, Phase::Committed { .. }) && is_left(step));
-        over.retain(|key| !protected.contains(key) && !self.is_held(key));
+        let mut over = state.keys(job, |_, _, step| is_committed(&step.phase) && is_left(step));
+        over.retain(|key| !kept.contains(key) && !self.is_held(key));
         over.iter().for_each(|key| self.release_step(key));
     }
 
@@ -142,6 +148,15 @@ impl Core {
     pub(super) fn is_held(&self, key: &StepKey) -> bool {
         self.step(key).is_some_and(|step| {
             step.parts.values().any(|id| self.segments.get(id).is_some_and(|s| s.holds.any()))
+        })
+    }
+
+    /// Returns whether a committed step is being loaded, which is no longer needed here after that.
+    pub fn is_any_copy_held(&self) -> bool {
+        self.jobs.iter().any(|(job, state)| {
+            let protected = protected(job, state);
+            let copies = state.keys(job, |_, _, step| is_committed(&step.phase));
+            copies.iter().any(|key| !protected.contains(key) && self.is_held(key))
         })
     }
 
@@ -179,17 +194,22 @@ impl Core {
         is_unmapped: &dyn Fn(SegmentId) -> bool,
     ) -> u64 {
         let Some(state) = self.jobs.get(job) else { return 0 };
-        let idle = state.keys(job, |_, _, step| {
-            let is_saved = matches!(step.phase, Phase::Committed { .. });
+        let mut idle = state.keys(job, |_, _, step| {
+            let is_saved = is_committed(&step.phase);
             step.phase.is_complete()
                 && (is_saved || with_unsaved)
                 && step.parts.values().all(|id| is_unmapped(*id))
         });
+        // The upload of an uncommitted step ends when the step is dropped.
+        let is_loaded = |key: &StepKey| {
+            self.step(key).is_some_and(|step| is_committed(&step.phase)) && self.is_held(key)
+        };
+        idle.retain(|key| !is_loaded(key));
         let mut bytes = 0;
         for key in idle {
             let Some(step) = self.step(&key) else { continue };
             bytes += step.len_bytes;
-            if matches!(step.phase, Phase::Committed { .. }) {
+            if is_committed(&step.phase) {
                 self.release_step(&key);
             } else {
                 let why = Failure::new(
@@ -204,6 +224,10 @@ impl Core {
     }
 }
 
+fn is_committed(phase: &Phase) -> bool {
+    matches!(phase, Phase::Committed { .. })
+}
+
 fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option<StepKey> {
     state.keys(job, |_, launch, step| is_it(&step.phase) && state.has_whole_steps(launch)).pop()
 }
@@ -212,6 +236,6 @@ fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option
 /// is uncommitted, also the newest committed one.
 fn protected(job: &Job, state: &JobState) -> Vec<StepKey> {
     let complete = newest(job, state, Phase::is_complete);
-    let committed = newest(job, state, |phase| matches!(phase, Phase::Committed { .. }));
+    let committed = newest(job, state, is_committed);
     complete.into_iter().chain(committed).collect()
 }

@@ -163,3 +163,45 @@ fn a_filling_that_a_dead_daemon_left_is_dropped_on_all_hosts() {
     let key = StepKey { job: job(), step: Step(10), launch: launch(1), fill };
     assert!(next.effects().contains(&Effect::DropOnOtherHosts(key, hosts(1))));
 }
+
+/// Commits step 10 of launch 1, whose rank then ends.
+fn commit_and_end(world: &mut World) {
+    world.stage(16, 10);
+    world.commit(1, 10);
+    world.core.gone(member(16), Ending::Left);
+    world.mapped.clear();
+    world.core.doomed().into_iter().for_each(|segment| world.core.freed(segment));
+}
+
+#[test]
+fn the_committed_part_of_a_host_stays_until_its_memory_is_needed() {
+    let mut world = World::new(2 * MIB);
+    world.prepare_on(1, 0, 1, Some(&hosts(1))).unwrap();
+    commit_and_end(&mut world);
+    let found = |world: &World, number| {
+        world.core.find_committed_part(&job(), Step(10), save(number)).is_some()
+    };
+    assert!(found(&world, 10) && !found(&world, 11), "only as what was committed");
+    assert_eq!(world.core.complete_step(&job(), Step(10)), None, "it is not whole");
+    assert_eq!(world.core.resume_point(&job()), None);
+    // While a rank loads it, the next launch waits for its memory.
+    let place = Place { job: job(), launch: launch(2), world: 1, rank: 0 };
+    let held = world.core.hold_step(&world.key(1, 10).unwrap()).unwrap();
+    assert!(world.core.may_get_room(&place));
+    drop(held);
+    assert!(!world.core.may_get_room(&place));
+    assert_eq!(world.prepare_on(2, 0, 1, Some(&hosts(1))).unwrap().len(), 2);
+    assert!(!found(&world, 10));
+}
+
+#[test]
+fn a_part_is_released_with_the_launch_that_says_that_it_is_one() {
+    let mut world = world();
+    commit_and_end(&mut world);
+    world.prepare_on(2, 0, 1, Some(&hosts(1))).unwrap();
+    world.effects();
+    world.core.forget_launch(&job(), launch(1));
+    assert_eq!(world.phase(1, 10), None);
+    assert!(world.effects().contains(&Effect::ForgetHosts(launch(1))));
+    assert_eq!(world.core.complete_step(&job(), Step(10)), None);
+}

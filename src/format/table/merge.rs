@@ -50,30 +50,51 @@ fn moved(extent: &Extent, input: &MergeInput<'_>) -> Result<Extent, TableError> 
 /// For each input, the new row of each old one.
 type NewRows = Vec<Vec<u32>>;
 
+/// The distinct names of the tables so far, each with a number in the order in which it was found.
+struct DistinctNames<'a> {
+    numbers: HashMap<(Space, &'a Path), usize>,
+    /// The first description of each name, and the number of its table.
+    first: Vec<(usize, &'a Name)>,
+}
+
+impl<'a> DistinctNames<'a> {
+    /// Returns the number of a name. Compares the name with number `guess` first, which costs less
+    /// than hashing it.
+    fn number(&mut self, name: &'a Name, table: usize, guess: usize) -> Result<usize, TableError> {
+        let is_guessed = self
+            .first
+            .get(guess)
+            .is_some_and(|(_, guessed)| guessed.space == name.space && guessed.path == name.path);
+        let number = match is_guessed {
+            true => guess,
+            false => *self.numbers.entry((name.space, &name.path)).or_insert(self.first.len()),
+        };
+        match self.first.get(number) {
+            None => self.first.push((table, name)),
+            Some(first) => refuse_difference(*first, (table, name))?,
+        }
+        Ok(number)
+    }
+}
+
 /// Merges the names. Returns them with the new row of each old one.
 fn merge_names(inputs: &[MergeInput<'_>]) -> Result<(Vec<Name>, NewRows), TableError> {
-    // Most hosts have the same names, so each name is looked up, and only the distinct ones are
-    // sorted.
     let count = inputs.iter().map(|input| input.table.names.len()).sum();
-    let mut numbers: HashMap<(Space, &Path), usize> = HashMap::with_capacity(count);
-    let mut distinct: Vec<(usize, &Name)> = Vec::new();
+    let numbers = HashMap::with_capacity(count);
+    let mut distinct = DistinctNames { numbers, first: Vec::new() };
     let mut numbered: Vec<Vec<usize>> = Vec::with_capacity(inputs.len());
     for (table, input) in inputs.iter().enumerate() {
         let mut own = Vec::with_capacity(input.table.names.len());
         for name in &input.table.names {
-            let number = *numbers.entry((name.space, &name.path)).or_insert(distinct.len());
-            match distinct.get(number) {
-                None => distinct.push((table, name)),
-                Some((first_table, first)) => {
-                    refuse_difference((*first_table, first), (table, name))?
-                }
-            }
-            own.push(number);
+            // Most hosts have the same names in the same order, so the number after the previous one
+            // is usually right.
+            let guess = own.last().map_or(0, |before| before + 1);
+            own.push(distinct.number(name, table, guess)?);
         }
         numbered.push(own);
     }
-    let mut order: Vec<(usize, &Name)> =
-        distinct.iter().map(|(_, name)| *name).enumerate().collect();
+    let first = distinct.first.iter().map(|(_, name)| *name);
+    let mut order: Vec<(usize, &Name)> = first.enumerate().collect();
     order.sort_by(|(_, a), (_, b)| (a.space, &a.path).cmp(&(b.space, &b.path)));
     let mut rows = vec![0; order.len()];
     for (row, (number, _)) in (0u32..).zip(&order) {
@@ -99,7 +120,7 @@ fn refuse_difference(
 /// Merges the extents. Two tables with an extent of this save at the same place are an error: the
 /// caller has put both tables at the same base.
 fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), TableError> {
-    let mut all = Vec::new();
+    let mut all = Vec::with_capacity(inputs.iter().map(|input| input.table.extents.len()).sum());
     for input in inputs {
         for extent in &input.table.extents {
             all.push(moved(extent, input)?);
@@ -124,6 +145,38 @@ fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), Ta
     Ok((extents, new_rows))
 }
 
+/// Merges the regions, sorted by name and form.
+fn merge_regions(
+    inputs: &[MergeInput<'_>],
+    new_names: &NewRows,
+    new_extents: &NewRows,
+) -> Vec<Region> {
+    // Row numbers are sorted instead of regions, and each region is copied once. In a valid table
+    // all rows are in range, so nothing is skipped.
+    let mut order = Vec::with_capacity(inputs.iter().map(|input| input.table.regions.len()).sum());
+    for (table, (input, new_names)) in inputs.iter().zip(new_names).enumerate() {
+        for (row, region) in input.table.regions.iter().enumerate() {
+            let name = new_names.get(region.name as usize);
+            order.extend(name.map(|name| (*name, table as u32, row as u32)));
+        }
+    }
+    order.sort();
+    let mut regions: Vec<Region> = Vec::with_capacity(order.len());
+    regions.extend(order.into_iter().filter_map(|(name, table, row)| {
+        let region = inputs.get(table as usize)?.table.regions.get(row as usize)?;
+        let extent = *new_extents.get(table as usize)?.get(region.extent as usize)?;
+        Some(Region { name, form: region.form.clone(), extent })
+    }));
+    // The hosts of a sharded tensor usually have its slices in order, so the regions of a name
+    // rarely need a sort of their own.
+    for of_name in regions.chunk_by_mut(|a, b| a.name == b.name) {
+        if !of_name.is_sorted_by(|a, b| a.form <= b.form) {
+            of_name.sort_by(|a, b| a.form.cmp(&b.form));
+        }
+    }
+    regions
+}
+
 impl Table {
     /// Returns the union of `inputs`. Names with the same space and path must agree in all
     /// properties. Two regions of one name with the same form are an error: each region has one
@@ -137,26 +190,7 @@ impl Table {
         check_counts(0, count(|table| table.regions.len()), count(|table| table.extents.len()))?;
         let (names, new_names) = merge_names(inputs)?;
         let (extents, new_extents) = merge_extents(inputs)?;
-        let mut regions: Vec<Region> = Vec::new();
-        for (input, (new_names, new_extents)) in
-            inputs.iter().zip(new_names.iter().zip(&new_extents))
-        {
-            for region in &input.table.regions {
-                let name = new_names.get(region.name as usize).copied();
-                let extent = new_extents.get(region.extent as usize).copied();
-                // In a valid table all rows are in range, so this skips nothing.
-                let (Some(name), Some(extent)) = (name, extent) else { continue };
-                regions.push(Region { name, form: region.form.clone(), extent });
-            }
-        }
-        // The sort is stable and compares numbers only. The hosts of a sharded tensor usually have its
-        // slices in order, so the regions of a name rarely need a sort of their own.
-        regions.sort_by_key(|region| region.name);
-        for of_name in regions.chunk_by_mut(|a, b| a.name == b.name) {
-            if !of_name.is_sorted_by(|a, b| a.form <= b.form) {
-                of_name.sort_by(|a, b| a.form.cmp(&b.form));
-            }
-        }
+        let regions = merge_regions(inputs, &new_names, &new_extents);
         Self::checked(names, regions, extents)
     }
 }

@@ -55,8 +55,9 @@ pub struct Run {
     print: Print,
 }
 
+/// The output of a command at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Print {
+pub enum Print {
     /// Tables for people
     Tables,
     /// The record as JSON

@@ -16,6 +16,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::record::Machine;
+use crate::run::Print;
 use crate::say;
 use scenario::{Model, Scenario};
 use world::{Outcome, World};
@@ -37,6 +38,9 @@ pub struct Durability {
     /// The folder for results
     #[arg(long, default_value = "benches/record", value_name = "FOLDER")]
     out: PathBuf,
+    /// The output: a line for each scenario, or the record at the end
+    #[arg(long, value_enum, default_value_t = Print::Tables)]
+    print: Print,
 }
 
 /// All results of a model.
@@ -76,27 +80,35 @@ struct Counts {
 }
 
 impl Durability {
-    /// Runs the scenarios, and writes and prints the results.
+    /// Runs the scenarios, and prints the results. Writes them unless only a part was run.
     pub fn run(&self) -> Result<()> {
         let model = Model::read(&self.file)?;
         let mut results = Vec::new();
         let chosen = model.scenario.iter().filter(|scenario| scenario.name.starts_with(&self.only));
         for scenario in chosen {
             let counts = self.simulate(scenario)?;
-            say(line(&counts))?;
+            if self.print == Print::Tables {
+                say(line(&counts))?;
+            }
             results.push(counts);
         }
         ensure!(!results.is_empty(), "no scenario's name begins with {:?}", self.only);
-        if self.thin > 1 || !self.only.is_empty() {
-            return Ok(());
-        }
         let path = self.out.join(format!("{}.json", model.name));
         let command = std::env::args().collect::<Vec<_>>().join(" ");
         let (seed, machine) = (self.seed, Machine::this());
-        let text =
-            serde_json::to_string_pretty(&Results { command, seed, machine, model, results })?;
+        let results = Results { command, seed, machine, model, results };
+        if self.print == Print::Json {
+            say(serde_json::to_string(&results)?)?;
+        }
+        if self.thin > 1 || !self.only.is_empty() {
+            return Ok(());
+        }
+        let text = serde_json::to_string_pretty(&results)?;
         std::fs::write(&path, text + "\n").with_context(|| path.display().to_string())?;
-        say(format_args!("wrote {}", path.display()))
+        match self.print {
+            Print::Tables => say(format_args!("wrote {}", path.display())),
+            Print::Json => Ok(()),
+        }
     }
 
     /// Simulates the clusters of a scenario, on all processors.

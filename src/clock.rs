@@ -19,7 +19,7 @@ pub trait Clock: Send + Sync + 'static {
 
     /// Returns seconds since 1970 by the machine's date, which may jump in both directions.
     ///
-    /// They are for people, and decide nothing but the end of a maintenance and the order of equally
+    /// The value is shown to people. It decides only when a maintenance ends, and the order of equally
     /// urgent repairs.
     fn wall_seconds(&self) -> u64;
 }

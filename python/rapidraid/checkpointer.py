@@ -589,21 +589,22 @@ class Checkpointer:
             step = self._choose_together(step, offline, limit)
             if step is None:
                 return None
-            # The part of the step in this host's memory is known only to a load that begins with the table.
+            # Only a load that begins with the table uses the part of the step in this host's memory.
             table_first = True
 
         def load(reader: Reader) -> tuple[int, int | None, str | None]:
             damaged = read(reader)
             return reader.loaded.number, reader.loaded.newest_committed, damaged
 
+        def attempt() -> tuple[int, int | None, str | None] | None:
+            return self._read_step(step, load, number=self._loads, offline=offline, table_first=table_first, limit=limit)
+
         for last in (False, True):
             try:
-                done = self._read_step(step, load, number=self._loads, offline=offline, table_first=table_first, limit=limit)
+                done = attempt()
             except StaleError as error:
-                if last:
-                    raise
                 log.warning("%s: the step is loaded again", error)
-                continue
+                done = attempt()
             if done is None:
                 return None
             number, newest, damaged = done

@@ -69,7 +69,7 @@ pub enum NetError {
     },
     /// One side does not accept the other's certificate or protocol.
     #[error(
-        "connection with {peer} refused: {reason}; both sides need a certificate of the same cluster, the same version, and a clock within the years in which the certificates are valid"
+        "connection with {peer} refused: {reason}; both sides need a certificate of the same cluster, the same version, and a clock that is not past the end of the certificates"
     )]
     Refused {
         /// The other side.

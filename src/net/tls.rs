@@ -24,8 +24,8 @@ pub(super) fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
-/// The time at which certificates are verified: the system's, and never before this process's own
-/// certificate began to be valid. A machine whose clock was reset to 1970 or 2000 would otherwise
+/// The clock for the dates of certificates: the machine's clock, but never earlier than the start of
+/// the process's own certificate. A machine whose clock was reset to 1970 or 2000 would otherwise
 /// refuse every other member.
 #[derive(Debug)]
 pub(super) struct CertificateClock {

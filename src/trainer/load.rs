@@ -39,7 +39,7 @@ pub struct LoadedStep {
     pub table: Table,
     parts: Vec<MappedPart>,
     /// The extents of the current window, ascending, if the load is by ranges; `None` if all extents
-    /// are readable. The window without extents has those of `own`.
+    /// are readable. An empty list stands for the extents of `own`.
     window: Option<Vec<u32>>,
     /// The part of the step that is in this host's memory, if the load is by ranges.
     own: OwnPart,
@@ -68,7 +68,7 @@ impl OwnPart {
     }
 }
 
-/// Returns the one of `parts`, sorted by their place and without overlap, that has an extent.
+/// Returns the part that contains an extent. `parts` are sorted by place and do not overlap.
 fn part_of<'a>(parts: &'a [MappedPart], extent: &Extent) -> Option<&'a MappedPart> {
     let key = (extent.shard, extent.offset_bytes);
     let behind =

@@ -11,7 +11,7 @@ use std::net::UdpSocket;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -208,13 +208,13 @@ impl Drop for Daemon {
     }
 }
 
-/// The ports that this process may still give away, and the locks on the slots of its ports.
+/// The unused ports of the slots that this process has locked, and the locks.
 static PORTS: Mutex<(Vec<u16>, Vec<File>)> = Mutex::new((Vec::new(), Vec::new()));
 
-/// Returns free UDP ports, which no other test gets as long as this process runs: the port of a
-/// daemon that is down looks free. They are below the range that the system gives to clients.
+/// Returns free UDP ports. No other test process of this user gets them while this one runs, even
+/// while their daemons are down. They are below the range that the system gives to clients.
 pub fn free_ports(count: usize) -> Vec<u16> {
-    let (left, locks) = &mut *PORTS.lock().unwrap();
+    let (left, locks) = &mut *PORTS.lock().unwrap_or_else(PoisonError::into_inner);
     let mut ports = Vec::new();
     while ports.len() < count {
         let Some(port) = left.pop() else {

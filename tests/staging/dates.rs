@@ -1,11 +1,12 @@
 //! Machines whose dates jump, by decades and in both directions, while two hosts save one step. A
-//! launch whose host is behind the date of the launch before it still replaces it.
+//! launch replaces its predecessor although the date of its host is decades earlier.
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use rapidraid::stage::{TARGET, TracePoint};
 use rapidraid::trainer::daemon::trace::StagingPoint;
 
 use crate::hosts::{Joint, RANKS_PER_HOST, by_rank};
@@ -57,39 +58,45 @@ fn this_year() -> i64 {
     1970 + now.as_secs() as i64 / YEAR_S
 }
 
-/// Returns whether a log has a line about this point that is dated about so many years from now.
-fn has_dated(log: &str, point: StagingPoint, years: i64) -> bool {
+/// Returns whether a line with `word` is dated about so many years from now.
+fn has_dated(log: &str, word: &str, years: i64) -> bool {
     let year = |line: &str| line.get(..4).and_then(|year| year.parse::<i64>().ok());
-    let of_point = log.lines().filter(|line| line.contains(point.name()));
-    of_point.filter_map(year).any(|year| (year - this_year() - years).abs() <= 1)
+    let with_word = log.lines().filter(|line| line.contains(word));
+    with_word.filter_map(year).any(|year| (year - this_year() - years).abs() <= 1)
 }
 
-/// Starts the daemons of a cluster, each by the date of its machine.
-fn start_cluster(dates: &Dates) -> Cluster {
+/// The log of a storage daemon, as far as it is written.
+type Log = Arc<Mutex<String>>;
+
+/// Starts the daemons of a cluster, each by the date of its machine. Returns the cluster and the
+/// logs.
+fn start_cluster(dates: &Dates) -> (Cluster, Vec<Log>) {
     let mut cluster = Cluster::files(NODES, &CLUSTER);
-    let daemon = |node: usize| {
+    let logs: Vec<Log> = (0..NODES).map(|_| Log::default()).collect();
+    let daemon = |(node, log): (usize, &Log)| {
         let mut command = program(cluster.folder.path());
         command.arg("node").arg("--config").arg(cluster.config(node));
         command.envs(dates.environment(&format!("n{node}")));
-        Daemon::told(command, Arc::new(|_| ())).ready()
+        command.env("RUST_LOG", format!("info,{TARGET}=debug"));
+        let log = log.clone();
+        let listener = move |line: &str| *log.lock().unwrap() += &format!("{line}\n");
+        Daemon::told(command, Arc::new(listener)).ready()
     };
-    let daemons = (1..=NODES).map(daemon).collect();
+    let daemons = (1..).zip(&logs).map(daemon).collect();
     cluster.daemons = daemons;
-    cluster.until("all nodes are live", |nodes| nodes.iter().all(|node| node["live"] == true));
-    cluster
+    until_all_live(&cluster);
+    (cluster, logs)
 }
 
-fn assert_all_live(cluster: &Cluster) {
-    let status = cluster.run("status --json").ok().json();
-    let nodes = status["nodes"].as_array().unwrap();
-    assert!(nodes.iter().all(|node| node["live"] == true), "{status:#}");
+fn until_all_live(cluster: &Cluster) {
+    cluster.until("all nodes are live", |nodes| nodes.iter().all(|node| node["live"] == true));
 }
 
 pub fn play() {
     let dates = Dates::build();
     // This machine's clock has lost its battery: it is before the certificates' first day.
     dates.jump("n2", 2000 - this_year());
-    let cluster = start_cluster(&dates);
+    let (cluster, logs) = start_cluster(&dates);
     let mut stages: Vec<Stage<'_>> =
         (0..2).map(|_| Stage::folder(&cluster, "64MiB", &[])).collect();
     for (stage, host) in stages.iter_mut().zip(["h0", "h1"]) {
@@ -108,11 +115,18 @@ pub fn play() {
     }
     fills.extend(old.save(1..2, 10));
     old.wait(10);
-    let log = stages[0].watch.tail();
-    assert!(has_dated(&log, StagingPoint::Committed, 20), "the date did not jump: {log}");
+    let committed = StagingPoint::Committed.name();
+    stages[0].until("it is committed, by another date", || {
+        has_dated(&stages[0].watch.tail(), committed, 20)
+    });
     std::thread::sleep(LONGER_THAN_A_LEASE);
-    assert_all_live(&cluster);
+    until_all_live(&cluster);
     cluster.run("archive dates/10").ok();
+    let piece = format!("{TARGET}: {}", TracePoint::Piece.name());
+    for (node, years) in [(1, -3), (2, 2000 - this_year()), (3, 50), (4, -10)] {
+        let log = logs[node - 1].lock().unwrap();
+        assert!(has_dated(&log, &piece, years), "the date of n{node} did not jump: {log}");
+    }
 
     // The next launch is decades behind the one that it replaces, on one host, and ahead on the
     // other, where the daemon has just connected to the cluster.
@@ -134,5 +148,5 @@ pub fn play() {
     }
     assert_eq!(all[0].committed("dates"), [10, 20]);
     all.iter().for_each(|stage| stage.assert_sound());
-    assert_all_live(&cluster);
+    until_all_live(&cluster);
 }

@@ -15,6 +15,7 @@ use crate::{Cell, cells};
 pub const CELLS: &[Cell] = cells![
     each_host_reads_only_the_part_of_the_other,
     a_damaged_part_is_read_from_the_cluster,
+    a_part_that_another_rank_has_given_up_is_read_from_the_cluster,
     a_part_that_is_not_the_committed_one_is_not_used,
 ];
 
@@ -42,13 +43,26 @@ impl<'a> Play<'a> {
         Self { job, stages, fills }
     }
 
-    /// Loads step 10 on a host, by ranges, and checks every byte.
-    fn load(&self, host: usize) -> Told {
+    /// Returns an order about step 10, by ranges, of a new launch.
+    fn order(&self, what: &str) -> Value {
         let launch = LaunchId(SystemEntropy.id()).to_string();
-        let order = json!({
-            "do": "load", "job": self.job, "step": 10, "from_cluster": true, "table_first": true,
+        json!({
+            "do": what, "job": self.job, "step": 10, "from_cluster": true, "table_first": true,
             "launch": launch, "number": 1,
-        });
+        })
+    }
+
+    /// Changes a byte of each segment of a host. Some segments may not have the step.
+    fn damage(&self, host: usize) {
+        let stage = &self.stages[host];
+        let names = stage.files("segments");
+        let segments = names.iter().filter_map(|name| name.strip_suffix(".seg"));
+        segments.for_each(|id| stage.flip(&stage.segment(id), HEADER_BYTES + 100));
+    }
+
+    /// Loads step 10 on a host, and checks every byte.
+    fn load(&self, host: usize) -> Told {
+        let order = self.order("load");
         let found = Trainer::start(&self.stages[host].dir(), None).ask(&order)?;
         assert_eq!((&found["step"], &found["fills"]), (&json!(10), &self.fills));
         Ok(found)
@@ -80,14 +94,26 @@ fn each_host_reads_only_the_part_of_the_other(cluster: &Cluster, job: &str) {
 
 fn a_damaged_part_is_read_from_the_cluster(cluster: &Cluster, job: &str) {
     let play = Play::begin(cluster, job);
-    let stage = &play.stages[0];
-    let names = stage.files("segments");
-    let segments = names.iter().filter_map(|name| name.strip_suffix(".seg"));
-    // A rank has a segment with the step, and perhaps others without it.
-    segments.for_each(|id| stage.flip(&stage.segment(id), HEADER_BYTES + 100));
+    play.damage(0);
     play.load(0).unwrap_err().says("Corrupt", &["damaged"]);
     play.assert_reads_all(0);
     play.assert_reads_the_other_half(1);
+    play.stages.iter().for_each(Stage::assert_sound);
+}
+
+/// One rank has opened the step when another one finds that the part is damaged.
+fn a_part_that_another_rank_has_given_up_is_read_from_the_cluster(cluster: &Cluster, job: &str) {
+    let play = Play::begin(cluster, job);
+    let mut first = Trainer::start(&play.stages[0].dir(), None);
+    assert_eq!(first.ask(&play.order("open")).unwrap(), 10);
+    play.damage(0);
+    play.load(0).unwrap_err().says("Corrupt", &["damaged"]);
+    // The first rank still holds the segments.
+    play.assert_reads_all(0);
+    let check = json!({ "do": "check", "from_cluster": true });
+    first.ask(&check).unwrap_err().says("Unavailable", &["replaced in memory"]);
+    let found = first.ask(&play.order("load")).unwrap();
+    assert!(share_read(&found) >= 1.0, "{found}");
     play.stages.iter().for_each(Stage::assert_sound);
 }
 

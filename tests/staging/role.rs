@@ -155,22 +155,24 @@ impl Trainer {
             }
             "load" => {
                 let load = load_of(order);
-                let from = match order["from_cluster"] == true {
-                    true => LoadFrom::Cluster,
-                    false => LoadFrom::Anywhere,
-                };
+                let from = from_of(order);
                 let found = content::load_from(self.session(wait)?, &load, from, wait)?;
                 Ok(found.map_or(Value::Null, |found| told(&found)))
             }
             "open" => {
                 let load = load_of(order);
-                self.loaded =
-                    self.session(wait)?.load(&load, LoadFrom::Anywhere, &mut |_, _| (), wait)?;
+                let from = from_of(order);
+                self.loaded = self.session(wait)?.load(&load, from, &mut |_, _| (), wait)?;
                 Ok(json!(self.loaded.as_ref().map(|loaded| loaded.step().0)))
             }
             "check" => {
                 let mut loaded = self.loaded.take().unwrap();
-                let found = content::check(self.session(wait)?, &mut loaded, wait);
+                let found = match from_of(order) {
+                    LoadFrom::Anywhere => content::check(self.session(wait)?, &mut loaded, wait),
+                    LoadFrom::Cluster => {
+                        content::check_hosts(self.session(wait)?, &mut loaded, wait)
+                    }
+                };
                 self.loaded = Some(loaded);
                 Ok(told(&found?))
             }
@@ -255,6 +257,13 @@ impl Trainer {
         let request = Request::Staged { step, segment: self.segments[at].id, fill, samples };
         self.session(wait)?.tell("the end of a save", &request, wait)?;
         Ok(Value::Null)
+    }
+}
+
+fn from_of(order: &Value) -> LoadFrom {
+    match order["from_cluster"] == true {
+        true => LoadFrom::Cluster,
+        false => LoadFrom::Anywhere,
     }
 }
 

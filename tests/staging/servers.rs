@@ -2,16 +2,16 @@
 //! catalogue server, or the daemon that is about to pass the point, which is the gateway or a node
 //! that stores a part. The save goes on without help and is whole, and its removal leaves nothing.
 
-use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rapidraid::stage::{TARGET, TracePoint};
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 
 use crate::hosts::{Joint, RANKS_PER_HOST, by_rank};
 use crate::launch::{Launch, Plan};
-use crate::machine::{Cluster, Daemon, program, tree};
+use crate::machine::{Cluster, Daemon, files_below, program};
 use crate::stage::{Stage, until};
 use crate::{CLUSTER, NODES};
 
@@ -24,6 +24,8 @@ const POINTS: [TracePoint; 10] = {
 const SUITE: [TracePoint; 3] = [TracePoint::Join, TracePoint::Seal, TracePoint::Decide];
 /// The catalogue server: the first node of a new cluster.
 const CATALOGUE_SERVER: usize = 0;
+/// The limit of a trainer's wait for the commit.
+const WAIT_LIMIT_MS: u64 = 50_000;
 /// Longer than a lease, so that the node counts as dead.
 const LONG: Duration = Duration::from_secs(5);
 
@@ -65,7 +67,7 @@ impl Trap {
 /// A cluster whose daemons log trace points to a trap.
 struct Servers {
     cluster: Cluster,
-    daemons: RefCell<Vec<Daemon>>,
+    daemons: Mutex<Vec<Daemon>>,
     trap: Arc<Mutex<Trap>>,
 }
 
@@ -73,9 +75,9 @@ impl Servers {
     fn start() -> Self {
         let trap = Trap { pids: vec![None; NODES], ..Trap::default() };
         let (cluster, trap) = (Cluster::files(NODES, &CLUSTER), Arc::new(Mutex::new(trap)));
-        let servers = Self { cluster, daemons: RefCell::default(), trap };
+        let servers = Self { cluster, daemons: Mutex::default(), trap };
         let daemons = (0..NODES).map(|node| servers.daemon(node)).collect();
-        servers.daemons.replace(daemons);
+        *servers.daemons.lock().unwrap() = daemons;
         servers.until_live();
         servers
     }
@@ -104,8 +106,11 @@ impl Servers {
         let node = killed().unwrap();
         std::thread::sleep(away);
         self.trap.lock().unwrap().pids[node] = None;
-        let restarted = self.daemon(node);
-        self.daemons.borrow_mut()[node] = restarted;
+        // Its address is free once it is reaped.
+        let mut daemons = self.daemons.lock().unwrap();
+        daemons[node].child.wait().unwrap();
+        daemons[node] = self.daemon(node);
+        drop(daemons);
         self.trap.lock().unwrap().killed = None;
     }
 
@@ -113,7 +118,7 @@ impl Servers {
     fn stored(&self) -> Vec<String> {
         let folders = (1..=NODES)
             .map(|node| self.cluster.path(&format!("cluster/nodes/n{node}/data/shards")));
-        let files = folders.flat_map(|folder| tree(&folder)).map(|(name, _)| name);
+        let files = folders.flat_map(|folder| files_below(&folder));
         files.filter(|name| name.ends_with(".rep") || name.ends_with(".pc")).collect()
     }
 
@@ -126,11 +131,15 @@ impl Servers {
         let all: Vec<&Stage<'_>> = stages.iter().collect();
         let mut joint = Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST));
         self.trap.lock().unwrap().set = Some((point, victim));
-        joint.prepare(None);
-        let fills = joint.save(0..stages.len(), 10);
-        self.restart_killed(away);
+        let fills = std::thread::scope(|scope| {
+            scope.spawn(|| self.restart_killed(away));
+            joint.prepare(None);
+            joint.save(0..stages.len(), 10)
+        });
         // No trainer and no person does anything for the save but wait.
-        joint.wait(10);
+        for rank in joint.parts.iter_mut().flat_map(|part| &mut part.ranks) {
+            rank.ask(&json!({ "do": "wait", "step": 10, "limit_ms": WAIT_LIMIT_MS })).unwrap();
+        }
         joint.parts.iter_mut().for_each(Launch::kill);
         let all: Vec<&Stage<'_>> = stages.iter().rev().collect();
         for found in Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST)).load() {

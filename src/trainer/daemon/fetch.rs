@@ -266,9 +266,8 @@ impl StagingDaemon {
         has_room
     }
 
-    /// Makes room for a fetch. Waits for a while if loads hold steps that could make way: the ranks
-    /// of a launch open a step by ranges before they ask for all of it. Returns whether there is
-    /// room.
+    /// Makes room for a fetch. Waits a while for loads to release steps that can be evicted: ranks
+    /// that will ask for the whole step first open it by ranges. Returns whether there is room.
     async fn wait_for_room(self: &Arc<Self>, fetch: &Fetch, len_bytes: u64) -> bool {
         let until = self.clock.now() + ROOM_PATIENCE;
         loop {

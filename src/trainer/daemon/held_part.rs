@@ -39,11 +39,13 @@ impl StagingDaemon {
     ) -> Option<Arc<HeldPart>> {
         let mut known = self.held_parts.lock().await;
         known.retain(|_, part| part.strong_count() > 0);
-        if let Some(part) = known.get(&fetched.save).and_then(Weak::upgrade) {
+        let (job, step, save) = (&fetched.job, fetched.step, fetched.save);
+        // A part that was given up is no longer found here, though other ranks may still have it.
+        let key = self.with(|core| core.find_committed_part(job, step, save))?;
+        let shared = known.get(&save).and_then(Weak::upgrade);
+        if let Some(part) = shared.filter(|part| part.key == key) {
             return Some(part);
         }
-        let (job, step, save) = (&fetched.job, fetched.step, fetched.save);
-        let key = self.with(|core| core.find_committed_part(job, step, save))?;
         let holds = self.with(|core| core.hold_step(&key))?;
         let (daemon, fetched, of) = (self.clone(), fetched.clone(), key.clone());
         let work = move || {
@@ -72,8 +74,9 @@ impl StagingDaemon {
     }
 }
 
-/// Returns the extents of `table` that are in memory, as at most `most` ranges, the longest ones.
-/// Extents are the same if their hashes are. Neighbours in the table and in memory share a range.
+/// Returns ranges of `table` whose extents are in memory. Extents with equal hashes are equal.
+/// Extents that follow each other in both places share a range. If there are more than `most`
+/// ranges, returns the longest.
 fn match_extents(table: &Table, step: &Assembled, most: usize) -> Vec<(SegmentId, Part)> {
     let held = step.table.extents();
     let is_same =
@@ -86,10 +89,12 @@ fn match_extents(table: &Table, step: &Assembled, most: usize) -> Vec<(SegmentId
         held.get(row).filter(|extent| extent.offset_bytes == offset)
     };
     let mut ranges: Vec<(SegmentId, Part)> = Vec::new();
-    // The distance from the last extent that was found to its bytes in memory, while it goes on.
+    // The offset in memory minus the offset in the shard, for the previous extent; `None` if that
+    // extent is not in memory.
     let mut distance: Option<i128> = None;
     for extent in table.extents().iter().filter(|extent| extent.len_bytes > 0) {
-        // Equal extents, such as counters, are in memory several times: the next one counts first.
+        // Several extents may be equal, such as counters. The one behind the previous extent in
+        // memory is preferred, so that the range goes on.
         let next = distance.and_then(|distance| {
             u64::try_from(i128::from(extent.offset_bytes) + distance).ok().and_then(at_offset)
         });
@@ -101,7 +106,10 @@ fn match_extents(table: &Table, step: &Assembled, most: usize) -> Vec<(SegmentId
         };
         let rank =
             step.parts.partition_point(|rank| rank.base + rank.data_bytes <= found.offset_bytes);
-        let Some(rank) = step.parts.get(rank) else { continue };
+        let Some(rank) = step.parts.get(rank) else {
+            distance = None;
+            continue;
+        };
         let file_offset = HEADER_BYTES + (found.offset_bytes - rank.base);
         let last = ranges.last_mut().filter(|(segment, range)| {
             // A range covers no byte of an extent that is not in memory.

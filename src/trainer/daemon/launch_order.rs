@@ -18,6 +18,8 @@ use crate::wire::calls::LaunchClaim;
 
 /// How long a load waits for the order of launches.
 const ORDER_LIMIT: Duration = Duration::from_secs(5);
+/// How often the list of committed steps is read again because it was outdated.
+const LIST_TRIES: u32 = 3;
 /// Interval between two looks whether the first host has registered the launch.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -81,15 +83,23 @@ impl StagingDaemon {
         place: &Place,
         resumed: Resumed,
     ) -> Result<LaterSteps, Failure> {
-        let changes = self.with(|core| core.changes(&place.job));
-        let saves = self.committed_saves(&place.job).await?;
-        // A step that was removed or replaced is in memory until a load notices it, and no rank of
-        // this host has to load. An outdated list releases nothing, so the step counts.
-        let save_of = |step: Step| {
-            let at = saves.binary_search_by_key(&step, |save| save.0).ok()?;
-            saves.get(at).map(|save| save.1)
+        // A removed or replaced step stays in memory until it is compared with the committed ones. A
+        // load does that, but no rank of this host has to load.
+        let mut tries = 0..LIST_TRIES;
+        let saves = loop {
+            let changes = self.with(|core| core.changes(&place.job));
+            let saves = self.committed_saves(&place.job).await?;
+            let save_of = |step: Step| {
+                let at = saves.binary_search_by_key(&step, |save| save.0).ok()?;
+                saves.get(at).map(|save| save.1)
+            };
+            // With an outdated list nothing is released, and the step would count as a later one.
+            if self.with(|core| core.drop_replaced(&place.job, changes, &save_of))
+                || tries.next().is_none()
+            {
+                break saves;
+            }
         };
-        self.with(|core| core.drop_replaced(&place.job, changes, &save_of));
         let newest = saves.last().map(|(step, _)| *step);
         let is_later = |step: Step| resumed.loaded.is_none_or(|loaded| step > loaded);
         let (committed, before): (Vec<_>, Vec<_>) =

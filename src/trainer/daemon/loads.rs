@@ -131,9 +131,10 @@ impl StagingDaemon {
                 match self.read_from_cluster(load, step, save, until).await? {
                     Ok((fetched, why)) => {
                         why_by_ranges = why;
-                        // Only a launch holds memory that its trainers may fill again. Other readers
-                        // must not delay them.
-                        let held = match fetched.files.is_empty() && load.launch.is_some() {
+                        // A segment that a reader holds cannot be filled again. Only ranks of a
+                        // launch get such segments; other readers would delay the trainers.
+                        let is_partial = from == LoadFrom::Cluster && fetched.files.is_empty();
+                        let held = match is_partial && load.launch.is_some() {
                             true => self.find_held_part(&fetched).await,
                             false => None,
                         };
@@ -487,7 +488,8 @@ impl StagingDaemon {
     /// Handles a report that an extent of a load does not match its hash. If the whole step is in
     /// memory, the daemon verifies the report itself, because an uncommitted step is lost with its
     /// memory. If it is true, the step in memory is given up, and once committed it is loaded from
-    /// the cluster. Memory that only spares a read from the cluster is given up at once.
+    /// the cluster. In a load by ranges, the part in memory is given up without a check, because the
+    /// cluster has the step.
     pub(super) async fn set_corrupt(
         self: &Arc<Self>,
         tickets: &mut Tickets,

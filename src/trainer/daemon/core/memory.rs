@@ -59,17 +59,17 @@ impl Core {
         fits
     }
 
-    /// Returns whether waiting may free memory for a launch: processes of older launches have not
-    /// ended yet, the steps of other launches are being loaded, or steps are being saved.
+    /// Returns whether memory may become free for a launch: a process of an older launch of the job
+    /// still has a segment, a segment of another launch is being loaded or waits to be unmapped, or a
+    /// step is being saved.
     pub fn may_get_room(&self, place: &Place) -> bool {
         let is_other = |segment: &super::Segment| segment.place.launch != place.launch;
         let is_in_use =
             |s: &super::Segment| is_other(s) && (s.state == Use::Doomed || s.holds.any());
-        let is_older =
-            |m: &super::Member| m.place.job == place.job && m.place.launch != place.launch;
-        self.segments.values().any(is_in_use)
-            || self.members.values().any(is_older)
-            || !self.unsaved().is_empty()
+        let is_of_older = |s: &super::Segment| {
+            s.place.job == place.job && is_other(s) && self.members.contains_key(&s.owner)
+        };
+        self.segments.values().any(|s| is_in_use(s) || is_of_older(s)) || !self.unsaved().is_empty()
     }
 
     /// Returns the committed steps that no process maps and no job would resume from, each with the
@@ -124,8 +124,8 @@ impl Core {
     }
 
     /// Releases the committed steps from which no job would resume and whose segments no process
-    /// fills again. The newest committed step stays, also if other hosts have parts of it: the next
-    /// launch loads from there what this host has of it.
+    /// fills again. The newest committed step stays even if this host has only a part of it: the next
+    /// launch loads that part from memory.
     pub(super) fn tidy(&mut self, job: &Job) {
         let Some(state) = self.jobs.get(job) else { return };
         let mut kept = protected(job, state);
@@ -151,7 +151,7 @@ impl Core {
         })
     }
 
-    /// Returns whether a committed step is being loaded, which is no longer needed here after that.
+    /// Returns whether a load holds a committed step that may be evicted after the load.
     pub fn is_any_copy_held(&self) -> bool {
         self.jobs.iter().any(|(job, state)| {
             let protected = protected(job, state);
@@ -200,7 +200,8 @@ impl Core {
                 && (is_saved || with_unsaved)
                 && step.parts.values().all(|id| is_unmapped(*id))
         });
-        // The upload of an uncommitted step ends when the step is dropped.
+        // A committed step that is being loaded stays. An uncommitted step may be held by its upload,
+        // which ends when the step is dropped.
         let is_loaded = |key: &StepKey| {
             self.step(key).is_some_and(|step| is_committed(&step.phase)) && self.is_held(key)
         };

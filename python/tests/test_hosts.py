@@ -20,6 +20,7 @@ import rapidraid
 pytest.importorskip("torch")
 
 PROGRAM = str(Path(__file__).parent / "programs" / "hosts.py")
+MEMORY = str(Path(__file__).parent / "programs" / "hosts_memory.py")
 REFUSED = str(Path(__file__).parent / "programs" / "hosts_refused.py")
 RANKS = 4
 #: Number of kills of the random test, and its seed.
@@ -105,6 +106,23 @@ def test_two_hosts_save_one_checkpoint_and_resume_from_it(hosts: rapidraid.Local
     assert alone.play() == 0, alone.lines
     assert set(alone.starts.values()) == {5}
     assert alone.totals[0, 5] == again.totals[0, 5]
+
+
+def test_each_host_resumes_from_its_memory(hosts: rapidraid.LocalCluster, job: str) -> None:
+    """Ranks that come back with the same layout read next to nothing from the cluster; on other hosts they read all."""
+
+    def read(*on: int) -> list[float]:
+        code, lines = once(MEMORY, 4, "CONFIG", job, "load", configs=[hosts.configs[host] for host in on])
+        assert code == 0, lines
+        found = [re.fullmatch(r"step 1: only the parts that are wanted are read, (\d+) of (\d+) bytes", line) for line in lines]
+        return [int(match[1]) / int(match[2]) for match in found if match]
+
+    code, lines = once(MEMORY, 4, "CONFIG", job, "save", configs=hosts.configs)
+    assert code == 0, lines
+    shares = read(0, 1)
+    assert len(shares) == 4 and max(shares) < 0.02, shares
+    # The other way round, each host has the part of the other one, and the whole step is read.
+    assert read(1, 0) == []
 
 
 def test_a_launch_that_another_host_has_replaced_saves_nothing_more(hosts: rapidraid.LocalCluster, job: str) -> None:

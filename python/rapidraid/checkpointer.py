@@ -589,7 +589,7 @@ class Checkpointer:
             step = self._choose_together(step, offline, limit)
             if step is None:
                 return None
-            # Only a load that begins with the table uses the part of the step in this host's memory.
+            # A load uses the part of the step in this host's memory only if it begins with the table.
             table_first = True
 
         def load(reader: Reader) -> tuple[int, int | None, str | None]:

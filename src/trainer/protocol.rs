@@ -281,8 +281,8 @@ pub struct Sample {
 pub enum LoadFrom {
     /// The host's memory, and the cluster.
     Anywhere,
-    /// What the cluster has committed, so that ranks on several hosts load the same. In a load by
-    /// ranges, this host's memory is used for the bytes that it has of that save.
+    /// The committed saves alone, so that ranks on several hosts load the same one. A load by ranges
+    /// takes from this host's memory the bytes that it still has of that save.
     Cluster,
 }
 

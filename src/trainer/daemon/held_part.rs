@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 
 use super::StagingDaemon;
-use super::assemble::{Assembled, Coverage, assemble};
+use super::assemble::{Assembled, assemble};
 use super::core::StepKey;
 use super::fetch::Fetched;
 use super::hold::Hold;
@@ -62,14 +62,8 @@ impl StagingDaemon {
     /// Returns a committed step in memory with its hashes, or `None` if they are missing.
     fn assemble_committed(self: &Arc<Self>, key: &StepKey) -> Option<Assembled> {
         let segments = self.with(|core| core.hold_step(key))?;
-        let is_part = self.with(|core| core.hosts_of(key).is_some());
-        let coverage = if is_part { Coverage::OfOneHost } else { Coverage::Whole };
-        let mut step = assemble(&self.folder, key, segments, coverage).ok()?;
-        let hashed = Table::parse(&self.folder.table(key).ok()??).ok()?;
-        if hashed.clone().without_hashes() != step.table {
-            return None;
-        }
-        step.table = hashed;
+        let mut step = assemble(&self.folder, key, segments, self.coverage_of(key)).ok()?;
+        step.table = self.stored_hashes(key, &step.table).ok()??;
         Some(step)
     }
 }

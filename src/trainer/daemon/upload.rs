@@ -13,6 +13,7 @@ use super::assemble::{
     self, Assembled, Coverage, MAX_SHARD_STRIPES, cut, find_changed, shard_sources,
 };
 use super::core::{Phase, StepKey};
+use super::folder::FolderError;
 use super::records::{SaveState, StepRecord};
 use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, lock};
@@ -212,8 +213,7 @@ impl StagingDaemon {
         let _turn = self.hashing.lock().await;
         let Some(segments) = self.with(|core| core.hold_step(key)) else { return Ok(None) };
         let (daemon, of) = (self.clone(), key.clone());
-        let has_all_ranks = self.with(|core| core.hosts_of(key).is_none());
-        let coverage = if has_all_ranks { Coverage::Whole } else { Coverage::OfOneHost };
+        let coverage = self.coverage_of(key);
         let work = move || assemble::assemble(&daemon.folder, &of, segments, coverage);
         let died = |error: &dyn std::fmt::Display| {
             Failure::new(ErrorKind::Internal, error.to_string(), "")
@@ -233,10 +233,7 @@ impl StagingDaemon {
         let failed = |error: &dyn std::fmt::Display| {
             Failure::new(ErrorKind::Io, format!("the table of step {}: {error}", key.step), "")
         };
-        let kept = self.folder.table(key).map_err(|error| failed(&error))?;
-        let kept = kept.and_then(|bytes| Table::parse(&bytes).ok());
-        let is_same = |kept: &Table| kept.clone().without_hashes() == step.table;
-        match kept.filter(is_same) {
+        match self.stored_hashes(key, &step.table).map_err(|error| failed(&error))? {
             Some(table) => step.table = table,
             // The copy of a committed step must not be hashed again: damaged bytes would get
             // matching hashes.
@@ -255,6 +252,25 @@ impl StagingDaemon {
         }
         self.with(|core| core.hashed(key));
         Ok(Some(Arc::new(step)))
+    }
+
+    /// Returns whether this host has all ranks of a step's launch.
+    pub(super) fn coverage_of(self: &Arc<Self>, key: &StepKey) -> Coverage {
+        match self.with(|core| core.hosts_of(key).is_none()) {
+            true => Coverage::Whole,
+            false => Coverage::OfOneHost,
+        }
+    }
+
+    /// Returns the stored table of a step, which has hashes, or `None` if it is missing or differs
+    /// from `table` in more than the hashes.
+    pub(super) fn stored_hashes(
+        &self,
+        key: &StepKey,
+        table: &Table,
+    ) -> Result<Option<Table>, FolderError> {
+        let stored = self.folder.table(key)?.and_then(|bytes| Table::parse(&bytes).ok());
+        Ok(stored.filter(|stored| stored.clone().without_hashes() == *table))
     }
 
     /// Gives up the memory copy of a step if it is committed. Returns whether it is.

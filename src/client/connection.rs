@@ -28,6 +28,10 @@ use crate::workers::Workers;
 
 /// Time limit for an answer of a gateway.
 const CALL_LIMIT: Duration = Duration::from_secs(12);
+/// Time limit for an attempt at a call about committed steps. While no catalogue answers, the
+/// gateway first reads the commit marks of all nodes, perhaps once for other calls and once for this
+/// one.
+const STEPS_LIMIT: Duration = Duration::from_secs(40);
 /// Time limit for commits and removals, which wait for many nodes.
 pub(super) const LONG_LIMIT: Duration = Duration::from_secs(120);
 /// Number of seeds that are asked first, and the time they have before more are asked.
@@ -309,6 +313,14 @@ impl Client {
 
     pub(super) async fn call_gateway<C: Call>(&self, call: &C) -> Result<C::Answer, ClientError> {
         self.call_any_gateway_within(call, CALL_LIMIT).await
+    }
+
+    /// Makes a call about committed steps.
+    pub(super) async fn ask_about_steps<C: Call>(
+        &self,
+        call: &C,
+    ) -> Result<C::Answer, ClientError> {
+        self.call_any_gateway_within(call, STEPS_LIMIT).await
     }
 
     /// Returns the cluster's id, as the first gateway reported it.

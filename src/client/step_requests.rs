@@ -32,7 +32,7 @@ impl Client {
     pub async fn list_steps(&self, job: Option<&Job>) -> Result<Vec<StepView>, ClientError> {
         let (mut steps, mut after) = (Vec::new(), None);
         loop {
-            let page = self.call_gateway(&ListSteps { job: job.cloned(), after }).await?;
+            let page = self.ask_about_steps(&ListSteps { job: job.cloned(), after }).await?;
             steps.extend(page.steps);
             match page.next {
                 Some(next) => after = Some(next),
@@ -103,11 +103,11 @@ impl Client {
         step: Option<Step>,
     ) -> Result<ShowStepAnswer, ClientError> {
         let call = ShowStep { job: job.clone(), step, first_shard: 0 };
-        let mut answer = self.call_gateway(&call).await?;
+        let mut answer = self.ask_about_steps(&call).await?;
         while (answer.shards.len() as u64) < u64::from(answer.step.saved.shards) {
             let first_shard = answer.shards.len() as u32;
             let page = self
-                .call_gateway(&ShowStep {
+                .ask_about_steps(&ShowStep {
                     job: job.clone(),
                     step: Some(answer.step.step),
                     first_shard,
@@ -209,7 +209,8 @@ impl Client {
     async fn find_committed_save(&self, step_ref: StepRef<'_>) -> Result<SaveId, ClientError> {
         let StepRef { job, step } = step_ref;
         let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
-        let page = self.call_gateway(&ListSteps { job: Some(job.clone()), after: before }).await?;
+        let page =
+            self.ask_about_steps(&ListSteps { job: Some(job.clone()), after: before }).await?;
         let found = page.steps.into_iter().find(|view| view.step == step);
         let found = found.ok_or_else(|| ClientError::NoStep { job: job.clone(), step })?;
         Ok(found.saved.save)

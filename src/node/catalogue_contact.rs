@@ -2,12 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Whether a catalogue answers this node's registrations, and how often one has answered.
+/// Whether a catalogue answers this node, and how often one has answered.
 #[derive(Default)]
 pub(in crate::node) struct CatalogueContact {
-    /// Whether no catalogue answered the last registration.
+    /// Whether no catalogue answered the last registration, nor a read since.
     is_silent: AtomicBool,
-    /// How often a catalogue has answered, or has begun.
+    /// How often a catalogue has answered a registration or a read, or has begun.
     answers: AtomicU64,
 }
 
@@ -23,7 +23,7 @@ impl CatalogueContact {
         self.is_silent.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether no catalogue answered the last registration.
+    /// Returns whether no catalogue answered the last registration, nor a read since.
     pub(in crate::node) fn is_silent(&self) -> bool {
         self.is_silent.load(Ordering::Relaxed)
     }

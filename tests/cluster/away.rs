@@ -117,6 +117,58 @@ async fn a_state_from_before_an_archiving_leads_nobody_astray() {
     assert!(report.decoded_stripes > 0 && report.replica_stripes == 0, "{report:?}");
 }
 
+/// A node without the catalogue answers each new call by marks that it reads after the call.
+#[tokio::test(start_paused = true)]
+async fn a_step_that_was_reported_before_a_call_is_in_its_answer() {
+    let world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client();
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    world.network.partition(&address(0), &address(1));
+    let astray = world.client_of(1);
+    // The snapshot of the call before is still cached at each of these calls.
+    let begun = tokio::time::Instant::now();
+    for round in 0..3 {
+        let listed = astray.list_steps(Some(&job())).await.unwrap();
+        assert!(listed.iter().all(|view| view.by_marks));
+        assert_eq!(listed.last().unwrap().step, Step(2 + round));
+        assert_eq!(astray.show_step(&job(), None).await.unwrap().step.step, Step(2 + round));
+        save(&client, 3 + round, &[("weights", &content(LEN, 3 + round))]).await;
+    }
+    assert_eq!(astray.show_step(&job(), None).await.unwrap().step.step, Step(5));
+    let replace = async |step, seed| {
+        let shards = vec![shard("weights", &content(LEN, seed))];
+        client
+            .save(&job(), Step(step), shards, SaveOptions { replace: true }, quiet())
+            .await
+            .unwrap();
+    };
+    replace(2, 20).await;
+    client.remove_step(&job(), Step(5)).await.unwrap();
+    assert_exact(&astray, 2, 20).await;
+    let steps: Vec<Step> =
+        astray.list_steps(None).await.unwrap().into_iter().map(|view| view.step).collect();
+    assert_eq!(steps, [1, 2, 3, 4].map(Step));
+
+    assert!(begun.elapsed() < Duration::from_secs(5));
+
+    // The catalogue answers again. A removal by this node finds the save that is committed now.
+    world.network.heal(&address(0), &address(1));
+    replace(2, 21).await;
+    astray.remove_step(&job(), Step(2)).await.unwrap();
+    save(&client, 6, &[("weights", &content(LEN, 6))]).await;
+    assert_eq!(astray.list_steps(None).await.unwrap().last().unwrap().step, Step(6));
+    let mut by_marks = true;
+    for _ in 0..100 {
+        by_marks = astray.list_steps(None).await.unwrap().iter().any(|view| view.by_marks);
+        if !by_marks {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    assert!(!by_marks, "the catalogue is never asked again");
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_was_not_committed_is_not_found_and_one_mark_is_enough() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;

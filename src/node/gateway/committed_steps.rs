@@ -114,13 +114,11 @@ impl CommittedSteps {
         self: &Arc<Self>,
         call: ListSteps,
     ) -> Result<ListStepsAnswer, RemoteError> {
-        match self
-            .outage_reader
-            .read_if_catalogue_answers(self.list_committed_steps_in_catalogue(call.clone()))
-            .await
-        {
+        let asked_at = self.context.clock.now();
+        let read = self.list_committed_steps_in_catalogue(call.clone());
+        match self.outage_reader.read_if_catalogue_answers(read).await {
             Some(answer) => answer,
-            None => self.outage_reader.list_steps_by_marks(call).await,
+            None => self.outage_reader.list_steps_by_marks(call, asked_at).await,
         }
     }
 
@@ -171,13 +169,11 @@ impl CommittedSteps {
         self: &Arc<Self>,
         call: ShowStep,
     ) -> Result<ShowStepAnswer, RemoteError> {
-        match self
-            .outage_reader
-            .read_if_catalogue_answers(self.show_step_in_catalogue(call.clone()))
-            .await
-        {
+        let asked_at = self.context.clock.now();
+        let read = self.show_step_in_catalogue(call.clone());
+        match self.outage_reader.read_if_catalogue_answers(read).await {
             Some(answer) => answer,
-            None => self.outage_reader.show_step_by_marks(call).await,
+            None => self.outage_reader.show_step_by_marks(call, asked_at).await,
         }
     }
 

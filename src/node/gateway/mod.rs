@@ -7,6 +7,7 @@ pub(super) mod error;
 mod joint_save;
 pub(super) mod labels;
 mod launches;
+mod mark_snapshot;
 mod open_saves;
 mod page_limits;
 pub(super) mod reads_without_catalogue;

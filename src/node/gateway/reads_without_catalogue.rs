@@ -11,6 +11,7 @@ use std::time::Duration;
 use futures_util::{StreamExt, stream};
 
 use super::error::GatewayError;
+use super::mark_snapshot::{CachedSnapshot, Cursor, Freshness, MarkSnapshot, SnapshotCache};
 use super::page_limits::{SAVES_PER_PAGE, SHARDS_SHOWN};
 use crate::catalogue::record_access::checkpoint_key;
 use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
@@ -22,7 +23,7 @@ use crate::net::call::address;
 use crate::node::catalogue_server::cluster_inventory::InventoryReader;
 use crate::node::catalogue_server::membership::Membership;
 use crate::node::context::NodeContext;
-use crate::node::quorum::{Quorum, TooFewNodes, keep_nodes_with_seen_epoch};
+use crate::node::quorum::{Quorum, keep_nodes_with_seen_epoch};
 use crate::node::standings::{fetch_standings, is_unknown_call};
 use crate::node::storage::fencing::Fencing;
 use crate::wire::calls::{
@@ -34,11 +35,10 @@ use crate::wire::{NodeAddress, RemoteError};
 /// How long the collected evidence of a save is cached. A large save takes long to collect and is
 /// shown in many pages.
 const SAVE_LASTS: Duration = Duration::from_secs(60);
-/// How long a snapshot of the nodes' commit marks is cached. The catalogue is not retried
-/// meanwhile.
-const SNAPSHOT_LASTS: Duration = Duration::from_secs(5);
 /// How long a reader waits for a catalogue to answer the probe.
 const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
+/// How long no other probe is made after one that failed.
+const PROBE_PAUSE: Duration = Duration::from_secs(5);
 /// The key read to find out whether a catalogue answers. It does not exist.
 const PROBE: &str = "probe";
 /// Time limit for one page of marks.
@@ -60,64 +60,10 @@ type MarkedSaves = BTreeMap<SaveId, MarkedSave>;
 /// The saves of which only damaged marks were seen, with the nodes that have those.
 type DamagedMarks = BTreeMap<SaveId, BTreeSet<PeerName>>;
 
-/// The caches of reads without a catalogue: the last snapshot of the nodes' marks, and the save
-/// that was collected last.
-#[derive(Default)]
-pub(in crate::node) struct OutageCache {
-    snapshot: Mutex<Option<CachedSnapshot>>,
-    /// Held by the task that takes a snapshot. The others wait for its result.
-    snapshot_lock: tokio::sync::Mutex<()>,
-    collected_save: tokio::sync::Mutex<Option<CollectedSave>>,
-}
-
-/// A snapshot, the time at which it was complete, and how often a catalogue had answered by then.
-struct CachedSnapshot {
-    taken_at: Duration,
-    catalogue_answers: u64,
-    snapshot: Arc<MarkSnapshot>,
-}
-
 /// A collected save, and the time at which its collection began.
 struct CollectedSave {
     started_at: Duration,
     committed: Arc<Committed>,
-}
-
-/// A snapshot of the nodes, and of the committed steps that they have marks of.
-struct MarkSnapshot {
-    /// The storage nodes whose marks were read.
-    heard: Vec<NodeRecord>,
-    quorum: Quorum,
-    /// The committed steps by their catalogue keys, so that they are in the catalogue's order.
-    steps: BTreeMap<String, MarkedSave>,
-}
-
-impl MarkSnapshot {
-    /// Checks that every committed save and every removal is known to one of `heard`.
-    ///
-    /// # Errors
-    /// [`GatewayError::NoQuorum`] with the nodes that are missing or behind.
-    fn check_quorum(&self, heard: &[NodeRecord]) -> Result<(), RemoteError> {
-        self.check_quorum_without(heard, &BTreeSet::new())
-            .map_err(|too_few| GatewayError::NoQuorum { reason: too_few.to_string() }.into())
-    }
-
-    /// Checks `heard` like [`check_quorum`](Self::check_quorum), but counts the nodes of `excluded` as missing.
-    fn check_quorum_without(
-        &self,
-        heard: &[NodeRecord],
-        excluded: &BTreeSet<PeerName>,
-    ) -> Result<(), TooFewNodes> {
-        let names: BTreeSet<&PeerName> = heard.iter().map(|node| &node.name).collect();
-        self.quorum.check_enough_heard(|name| names.contains(name) && !excluded.contains(name))
-    }
-}
-
-impl OutageCache {
-    /// Drops the snapshot, so that the next reader takes a new one.
-    fn clear_snapshot(&self) {
-        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = None;
-    }
 }
 
 /// The service that answers reads while no catalogue does.
@@ -126,7 +72,10 @@ pub(in crate::node) struct OutageReader {
     fencing: Arc<Fencing>,
     membership: Arc<Membership>,
     inventory_reader: Arc<InventoryReader>,
-    outage_cache: OutageCache,
+    snapshots: SnapshotCache,
+    /// The time at which the last probe failed, and how often a catalogue had answered by then.
+    failed_probe: Mutex<Option<(Duration, u64)>>,
+    collected_save: tokio::sync::Mutex<Option<CollectedSave>>,
 }
 
 impl OutageReader {
@@ -142,12 +91,14 @@ impl OutageReader {
             fencing,
             membership,
             inventory_reader,
-            outage_cache: OutageCache::default(),
+            snapshots: SnapshotCache::default(),
+            failed_probe: Mutex::default(),
+            collected_save: tokio::sync::Mutex::default(),
         }
     }
 
-    /// Runs `catalogue_read`. Returns its result, or `None` if no catalogue answers or none
-    /// answered a moment ago.
+    /// Runs `catalogue_read`. Returns its result, or `None` if no catalogue answers, or none
+    /// answered the last registration or a probe a moment ago.
     pub(in crate::node) async fn read_if_catalogue_answers<T>(
         &self,
         catalogue_read: impl Future<Output = Result<T, RemoteError>>,
@@ -155,36 +106,60 @@ impl OutageReader {
         if self.context.local_catalogue().is_some() {
             return Some(catalogue_read.await);
         }
-        let has_snapshot = self.cached_snapshot().is_some();
-        if has_snapshot || self.context.catalogue_contact.is_silent() {
+        let contact = &self.context.catalogue_contact;
+        if contact.is_silent() || self.has_probe_failed_recently() {
             return None;
         }
         // A short probe finds out whether a catalogue answers; the read itself may take its time.
         let catalogue = self.context.catalogue();
         let probe = catalogue.get(PROBE);
-        deadline(&*self.context.clock, CATALOGUE_LIMIT, probe).await.ok()?.ok()?;
+        let answers = deadline(&*self.context.clock, CATALOGUE_LIMIT, probe).await;
+        if !answers.is_ok_and(|answer| answer.is_ok()) {
+            let failed = Some((self.context.clock.now(), contact.answers()));
+            *self.failed_probe.lock().unwrap_or_else(PoisonError::into_inner) = failed;
+            return None;
+        }
         let known = catalogue_read.await;
-        let is_away = known.as_ref().is_err_and(|error| error.kind == ErrorKind::Unavailable);
-        (!is_away).then_some(known)
+        if known.as_ref().is_err_and(|error| error.kind == ErrorKind::Unavailable) {
+            return None;
+        }
+        // Older snapshots do not serve further pages of this answer.
+        contact.record_answer();
+        Some(known)
     }
 
-    /// Returns the last snapshot. Drops it if it is too old or a catalogue has answered since.
-    fn cached_snapshot(&self) -> Option<Arc<MarkSnapshot>> {
-        let mut cached = self.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
-        cached.take_if(|cached| {
-            self.context.clock.now() >= cached.taken_at.saturating_add(SNAPSHOT_LASTS)
-                || cached.catalogue_answers != self.context.catalogue_contact.answers()
-        });
-        cached.as_ref().map(|cached| cached.snapshot.clone())
+    /// Returns whether a probe has failed in the last seconds and no catalogue has answered since.
+    fn has_probe_failed_recently(&self) -> bool {
+        let failed = *self.failed_probe.lock().unwrap_or_else(PoisonError::into_inner);
+        failed.is_some_and(|(at, answers)| {
+            self.context.clock.now() < at.saturating_add(PROBE_PAUSE)
+                && answers == self.context.catalogue_contact.answers()
+        })
+    }
+
+    /// Returns the result of the last collection if it is recent enough.
+    fn cached_snapshot(
+        &self,
+        freshness: &Freshness,
+    ) -> Option<Result<Arc<MarkSnapshot>, RemoteError>> {
+        let answers = self.context.catalogue_contact.answers();
+        self.snapshots.get(freshness, self.context.clock.now(), answers)
+    }
+
+    /// Returns how recent a snapshot must be for a call that arrives now.
+    fn freshness_now(&self, cursor: Option<Cursor>) -> Freshness {
+        Freshness { asked_at: self.context.clock.now(), cursor }
     }
 
     /// Returns a page of the committed steps, in order.
-    pub(in crate::node) async fn list_steps_by_marks(
+    pub(super) async fn list_steps_by_marks(
         self: &Arc<Self>,
         call: ListSteps,
+        asked_at: Duration,
     ) -> Result<ListStepsAnswer, RemoteError> {
-        let look = self.get_or_take_snapshot().await?;
         let after = call.after.map(|(job, step)| checkpoint_key(job.at(step)));
+        let cursor = after.clone().map(Cursor::Steps);
+        let look = self.get_or_take_snapshot(Freshness { asked_at, cursor }).await?;
         let is_wanted =
             |found: &MarkedSave| call.job.as_ref().is_none_or(|wanted| *wanted == found.job);
         let behind =
@@ -193,33 +168,22 @@ impl OutageReader {
         let steps: Vec<StepView> = found.take(SAVES_PER_PAGE).map(step_view_of_mark).collect();
         let last = steps.last().filter(|_| steps.len() == SAVES_PER_PAGE);
         let next = last.map(|last| (last.job.clone(), last.step));
+        if let Some((job, step)) = &next {
+            self.snapshots.add_cursor(&look, Cursor::Steps(checkpoint_key(job.at(*step))));
+        }
         Ok(ListStepsAnswer { steps, next })
     }
 
     /// Returns a committed step with a page of its shards.
-    pub(in crate::node) async fn show_step_by_marks(
+    pub(super) async fn show_step_by_marks(
         self: &Arc<Self>,
         call: ShowStep,
+        asked_at: Duration,
     ) -> Result<ShowStepAnswer, RemoteError> {
-        let looked_before = self.cached_snapshot().is_some();
-        match self.show_step_from_mark_snapshot(&call).await {
-            // The snapshot is some seconds old. Its save may have been replaced by a newer one
-            // since.
-            Err(error) if error.kind == ErrorKind::NotFound && looked_before => {
-                self.outage_cache.clear_snapshot();
-                self.show_step_from_mark_snapshot(&call).await
-            }
-            shown => shown,
-        }
-    }
-
-    /// Returns a committed step with a page of its shards, from the cached snapshot if there is
-    /// one.
-    async fn show_step_from_mark_snapshot(
-        self: &Arc<Self>,
-        call: &ShowStep,
-    ) -> Result<ShowStepAnswer, RemoteError> {
-        let look = self.get_or_take_snapshot().await?;
+        let is_first_page = call.first_shard == 0;
+        let step = call.step.filter(|_| !is_first_page);
+        let cursor = step.map(|step| Cursor::Shards(checkpoint_key(call.job.at(step))));
+        let look = self.get_or_take_snapshot(Freshness { asked_at, cursor }).await?;
         let marked = match call.step {
             Some(step) => look.steps.get(&checkpoint_key(call.job.at(step))),
             None => look.steps.values().rfind(|found| found.job == call.job),
@@ -234,6 +198,8 @@ impl OutageReader {
             .take(SHARDS_SHOWN)
             .map(|shard| (shard.root.clone(), Some(shard.state.clone())))
             .collect();
+        let key = checkpoint_key(marked.job.at(marked.step));
+        self.snapshots.add_cursor(&look, Cursor::Shards(key));
         Ok(ShowStepAnswer { step: step_view_of_mark(marked), shards })
     }
 
@@ -245,8 +211,8 @@ impl OutageReader {
         call: GetShardState,
     ) -> Result<Option<ShardState>, RemoteError> {
         let asked_at = self.context.clock.now();
-        let look = self.get_or_take_snapshot().await?;
         let save = call.shard.save();
+        let look = self.get_or_take_snapshot(self.freshness_now(None)).await?;
         let marked = look.steps.values().find(|marked| marked.saved.save == save);
         let Some(marked) = marked else { return Ok(None) };
         let committed = self.get_or_read_committed(&look, marked, asked_at).await?;
@@ -270,34 +236,36 @@ impl OutageReader {
         self.membership.list_stored_and_heard_ring_changes().await
     }
 
-    /// Returns the cached snapshot, or takes a new one. The work runs in a task of its own: if the
-    /// caller is cancelled, the next one still finds the result.
-    async fn get_or_take_snapshot(self: &Arc<Self>) -> Result<Arc<MarkSnapshot>, RemoteError> {
-        if let Some(look) = self.cached_snapshot() {
-            return Ok(look);
+    /// Returns the cached snapshot if it is recent enough, or takes a new one. The work runs in a
+    /// task of its own, so that it also ends for the other waiting calls if its caller is cancelled.
+    async fn get_or_take_snapshot(
+        self: &Arc<Self>,
+        freshness: Freshness,
+    ) -> Result<Arc<MarkSnapshot>, RemoteError> {
+        if let Some(result) = self.cached_snapshot(&freshness) {
+            return result;
         }
         let reader = self.clone();
         let work = self.context.tasks.spawn(async move {
-            let _alone = reader.outage_cache.snapshot_lock.lock().await;
-            if let Some(look) = reader.cached_snapshot() {
-                return Ok(look);
+            let _alone = reader.snapshots.collecting.lock().await;
+            if let Some(result) = reader.cached_snapshot(&freshness) {
+                return result;
             }
-            let look = Arc::new(reader.collect_mark_snapshot().await?);
-            let steps = look.steps.len();
-            tracing::warn!(
-                steps,
-                nodes = look.heard.len(),
-                "no catalogue answers: reading by commit marks"
-            );
-            let cached = CachedSnapshot {
-                taken_at: reader.context.clock.now(),
-                catalogue_answers: reader.context.catalogue_contact.answers(),
-                snapshot: look.clone(),
-            };
-            let mut last =
-                reader.outage_cache.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
-            *last = Some(cached);
-            Ok(look)
+            let started_at = reader.context.clock.now();
+            let catalogue_answers = reader.context.catalogue_contact.answers();
+            let result = reader.collect_mark_snapshot().await.map(Arc::new);
+            if let Ok(look) = &result {
+                let (steps, nodes) = (look.steps.len(), look.heard.len());
+                tracing::warn!(steps, nodes, "no catalogue answers: reading by commit marks");
+            }
+            reader.snapshots.put(CachedSnapshot {
+                started_at,
+                ended_at: reader.context.clock.now(),
+                catalogue_answers,
+                result: result.clone(),
+                cursors: BTreeSet::new(),
+            });
+            result
         });
         work.await.map_err(|_| GatewayError::ReadInterrupted)?
     }
@@ -481,7 +449,7 @@ impl OutageReader {
     ) -> Result<Arc<Committed>, RemoteError> {
         let (node, look, saved) = (self.clone(), snapshot.clone(), marked.saved.clone());
         let work = self.context.tasks.spawn(async move {
-            let mut last = node.outage_cache.collected_save.lock().await;
+            let mut last = node.collected_save.lock().await;
             if let Some(CollectedSave { started_at: at, committed }) = &*last
                 && *at > min_collected_at
                 && committed.saved == saved

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import _native
+from ._device import DeviceTensor, is_on_device, load_to_devices
 from .errors import CorruptError, InvalidError, NotFoundError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, Maker, flatten, show
 from .tensors import (
@@ -18,6 +19,7 @@ from .tensors import (
     alias_key,
     check_writable,
     describe,
+    dtype_of,
     has_elements,
     is_fillable,
     memory_span,
@@ -302,7 +304,7 @@ class PlannedLoad:
         """
         rows = [row for _, row, _ in self.values]
         reader.check_wanted([(destination.row, destination.part, 0, 0) for destination in self.destinations], rows)
-        targets, scratch = self._targets()
+        targets, on_devices, scratch = self._targets()
         contents = []
         for places in reader.windows([], rows):
             for leaf, row, flags in (self.values[at] for at in places):
@@ -311,7 +313,7 @@ class PlannedLoad:
                 except CorruptError:
                     return show(leaf.keys)
                 contents.append((leaf, pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)))
-        damaged = reader.copy(targets)
+        damaged = reader.copy(targets) or load_to_devices(on_devices, reader.copy)
         if damaged is not None:
             return damaged
         for value, loaded in scratch:
@@ -321,20 +323,26 @@ class PlannedLoad:
                 leaf.put(value)
         return None
 
-    def _targets(self) -> tuple[list[Target], list[tuple[Any, Any]]]:
-        """Returns the targets of the copy, and the pairs of a destination and the scratch memory to put into it later.
+    def _targets(self) -> tuple[list[Target], list[DeviceTensor], list[tuple[Any, Any]]]:
+        """Returns the targets of the copy, the tensors on devices, and the pairs of a destination and its scratch memory.
 
-        Both are in the order of the state. No two targets share memory. Weights that are tied in the state and in the
-        step have one target. If destinations share memory and the step has several contents for them, each content is
-        loaded into scratch memory and the last one wins, as with a plain load.
+        The scratch memory is put into the destination later. All three are in the order of the state. No two targets
+        share memory. Weights that are tied in the state and in the step have one target. If destinations share memory
+        and the step has several contents for them, each content is loaded into scratch memory and the last one wins, as
+        with a plain load.
         """
         dropped, shared = self._overlaps()
         targets: list[Target] = []
+        on_devices: list[DeviceTensor] = []
         scratch: list[tuple[Any, Any]] = []
         for at, destination in enumerate(self.destinations):
             if at in dropped:
                 continue
             into = destination.value
+            if at not in shared and is_on_device(into):
+                dtype = into.dtype if destination.cast_from is None else dtype_of(destination.cast_from)
+                on_devices.append(DeviceTensor(destination.row, destination.part, into, dtype))
+                continue
             if destination.cast_from is not None:
                 into = new_tensor(destination.cast_from, list(into.shape))
             elif at in shared or not is_fillable(into):
@@ -342,7 +350,7 @@ class PlannedLoad:
             if into is not destination.value:
                 scratch.append((destination.value, into))
             targets.append((destination.row, destination.part, address(into), nbytes(into)))
-        return targets, scratch
+        return targets, on_devices, scratch
 
     def _overlaps(self) -> tuple[set[int], set[int]]:
         """Returns the indexes of destinations that equal an earlier one, and of unequal ones that share memory."""

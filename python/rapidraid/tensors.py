@@ -371,8 +371,13 @@ def put_scratch(value: Any, scratch: Any) -> None:
 
 def new_tensor(element: str, shape: list[int]) -> Any:
     """Returns an empty tensor for a name that the checkpoint has and the state does not."""
+    return sys.modules["torch"].empty(shape, dtype=dtype_of(element))
+
+
+def dtype_of(element: str) -> Any:
+    """Returns the dtype of torch for an element type. Raises :class:`InvalidError` if there is none."""
     torch = sys.modules["torch"]
     kind = getattr(torch, element, None)
     if not isinstance(kind, torch.dtype):
         raise InvalidError(f"torch has no dtype {element!r}", "load with a newer torch")
-    return torch.empty(shape, dtype=kind)
+    return kind

@@ -346,6 +346,30 @@ def test_tensors_on_a_device(cluster: rapidraid.LocalCluster, job: str) -> None:
     assert bool((loaded["large"] == 2).all()) and torch.equal(loaded["strided"], state["strided"])
 
 
+def test_a_load_to_a_device_goes_through_short_buffers(cluster: rapidraid.LocalCluster, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are longer and shorter than a buffer, strided, empty, and of other types arrive; damage is named."""
+    from rapidraid import _device
+
+    # All tensors of the host are loaded in the way of those on a device.
+    monkeypatch.setattr("rapidraid._load.is_on_device", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(_device, "BUFFER_BYTES", 1000)
+    state: dict[str, torch.Tensor] = {f"small.{at}": torch.randn(at) for at in range(60)}
+    state |= {"long": torch.randn(5000), "scalar": torch.tensor(3.5), "half": torch.randn(77).half()}
+    state |= {"bool": torch.randn(9) > 0, "strided": torch.randn(30, 40).T[::2], "complex": torch.randn(5, dtype=torch.complex64)}
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, state)
+        loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+        loaded["strided"] = torch.zeros(30, 40).T[::2]
+        loaded["long"] = torch.zeros(5000, dtype=torch.float64)
+        assert checkpointer.load(loaded, cast=True) == 1
+        assert all(torch.equal(loaded[key].to(value.dtype), value) for key, value in state.items())
+        tensors = [_device.DeviceTensor(at, None, value, value.dtype) for at, value in enumerate(state.values())]
+        batches = list(_device._batches(tensors))
+        assert [tensor for _, batch in batches for _, tensor in batch] == tensors
+        assert all(length <= 1000 + 64 or len(batch) == 1 for length, batch in batches)
+        assert _device.load_to_devices(tensors, lambda targets: "small.3") == "small.3"
+
+
 class WithExtra(torch.nn.Module):
     """A module with a value that is only in its extra state."""
 

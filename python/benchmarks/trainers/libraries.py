@@ -124,11 +124,12 @@ class Dcp(Folders):
 
         super().__init__(state, folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        self.stager = DefaultStager(self.options())
+
+    def options(self) -> StagingOptions:
+        """Returns how the state is copied into the host's memory."""
         is_process = self.kind == AsyncCheckpointerType.PROCESS
-        options = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=False, use_non_blocking_copy=False
-        )
-        self.stager = DefaultStager(options)
+        return StagingOptions(use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=False, use_non_blocking_copy=False)
 
     @override
     def start(self, place: Path) -> None:
@@ -144,6 +145,14 @@ class Dcp(Folders):
     @override
     def close(self) -> None:
         self.stager.close()
+
+
+class DcpPinned(Dcp):
+    """The same from a device, into pinned memory."""
+
+    @override
+    def options(self) -> StagingOptions:
+        return StagingOptions(use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True)
 
 
 class DcpNice(Dcp):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .state import is_array
+
 #: The length of a buffer in bytes. A longer tensor gets a buffer of its own length. Pinning takes
 #: about as long as reading the same bytes twice, so the buffers are short.
 BUFFER_BYTES = 128 << 20
@@ -33,7 +35,7 @@ class DeviceTensor:
 
 def is_on_device(value: Any) -> bool:
     """Returns whether a tensor is in the memory of a CUDA device."""
-    return type(value).__module__ != "numpy" and value.device.type == "cuda"
+    return bool(not is_array(value) and value.device.type == "cuda")
 
 
 def load_to_devices(tensors: list[DeviceTensor], copy: Callable[[list[Any]], str | None]) -> str | None:
@@ -41,6 +43,9 @@ def load_to_devices(tensors: list[DeviceTensor], copy: Callable[[list[Any]], str
 
     Returns ``None``, or the name of a damaged tensor. All copies are complete by then.
     """
+    if not tensors:
+        # The process may have no torch.
+        return None
     torch = sys.modules["torch"]
     buffers: list[Any] = [None, None]
     copied: list[list[Any]] = [[], []]

@@ -10,8 +10,8 @@ from typing import Any
 
 from .state import is_array
 
-#: The length of a buffer in bytes. A longer tensor gets a buffer of its own length. Pinning takes
-#: about as long as reading the same bytes twice, so the buffers are short.
+#: The length of a buffer in bytes. A longer tensor gets a buffer of its own length. Pinning a
+#: gigabyte takes about half a second, so the buffers are short.
 BUFFER_BYTES = 128 << 20
 #: The alignment of a tensor in a buffer, in bytes.
 ALIGN_BYTES = 64

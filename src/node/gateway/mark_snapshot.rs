@@ -44,12 +44,13 @@ impl MarkSnapshot {
     }
 }
 
-/// The end of a page: the catalogue key after which the next page begins.
+/// The place at which a page ends and the next one begins.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Cursor {
-    /// Of a list of steps: the key of its last step.
+    /// A page of a list of steps ends with the step that has this catalogue key.
     Steps(String),
-    /// Of the shards of a step: the key of the step.
+    /// A page has some shards of the step that has this catalogue key. The snapshot serves all
+    /// further shards of that step.
     Shards(String),
 }
 

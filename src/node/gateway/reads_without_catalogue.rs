@@ -146,11 +146,6 @@ impl OutageReader {
         self.snapshots.get(freshness, self.context.clock.now(), answers)
     }
 
-    /// Returns how recent a snapshot must be for a call that arrives now.
-    fn freshness_now(&self, cursor: Option<Cursor>) -> Freshness {
-        Freshness { asked_at: self.context.clock.now(), cursor }
-    }
-
     /// Returns a page of the committed steps, in order.
     pub(super) async fn list_steps_by_marks(
         self: &Arc<Self>,
@@ -212,7 +207,7 @@ impl OutageReader {
     ) -> Result<Option<ShardState>, RemoteError> {
         let asked_at = self.context.clock.now();
         let save = call.shard.save();
-        let look = self.get_or_take_snapshot(self.freshness_now(None)).await?;
+        let look = self.get_or_take_snapshot(Freshness { asked_at, cursor: None }).await?;
         let marked = look.steps.values().find(|marked| marked.saved.save == save);
         let Some(marked) = marked else { return Ok(None) };
         let committed = self.get_or_read_committed(&look, marked, asked_at).await?;

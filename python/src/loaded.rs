@@ -5,7 +5,7 @@ use pyo3::types::PyBytes;
 use rapidraid::format::table::{Form, NameKind, SearchError, Space, search};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
-use rapidraid::trainer::load::Target;
+use rapidraid::trainer::copy::Target;
 
 use crate::errors::{of_staging, raise};
 use crate::table::{PyKey, PyPart, parts_of, path_of, space_of, table_error};

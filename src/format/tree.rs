@@ -29,12 +29,58 @@ pub fn grain_hash(len_bytes: u64, index: u64, bytes: &[u8]) -> Option<Hash> {
     if bytes.is_empty() || bytes.len() as u64 != grain_len(len_bytes, index) {
         return None;
     }
-    if len_bytes <= GRAIN_BYTES {
-        return Some(*blake3::hash(bytes).as_bytes());
+    let mut hasher = PartHasher::new(len_bytes, GRAIN_BYTES, index);
+    hasher.update(bytes);
+    Some(hasher.finish())
+}
+
+/// Hashes one part of content that is divided into parts of equal length, of which the last may be
+/// shorter. [`root_of_parts`] makes the hash of the content from the hashes of all parts, so that
+/// several threads can hash it.
+pub struct PartHasher {
+    hasher: blake3::Hasher,
+    is_only: bool,
+}
+
+impl PartHasher {
+    /// Returns the hasher of part `index` of content of `len_bytes`. `part_bytes` is a power of two
+    /// of at least 1,024, the same for all parts of the content.
+    pub fn new(len_bytes: u64, part_bytes: u64, index: u64) -> Self {
+        debug_assert!(part_bytes.is_power_of_two() && part_bytes >= blake3::CHUNK_LEN as u64);
+        let mut hasher = blake3::Hasher::new();
+        let is_only = len_bytes <= part_bytes;
+        if !is_only {
+            hasher.set_input_offset(index * part_bytes);
+        }
+        Self { hasher, is_only }
     }
-    let mut hasher = blake3::Hasher::new();
-    hasher.set_input_offset(index * GRAIN_BYTES).update(bytes);
-    Some(hasher.finalize_non_root())
+
+    /// Appends bytes of the part.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.hasher.update(bytes);
+    }
+
+    /// Returns the hash of the part: the chaining value of its subtree, or the hash of the content
+    /// if it has no other part.
+    pub fn finish(&self) -> Hash {
+        match self.is_only {
+            true => *self.hasher.finalize().as_bytes(),
+            false => self.hasher.finalize_non_root(),
+        }
+    }
+}
+
+/// Returns the BLAKE3 hash of content from the hashes of its parts ([`PartHasher`]), in order.
+/// Without parts, it is the hash of no bytes.
+pub fn root_of_parts(hashes: &[Hash]) -> Hash {
+    match hashes {
+        [] => *blake3::hash(&[]).as_bytes(),
+        [only] => *only,
+        many => {
+            let (left, right) = many.split_at(left_parts(many.len()));
+            *merge_subtrees_root(&merge(left), &merge(right), Mode::Hash).as_bytes()
+        }
+    }
 }
 
 /// The hashes of all grains of one block or piece.
@@ -88,14 +134,7 @@ impl GrainTree {
 
     /// Returns the BLAKE3 hash of all bytes.
     pub fn root(&self) -> Hash {
-        match self.hashes.as_slice() {
-            [] => *blake3::hash(&[]).as_bytes(),
-            [only] => *only,
-            many => {
-                let (left, right) = many.split_at(left_grains(many.len()));
-                *merge_subtrees_root(&merge(left), &merge(right), Mode::Hash).as_bytes()
-            }
-        }
+        root_of_parts(&self.hashes)
     }
 
     /// Returns whether `bytes` are exactly grain `index`.
@@ -105,10 +144,10 @@ impl GrainTree {
     }
 }
 
-/// Returns how many of `grains` (at least two) are below the left child: the greatest power of two
+/// Returns how many of `parts` (at least two) are below the left child: the greatest power of two
 /// that is smaller.
-fn left_grains(grains: usize) -> usize {
-    grains.next_power_of_two() / 2
+fn left_parts(parts: usize) -> usize {
+    parts.next_power_of_two() / 2
 }
 
 /// Returns the chaining value over one or more neighbouring subtrees. The recursion depth is the
@@ -117,7 +156,7 @@ fn merge(hashes: &[Hash]) -> Hash {
     match hashes {
         [only] => *only,
         many => {
-            let (left, right) = many.split_at(left_grains(many.len()));
+            let (left, right) = many.split_at(left_parts(many.len()));
             merge_subtrees_non_root(&merge(left), &merge(right), Mode::Hash)
         }
     }
@@ -150,6 +189,26 @@ mod tests {
         for len in awkward_lengths() {
             let bytes = content(len);
             assert_eq!(GrainTree::of(&bytes).root(), *blake3::hash(&bytes).as_bytes(), "{len}");
+        }
+    }
+
+    #[test]
+    fn parts_of_any_length_give_plain_blake3() {
+        for part in [1024, 4096, 2 * G] {
+            for len in awkward_lengths() {
+                let bytes = content(len);
+                let hash = |(index, part_of_content): (u64, &[u8])| {
+                    let mut hasher = PartHasher::new(len as u64, part as u64, index);
+                    part_of_content.chunks(1000).for_each(|piece| hasher.update(piece));
+                    hasher.finish()
+                };
+                let hashes: Vec<Hash> = (0..).zip(bytes.chunks(part)).map(hash).collect();
+                assert_eq!(
+                    root_of_parts(&hashes),
+                    *blake3::hash(&bytes).as_bytes(),
+                    "{len}/{part}"
+                );
+            }
         }
     }
 

@@ -1,13 +1,12 @@
-//! Loading a step in a trainer's process. Bytes are copied from mapped files to their destinations,
-//! and each extent is compared with its hash on the way.
+//! Loading a step in a trainer's process: the daemon opens it, and the trainer maps its bytes and
+//! copies them to their destinations ([`copy`](super::copy)).
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use super::error::StagingError;
 use super::mapping::Readable;
@@ -16,13 +15,10 @@ use super::protocol::{
 };
 use super::segment::still_holds;
 use super::session::{Session, Wait};
-use crate::format::table::{Extent, ExtentCopy, Table};
+use crate::format::table::{Extent, Table};
 use crate::id::Step;
 use crate::units::GRAIN_BYTES;
 
-/// Length of the pieces in which bytes are copied and hashed. A piece stays in a core's cache
-/// between the two.
-const PIECE_BYTES: usize = 256 << 10;
 /// Maximum length of a table that the daemon may send, in bytes.
 pub const MAX_TABLE_BYTES: u64 = 1 << 30;
 
@@ -44,7 +40,7 @@ pub struct LoadedStep {
     /// The part of the step that is in this host's memory, if the load is by ranges.
     own: OwnPart,
     /// For each extent that was compared with its hash: whether it matched.
-    verified: Vec<OnceLock<bool>>,
+    pub(super) verified: Vec<OnceLock<bool>>,
 }
 
 /// The part of a step that a load by ranges finds in this host's memory.
@@ -83,14 +79,6 @@ fn contains(part: &Part, extent: &Extent) -> bool {
     part.shard == extent.shard
         && part.shard_offset <= extent.offset_bytes
         && end.is_some_and(|end| end <= part.shard_offset.saturating_add(part.len_bytes))
-}
-
-/// A destination and the bytes to copy into it.
-pub struct Target<'a> {
-    /// The source ranges, as parts of extents.
-    pub copies: Vec<ExtentCopy>,
-    /// The destination.
-    pub bytes: &'a mut [u8],
 }
 
 impl Session {
@@ -368,7 +356,7 @@ impl LoadedStep {
     }
 
     /// Returns whether an extent can be read now.
-    fn is_here(&self, row: u32) -> bool {
+    pub(super) fn is_here(&self, row: u32) -> bool {
         match self.window.as_deref() {
             None => true,
             Some([]) => self.own.has(row),
@@ -400,7 +388,8 @@ impl LoadedStep {
         (*found.map).as_ref().get(from..to)
     }
 
-    fn extent(&self, row: u32) -> Result<(&Extent, &[u8]), StagingError> {
+    /// Returns an extent and its bytes, unverified.
+    pub(super) fn extent(&self, row: u32) -> Result<(&Extent, &[u8]), StagingError> {
         let found = self.table.extents().get(row as usize);
         let bytes = found.and_then(|extent| Some((extent, self.extent_bytes(extent)?)));
         bytes.ok_or(StagingError::Unexpected { what: "an extent of the step" })
@@ -424,7 +413,21 @@ impl LoadedStep {
         Ok(copy)
     }
 
-    fn ensure_intact(&self, row: u32, is_good: bool) -> Result<(), StagingError> {
+    /// Compares the hash of an extent's bytes with the expected one, and remembers the result. Fails
+    /// as [`ensure_intact`](Self::ensure_intact).
+    pub(super) fn compare(&self, row: u32, hash: &[u8; 32]) -> Result<(), StagingError> {
+        let (extent, _) = self.extent(row)?;
+        let is_good = extent.hash.as_ref() == Some(hash);
+        if let Some(known) = self.verified.get(row as usize) {
+            // A copy at the same time may have compared the extent, too.
+            let _ = known.set(is_good);
+        }
+        self.ensure_intact(row, is_good)
+    }
+
+    /// Fails unless an extent matched its hash: with [`StagingError::Stale`] if its segment is
+    /// being filled again, otherwise with [`StagingError::Corrupt`].
+    pub(super) fn ensure_intact(&self, row: u32, is_good: bool) -> Result<(), StagingError> {
         if is_good {
             return Ok(());
         }
@@ -435,7 +438,7 @@ impl LoadedStep {
 
     /// Fails with [`StagingError::Stale`] unless all segments still hold the step. Bytes copied
     /// earlier are valid only after this check.
-    fn check_held(&self) -> Result<(), StagingError> {
+    pub(super) fn check_held(&self) -> Result<(), StagingError> {
         for MappedPart { part, map } in self.window_parts() {
             if let Some(fill) = part.fill
                 && !still_holds(map, fill).unwrap_or(false)
@@ -445,101 +448,35 @@ impl LoadedStep {
         }
         Ok(())
     }
+}
 
-    /// Copies all targets on `threads` threads. Verifies each used extent that was not verified
-    /// before. In a load by ranges only the extents of the current window are copied. `proceed` is
-    /// called often; the work ends with an error when it returns false.
-    pub fn copy(
-        &self,
-        mut targets: Vec<Target<'_>>,
-        threads: usize,
-        proceed: &(dyn Fn() -> bool + Sync),
-    ) -> Result<(), StagingError> {
-        // Threads take the longest targets first, so that they end at about the same time.
-        targets.sort_by_key(|target| target.bytes.len());
-        let (queue, is_over) = (Mutex::new(targets), AtomicBool::new(false));
-        let work = || -> Result<(), StagingError> {
-            loop {
-                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
-                let Some(target) = next else { return Ok(()) };
-                if is_over.load(Ordering::Relaxed) {
-                    return Ok(());
-                }
-                if !proceed() {
-                    return Err(StagingError::Interrupted { what: "a load" });
-                }
-                self.copy_one(target)?;
-            }
+#[cfg(test)]
+impl LoadedStep {
+    /// Returns a step whose only shard is `file`, as a load from the cluster gives it.
+    pub(super) fn of_file(table: Table, file: &File) -> Self {
+        let len_bytes = file.metadata().unwrap().len();
+        let part = Part {
+            shard: 0,
+            shard_offset: 0,
+            file_offset: 0,
+            len_bytes,
+            file_bytes: len_bytes,
+            fill: None,
         };
-        let guarded = || work().inspect_err(|_| is_over.store(true, Ordering::Relaxed));
-        std::thread::scope(|scope| {
-            // If a thread cannot be started, the others do its work.
-            let start = |_| std::thread::Builder::new().spawn_scoped(scope, guarded).ok();
-            let others: Vec<_> = (1..threads.max(1)).map_while(start).collect();
-            let mut result = guarded();
-            for other in others {
-                let ended = other.join();
-                result =
-                    result.and(ended.unwrap_or(Err(StagingError::Unexpected { what: "a load" })));
-            }
-            result
-        })?;
-        self.check_held()
+        let about = Loadable {
+            ticket: 1,
+            step: Step(1),
+            table_bytes: 0,
+            parts: 1,
+            source: LoadSource::Cluster,
+            verified: Vec::new(),
+            newest_committed: None,
+            world: 1,
+            why_by_ranges: String::new(),
+        };
+        let parts =
+            vec![MappedPart { part, map: Arc::new(Readable::map(file, len_bytes).unwrap()) }];
+        let verified = table.extents().iter().map(|_| OnceLock::new()).collect();
+        Self { about, table, parts, window: None, own: OwnPart::default(), verified }
     }
-
-    fn copy_one(&self, target: Target<'_>) -> Result<(), StagingError> {
-        let Target { copies, bytes: out } = target;
-        for copy in copies.iter().filter(|copy| self.is_here(copy.extent)) {
-            let (extent, from) = self.extent(copy.extent)?;
-            let known = self.verified.get(copy.extent as usize);
-            let known = known.ok_or(StagingError::Unexpected { what: "an extent of the step" })?;
-            let is_whole = copy.dims.is_empty() && copy.run_bytes == extent.len_bytes;
-            if is_whole && known.get().is_none() {
-                let to = run(out, copy.to_bytes, copy.run_bytes)?;
-                let mut own = None;
-                let is_good = *known.get_or_init(|| {
-                    let is_good = extent.hash == Some(copy_and_hash(from, to));
-                    own = Some(is_good);
-                    is_good
-                });
-                if own.is_none() {
-                    // Another thread verified the extent first, for another target.
-                    run(out, copy.to_bytes, copy.run_bytes)?.copy_from_slice(from);
-                }
-                self.ensure_intact(copy.extent, is_good)?;
-                continue;
-            }
-            let is_good =
-                *known.get_or_init(|| extent.hash == Some(*blake3::hash(from).as_bytes()));
-            self.ensure_intact(copy.extent, is_good)?;
-            for (from_at, to_at, len) in copy.runs() {
-                let from = usize::try_from(from_at).ok().and_then(|at| from.get(at..));
-                let from = from.and_then(|rest| rest.get(..usize::try_from(len).ok()?));
-                let from =
-                    from.ok_or(StagingError::Unexpected { what: "an extent of the step" })?;
-                run(out, to_at, len)?.copy_from_slice(from);
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Returns the bytes `at..at + len` of a destination. Fails if they are not all inside it.
-fn run(out: &mut [u8], at: u64, len: u64) -> Result<&mut [u8], StagingError> {
-    let outside = || StagingError::Unexpected { what: "a destination" };
-    let (at, len) = (usize::try_from(at).ok(), usize::try_from(len).ok());
-    let (at, len) = (at.ok_or_else(outside)?, len.ok_or_else(outside)?);
-    let end = at.checked_add(len).ok_or_else(outside)?;
-    out.get_mut(at..end).ok_or_else(outside)
-}
-
-/// Copies `from` to `to`. Returns the hash of the copy. Each piece is hashed while it is in the
-/// cache.
-fn copy_and_hash(from: &[u8], to: &mut [u8]) -> [u8; 32] {
-    let mut hasher = blake3::Hasher::new();
-    for (from, to) in from.chunks(PIECE_BYTES).zip(to.chunks_mut(PIECE_BYTES)) {
-        to.copy_from_slice(from);
-        hasher.update(to);
-    }
-    *hasher.finalize().as_bytes()
 }

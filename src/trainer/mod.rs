@@ -6,6 +6,7 @@
 //! built with the feature `cluster`.
 
 pub mod cgroup;
+pub mod copy;
 #[cfg(feature = "cluster")]
 pub mod daemon;
 pub mod error;

@@ -10,7 +10,8 @@ use rapidraid::format::table::{
 };
 use rapidraid::id::{FillId, Step};
 use rapidraid::trainer::StagingError;
-use rapidraid::trainer::load::{LoadedStep, Target};
+use rapidraid::trainer::copy::Target;
+use rapidraid::trainer::load::LoadedStep;
 use rapidraid::trainer::mapping::Writable;
 use rapidraid::trainer::protocol::{Load, LoadFrom};
 use rapidraid::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, Header, stage};

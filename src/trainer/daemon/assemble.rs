@@ -14,6 +14,7 @@ use super::folder::Folder;
 use super::hold::Hold;
 use super::source::{HeldMemory, Pieces};
 use crate::format::table::{Extent, MergeInput, Table, TableBuilder, TableError};
+use crate::format::tree::{Hash, PartHasher, root_of_parts};
 use crate::id::{FillId, SegmentId};
 use crate::kind::ErrorKind;
 use crate::pipeline::upload::ShardSource;
@@ -23,8 +24,10 @@ use crate::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, SegmentError, re
 use crate::units::MIB;
 use crate::workers::{WorkerDied, Workers};
 
-/// Length of a group of extents that one worker job hashes, approximately.
+/// Length of a group of parts of extents that one worker job hashes, approximately.
 const HASH_GROUP_BYTES: u64 = 32 * MIB;
+/// Maximum length of a part of an extent. A power of two, as subtrees of BLAKE3 need.
+const HASH_PART_BYTES: u64 = 8 * MIB;
 /// Maximum number of groups that are hashed at once.
 const HASHES_AT_ONCE: usize = 4;
 /// Maximum number of stripes of a data shard, unless a single extent is longer.
@@ -196,34 +199,52 @@ fn holders(tables: &[Table], error: &TableError) -> String {
     if ranks.is_empty() { ranks.concat() } else { format!(" (held by ranks {})", ranks.join(", ")) }
 }
 
+/// A part of an extent, which is hashed on its own.
+#[derive(Clone, Copy)]
+struct ExtentPart {
+    extent: Extent,
+    index: u64,
+}
+
 /// Hashes each extent with BLAKE3. Returns the hashes in the order of the table.
 pub async fn hash(step: &Assembled, workers: &Workers) -> Result<Vec<[u8; 32]>, WorkerDied> {
-    let mut groups: Vec<Vec<Extent>> = Vec::new();
+    let parts_of = |extent: &Extent| extent.len_bytes.div_ceil(HASH_PART_BYTES);
+    let mut groups: Vec<Vec<ExtentPart>> = Vec::new();
     let mut group_bytes = HASH_GROUP_BYTES;
     for extent in step.table.extents() {
-        if group_bytes >= HASH_GROUP_BYTES {
-            groups.push(Vec::new());
-            group_bytes = 0;
+        for index in 0..parts_of(extent) {
+            if group_bytes >= HASH_GROUP_BYTES {
+                groups.push(Vec::new());
+                group_bytes = 0;
+            }
+            if let Some(group) = groups.last_mut() {
+                group.push(ExtentPart { extent: *extent, index });
+            }
+            group_bytes += extent.len_bytes.min(HASH_PART_BYTES);
         }
-        if let Some(group) = groups.last_mut() {
-            group.push(*extent);
-        }
-        group_bytes += extent.len_bytes;
     }
     let jobs = groups.into_iter().map(|group| {
         let bytes = step.bytes.clone();
-        workers
-            .run(move || group.iter().map(|extent| hash_extent(&bytes, extent)).collect::<Vec<_>>())
+        workers.run(move || group.iter().map(|part| hash_part(&bytes, part)).collect::<Vec<_>>())
     });
-    let hashes: Vec<Vec<[u8; 32]>> =
+    let hashes: Vec<Vec<Hash>> =
         stream::iter(jobs.collect::<Vec<_>>()).buffered(HASHES_AT_ONCE).try_collect().await?;
-    Ok(hashes.concat())
+    let mut hashes = hashes.concat().into_iter();
+    let root = |extent: &Extent| {
+        let parts: Vec<Hash> = hashes.by_ref().take(parts_of(extent) as usize).collect();
+        root_of_parts(&parts)
+    };
+    Ok(step.table.extents().iter().map(root).collect())
 }
 
-fn hash_extent(bytes: &Pieces, extent: &Extent) -> [u8; 32] {
+fn hash_part(bytes: &Pieces, part: &ExtentPart) -> Hash {
+    let from = part.index * HASH_PART_BYTES;
+    let len_bytes = part.extent.len_bytes.saturating_sub(from).min(HASH_PART_BYTES);
     // An extent is always inside the memory of one rank.
-    let found = bytes.bytes_in_memory(extent.offset_bytes, extent.len_bytes as usize);
-    *blake3::hash(&found.unwrap_or_default()).as_bytes()
+    let found = bytes.bytes_in_memory(part.extent.offset_bytes + from, len_bytes as usize);
+    let mut hasher = PartHasher::new(part.extent.len_bytes, HASH_PART_BYTES, part.index);
+    hasher.update(&found.unwrap_or_default());
+    hasher.finish()
 }
 
 /// Returns the name of the first extent whose bytes no longer match its hash; `None` if all match.

@@ -9,6 +9,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::cargo::cargo;
+
 const LIST: &str = "tests/mutants.txt";
 /// The folder with a copy of the tree and a target folder of its own, which is built again for each
 /// mutant.
@@ -42,9 +44,34 @@ enum Ended {
     NotBuilt,
 }
 
-/// Runs all mutants, or those whose name contains `only`.
-pub fn run(only: Option<&str>) -> ExitCode {
-    match try_run(only) {
+/// The mutants to run.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Chosen<'a> {
+    All,
+    /// The mutants whose name contains this.
+    Named(&'a str),
+    /// Part `.0` of `.1` equal parts, counted from 1.
+    Part(usize, usize),
+}
+
+/// Parses the arguments of the recipe.
+pub fn parse_arguments<'a>(arguments: &[&'a str]) -> Result<Chosen<'a>, String> {
+    let part = |text: &str| {
+        let (part, of) = text.split_once('/')?;
+        let (part, of) = (part.parse().ok()?, of.parse().ok()?);
+        (1 <= part && part <= of).then_some(Chosen::Part(part, of))
+    };
+    match arguments {
+        [] => Ok(Chosen::All),
+        ["--part", text] => part(text).ok_or_else(|| format!("--part {text}: give it as 2/4")),
+        [name] if !name.starts_with('-') => Ok(Chosen::Named(name)),
+        _ => Err(format!("mutants does not take {:?}", arguments.join(" "))),
+    }
+}
+
+/// Runs the chosen mutants.
+pub fn run(chosen: &Chosen<'_>) -> ExitCode {
+    match try_run(chosen) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -54,12 +81,29 @@ pub fn run(only: Option<&str>) -> ExitCode {
     }
 }
 
-fn try_run(only: Option<&str>) -> Result<bool> {
+fn try_run(chosen: &Chosen<'_>) -> Result<bool> {
     let text = fs::read_to_string(LIST).with_context(|| format!("reading {LIST}"))?;
     let all = parse(&text)?;
-    let chosen: Vec<&Mutant> =
-        all.iter().filter(|mutant| only.is_none_or(|part| mutant.name.contains(part))).collect();
-    ensure!(!chosen.is_empty(), "no mutant of {LIST} has {only:?} in its name");
+    let is_chosen = |at: usize, mutant: &Mutant| match chosen {
+        Chosen::All => true,
+        Chosen::Named(name) => mutant.name.contains(name),
+        Chosen::Part(part, of) => {
+            (all.len() * (part - 1) / of..all.len() * part / of).contains(&at)
+        }
+    };
+    let chosen: Vec<&Mutant> = all
+        .iter()
+        .enumerate()
+        .filter(|(at, mutant)| is_chosen(*at, mutant))
+        .map(|(_, mutant)| mutant)
+        .collect();
+    ensure!(!chosen.is_empty(), "no mutant of {LIST} is chosen");
+    // nextest ends with the first failure. A mutant whose tests do not exist counts as survived.
+    let nextest = cargo().args(["nextest", "--version"]).stderr(Stdio::null()).output();
+    let runner = match nextest.is_ok_and(|output| output.status.success()) {
+        true => &["nextest", "run", "--no-tests=pass", "--fail-fast"][..],
+        false => &["test"],
+    };
     chosen.iter().try_for_each(|mutant| mutant.fits(Path::new(".")))?;
     let tree = copy_tree()?;
     let (mut survived, started) = (Vec::new(), Instant::now());
@@ -67,7 +111,7 @@ fn try_run(only: Option<&str>) -> Result<bool> {
         let path = tree.join(&mutant.file);
         let source = fs::read_to_string(&path)?;
         fs::write(&path, source.replacen(&mutant.before, &mutant.after, 1))?;
-        let ended = test(&tree, mutant);
+        let ended = test(&tree, mutant, runner);
         fs::write(&path, source)?;
         let word = match ended? {
             Ended::Caught => "caught",
@@ -114,11 +158,12 @@ fn copy_tree() -> Result<PathBuf> {
     Ok(tree)
 }
 
-fn test(tree: &Path, mutant: &Mutant) -> Result<Ended> {
+/// Builds and runs the tests of a mutant, until one of them fails.
+fn test(tree: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
     let target = fs::canonicalize(FOLDER)?.join("target");
     let cargo = |arguments: &[&str]| {
-        let mut command = Command::new("cargo");
-        command.current_dir(tree).env("CARGO_TARGET_DIR", &target).arg("test");
+        let mut command = cargo();
+        command.current_dir(tree).env("CARGO_TARGET_DIR", &target).args(runner);
         // Each mutant is built once and run once, and the build takes most of the time.
         command.args(["--config", "profile.dev.package.rapidraid.opt-level=0"]).args(arguments);
         command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -181,6 +226,16 @@ mod tests {
         let all = parse(&fs::read_to_string(root.join(LIST)).unwrap()).unwrap();
         assert!(all.len() > 90);
         all.iter().for_each(|mutant| mutant.fits(root).unwrap());
+    }
+
+    #[test]
+    fn the_arguments_choose_mutants() {
+        assert_eq!(parse_arguments(&[]), Ok(Chosen::All));
+        assert_eq!(parse_arguments(&["sync"]), Ok(Chosen::Named("sync")));
+        assert_eq!(parse_arguments(&["--part", "2/4"]), Ok(Chosen::Part(2, 4)));
+        for wrong in [&["--part", "5/4"][..], &["--part", "0/4"], &["--help"], &["a", "b"]] {
+            parse_arguments(wrong).unwrap_err();
+        }
     }
 
     #[test]

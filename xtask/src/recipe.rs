@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
@@ -16,23 +17,44 @@ use crate::tally::{self, Runner, Tally};
 /// `deny.toml`.
 const OLDEST_DENY: (u32, u32) = (0, 18);
 
-/// A run of the recipe: its counts and the steps that it skipped.
+/// A run of the recipe, or of some of its steps: its counts and the steps that it skipped.
 struct Run {
     root: PathBuf,
     tally: Tally,
     skipped: Vec<String>,
     start: Instant,
+    output: Output,
+}
+
+/// The place for the output of a run.
+#[derive(Clone)]
+enum Output {
+    Terminal,
+    /// Kept, because another run uses the terminal at the same time.
+    Kept(Arc<Mutex<Vec<u8>>>),
+}
+
+impl Output {
+    fn write(&self, mut stream: impl Write, bytes: &[u8]) -> std::io::Result<()> {
+        match self {
+            Self::Terminal => stream.write_all(bytes),
+            Self::Kept(kept) => {
+                kept.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+                Ok(())
+            }
+        }
+    }
+
+    fn line(&self, line: &str) {
+        // The reader of this program's output may be gone; the steps go on all the same.
+        let _ = self.write(std::io::stdout(), format!("{line}\n").as_bytes());
+    }
 }
 
 /// Runs every step. The last line of output says how many tests passed and failed.
 pub fn test() -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("."));
-    let mut run = Run {
-        root: root.to_owned(),
-        tally: Tally::default(),
-        skipped: Vec::new(),
-        start: Instant::now(),
-    };
+    let mut run = Run::new(root, Output::Terminal);
     let outcome = run.steps();
     println!("\n== summary ({:.0} s)", run.start.elapsed().as_secs_f64());
     for reason in &run.skipped {
@@ -53,6 +75,11 @@ pub fn test() -> ExitCode {
 }
 
 impl Run {
+    fn new(root: &Path, output: Output) -> Self {
+        let (tally, skipped) = (Tally::default(), Vec::new());
+        Self { root: root.to_owned(), tally, skipped, start: Instant::now(), output }
+    }
+
     fn steps(&mut self) -> Result<()> {
         self.toolchain()?;
         if self.has(&["fmt", "--version"]) {
@@ -76,8 +103,7 @@ impl Run {
         self.cargo("docs", &doc, &[("RUSTDOCFLAGS", "-D warnings")])?;
         self.terraform()?;
         self.tests()?;
-        self.python()?;
-        self.experiments()?;
+        self.python_and_experiments()?;
         self.cargo("doc tests", &["test", "--locked", "--workspace", "--doc"], &[])?;
         if self.has_benches() {
             self.cargo(
@@ -198,13 +224,29 @@ impl Run {
         self.counted("Python tests", Runner::Pytest, &mut environment.pytest("tests"))
     }
 
-    /// Runs the experiments of `cluster/` with their `[short]` settings, to see whether they work:
-    /// on loopback, and as root also on namespaces.
-    fn experiments(&mut self) -> Result<()> {
+    /// Checks the Python package and runs the short experiments at the same time: experiments mostly
+    /// wait for their links. Their output follows that of the Python package.
+    fn python_and_experiments(&mut self) -> Result<()> {
         // Cargo unifies the features of all selected targets, with those of the development
         // dependencies. The tests are selected so that what they were built with is used again.
         let build = ["build", "--locked", "--workspace", "--bins", "--tests"];
         self.cargo("cluster programs", &build, &[])?;
+        let kept = Arc::new(Mutex::new(Vec::new()));
+        let mut beside = Run::new(&self.root, Output::Kept(kept.clone()));
+        let (python, experiments) = thread::scope(|scope| {
+            let experiments = scope.spawn(|| beside.experiments());
+            (self.python(), experiments.join())
+        });
+        let kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = std::io::stdout().write_all(&kept);
+        self.tally += beside.tally;
+        self.skipped.append(&mut beside.skipped);
+        python.and(experiments.unwrap_or_else(|_| bail!("the experiments panicked")))
+    }
+
+    /// Runs the experiments of `cluster/` with their `[short]` settings, to see whether they work:
+    /// on loopback, and as root also on namespaces.
+    fn experiments(&mut self) -> Result<()> {
         let out = self.root.join("target/experiments");
         std::fs::create_dir_all(&out).with_context(|| out.display().to_string())?;
         let out = out.display().to_string();
@@ -275,7 +317,7 @@ impl Run {
     }
 
     fn skip(&mut self, reason: &str) {
-        println!("\n== skipped: {reason}");
+        self.output.line(&format!("\n== skipped: {reason}"));
         self.skipped.push(reason.to_owned());
     }
 
@@ -301,7 +343,7 @@ impl Run {
         let words = std::iter::once(command.get_program()).chain(command.get_args());
         let words: Vec<_> = words.map(|word| word.to_string_lossy().into_owned()).collect();
         let line = words.join(" ");
-        println!("\n== {name}: {line}");
+        self.output.line(&format!("\n== {name}: {line}"));
         let begun = Instant::now();
         let mut child = command
             .stdout(Stdio::piped())
@@ -310,8 +352,8 @@ impl Run {
             .with_context(|| format!("cannot start `{line}`"))?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let counted = thread::scope(|scope| {
-            let side = scope.spawn(|| pass_on(runner, err, std::io::stderr()));
-            let mut counted = pass_on(runner, out, std::io::stdout());
+            let side = scope.spawn(|| pass_on(runner, err, std::io::stderr(), &self.output));
+            let mut counted = pass_on(runner, out, std::io::stdout(), &self.output);
             counted += side.join().unwrap_or_default();
             counted
         });
@@ -321,7 +363,7 @@ impl Run {
         if !status.success() {
             bail!("{name} ({status}) after {seconds:.1} s; run it alone with: {line}");
         }
-        println!("-- {name}: passed in {seconds:.1} s");
+        self.output.line(&format!("-- {name}: passed in {seconds:.1} s"));
         Ok(())
     }
 }
@@ -367,14 +409,14 @@ fn namespaces() -> Result<(), &'static str> {
 }
 
 /// Copies the output of a child line by line. Returns the counts of the tests in it.
-fn pass_on(runner: Runner, from: Option<impl Read>, mut to: impl Write) -> Tally {
+fn pass_on(runner: Runner, from: Option<impl Read>, mut to: impl Write, output: &Output) -> Tally {
     let mut counted = Tally::default();
     let Some(from) = from else { return counted };
     for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
         counted += tally::of_line(runner, &String::from_utf8_lossy(&line));
         // The reader of this program's output may be gone; the child must not block on a full pipe
         // because of that.
-        let _ = to.write_all(&line).and_then(|()| to.write_all(b"\n"));
+        let _ = output.write(&mut to, &[&line[..], b"\n"].concat());
     }
     counted
 }

@@ -580,21 +580,4 @@ calls! {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_call_has_a_number_of_its_own() {
-        let mut numbers: Vec<u8> = ALL.iter().map(|(number, _, _)| *number).collect();
-        numbers.sort_unstable();
-        numbers.dedup();
-        assert_eq!(numbers.len(), ALL.len());
-    }
-
-    #[test]
-    fn what_orders_nodes_or_the_catalogue_is_not_for_clients() {
-        for (number, name, who) in ALL {
-            assert_eq!(*who == AllowedCaller::Nodes, (40..100).contains(number), "{name}");
-        }
-    }
-}
+mod tests;

@@ -101,7 +101,7 @@ fn try_run(chosen: &Chosen<'_>) -> Result<bool> {
     // nextest ends with the first failure. A mutant whose tests do not exist counts as survived.
     let nextest = cargo().args(["nextest", "--version"]).stderr(Stdio::null()).output();
     let runner = match nextest.is_ok_and(|output| output.status.success()) {
-        true => &["nextest", "run", "--no-tests=pass", "--fail-fast"][..],
+        true => &["nextest", "run", "--no-tests=pass"][..],
         false => &["test"],
     };
     chosen.iter().try_for_each(|mutant| mutant.fits(Path::new(".")))?;

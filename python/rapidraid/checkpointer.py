@@ -835,7 +835,9 @@ class Checkpointer:
             if self._saved and self._session.wait(self._saved[-1], 0.0)[0] is None:
                 log.warning("step %d of %s is staged, and not committed yet: the daemon goes on with it", self._saved[-1], self.job)
         except RapidraidError as error:
-            log.warning("step %s of %s: %s", self._saved[-1] if self._saved else "-", self.job, error.message)
+            # A session that has saved nothing has nothing to report.
+            if self._saved:
+                log.warning("step %d of %s: %s", self._saved[-1], self.job, error.message)
             # A daemon that does not answer needs not be told either.
             limit = 0.0
         self._end(limit)

@@ -268,7 +268,8 @@ mod tests {
         assert_eq!(names(once), names(again));
     }
 
-    /// Returns the greatest number of blocks in one stripe that have both replicas in one domain.
+    /// Counts the blocks of each stripe that have both replicas in one domain. Returns the
+    /// greatest count.
     fn most_shared(nodes: &[Node], n: usize, k: usize) -> usize {
         let shared = |turn, stripe| {
             let ring = ring(nodes, turn);

@@ -176,7 +176,7 @@ fn clean_machines(inventory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes text to stdout. A reader that closed the pipe, as `head` does, is not an error.
+/// Writes text to stdout. It is no error if the reader has closed the pipe, as `head` does.
 fn say(text: impl std::fmt::Display) -> Result<()> {
     match writeln!(std::io::stdout(), "{text}") {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),

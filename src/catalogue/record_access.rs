@@ -85,7 +85,7 @@ pub fn parse_launch_order_key(key: &str) -> Option<Job> {
 /// Prefix of the labels.
 pub const LABELS: &str = "b/";
 
-/// Returns the prefix of the labels of a job's steps.
+/// Returns the prefix of the keys of the labels of a job's steps.
 pub fn labels_prefix(job: &Job) -> String {
     format!("{LABELS}{job}/")
 }

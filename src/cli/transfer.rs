@@ -59,7 +59,7 @@ pub fn named(job: &Job, step: Option<Step>) -> String {
     step.map_or_else(|| format!("{job}/latest"), |step| format!("{job}/{step}"))
 }
 
-/// Runs the command `archive`.
+/// Runs the command `archive`: has a step archived, and shows the progress until the end.
 pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     if options.plan == PlanWord::Chain && options.codec == CodecWord::ReedSolomonErasure {
         let message = "the codec reed-solomon-erasure cannot run a chain";

@@ -76,8 +76,8 @@ impl Client {
         Ok(self.caller().call_within(new_server, &MoveCatalogue {}, REBUILD_LIMIT).await?)
     }
 
-    /// Removes a node from the list of members. The node must not be live, and no checkpoint may
-    /// have data on it (docs/semantics.md, 10).
+    /// Removes a node from the list of members. The node must not be live, and every checkpoint
+    /// must be whole without it (docs/semantics.md, 10).
     pub async fn remove_node(&self, name: &PeerName) -> Result<(), ClientError> {
         self.call_gateway_once(&RemoveNode { name: name.clone() }, REBUILD_LIMIT).await
     }

@@ -114,7 +114,7 @@ pub enum Writing {
     },
     /// The save is committed, and its commit marks are being written.
     Decided {
-        /// The value that `committed` takes.
+        /// The value of [`Checkpoint::committed`] once the marks are written.
         saved: Saved,
     },
 }

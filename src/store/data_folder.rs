@@ -278,7 +278,7 @@ impl Store {
     /// start corrects the index.
     pub(super) fn remove_stale_index_entry(&self, key: FileKey) {
         if let Err(error) = self.index().reconcile_entry(key, None) {
-            tracing::error!(%key, %error, "failed to remove the index entry of a file that was removed or quarantined: the next start corrects the index");
+            tracing::error!(%key, %error, "a removed or quarantined file is still in the index: the next start of the daemon corrects the index");
         }
     }
 

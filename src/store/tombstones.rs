@@ -51,7 +51,7 @@ impl Store {
         }
         *self.lock_slots() = slots;
         if let Err(error) = self.create_slot_file() {
-            tracing::warn!(%error, "cannot create the slots: removals may fail when the disk is full");
+            tracing::warn!(%error, "cannot create the slots yet: until then removals may fail on a full disk");
         }
         Ok(())
     }

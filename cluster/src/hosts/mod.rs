@@ -51,7 +51,8 @@ pub trait Hosts: Sync {
     /// Returns the `rapidraid` program on the hosts.
     fn program(&self) -> &str;
 
-    /// Returns this program on the hosts, which is beside the other one.
+    /// Returns the path of `rapidraid-cluster` on the hosts. By default it is in the folder of
+    /// `rapidraid`.
     fn own_program(&self) -> Result<String> {
         let beside = Path::new(self.program()).with_file_name("rapidraid-cluster");
         Ok(beside.to_string_lossy().into_owned())

@@ -87,7 +87,7 @@ impl ArchivingTakeover {
                 match coordinator.take_over_and_run_request(job.at(step), found, &events).await {
                     Ok(()) => tracing::info!(%job, %step, "takeover ended"),
                     Err(error) => {
-                        tracing::info!(%job, %step, %error, "takeover failed")
+                        tracing::info!(%job, %step, %error, "failed to take over the archiving or to finish it")
                     }
                 }
                 drop(slot);

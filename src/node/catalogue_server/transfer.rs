@@ -139,7 +139,7 @@ impl CatalogueTransfer {
             );
             remote_error(error.kind, text)
         })?;
-        tracing::warn!(%epoch, from = %old.name, "the catalogue is served here");
+        tracing::warn!(%epoch, from = %old.name, "the catalogue was moved here, as requested");
         // The catalogue accepts no changes until more than half of the nodes have heard of it.
         // Telling them here saves the wait for the next round.
         if self.majority_checks.claim_majority_or_step_down(&local).await {

@@ -19,7 +19,8 @@ struct ReplicaRepair<'a> {
     answering: BTreeSet<NodeId>,
     /// The leaving nodes that answer and lack a block.
     vacated: BTreeSet<NodeId>,
-    /// For each block without a good replica, a node with a damaged one.
+    /// For each block without a good replica, a node to copy from. Its replica is damaged; the node
+    /// gets the damaged grains from other nodes.
     damaged: super::ensure_replicas::ReplicaSources,
     task: RepairTask<'a>,
 }

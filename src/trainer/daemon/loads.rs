@@ -524,7 +524,7 @@ impl StagingDaemon {
             }
             _ => {
                 tracing::error!(
-                    "{name} is damaged in memory: the step is no longer loaded from there"
+                    "the tensor {name} is damaged in memory: the step is dropped there, and lost unless it is committed"
                 );
                 self.with(|core| core.give_up_memory(fill, name));
             }

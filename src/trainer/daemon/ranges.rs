@@ -37,7 +37,8 @@ pub struct Window {
     task: AbortHandle,
 }
 
-/// The parts of a window, and the file that contains them.
+/// A window that was read from the cluster: its parts of shards, and the memory file with their
+/// bytes.
 pub type Filled = (Vec<Part>, File);
 
 #[derive(Default)]

@@ -413,7 +413,7 @@ impl StagingDaemon {
         let steps = match self.client.list_steps(Some(&key.job)).await {
             Ok(steps) => steps,
             Err(error) => {
-                return tracing::warn!(job = %key.job, %error, "cannot list the steps: older ones are kept for now");
+                return tracing::warn!(job = %key.job, %error, "cannot list the job's steps: those beyond `keep` stay in the cluster until the next commit");
             }
         };
         let labels = match self.client.list_labels(&key.job).await {

@@ -23,6 +23,8 @@ mod grains;
 mod joint;
 #[path = "cluster/joint_runs.rs"]
 mod joint_runs;
+#[path = "cluster/kept_replicas.rs"]
+mod kept_replicas;
 #[path = "cluster/launches.rs"]
 mod launches;
 #[path = "cluster/members.rs"]

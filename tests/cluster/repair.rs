@@ -43,7 +43,7 @@ fn node_id(machine: usize) -> NodeId {
     NodeId::of(&format!("node{machine:02}").parse().unwrap())
 }
 
-async fn archive(client: &Client, step: u64, plan: PlanChoice) {
+pub async fn archive(client: &Client, step: u64, plan: PlanChoice) {
     client.archive(&job(), Some(Step(step)), options(plan), &mut |_| ()).await.unwrap();
 }
 
@@ -60,7 +60,7 @@ fn stored(world: &World) -> BTreeMap<(usize, String), Vec<u8>> {
 }
 
 /// Replaces the disks of these machines by empty ones, and waits until they are back.
-async fn empty_disks(world: &mut World, machines: &[usize]) {
+pub async fn empty_disks(world: &mut World, machines: &[usize]) {
     for &machine in machines {
         world.kill(machine).await;
         world.replace(machine);
@@ -73,7 +73,7 @@ async fn empty_disks(world: &mut World, machines: &[usize]) {
 
 /// Asserts that the nodes examine the step as whole, and that it survives the loss of `losses`
 /// nodes.
-async fn assert_whole(client: &Client, step: u64, losses: u64) {
+pub async fn assert_whole(client: &Client, step: u64, losses: u64) {
     let report = client.verify(&job(), Some(Step(step)), quiet()).await.unwrap();
     assert_eq!((report.faults, report.lacking), (vec![], vec![]));
     assert_eq!(report.survives, Some(losses as usize));
@@ -375,25 +375,8 @@ async fn leaves_are_taken_from_an_owner_and_never_replaced_by_others() {
 
 #[tokio::test(start_paused = true)]
 async fn what_cannot_be_repaired_is_said() {
-    let mut world = World::start(6, &[(6, 4)], BLOCK).await;
+    let world = World::start(6, &[(6, 4)], BLOCK).await;
     let client = world.client();
-    let bytes = content(LEN / 2, 1);
     let error = client.repair(&job(), Some(Step(7)), CHAIN, &[], &mut |_| ()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-    // A repair makes the parity pieces of a classical code again, but not the replicas that the
-    // code keeps as pieces.
-    save(&client, 1, &[("weights", &bytes)]).await;
-    archive(&client, 1, PlanChoice::BestStar).await;
-    let pieces = world.files_of_step(1, "00000000/piece-").await;
-    let kept = world.files_of_step(1, "00000000/block-").await;
-    let parity = pieces.iter().map(|(machine, _)| *machine).find(|machine| *machine > 0).unwrap();
-    let replica = kept.iter().map(|(machine, _)| *machine).find(|machine| *machine > 0).unwrap();
-    empty_disks(&mut world, &[parity]).await;
-    let made = repair(&client, 1, CHAIN).await;
-    assert_eq!((made.summary.pieces, made.notes), (1, vec![]));
-    assert_whole(&client, 1, 2).await;
-    empty_disks(&mut world, &[replica]).await;
-    let made = repair(&client, 1, CHAIN).await;
-    assert_eq!((made.summary.pieces, made.summary.unrepaired), (0, 1));
-    assert!(made.notes[0].contains("classical code"), "{:?}", made.notes);
 }

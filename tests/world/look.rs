@@ -312,10 +312,13 @@ fn look(images: &[Store], root: &ShardRoot, index: u32, states: [&ShardState; 2]
             continue;
         };
         let code = table::by_id(code).unwrap();
-        let receipt =
-            record(images, RecordScope::Stripe(stripe), &format!("receipt-{attempt}"), |bytes| {
-                Receipt::parse(bytes).ok().filter(|receipt| receipt.stripe == stripe)
-            });
+        let name = format!("receipt-{attempt}");
+        let receipts = images.iter().filter_map(|store| {
+            let bytes = store.get_record_file(RecordScope::Stripe(stripe), &name).ok()??;
+            Receipt::parse(&bytes).ok().filter(|receipt| receipt.stripe == stripe)
+        });
+        // The one of the greatest order says in which form a piece is stored.
+        let receipt = receipts.max_by_key(|receipt| receipt.order);
         let was_archived = matches!(states[0].stripe(index), Some(StripeState::Archived { .. }));
         let Some(receipt) = receipt else {
             assert!(!was_archived, "archived, and no node has the receipt");

@@ -253,9 +253,10 @@ impl ExaminedStripe<'_> {
         readable
     }
 
+    /// Returns the root that a piece file must have, if the receipt names a file.
     fn root_of_piece(&self, piece: u8) -> Option<[u8; 32]> {
         let piece = self.receipt?.pieces.get(usize::from(piece))?;
-        Some(piece.root)
+        (piece.form == PieceForm::File).then_some(piece.root)
     }
 
     /// Judges the records. Returns the number of good copies of the stripe record, or of the leaves

@@ -8,7 +8,7 @@ use super::error::StorageError;
 use super::fencing::{Fencing, parse_tombstone};
 use super::record_names::{MARK, RECEIPT_PREFIX, receipt_name, record_location};
 use crate::catalogue::record_access::{read_record, shard_state_key};
-use crate::code::CodeId;
+use crate::code::{Code, CodeId, table};
 use crate::format::envelope::{RecordKind, parse_body};
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::{
@@ -417,7 +417,8 @@ fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
 
 /// Removes the stripe's replicas and what other attempts left. Keeps the replicas that the receipt
 /// ascribes to this node, and all pieces of its attempt: a piece that it does not ascribe may be
-/// one that a repairer has just made here. Returns the number and the size of the removed files.
+/// one that a repairer has just made here. A replica in whose place another node has a piece is a
+/// surplus piece ([`remove_surplus_pieces`]). Returns the number and the size of the removed files.
 fn drop_files_outside_receipt(
     store: &Store,
     me: NodeId,
@@ -436,6 +437,7 @@ fn drop_files_outside_receipt(
         let kept = match key.name {
             FileName::Replica { block } => {
                 ours().any(|piece| piece.form == PieceForm::Replica { block })
+                    || is_replaced_elsewhere(receipt, me, block)
             }
             FileName::Piece { attempt, .. } => attempt == receipt.attempt,
         };
@@ -445,6 +447,14 @@ fn drop_files_outside_receipt(
         }
     }
     Ok(answer)
+}
+
+/// Returns whether a classical code kept the replica of this block as a piece, and a repair has put
+/// a piece on another node in its place.
+fn is_replaced_elsewhere(receipt: &Receipt, me: NodeId, block: u8) -> bool {
+    let is_classical = matches!(table::by_id(receipt.code), Some(Code::Rs(_)));
+    let piece = receipt.pieces.get(usize::from(block));
+    is_classical && piece.is_some_and(|piece| piece.form == PieceForm::File && piece.node != me)
 }
 
 /// Removes the pieces of the attempt that neither this node's receipt nor `counting` ascribes to
@@ -458,15 +468,86 @@ fn remove_surplus_pieces(
     let here = store.get_record_file(RecordScope::Stripe(stripe), &receipt_name(of_attempt))?;
     // A receipt that does not parse may be one that ascribes a piece to this node.
     let here = here.map(|bytes| Receipt::parse(&bytes)).transpose()?;
-    let is_ours = |number: u8| {
-        let pieces = here.iter().chain([counting]).flat_map(|receipt| &receipt.pieces);
-        pieces.into_iter().any(|piece| (piece.node, piece.piece) == (me, number))
+    let is_ours = |file: FileName| {
+        here.iter().chain([counting]).any(|receipt| {
+            let ours = receipt.pieces.iter().filter(|piece| piece.node == me);
+            ours.into_iter().any(|piece| receipt.file_of(piece) == file)
+        })
     };
     let mut files = 0;
     for (key, _) in store.list_all_files(stripe)? {
-        let FileName::Piece { piece, attempt } = key.name else { continue };
-        let is_surplus = attempt == of_attempt && !is_ours(piece);
+        let is_piece = match key.name {
+            FileName::Piece { attempt, .. } => attempt == of_attempt,
+            FileName::Replica { block } => is_replaced_elsewhere(counting, me, block),
+        };
+        let is_surplus = is_piece && !is_ours(key.name);
         files += u32::from(is_surplus && store.remove_file(key)?);
     }
     Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::code::RsCode;
+    use crate::format::records::ReceiptPiece;
+    use crate::id::{Attempt, ClusterId};
+    use crate::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+
+    const STRIPE: StripeId = StripeId { shard: ShardId([7; 16]), index: 0 };
+
+    /// Returns a receipt of the classical (6,4) code whose piece i is on node i. The first four are
+    /// kept replicas, except `replaced`, which is a file on this node.
+    fn receipt(cluster: ClusterId, replaced: Option<(u8, NodeId)>) -> Receipt {
+        let piece = |piece: u8| match replaced {
+            Some((number, node)) if number == piece => {
+                ReceiptPiece { piece, node, form: PieceForm::File, root: [piece; 32] }
+            }
+            _ => {
+                let form =
+                    if piece < 4 { PieceForm::Replica { block: piece } } else { PieceForm::File };
+                ReceiptPiece { piece, node: NodeId(piece.into()), form, root: [piece; 32] }
+            }
+        };
+        Receipt {
+            cluster,
+            stripe: STRIPE,
+            attempt: Attempt([9; 16]),
+            generation: Generation::default(),
+            code: RsCode::new(6, 4).unwrap().id(),
+            pieces: (0..6).map(piece).collect(),
+            order: Generation::default(),
+        }
+    }
+
+    /// A repair has put a piece on node 50 in the place of the kept replica of block 1.
+    #[test]
+    fn a_replica_that_a_piece_replaces_goes_only_with_surplus_pieces() {
+        let disk = MemoryDisk::new(1 << 20);
+        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
+        let (kv, cluster) = (Arc::new(MemoryKv::new()), ClusterId([1; 16]));
+        let (store, _) = Store::open(Arc::new(disk), lock, kv, cluster, &name).unwrap();
+        for block in [1, 2] {
+            let spec = BlockSpec { stripe: STRIPE, block, layout: 1, len_bytes: 3 };
+            let mut writer = store.create_block_writer(spec, None).unwrap();
+            writer.write(b"abc").unwrap();
+            writer.finish(None).unwrap();
+        }
+        let me = store.node();
+        let moved = receipt(cluster, Some((1, NodeId(50))));
+        // Block 2 is a kept replica of node 2, so the copy here goes like any other.
+        assert_eq!(drop_files_outside_receipt(&store, me, &moved).unwrap().files, 1);
+        let left = store.list_all_files(STRIPE).unwrap();
+        let left: Vec<FileName> = left.into_iter().map(|(key, _)| key.name).collect();
+        assert_eq!(left, [FileName::Replica { block: 1 }]);
+        // The receipt of the replica's own node ascribes it to that node.
+        let mut own = receipt(cluster, None);
+        own.pieces[1].node = me;
+        let (scope, file) = (RecordScope::Stripe(STRIPE), receipt_name(own.attempt));
+        store.put_record_file(scope, &file, &own.to_bytes().unwrap()).unwrap();
+        assert_eq!(remove_surplus_pieces(&store, me, &moved).unwrap(), 0);
+        store.put_record_file(scope, &file, &moved.to_bytes().unwrap()).unwrap();
+        assert_eq!(remove_surplus_pieces(&store, me, &moved).unwrap(), 1);
+        assert_eq!(store.list_all_files(STRIPE).unwrap().len(), 0);
+    }
 }

@@ -1,10 +1,10 @@
-//! The choice of other nodes for the pieces of nodes that are given up (docs/semantics.md, 11, *On
-//! another node*).
+//! The choice of other nodes for the pieces of nodes that are given up, and of pieces in the place
+//! of lost kept replicas (docs/semantics.md, 11, *On another node*).
 
 use std::collections::BTreeSet;
 
 use super::CoordinatorError;
-use super::ensure_replicas::FilesByNode;
+use super::ensure_replicas::{FilesByNode, has_good_replica};
 use super::owned_stripe::OwnedStripe;
 use super::step_repair::RepairTask;
 use crate::code::{Code, NodeShare, survivable_losses};
@@ -13,23 +13,14 @@ use crate::id::{Generation, NodeId};
 use crate::repair_policy::{PiecesByNode, SparesOfStripe};
 use crate::wire::calls::FileView;
 
-/// A piece that is made on another node than the receipt says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PieceMove {
-    /// The piece.
-    pub piece: u8,
-    /// The spare that stores it.
-    pub to: NodeId,
-}
-
 impl Receipt {
-    /// Returns the receipt after these moves by the repairer of this generation. Without a move it
-    /// is the same receipt.
-    pub(super) fn with_moves(&self, moves: &[PieceMove], repairer: Generation) -> Receipt {
+    /// Returns the receipt of the repairer of this generation with these entries in the place of
+    /// those with the same numbers. Without an entry it is the same receipt.
+    pub(super) fn with_entries(&self, entries: &[ReceiptPiece], repairer: Generation) -> Receipt {
         let mut receipt = self.clone();
-        for &PieceMove { piece, to } in moves {
-            if let Some(entry) = receipt.pieces.get_mut(usize::from(piece)) {
-                entry.node = to;
+        for new in entries {
+            if let Some(entry) = receipt.pieces.get_mut(usize::from(new.piece)) {
+                *entry = new.clone();
                 receipt.order = repairer;
             }
         }
@@ -38,8 +29,10 @@ impl Receipt {
 }
 
 impl OwnedStripe<'_> {
-    /// Returns a spare for each piece whose node does not answer and is given up, as long as there
-    /// are spares. The `refused` ones have failed to take a piece.
+    /// Returns new entries of the receipt: a piece on a spare for each part whose node does not
+    /// answer and is given up, as long as there are spares; and a piece on the same node for each
+    /// kept replica that its node has lost. The root of a piece is that of the part before it. The
+    /// `refused` nodes have failed to take a piece.
     ///
     /// # Errors
     /// [`CoordinatorError::ReceiptUnanswered`] if a node lists files of the stripe and is not among
@@ -50,26 +43,31 @@ impl OwnedStripe<'_> {
         code: &Code,
         refused: &BTreeSet<NodeId>,
         task: RepairTask<'_>,
-    ) -> Result<Vec<PieceMove>, CoordinatorError> {
-        let is_file = |piece: &&ReceiptPiece| piece.form == PieceForm::File;
-        let mut files = receipt.pieces.iter().filter(is_file);
+    ) -> Result<Vec<ReceiptPiece>, CoordinatorError> {
+        let cut = self.info.fixed.cut;
+        let has_file = |piece: &&ReceiptPiece| match piece.form {
+            PieceForm::Replica { block } => cut.block_len(block) > 0,
+            PieceForm::File => true,
+        };
+        let mut files = receipt.pieces.iter().filter(has_file);
         let is_given_up = |node: NodeId, is_urgent: bool| {
             self.directory.has_left(node) || task.gives_up_pieces_of(node, is_urgent)
         };
         let may_move = |node| self.directory.is_leaving_or_left(node) || is_given_up(node, true);
-        if !files.any(|piece| may_move(piece.node)) {
+        if !files.any(|piece| is_kept_replica(piece) || may_move(piece.node)) {
             return Ok(Vec::new());
         }
-        let held = find_pieces(&self.list_ring_files().await, receipt);
+        let files_by_node = self.list_ring_files().await;
+        let held = find_pieces(&files_by_node, receipt);
         let is_urgent = self.survives_no_loss(&held, code);
         let lost: Vec<&ReceiptPiece> = receipt
             .pieces
             .iter()
-            .filter(is_file)
+            .filter(has_file)
             .filter(|piece| match held.answers(piece.node) {
                 // A leaving node may answer and lack the piece. Then another node gets it.
                 true => {
-                    self.directory.is_leaving_or_left(piece.node)
+                    (self.directory.is_leaving_or_left(piece.node) || is_kept_replica(piece))
                         && !held.has(piece.node, piece.piece)
                 }
                 false => is_given_up(piece.node, is_urgent),
@@ -82,16 +80,53 @@ impl OwnedStripe<'_> {
             let (stripe, node) = (self.info.fixed.stripe, self.directory.name(node));
             return Err(CoordinatorError::ReceiptUnanswered { stripe, node });
         }
-        let ring = self.directory.current_ring(&self.shard.root);
+        let for_spares = match code {
+            Code::Rs(_) => self.with_replaced_replicas(held.clone(), &files_by_node),
+            Code::Chain(_) => held.clone(),
+        };
+        Ok(self.choose_nodes(receipt, &lost, (&held, &for_spares), refused, task))
+    }
+
+    /// Returns the new entries of lost parts. `held` has the pieces by the receipt, `for_spares`
+    /// those that keep a node from being a spare.
+    fn choose_nodes(
+        &self,
+        receipt: &Receipt,
+        lost: &[&ReceiptPiece],
+        (held, for_spares): (&PiecesByNode, &PiecesByNode),
+        refused: &BTreeSet<NodeId>,
+        task: RepairTask<'_>,
+    ) -> Vec<ReceiptPiece> {
+        let (directory, turn) = (&self.directory, self.rotation());
+        let ring = directory.current_ring(&self.shard.root);
         let piece_nodes: Vec<NodeId> = receipt.pieces.iter().map(|piece| piece.node).collect();
-        let can_receive = |node| self.directory.can_receive_data(node) && !refused.contains(&node);
-        let mut spares =
-            SparesOfStripe::new(&ring, &piece_nodes, &held, self.rotation(), &can_receive);
-        let moves = lost.into_iter().filter_map(|piece| {
-            let to = spares.take(piece.piece, &held, &|node| task.loads.load_of(node))?;
-            Some(PieceMove { piece: piece.piece, to })
+        let can_receive = |node| directory.can_receive_data(node) && !refused.contains(&node);
+        let mut spares = SparesOfStripe::new(&ring, &piece_nodes, for_spares, turn, &can_receive);
+        let entries = lost.iter().filter_map(|&piece| {
+            let own = held.answers(piece.node).then_some(piece.node);
+            let node = match own.filter(|node| !directory.is_leaving_or_left(*node)) {
+                Some(own) => Some(own),
+                None => spares
+                    .take(piece.piece, for_spares, &|node| task.loads.load_of(node))
+                    // Without a spare, a leaving node that answers gets a piece for its replica.
+                    .or(own.filter(|_| is_kept_replica(piece))),
+            };
+            let node = node.filter(|node| !refused.contains(node))?;
+            Some(ReceiptPiece { node, form: PieceForm::File, ..piece.clone() })
         });
-        Ok(moves.collect())
+        entries.collect()
+    }
+
+    /// Adds the good replicas of a stripe of a classical code, each of which is the piece with the
+    /// number of its block, also where the receipt names a piece in its place. So a node with such
+    /// a replica is no spare for another piece.
+    fn with_replaced_replicas(&self, mut held: PiecesByNode, files: &FilesByNode) -> PiecesByNode {
+        for (node, pieces) in &mut held.0 {
+            let blocks = 0..self.info.fixed.blocks.len();
+            let is_here = |block: &usize| has_good_replica(&self.info, files, *node, *block);
+            pieces.extend(blocks.filter(is_here).map(|block| block as u8));
+        }
+        held
     }
 
     /// Returns whether the loss of some further node makes a block unreadable.
@@ -110,6 +145,10 @@ impl OwnedStripe<'_> {
         let shares: Vec<NodeShare> = shares.collect();
         survivable_losses(&wanted, Some(code), &shares).unwrap_or(0) == 0
     }
+}
+
+fn is_kept_replica(piece: &ReceiptPiece) -> bool {
+    piece.form != PieceForm::File
 }
 
 /// Returns the whole pieces of an attempt on the nodes that answer.

@@ -1,11 +1,11 @@
 //! Making the missing pieces of an archived stripe from what is left of it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::CoordinatorError;
 use super::ensure_replicas::{FilesByNode, has_good_replica};
-use super::moves::{PieceMove, find_pieces};
+use super::moves::find_pieces;
 use super::owned_stripe::OwnedStripe;
 use super::receipts::{ArchivedAttempt, choose_receipt_that_counts};
 use super::step_repair::{RepairTask, ends_the_repair};
@@ -34,10 +34,14 @@ const MOVE_ROUNDS: u32 = 3;
 /// of its node.
 const PIECES_AT_ONCE: usize = 8;
 
-/// An archived stripe, by the receipt that counts.
+/// An archived stripe, by the receipt that is to count.
 struct ArchivedStripe<'a> {
     stripe: &'a OwnedStripe<'a>,
     receipt: Receipt,
+    /// The pieces that no node has proven yet: each takes the place of a kept replica that was
+    /// shorter than a piece. Until then the entry holds the replica's root, which no piece file can
+    /// match, so the piece counts as missing.
+    unproven: BTreeSet<u8>,
     code: &'a Code,
     task: RepairTask<'a>,
 }
@@ -51,7 +55,8 @@ struct PieceSurvey {
     missing: Vec<RepairTarget>,
     /// Nodes that do not answer and should have a piece.
     away: BTreeSet<NodeId>,
-    /// Nodes that answer and should have a replica that stays as a piece, and do not have it.
+    /// Nodes that answer and should have a replica that stays as a piece, and do not have it, with
+    /// the block. Their replicas were there when the moves were planned, or no move was possible.
     without_kept_replica: Vec<(NodeId, u8)>,
 }
 
@@ -91,16 +96,22 @@ impl OwnedStripe<'_> {
         let (mut receipt, mut refused, mut spares) = (receipt, BTreeSet::new(), Vec::new());
         for round in 1..=MOVE_ROUNDS {
             let moves = self.plan_moves((&receipt, &found.answered), &code, &refused, task).await?;
-            let intended = receipt.with_moves(&moves, self.shard.generation);
-            let archived = ArchivedStripe { stripe: self, receipt: intended, code: &code, task };
+            let intended = receipt.with_entries(&moves, self.shard.generation);
+            let unproven = self.find_unproven(&receipt, &moves);
+            let mut archived =
+                ArchivedStripe { stripe: self, receipt: intended, unproven, code: &code, task };
             let mut made = StripeOutcome::default();
             archived.make_all_missing_pieces(&mut made).await?;
             let (done, failed) = archived.split_by_success(&moves).await;
-            receipt = receipt.with_moves(&done, self.shard.generation);
-            spares.extend(done.iter().map(|moved| moved.to));
-            refused.extend(failed.iter().map(|moved| moved.to));
+            let is_elsewhere =
+                |moved: &ReceiptPiece| receipt.pieces[usize::from(moved.piece)].node != moved.node;
+            let may_find_spares = failed.iter().any(is_elsewhere);
+            receipt = receipt.with_entries(&done, self.shard.generation);
+            spares.extend(done.iter().map(|moved| moved.node));
+            refused.extend(failed.iter().map(|moved| moved.node));
+            archived.report_unlisted(&failed, &mut made);
             outcome.add_round(made);
-            if failed.is_empty() || round == MOVE_ROUNDS || options.is_dry_run() {
+            if !may_find_spares || round == MOVE_ROUNDS || options.is_dry_run() {
                 break;
             }
         }
@@ -111,16 +122,47 @@ impl OwnedStripe<'_> {
         self.put_missing_receipts(&receipt, &spares, &found.by_node, options, &mut outcome).await;
         Ok(outcome)
     }
+
+    /// Returns the moved pieces whose roots no node has proven yet. A piece is padded with zeros to
+    /// the length of a block, so a kept replica of a shorter block has another root.
+    fn find_unproven(&self, receipt: &Receipt, moves: &[ReceiptPiece]) -> BTreeSet<u8> {
+        let cut = self.info.fixed.cut;
+        let is_short = |number: &u8| {
+            receipt.pieces.get(usize::from(*number)).is_some_and(|piece| match piece.form {
+                PieceForm::Replica { block } => cut.block_len(block) < cut.block_bytes,
+                PieceForm::File => false,
+            })
+        };
+        moves.iter().map(|moved| moved.piece).filter(is_short).collect()
+    }
 }
 
 impl ArchivedStripe<'_> {
-    /// Returns the moves after which the spare has the piece, and the others.
-    async fn split_by_success(&self, moves: &[PieceMove]) -> (Vec<PieceMove>, Vec<PieceMove>) {
+    /// Returns the entries of the receipt after moves whose node has the piece now, and those of
+    /// the other moves.
+    async fn split_by_success(
+        &self,
+        moves: &[ReceiptPiece],
+    ) -> (Vec<ReceiptPiece>, Vec<ReceiptPiece>) {
         if moves.is_empty() || self.task.options.is_dry_run() {
             return (Vec::new(), Vec::new());
         }
         let held = find_pieces(&self.stripe.list_ring_files().await, &self.receipt);
-        moves.iter().partition(|moved| held.has(moved.to, moved.piece))
+        let entries =
+            moves.iter().filter_map(|moved| self.receipt.pieces.get(usize::from(moved.piece)));
+        entries.cloned().partition(|entry| held.has(entry.node, entry.piece))
+    }
+
+    /// Adds a problem for each failed move whose node is neither away nor has a problem: it proved
+    /// its piece and does not list it.
+    fn report_unlisted(&self, failed: &[ReceiptPiece], made: &mut StripeOutcome) {
+        for &ReceiptPiece { piece, node, .. } in failed {
+            if !made.lacking.contains(&node) && !made.away.contains_key(&node) {
+                let (index, name) = (self.stripe.index(), self.stripe.directory.name(node));
+                let problem = format!("stripe {index}: {name} does not list its new piece {piece}");
+                made.add_problem(Some(node), problem);
+            }
+        }
     }
 
     fn survey(&self, held: &FilesByNode) -> PieceSurvey {
@@ -199,7 +241,7 @@ impl ArchivedStripe<'_> {
     /// A run may find that a source is damaged, so that this piece is missing, too. Therefore the
     /// stripe is surveyed again as long as rounds make pieces and some try failed.
     async fn make_all_missing_pieces(
-        &self,
+        &mut self,
         outcome: &mut StripeOutcome,
     ) -> Result<(), CoordinatorError> {
         loop {
@@ -219,7 +261,7 @@ impl ArchivedStripe<'_> {
             for (node, block) in survey.without_kept_replica {
                 let (index, name) = (self.stripe.index(), self.stripe.directory.name(node));
                 let problem = format!(
-                    "stripe {index}: {name} lost its replica of block {block}, which is a piece of a classical code; such a piece is not made again yet"
+                    "stripe {index}: {name} has no replica of block {block}, which is a piece of a classical code, and the piece was not made"
                 );
                 outcome.add_problem(Some(node), problem);
             }
@@ -245,7 +287,7 @@ impl ArchivedStripe<'_> {
 
     /// Makes the missing pieces of a survey: first all together, then, if that fails, one by one.
     async fn make_pieces_of_round(
-        &self,
+        &mut self,
         survey: &PieceSurvey,
         outcome: &mut StripeOutcome,
     ) -> Result<RoundResult, CoordinatorError> {
@@ -281,7 +323,7 @@ impl ArchivedStripe<'_> {
     }
 
     async fn make_piece_with_retries(
-        &self,
+        &mut self,
         sources: &mut Vec<RepairSource>,
         target: RepairTarget,
         round: &mut RoundResult,
@@ -359,14 +401,15 @@ impl ArchivedStripe<'_> {
         }
     }
 
-    /// Makes these pieces by one plan, and proves them.
+    /// Makes these pieces by one plan, and proves them. Enters the roots of those that were
+    /// unproven in the receipt.
     async fn make_pieces(
-        &self,
+        &mut self,
         sources: &[RepairSource],
         targets: &[RepairTarget],
     ) -> Result<(), CoordinatorError> {
         let OwnedStripe { coordinator, shard, info, directory } = self.stripe;
-        let (stripe, code) = (info.fixed.stripe, &self.code);
+        let (stripe, code) = (info.fixed.stripe, self.code);
         coordinator.ensure_may_go_on(shard, self.task).await?;
         let (plan, checked) = self.build_plan(sources, targets)?;
         let orders = self.stripe.build_orders(&plan, &checked, code, Codec::Kernel)?;
@@ -375,13 +418,16 @@ impl ArchivedStripe<'_> {
         trace_point(TracePoint::Run, stripe);
         let reports = coordinator.run_parts(&orders, &plan, directory).await?;
         trace_point(TracePoint::Proof, stripe);
-        let roots: BTreeMap<u8, [u8; 32]> =
-            self.receipt.pieces.iter().map(|piece| (piece.piece, piece.root)).collect();
         for piece in targets.iter().map(|target| target.piece as u8) {
             let (node, root) = self.stripe.verify_piece(&plan, code, &reports, piece)?;
-            if roots.get(&piece) != Some(&root) {
-                let node = directory.name(node);
-                return Err(CoordinatorError::UnequalPiece { stripe, piece, node });
+            let entry = self.receipt.pieces.get_mut(usize::from(piece));
+            match entry {
+                Some(entry) if self.unproven.remove(&piece) => entry.root = root,
+                Some(entry) if entry.root == root => {}
+                _ => {
+                    let node = directory.name(node);
+                    return Err(CoordinatorError::UnequalPiece { stripe, piece, node });
+                }
             }
         }
         Ok(())

@@ -157,8 +157,9 @@ impl StripeSources {
             Err(_) => return Err(RoundEnd::Slow { holdings: vec![holding] }),
         };
         let proof = match self.parse_hash_table(holding, len, answer) {
-            Ok(Some(table)) => GrainVerifier::Table(table),
-            Ok(None) => self.fetch_fallback_verifier(holding, len, progress).await,
+            // A file whose root no record has is verified by the fingerprints of its stripe.
+            Ok(Some(table)) if holding.root.is_some() => GrainVerifier::Table(table),
+            Ok(_) => self.fetch_fallback_verifier(holding, len, progress).await,
             Err(reason) => return Err(stop(reason, SourceFault::Corrupt)),
         };
         Ok(OpenFile { holding, is_patient, behind, open: Some((exchange, proof)) })

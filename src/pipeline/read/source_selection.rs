@@ -12,7 +12,7 @@ use super::{ReadError, ReadSession};
 use crate::code::{Code, Layout, reconstruct, table};
 use crate::format::file::FileName;
 use crate::format::grain_set::GrainSet;
-use crate::format::records::{Receipt, ReceiptPiece, ShardRoot, StripeState};
+use crate::format::records::{PieceForm, Receipt, ReceiptPiece, ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId};
 use crate::pipeline::record_fetch::StripeInfo;
 use crate::units::GRAIN_BYTES;
@@ -340,10 +340,15 @@ fn pieces_of_attempt(
             let found_root = found.content.map(|(_, root)| root);
             let (piece, root) = match found.file {
                 FileName::Piece { piece, attempt: of } if of == attempt => {
-                    // With a receipt, a piece must have the root in the receipt. Without one, the
-                    // decoded bytes decide.
                     let proven = receipt.and_then(|receipt| receipt.pieces.get(usize::from(piece)));
-                    (usize::from(piece), proven.map(|proven| proven.root).or(found_root))
+                    let root = match proven {
+                        // Without the receipt the decoded bytes decide.
+                        None => found_root,
+                        Some(proven) if proven.form == PieceForm::File => Some(proven.root),
+                        // A later receipt may name a piece in the place of this kept replica.
+                        Some(_) => None,
+                    };
+                    (usize::from(piece), root)
                 }
                 // In the classical code, a replica is the systematic piece with the number of its
                 // block.
@@ -355,7 +360,8 @@ fn pieces_of_attempt(
                 }
                 _ => continue,
             };
-            if piece < code.n() && (found_root.is_none() || found_root == root) {
+            let is_right = root.is_none() || found_root.is_none() || found_root == root;
+            if piece < code.n() && is_right {
                 let holding = RemoteFile {
                     node,
                     file: found.file,

@@ -153,7 +153,7 @@ impl LocalCatalogue {
             && (change.state == LeaveState::Left
                 || (change.state == LeaveState::Leaving && lease_had_ended))
         {
-            tracing::warn!(node = %name, state = ?change.state, "a leaving node has registered again: it stays in the cluster");
+            tracing::warn!(node = %name, state = ?change.state, "a node that was leaving or had left has registered again: it is a member again");
             let returned = RingChange { state: LeaveState::Returned, ..change };
             let value =
                 returned.to_bytes().map_err(|error| CatalogueError::Store(error.to_string()))?;

@@ -39,7 +39,8 @@ pub struct StatusReport {
 
 impl Client {
     /// Makes `daemon` rebuild a lost catalogue from the contents of the nodes and serve it
-    /// (docs/semantics.md, 8). `None` is the first seed that answers.
+    /// (docs/semantics.md, 8). `None` is the daemon that this client already uses, or the first
+    /// seed that answers.
     pub async fn rebuild_catalogue(
         &self,
         daemon: Option<&Address>,

@@ -112,8 +112,7 @@ impl Client {
         Self::connect_with_congestion(identity, seeds, Congestion::default()).await
     }
 
-    /// Connects as [`Client::connect`] does, with a congestion control that suits a link whose
-    /// packet loss is known.
+    /// Connects as [`Client::connect`] does, with the given congestion control.
     pub async fn connect_with_congestion(
         identity: &Identity,
         seeds: Vec<String>,

@@ -18,7 +18,8 @@ use crate::placement::PlacementError;
 use crate::store::DiskError;
 use crate::workers::WorkerDied;
 
-/// The reason why an operation failed. Committed data is unchanged.
+/// The reason why an operation failed. A change whose answer was lost may have been made all the
+/// same.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {

@@ -19,10 +19,10 @@ pub struct RepairReport {
 }
 
 impl Client {
-    /// Makes again what nodes have lost of a committed step (`None`: the latest), and watches the
-    /// progress. If a node of `given_up` does not answer, its pieces are made on other nodes. A
-    /// daemon does the work and continues it if this client goes away. `on_event` is called with
-    /// each event. Returns the report when the repair has ended.
+    /// Makes again what nodes have lost of a committed step (`None`: the latest), or counts it in a
+    /// dry run, and watches the progress. If a node of `given_up` does not answer, its pieces are
+    /// made on other nodes. A daemon does the work and continues it if this client goes away.
+    /// `on_event` is called with each event. Returns the report when the repair has ended.
     ///
     /// # Errors
     /// Fails with kind `Exists` if the step is being archived or repaired already.

@@ -42,7 +42,7 @@ pub(super) async fn fetch_standings(
                 Ok(answer) => Some((node.clone(), answer)),
                 Err(error) if is_unknown_call(&error) => Some((node.clone(), unknown_standing())),
                 Err(error) => {
-                    tracing::info!(node = %node.name, %error, "failed to read the node's standing");
+                    tracing::info!(node = %node.name, %error, "failed to ask a node whether it has caught up: the node does not count as heard");
                     None
                 }
             }

@@ -249,7 +249,7 @@ impl Store {
             return None;
         }
         let first: Vec<u64> = damage.grains.iter().take(LOGGED).collect();
-        tracing::warn!(%key, has_tail = damage.has_tail, grains = damage.grains.len(), ?first, "a file is damaged: it does not count");
+        tracing::warn!(%key, has_tail = damage.has_tail, grains = damage.grains.len(), ?first, "a file is damaged: it does not count as a copy");
         let format = |source| StoreError::Format { path: path.clone(), source };
         let put = damage.to_bytes().map_err(format).and_then(|bytes| {
             let is_still = || match is_it() {
@@ -263,7 +263,7 @@ impl Store {
             Ok(lengths) => Some((damage, lengths)),
             Err(StoreError::Conflict { .. }) => None,
             Err(error) => {
-                tracing::error!(%key, %error, "cannot write the damage note: the file does not count until the daemon stops");
+                tracing::error!(%key, %error, "cannot write the damage note: after its next start the daemon may count the file as a copy again");
                 Some((damage, (None, None)))
             }
         }

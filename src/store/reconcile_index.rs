@@ -50,7 +50,10 @@ impl Store {
             Ok::<_, StoreError>(walk.counts)
         })?;
         if report != ReconcileCounts::default() {
-            tracing::warn!(?report, "the index did not match the files");
+            tracing::warn!(
+                ?report,
+                "files differ from the index, or are unknown, damaged, misplaced or unreadable: the index is corrected"
+            );
         }
         let FolderScan { unknown_files: strangers, unreadable_files: unreadable, .. } = walk;
         Ok(OpenFindings { counts: report, unknown_files: strangers, unreadable_files: unreadable })

@@ -83,7 +83,7 @@ impl SledKv {
             Err(error) => return Err(error),
         };
         let moved_to = move_aside(path)?;
-        tracing::error!(%damage, ?moved_to, "the index is damaged and was moved aside: starting with an empty one");
+        tracing::error!(%damage, ?moved_to, "the index is damaged and was moved aside: a new one is filled from the files");
         Ok((open()?, SledOpening::Rebuilt { moved_to }))
     }
 

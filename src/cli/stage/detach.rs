@@ -118,7 +118,7 @@ pub fn leave_the_starter() -> Result<(), CommandFailure> {
     // use.
     for thread in threads() {
         if let Err(error) = rustix::thread::sched_setaffinity(thread, &all) {
-            tracing::warn!(%error, "the daemon stays on the processors of the trainer that started it");
+            tracing::warn!(%error, "a thread of the daemon stays on the processors of the trainer that started it");
         }
     }
     for resource in [Resource::Nofile, Resource::As, Resource::Memlock, Resource::Core] {

@@ -158,8 +158,8 @@ impl Client {
     /// # Errors
     /// [`ClientError::WritersMissing`] if the writers made no progress for too long,
     /// [`ClientError::WriterDropped`] if one has dropped the step, and [`ClientError::JointSaveOver`]
-    /// if each attempt ended without a commit. An error after the writer has joined aborts the save
-    /// if it is open, except `WriterDropped` and an error of `note_save`.
+    /// if each attempt ended without a commit. Once `note_save` has returned, an error aborts the
+    /// save if it is open, except `WriterDropped` and errors of kind `Fenced`.
     pub async fn save_jointly(
         &self,
         step_ref: StepRef<'_>,

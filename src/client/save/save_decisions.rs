@@ -21,7 +21,7 @@ pub struct NewShard {
 }
 
 /// The decisions of a save's caller. [`crate::client::Client::save_with_decisions`] asks for each, and again if
-/// the save starts again because nodes failed.
+/// the save starts again.
 #[async_trait]
 pub trait SaveDecisions: Send + Sync {
     /// Returns the id of attempt `attempt` (from 0). Every attempt needs an id of its own. To learn

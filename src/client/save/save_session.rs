@@ -186,7 +186,7 @@ impl Client {
                     SaveOutcome::Gone if restarts.count <= RESTARTS => {}
                     _ => return Err(error),
                 }
-                tracing::warn!(%error, restarts = restarts.count, "the save starts again");
+                tracing::warn!(%error, restarts = restarts.count, "the save of {job}/{step} failed and starts again from its first byte");
             } else {
                 saving.abort_and_prepare_restart(error, &mut restarts).await?;
             }
@@ -467,7 +467,7 @@ impl SaveSession {
         }
         let lease = Duration::from_millis(self.begun.lease_ms);
         self.client.caller().clock().sleep(lease).await;
-        tracing::warn!(%error, restarts = restarts.count, "the save starts again");
+        tracing::warn!(%error, restarts = restarts.count, "the save of {}/{} failed and starts again from its first byte", self.job, self.step);
         Ok(())
     }
 

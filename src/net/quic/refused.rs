@@ -35,7 +35,7 @@ impl Refused {
     /// Logs a refused connection, or counts it for a later line.
     pub(super) fn note(&self, from: SocketAddr, why: &dyn Display) {
         if let Some(count) = self.count(from.ip()) {
-            tracing::info!(%from, %why, count, "connections refused");
+            tracing::info!(%from, %why, count, "refused incoming connections: `from` and `why` are those of the last one");
         }
     }
 

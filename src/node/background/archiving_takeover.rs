@@ -85,7 +85,9 @@ impl ArchivingTakeover {
                 let (events, _) = mpsc::channel(1);
                 let found = (archiving, revision);
                 match coordinator.take_over_and_run_request(job.at(step), found, &events).await {
-                    Ok(()) => tracing::info!(%job, %step, "takeover ended"),
+                    Ok(()) => {
+                        tracing::info!(%job, %step, "the takeover of an archiving ended without an error")
+                    }
                     Err(error) => {
                         tracing::info!(%job, %step, %error, "failed to take over the archiving or to finish it")
                     }

@@ -175,7 +175,7 @@ impl AutomaticRepair {
                 continue;
             }
             if let Err(error) = self.run_round(&mut rounds).await {
-                tracing::warn!(%error, "failed to look for what is missing of checkpoints");
+                tracing::warn!(%error, "a round of automatic repair failed; the next round tries again");
             }
         }
     }
@@ -436,18 +436,18 @@ impl AutomaticRepair {
         ledger.wants_survey |= !repaired.as_ref().is_err_and(gives_way);
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
-                tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired automatically");
+                tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired automatically, except for the parts that belong on the nodes in `away`");
                 ledger.settled.insert(*save, Settled { version, health: *health });
                 return ledger.retries.forget_finished(*save);
             }
             Ok((_, Some(note))) => note,
             // The step was removed or has another owner, or the repair was stopped.
             Err(error) if gives_way(&error) => {
-                return tracing::info!(%job, step = %number, %error, "a repair gave way");
+                return tracing::info!(%job, step = %number, %error, "an automatic repair ended early: after a lease period the step is tried again, if it is still degraded");
             }
             Err(error) => error.to_string(),
         };
-        tracing::warn!(%job, step = %number, why, "automatic repair deferred");
+        tracing::warn!(%job, step = %number, why, "an automatic repair did not complete: it is tried again, and after {TRIES} failures only when the nodes or the missing parts change");
         let now = self.context.clock.now();
         let tries = ledger.retries.record_failure(*save, (job, *number), now, why);
         if tries >= TRIES {

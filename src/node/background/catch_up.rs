@@ -356,7 +356,7 @@ impl CatchUpRounds {
         if !damaged.is_empty() {
             tracing::warn!(
                 saves = damaged.len(),
-                "commit marks do not parse: they are written again"
+                "saves have only damaged commit marks here: those that are committed get new ones when a catalogue answers"
             );
             self.catching_up.request();
         }

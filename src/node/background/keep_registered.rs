@@ -76,7 +76,7 @@ impl RegistrationRenewal {
                     self.start_work_after_registration(&answer, &mut progress);
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "not registered");
+                    tracing::warn!(%error, "failed to register this node or to renew its registration; retrying");
                     progress.is_registered = false;
                 }
             }

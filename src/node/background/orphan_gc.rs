@@ -123,13 +123,13 @@ impl OrphanGc {
             }
             let catalogue = self.context.catalogue();
             if let Err(error) = self.remove_stray_keys(&*catalogue, &mut stray_keys).await {
-                tracing::warn!(%error, "failed to remove stray keys");
+                tracing::warn!(%error, "failed to look for stray keys in the catalogue, or to remove one; retrying");
             }
             if let Err(error) = self.find_and_record_orphans(&*catalogue, &mut compared).await {
                 tracing::warn!(%error, "failed to compare the saves on the nodes with the catalogue");
             }
             if let Err(error) = self.remove_recorded_orphans(&*catalogue).await {
-                tracing::warn!(%error, "failed to remove orphans");
+                tracing::warn!(%error, "failed to go through the orphans, or to remove one; retrying");
             }
         }
     }
@@ -225,7 +225,7 @@ impl OrphanGc {
         comparison: &mut InventoryComparison,
     ) {
         if self.lock_retained().insert(save, why) != Some(why) {
-            tracing::warn!(%save, %why, "a save that no step has is kept");
+            tracing::warn!(%save, %why, "nodes hold a save that no step in the catalogue names: the save is kept");
         }
         let unknown = comparison.waiting.entry(save).or_default();
         unknown.looks = unknown.looks.saturating_add(1);

@@ -272,7 +272,7 @@ impl Retention {
         save: SaveId,
     ) -> JoinHandle<()> {
         let archive_all_but = self.context.settings.policy.of(&job).archive_all_but;
-        tracing::info!(%job, %step, %save, archive_all_but, "archived by the policy: enough newer steps are committed");
+        tracing::info!(%job, %step, %save, archive_all_but, "archiving a step by the policy: enough newer steps are committed");
         let coordinator = self.context.coordinator();
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
@@ -296,7 +296,7 @@ impl Retention {
                     waits.forget_finished(save);
                 }
                 Some(why) => {
-                    tracing::warn!(%job, %step, why, "archiving by the policy deferred");
+                    tracing::warn!(%job, %step, why, "archiving by the policy is not complete; trying again later");
                     waits.record_failure(save, (&job, step), service.context.clock.now(), why);
                 }
             }

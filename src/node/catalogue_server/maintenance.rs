@@ -59,7 +59,7 @@ impl MaintenanceCalls {
             };
             let revision = known.map(|(_, revision)| revision);
             if let SetOutcome::Set(_) = catalogue.compare_and_set(&key, revision, value).await? {
-                tracing::info!(node = %record.node, seconds, "the maintenance of a node was set");
+                tracing::info!(node = %record.node, seconds, "the maintenance of a node was set to end after `seconds`: 0 means that it is over");
                 return Ok(());
             }
         }

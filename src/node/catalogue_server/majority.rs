@@ -53,10 +53,10 @@ impl MajorityChecks {
             let hears = self.claim_majority_or_step_down(&local).await;
             missed = if hears { 0 } else { missed + 1 };
             if local.is_read_only() && hears {
-                tracing::info!(epoch = %local.epoch(), "the catalogue is served");
+                tracing::info!(epoch = %local.epoch(), "the catalogue accepts changes from now on");
                 local.set_read_only(false);
             } else if !local.is_read_only() && missed >= MISSED_ROUNDS {
-                tracing::warn!(epoch = %local.epoch(), "the catalogue changes nothing: too few nodes are heard");
+                tracing::warn!(epoch = %local.epoch(), "the catalogue accepts no changes until this daemon hears more than half of the storage nodes again");
                 local.set_read_only(true);
             }
             let wait = if local.is_read_only() {
@@ -97,7 +97,7 @@ impl MajorityChecks {
             let is_other =
                 hello.epoch == local.epoch() && hello.map.is_some_and(|map| map != local.db_id());
             if hello.epoch > local.epoch() || is_other {
-                tracing::warn!(node = %node.name, epoch = %hello.epoch, "another catalogue has begun");
+                tracing::warn!(node = %node.name, epoch = %hello.epoch, "a node has noted another catalogue: this daemon is to stop serving its own");
                 let noted = self.context.run_on_store(move |store| match hello.map {
                     Some(map) if !is_other => store.record_db_id(hello.epoch, map),
                     // Two databases have the same epoch: neither is served any more.

@@ -95,7 +95,7 @@ impl CatalogueTransfer {
         let claimed = self.rebuild.claim_epoch(ClaimEpoch { epoch, map, home }).await;
         local.end_transfer(claimed.is_err());
         if claimed.is_ok() {
-            tracing::warn!(%epoch, "the catalogue was transferred");
+            tracing::warn!(%epoch, "the catalogue was transferred from this daemon to another one");
         }
         claimed
     }
@@ -271,7 +271,7 @@ impl CatalogueTransfer {
                     return Err(unknown_transfer_error(old_server, &error));
                 }
                 Err(error) => {
-                    tracing::info!(%error, "the old catalogue server has not answered; retrying")
+                    tracing::info!(%error, "the old catalogue server has not confirmed the transfer; retrying")
                 }
             }
             self.context.clock.sleep(TRANSFER_RETRY_WAIT).await;

@@ -269,7 +269,7 @@ impl CommittedSteps {
         let work = |events: mpsc::Sender<ArchiveEvent>| async move {
             let archive = coordinator.archive_step(call.job.at(call.step), call.options, &events);
             archive.await.inspect_err(|error| {
-                tracing::warn!(job = %call.job, step = %call.step, %error, "archiving stopped");
+                tracing::warn!(job = %call.job, step = %call.step, %error, "an archiving that a client requested ended with an error");
             })
         };
         self.work_and_send_events(served, work, || GatewayError::ArchivingInterrupted).await;
@@ -288,7 +288,7 @@ impl CommittedSteps {
             let cause = RepairCause::Request(given_up.collect());
             let repair = coordinator.repair_step(step_ref, call.options, &cause, &events);
             repair.await.inspect_err(|error| {
-                tracing::warn!(job = %call.job, step = %call.step, %error, "repair stopped");
+                tracing::warn!(job = %call.job, step = %call.step, %error, "a repair that a client requested ended with an error");
             })
         };
         self.work_and_send_events(served, work, || GatewayError::RepairInterrupted).await;

@@ -57,7 +57,7 @@ impl CommittedSteps {
             let set =
                 compare_and_set_record_guarded(&*catalogue, &key, revision, &record, guard).await?;
             if let RecordSetOutcome::Set(_) = set {
-                tracing::info!(step = %step_ref, label = %call.label, change = ?call.change, "labelled");
+                tracing::info!(step = %step_ref, label = %call.label, change = ?call.change, "a label was added to a step or removed from it");
                 return Ok(record.labels);
             }
         }

@@ -89,7 +89,7 @@ impl OwnedStripe<'_> {
             answer = caller.call(address, call).await;
         }
         if let Err(error) = &answer {
-            tracing::warn!(node = %address.name, %error, "replicas not dropped: a later run tries again");
+            tracing::warn!(node = %address.name, %error, "a node has not confirmed that it dropped its replicas: they are dropped later");
         }
         answer.is_ok()
     }

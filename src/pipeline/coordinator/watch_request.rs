@@ -77,7 +77,7 @@ impl Coordinator {
                     }
                 }
                 Err(error) if error.kind().is_transient() => {
-                    tracing::info!(%step_ref, %error, "an archiving is watched while the catalogue is away");
+                    tracing::info!(%step_ref, %error, "the catalogue does not answer while the progress of an archiving is watched; retrying");
                 }
                 Err(error) => return Err(error.into()),
             }

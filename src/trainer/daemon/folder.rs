@@ -138,7 +138,7 @@ impl Folder {
         let mut record = folder.read_record::<InstanceRecord>(&at)?;
         if record.as_ref().is_some_and(|record| record.boot != boot) {
             tracing::warn!(
-                "the host was booted since the staging folder was used: what lies in it is not trusted"
+                "the host was booted since the staging folder was used: the segments and steps in it are removed"
             );
             folder.clear()?;
             record = None;

@@ -504,7 +504,7 @@ impl StagingDaemon {
             Source::Memory { step, _holds } => (step, _holds),
             Source::Cluster { fetched, held } => {
                 tracing::error!(
-                    "{name} is damaged in memory: the next load reads the step from the cluster again"
+                    "a trainer reports that {name} is damaged in memory: the next load reads the step from the cluster again"
                 );
                 self.forget_fetched(&fetched);
                 if let Some(held) = held {
@@ -524,7 +524,7 @@ impl StagingDaemon {
             }
             _ => {
                 tracing::error!(
-                    "the tensor {name} is damaged in memory: the step is dropped there, and lost unless it is committed"
+                    "a trainer reports that {name} is damaged in memory: the step is dropped there, and lost unless it is committed"
                 );
                 self.with(|core| core.give_up_memory(fill, name));
             }

@@ -93,7 +93,7 @@ impl StagingDaemon {
                 }
                 Attempt::Gone => return,
                 Attempt::Failed(failure) => {
-                    tracing::error!(job = %key.job, step = %key.step, "the step is not saved: {failure}");
+                    tracing::error!(job = %key.job, step = %key.step, "the step cannot be saved and is dropped: {failure}");
                     return self.with(|core| core.drop_step(key, failure));
                 }
                 Attempt::Later(reason) | Attempt::Fenced(reason) => {

@@ -480,7 +480,7 @@ impl Core {
         }
         for key in late {
             let message = format!("{} after {} s", self.progress_of(&key), limit.as_secs());
-            tracing::warn!(job = %key.job, "{message}");
+            tracing::warn!(job = %key.job, "{message}: the step is dropped");
             let hint = "see whether the process is stopped; staging.fill_s is the limit";
             self.drop_step(&key, Failure::new(ErrorKind::Timeout, message, hint));
         }

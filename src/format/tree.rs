@@ -37,6 +37,10 @@ pub fn grain_hash(len_bytes: u64, index: u64, bytes: &[u8]) -> Option<Hash> {
 /// Hashes one part of content that is divided into parts of equal length, of which the last may be
 /// shorter. [`root_of_parts`] makes the hash of the content from the hashes of all parts, so that
 /// several threads can hash it.
+///
+/// # Panics
+/// `finish`, if one of several parts has no bytes; `update`, if a part after the first has more
+/// than `part_bytes`.
 pub struct PartHasher {
     hasher: blake3::Hasher,
     is_only: bool,

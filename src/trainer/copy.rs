@@ -1,9 +1,10 @@
 //! Copies the wanted parts of a loaded step to their destinations on several threads, and compares
-//! every extent that they use with its hash.
+//! each extent that is used with its hash, unless an earlier copy did.
 //!
 //! The work is divided into jobs that any thread may take. A long extent is copied and hashed in
 //! parts, because a step often has few large tensors. The hash of a part is that of a BLAKE3
-//! subtree; the thread that hashes the last part of an extent computes the hash of the whole.
+//! subtree; the thread that hashes the last outstanding part of an extent computes the hash of the
+//! whole.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -15,14 +16,14 @@ use super::load::LoadedStep;
 use crate::format::table::ExtentCopy;
 use crate::format::tree::{Hash, PartHasher, root_of_parts};
 
-/// Maximum length of the bytes that one job copies or hashes, except in a strided copy. A power of
-/// two, as subtrees need.
+/// Maximum length of a part: the bytes that one job copies or hashes. [`Job::CopyRuns`] has no
+/// maximum. Must be a power of two, because a part is a subtree.
 const PART_BYTES: usize = 2 << 20;
 /// Length of the pieces in which bytes are copied and hashed. A piece stays in a core's cache
 /// between the two.
 const PIECE_BYTES: usize = 256 << 10;
 /// Number of bytes after which the calling thread asks whether to proceed. The question may wait
-/// for a lock of the caller.
+/// for a lock of the caller, so it is not asked before each job.
 const PROCEED_BYTES: usize = 32 << 20;
 
 /// A destination and the bytes to copy into it.
@@ -39,7 +40,7 @@ struct Verification {
     row: u32,
     /// The length of the extent in bytes.
     len_bytes: u64,
-    /// The hashes of the parts that were hashed.
+    /// The hash of each part, once it is known.
     parts: Vec<OnceLock<Hash>>,
     /// The number of parts that are not hashed yet.
     missing: AtomicUsize,
@@ -56,9 +57,10 @@ struct PartOf {
 enum Job<'a> {
     /// Copy bytes of an extent. If they are a part of a verification, hash the copy.
     Copy { from: &'a [u8], to: &'a mut [u8], hash_as: Option<PartOf> },
-    /// Copy to a destination whose bytes cannot be divided by extents.
+    /// Do copies that are strided or overlap, so that their destination is not divided among
+    /// threads.
     CopyRuns { copies: Vec<ExtentCopy>, to: &'a mut [u8] },
-    /// Hash a part of an extent of which only other ranges are copied.
+    /// Hash a part of an extent that no job copies whole.
     Hash { from: &'a [u8], part: PartOf },
 }
 
@@ -76,10 +78,10 @@ struct Work<'a> {
     step: &'a LoadedStep,
     jobs: Vec<Job<'a>>,
     verifications: Vec<Verification>,
-    /// The extents that have a verification.
-    rows: BTreeSet<u32>,
-    /// The extents of which ranges are copied. Extents in `rows` are hashed with a copy.
-    used: BTreeSet<u32>,
+    /// The extents with a verification in this copy.
+    hashed: BTreeSet<u32>,
+    /// The extents with a copy that is not hashed. Those that are not in `hashed` are hashed alone.
+    copied_unhashed: BTreeSet<u32>,
 }
 
 impl LoadedStep {
@@ -103,8 +105,8 @@ impl LoadedStep {
 
 impl<'a> Work<'a> {
     fn new(step: &'a LoadedStep) -> Self {
-        let (rows, used) = (BTreeSet::new(), BTreeSet::new());
-        Self { step, jobs: Vec::new(), verifications: Vec::new(), rows, used }
+        let (hashed, copied_unhashed) = (BTreeSet::new(), BTreeSet::new());
+        Self { step, jobs: Vec::new(), verifications: Vec::new(), hashed, copied_unhashed }
     }
 
     fn add_target(&mut self, target: Target<'a>) -> Result<(), StagingError> {
@@ -112,7 +114,7 @@ impl<'a> Work<'a> {
         copies.retain(|copy| self.step.is_here(copy.extent));
         copies.sort_by_key(|copy| copy.to_bytes);
         if !are_apart(&copies) {
-            self.used.extend(copies.iter().map(|copy| copy.extent));
+            self.copied_unhashed.extend(copies.iter().map(|copy| copy.extent));
             self.jobs.push(Job::CopyRuns { copies, to: bytes });
             return Ok(());
         }
@@ -133,7 +135,7 @@ impl<'a> Work<'a> {
         let is_whole = copy.run_bytes == extent.len_bytes;
         let verification = if is_whole { self.verification(copy.extent)? } else { None };
         if verification.is_none() {
-            self.used.insert(copy.extent);
+            self.copied_unhashed.insert(copy.extent);
         }
         for (part, (from, to)) in parts(from).zip(to.chunks_mut(PART_BYTES)).enumerate() {
             let hash_as = verification.map(|verification| PartOf { verification, part });
@@ -142,13 +144,14 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Returns a new verification of an extent, or `None` if the extent has one or was verified by
-    /// an earlier copy. Fails if the extent is damaged.
+    /// Returns the index of a new verification of an extent, or `None` if the extent has one or was
+    /// verified by an earlier copy. Compares an empty extent at once. Fails if the extent is known
+    /// to be damaged.
     fn verification(&mut self, row: u32) -> Result<Option<usize>, StagingError> {
         let (extent, bytes) = self.step.extent(row)?;
         match self.step.verified.get(row as usize).and_then(OnceLock::get) {
             Some(is_good) => return self.step.ensure_intact(row, *is_good).map(|()| None),
-            None if !self.rows.insert(row) => return Ok(None),
+            None if !self.hashed.insert(row) => return Ok(None),
             None => {}
         }
         let parts: Vec<_> = parts(bytes).map(|_| OnceLock::new()).collect();
@@ -162,7 +165,7 @@ impl<'a> Work<'a> {
 
     /// Adds jobs that hash the used extents which no copy hashes.
     fn add_hash_jobs(&mut self) -> Result<(), StagingError> {
-        for row in std::mem::take(&mut self.used) {
+        for row in std::mem::take(&mut self.copied_unhashed) {
             let Some(verification) = self.verification(row)? else { continue };
             let (_, bytes) = self.step.extent(row)?;
             for (part, from) in parts(bytes).enumerate() {
@@ -193,6 +196,7 @@ struct Queue<'a> {
 impl Queue<'_> {
     /// Does all jobs on `threads` threads, of which the calling thread is one.
     fn run(&self, threads: usize, proceed: &dyn Fn() -> bool) -> Result<(), StagingError> {
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).len();
         let mut bytes = PROCEED_BYTES;
         let mut ask = |job: &Job<'_>| {
             bytes = bytes.saturating_add(job.len_bytes());
@@ -208,7 +212,7 @@ impl Queue<'_> {
                 let thread = std::thread::Builder::new();
                 thread.spawn_scoped(scope, || self.do_jobs(&mut |_| true)).ok()
             };
-            let others: Vec<_> = (1..threads.max(1)).map_while(start).collect();
+            let others: Vec<_> = (1..threads.min(jobs)).map_while(start).collect();
             let mut result = self.do_jobs(&mut ask);
             for other in others {
                 let ended = other.join();
@@ -240,10 +244,10 @@ impl Queue<'_> {
         PartHasher::new(len_bytes, PART_BYTES as u64, of.part as u64)
     }
 
-    /// Adds the hash of a part. With the last part of an extent, verifies the extent.
+    /// Adds the hash of a part. If no other part is missing, verifies the extent.
     fn add_hash(&self, of: PartOf, hash: Hash) -> Result<(), StagingError> {
         let Verification { row, parts, missing, .. } = &self.verifications[of.verification];
-        // Each part has one job.
+        // Each part has one job, so its hash is set once.
         let _ = parts[of.part].set(hash);
         // The release of each thread makes its hash visible to the thread that counts down to zero.
         if missing.fetch_sub(1, Ordering::AcqRel) > 1 {
@@ -288,7 +292,8 @@ fn parts(bytes: &[u8]) -> std::slice::Chunks<'_, u8> {
     bytes.chunks(PART_BYTES)
 }
 
-/// Returns whether each copy is one run, and none begins before the end of the one before it.
+/// Returns whether each copy is one run, and none begins before the end of the one before it. The
+/// copies are sorted by their destination.
 fn are_apart(copies: &[ExtentCopy]) -> bool {
     let is_run = copies.iter().all(|copy| copy.dims.is_empty());
     let ends = copies.iter().map(|copy| copy.to_bytes.saturating_add(copy.run_bytes));
@@ -330,7 +335,7 @@ mod tests {
         CopyDim, ElementType, Extent, Form, Key, Name, NameKind, Path, Space, TableBuilder,
     };
 
-    /// Lengths of the extents of a step: each number of parts, and ends beside the end of a part.
+    /// Lengths of the extents of a step: 0, 1, 2, 3 and 6 parts, with ends beside that of a part.
     const LENGTHS: [usize; 6] =
         [0, 100, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES - 1, 5 * PART_BYTES + 77];
 
@@ -408,7 +413,7 @@ mod tests {
             whole(2),
             whole(5),
             whole(5),
-            // Two extents, in the order of neither their rows nor their places.
+            // Two extents, listed in the reverse order of their destinations.
             (
                 vec![run_of(1, 0, third.len(), 100), run_of(3, 0, 0, third.len())],
                 [third, fixture.of(1)].concat(),

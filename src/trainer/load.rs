@@ -416,7 +416,8 @@ impl LoadedStep {
     /// Compares the hash of an extent's bytes with the expected one, and remembers the result. Fails
     /// as [`ensure_intact`](Self::ensure_intact).
     pub(super) fn compare(&self, row: u32, hash: &[u8; 32]) -> Result<(), StagingError> {
-        let (extent, _) = self.extent(row)?;
+        let unknown = || StagingError::Unexpected { what: "an extent of the step" };
+        let extent = self.table.extents().get(row as usize).ok_or_else(unknown)?;
         let is_good = extent.hash.as_ref() == Some(hash);
         if let Some(known) = self.verified.get(row as usize) {
             // A copy at the same time may have compared the extent, too.

@@ -16,6 +16,12 @@ const LIST: &str = "tests/mutants.txt";
 /// mutant.
 const FOLDER: &str = "target/mutants";
 
+/// Exit codes of cargo and nextest. Any other one says that the tests did not run.
+const BUILD_FAILED: i32 = 101;
+const NEXTEST_FAILED: i32 = 100;
+/// The build is known to succeed when the tests run.
+const CARGO_TEST_FAILED: i32 = 101;
+
 /// A change of the source, and the tests that must detect it.
 #[derive(Debug, PartialEq, Eq)]
 struct Mutant {
@@ -81,10 +87,10 @@ pub fn run(chosen: &Chosen<'_>) -> ExitCode {
     }
 }
 
-fn try_run(chosen: &Chosen<'_>) -> Result<bool> {
+fn try_run(asked: &Chosen<'_>) -> Result<bool> {
     let text = fs::read_to_string(LIST).with_context(|| format!("reading {LIST}"))?;
     let all = parse(&text)?;
-    let is_chosen = |at: usize, mutant: &Mutant| match chosen {
+    let is_chosen = |at: usize, mutant: &Mutant| match asked {
         Chosen::All => true,
         Chosen::Named(name) => mutant.name.contains(name),
         Chosen::Part(part, of) => {
@@ -97,8 +103,9 @@ fn try_run(chosen: &Chosen<'_>) -> Result<bool> {
         .filter(|(at, mutant)| is_chosen(*at, mutant))
         .map(|(_, mutant)| mutant)
         .collect();
-    ensure!(!chosen.is_empty(), "no mutant of {LIST} is chosen");
-    // nextest ends with the first failure. A mutant whose tests do not exist counts as survived.
+    ensure!(!chosen.is_empty(), "no mutant of {LIST} is chosen by {asked:?}");
+    // nextest stops at the first failed test. `--no-tests=pass`: a mutant whose filter matches no
+    // test counts as survived.
     let nextest = cargo().args(["nextest", "--version"]).stderr(Stdio::null()).output();
     let runner = match nextest.is_ok_and(|output| output.status.success()) {
         true => &["nextest", "run", "--no-tests=pass"][..],
@@ -158,7 +165,7 @@ fn copy_tree() -> Result<PathBuf> {
     Ok(tree)
 }
 
-/// Builds and runs the tests of a mutant, until one of them fails.
+/// Builds and runs the tests of a mutant; with nextest, until one of them fails.
 fn test(tree: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
     let target = fs::canonicalize(FOLDER)?.join("target");
     let cargo = |arguments: &[&str]| {
@@ -166,8 +173,12 @@ fn test(tree: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
         command.current_dir(tree).env("CARGO_TARGET_DIR", &target).args(runner);
         // Each mutant is built once and run once, and the build takes most of the time.
         command.args(["--config", "profile.dev.package.rapidraid.opt-level=0"]).args(arguments);
-        command.stdout(Stdio::null()).stderr(Stdio::null());
-        command.status().context("running cargo")
+        let output = command.output().context("running cargo")?;
+        Ok::<_, anyhow::Error>((output.status.code(), output.stderr))
+    };
+    let unexpected = |code: Option<i32>, stderr: &[u8]| {
+        let stderr = String::from_utf8_lossy(stderr);
+        anyhow::anyhow!("{}: cargo ended with {code:?}:\n{stderr}", mutant.name)
     };
     let tests: Vec<&str> = mutant.tests.iter().map(String::as_str).collect();
     let binary = match tests.first() {
@@ -175,11 +186,16 @@ fn test(tree: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
         Some(binary) => vec!["--test", binary],
         None => bail!("{}: no test is named", mutant.name),
     };
-    if !cargo(&[&binary[..], &["--no-run"]].concat())?.success() {
-        return Ok(Ended::NotBuilt);
+    match cargo(&[&binary[..], &["--no-run"]].concat())? {
+        (Some(0), _) => {}
+        (Some(BUILD_FAILED), _) => return Ok(Ended::NotBuilt),
+        (code, stderr) => return Err(unexpected(code, &stderr)),
     }
-    let red = !cargo(&[&binary[..], &tests[1..]].concat())?.success();
-    Ok(if red { Ended::Caught } else { Ended::Survived })
+    match cargo(&[&binary[..], &tests[1..]].concat())? {
+        (Some(0), _) => Ok(Ended::Survived),
+        (Some(NEXTEST_FAILED | CARGO_TEST_FAILED), _) => Ok(Ended::Caught),
+        (code, stderr) => Err(unexpected(code, &stderr)),
+    }
 }
 
 /// Parses blocks of `name:`, `file:` and `tests:`, followed by the lines before (`-`) and after

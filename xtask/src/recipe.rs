@@ -27,7 +27,6 @@ struct Run {
 }
 
 /// The place for the output of a run.
-#[derive(Clone)]
 enum Output {
     Terminal,
     /// Kept, because another run uses the terminal at the same time.
@@ -241,7 +240,11 @@ impl Run {
         let _ = std::io::stdout().write_all(&kept);
         self.tally += beside.tally;
         self.skipped.append(&mut beside.skipped);
-        python.and(experiments.unwrap_or_else(|_| bail!("the experiments panicked")))
+        let experiments = experiments.unwrap_or_else(|_| bail!("the experiments panicked"));
+        match (python, experiments) {
+            (Err(python), Err(experiments)) => bail!("{python:#}\nFAILED: {experiments:#}"),
+            (python, experiments) => python.and(experiments),
+        }
     }
 
     /// Runs the experiments of `cluster/` with their `[short]` settings, to see whether they work:

@@ -24,7 +24,7 @@ use crate::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, SegmentError, re
 use crate::units::MIB;
 use crate::workers::{WorkerDied, Workers};
 
-/// Length of a group of parts of extents that one worker job hashes, approximately.
+/// Approximate number of bytes that one worker job hashes: a group of parts of extents.
 const HASH_GROUP_BYTES: u64 = 32 * MIB;
 /// Maximum length of a part of an extent. A power of two, as subtrees of BLAKE3 need.
 const HASH_PART_BYTES: u64 = 8 * MIB;
@@ -242,8 +242,10 @@ fn hash_part(bytes: &Pieces, part: &ExtentPart) -> Hash {
     let len_bytes = part.extent.len_bytes.saturating_sub(from).min(HASH_PART_BYTES);
     // An extent is always inside the memory of one rank.
     let found = bytes.bytes_in_memory(part.extent.offset_bytes + from, len_bytes as usize);
+    // A hash that no bytes have: the extent counts as changed.
+    let Some(found) = found else { return Hash::default() };
     let mut hasher = PartHasher::new(part.extent.len_bytes, HASH_PART_BYTES, part.index);
-    hasher.update(&found.unwrap_or_default());
+    hasher.update(&found);
     hasher.finish()
 }
 

@@ -206,21 +206,13 @@ impl LoadedStep {
             })
             .collect();
         let mut signal = None;
-        let done = {
-            let signal = std::sync::Mutex::new(&mut signal);
-            py.detach(|| {
-                let proceed = || match Python::attach(|py| py.check_signals()) {
-                    Ok(()) => true,
-                    Err(error) => {
-                        if let Ok(mut signal) = signal.lock() {
-                            **signal = Some(error);
-                        }
-                        false
-                    }
-                };
-                step.copy(targets, threads, &proceed)
-            })
-        };
+        let done = py.detach(|| {
+            let mut proceed = || {
+                signal = Python::attach(|py| py.check_signals()).err();
+                signal.is_none()
+            };
+            step.copy(targets, threads, &mut proceed)
+        });
         match (done, signal) {
             (_, Some(signal)) => Err(signal),
             (Ok(()), None) => Ok(None),

@@ -382,6 +382,17 @@ impl Store {
 }
 
 #[cfg(test)]
+impl Store {
+    /// Returns the store of node `n1` on an empty disk of 1 MiB in memory.
+    pub fn new_in_memory() -> Self {
+        let disk = crate::store::MemoryDisk::new(1 << 20);
+        let lock = disk.lock(LOCK_FILE).unwrap();
+        let (kv, name) = (Arc::new(crate::store::MemoryKv::new()), "n1".parse().unwrap());
+        Self::open(Arc::new(disk), lock, kv, ClusterId([1; 16]), &name).unwrap().0
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -93,7 +93,7 @@ impl LoadedStep {
         &self,
         targets: Vec<Target<'_>>,
         threads: usize,
-        proceed: &(dyn Fn() -> bool + Sync),
+        proceed: &mut dyn FnMut() -> bool,
     ) -> Result<(), StagingError> {
         let mut work = Work::new(self);
         targets.into_iter().try_for_each(|target| work.add_target(target))?;
@@ -195,7 +195,7 @@ struct Queue<'a> {
 
 impl Queue<'_> {
     /// Does all jobs on `threads` threads, of which the calling thread is one.
-    fn run(&self, threads: usize, proceed: &dyn Fn() -> bool) -> Result<(), StagingError> {
+    fn run(&self, threads: usize, proceed: &mut dyn FnMut() -> bool) -> Result<(), StagingError> {
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).len();
         let mut bytes = PROCEED_BYTES;
         let mut ask = |job: &Job<'_>| {
@@ -432,7 +432,7 @@ mod tests {
             wanted.iter().map(|(_, expected)| vec![0; expected.len()]).collect();
         let targets = wanted.iter().zip(&mut found);
         let targets = targets.map(|((copies, _), bytes)| Target { copies: copies.clone(), bytes });
-        step.copy(targets.collect(), threads, &|| true)?;
+        step.copy(targets.collect(), threads, &mut || true)?;
         Ok(found)
     }
 
@@ -495,8 +495,10 @@ mod tests {
         };
         assert!(refused(vec![strided(3, 10, 50)], 100));
         assert!(refused(vec![strided(3, 50, 10)], 30));
-        // Overlapping copies are done in the order of their destinations.
-        assert!(!refused(vec![run_of(1, 0, 0, 60), run_of(1, 0, 40, 60)], 100));
+        // A search gives no overlapping copies. They are done in the order of their destinations.
+        let overlapping = vec![run_of(1, 0, 0, 60), run_of(1, 0, 40, 60)];
+        let found = copy(&step, &[(overlapping, vec![0; 100])], 1).unwrap();
+        assert!(found[0] == [&fixture.of(1)[..40], &fixture.of(1)[..60]].concat());
     }
 
     #[test]
@@ -505,7 +507,7 @@ mod tests {
         let (step, mut out) = (fixture.open(), vec![0; LENGTHS[5]]);
         let copies = vec![run_of(5, 0, 0, LENGTHS[5])];
         let targets = vec![Target { copies, bytes: &mut out }];
-        let ended = step.copy(targets, 2, &|| false);
+        let ended = step.copy(targets, 2, &mut || false);
         assert!(matches!(ended, Err(StagingError::Interrupted { .. })), "{ended:?}");
     }
 }

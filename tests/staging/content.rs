@@ -189,7 +189,7 @@ pub fn check_hosts(
             }],
             bytes,
         });
-        loaded.copy(targets.collect(), 2, &|| true)?;
+        loaded.copy(targets.collect(), 2, &mut || true)?;
     }
     let table = &loaded.table;
     let region = |row: u32| table.regions_of(row).iter();

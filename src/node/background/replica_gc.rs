@@ -259,8 +259,8 @@ mod tests {
     use super::*;
     use crate::code::CodeId;
     use crate::format::records::{PieceForm, ReceiptPiece};
-    use crate::id::{ClusterId, Generation, NodeId};
-    use crate::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+    use crate::id::{Generation, NodeId};
+    use crate::store::BlockSpec;
 
     fn write_replica(store: &Store, stripe: StripeId, block: u8) {
         let spec = BlockSpec { stripe, block, layout: 1, len_bytes: 3 };
@@ -287,10 +287,7 @@ mod tests {
 
     #[test]
     fn each_file_without_a_receipt_comes_once_a_round_whatever_the_step() {
-        let disk = MemoryDisk::new(1 << 20);
-        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
-        let (kv, cluster) = (Arc::new(MemoryKv::new()), ClusterId([1; 16]));
-        let (store, _) = Store::open(Arc::new(disk), lock, kv, cluster, &name).unwrap();
+        let store = Store::new_in_memory();
         let (mut all, mut unreceipted) = (BTreeSet::new(), BTreeSet::new());
         for shard in 1..=4 {
             for index in 0..u32::from(shard) {

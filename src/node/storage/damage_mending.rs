@@ -479,8 +479,8 @@ impl Sink for ReorderingSink {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::id::{ClusterId, ShardId};
-    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv, Store};
+    use crate::id::ShardId;
+    use crate::store::Store;
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -515,10 +515,7 @@ mod tests {
 
     #[test]
     fn grains_are_written_in_order() {
-        let disk = MemoryDisk::new(1 << 20);
-        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
-        let kv = Arc::new(MemoryKv::new());
-        let (store, _) = Store::open(Arc::new(disk), lock, kv, ClusterId([1; 16]), &name).unwrap();
+        let store = Store::new_in_memory();
         let stripe = StripeId { shard: ShardId([5; 16]), index: 0 };
         let spec = BlockSpec { stripe, block: 0, layout: 1, len_bytes: 6 };
         let sink = ReorderingSink::new(100, store.create_block_writer(spec, None).unwrap());

@@ -232,12 +232,9 @@ fn read_stripe_survey(store: &Store, stripe: StripeId) -> Result<StripeSurvey, S
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
     use crate::format::records::{CommitMark, Saved, ShardRoot};
     use crate::id::{ClusterId, Generation, Step};
-    use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv};
 
     fn mark(shard: ShardId) -> CommitMark {
         let (save, generation) = (shard.save(), Generation::default());
@@ -266,10 +263,7 @@ mod tests {
 
     #[test]
     fn pages_of_marks_have_each_marked_save_once() {
-        let disk = MemoryDisk::new(1 << 20);
-        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
-        let (kv, cluster) = (Arc::new(MemoryKv::new()), ClusterId([1; 16]));
-        let (store, _) = Store::open(Arc::new(disk), lock, kv, cluster, &name).unwrap();
+        let store = Store::new_in_memory();
         for save in 1..=9 {
             for index in 0..3 {
                 let shard = ShardId::new(SaveId([save; 12]), index);

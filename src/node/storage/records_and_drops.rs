@@ -470,8 +470,8 @@ fn remove_surplus_pieces(
     let here = here.map(|bytes| Receipt::parse(&bytes)).transpose()?;
     let is_ours = |file: FileName| {
         here.iter().chain([counting]).any(|receipt| {
-            let ours = receipt.pieces.iter().filter(|piece| piece.node == me);
-            ours.into_iter().any(|piece| receipt.file_of(piece) == file)
+            let mut ours = receipt.pieces.iter().filter(|piece| piece.node == me);
+            ours.any(|piece| receipt.file_of(piece) == file)
         })
     };
     let mut files = 0;
@@ -491,26 +491,22 @@ mod tests {
     use super::*;
     use crate::code::RsCode;
     use crate::format::records::ReceiptPiece;
-    use crate::id::{Attempt, ClusterId};
-    use crate::store::{BlockSpec, Disk, LOCK_FILE, MemoryDisk, MemoryKv};
+    use crate::id::Attempt;
+    use crate::store::BlockSpec;
 
     const STRIPE: StripeId = StripeId { shard: ShardId([7; 16]), index: 0 };
 
-    /// Returns a receipt of the classical (6,4) code whose piece i is on node i. The first four are
-    /// kept replicas, except `replaced`, which is a file on this node.
-    fn receipt(cluster: ClusterId, replaced: Option<(u8, NodeId)>) -> Receipt {
-        let piece = |piece: u8| match replaced {
-            Some((number, node)) if number == piece => {
-                ReceiptPiece { piece, node, form: PieceForm::File, root: [piece; 32] }
-            }
-            _ => {
-                let form =
-                    if piece < 4 { PieceForm::Replica { block: piece } } else { PieceForm::File };
-                ReceiptPiece { piece, node: NodeId(piece.into()), form, root: [piece; 32] }
-            }
+    /// Returns a receipt of the classical (6,4) code: kept replicas and two pieces, each on the node
+    /// with its number.
+    fn receipt(store: &Store) -> Receipt {
+        let piece = |piece: u8| {
+            let is_replica = piece < 4;
+            let form =
+                if is_replica { PieceForm::Replica { block: piece } } else { PieceForm::File };
+            ReceiptPiece { piece, node: NodeId(piece.into()), form, root: [piece; 32] }
         };
         Receipt {
-            cluster,
+            cluster: store.cluster(),
             stripe: STRIPE,
             attempt: Attempt([9; 16]),
             generation: Generation::default(),
@@ -523,10 +519,7 @@ mod tests {
     /// A repair has put a piece on node 50 in the place of the kept replica of block 1.
     #[test]
     fn a_replica_that_a_piece_replaces_goes_only_with_surplus_pieces() {
-        let disk = MemoryDisk::new(1 << 20);
-        let (lock, name) = (disk.lock(LOCK_FILE).unwrap(), "n1".parse().unwrap());
-        let (kv, cluster) = (Arc::new(MemoryKv::new()), ClusterId([1; 16]));
-        let (store, _) = Store::open(Arc::new(disk), lock, kv, cluster, &name).unwrap();
+        let store = Store::new_in_memory();
         for block in [1, 2] {
             let spec = BlockSpec { stripe: STRIPE, block, layout: 1, len_bytes: 3 };
             let mut writer = store.create_block_writer(spec, None).unwrap();
@@ -534,14 +527,15 @@ mod tests {
             writer.finish(None).unwrap();
         }
         let me = store.node();
-        let moved = receipt(cluster, Some((1, NodeId(50))));
+        let mut moved = receipt(&store);
+        (moved.pieces[1].node, moved.pieces[1].form) = (NodeId(50), PieceForm::File);
         // Block 2 is a kept replica of node 2, so the copy here goes like any other.
         assert_eq!(drop_files_outside_receipt(&store, me, &moved).unwrap().files, 1);
         let left = store.list_all_files(STRIPE).unwrap();
         let left: Vec<FileName> = left.into_iter().map(|(key, _)| key.name).collect();
         assert_eq!(left, [FileName::Replica { block: 1 }]);
         // The receipt of the replica's own node ascribes it to that node.
-        let mut own = receipt(cluster, None);
+        let mut own = receipt(&store);
         own.pieces[1].node = me;
         let (scope, file) = (RecordScope::Stripe(STRIPE), receipt_name(own.attempt));
         store.put_record_file(scope, &file, &own.to_bytes().unwrap()).unwrap();

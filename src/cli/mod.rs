@@ -1,7 +1,7 @@
 //! The command line: its commands, options, help and output. The only layer that prints.
 //!
-//! Commands return a [`CommandOutput`] or a [`CommandFailure`]. Only the [`printer`] writes, so
-//! that `--json`, colours, hints and exit codes are decided in one place.
+//! Commands return a [`CommandOutput`] or a [`CommandFailure`]. Only the [`printer`] writes results,
+//! notes and failures, so that `--json`, colours, hints and exit codes are decided in one place.
 
 mod add_node;
 pub mod args;
@@ -39,8 +39,10 @@ mod verify;
 pub mod words;
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io;
 use std::num::NonZero;
+use std::process::ExitCode;
 
 use args::{Args, CatalogueCommand, Cluster, Command};
 use printer::{CommandFailure, CommandOutput, Look, Printer};
@@ -70,8 +72,37 @@ pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()
 }
 
+/// Runs the command of the process, given its arguments and its environment, and prints its
+/// outcome. Returns the exit code of the process.
+pub fn run(arguments: impl Iterator<Item = OsString>, env: BTreeMap<String, String>) -> ExitCode {
+    let args = match args::parse(arguments, &env) {
+        Ok(args) => args,
+        Err(code) => return ExitCode::from(code),
+    };
+    block_on_command(args, env)
+}
+
+/// Runs the command on a runtime of its own.
+///
+/// The compiler generates the code of an `async fn` in the crate that polls its future. It is polled
+/// here and not in the program's crate, so that the code is generated once, with the library.
+fn block_on_command(args: Args, env: BTreeMap<String, String>) -> ExitCode {
+    let runtime = match runtime() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: cannot start threads: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let code = runtime.block_on(print_outcome(args, env));
+    // The outcome is already printed: a thread that still blocks on a disk must not keep the
+    // process alive.
+    runtime.shutdown_background();
+    ExitCode::from(code)
+}
+
 /// Runs the command and prints its outcome. Returns the exit code of the process.
-pub async fn run(args: Args, env: BTreeMap<String, String>) -> u8 {
+async fn print_outcome(args: Args, env: BTreeMap<String, String>) -> u8 {
     let printer = Printer::of_process(Look::of_process(args.json, &env));
     let mut front = Front { printer, env };
     let outcome = match Kernel::from_env() {

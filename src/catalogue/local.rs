@@ -124,8 +124,8 @@ impl LocalCatalogue {
     /// had already begun may still be made.
     ///
     /// # Errors
-    /// Fails with kind `Unavailable` if the catalogue is read-only: it may be an outdated one that
-    /// does not know yet that it is.
+    /// Fails with kind `Unavailable` if the catalogue is read-only: another catalogue may have begun
+    /// without its knowledge.
     pub async fn pause_writes(&self) -> Result<DbChecksum, CatalogueError> {
         self.database.refuse_if_read_only()?;
         *self.paused_until.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -133,8 +133,8 @@ impl LocalCatalogue {
         self.run_on_database(&self.write_workers, |table| Ok(table.checksum())).await
     }
 
-    /// Returns whether a registered node's lease is alive. Right after the start no node has been
-    /// heard; registered nodes count as live for one period.
+    /// Returns whether a registered node is live. A node that has not registered since the start counts
+    /// as live for one lease period from the start.
     fn is_node_live(&self, node: NodeId) -> bool {
         let seen = self.node_live_until.lock().unwrap_or_else(PoisonError::into_inner);
         let until = seen.get(&node).copied().unwrap_or(self.started + self.lease_period);
@@ -162,9 +162,9 @@ impl LocalCatalogue {
         Ok(())
     }
 
-    /// Waits until changes are no longer paused. A transfer completes soon or not at all, so that
-    /// after this wait few callers have to be told to retry. Returns an error of kind `Busy` if the
-    /// pause outlasts [`PAUSE_LIMIT`].
+    /// Waits until changes are no longer paused. A transfer completes soon or not at all, so because
+    /// of this wait few callers have to be told to retry. Returns an error of kind `Busy` if the pause
+    /// outlasts [`PAUSE_LIMIT`].
     async fn wait_while_paused(&self) -> Result<(), CatalogueError> {
         let until = self.clock.now() + PAUSE_LIMIT;
         loop {
@@ -214,10 +214,19 @@ impl LocalCatalogue {
     }
 
     fn is_lease_expired(&self, lease_end: Option<&Duration>) -> bool {
-        // Unknown leases are older than this start. They get one full period from it.
+        // A lease that is not in memory was granted before this start, or has expired and was
+        // forgotten. The former gets one full period from the start; none is forgotten earlier.
         let until = lease_end.copied().unwrap_or(self.started + self.lease_period);
         self.clock.now() >= until
     }
+}
+
+fn refuse_if_full(leases: &HashMap<LeaseId, Duration>) -> Result<(), CatalogueError> {
+    if leases.len() < MAX_LEASES {
+        return Ok(());
+    }
+    let message = format!("{MAX_LEASES} saves and archivings are under way: try later");
+    Err(CatalogueError::Refused { kind: ErrorKind::Busy, message })
 }
 
 #[async_trait]
@@ -282,10 +291,7 @@ impl Catalogue for LocalCatalogue {
         if now >= self.started + self.lease_period {
             leases.retain(|_, until| *until > now);
         }
-        if leases.len() >= MAX_LEASES {
-            let message = format!("{MAX_LEASES} saves and archivings are under way: try later");
-            return Err(CatalogueError::Refused { kind: ErrorKind::Busy, message });
-        }
+        refuse_if_full(&leases)?;
         let lease = LeaseId(self.entropy.id());
         leases.insert(lease, now + self.lease_period);
         Ok((lease, self.lease_period))
@@ -295,6 +301,9 @@ impl Catalogue for LocalCatalogue {
         let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
         if self.is_lease_expired(leases.get(&lease)) {
             return Ok(false);
+        }
+        if !leases.contains_key(&lease) {
+            refuse_if_full(&leases)?;
         }
         leases.insert(lease, self.clock.now() + self.lease_period);
         Ok(true)
@@ -307,6 +316,12 @@ impl Catalogue for LocalCatalogue {
 
     async fn revoke_lease(&self, lease: LeaseId) -> Result<(), CatalogueError> {
         let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
+        if !leases.contains_key(&lease) {
+            if self.is_lease_expired(None) {
+                return Ok(());
+            }
+            refuse_if_full(&leases)?;
+        }
         leases.insert(lease, Duration::ZERO);
         Ok(())
     }

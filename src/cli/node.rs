@@ -22,7 +22,7 @@ use crate::store::{DiskError, StoreError};
 /// survives.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// The output of a daemon that stopped in order: nothing.
+/// The output of a daemon that stopped in order. Its text is empty.
 struct Stopped;
 
 impl CommandOutput for Stopped {
@@ -40,7 +40,7 @@ fn not_started(error: &NodeError) -> CommandFailure {
     let failure = CommandFailure::of(error.kind(), error);
     let hint = match error {
         NodeError::Store(StoreError::Disk(DiskError::InUse { .. })) => {
-            "another daemon runs on this folder: `pgrep -af 'rapidraid node'` shows which; stop it, or set `data` to another folder"
+            "another daemon runs on this folder: `pgrep -af 'rapidraid node'` shows which; stop it, or set `data_dir` to another folder"
         }
         NodeError::Store(StoreError::NoIdentity) => {
             "restore node.id from a copy; without one keep the folder aside and start with an empty one: its replicas and pieces count as lost then"

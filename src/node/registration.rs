@@ -57,7 +57,7 @@ pub(super) struct Registration {
 }
 
 impl Registration {
-    /// Creates the service. It makes a round of `catching_up` due when the node was off the list.
+    /// Creates the service. It requests a round from `catching_up` when the node was off the list.
     pub(super) fn new(context: Arc<NodeContext>, catching_up: Arc<CatchUpRequests>) -> Self {
         Self { context, catching_up }
     }
@@ -78,9 +78,10 @@ impl Registration {
 
     /// Compares this node's entry in the list of nodes with the entry in its catch-up record. A
     /// node that was taken off the list has missed commits and removals since, so it notes that it
-    /// is behind. A rebuilt database has other entries for all nodes. A node keeps its record then,
-    /// because a rebuild lists only nodes that were on the list. In both cases a round of catching
-    /// up becomes due.
+    /// is behind. A node whose entry was rewritten, for example with another address, cannot tell that
+    /// from an absence and does the same. A rebuilt database has other entries for all nodes. A node
+    /// keeps its record then, because a rebuild lists only nodes that were on the list. In all cases a
+    /// round of catching up becomes due.
     pub(super) async fn request_catch_up_if_unlisted(&self) -> Result<(), RemoteError> {
         let noted = self
             .context
@@ -95,7 +96,9 @@ impl Registration {
         let epoch = |revision: u64| revision / REVISIONS_PER_EPOCH;
         if registered.is_none_or(|registered| epoch(registered) == epoch(noted)) {
             self.context.run_on_store(|store| store.record_behind()).await?;
-            tracing::warn!("this node was off the list of nodes: it catches up again");
+            tracing::warn!(
+                "this node was off the list of nodes, or its entry was rewritten: it catches up again"
+            );
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
-//! The removed-save set: the ids of saves that this node knows to be removed. Their files are purged,
-//! or are ignored until a purge. An id remains here after the save's tombstone is gone.
+//! The removed-save set: the ids of saves that this node knows to be removed. Most entries follow a
+//! purge. A node that catches up adds ids whose files it may still have until a purge. An id remains
+//! here after the save's tombstone is gone.
 //!
 //! Ids are never taken out again. One small sealed record holds all ids that begin with the same
 //! byte (ids are random, so that the records grow evenly). Each record is replaced as a whole, so
@@ -31,8 +32,8 @@ fn removed_saves_path(save: SaveId) -> String {
 }
 
 impl Store {
-    /// Records durably and permanently that a save was removed and purged. Returns `false` if there
-    /// is no room for its id.
+    /// Records durably and permanently that a save was removed. Returns `false` if there is no room
+    /// for its id.
     pub fn try_record_removed(&self, save: SaveId) -> Result<bool, StoreError> {
         let _one_at_a_time =
             self.removed_saves_lock().lock().unwrap_or_else(PoisonError::into_inner);
@@ -51,9 +52,9 @@ impl Store {
         Ok(true)
     }
 
-    /// Records many saves as [`Store::try_record_removed`] does, but only while no later epoch than
-    /// `epoch` was seen, because a rebuild that claimed a later epoch may have read this set
-    /// already. Writes each record at most once.
+    /// Records many saves as removed, but only while no later epoch than `epoch` was seen, because a
+    /// rebuild that claimed a later epoch may have read this set already. Writes each record at most
+    /// once, and only syncs a record that has all the ids already.
     ///
     /// # Errors
     /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::RemovedSavesFull`]
@@ -78,6 +79,8 @@ impl Store {
             let missing: Vec<SaveId> =
                 ours.iter().filter(|save| !is_known(save)).copied().collect();
             if missing.is_empty() {
+                // An earlier call may have failed between its rename and its sync.
+                self.durable_names().sync_name(&path)?;
                 continue;
             }
             if graves.saves.len() + missing.len() > MAX_REMOVED_PER_FILE {
@@ -168,6 +171,21 @@ mod tests {
             let store = open(&disk.crash());
             assert!(store.is_recorded_removed(save(1, 1)).unwrap(), "operation {failing}");
             assert!(second.is_err() || store.is_recorded_removed(save(1, 2)).unwrap());
+        }
+    }
+
+    #[test]
+    fn ids_that_a_failed_write_left_are_durable_once_they_are_acknowledged() {
+        for failing in 0..12 {
+            let disk = MemoryDisk::new(1 << 20);
+            let store = open(&disk);
+            disk.fail_once_after(failing);
+            let first = store.record_all_removed(Epoch(1), [save(1, 1)]);
+            let second = store.record_all_removed(Epoch(1), [save(1, 1)]);
+            assert!(first.is_ok() || second.is_ok(), "operation {failing}");
+            drop(store);
+            let store = open(&disk.crash());
+            assert!(store.is_recorded_removed(save(1, 1)).unwrap(), "operation {failing}");
         }
     }
 

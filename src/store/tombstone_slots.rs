@@ -18,14 +18,18 @@ pub(super) const SLOT_BYTES: usize = 512;
 /// Number of slots.
 pub(super) const SLOT_COUNT: usize = 128;
 
-/// The slots of a data folder. Without the file there are none.
+/// The slots of a data folder. Without the file, no tombstone can be written to a slot; `used` may
+/// still have those of a truncated file.
 #[derive(Default)]
 pub(super) struct TombstoneSlots {
     pub(super) file: Option<Box<dyn DiskFile>>,
     pub(super) used: BTreeMap<SaveId, TombstoneSlot>,
-    /// Slots that are not used because their contents are unknown or must be kept: the last read or
-    /// write failed, or a later release wrote them. The next start reads them again.
+    /// Slots that are not used because their contents are unknown: the last read or write failed. The
+    /// next start reads them again. A new slot file makes all of them usable.
     pub(super) unusable: BTreeSet<usize>,
+    /// The contents of slots that a later release wrote, by slot number. They are not reused, and a
+    /// new slot file has them, too.
+    pub(super) of_later_release: BTreeMap<usize, Vec<u8>>,
 }
 
 pub(super) struct TombstoneSlot {
@@ -49,7 +53,11 @@ impl TombstoneSlots {
 
     pub(super) fn first_free(&self) -> Option<usize> {
         let held: BTreeSet<usize> = self.used.values().map(|slot| slot.number).collect();
-        (0..SLOT_COUNT).find(|number| !held.contains(number) && !self.unusable.contains(number))
+        (0..SLOT_COUNT).find(|number| {
+            !held.contains(number)
+                && !self.unusable.contains(number)
+                && !self.of_later_release.contains_key(number)
+        })
     }
 
     /// Registers the tombstone that a slot of the file holds, if any.
@@ -61,9 +69,8 @@ impl TombstoneSlots {
             }
             Err(error) => {
                 tracing::warn!(number, %error, "cannot parse the tombstone in a slot");
-                // A tombstone of a later release is kept: its slot is not reused.
                 if error.kind() != ErrorKind::Corrupt {
-                    self.unusable.insert(number);
+                    self.of_later_release.insert(number, bytes.to_vec());
                 }
             }
         }

@@ -31,7 +31,7 @@ impl Store {
         self.slots_mutex().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the slots at start, and creates their file if there is none.
+    /// Reads the slots at start, and creates their file if it is missing or truncated.
     pub(super) fn load_or_create_slots(&self) -> Result<(), StoreError> {
         let mut slots = TombstoneSlots::default();
         if let Some(file) = none_if_not_found(self.disk().open_to_write(SLOTS))? {
@@ -62,16 +62,17 @@ impl Store {
         self.lock_slots().file.is_some()
     }
 
-    /// Creates the file of the slots if there is none, with the tombstones that a truncated file
-    /// held.
+    /// Creates the file of the slots if it is missing or truncated, with the tombstones that a
+    /// truncated file held.
     fn create_slot_file(&self) -> Result<(), StoreError> {
         let mut slots = self.lock_slots();
         if slots.file.is_some() {
             return Ok(());
         }
         let mut bytes = vec![0; SLOT_BYTES * SLOT_COUNT];
-        for slot in slots.used.values() {
-            bytes[slot.number * SLOT_BYTES..][..slot.bytes.len()].copy_from_slice(&slot.bytes);
+        let used = slots.used.values().map(|slot| (slot.number, &slot.bytes));
+        for (number, slot) in used.chain(slots.of_later_release.iter().map(|(n, b)| (*n, b))) {
+            bytes[number * SLOT_BYTES..][..slot.len()].copy_from_slice(slot);
         }
         let temporary = self.durable_names().next_temporary_path();
         let made = self.disk().create_new(&temporary).and_then(|file| {
@@ -95,7 +96,8 @@ impl Store {
     /// writes in place needs new blocks for a slot.
     ///
     /// # Errors
-    /// [`DiskError::Full`] if the disk is full, no slot can be written and no reserve is in place.
+    /// [`DiskError::Full`] if the disk is full, no slot can be written, and the reserve is absent or
+    /// does not free enough space.
     pub fn put_tombstone(&self, save: SaveId, bytes: &[u8]) -> Result<(), StoreError> {
         match self.try_put_tombstone(save, bytes) {
             Err(StoreError::Disk(DiskError::Full { .. })) if release_reserve(self.disk())? => {
@@ -155,8 +157,8 @@ impl Store {
         Ok(())
     }
 
-    /// Creates the slots if there are none. Then writes each tombstone from its slot to a file and
-    /// frees the slot. The slot of a save that is in the removed-save set is freed directly.
+    /// Creates the file of the slots if it is missing. Then writes each tombstone from its slot to a
+    /// file of its own and frees the slot. The slot of a save in the removed-save set is freed at once.
     /// Continues after a failure and returns the last error.
     pub fn move_slots_to_files(&self) -> Result<(), StoreError> {
         let mut result = self.create_slot_file();
@@ -185,6 +187,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::format::envelope::{RecordKind, seal_record};
     use crate::format::records::RemoveReason;
     use crate::id::{ClusterId, Epoch, Generation};
     use crate::store::disk::{DiskEntry, DiskFile, DiskLock, Space};
@@ -386,6 +389,27 @@ mod tests {
         disk.set_capacity(CAPACITY);
         store.move_slots_to_files().unwrap();
         assert!(store.has_slot_file());
+    }
+
+    #[test]
+    fn a_new_slot_file_keeps_the_tombstone_of_a_later_release() {
+        let disk = MemoryDisk::new(CAPACITY);
+        drop(open(&disk));
+        let later = seal_record(RecordKind::Tombstone, u8::MAX, &1u8).unwrap();
+        let slots = disk.open_to_write(SLOTS).unwrap();
+        slots.write_at(&later, 2 * SLOT_BYTES as u64).unwrap();
+        slots.sync().unwrap();
+        // The truncated file still has slots 0 to 2, and the next start makes a new one.
+        disk.set_file_len(SLOTS, 3 * SLOT_BYTES as u64).unwrap();
+        let store = open(&disk);
+        fill(&disk);
+        for number in 0..3 {
+            store.put_tombstone(save(number), &tombstone(number)).unwrap();
+        }
+        let mut slot = vec![0; later.len()];
+        let file = disk.crash().open(SLOTS).unwrap();
+        file.read_at(&mut slot, 2 * SLOT_BYTES as u64).unwrap();
+        assert_eq!(slot, later);
     }
 
     #[test]

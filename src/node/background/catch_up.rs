@@ -2,7 +2,8 @@
 //! nodes know of every save (docs/semantics.md, 2).
 //!
 //! Catching up only adds: it writes marks of committed saves, and adds the ids of removed saves to
-//! the removed-save set. It removes no file.
+//! the removed-save set. It removes no file, except those of a save that is removed while its mark is
+//! written.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -84,7 +85,7 @@ impl CatchUpRounds {
         let look = scan_interval(self.context.settings.lease);
         let mut failures = 0;
         loop {
-            let wait = backoff(look, failures).clamp(look, LONGEST_WAIT);
+            let wait = wait_before_round(look, failures);
             tokio::select! {
                 () = self.catching_up.wait_for_request() => {}
                 () = self.context.clock.sleep(wait) => {}
@@ -222,7 +223,7 @@ impl CatchUpRounds {
         }
     }
 
-    /// Returns the standings of all storage nodes among `nodes` that answer, and of this node.
+    /// Returns the standings of all storage nodes among `nodes` that answer, this node included.
     ///
     /// # Errors
     /// Fails with kind `Unavailable` if a node that answers runs an older program or has noted a
@@ -320,7 +321,7 @@ impl CatchUpRounds {
                 .caller
                 .call_within(&to, &ListRemovedSaves { after }, PAGE_LIMIT)
                 .await?;
-            // Each page must end behind the page before. Otherwise this loop might never end.
+            // Each page must end after the page before. Otherwise this loop might never end.
             let last = page.last().copied().filter(|last| after.is_none_or(|after| *last > after));
             let Some(last) = last else { return Ok(()) };
             after = Some(last);
@@ -367,6 +368,12 @@ impl CatchUpRounds {
     }
 }
 
+/// Returns the wait before the next look at whether a round is due: at least `look`, which a long
+/// lease period makes longer than [`LONGEST_WAIT`].
+fn wait_before_round(look: Duration, failures: u32) -> Duration {
+    backoff(look, failures).min(LONGEST_WAIT).max(look)
+}
+
 fn is_of_an_older_program(answer: &StandingAnswer) -> bool {
     answer.standing == Standing::Unknown && answer.epoch == Epoch::default()
 }
@@ -384,9 +391,9 @@ fn local_marks(store: &Store) -> Result<LocalMarks, StoreError> {
     Ok(marked)
 }
 
-/// Returns at most `limit` removed saves from behind `after`, in order, whether or not this node
-/// has purged their files. The tombstones are read first: a purge adds the save to the removed-save
-/// set before it removes the tombstone, so a purge that ends in between hides no save.
+/// Returns at most `limit` removed saves from the first one after `after`, in order, whether or not
+/// this node has purged their files. The tombstones are read first: a purge adds the save to the
+/// removed-save set before it removes the tombstone, so a purge that ends in between hides no save.
 fn local_removed_saves(
     store: &Store,
     after: Option<SaveId>,
@@ -401,4 +408,19 @@ fn local_removed_saves(
     }
     saves.extend(store.list_removed(after, limit)?);
     Ok(saves.into_iter().take(limit).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_wait_longer_after_failures_and_never_shorter_than_a_look() {
+        let seconds = Duration::from_secs;
+        assert_eq!(wait_before_round(seconds(3), 0), seconds(3));
+        assert_eq!(wait_before_round(seconds(3), 2), seconds(6));
+        assert_eq!(wait_before_round(seconds(3), 99), LONGEST_WAIT);
+        // A quarter of the longest lease that the configuration takes.
+        assert_eq!(wait_before_round(seconds(21_600), 1), seconds(21_600));
+    }
 }

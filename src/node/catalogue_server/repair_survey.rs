@@ -28,9 +28,10 @@ const ASK_LIMIT: Duration = Duration::from_secs(5);
 /// The number of missing parts of a step, and the number of node losses that it survives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::node) struct StepHealth {
-    /// Number of nodes that may be lost, whichever they are; `None` if a stripe cannot be read.
+    /// Number of nodes that may be lost, whichever they are; `None` if a stripe cannot be read, or if no
+    /// node has the leaves of a shard or the record of a stripe.
     pub(in crate::node) survives: Option<u32>,
-    /// Whether an archived stripe survives no further loss.
+    /// Whether an archived stripe can still be read, but survives no further loss.
     pub(in crate::node) is_urgent: bool,
     /// Number of pieces and replicas that are missing.
     pub(in crate::node) missing: u64,
@@ -66,8 +67,8 @@ impl StepHealth {
 #[derive(Debug, Clone)]
 pub(in crate::node) struct StepSurvey {
     pub(in crate::node) health: StepHealth,
-    /// The stripes of which something is missing. A shard of which only its own records are missing
-    /// has no stripes here.
+    /// The stripes of which something is missing, by shard. A shard of which only its own records are
+    /// missing is here without stripes.
     pub(in crate::node) stripes: StripesByShard,
 }
 
@@ -75,8 +76,8 @@ pub(in crate::node) struct StepSurvey {
 #[derive(Debug, Clone)]
 pub(in crate::node) enum SurveyOutcome {
     Known(StepSurvey),
-    /// A live node did not answer, the state of a shard changed meanwhile, or a record of the
-    /// catalogue does not parse.
+    /// A live node did not answer, the state of a shard changed meanwhile, or a record of a shard does
+    /// not parse.
     Unknown,
     /// The save was removed.
     Gone,
@@ -103,7 +104,15 @@ pub(in crate::node) async fn survey_save(
         };
         let state_key = shard_state_key(root.shard);
         let read = || read_record::<ShardState>(&*catalogue, &state_key);
-        let Some((state, _)) = read().await?.filter(|(state, _)| !state.deleting) else {
+        let state = match read().await {
+            // One damaged record must not end the survey of all other steps.
+            Err(error @ CatalogueError::Record { .. }) => {
+                tracing::warn!(%save, %error, "cannot survey a step");
+                return Ok(SurveyOutcome::Unknown);
+            }
+            read => read?,
+        };
+        let Some((state, _)) = state.filter(|(state, _)| !state.deleting) else {
             return Ok(SurveyOutcome::Gone);
         };
         let mut shard = ShardSurveyor { context, root: Arc::new(root), directory };
@@ -135,8 +144,8 @@ struct NodeAnswer {
 }
 
 impl ShardSurveyor<'_> {
-    /// Asks the live nodes of the ring for what they have, and adds what is missing. Returns
-    /// whether all of them answered.
+    /// Asks the live nodes of the ring for what they have, and adds what is missing. Returns `false` if
+    /// one of them did not answer, or if the shard's records contradict each other.
     async fn survey_stripes(
         &mut self,
         state: &ShardState,
@@ -163,8 +172,8 @@ impl ShardSurveyor<'_> {
     }
 
     /// Returns what the live nodes of the ring have of a page of stripes, or `None` if one of them
-    /// does not answer. A node that has not answered before is not asked again with this directory:
-    /// its lease ends soon, or it hangs, and each call would take its whole time.
+    /// does not answer. If one has not answered before with this directory, returns `None` at once: its
+    /// lease ends soon, or it hangs, and each call would take its whole time.
     async fn ask_nodes(&self, first: u32) -> Option<Vec<NodeAnswer>> {
         let directory = self.directory;
         let storage: BTreeSet<NodeId> = directory.storage().into_iter().collect();

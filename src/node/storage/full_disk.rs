@@ -46,6 +46,7 @@ impl DiskSpace {
                 Ok(state) => {
                     let is_given_up = state == ReserveState::Absent;
                     self.is_reserve_given_up.store(is_given_up, Ordering::Relaxed);
+                    told = None;
                 }
                 Err(error) => {
                     let text = Some(error.to_string());

@@ -32,13 +32,14 @@ const DEFAULT_PARALLEL: usize = 4;
 /// Maximum number of stripes that a request may have archived at once.
 const MAX_PARALLEL: usize = 64;
 
-/// How long an archiving waits for a repairer to give a shard back. A repairer looks before each run
-/// of a plan and each copy of a block.
+/// How long an archiving waits for the owner of a shard, for example a repairer, to give the shard
+/// back. A repairer looks for an archive request before each run of a plan and each copy of a block.
 const REPAIRER_WAIT: Duration = Duration::from_secs(600);
-/// Interval at which it looks.
+/// Interval at which the archiving tries to take the shard meanwhile.
 const REPAIRER_POLL: Duration = Duration::from_millis(250);
 
-/// The coordinator of one daemon. It runs archive requests on behalf of this daemon.
+/// The coordinator of one daemon. It runs archive requests and repairs steps on behalf of this
+/// daemon.
 #[derive(Clone)]
 pub struct Coordinator {
     /// The cluster.
@@ -137,7 +138,7 @@ impl Coordinator {
         Directory::read(&*self.catalogue).await
     }
 
-    /// Returns the nodes that are asked for what nodes have of a shard.
+    /// Returns the nodes that may hold parts of a shard ([`Directory::nodes_to_ask`]).
     pub(super) async fn fetch_nodes_to_ask(
         &self,
         shard: &OwnedShard,
@@ -151,13 +152,14 @@ impl Coordinator {
     /// The archive request is recorded in the catalogue before any work starts, so that another
     /// daemon resumes it if this one vanishes.
     ///
-    /// If another live coordinator runs the request, its progress is reported, and this coordinator
-    /// continues what it leaves unfinished.
+    /// If another live coordinator runs the request, this coordinator reports its progress. It takes
+    /// the request over if the other coordinator vanishes before all stripes are archived.
     ///
     /// # Errors
-    /// [`CoordinatorError::NotFound`] if the step is not committed; [`CoordinatorError::Owned`] if another
-    /// live coordinator owns one of the shards, or runs the request while nobody listens to
-    /// `events`; otherwise the first error of a stripe.
+    /// [`CoordinatorError::NotFound`] if the step is not committed; [`CoordinatorError::Owned`] if
+    /// another live coordinator keeps one of the shards, or runs the request while nobody listens to
+    /// `events`; [`CoordinatorError::Deferred`] if the other coordinator failed and the request
+    /// waits for a retry; otherwise the first error of a stripe, or an error of the catalogue.
     pub async fn archive_step(
         &self,
         step_ref: StepRef<'_>,
@@ -182,7 +184,8 @@ impl Coordinator {
             }
             match self.watch_request(step_ref, save, events).await? {
                 WatchOutcome::Finished => return Ok(()),
-                WatchOutcome::Vacant => {}
+                // Another coordinator may still run the request of an older save of this step.
+                WatchOutcome::Vacant => self.clock.sleep(REPAIRER_POLL).await,
                 WatchOutcome::Waiting { node, reason } => {
                     let owner = self.fetch_directory().await?.name(node);
                     let what = step_ref.to_string();
@@ -192,8 +195,8 @@ impl Coordinator {
         }
     }
 
-    /// Resumes the archive request that was `found` under `revision`. If another coordinator has
-    /// changed the request since, this does nothing: the request that it left waits anew.
+    /// Resumes the archive request that was `found` under `revision`. Does nothing if the request has
+    /// another revision by now, because another coordinator has run it or runs it.
     pub async fn take_over_and_run_request(
         &self,
         step_ref: StepRef<'_>,
@@ -332,7 +335,7 @@ impl Coordinator {
         Ok(self.find_committed(step_ref).await?.save)
     }
 
-    /// Returns what is committed as the step.
+    /// Returns the save that is committed as the step.
     pub(super) async fn find_committed(
         &self,
         step_ref: StepRef<'_>,
@@ -388,8 +391,8 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Takes a shard and marks it as archiving. A repairer that owns it gives it back when it sees
-    /// the request, so this waits for a while.
+    /// Takes a shard and marks it as archiving. A repairer that owns the shard gives it back when it
+    /// sees the archive request, so this function waits for up to [`REPAIRER_WAIT`].
     async fn take_shard_to_archive(
         &self,
         root: ShardRoot,

@@ -44,8 +44,11 @@ pub enum AssembleError {
         /// The cause.
         source: SegmentError,
     },
-    /// A segment belongs to another step, launch or rank than expected.
-    #[error("the segment of rank {rank} says that it is rank {found} of another step or launch")]
+    /// The rank, number of ranks, step, launch or filling in the header of a segment is not the
+    /// expected one.
+    #[error(
+        "the segment of rank {rank} is not a part of this step: its header, of rank {found}, has another rank, number of ranks, step, launch or filling"
+    )]
     Stranger {
         /// The rank.
         rank: u32,
@@ -206,8 +209,13 @@ struct ExtentPart {
     index: u64,
 }
 
-/// Hashes each extent with BLAKE3. Returns the hashes in the order of the table.
-pub async fn hash(step: &Assembled, workers: &Workers) -> Result<Vec<[u8; 32]>, WorkerDied> {
+/// Hashes each extent with BLAKE3 and reports each group of parts that it has hashed. Returns the
+/// hashes in the order of the table.
+pub async fn hash(
+    step: &Assembled,
+    workers: &Workers,
+    report_progress: impl Fn(),
+) -> Result<Vec<[u8; 32]>, WorkerDied> {
     let parts_of = |extent: &Extent| extent.len_bytes.div_ceil(HASH_PART_BYTES);
     let mut groups: Vec<Vec<ExtentPart>> = Vec::new();
     let mut group_bytes = HASH_GROUP_BYTES;
@@ -227,8 +235,11 @@ pub async fn hash(step: &Assembled, workers: &Workers) -> Result<Vec<[u8; 32]>, 
         let bytes = step.bytes.clone();
         workers.run(move || group.iter().map(|part| hash_part(&bytes, part)).collect::<Vec<_>>())
     });
-    let hashes: Vec<Vec<Hash>> =
-        stream::iter(jobs.collect::<Vec<_>>()).buffered(HASHES_AT_ONCE).try_collect().await?;
+    let hashes: Vec<Vec<Hash>> = stream::iter(jobs.collect::<Vec<_>>())
+        .buffered(HASHES_AT_ONCE)
+        .inspect_ok(|_| report_progress())
+        .try_collect()
+        .await?;
     let mut hashes = hashes.concat().into_iter();
     let root = |extent: &Extent| {
         let parts: Vec<Hash> = hashes.by_ref().take(parts_of(extent) as usize).collect();
@@ -254,7 +265,7 @@ pub async fn find_changed(
     step: &Assembled,
     workers: &Workers,
 ) -> Result<Option<String>, WorkerDied> {
-    let now = hash(step, workers).await?;
+    let now = hash(step, workers, || {}).await?;
     let changed =
         step.table.extents().iter().zip(now).position(|(extent, now)| extent.hash != Some(now));
     Ok(changed.map(|row| name_of(&step.table, row as u32)))
@@ -296,7 +307,8 @@ pub fn shard_sources(step: &Assembled, data: Vec<DataShard>) -> Vec<Arc<dyn Shar
     data.into_iter().map(source).collect()
 }
 
-/// Cuts a step into shards of at most `max_bytes`, at the boundaries of extents.
+/// Cuts a step into data shards whose extents take at most `max_bytes`, at the boundaries of
+/// extents. A shard with a single extent may be longer.
 pub fn cut(table: &Table, max_bytes: u64) -> Result<Shards, TableError> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     let mut shard_of = Vec::with_capacity(table.extents().len());

@@ -1,5 +1,5 @@
 //! The state machine of segments, steps and launches: which member may fill, read or free which
-//! segment. Exactly the states of docs/staging.md, sections 3 to 6.
+//! segment. The states are those of docs/staging.md, sections 3 to 6.
 //!
 //! This module accesses no file, socket or clock. A method receives a request or an event, changes
 //! the state, and appends to [`Core::effects`] the actions that the daemon must carry out. The
@@ -71,7 +71,7 @@ pub enum Effect {
     KeepHosts(Job, LaunchId),
     /// Remove the record of a launch's hosts.
     ForgetHosts(LaunchId),
-    /// Abort these saves of a step of several hosts, if they are open.
+    /// Abort these saves of the step if they are open. Committed ones stay.
     AbortIfOpen(StepKey, Vec<SaveId>),
     /// Tell the other hosts of the step's launch that this one has dropped the step.
     DropOnOtherHosts(StepKey, Hosts),
@@ -177,10 +177,14 @@ pub struct StagedStep {
     pub trouble: Option<String>,
     /// The hosts that the save of the step waits for, for messages; empty if there are none.
     pub missing: String,
-    /// When the step was staged, or its save last made progress.
+    /// When the first rank began to fill the step, or it was last hashed or sent in part. Zero for a
+    /// step that was restored at the daemon's start.
     pub progressed_at: Duration,
     /// The number of saves that ended because other hosts made no progress.
     pub stalls: u32,
+    /// Whether the cluster no longer has the save as which the step was committed, because it was
+    /// removed or replaced. No new load gets the step; it is released when nobody uses it.
+    pub is_replaced: bool,
 }
 
 impl StagedStep {
@@ -255,8 +259,8 @@ pub struct JobState {
     launches: BTreeMap<LaunchId, Launch>,
     /// The launch whose load last waited for steps of older launches, and since when.
     awaited_since: Option<(LaunchId, Duration)>,
-    /// Number of commits and removals by this daemon. A list of committed steps that was requested
-    /// before the last change may be outdated.
+    /// Number of commits and removals by this daemon, and of abandoned saves that it has settled. A list of
+    /// committed steps that was requested before the last change may be outdated.
     changes: u64,
     /// The steps in memory.
     pub steps: BTreeMap<(Step, LaunchId), StagedStep>,
@@ -278,7 +282,8 @@ pub struct LoadAnswer {
 pub enum FillOutcome {
     /// The segment to fill, and the id of the filling.
     Segment(SegmentId, FillId),
-    /// All of the rank's segments hold uncommitted steps, described for people.
+    /// None of the rank's segments can be filled now: each holds a step that is uncommitted, or
+    /// has an upload or a reader. The text describes the steps, for people.
     Full(String),
     /// The launch's resume point is not compared with the cluster yet.
     Unchecked,
@@ -296,7 +301,7 @@ pub enum FillOutcome {
 /// The limits of a daemon.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Memory limit for all segments together, in bytes.
+    /// Memory limit for all segments and all shards read from the cluster together, in bytes.
     pub memory_bytes: u64,
     /// How long the ranks may fill a step, counted from the first rank that began.
     pub fill: Duration,

@@ -29,7 +29,7 @@ const KEPT: Duration = Duration::from_secs(60);
 /// The part of a step that is read into memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FetchScope {
-    /// All shards.
+    /// All data shards.
     Whole,
     /// The table alone.
     Table,
@@ -120,7 +120,8 @@ impl Fetch {
         *self.used_at.lock().unwrap_or_else(PoisonError::into_inner) = now;
     }
 
-    /// Returns whether the step is being read, is in use, or is being waited for.
+    /// Returns whether the step is being read from the cluster, is in use by a load, or is being
+    /// waited for.
     fn is_used(self: &Arc<Self>) -> bool {
         // A clone beyond the one in [`Fetches`] means a waiting task. The fetched step itself has
         // two owners without any reader: `state`, and the clone that `end` returns.
@@ -187,7 +188,8 @@ fn data_shards(shown: &ShowReport) -> Option<Vec<(ShardName, u64)>> {
 }
 
 impl StagingDaemon {
-    /// Reads a committed step from the cluster, or joins the fetch that already reads it.
+    /// Begins to read a committed step from the cluster, or joins the fetch that reads or has read
+    /// it. Does not wait for the end of the fetch.
     pub(super) async fn fetch(
         self: &Arc<Self>,
         job: &Job,
@@ -353,7 +355,7 @@ impl StagingDaemon {
         Ok(fetched)
     }
 
-    /// Reads all shards, in order, into files. Returns their tables.
+    /// Reads all data shards, in order, into files. Returns their tables.
     async fn read_shards(
         self: &Arc<Self>,
         fetched: &mut Fetched,

@@ -21,7 +21,7 @@ use crate::trainer::session::SOCKET;
 /// Maximum length of a record or table that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 30;
 
-/// The folders in the staging folder.
+/// The folders in the staging folder that belong to the daemon.
 const FOLDERS: [&str; 5] = ["segments", "steps", "jobs", "launches", "fetched"];
 const LOCK: &str = "lock";
 /// A file whose memory is freed when the daemon must write a record and the file system is full.
@@ -157,7 +157,7 @@ impl Folder {
         }
         folder.instance = record.instance;
         folder.keep_reserve();
-        // Files that the previous daemon was reading from the cluster are read again on demand.
+        // Files that the previous daemon read from the cluster are read again on demand.
         let fetched = folder.path.join("fetched");
         for file in folder.list(&fetched)? {
             let _ = fs::remove_file(file);
@@ -243,8 +243,8 @@ impl Folder {
         File::open(&path).map_err(during("opening", &path))
     }
 
-    /// Returns the segments in the folder with their owners. Removes files that have no owner
-    /// record, and owner records that have no segment.
+    /// Returns the segments in the folder with their owners. Removes segments that have no readable
+    /// owner record, and owner records that have no segment.
     pub fn segments(&self) -> Result<Vec<(SegmentId, OwnerRecord)>, FolderError> {
         let mut found = Vec::new();
         for path in self.list(&self.path.join("segments"))? {
@@ -453,7 +453,7 @@ impl Folder {
         }
     }
 
-    /// Empties all folders in the staging folder.
+    /// Empties the daemon's folders in the staging folder.
     fn clear(&self) -> Result<(), FolderError> {
         for below in FOLDERS {
             let folder = self.path.join(below);

@@ -1,5 +1,5 @@
-//! The users of a segment's bytes: each upload and each reader owns a [`Hold`], and the segment is
-//! free when the last one is dropped.
+//! The users of a segment's bytes: each upload and each reader owns a [`Hold`]. While there is one,
+//! the segment is neither filled again nor unlinked.
 
 use std::sync::Arc;
 

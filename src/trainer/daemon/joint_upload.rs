@@ -25,7 +25,7 @@ use crate::trainer::protocol::{Failure, Hosts};
 /// The number of saves of a step that may end because other hosts made no progress. The step is
 /// dropped after the last one.
 const MAX_STALLS: u32 = 2;
-/// How long a host tells the others that it has dropped a step, and the interval between two times.
+/// How long a host tells the others that it has dropped a step, and the pause between two attempts.
 const DROP_LIMIT: Duration = Duration::from_secs(60);
 const DROP_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -124,8 +124,7 @@ impl StagingDaemon {
         let (daemon, of) = (self.clone(), key.clone());
         let progress = Arc::new(move |progress: Progress| {
             daemon.set_progress(&of, progress);
-            let now = daemon.clock.now();
-            daemon.with(|core| core.note_progress(&of, now));
+            daemon.note_progress(&of);
         });
         let writer = self.writer_of(key, hosts);
         let saved = self
@@ -145,9 +144,9 @@ impl StagingDaemon {
         }
     }
 
-    /// Tells the other hosts that this one has dropped its part of a step, until all have dropped it
-    /// or it does not concern them any more. A host that stages the step much later notices after a
-    /// stall period.
+    /// Tells the other hosts that this one has dropped its part of a step. Repeats this until all
+    /// have dropped the step, it is committed, another launch saves it or has taken over, or
+    /// [`DROP_LIMIT`] has passed. A host that stages the step later notices after a stall period.
     pub(super) async fn drop_on_other_hosts(self: Arc<Self>, key: StepKey, hosts: Hosts) {
         let writer = self.writer_of(&key, &hosts);
         let until = self.clock.now() + DROP_LIMIT;
@@ -176,8 +175,8 @@ impl StagingDaemon {
         }
     }
 
-    /// Aborts the saves of a step that this host has dropped. One that cannot be reached ends with
-    /// its lease, or is committed by the other hosts.
+    /// Aborts the saves of a step that this host has dropped, if they are open. A save that cannot be
+    /// aborted now ends with its lease, or is committed by the other hosts.
     pub(super) async fn abort_if_open(self: Arc<Self>, key: StepKey, saves: Vec<SaveId>) {
         for save in saves {
             if let Err(error) = self.client.abort_if_open(key.job.at(key.step), save).await {

@@ -18,12 +18,12 @@ use crate::wire::calls::LaunchClaim;
 
 /// How long a load waits for the order of launches.
 const ORDER_LIMIT: Duration = Duration::from_secs(5);
-/// How often the list of committed steps is read again because it was outdated.
+/// Maximum number of times that an outdated list of committed steps is read again.
 const LIST_TRIES: u32 = 3;
 /// Interval between two looks whether the first host has registered the launch.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
-/// The committed and staged steps, seen from the one that a launch was resumed from.
+/// The committed and staged steps, divided at the step from which a launch resumed.
 struct LaterSteps {
     /// The later committed steps, ascending, with their saves.
     committed: Vec<(Step, SaveId)>,
@@ -57,9 +57,9 @@ impl StagingDaemon {
             return Ok(None);
         }
         self.check_keep(&place).await?;
-        // Compared before the launch is registered, so that a launch which cannot go on ends no other
-        // one. Compared again afterwards, because only then older launches commit no later step any
-        // more.
+        // Compare before the launch is registered, so that a launch that cannot continue replaces no
+        // other one. Compare again afterwards, because only then can older launches commit no later
+        // step any more.
         self.find_later_steps(&place, resumed).await?;
         if let Some(what) = self.register_launch(&place, resumed, until).await? {
             return Ok(Some(what));
@@ -148,8 +148,8 @@ impl StagingDaemon {
     }
 
     /// Reads the order of the job's launches. Drops the staged steps that their launches may no longer
-    /// save. Notes the newest launch for a launch that begins: it can register only as long as this
-    /// one stays the newest.
+    /// save. Notes the newest launch as the predecessor of `begins`, which can register only as long
+    /// as its predecessor stays the newest.
     pub(super) async fn read_launch_order(
         self: &Arc<Self>,
         job: &Job,
@@ -166,8 +166,8 @@ impl StagingDaemon {
         Ok(order)
     }
 
-    /// Reads the order of launches for a load that chooses the step itself. A load works without it,
-    /// as long as the catalogue does not answer.
+    /// Reads the order of launches for a launch's load that names no step and is not offline. The
+    /// load continues without the order if the catalogue does not answer in time.
     pub(super) async fn read_launch_order_before(self: &Arc<Self>, load: &Load) {
         let Some((launch, _)) = load.launch.filter(|_| load.step.is_none() && !load.offline) else {
             return;
@@ -226,9 +226,9 @@ impl StagingDaemon {
         }
     }
 
-    /// Returns the launch that a launch claims to follow: the one that was the newest when it began.
-    /// A launch that has run on this host before is older all the same, also if it has registered
-    /// since, because the catalogue was rebuilt.
+    /// Returns the launch that the launch of `place` claims to follow: the one that was the newest
+    /// when it began. If the newest launch now has run on this host, returns that one: it is older
+    /// even if it has registered since, which it does after the catalogue was rebuilt.
     fn choose_predecessor(
         self: &Arc<Self>,
         place: &Place,

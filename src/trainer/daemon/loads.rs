@@ -156,8 +156,9 @@ impl StagingDaemon {
         self.open_ticket(load, step, newest, source, why_by_ranges, tickets)
     }
 
-    /// Waits until the steps of older launches that cannot be loaded from memory are saved, before
-    /// the resume point is chosen. Returns a description of what it still waits for at `until`.
+    /// Waits, before the resume point is chosen, until the steps of older launches that cannot be
+    /// loaded from memory are saved or make no progress. Returns a description of the step that it
+    /// still waits for at `until`, or `None` if there is none.
     async fn wait_for_older_steps(
         self: &Arc<Self>,
         load: &Load,
@@ -485,11 +486,11 @@ impl StagingDaemon {
         tickets.open.remove(&ticket);
     }
 
-    /// Handles a report that an extent of a load does not match its hash. If the whole step is in
-    /// memory, the daemon verifies the report itself, because an uncommitted step is lost with its
-    /// memory. If it is true, the step in memory is given up, and once committed it is loaded from
-    /// the cluster. In a load by ranges, the part in memory is given up without a check, because the
-    /// cluster has the step.
+    /// Handles a report that an extent of a load does not match its hash. If the load reads the
+    /// step's segments, the daemon checks them itself, because an uncommitted step is lost with its
+    /// memory. If an extent has changed, or the check fails, the daemon gives up the step in memory;
+    /// a committed step is then loaded from the cluster. In a load from the cluster, the daemon gives
+    /// up the fetched files and the part in memory without a check, because the cluster has the step.
     pub(super) async fn set_corrupt(
         self: &Arc<Self>,
         tickets: &mut Tickets,

@@ -63,7 +63,7 @@ const QUIET: Duration = Duration::from_secs(1);
 pub struct Settings {
     /// The staging folder.
     pub dir: PathBuf,
-    /// Memory limit for all segments together, in bytes.
+    /// Memory limit for all segments and all shards read from the cluster together, in bytes.
     pub memory_bytes: u64,
     /// How long the ranks may fill a step, counted from the first rank that began.
     pub fill: Duration,
@@ -126,7 +126,8 @@ pub struct StagingDaemon {
     connections: watch::Sender<usize>,
 }
 
-/// A running daemon. Its tasks end when this value is dropped.
+/// A running daemon. When this value is dropped, it accepts no further connections and checks no
+/// further deadlines. Open connections and saves end with their runtimes.
 pub struct Running {
     daemon: Arc<StagingDaemon>,
     tasks: Vec<JoinHandle<()>>,
@@ -196,8 +197,8 @@ impl StagingDaemon {
         while !core.effects.is_empty() {
             let mut effects = std::mem::take(&mut core.effects);
             // Remove a record only after the headers that it describes are marked. If the daemon
-            // ends in between, the next one removes a record without headers, but headers without a
-            // record would bring the step back.
+            // ends in between, the next daemon removes a record without headers, but headers without
+            // a record would bring the step back.
             effects.sort_by_key(|effect| {
                 !matches!(
                     effect,
@@ -295,6 +296,12 @@ impl StagingDaemon {
 
     fn set_progress(&self, key: &StepKey, progress: Progress) {
         lock(&self.progress).insert(key.clone(), progress);
+    }
+
+    /// Notes that the step is being saved, so that a load that waits for it goes on waiting.
+    fn note_progress(self: &Arc<Self>, key: &StepKey) {
+        let now = self.clock.now();
+        self.with(|core| core.note_progress(key, now));
     }
 
     fn progress_bytes(&self, key: &StepKey) -> (u64, u64) {

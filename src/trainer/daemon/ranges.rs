@@ -91,8 +91,8 @@ impl Sink for WindowSink {
 }
 
 /// Returns the parts of a window for the given extents, and its length in bytes. Extents that are
-/// neighbours in a shard share a part. Fails if the request is longer than a window or names an
-/// extent that does not exist.
+/// neighbours in a shard share a part. Fails if there are too many extents, if several of them are
+/// together longer than a window, or if one does not exist.
 fn parts_of(
     table: &[Extent],
     shards: &[(ShardName, u64)],
@@ -123,8 +123,8 @@ fn parts_of(
     let mut joined: Vec<(u32, u64, u64)> = Vec::new();
     for (shard, start, end) in ranges {
         match joined.last_mut() {
-            // The cluster is never read in units below a grain, so including a gap of up to a grain
-            // costs nothing.
+            // The cluster is read in whole grains, so including a gap of up to a grain adds at most
+            // one grain.
             Some(last) if last.0 == shard && start <= last.2 + GRAIN_BYTES => {
                 last.2 = last.2.max(end);
             }

@@ -126,7 +126,8 @@ impl StagingDaemon {
     }
 
     /// Removes a committed save that a launch of this host has abandoned, in the name of the newest
-    /// launch of the job. Leaves the save if that launch runs elsewhere: it may have resumed from it.
+    /// launch of the job. Leaves the save if the newest launch has not run on this host, because that
+    /// launch may have resumed from the save.
     async fn remove_abandoned_save(
         self: &Arc<Self>,
         step_ref: StepRef<'_>,

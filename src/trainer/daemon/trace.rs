@@ -1,8 +1,8 @@
 //! The trace points of a step's way through the daemon. A task logs the name of a point just before
 //! the step passes it.
 //!
-//! They show an operator how far a step has come, and let a test kill a process exactly there. The
-//! names follow docs/staging.md, 4 and 7. Nothing else depends on them.
+//! The points show an operator how far a step has come, and let a test kill a process at one of
+//! them. Their names follow docs/staging.md, 4 and 7. Nothing else depends on them.
 
 use crate::id::{Job, Step};
 
@@ -19,7 +19,7 @@ macro_rules! points {
         }
 
         impl StagingPoint {
-            /// All points, in the order in which a step passes them.
+            /// All points, in the order of their declaration.
             pub const ALL: &'static [StagingPoint] = &[$(StagingPoint::$variant,)*];
 
             /// Returns the name in the log: one lower-case word.

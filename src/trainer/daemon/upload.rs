@@ -42,7 +42,7 @@ pub fn index_name(launch: LaunchId) -> Result<ShardName, IdError> {
 pub(super) enum Committed {
     /// The launch itself.
     Own(SaveId),
-    /// An older launch of this host, which may be replaced.
+    /// An older launch of this host. Its save may be replaced.
     Replaceable(SaveId),
     /// Any other origin.
     Other,
@@ -240,7 +240,9 @@ impl StagingDaemon {
             None if self.give_up_copy(key, &"its hashes are missing") => return Ok(None),
             None => {
                 trace_point(StagingPoint::Hashing, &key.job, key.step);
-                let hashes = assemble::hash(&step, &self.workers).await.map_err(|e| died(&e))?;
+                let hashes = assemble::hash(&step, &self.workers, || self.note_progress(key))
+                    .await
+                    .map_err(|e| died(&e))?;
                 step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
                 let bytes = step.table.to_bytes().map_err(|error| failed(&error))?;
                 if let Err(error) = self.folder.keep_table(key, &bytes) {
@@ -320,7 +322,10 @@ impl StagingDaemon {
             saves: Mutex::default(),
         });
         let (daemon, of) = (self.clone(), key.clone());
-        let progress = Arc::new(move |progress: Progress| daemon.set_progress(&of, progress));
+        let progress = Arc::new(move |progress: Progress| {
+            daemon.set_progress(&of, progress);
+            daemon.note_progress(&of);
+        });
         let options = SaveOptions { replace };
         let report = self
             .client
@@ -335,8 +340,8 @@ impl StagingDaemon {
     }
 
     /// Records that saves of a step begin, or may have begun, under these ids. The record is written
-    /// first: the daemon after one that is killed from here on must ask for their outcome. Fails if
-    /// the step was given up.
+    /// first, so that a daemon that is started after a crash asks for their outcome. Fails if the
+    /// step was given up.
     pub(super) fn record_saves(
         self: &Arc<Self>,
         key: &StepKey,
@@ -408,8 +413,8 @@ impl StagingDaemon {
     }
 
     /// Removes the oldest of the committed steps before the one that was just committed, so that
-    /// `keep` are left including it.
-    async fn trim(&self, key: &StepKey, keep: u32) {
+    /// `keep` are left including that one. The newest step with each label stays as well.
+    async fn trim(self: &Arc<Self>, key: &StepKey, keep: u32) {
         let steps = match self.client.list_steps(Some(&key.job)).await {
             Ok(steps) => steps,
             Err(error) => {
@@ -433,11 +438,11 @@ impl StagingDaemon {
             }
             let step_ref = key.job.at(step);
             match self.client.remove_launch_step(step_ref, save, key.launch).await {
-                Ok(_) => {}
+                Ok(_) => self.with(|core| core.note_removal(&key.job)),
                 // A newer launch has other steps to keep.
                 Err(error) if error.kind() == ErrorKind::Fenced => return,
                 Err(error) => {
-                    tracing::warn!(job = %key.job, %step, %error, "cannot remove an older step");
+                    tracing::warn!(job = %key.job, %step, %error, "the removal of an older step was not confirmed and may have begun: if the step is still listed, the next commit tries again");
                 }
             }
         }
@@ -453,8 +458,8 @@ fn newest_with_each_label(labels: &BTreeMap<Step, Vec<Label>>) -> BTreeSet<Step>
     newest.into_values().collect()
 }
 
-/// Returns whether the step itself is at fault, so that retries do not help. All other failures may
-/// pass.
+/// Returns whether retries do not help: the step itself is at fault, or the client lacks the rights.
+/// All other failures may pass.
 pub(super) fn is_final(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Corrupt | ErrorKind::Invalid | ErrorKind::Denied)
 }

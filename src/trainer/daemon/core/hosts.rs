@@ -10,8 +10,8 @@ use crate::kind::ErrorKind;
 use crate::trainer::daemon::records::LaunchHosts;
 use crate::trainer::protocol::{Failure, Hosts, Place};
 
-/// How long a load waits for the steps of an older launch while no host makes progress. Hosts report
-/// their progress three times as often.
+/// How long a load waits for the steps of older launches while no host makes progress. It is three
+/// times the interval at which hosts report their progress.
 const PROGRESS_PATIENCE: Duration = Duration::from_secs(15);
 /// Maximum length of a host's name in bytes.
 const MAX_HOST_NAME_BYTES: usize = 64;
@@ -160,7 +160,8 @@ impl Core {
             of != launch && counts && step.is_uncommitted()
         });
         let first = awaited.first()?;
-        // A daemon that was killed may have been started again just now, by the same launch.
+        // This daemon may have been started again just now, by the launch that loads, so the wait
+        // counts from the launch's first request.
         let since = match state.awaited_since {
             Some((of, since)) if of == launch => since,
             _ => now,

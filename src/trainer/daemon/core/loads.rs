@@ -28,16 +28,16 @@ impl Core {
         answer.step
     }
 
-    /// Returns how often this daemon has changed the job's committed steps, by a commit or a
-    /// removal.
+    /// Returns how often this daemon has committed or removed a step of the job, or settled an
+    /// abandoned save of it.
     pub fn changes(&self, job: &Job) -> u64 {
         self.jobs.get(job).map_or(0, |state| state.changes)
     }
 
     /// Releases the committed steps in memory whose saves are no longer the committed ones, because
-    /// they were removed or replaced. `changes` is the value of [`Core::changes`] when the list of
-    /// committed steps was requested. Returns whether the list is valid: it is outdated if a change
-    /// happened since.
+    /// they were removed or replaced. Steps that an upload or a reader uses stay, but no new load gets
+    /// them. `changes` is the value of [`Core::changes`] when the list of committed steps was requested. Returns whether
+    /// the list is valid: it is outdated, and nothing is released, if a change happened since.
     pub fn drop_replaced(
         &mut self,
         job: &Job,
@@ -55,9 +55,18 @@ impl Core {
         for key in replaced {
             if !self.is_held(&key) {
                 self.release_step(&key);
+            } else if let Some(step) = self.step_mut(&key) {
+                step.is_replaced = true;
             }
         }
         true
+    }
+
+    /// Notes that this daemon has removed steps of the job from the cluster.
+    pub fn note_removal(&mut self, job: &Job) {
+        if let Some(state) = self.jobs.get_mut(job) {
+            state.changes += 1;
+        }
     }
 
     /// Returns the step in memory that was committed as `save`. It may be the part of one host.

@@ -1,7 +1,7 @@
 //! Memory: its use, the eviction of steps, and the step from which a job would resume.
 
-use super::{Core, Effect, JobState, Phase, StepKey, Use};
-use crate::id::{Job, SegmentId};
+use super::{Core, Effect, JobState, Phase, StagedStep, StepKey, Use};
+use crate::id::{Job, LaunchId, SegmentId};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Place};
 
@@ -59,9 +59,9 @@ impl Core {
         fits
     }
 
-    /// Returns whether memory may become free for a launch: a process of an older launch of the job
-    /// still has a segment, a segment of another launch is being loaded or waits to be unmapped, or a
-    /// step is being saved.
+    /// Returns whether memory may become free for a launch: a process of another launch of the job
+    /// still has a segment, a segment of another launch is in use or waits to be unmapped, or a step
+    /// of any job is not committed yet.
     pub fn may_get_room(&self, place: &Place) -> bool {
         let is_other = |segment: &super::Segment| segment.place.launch != place.launch;
         let is_in_use =
@@ -95,7 +95,7 @@ impl Core {
         found.into_iter().map(|(_, key)| (len_bytes(&key), key)).collect()
     }
 
-    /// Releases the memory of a step. Segments of live owners become free to be filled again; the
+    /// Releases the memory of a step. Segments that their owners will fill again become free; the
     /// others are unlinked.
     pub(super) fn release_step(&mut self, key: &StepKey) {
         if self.step(key).is_none() {
@@ -123,9 +123,9 @@ impl Core {
         self.bell.ring();
     }
 
-    /// Releases the committed steps from which no job would resume and whose segments no process
-    /// fills again. The newest committed step stays even if this host has only a part of it: the next
-    /// launch loads that part from memory.
+    /// Releases the committed steps that the job would not resume from, that have a segment which no
+    /// process fills again, and that no upload and no reader uses. The newest committed step stays
+    /// even if this host has only a part of it: the next launch loads that part from memory.
     pub(super) fn tidy(&mut self, job: &Job) {
         let Some(state) = self.jobs.get(job) else { return };
         let mut kept = protected(job, state);
@@ -230,7 +230,10 @@ fn is_committed(phase: &Phase) -> bool {
 }
 
 fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option<StepKey> {
-    state.keys(job, |_, launch, step| is_it(&step.phase) && state.has_whole_steps(launch)).pop()
+    let is_it = |launch: LaunchId, step: &StagedStep| {
+        is_it(&step.phase) && !step.is_replaced && state.has_whole_steps(launch)
+    };
+    state.keys(job, |_, launch, step| is_it(launch, step)).pop()
 }
 
 /// Returns the steps that must not be evicted: the one that the job would resume from and, if that

@@ -105,6 +105,7 @@ impl Core {
             missing: String::new(),
             progressed_at: Duration::ZERO,
             stalls: 0,
+            is_replaced: false,
         };
         state.steps.insert((key.step, key.launch), staged);
         if !is_saved {
@@ -188,7 +189,10 @@ impl Core {
     pub fn complete_step(&self, job: &Job, step: Step) -> Option<StepKey> {
         let state = self.jobs.get(job)?;
         let all = state.keys(job, |at, launch, found| {
-            at == step && found.phase.is_complete() && state.has_whole_steps(launch)
+            at == step
+                && found.phase.is_complete()
+                && !found.is_replaced
+                && state.has_whole_steps(launch)
         });
         all.into_iter().max_by_key(|key| state.newest == Some(key.launch))
     }
@@ -205,8 +209,8 @@ impl Core {
         left
     }
 
-    /// Unlinks the segments whose owners are not connected, that hold no part of a step, and that
-    /// no process maps.
+    /// Unlinks the segments whose owners are not known to the daemon, that hold no part of a step,
+    /// and that no process maps.
     pub fn drop_orphans(&mut self, is_unmapped: &dyn Fn(SegmentId) -> bool) {
         let orphans: Vec<SegmentId> = self
             .segments

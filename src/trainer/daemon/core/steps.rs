@@ -9,8 +9,8 @@ use crate::id::{FillId, MemberId, SaveId, SegmentId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, Notice, Place, Sample};
 
-/// Maximum number of dropped fillings that are remembered per job. More than a staging folder has
-/// segments.
+/// Maximum number of dropped fillings that are remembered per job. It must exceed the number of a
+/// job's segments, whose headers may name dropped fillings.
 pub const MAX_DROPPED: usize = 1024;
 /// Maximum number of step outcomes that are remembered per launch.
 const MAX_OVER: usize = 256;
@@ -27,9 +27,9 @@ enum SavesOfDropped {
 }
 
 impl Core {
-    /// Chooses a segment into which the member may write `step`. If there is none and `or_skip` is
-    /// set, skips the step and returns [`FillOutcome::Skipped`]. `new_fill` and `new_segment` draw
-    /// ids.
+    /// Chooses a segment into which the member may write `step`. If there is none, `or_skip` is set
+    /// and no rank has begun to fill the step, skips the step and returns
+    /// [`FillOutcome::Skipped`]. `new_fill` and `new_segment` draw ids.
     #[expect(clippy::too_many_arguments, reason = "ids and looks at files come in from outside")]
     pub fn fill(
         &mut self,
@@ -108,6 +108,7 @@ impl Core {
             missing: String::new(),
             progressed_at: now,
             stalls: 0,
+            is_replaced: false,
         });
         let fill = found.fill;
         let key = StepKey { job: place.job, step, launch: place.launch, fill };
@@ -217,7 +218,7 @@ impl Core {
     }
 
     /// Returns an unused segment of the member. Unlinks unused segments that the member no longer
-    /// knows, because it prepared again.
+    /// has, because it prepared again or unmapped them.
     fn idle_segment(
         &mut self,
         member: MemberId,

@@ -467,8 +467,19 @@ fn a_committed_step_that_somebody_replaced_is_no_resume_point() {
     let changes = world.core.changes(&job());
     assert!(world.core.drop_replaced(&job(), changes, &|_| Some(save(10))));
     assert_eq!(world.phase(1, 10), Some("committed"));
+    // A reader that has the step keeps it; nobody else gets it.
+    let key = world.core.complete_step(&job(), Step(10)).unwrap();
+    let held = world.core.hold_step(&key).unwrap();
+    assert!(world.core.drop_replaced(&job(), changes, &|_| Some(save(99))));
+    assert_eq!(world.phase(1, 10), Some("committed"));
+    assert_eq!(world.core.complete_step(&job(), Step(10)), None);
+    assert_eq!(world.core.resume_point(&job()), None);
+    drop(held);
     assert!(world.core.drop_replaced(&job(), changes, &|_| Some(save(99))));
     assert_eq!(world.phase(1, 10), None);
+    let before = world.core.changes(&job());
+    world.core.note_removal(&job());
+    assert!(!world.core.drop_replaced(&job(), before, &|_| None), "asked before the removal");
 }
 
 #[test]

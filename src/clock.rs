@@ -1,4 +1,4 @@
-//! The only source of time is a [`Clock`], so that a simulated run controls it.
+//! The only source of time is a [`Clock`], so that a simulated run controls time.
 #![allow(clippy::disallowed_methods)] // the only place that asks the system
 
 use std::future::Future;

@@ -83,18 +83,19 @@ random_id!(
     SaveId, 12, "save id"
 );
 random_id!(
-    /// An archiving of one shard's stripes. It is part of the name of every piece file, so that
-    /// pieces of two archivings never mix.
+    /// The identifier of one archiving of one shard's stripes. It is part of the name of every piece
+    /// file, so that pieces of two archivings never mix.
     Attempt, 16, "attempt"
 );
 random_id!(
-    /// A lease that the catalogue granted. The lease is alive until the catalogue's clock says
-    /// otherwise.
+    /// The identifier of a lease that the catalogue granted. The lease ends by the clock of the
+    /// catalogue server.
     LeaseId, 16, "lease id"
 );
 
 random_id!(
-    /// A launch: one run of a training job with all its ranks. A restart is a new launch.
+    /// The identifier of a launch: one run of a training job with all its ranks. A restart is a new
+    /// launch.
     LaunchId, 16, "launch id"
 );
 random_id!(
@@ -103,23 +104,23 @@ random_id!(
     MemberId, 16, "member id"
 );
 random_id!(
-    /// A filling of one step by all ranks of a launch. A step that is dropped and filled again
-    /// gets a new id, so parts of two fillings never mix.
+    /// The identifier of one filling: one writing of one step by the ranks of a launch on one host.
+    /// A step that is dropped and filled again gets a new id, so parts of two fillings never mix.
     FillId, 16, "fill id"
 );
 random_id!(
-    /// The staging folder of one host. The id outlives the daemon, so ranks that see the same id
-    /// are on the same host.
+    /// The identifier of the staging folder of one host. The id outlives the daemon, so ranks that
+    /// see the same id are on the same host.
     InstanceId, 16, "instance id"
 );
 random_id!(
-    /// A segment: a shared-memory file into which a trainer writes its state.
+    /// The identifier of a segment: a shared-memory file into which a trainer writes its state.
     SegmentId, 16, "segment id"
 );
 
 impl ShardId {
-    /// Returns the id of shard `index` of `save`. The number `u32::MAX` stands for the save itself,
-    /// in places that file by shard.
+    /// Returns the id of shard `index` of `save`. The number `u32::MAX` is no shard: under it, nodes
+    /// store the records that belong to the save as a whole.
     pub fn new(save: SaveId, index: u32) -> Self {
         let mut bytes = [0; 16];
         bytes[..12].copy_from_slice(&save.0);

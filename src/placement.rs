@@ -3,9 +3,10 @@
 //!
 //! Guarantees:
 //! - The n nodes of a stripe are distinct.
-//! - The two replicas of a block lie in different failure domains if all domains have the same
-//!   size, or differ by one node. With other sizes the choice is greedy and can fail: with domains
-//!   of 8, 4 and 4 nodes at (16,11), one block of a stripe has both replicas in the large domain.
+//! - The two replicas of a block lie in different failure domains if there are several domains and
+//!   their sizes differ by at most one node. With other sizes the choice is greedy and can fail:
+//!   with domains of 8, 4 and 4 nodes at (16,11), one block of a stripe has both replicas in the
+//!   large domain.
 //! - A stripe uses the domains evenly.
 //! - Positions rotate over the stripes, so that load spreads.
 //! - Within a domain the chain visits nodes in the ring's order. Without domains, the chains of all

@@ -1,9 +1,9 @@
-//! The trace points of a save, an archiving, a removal, a rebuild and a restore. The process that
-//! is about to pass one logs its name.
+//! The trace points of a save, an archiving, a removal, a rebuild and a restore. A repair passes
+//! some trace points of an archiving. The process that is about to pass a trace point logs its name.
 //!
 //! The log shows an operator how far an operation is, and a test kills a process exactly there. The
 //! names are those of docs/semantics.md, 3 to 6 and 8. Nothing else depends on them: a line is
-//! written before its step, and says nothing about the outcome.
+//! written before the action that it names, and says nothing about the outcome.
 
 use std::fmt::Display;
 

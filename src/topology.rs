@@ -83,7 +83,8 @@ impl Directory {
         self.follow_successors(nodes, |_| true)
     }
 
-    /// Returns the same, but follows no successors of nodes that have returned.
+    /// Returns the successors of these nodes as [`Directory::all_successors_of`] does, but does not
+    /// follow the successors of a node that has returned.
     pub fn active_successors_of(&self, nodes: &[NodeId]) -> Vec<NodeId> {
         self.follow_successors(nodes, |state| state != LeaveState::Returned)
     }
@@ -128,8 +129,8 @@ impl Directory {
             && !self.is_leaving_or_left(node)
     }
 
-    /// Returns the number of a node's failure domain in a ring: that of a node of the same domain,
-    /// or a new one.
+    /// Returns the number of a node's failure domain in a ring: the number that a member of the same
+    /// domain has, or a new one.
     fn domain_in(&self, ring: &[RingNode], node: NodeId) -> u16 {
         let of = |node: NodeId| {
             let view = self.nodes.get(&node)?;

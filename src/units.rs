@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 /// The length of a grain in bytes. A grain is the unit of hashing, fingerprinting and verification;
 /// its length is part of the format.
 pub const GRAIN_BYTES: u64 = 64 * 1024;
-/// The divisor of every block length, in bytes, so that kernels and direct I/O never handle a
-/// partial vector.
+/// The divisor of every padded block length, in bytes. Vector kernels process steps of this length,
+/// so no grain of a padded block has a partial step.
 pub const BLOCK_ALIGN_BYTES: u64 = 128;
 /// The default length of a full block, in bytes.
 pub const DEFAULT_BLOCK_BYTES: u64 = 64 * MIB;

@@ -298,7 +298,7 @@ pub fn reading(text: &str) -> Option<Reading> {
     })
 }
 
-/// Returns the maximum memory of a process in bytes, from its `/proc/PID/status`.
+/// Returns the peak resident memory of a process in bytes (`VmHWM`), from its `/proc/PID/status`.
 pub fn peak_of(status: &str) -> Option<u64> {
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = peak.split_whitespace().next()?.parse().ok()?;

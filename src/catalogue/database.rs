@@ -27,17 +27,17 @@ pub(super) struct Database {
     /// The revision of the last durable change. It can be read while another change is being
     /// written.
     revision: AtomicU64,
-    /// The revision of the last change of a node's record.
+    /// The revision of the last change of a node's record or of a ring change.
     members_revision: AtomicU64,
     writer: Mutex<WriterState>,
 }
 
-/// The values that every batch changes besides an entry.
+/// The counters that every batch changes besides an entry, and whether changes have ended.
 struct WriterState {
     revision: u64,
     /// XOR of the first 16 bytes of BLAKE3 over each entry.
     sum: u128,
-    /// Whether the catalogue was transferred to a copy. Nothing changes any more then.
+    /// Whether the catalogue is being or was transferred to a copy. Changes are refused then.
     is_transferred: bool,
 }
 
@@ -57,8 +57,8 @@ impl Database {
             kv,
             is_read_only: AtomicBool::new(false),
             revision: AtomicU64::new(revision),
-            // The last change of a node's record may be older. The value only has to differ from
-            // all earlier ones.
+            // The last change of these records may be older. A value that was reported before any
+            // such change must not be reported again, and revisions only grow.
             members_revision: AtomicU64::new(revision),
             writer: Mutex::new(WriterState { revision, sum, is_transferred: false }),
         })
@@ -110,7 +110,7 @@ impl Database {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner).is_transferred = false;
     }
 
-    /// Returns a number that differs after each change of a node's record.
+    /// Returns a number that differs after each change of a node's record or of a ring change.
     pub(super) fn members_revision(&self) -> u64 {
         self.members_revision.load(Ordering::Acquire)
     }

@@ -4,8 +4,8 @@ use std::vec;
 
 use crate::catalogue::{Catalogue, CatalogueError, Entry, MAX_PAGE};
 
-/// A scan in the order of the keys. It holds one page in memory. A change to a key past that page
-/// is visible if it is made before the scan reaches the key.
+/// A scan in the order of the keys. It holds one page in memory. A change is visible if it is made
+/// before the scan reads the page with the key.
 pub struct KeyScan<'a> {
     catalogue: &'a dyn Catalogue,
     prefix: String,

@@ -3,9 +3,9 @@
 //!
 //! The trait [`Catalogue`] has two engines: [`local`] over the key-value store of the catalogue
 //! server, and [`remote`] for the other daemons. [`save_evidence`] judges what the nodes hold, so
-//! that a lost catalogue can be rebuilt. A compare-and-set that returned is durable. If its answer
-//! was lost, its outcome is unknown: read the key before acting. Keys and records are those of
-//! docs/semantics.md, section 2.
+//! that a lost catalogue can be rebuilt. A compare-and-set that returned [`SetOutcome::Set`] is
+//! durable. If its answer was lost, its outcome is unknown: read the key before acting. Keys and
+//! records are those of docs/semantics.md, section 2.
 
 mod database;
 pub mod database_format;
@@ -43,10 +43,12 @@ pub struct Entry {
     pub revision: u64,
 }
 
-/// The outcome of a compare-and-set.
+/// The outcome of a compare-and-set. [`RemoteCatalogue`](remote::RemoteCatalogue) repeats a call whose
+/// answer was lost, and then takes an entry that already has the wanted value for its own change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SetOutcome {
-    /// The change is durable. The key's new revision.
+    /// The change is durable. Holds the key's new revision, or 0 if a repeated removal found the key
+    /// gone.
     Set(u64),
     /// The key is not as expected, and nothing was changed. The key's current entry.
     Conflict(Option<Entry>),

@@ -35,8 +35,9 @@ pub fn shard_roots_prefix(save: SaveId) -> String {
     format!("{SHARD_ROOTS}{save}/")
 }
 
-/// A key that a database has from its beginning until it forgets the first removal of a committed
-/// save. Until then the database has records of all such removals.
+/// A key that a database of a new cluster has from its beginning until it forgets the first removal of
+/// a committed save. While the key is there, the database has records of all such removals. A rebuilt
+/// database never has the key.
 pub const NOTHING_FORGOTTEN: &str = "nothing-forgotten";
 /// Prefix of the orphans: saves that are to be removed and belong to no step's record.
 pub const ORPHANS: &str = "x/";
@@ -251,8 +252,8 @@ pub async fn compare_and_set_record_guarded<R: Record>(
 }
 
 /// Changes a record: reads it, applies `change`, and writes the result by compare-and-set. Starts
-/// again when another writer was faster. `change` returns `None` to leave the record as it is.
-/// Returns the record as it is now.
+/// again when another writer was faster. A record that does not exist counts as the default. `change`
+/// returns `None` to leave the record as it is. Returns the record as it is now.
 ///
 /// After a lost answer the record is read again, so `change` may see a record that it has already
 /// changed. It must leave such a record as it is.

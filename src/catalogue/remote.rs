@@ -30,8 +30,8 @@ const ATTEMPTS: u32 = 4;
 const ASK_LIMIT: Duration = Duration::from_secs(9);
 /// Wait before the second attempt. It doubles with each further attempt.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
-/// Time limit for one attempt to renew a lease or a registration. Several attempts fit into a
-/// lease, even while the connection to a dead server seems alive.
+/// Time limit for one attempt to renew or check a lease, or to renew a registration. Several attempts
+/// fit into a lease, even while the connection to a dead server seems alive.
 const LEASE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Time limit for a node to say where the catalogue is. A later answer does not count.
@@ -55,8 +55,8 @@ pub struct RemoteCatalogue {
     /// Nodes to ask when no seed knows the server.
     fallback_nodes: Mutex<BTreeMap<PeerName, NodeAddress>>,
     epoch: Mutex<Epoch>,
-    /// The epoch and database of the catalogue that this node belongs to. Another or older
-    /// catalogue is not trusted.
+    /// The epoch and database of the catalogue that this node belongs to. Another database of this
+    /// epoch, and any catalogue of an older epoch, are not trusted.
     expected: Mutex<(Epoch, Option<DbId>)>,
 }
 
@@ -79,8 +79,8 @@ impl RemoteCatalogue {
         }
     }
 
-    /// Returns the server where the catalogue was last found, unless that was in an epoch before
-    /// `min_epoch`.
+    /// Returns the server where the catalogue was last found. Returns `None` if it was found in an
+    /// epoch before `min_epoch`, or if no server is known.
     pub fn known_server(&self, min_epoch: Epoch) -> Option<NodeAddress> {
         let home = self.server.lock().unwrap_or_else(PoisonError::into_inner);
         home.as_ref().filter(|(found, _)| *found >= min_epoch).map(|(_, home)| home.clone())
@@ -97,7 +97,7 @@ impl RemoteCatalogue {
     }
 
     /// Restricts trust to the catalogue of `epoch` with the database `db_id` (`None`: any), and to
-    /// catalogues of later epochs.
+    /// catalogues of later epochs. Does nothing if a later epoch is expected already.
     pub fn set_expected_epoch(&self, epoch: Epoch, db_id: Option<DbId>) {
         let mut expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         if epoch >= expected.0 {
@@ -111,9 +111,9 @@ impl RemoteCatalogue {
         hello.epoch.is_near(epoch) && (hello.epoch > epoch || hello.epoch == epoch && is_same)
     }
 
-    /// Returns whether a server that answers `hello` is proven to serve the expected catalogue. A
-    /// server that knows only the epoch, from another node's order, may serve any database. It is
-    /// asked again once it has registered with itself.
+    /// Returns whether a server that answers `hello` is proven to serve the expected catalogue. An
+    /// answer that names the expected epoch and no database proves nothing: the server may know the
+    /// epoch only from another node's order. It names its database once it has registered with itself.
     fn is_proven_server(&self, hello: &HelloAnswer) -> bool {
         let (epoch, map) = *self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         let is_told = map.is_none() || hello.map.is_some() || hello.epoch > epoch;
@@ -135,7 +135,7 @@ impl RemoteCatalogue {
 
     /// Asks the server that was forgotten last whether it still serves the catalogue. A read-only
     /// server refuses changes but still answers, while asking seeds that are down takes seconds.
-    /// Returns the server if it does.
+    /// Returns the server if it still serves the catalogue.
     async fn ask_previous_server(&self) -> Option<NodeAddress> {
         let previous =
             self.previous_server.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
@@ -260,8 +260,8 @@ impl RemoteCatalogue {
                 self.caller.clock().sleep(wait).await;
                 wait *= 2;
             }
-            // The first two attempts try the previous server. Later ones ask all nodes for a newer
-            // server.
+            // If no server is known, the first two attempts ask the previous server before the seeds.
+            // Later attempts ask the seeds at once, because a newer server may be elsewhere.
             let again = if attempt < 2 && self.known_server(Epoch::default()).is_none() {
                 self.ask_previous_server().await
             } else {
@@ -326,8 +326,8 @@ impl Catalogue for RemoteCatalogue {
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError> {
         let call = CompareAndSetKey { key: key.to_owned(), expected, value };
-        // A retry inside `ask` may meet the effect of this call's first attempt. The value found is
-        // then this call's own.
+        // A retry inside `call_server` may meet the effect of this call's first attempt, so the wanted
+        // value counts as this call's own.
         match self.call_server(&call).await? {
             CompareAndSetAnswer::Set(revision) => Ok(SetOutcome::Set(revision)),
             CompareAndSetAnswer::Conflict(Some((value, revision)))
@@ -354,7 +354,7 @@ impl Catalogue for RemoteCatalogue {
         let call = CompareAndSetKeyGuarded { key, expected, value, guard_key, guard_revision };
         Ok(match self.call_server(&call).await? {
             GuardedSetAnswer::Set(revision) => GuardedOutcome::Set(revision),
-            // As above: the value found may be this call's own.
+            // As in `compare_and_set`: the value found may be this call's own.
             GuardedSetAnswer::Conflict(Some((value, revision))) if value == call.value => {
                 GuardedOutcome::Set(revision)
             }
@@ -400,7 +400,8 @@ impl Catalogue for RemoteCatalogue {
         let answer =
             self.call_server_within(&RegisterNode { node: node.clone() }, LEASE_LIMIT).await?;
         self.raise_known_epoch(answer.epoch);
-        // A server that had just begun its epoch answered `Hello` with the epoch before.
+        // A server that had just begun its epoch answered `Hello` with the epoch before. Correct the
+        // epoch that is known of it.
         if let Some((found, _)) = &mut *self.server.lock().unwrap_or_else(PoisonError::into_inner) {
             *found = answer.epoch.max(*found);
         }

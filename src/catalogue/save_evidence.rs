@@ -20,7 +20,7 @@ pub struct SaveEvidence {
     tombstone: Option<Tombstone>,
     is_removed: bool,
     saved: Option<(Job, Step, Saved)>,
-    /// Nodes whose mark of the save is damaged, and so proves nothing.
+    /// Nodes whose mark of the save does not parse or does not fit the save, and so proves nothing.
     damaged_marks: BTreeSet<NodeId>,
     shards: BTreeMap<u32, ShardEvidence>,
 }
@@ -29,7 +29,8 @@ pub struct SaveEvidence {
 struct ShardEvidence {
     root: Option<ShardRoot>,
     marked: BTreeSet<NodeId>,
-    /// Nodes that hold more of the shard than its mark.
+    /// Nodes that hold valid leaves of the shard or anything of a stripe, whether or not they have its
+    /// commit mark.
     holders: BTreeSet<NodeId>,
     stripes: BTreeMap<u32, StripeEvidence>,
 }
@@ -44,9 +45,11 @@ struct StripeEvidence {
 /// The verdict about a save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// The save is committed and complete.
+    /// The save is committed, and the roots of all its shards were found. Some of its stripes may be
+    /// unreadable.
     Committed(Box<Committed>),
-    /// The save is to be removed from all nodes. No evidence says which step it was of.
+    /// The save is to be removed from all nodes. No good commit mark names its step, or a tombstone
+    /// says that it was aborted.
     Orphan(Removing),
     /// The save was committed and is to be removed from all nodes.
     Removing {
@@ -57,7 +60,8 @@ pub enum Verdict {
         /// The save.
         removing: Removing,
     },
-    /// The save is committed, but its shard roots were not all found, or are inconsistent.
+    /// The save is committed, but its shard roots were not all found or are inconsistent, or the states
+    /// of a shard's stripes alternate too often for one record.
     Incomplete {
         /// The job.
         job: Job,
@@ -96,8 +100,8 @@ pub struct CommittedShard {
     pub holders: BTreeSet<NodeId>,
     /// Indices of the stripes of which too little was found to read them.
     pub damaged: Vec<u32>,
-    /// Whether the receipts of some stripe leave a doubt: no attempt has enough of them, and there
-    /// are several attempts or the stripe cannot be read by what the receipts say.
+    /// Whether the receipts of some stripe leave a doubt: no attempt has receipts on enough nodes, and
+    /// there are receipts of several attempts, or too little was found to read the stripe.
     pub is_doubtful: bool,
 }
 
@@ -173,7 +177,8 @@ impl SaveEvidence {
         let reason = reason.or(self.is_removed.then_some(RemoveReason::Deleted));
         let (job, step, saved) = match (self.saved, reason) {
             (None, reason) => return orphan(reason.unwrap_or(RemoveReason::Aborted)),
-            // All nodes have said once that they have no mark. Orphan collection asks them again.
+            // An aborted save was never decided, or no node reported a mark of it. Its tombstone
+            // therefore outweighs the mark, and it belongs to no step.
             (Some(_), Some(RemoveReason::Aborted)) => return orphan(RemoveReason::Aborted),
             (Some((job, step, saved)), Some(reason)) => {
                 let removing = Removing { save, generation: saved.generation, reason };
@@ -252,8 +257,8 @@ struct ShardJudgement {
     is_doubtful: bool,
 }
 
-/// Judges the stripes of a shard. Returns their states, and the stripes of which too little was
-/// found.
+/// Judges the stripes of a shard. Returns their states, the stripes of which too little was found to
+/// read them, and whether receipts leave a doubt.
 fn judge_stripes(
     root: &ShardRoot,
     geometry: &Geometry,

@@ -138,7 +138,8 @@ impl InterruptibleSave {
                     InterruptedSave::Failed(interrupted(signal_name, &what).with_hint(hint))
                 }
             },
-            // The daemon may be about to open the save. It is aborted as soon as its answer comes.
+            // The gateway may be about to open the save. The save is then aborted as soon as the
+            // gateway's answer comes.
             SavePhase::Beginning => tokio::select! {
                 biased;
                 done = within_limit(saving) => match done {

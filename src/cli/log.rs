@@ -1,5 +1,5 @@
-//! The destination of log lines: stderr. The daemon logs as its configuration says, every other
-//! command only if `RUST_LOG` asks for it.
+//! The destination of log lines: stderr. A node logs as its configuration says, the staging daemon
+//! at level info, and every other command only if `RUST_LOG` asks for it.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -1,11 +1,13 @@
-//! The only module that writes. Data goes to stdout, everything else to stderr.
+//! The only module that writes results, notes and failures. Data goes to stdout, everything else to
+//! stderr, as do progress bars ([`super::progress`]) and the log.
 //!
 //! Guarantees:
 //! - A process has one outcome: [`Printer::finish`] consumes the printer.
 //! - With `--json` stdout holds exactly one JSON document with `"schema": 1`, also when the command
 //!   fails.
-//! - The exit code is 0 for success, 2 for an invalid request, and 1 for any other failure and for
-//!   an answer that reports a problem.
+//! - The exit code is 0 for success, 2 for an invalid request, 128 plus the signal's number for a
+//!   command that a signal ended, and 1 for any other failure and for an answer that reports a
+//!   problem.
 //! - A reader that closes the pipe (`| head`) is not an error; a full disk behind stdout is one.
 //! - Colours appear on terminals only, never under `NO_COLOR`, and never carry information that the
 //!   words do not.

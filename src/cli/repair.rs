@@ -80,7 +80,7 @@ async fn repair_steps(
         let result = repair_step(front, client, &view.job, Some(view.step), options).await;
         let is_gone = |error: &ClientError| error.kind() == ErrorKind::NotFound;
         if result.as_ref().is_err_and(is_gone) {
-            // It was removed since the list was made.
+            // The step was removed since the list was made.
             continue;
         }
         let result = result.map_err(failure);

@@ -29,7 +29,7 @@ pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let steps = connect::ask(client.list_steps(options.job.as_ref())).await;
     let is_away = steps.as_ref().is_ok_and(|steps| steps.iter().any(|view| view.by_marks));
-    // Commit marks say nothing of launches, and of saves that are not committed.
+    // Commit marks say nothing of labels, launches, and saves that are not committed.
     let labels = match (&options.job, is_away || steps.is_err()) {
         (_, true) => Ok(BTreeMap::new()),
         (job, false) => {
@@ -337,8 +337,8 @@ impl CommandOutput for Shown {
     }
 }
 
-/// Returns the block length of the first stripe as text. In a shard of one stripe it is less than
-/// the configured length.
+/// Returns the block length of the first stripe as text. In a shard shorter than a full stripe it is
+/// less than the configured length.
 fn first_block(root: &ShardRoot) -> String {
     let stripe = root.geometry().ok().and_then(|geometry| geometry.stripe(0));
     stripe.map_or_else(|| "-".to_owned(), |cut| ByteCount(cut.block_bytes).to_string())

@@ -191,11 +191,11 @@ impl Client {
         self.call_gateway(&ListMembers {}).await
     }
 
-    /// Returns a daemon that answers. Asks a few seeds at once, and more and more of them while
-    /// none answers.
+    /// Returns the gateway in use. If there is none, finds a daemon that answers: asks a few seeds
+    /// at once, and more and more of them while none answers.
     ///
     /// # Errors
-    /// The daemon's error if daemons denied the connection and none was silent, otherwise
+    /// The daemon's error if all daemons that were asked denied the connection, otherwise
     /// [`ClientError::Unreachable`].
     pub(super) async fn find_gateway(&self) -> Result<NodeAddress, ClientError> {
         let known = self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner).clone();

@@ -187,7 +187,7 @@ pub enum ClientError {
     /// The network failed.
     #[error(transparent)]
     Net(#[from] NetError),
-    /// A block could not be saved.
+    /// A stripe could not be saved, or a source failed or changed.
     #[error(transparent)]
     Save(#[from] SaveError),
     /// A stripe could not be read.

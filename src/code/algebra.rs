@@ -1,5 +1,6 @@
 //! The chain's recurrence over any field: over GF(2^8) for the codes themselves, and over a prime
-//! field so large that a dependency found there holds for every choice of coefficients.
+//! field so large that a dependency found there with random coefficients almost certainly holds for
+//! every choice of coefficients.
 
 use super::{CodeError, Layout};
 use crate::gf::field;

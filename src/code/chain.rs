@@ -14,7 +14,7 @@ const KIND: u8 = 1;
 ///
 /// ```text
 /// c_i = x_{i-1} + sum xi_{i,j}  o_j     stored                (RapidRAID, equation (4))
-/// x_i = x_{i-1} + sum psi_{i,j} o_j     forwarded, x_0 = 0    (RapidRAID, equation (3))
+/// x_i = x_{i-1} + sum psi_{i,j} o_j     forwarded, x_{-1} = 0 (RapidRAID, equation (3))
 /// ```
 ///
 /// where j runs over the blocks of its node in ascending order.

@@ -83,6 +83,7 @@ struct Losses<'a> {
 
 impl Losses<'_> {
     /// Returns whether the blocks can be read after the loss of any `count` nodes from `first` on.
+    /// Returns false once [`MAX_SETS`] sets were tried.
     fn survive(&mut self, left: &mut Vec<&NodeShare>, first: usize, count: usize) -> bool {
         if count == 0 {
             self.sets += 1;

@@ -120,7 +120,8 @@ impl Code {
         }
     }
 
-    /// Returns the position of the stripe's placement where `piece` is stored.
+    /// Returns the position at which the chain plan, or the naive or striped star, stores `piece`. Other
+    /// plans and repairs store it elsewhere: the receipt of a stripe names the nodes of its pieces.
     pub fn position_of_piece(&self, piece: usize) -> Option<usize> {
         match self {
             Code::Chain(code) => code.order().get(piece).copied(),
@@ -128,7 +129,7 @@ impl Code {
         }
     }
 
-    /// Returns the piece that is stored at `position`.
+    /// Returns the piece that is stored at `position`, as [`Code::position_of_piece`] says.
     pub fn piece_at_position(&self, position: usize) -> Option<usize> {
         (0..self.n()).find(|&piece| self.position_of_piece(piece) == Some(position))
     }
@@ -241,7 +242,7 @@ pub enum CodeError {
         max: u64,
     },
     /// A search ended without a result.
-    #[error("no {what} found for ({n},{k}) in {tries} tries: try another seed")]
+    #[error("no {what} found for ({n},{k}) within {tries} tries: try another seed")]
     NotFound {
         /// The object of the search.
         what: &'static str,
@@ -249,7 +250,8 @@ pub enum CodeError {
         n: usize,
         /// The number of source blocks.
         k: usize,
-        /// The number of candidates that were tried.
+        /// The limit of the search: orders to try, or coefficients to set. The search for coefficients
+        /// may end earlier.
         tries: usize,
     },
     /// The text of a code report cannot be parsed.

@@ -2,7 +2,7 @@
 //! dense matrix.
 //!
 //! Coding is position-wise, so a program runs on any byte range of its pieces. It executes its
-//! steps or, where these are not cheaper, the equivalent dense matrix.
+//! steps or, where these are not clearly cheaper, the equivalent dense matrix.
 
 pub use crate::gf::{LineStep, Operand};
 
@@ -20,7 +20,8 @@ pub struct Program {
     costs: (usize, usize),
 }
 
-/// The way in which a program is executed: the cheaper of the two.
+/// The way in which a program is executed: the steps if they are clearly cheaper, otherwise the
+/// matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum How {
     Line(Line),

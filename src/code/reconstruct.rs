@@ -5,8 +5,9 @@
 //! the piece, and one for its stream, which holds even when the node is lost. *Peeling* repeatedly
 //! solves an equation with one unknown left. From the first k pieces of a chain whose hops bring
 //! one new block each, peeling walks the chain. Where peeling gets stuck, *inactivation* computes
-//! up to three unknowns densely from the pieces and peels the rest. The cheapest program wins. The
-//! dense matrix, the only way for other codes, is always among the candidates.
+//! up to three unknowns densely from the pieces and peels the rest. Among the programs with the
+//! fewest dense unknowns, the cheapest is taken, unless the dense matrix takes no more
+//! multiplications. For other codes the dense matrix is the only way.
 
 use super::program::{LineStep, Operand, Program};
 use super::span::Span;
@@ -181,8 +182,7 @@ impl Peeling {
         Self { equations, dense }
     }
 
-    /// Returns the cheapest way to the wanted blocks, if it takes fewer than `dense_cost`
-    /// multiplications.
+    /// Returns the draft of [`Peeling::cheapest`], if it takes fewer than `dense_cost` multiplications.
     fn draft_below(&self, dense_cost: usize, wanted: &[usize]) -> Result<Option<Draft>, CodeError> {
         let solution = self.cheapest(wanted).filter(|solution| solution.cost < dense_cost);
         solution.map(|solution| solution.into_draft(wanted)).transpose()

@@ -1,6 +1,5 @@
 //! The classical code: systematic Reed-Solomon with the matrix of the crate `reed-solomon-erasure`,
-//! and with code ids of this program. Pieces below k are the source blocks themselves; piece i lies
-//! on position i.
+//! and with code ids of this program. Pieces below k are the source blocks themselves.
 //!
 //! The crate is the reference implementation and an alternative for benchmarks. The kernels of this
 //! program apply the same matrix and produce the same bytes.

@@ -56,7 +56,8 @@ pub struct CodeReport {
     /// The number of multiplications by the dense matrix, factors 0 and 1 not counted.
     pub multiplications_dense: Option<usize>,
     /// The cost of reconstructing all blocks when the first pieces are missing: one entry per
-    /// number of missing pieces, from 0 to n-k. These are estimates, not claims about the code.
+    /// number of missing pieces, from 0 to n-k, if the next k pieces suffice. These are estimates, not
+    /// claims about the code.
     pub reconstructions: Vec<Reconstruction>,
 }
 
@@ -187,10 +188,10 @@ pub fn parse(text: &str) -> Result<ChainCode, CodeError> {
     Claims::read(text)?.code()
 }
 
-/// Makes the code that a report defines, counts again, and compares every field that [`CodeReport`]
-/// has with the claim of the report. Returns the code and the confirmed report, or
-/// [`CodeError::Claim`] for a claim that is wrong. The caller decides whether the confirmed numbers
-/// are good enough.
+/// Makes the code that a report defines, counts again, and compares each claim of the report with
+/// the counted value. Claims are the fields of [`CodeReport`] except the estimates. Returns the code
+/// and the confirmed report, or [`CodeError::Claim`] for a claim that is wrong. The caller decides
+/// whether the confirmed numbers are good enough.
 pub fn certify(text: &str) -> Result<(ChainCode, CodeReport), CodeError> {
     let claims = Claims::read(text)?;
     let chain = claims.code()?;

@@ -37,7 +37,8 @@ pub(super) enum Value {
     Flag(bool),
     List(Vec<String>),
     Bare(String),
-    /// A float, date, table or mixed list, which no setting accepts, with its name for messages.
+    /// A value that no setting accepts, by its name for messages: a float, a date, a table, a list
+    /// with items other than text, or an integer that does not fit into 64 bits.
     Other(&'static str),
 }
 
@@ -116,11 +117,11 @@ pub(super) struct Layers<'a> {
 }
 
 impl<'a> Layers<'a> {
-    /// Parses the file's text and refuses settings that are not `known` to `reader`. `named` lists
-    /// the settings with a `*` for the name of a table, which exist in files only. `elsewhere`
-    /// lists the settings of the other kind of file, for the message. Unknown environment variables
-    /// are ignored: an orchestrator may set names like `RAPIDRAID_PORT` for a service that is
-    /// called like this program.
+    /// Parses the file's text, and refuses settings in it and options that `reader` does not have.
+    /// `known` lists the settings of `reader`. `named` lists those with a `*` for the name of a
+    /// table, which exist in files only. `elsewhere` lists the settings of the other kind of file,
+    /// for the message. Unknown environment variables are ignored: an orchestrator may set names
+    /// like `RAPIDRAID_PORT` for a service that is called like this program.
     pub(super) fn parse(
         sources: Sources<'a>,
         reader: &'static str,
@@ -188,7 +189,7 @@ impl<'a> Layers<'a> {
     }
 
     /// Returns the setting, or `None` if no layer sets it. `read` returns `None` for a value that
-    /// does not match `expected`.
+    /// does not match `expected`; the result is [`ConfigError::Wrong`] then.
     pub(super) fn get<T>(
         &self,
         key: &'static str,

@@ -25,8 +25,8 @@ pub use value::{CodeShape, Congestion, HostPort, LogFormat, LogLevel};
 use crate::id::{ClusterId, PeerName};
 use crate::units::{BLOCK_LENGTHS, DEFAULT_BLOCK_BYTES, MIB, is_block_length};
 
-/// The default lifetime of leases. With the interval between two scans for abandoned work
-/// (`node::background::retry`), another daemon continues such work within ten seconds.
+/// The default lifetime of leases. With the interval between two scans for unfinished work
+/// (`node::retry_schedule`), another daemon continues such work within ten seconds.
 pub const DEFAULT_LEASE: Duration = Duration::from_secs(7);
 /// The default name of a configuration file.
 pub const FILE_NAME: &str = "rapidraid.toml";
@@ -120,7 +120,7 @@ pub struct NodeConfig {
     /// Whether the node stores blocks and pieces. Without storage it is only a gateway or a
     /// catalogue server.
     pub storage: bool,
-    /// The limit on the memory of all its work together, in bytes.
+    /// The limit on the memory of all the node's work together, in bytes.
     pub memory_bytes: u64,
     /// The lowest level of lines that are logged.
     pub log_level: LogLevel,
@@ -133,11 +133,12 @@ pub struct NodeConfig {
     pub codes: Vec<CodeShape>,
     /// The length of a full block, in bytes.
     pub block_bytes: u64,
-    /// The congestion control of its links.
+    /// The congestion control of what this node sends.
     pub congestion: Congestion,
     /// Time limits.
     pub timeouts: Timeouts,
-    /// The disk usage in percent above which the node refuses new saves.
+    /// The limit on the disk usage, in percent. The node refuses a block of a new save that would
+    /// exceed it.
     pub high_water_percent: u8,
     /// The policy for committed steps. The daemon that serves the catalogue applies it.
     pub policy: Policy,
@@ -148,7 +149,8 @@ pub struct NodeConfig {
 /// The time limits of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// The lifetime of a lease: how long a coordinator keeps its shard without a sign of life.
+    /// The lifetime of a lease that its holder does not renew: how long a save, a node's registration
+    /// and a coordinator's ownership of shards last without a sign of life.
     pub lease: Duration,
 }
 
@@ -157,7 +159,7 @@ pub struct Timeouts {
 pub struct ClientConfig {
     /// Cluster, name, certificate, seeds.
     pub membership: Membership,
-    /// The congestion control of its link.
+    /// The congestion control of what this client sends.
     pub congestion: Congestion,
     /// The settings of a staging daemon on a training host.
     pub staging: StagingConfig,

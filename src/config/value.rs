@@ -140,7 +140,7 @@ pub enum Congestion {
     #[default]
     Cubic,
     /// BBR version 1, which follows the rate that it measures. It keeps its rate on a path that
-    /// loses packets at random, and costs more than CUBIC on a path that does not.
+    /// loses packets at random, and is a little slower than CUBIC on a path that loses none.
     Bbr,
 }
 

@@ -51,15 +51,16 @@ pub struct CatchUp {
 pub enum Standing {
     /// Not recorded: the node's folder or its program is of a release before this record.
     Unknown,
-    /// The folder is new or was emptied, so the node may lack any commit mark.
+    /// The node has not caught up since its folder was made, or since it was off the list of
+    /// nodes, so it may lack any commit mark.
     Behind,
     /// The node has a commit mark, or the record of the removal, of every save that was published
     /// or removed before this was recorded. For later saves, more than half of the nodes have one.
     CaughtUp,
 }
 
-/// The damage note of a replica or piece file, stored beside it (docs/semantics.md, 6). It is bound
-/// to the file, not to the file's name.
+/// The damage note of a replica or piece file, stored beside it (docs/semantics.md, 6). The note is
+/// bound to the file, not to the file's name.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
     /// The number of the file on its disk.

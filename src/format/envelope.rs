@@ -89,7 +89,7 @@ pub enum RecordKind {
     CatchUp = 24,
     /// The damage note of a replica or piece file.
     Damage = 25,
-    /// A save of several writers, in the catalogue.
+    /// A save that belongs to a launch, in the catalogue.
     JointSave = 26,
     /// The hosts of a launch, in a staging folder.
     LaunchHosts = 27,

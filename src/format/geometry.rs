@@ -10,7 +10,7 @@ use crate::units::{BLOCK_ALIGN_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES};
 pub const MAX_N: usize = 32;
 
 /// Maximum number of stripes of one shard, so that their hashes fit into one record. At (16,11) and
-/// 64 MiB blocks this is 64 TiB.
+/// 64 MiB blocks this is 67 TiB.
 pub const MAX_STRIPES: u64 = 100_000;
 
 /// The division of one shard into stripes of `k` blocks of `block_bytes` each. The last stripe may

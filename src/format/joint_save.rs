@@ -1,4 +1,5 @@
-//! The record of a save of several writers (docs/semantics.md, 3).
+//! The record of a save that belongs to a launch, with one client or several writers
+//! (docs/semantics.md, 3).
 
 use serde::{Deserialize, Serialize};
 
@@ -117,7 +118,7 @@ impl JointSave {
     }
 
     /// Returns the name that shard `index` must have, or `None` while the number of shards is not
-    /// known.
+    /// known or if there is no such shard.
     pub fn name_of(&self, index: u32) -> Option<String> {
         let launch = self.launch;
         match self.shard_count()?.checked_sub(index)? {

@@ -63,7 +63,7 @@ impl LaunchOrder {
 
     /// Returns whether a launch may save the step. The newest launch may save every step. Any other
     /// one may save those that are not later than the resume point of each launch after it; a launch
-    /// that is not in the record counts as the oldest.
+    /// that is not in the record counts as the oldest. While the record is empty, no launch may save.
     pub fn may_save(&self, launch: LaunchId, step: Step) -> bool {
         let later = match self.launches.iter().rposition(|entry| entry.launch == launch) {
             Some(at) => self.launches.get(at + 1..).unwrap_or_default(),

@@ -102,7 +102,7 @@ pub enum FormatError {
         /// The message of the encoder.
         why: String,
     },
-    /// Two parts of one file contradict each other.
+    /// Two parts of one file or save record contradict each other, or a part is over its limit.
     #[error("the file's {part} contradicts its header: use another copy")]
     Contradiction {
         /// The part that contradicts the header.

@@ -1,5 +1,5 @@
-//! The records of docs/semantics.md, section 2: everything but data that the catalogue and the
-//! nodes store.
+//! The records of docs/semantics.md, section 2: everything that the catalogue and the nodes store,
+//! except data.
 //!
 //! Every record is sealed by [`envelope`]. A record's structure changes only together with its
 //! version, its page in the documentation and a fixture.

@@ -11,14 +11,14 @@ pub const MAX_RING_CHANGES: usize = 1024;
 /// Maximum number of successors of one node.
 pub const MAX_SUCCESSORS: usize = 16;
 
-/// A node that leaves the rings that name it, in the catalogue. It is never removed.
+/// A node that leaves the rings that name it, in the catalogue. The record is never removed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingChange {
     /// The node that leaves.
     pub node: PeerName,
     /// The state of the node.
     pub state: LeaveState,
-    /// The nodes that are asked besides it, in ascending order; at most [`MAX_SUCCESSORS`].
+    /// The nodes that are asked besides `node`, in ascending order; at most [`MAX_SUCCESSORS`].
     pub successors: Vec<PeerName>,
 }
 

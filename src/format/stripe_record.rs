@@ -43,7 +43,7 @@ impl StripeFixed {
     }
 }
 
-/// The record of a stripe, which n-k+1 of the stripe's nodes hold.
+/// The record of a stripe, which at least n-k+1 of the stripe's nodes hold.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StripeRecord {
     /// A [`StripeFixed`] in postcard. Its BLAKE3 hash is the stripe's leaf.

@@ -33,9 +33,9 @@ impl LineStep {
 
 /// A straight-line program, ready to run.
 ///
-/// Invariants, which kernels rely on: every read is of an input below `inputs`, or of a slot that
-/// an earlier operation has written; every write is to an output below `outputs`, or to a slot;
-/// every output and every slot is written exactly once.
+/// Invariants, which kernels rely on: every operand is an input below `inputs`, a slot that an
+/// earlier operation has written, or the last result of the preceding operation; every target is an
+/// output below `outputs` or a slot; every output and every slot is the target of exactly one result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
     pub(super) operations: Vec<Operation>,
@@ -112,9 +112,9 @@ impl Line {
     pub const MAX_SLOTS: usize = 64;
 
     /// Returns the program in which step i computes register i from `inputs` inputs and earlier
-    /// registers, and output j is register `outputs[j]`. Returns `None` if a step has no terms or
-    /// reads a later register, if an output does not exist or occurs twice, or if too many
-    /// registers must be kept.
+    /// registers, and output j is register `outputs[j]`. Returns `None` if a step has no terms, reads
+    /// an input that does not exist or a register that is not earlier, if an output does not exist or
+    /// occurs twice, or if too many registers must be kept.
     pub fn new(inputs: usize, steps: &[LineStep], outputs: &[usize]) -> Option<Self> {
         let is_distinct = |(at, register): (usize, &usize)| {
             *register < steps.len() && !outputs[..at].contains(register)

@@ -2,8 +2,8 @@
 //! kernel that applies a matrix to streams, and the linear fingerprint.
 //!
 //! Every function here is exact and gives the same result on every processor. A wrong shape or
-//! length is an error, never undefined behaviour. The only `unsafe` code of the library is in
-//! [`kernel`]. The layer above decides which coefficients make a good code.
+//! length is an error, never undefined behaviour. The `unsafe` code of this module is in [`kernel`].
+//! The layer above decides which coefficients make a good code.
 
 pub mod field;
 pub mod field16;
@@ -47,7 +47,8 @@ pub enum GfError {
         /// The number that was given.
         actual: usize,
     },
-    /// A buffer differs in length from the first input.
+    /// A buffer differs in length from the first buffer: the first stream or, without streams, the
+    /// first input.
     #[error(
         "{side} {index} has {actual} bytes, the first input has {expected}: cut all to one length"
     )]
@@ -56,7 +57,7 @@ pub enum GfError {
         side: &'static str,
         /// The number of the buffer among those of its kind, from 0.
         index: usize,
-        /// The length of the first input.
+        /// The length of the first buffer.
         expected: usize,
         /// The length of the buffer.
         actual: usize,

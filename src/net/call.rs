@@ -1,4 +1,5 @@
-//! Calls to other processes. Each call uses one bidirectional stream and has a deadline.
+//! Calls to other processes. Each call uses one bidirectional stream and has a deadline, except for
+//! the calls that [`Caller::open`] leaves to its user.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,14 +30,14 @@ pub enum CallError {
         /// The cause.
         source: NetError,
     },
-    /// The received bytes are not a valid answer.
+    /// The received bytes are not a valid answer, or the request cannot be encoded.
     #[error("{call} to {to}: {source}")]
     Wire {
         /// The name of the call.
         call: &'static str,
         /// The address that was called.
         to: String,
-        /// The parse error.
+        /// The error of parsing or encoding.
         source: WireError,
     },
     /// No answer arrived in time.

@@ -1,6 +1,6 @@
-//! A pool of shared outgoing connections. There is one live connection for each address. Concurrent
-//! callers share one attempt to connect; after the connection closes, the next caller connects
-//! again.
+//! A pool of shared outgoing connections, with at most one live connection for each address.
+//! Concurrent callers share one attempt to connect; after the connection closes, the next caller
+//! connects again.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -23,7 +23,7 @@ pub(in crate::node) struct Budgets {
 
 impl Budgets {
     /// Returns the shares of `memory_bytes`: half for archiving, a quarter for saves, an eighth for
-    /// reads, and a sixteenth for long messages. Of the last sixteenth, a quarter is for short
+    /// reads, and a sixteenth for long requests. Of the last sixteenth, a quarter is for short
     /// requests; the rest is for the index and the catalogue.
     pub(in crate::node) fn new(memory_bytes: u64) -> Self {
         Self {
@@ -49,7 +49,7 @@ pub(in crate::node) fn save_share_bytes(memory_bytes: u64) -> u64 {
 /// Reserves `bytes` of memory from `share`. Returns the reservation.
 ///
 /// # Errors
-/// [`StorageError::NoMemory`] if it is not free in time; [`StorageError::MemoryShareTooSmall`] if
+/// [`StorageError::NoMemory`] if they are not free in time; [`StorageError::MemoryShareTooSmall`] if
 /// the share is too small.
 pub(in crate::node) async fn reserve_memory(
     context: &NodeContext,

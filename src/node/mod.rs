@@ -134,8 +134,8 @@ impl Node {
         Ok(Arc::new(Self { context, budgets, transport, rpc }))
     }
 
-    /// Stops serving, cancels all running work and closes the transport. Files that were being
-    /// written do not exist afterwards.
+    /// Stops serving, cancels the work that may be cancelled, closes the transport, and waits for the
+    /// rest, such as a commit under way. Files that cancelled work was writing do not exist afterwards.
     pub async fn stop(&self) {
         self.context.tasks.stop();
         self.transport.close().await;

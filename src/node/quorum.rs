@@ -18,7 +18,8 @@ pub(super) fn majority(nodes: usize) -> usize {
 pub(super) struct Quorum {
     storage: Vec<PeerName>,
     standings: BTreeMap<PeerName, Standing>,
-    /// The older bound: the number of nodes that may be missing while too few nodes have caught up.
+    /// The bound for clusters with data folders from before catch-up records existed: the number of
+    /// nodes that may be missing while too few nodes have caught up (docs/semantics.md, 2).
     max_missing: usize,
 }
 
@@ -68,7 +69,8 @@ impl Quorum {
         }
     }
 
-    /// Sets the older bound from `codes`: the configured codes, and those that were found.
+    /// Sets the number of nodes that may be missing while too few have caught up. `codes` are the
+    /// configured codes, and those that were found.
     pub(super) fn set_max_missing(&mut self, codes: impl IntoIterator<Item = (u8, u8)>) {
         self.max_missing = tolerated_losses(codes);
     }
@@ -130,7 +132,7 @@ impl fmt::Display for TooFewNodes {
         let Self { storage, max_missing: may_miss, caught_up, silent, behind } = self;
         let missing = silent.len() + behind.len();
         if storage - missing > *caught_up {
-            // Some data folders are from before catch-up records existed, so the older bound is
+            // Some data folders are from before catch-up records existed, so the bound for these is
             // reported.
             write!(
                 f,

@@ -58,7 +58,7 @@ struct Retry {
 }
 
 impl RetrySchedule {
-    /// Creates an empty schedule. `first` is the wait after one failure.
+    /// Creates an empty schedule. `first_wait` is the wait after one failure.
     pub(in crate::node) fn new(first_wait: Duration) -> Self {
         Self { first: first_wait, waits: HashMap::new() }
     }
@@ -72,7 +72,7 @@ impl RetrySchedule {
     }
 
     /// Records that work on the save was tried and did not finish, and `why`. Returns the number of
-    /// failures in a row.
+    /// failures in a row. A full schedule records nothing and returns 1.
     pub(in crate::node) fn record_failure(
         &mut self,
         save: SaveId,
@@ -97,8 +97,8 @@ impl RetrySchedule {
         self.waits.remove(&save);
     }
 
-    /// Forgets the saves for which [`RetrySchedule::mark_seen_and_check_due`] was not called since the
-    /// last round.
+    /// Forgets the saves for which neither [`RetrySchedule::mark_seen_and_check_due`] nor
+    /// [`RetrySchedule::record_failure`] was called since the last call of this function.
     pub(in crate::node) fn forget_unseen(&mut self) {
         self.waits.retain(|_, wait| std::mem::take(&mut wait.is_asked_for));
     }

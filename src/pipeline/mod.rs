@@ -1,5 +1,6 @@
-//! Work on stripes as bounded streams, grouped by the actor that runs it: a client uploads and
-//! reads, a coordinator archives, and every node executes its part of a plan.
+//! Work on stripes as bounded streams, grouped by the actor that runs it: a client uploads; a client,
+//! or a node that mends a replica, reads; a coordinator archives and repairs; and every node executes
+//! its part of a plan.
 
 pub mod busy_retry;
 pub mod coordinator;

@@ -13,10 +13,10 @@ use crate::kind::ErrorKind;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A number is out of bounds.
+    /// There are too many hops, or a count, a matrix, a range or a number of a hop is out of bounds.
     #[error("hop {hop}: {what}")]
     Shape {
-        /// Index of the hop.
+        /// Index of the hop; the number of hops if there are too many.
         hop: usize,
         /// Description of what is out of bounds.
         what: &'static str,
@@ -46,15 +46,16 @@ pub enum PlanError {
         /// The combination that the code prescribes.
         expected: Vec<u8>,
     },
-    /// A piece or block is not produced exactly once over its whole length.
+    /// An output that the goal needs is not made exactly once, on one node, over the whole length
+    /// (a delivered block: over one range); or a repair makes or keeps an output that it must not.
     #[error("{output:?} is not made exactly once over all {grains} grains")]
     Coverage {
         /// The output.
         output: Output,
-        /// Length of the output in grains.
+        /// Length of a whole piece or block in grains.
         grains: u64,
     },
-    /// Two pieces lie on one node and would be lost together.
+    /// Two pieces lie on one node and would be lost together, or a piece has no node.
     #[error("{pieces} pieces would lie on {distinct} nodes")]
     Homes {
         /// Number of distinct nodes.
@@ -85,7 +86,7 @@ pub enum Goal<'a> {
     Archive,
     /// Repair: these pieces are stored, and no others, over the whole stripe.
     Repair(&'a [u8]),
-    /// Reading: these blocks are delivered, over any one range of grains.
+    /// Reading: each of these blocks is delivered over one range of grains, whichever it is.
     Read(&'a [u8]),
 }
 
@@ -247,8 +248,8 @@ fn output_ranges(plan: &Plan, output: Output) -> Vec<(u64, u64)> {
     ranges
 }
 
-/// Checks that a piece is stored exactly once over the whole stripe, on one node, or that the
-/// replica that stays in its place is that piece.
+/// Checks that a piece is stored exactly once over the whole stripe, on one node, or that a kept
+/// replica is that piece.
 fn check_piece_is_made(plan: &Plan, code: &Code, piece: u8) -> Result<(), PlanError> {
     let (output, whole) = (Output::Store(piece), plan.cut.grains());
     let coverage = PlanError::Coverage { output, grains: whole };
@@ -268,7 +269,7 @@ fn check_piece_is_made(plan: &Plan, code: &Code, piece: u8) -> Result<(), PlanEr
     }
 }
 
-/// Checks that the pieces lie on as many nodes.
+/// Checks that each of the pieces has a node of its own.
 fn check_homes_are_distinct(plan: &Plan, pieces: &[u8]) -> Result<(), PlanError> {
     let homes: HashSet<_> = pieces.iter().filter_map(|piece| plan.home(*piece)).collect();
     match homes.len() == pieces.len() {

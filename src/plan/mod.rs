@@ -126,7 +126,7 @@ impl Plan {
         nodes
     }
 
-    /// Returns the nodes that send a stream to `node`.
+    /// Returns the other nodes that send a stream to `node`.
     pub fn senders(&self, node: NodeId) -> BTreeSet<NodeId> {
         let of_node = self.hops.iter().filter(|hop| hop.node == Some(node));
         let read: BTreeSet<Input> = of_node.flat_map(|hop| hop.inputs.iter().copied()).collect();

@@ -2,7 +2,8 @@
 //! the rest.
 //!
 //! Hop i stores `c_i = x_{i-1} + sum xi o_j` and forwards `x_i = x_{i-1} + sum psi o_j` (paper,
-//! section IV). The plan moves n-1 blocks over the network, one into and one out of each node.
+//! section IV). The plan moves n-1 blocks over the network: one into each node but the head, and one
+//! out of each node but the tail.
 
 use super::{PlannerError, Subject};
 use crate::code::Code;

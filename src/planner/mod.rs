@@ -1,5 +1,5 @@
-//! The planners. They only build plans: [`crate::plan::check`] proves a plan, and the engine runs
-//! it.
+//! The planners. They only build plans: [`crate::plan::check`] proves a plan, and the executor or
+//! the reader runs it.
 
 mod chain;
 mod read;

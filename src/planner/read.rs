@@ -8,8 +8,9 @@ use crate::plan::{Hop, Input, Output, Plan};
 /// Builds a plan that reads `blocks` over `grains` from the pieces that `program` uses. `homes`
 /// lists the node of each of these pieces, in the program's order.
 ///
-/// The reader's hop carries the program's matrix. The reader runs the program itself, which the
-/// check proves to be equal. Returns an error if the matrix of the program cannot be computed.
+/// The reader's hop carries the program's matrix, so the check of the plan also proves the program,
+/// which the reader runs instead of the matrix. Returns an error if the matrix of the program cannot
+/// be computed.
 pub fn direct_read(
     subject: &Subject<'_>,
     program: &Program,

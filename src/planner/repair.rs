@@ -1,11 +1,11 @@
 //! The repair plans: missing pieces of an archived stripe are made from the pieces that are left.
 //!
-//! In a *chain*, each node of a source piece adds its piece, times its coefficients, to one stream
-//! for each missing piece, and the last node sends each stream to the node of its piece. Every link
-//! carries one block for each missing piece, and all links work at the same time, so that one piece
-//! takes about the time of one block. (ECPipe: Li et al., *Repair Pipelining for Erasure-Coded
-//! Storage*, USENIX ATC 2017.) In a *star*, the node of the first missing piece receives all
-//! sources, which takes k times as long on its link.
+//! In a *chain*, each node of a source adds its piece or replica, times its coefficients, to one
+//! stream for each missing piece, and the last of these nodes sends each stream to the node of its
+//! piece. Every link carries at most one block for each missing piece, and all links work at the
+//! same time, so that one piece takes about the time of one block. (ECPipe: Li et al., *Repair
+//! Pipelining for Erasure-Coded Storage*, USENIX ATC 2017.) In a *star*, the node of the first
+//! missing piece receives all sources, which takes k times as long on its link.
 
 use super::PlannerError;
 use crate::code::{Code, StripePart, combine_pieces};
@@ -85,8 +85,8 @@ fn source_input(source: &RepairSource) -> Input {
     }
 }
 
-/// Builds the chain that makes the pieces of `targets` from `sources`, which are taken in their
-/// order.
+/// Builds the chain that makes the pieces of `targets`. The `sources` are considered in their order,
+/// and the plan uses those that it needs.
 ///
 /// # Errors
 /// [`PlannerError::Pieces`] if the sources do not determine the missing pieces.

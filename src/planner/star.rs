@@ -137,15 +137,15 @@ pub fn naive_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerEr
 }
 
 /// Returns the positions on which the coder of a best star may run: those that hold two blocks.
-/// With n = 2k no position holds two; then those that hold one.
+/// With n = 2k no position holds two; then the first k positions, which hold one each.
 fn coders(layout: Layout) -> Vec<usize> {
     let holding = |count| (0..layout.k()).filter(move |&at| layout.blocks_at(at).count() == count);
     let two: Vec<usize> = holding(2).collect();
     if two.is_empty() { holding(1).collect() } else { two }
 }
 
-/// Builds the best star: its coder runs on a node that has two blocks. `coder` chooses among these
-/// nodes, from 0, modulo their number. Returns errors as [`naive_star`] does.
+/// Builds the best star: its coder runs on a node that has two blocks, or one if n = 2k. `coder`
+/// chooses among these nodes, from 0, modulo their number. Returns errors as [`naive_star`] does.
 pub fn best_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerError> {
     let mut builder = builder(subject)?;
     let choices = coders(builder.layout);

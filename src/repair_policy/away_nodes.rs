@@ -18,7 +18,8 @@ pub const MAX_BRAKE: Duration = Duration::from_secs(6 * 3600);
 /// replicas, and a stripe with pieces survives more losses.
 pub const PIECES_GRACES: u32 = 5;
 
-/// The nodes that are given up, if they do not answer: others get what they should have.
+/// The nodes that are given up. Their parts are made on other nodes, except for the parts of a node
+/// that answers after all.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GivenUp {
     /// Nodes whose replicas are put on spares.
@@ -29,7 +30,7 @@ pub struct GivenUp {
     pub urgent_pieces: BTreeSet<NodeId>,
 }
 
-/// A node.
+/// A node, as the last update saw it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct KnownNode {
     /// The failure domain; empty if none is configured.
@@ -55,9 +56,9 @@ pub struct AwayNodes {
 }
 
 impl AwayNodes {
-    /// Takes over the present list of nodes. Graces begin again when the brake ends, when a node
-    /// comes back that put it on, and after a gap between updates that is longer than both
-    /// `max_gap` and a grace: the server did not see who was live in the gap.
+    /// Takes over the present list of nodes. Graces begin again when the brake ends, when a node that
+    /// put the brake on is no longer away, and after a gap between updates that is longer than both
+    /// `max_gap` and a grace: the server did not see which nodes were live in the gap.
     pub fn update(
         &mut self,
         views: &[NodeView],
@@ -162,9 +163,9 @@ impl AwayNodes {
         }
     }
 
-    /// Returns the reason for the brake, if it is on, and the nodes that put it on. These went away
-    /// together, and are more than one and more than `percent` of all, or in several failure
-    /// domains, or the whole of a domain of several nodes.
+    /// Returns the reason for the brake, if it is on, and the nodes that put it on. These nodes went
+    /// away together. They are more than one node and more than `percent` of all storage nodes, or
+    /// they lie in several failure domains, or they are all members of a domain of several nodes.
     fn find_brake(&self, now: Duration, percent: u8) -> Option<(String, BTreeSet<NodeId>)> {
         let storage = || self.nodes.values().filter(|node| node.is_storage);
         let all = storage().count();
@@ -195,7 +196,7 @@ impl AwayNodes {
     }
 }
 
-/// Returns the failure domain of a node: its rack, or its zone if it has no rack.
+/// Returns the failure domain of a node: its zone and rack, or its zone alone if it has no rack.
 fn domain_of(Node { zone, rack, .. }: &Node) -> String {
     match (zone.as_str(), rack.as_str()) {
         (_, "") => zone.clone(),

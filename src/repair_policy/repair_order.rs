@@ -1,4 +1,4 @@
-//! The order in which degraded steps are repaired, and the time from which each one is.
+//! The order in which degraded steps are repaired, and the time from which a step may be repaired.
 
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ pub struct RepairPriority {
     pub save: SaveId,
 }
 
-/// Returns whether a step may be repaired that was first seen degraded at `since`. An urgent one, of
-/// which a stripe survives no further loss, need not wait for the grace.
+/// Returns whether a step that was first seen degraded at `since` may be repaired now. An urgent
+/// step, of which some stripe survives no further loss, need not wait for the grace.
 pub fn is_repair_due(is_urgent: bool, since: Duration, now: Duration, grace: Duration) -> bool {
     is_urgent || now >= since.saturating_add(grace)
 }

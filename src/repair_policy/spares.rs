@@ -31,7 +31,8 @@ impl PiecesByNode {
 #[derive(Debug)]
 pub struct SparesOfStripe {
     free: Vec<RingNode>,
-    /// The nodes that get no piece unless they have it and no other node is left.
+    /// The nodes that answer and cannot receive data. Such a node is chosen for a piece only if it
+    /// has the piece and no free node is left.
     leaving: BTreeSet<NodeId>,
     /// The piece_nodes, and the spares that were taken.
     used: BTreeSet<NodeId>,
@@ -42,8 +43,8 @@ pub struct SparesOfStripe {
 impl SparesOfStripe {
     /// Creates the state for the choice of spares of one stripe. `piece_nodes` has the node to which
     /// the receipt ascribes each piece. A spare is a node of the ring that answers, can receive data,
-    /// is not one of `piece_nodes`, and has no piece that is missing on its own node. The first spare
-    /// rotates with the stripe's number, so that the load spreads.
+    /// is not one of `piece_nodes`, and has no piece that is missing on the node of the receipt. The
+    /// first spare rotates with `rotation`, so that the load spreads.
     pub fn new(
         ring: &[RingNode],
         piece_nodes: &[NodeId],
@@ -79,6 +80,7 @@ impl SparesOfStripe {
 
     /// Returns the spare for a piece: a node that has the piece and is not yet used, or else a free
     /// node of the failure domain with the fewest pieces, and of these the one with the least load.
+    /// Returns `None` if no node is left.
     pub fn take(
         &mut self,
         piece: u8,

@@ -42,7 +42,7 @@ impl Store {
         self.lock_last_revision().map_or(0, |heard| heard.revision)
     }
 
-    /// Records durably that the catalogue database `map` has reached `revision`. Does nothing if
+    /// Records durably that the catalogue database `db_id` has reached `revision`. Does nothing if
     /// the node already knows that revision or a higher one of the same database.
     pub fn record_revision(&self, db_id: DbId, revision: u64) -> Result<(), StoreError> {
         // One writer at a time. Readers of the revision do not wait for the disk.
@@ -64,13 +64,13 @@ impl Store {
         self.lock_seen_epoch().epoch
     }
 
-    /// Returns the catalogue server that claimed that epoch from this node, if any.
+    /// Returns the catalogue server that claimed the highest seen epoch on this node, if any.
     pub fn server_of_highest_epoch(&self) -> Option<Home> {
         self.lock_seen_epoch().home.clone()
     }
 
-    /// Returns the id of that epoch's catalogue database, or `None` if this node does not know it
-    /// yet.
+    /// Returns the id of the catalogue database of the highest seen epoch, or `None` if this node does
+    /// not know it yet.
     pub fn db_id_of_highest_epoch(&self) -> Option<DbId> {
         self.lock_seen_epoch().map
     }
@@ -78,7 +78,8 @@ impl Store {
     /// Records that `epoch` was seen, durably if it is new.
     ///
     /// # Errors
-    /// [`StoreError::StaleEpoch`] if a later epoch was seen.
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::FarEpoch`] if `epoch`
+    /// is implausibly far beyond the highest one seen.
     pub fn raise_highest_seen_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
         let mut seen = self.lock_seen_epoch();
         refuse_older_epoch(&seen, epoch)?;
@@ -91,8 +92,9 @@ impl Store {
     /// Records durably that `db_id` is the catalogue database of `epoch`.
     ///
     /// # Errors
-    /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::OtherDatabase`] if
-    /// `epoch` has another database.
+    /// [`StoreError::StaleEpoch`] if a later epoch was seen, [`StoreError::OtherDatabase`] if `epoch`
+    /// has another database, and [`StoreError::FarEpoch`] if `epoch` is implausibly far beyond the
+    /// highest one seen.
     pub fn record_db_id(&self, epoch: Epoch, db_id: DbId) -> Result<(), StoreError> {
         self.record_db_and_server(epoch, db_id, None)
     }
@@ -130,8 +132,9 @@ impl Store {
         Ok(())
     }
 
-    /// Returns whether this node has caught up with the committed and the removed saves. A record
-    /// that does not open counts as [`Standing::Behind`].
+    /// Returns whether this node has caught up with the committed and the removed saves. A data folder
+    /// from before catch-up records existed has none; the answer is then [`Standing::Unknown`]. A
+    /// record that does not open counts as [`Standing::Behind`].
     pub fn read_catch_up_standing(&self) -> Standing {
         match self.open_sealed_record::<CatchUp>(CATCH_UP, RecordKind::CatchUp) {
             Ok(None) => Standing::Unknown,
@@ -140,15 +143,17 @@ impl Store {
         }
     }
 
-    /// Returns the number of the registration under which this node caught up, or `None` if it has
-    /// not.
+    /// Returns the revision of the registration under which this node caught up, or `None` if it has
+    /// not caught up or its record does not open.
     pub fn caught_up_registration(&self) -> Option<u64> {
         let record = self.open_sealed_record::<CatchUp>(CATCH_UP, RecordKind::CatchUp);
         record.ok().flatten().and_then(|record| record.registered)
     }
 
-    /// Records durably that this node has caught up under a registration, if `epoch` is still the
-    /// highest that it has seen.
+    /// Records durably that this node has caught up under the registration with revision `registered`.
+    ///
+    /// # Errors
+    /// [`StoreError::StaleEpoch`] if a later epoch than `epoch` was seen.
     pub fn record_caught_up(&self, epoch: Epoch, registered: u64) -> Result<(), StoreError> {
         // Held during the write, so that a concurrent claim comes after it and its rebuild finds
         // the record.

@@ -10,7 +10,7 @@ use crate::format::records::Damage;
 #[derive(Debug, Clone)]
 pub(super) struct DamageNote {
     pub damage: Arc<Damage>,
-    /// Whether the note describes the file that has the name now.
+    /// Whether the note is known to describe the file that has the name now.
     pub describes_current_file: bool,
 }
 

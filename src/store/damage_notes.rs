@@ -27,13 +27,13 @@ const LOGGED: usize = 8;
 /// The result of checking a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FileCheck {
-    /// There is no such file.
+    /// There is no such file, or another file took its name during the check.
     Gone,
     /// The file is whole and counts.
     Whole,
     /// The file is damaged and has a damage note.
     Damaged(Arc<Damage>),
-    /// The header does not match the name; the text describes the mismatch. The file belongs into
+    /// The header does not match the name; the text describes the mismatch. The file belongs in
     /// quarantine.
     Misplaced(String),
 }
@@ -88,8 +88,8 @@ impl Store {
         notes.iter().map(|(key, noted)| (*key, noted.damage.clone())).collect()
     }
 
-    /// Returns the files whose note describes an earlier file of the same name. They have to be
-    /// checked again.
+    /// Returns the files whose damage note is not known to describe the file that has the name now.
+    /// They have to be checked again.
     pub fn files_to_recheck(&self) -> Vec<FileKey> {
         let notes = self.lock_damage_notes();
         notes
@@ -102,8 +102,8 @@ impl Store {
     /// Opens a file to read grains from, whether or not it counts.
     ///
     /// # Errors
-    /// [`DiskError::NotFound`] if there is none, and [`StoreError::Misplaced`] if its header names
-    /// another file.
+    /// [`DiskError::NotFound`] if there is none, [`StoreError::Misplaced`] if its header names another
+    /// file, and the error of opening it if that error is not damage of the tail.
     pub fn open_grain_source(&self, key: FileKey) -> Result<UnverifiedFile, StoreError> {
         let file = self.disk().open(&file_path(key))?;
         let tail = match self.read_checked_tail(&*file, key) {
@@ -168,7 +168,8 @@ impl Store {
     /// an old note if it is whole or gone. Returns the result.
     ///
     /// # Errors
-    /// If the file cannot be checked: a later release wrote it, or the disk refuses to open it.
+    /// If the file cannot be checked: a later release wrote it, or too many files are open. A disk that
+    /// fails to open the file is no error: the file counts as damaged.
     pub fn check_and_note_damage(&self, key: FileKey) -> Result<FileCheck, StoreError> {
         let file = match none_if_not_found(self.disk().open(&file_path(key))) {
             Ok(Some(file)) => file,
@@ -214,8 +215,9 @@ impl Store {
         }
     }
 
-    /// Writes a damage note for the checked file if it still has the name. From then on it does not
-    /// count. `damage.number` is 0 for a file that could not be opened.
+    /// Writes a damage note for the checked file if that file still has the name. From then on the file
+    /// does not count. `damage.number` is 0 for a file that could not be opened. Returns the result of
+    /// the check.
     fn record_damage(&self, key: FileKey, damage: Damage) -> FileCheck {
         match self.put_damage_note(key, damage) {
             Some((damage, (old_bytes, new_bytes))) => {
@@ -227,7 +229,8 @@ impl Store {
     }
 
     /// Writes a damage note. Returns the noted damage, and the lengths of the replaced and the new
-    /// record; `None` if another file has the name.
+    /// record; `None` if the checked file no longer has the name. If the record cannot be written, the
+    /// note is kept in memory only, and both lengths are absent.
     fn put_damage_note(
         &self,
         key: FileKey,
@@ -296,7 +299,7 @@ impl Store {
         Ok(())
     }
 
-    /// Returns the number of the file that has the name now.
+    /// Returns the inode number of the file that has the name now, or `None` if it does not open.
     pub(super) fn current_inode_number(&self, key: FileKey) -> Option<u64> {
         self.disk().open(&file_path(key)).and_then(|file| file.inode_number()).ok()
     }
@@ -307,9 +310,9 @@ impl Store {
         self.lock_damage_notes().get(&key).map(|noted| noted.damage.number)
     }
 
-    /// Reads the damage notes of a stripe's folder at start. Removes notes without a file. A note
-    /// that does not describe the present file stays unchecked, and so does that of a file that
-    /// does not open.
+    /// Reads the damage notes of a stripe's folder at start. Removes notes without a file. If a note
+    /// describes another file than the present one or does not parse, or if the present file does not
+    /// open, the file does not count until it is checked again.
     pub(super) fn load_damage_notes(
         &self,
         stripe: StripeId,
@@ -335,8 +338,8 @@ impl Store {
         Ok(())
     }
 
-    /// Writes a damage note for a file whose tail does not open, at start. Returns the length of
-    /// the note, or `None` if the error is not damage.
+    /// Writes a damage note for a file whose tail does not open, at start. Returns the length of the
+    /// note, or `None` if the error is not damage or the file no longer has the name.
     pub(super) fn note_damaged_tail(&self, key: FileKey, error: &StoreError) -> Option<u64> {
         if !is_damage_error(error) {
             return None;

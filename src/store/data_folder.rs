@@ -85,16 +85,16 @@ impl Store {
         Ok((store, reconciled, opened))
     }
 
-    /// Opens the data folder of node `name` of `cluster`; an empty folder becomes that node's.
-    /// `lock` is the lock of [`LOCK_FILE`], taken before `kv` was opened. Returns the store, and
-    /// the differences that were found between index and folders.
+    /// Opens the data folder of node `name` of `cluster`. A folder that has neither `node.id` nor
+    /// shards becomes that node's. `lock` is the lock of [`LOCK_FILE`], taken before `kv` was opened.
+    /// Returns the store, and the differences that were found between index and folders.
     ///
     /// First makes everything visible durable (a killed process may have left names that were never
     /// synced). Then empties `tmp/`, and corrects the index from the folders.
     ///
     /// # Errors
     /// [`StoreError::Foreign`] if the folder belongs to another node or cluster, and
-    /// [`StoreError::NoIdentity`] if it has files but no `node.id`.
+    /// [`StoreError::NoIdentity`] if `shards/` is not empty and there is no `node.id`.
     pub fn open(
         disk: Arc<dyn Disk>,
         lock: DiskLock,
@@ -166,8 +166,8 @@ impl Store {
             self.disk().remove(&format!("{TMP}/{}", left.name))?;
         }
         if fresh {
-            // Written before the identity: a new node knows of no save, whatever a node of the same
-            // name was told before.
+            // The catch-up record is written before the identity: a new node knows of no save, even if
+            // an earlier node of the same name had caught up.
             self.record_behind()?;
             self.put_sealed(IDENTITY, RecordKind::NodeIdentity, ours)?;
         }
@@ -282,7 +282,8 @@ impl Store {
         }
     }
 
-    /// Corrects the index entry of `key` to match the file. Never changes the file.
+    /// Corrects the index entry of `key` to match the file. Never changes the file. The entry of a file
+    /// that is there but damaged stays.
     pub fn correct_index_entry(&self, key: FileKey) -> Result<(), StoreError> {
         let info =
             |store: &Self| store.open_undamaged_file(key).ok().map(|file| file.index_entry());

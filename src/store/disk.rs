@@ -40,7 +40,7 @@ pub enum DiskError {
         /// The lock file.
         path: String,
     },
-    /// The file ends before the requested range.
+    /// The file ends before the end of the requested range.
     #[error("{path} ends before byte {end_bytes}: it was cut short, use another copy")]
     Short {
         /// The path of the file.
@@ -120,7 +120,7 @@ pub struct DiskEntry {
 /// The size of the disk and its free space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Space {
-    /// The used space and the space available to this process, in bytes.
+    /// The sum of the used space and the space available to this process, in bytes.
     pub total_bytes: u64,
     /// The space available to this process, in bytes.
     pub free_bytes: u64,
@@ -254,7 +254,8 @@ impl AlignedBuffer {
     }
 }
 
-/// Refuses paths that could leave the root. Every [`Disk`] calls this first.
+/// Refuses malformed paths, and paths that could leave the root. Every [`Disk`] checks each path with
+/// this before it uses the path, except `""`, which names the root in calls about folders.
 pub fn check_path(path: &str) -> Result<(), DiskError> {
     let fine = !path.contains('\0')
         && path.split('/').all(|part| !part.is_empty() && part != "." && part != "..");

@@ -23,7 +23,8 @@ pub enum ReserveState {
     Absent,
 }
 
-/// Space that must be free when sled opens: a segment of each of the two folders, and records.
+/// Space that must be free when sled opens, in bytes: one segment for each of its two databases (the
+/// index and the catalogue), and room for records.
 const OPENING_BYTES: u64 = 2 << 20;
 
 /// Adjusts the reserve before sled opens. Unlike [`create_or_release_reserve`] it also tries to allocate
@@ -45,7 +46,7 @@ fn can_allocate(disk: &dyn Disk, bytes: u64) -> Result<bool, DiskError> {
     // The data folder may be new.
     disk.create_dir(TMP)?;
     let probe = format!("{TMP}/{RESERVE}-probe");
-    // A killed process may have left one.
+    // A killed process may have left a probe.
     let _ = disk.remove(&probe);
     let probed = disk.create_new(&probe).and_then(|file| file.reserve_space(bytes));
     let _ = disk.remove(&probe);
@@ -66,8 +67,8 @@ pub fn release_reserve(disk: &dyn Disk) -> Result<bool, DiskError> {
     Ok(true)
 }
 
-/// Removes the reserve when less space is free than it allocates, and recreates it when four times
-/// as much is free. Returns whether it is in place. A file of the same name that has bytes is
+/// Removes the reserve when less space is free than the reserve allocates, and creates it when four
+/// times as much is free. Returns whether it is in place. A file of the same name that has bytes is
 /// foreign and is left alone.
 pub fn create_or_release_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let space = disk.space()?;

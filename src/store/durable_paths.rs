@@ -43,8 +43,8 @@ pub(super) struct FileNames {
     disk: Arc<dyn Disk>,
     next_temporary: AtomicU64,
     /// Folders whose own name may not be durable yet, each with a creation number. The lock is held
-    /// during every change of names, and no sync runs under it. An entry outlives its operation
-    /// only if a sync fails.
+    /// during every change of names that this type makes, and no sync runs under it. An entry outlives
+    /// its operation only if a sync fails.
     new_dirs: Mutex<NewDirs>,
 }
 
@@ -173,8 +173,8 @@ impl FileNames {
     }
 
     /// Moves a file from below `shards/` to a folder outside, and returns once it is durable there
-    /// and durably gone from its old place. Returns `false` if nothing was moved because
-    /// `may_move`, which runs while no name can change, reports that another file has the name.
+    /// and durably gone from its old place. Moves nothing and returns `false` if `may_move`, which runs
+    /// while no name can change, returns false.
     pub(super) fn move_out_of_shards_if<E: From<DiskError>>(
         &self,
         from: &str,

@@ -79,8 +79,8 @@ pub enum StoreError {
         /// The root of the received bytes.
         found: blake3::Hash,
     },
-    /// The caller broke the contract of a call: more or fewer bytes than announced, a grain of the
-    /// wrong length, or a grain given twice.
+    /// The caller broke the contract of a call, for example with more or fewer bytes than announced, a
+    /// grain given twice, or a range past the end of the data.
     #[error("{key}: {why}")]
     Misuse {
         /// The file.

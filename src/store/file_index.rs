@@ -246,8 +246,8 @@ impl Index {
         Ok(())
     }
 
-    /// Deletes the entries of all stripes for which `keep` returns false. Returns the number of
-    /// deleted entries.
+    /// Deletes the entries of all stripes for which `keep` returns false, and entries whose key does
+    /// not parse. Returns the number of deleted entries.
     pub(super) fn retain_stripes(
         &self,
         keep: impl Fn(StripeId) -> bool,

@@ -2,9 +2,9 @@
 //!
 //! The disk keeps two images: the contents that a process sees, and the contents that a power cut
 //! would leave. A sync of a file copies its bytes from the first image to the second, and a sync of
-//! a folder copies its names. Nothing else does, so every missing sync shows in
-//! [`MemoryDisk::crash`]. [`MemoryDisk::crash_torn`] also keeps a random part of the unsynced
-//! changes, as real disks may. Reads past the cache see the second image.
+//! a folder copies its names. [`Disk::sync_all`] copies everything. No other call does, so every
+//! missing sync shows in [`MemoryDisk::crash`]. [`MemoryDisk::crash_torn`] also keeps a random part of
+//! the unsynced changes, as real disks may. Reads past the cache see the second image.
 //!
 //! Tests inject faults: the disk stops at an operation, an operation fails, a sync does nothing or
 //! flips a bit, bits flip, sectors become unreadable, files are truncated, space runs out. The same
@@ -77,7 +77,8 @@ impl MemoryDisk {
     }
 
     /// Returns the disk as a power cut would leave it now: with everything that was synced and
-    /// nothing else, without faults or locks.
+    /// nothing else. The new disk has no locks and no faults to inject. Sectors that were made
+    /// unreadable stay so.
     pub fn crash(&self) -> Self {
         self.crash_image(SurvivingWrites::Synced)
     }

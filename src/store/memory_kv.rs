@@ -30,8 +30,9 @@ impl MemoryKv {
         Self::default()
     }
 
-    /// Returns an empty map that refuses writes which would raise its estimated size above
-    /// `limit_bytes`.
+    /// Returns an empty map that refuses a batch if the estimated size of the map and the size of all
+    /// pairs that the batch puts exceed `limit_bytes` together. Pairs that the batch replaces or
+    /// deletes are not subtracted. A batch that only deletes is never refused.
     pub fn bounded(limit_bytes: usize) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..Self::default() }
     }

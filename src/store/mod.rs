@@ -4,9 +4,11 @@
 //! - An acknowledged change survives a power cut. The data, the name and the names of all new
 //!   folders above it were synced, in this order.
 //! - Anything that a failed or interrupted call leaves behind is removed or invisible.
-//! - Bytes that do not match their hashes are an error and are never returned as data.
-//! - Nothing is deleted except by [`Store::remove_file`] and [`Store::remove_record_file`]; a damage
-//!   note follows the state of the file that it describes.
+//! - Bytes that do not match their hashes are an error and are never returned as data, except by
+//!   [`StoredFile::read_unverified`] and [`UnverifiedFile`], whose callers verify the bytes.
+//! - No file or record is deleted except by [`Store::remove_file`], [`Store::remove_record_file`] and
+//!   [`Store::remove_tombstone`]. A new file may replace a damaged one, or one of the same content. A
+//!   damage note is removed when its file is found whole, is replaced or is gone.
 //!
 //! The index is a cache of the folders and is rebuilt from them.
 //!
@@ -20,8 +22,9 @@
 //! index/                      the index (sled), rebuilt when it is lost
 //! tmp/                        files being written, emptied at open
 //! epoch                       the highest catalogue epoch seen, with its database and its server
-//! members, heard, catch-up    other nodes, last catalogue revision, whether caught up
-//! graves/                     the removed-save set: ids of removed saves whose files are purged
+//! members, ring-changes       the nodes of the cluster, and the ring changes
+//! heard, catch-up             the last catalogue revision, and whether the node has caught up
+//! graves/                     the removed-save set: ids of removed saves
 //! slots                       tombstones that were stored while the disk was full
 //! reserve                     disk space that is released when the disk is nearly full
 //! quarantine/                 files moved aside, each with a note `.why`

@@ -8,14 +8,14 @@ use serde::Serialize;
 pub struct ReconcileCounts {
     /// Files that the index did not have, or had with another length.
     pub added: u64,
-    /// Index entries without a file, which were deleted.
+    /// Index entries that were deleted, because their file is missing or cannot be indexed.
     pub dropped: u64,
     /// Files whose tail does not open: they got a damage note and do not count.
     pub damaged: u64,
     /// Files whose header does not match their name: they were moved to quarantine.
     pub quarantined: u64,
-    /// Files that could not be read (disk errors, files of a later release): they stay in place and
-    /// are not in the index.
+    /// Files that could not be read for a reason other than damage (files of a later release, too many
+    /// open files): they stay in place and are not in the index.
     pub unreadable: u64,
     /// Unknown files: they are left alone.
     pub strangers: u64,

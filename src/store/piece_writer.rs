@@ -53,7 +53,8 @@ pub struct PieceSpec {
 pub struct PieceWriter {
     temporary: TemporaryFile,
     hashes: Vec<Option<Hash>>,
-    /// Numbers of the grains that are not verified yet, and the bytes written since the last sync.
+    /// Numbers of the written grains that no extent has taken yet, and the number of bytes written
+    /// since the last extent was taken.
     unsynced: Vec<u64>,
     unsynced_bytes: u64,
     min_extent_bytes: u64,
@@ -160,9 +161,13 @@ impl PieceWriter {
         ))
     }
 
-    /// Verifies the remaining grains, passes them to `readback`, and makes the piece durable under
-    /// its name once all its extents are verified. By then `readback` has received every grain
-    /// once, those of one extent in ascending order.
+    /// Verifies the remaining grains, passes them to `readback` in ascending order, and makes the
+    /// piece durable under its name. The caller verifies all extents that it took before it calls
+    /// this. The callbacks of all extents together then have received every grain once.
+    ///
+    /// # Errors
+    /// [`StoreError::Misuse`] if a grain was not written, or an extent that was taken is not verified;
+    /// [`StoreError::ReadBack`] if a grain or the tail differs from what was written.
     pub fn finish(
         mut self,
         readback: &mut dyn FnMut(u64, &[u8]),

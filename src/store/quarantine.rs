@@ -40,8 +40,8 @@ impl Store {
         Ok(moved)
     }
 
-    /// Moves a file like [`quarantine_file_if_unchanged`](Self::quarantine_file_if_unchanged), but leaves the counts and the
-    /// index to the caller.
+    /// Moves a file like [`quarantine_file_if_unchanged`](Self::quarantine_file_if_unchanged), but
+    /// leaves the damage note, the counts and the index to the caller.
     pub(super) fn move_to_quarantine(
         &self,
         key: FileKey,
@@ -72,7 +72,7 @@ impl Store {
         Ok(true)
     }
 
-    /// Returns the names of the first files in quarantine, each with the reason from its note.
+    /// Returns the names of the first three files in quarantine, each with the reason from its note.
     pub fn first_quarantined_files(&self) -> Result<Vec<String>, StoreError> {
         let mut names: Vec<String> =
             self.disk().list(QUARANTINE)?.into_iter().map(|entry| entry.name).collect();

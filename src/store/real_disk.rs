@@ -1,9 +1,9 @@
 //! A [`Disk`] over a folder of the machine.
 //!
 //! Reads and writes past the page cache use `O_DIRECT` on a second descriptor of the same file. If
-//! the file system refuses that, or the file was renamed before, a read drops the range from the
-//! cache with `posix_fadvise` and then reads it, and a write goes through the cache. tmpfs keeps
-//! everything in memory: such a read says nothing about a medium there, because there is none.
+//! the file system refuses that, or the file was renamed before the second descriptor was opened, a
+//! read drops the range from the cache with `posix_fadvise` and then reads it, and a write goes
+//! through the cache. On tmpfs such a read proves nothing, because there is no medium.
 #![allow(clippy::disallowed_methods)] // the one place that asks the system
 
 use std::fs::{self, File, OpenOptions, TryLockError};

@@ -1,8 +1,8 @@
 //! Corrects the index from the folders at every open.
 //!
-//! Names and lengths are compared and no data is read; only files that are missing in the index are
-//! opened. A file with a damaged tail gets a damage note, and a file whose header does not match
-//! its name goes to quarantine. Unknown files stay in place and are reported.
+//! Names and lengths are compared, and no data is read. The tail is read only of files that the index
+//! lacks or has with another length. A file with a damaged tail gets a damage note, and a file whose
+//! header does not match its name goes to quarantine. Unknown files stay in place and are reported.
 
 use std::collections::HashSet;
 
@@ -144,8 +144,9 @@ impl FolderScan<'_> {
         self.store.index().replace_stripe_entries(stripe, &files, totals)
     }
 
-    /// Returns the index entry of a file if its length matches, and otherwise an entry read from
-    /// the file's header. Returns `None` for a file that is not to be indexed.
+    /// Returns the index entry of a file if its length matches, and otherwise an entry made from the
+    /// file's header. Returns `None` for a file that cannot be indexed, after it was noted as damaged,
+    /// moved to quarantine or counted as unreadable.
     fn index_entry_or_set_aside(
         &mut self,
         key: FileKey,

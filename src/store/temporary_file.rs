@@ -1,4 +1,4 @@
-//! A file that is being written. It has no visible name until it is complete, verified and durable.
+//! A file that is being written. It stays in `tmp/` until it is complete, verified and durable.
 //!
 //! The order of steps matters. Data and tail are synced before the rename, so that the name never
 //! shows half a file. The folder is synced before the index is written, so that the index never
@@ -31,7 +31,8 @@ pub struct StoreOutcome {
     pub root: Hash,
     /// The length of the data, in bytes.
     pub len_bytes: u64,
-    /// Whether a file with the same content existed before. The name now refers to the new file.
+    /// Whether an undamaged file with the same content had the name before. The name now refers to
+    /// the new file.
     pub already_existed: bool,
 }
 
@@ -128,9 +129,10 @@ impl TemporaryFile {
         })
     }
 
-    /// Takes the name, unless a file with other content that counts has it. If the file there does
-    /// not open and has no damage note, it is moved to quarantine. Returns whether the same content
-    /// was there, and the number of a damaged file that was replaced.
+    /// Takes the name, unless the file that has it is known to have other content; the tail of a
+    /// damaged file may still tell its content. A file that is corrupt and has no damage note is moved
+    /// to quarantine. Returns whether an undamaged file with the same content was there, and the number
+    /// in the damage note of a file that was replaced.
     fn rename_unless_other_content(
         &self,
         header: &FileHeader,
@@ -149,8 +151,8 @@ impl TemporaryFile {
         };
         match take() {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
-                // Whether this call moved the file or another one came first, the name is now free
-                // or has a file that opens.
+                // Whether this call moved the file or another call did, the name is now free or has a
+                // file that opens.
                 store.quarantine_file_if_unchanged(key, None, &error.to_string())?;
                 take()
             }

@@ -13,7 +13,8 @@ use crate::units::ByteCount;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StagingError {
-    /// No daemon listens on the socket of the staging folder.
+    /// No daemon answers in the staging folder. The folder or its socket is missing, no process
+    /// listens on the socket, or the daemon is ending.
     #[error("no staging daemon answers in {}: {reason}", dir.display())]
     NoDaemon {
         /// The staging folder.
@@ -29,12 +30,13 @@ pub enum StagingError {
         /// The problem, as the end of a sentence about the folder.
         problem: String,
     },
-    /// The daemon refuses to talk to this process.
+    /// The daemon refuses this process, or this process cannot use the daemon: its version does not
+    /// fit, or it has another staging folder than before.
     #[error("the staging daemon in {} refuses this process: {reason}", dir.display())]
     Refused {
         /// The staging folder.
         dir: PathBuf,
-        /// The reason that the daemon gave.
+        /// The reason.
         reason: String,
     },
     /// The connection ended before the answer arrived.
@@ -71,10 +73,10 @@ pub enum StagingError {
         /// The operation that was in progress.
         what: &'static str,
     },
-    /// The process is a fork of the one that opened the session.
+    /// This process is a fork of the one that opened the session, or it has ended the session.
     #[error("this process was forked from the one that made the Checkpointer, which it cannot use")]
     Forked,
-    /// A segment was filled with another step while it was being loaded.
+    /// A segment stopped holding the step while the step was being loaded from it.
     #[error("step {step} was replaced in memory while it was being loaded")]
     Stale {
         /// The step.

@@ -283,8 +283,8 @@ impl LoadedStep {
         self.window.is_some()
     }
 
-    /// Returns how many bytes a load by ranges reads from the cluster for `wanted`: whole grains,
-    /// each counted once, without those in this host's memory.
+    /// Returns how many bytes a load by ranges reads from the cluster for `wanted`: the grains of
+    /// the extents that are not in this host's memory, each counted once and whole.
     pub fn wanted_bytes(&self, wanted: &[Vec<u32>]) -> u64 {
         let rows: BTreeSet<u32> = wanted.iter().flatten().copied().collect();
         let rows = rows.into_iter().filter(|row| !self.own.has(*row));
@@ -293,7 +293,7 @@ impl LoadedStep {
         for extent in extents.filter(|extent| extent.len_bytes > 0) {
             let grain = |at: u64| (extent.shard, at / GRAIN_BYTES);
             let (from, to) = (extent.offset_bytes, extent.offset_bytes + extent.len_bytes - 1);
-            // Extents are sorted by their place in the shard.
+            // Extents are sorted by shard and offset.
             let is_new = last.is_none_or(|last| last < grain(from));
             bytes += (to / GRAIN_BYTES - from / GRAIN_BYTES + u64::from(is_new)) * GRAIN_BYTES;
             last = Some(grain(to));
@@ -403,7 +403,7 @@ impl LoadedStep {
     }
 
     /// Returns a copy of an extent's bytes, verified. Fails with [`StagingError::Corrupt`] or
-    /// [`StagingError::Stale`].
+    /// [`StagingError::Stale`], or with [`StagingError::Unexpected`] if the extent is not mapped.
     pub fn bytes(&self, row: u32) -> Result<Vec<u8>, StagingError> {
         let (extent, bytes) = self.extent(row)?;
         let copy = bytes.to_vec();
@@ -426,8 +426,8 @@ impl LoadedStep {
         self.ensure_intact(row, is_good)
     }
 
-    /// Fails unless an extent matched its hash: with [`StagingError::Stale`] if its segment is
-    /// being filled again, otherwise with [`StagingError::Corrupt`].
+    /// Fails unless an extent matched its hash: with [`StagingError::Stale`] if a segment no longer
+    /// holds the step, otherwise with [`StagingError::Corrupt`].
     pub(super) fn ensure_intact(&self, row: u32, is_good: bool) -> Result<(), StagingError> {
         if is_good {
             return Ok(());

@@ -38,8 +38,9 @@ pub struct Writable(MmapRaw);
 #[derive(Debug)]
 pub struct Readable(MmapRaw);
 
-/// Fails if the first `len_bytes` of `file` are not all inside the file and backed by memory: a
-/// mapping of them could not be read safely.
+/// Fails if `file` is shorter than `len_bytes` or has less memory allocated: a mapping of its first
+/// `len_bytes` could not be read safely. The check compares totals, so it may miss a hole in a
+/// longer file.
 pub fn check_allocated(file: &File, len_bytes: u64) -> io::Result<()> {
     let metadata = file.metadata()?;
     let allocated_bytes = metadata.blocks().saturating_mul(STAT_BLOCK_BYTES);
@@ -53,7 +54,7 @@ pub fn check_allocated(file: &File, len_bytes: u64) -> io::Result<()> {
 
 /// Reserves memory for the first `len_bytes` of `file`. The kernel charges the pages to the calling
 /// process, and a full file system is an error here instead of a SIGBUS at the first write.
-/// `proceed` is called between pieces; its error ends the work.
+/// `proceed` is called before each piece; its error ends the work.
 pub fn reserve(
     file: &File,
     len_bytes: u64,
@@ -92,7 +93,7 @@ fn at(map: &MmapRaw, from: usize, len: usize) -> io::Result<*mut u8> {
 impl Writable {
     /// Maps the first `len_bytes` of `file`, all of which must be backed by memory (see
     /// [`reserve`]), and makes the pages present, so that no later write waits for the kernel to
-    /// clear a page. `proceed` is called between pieces.
+    /// clear a page. `proceed` is called before each piece; its error ends the work.
     pub fn map(
         file: &File,
         len_bytes: u64,
@@ -123,7 +124,8 @@ impl Writable {
         self.0.len()
     }
 
-    /// Returns whether the mapping is empty. Never true, because the kernel maps no empty file.
+    /// Returns whether the mapping is empty. The mapping of a segment never is, because each
+    /// segment has a header.
     pub fn is_empty(&self) -> bool {
         self.0.len() == 0
     }
@@ -144,9 +146,9 @@ impl Writable {
         Ok(())
     }
 
-    /// Copies each of `sources` to its offset, on up to `threads` threads. Long copies bypass the
-    /// caches: this host does not read them soon, and through a cache each line of the target would
-    /// be read from memory before it is overwritten.
+    /// Copies each of `sources` to its offset, on up to `threads` threads. On x86-64, long copies
+    /// bypass the caches: a step is too long to stay in them until it is read, and through a cache
+    /// each line of the target would be read from memory before it is overwritten.
     ///
     /// # Errors
     ///
@@ -229,15 +231,17 @@ impl AsRef<[u8]> for Readable {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the mapping is readable for its whole length and lives as long as `self`. No
         // process writes staged bytes (docs/staging.md): the daemon gives a writable descriptor of
-        // a segment only to the trainer that it was made for, and that trainer writes it again only
-        // after the daemon has said *free*, which happens when no reader is left. A trainer that
-        // violates this makes readers see other bytes. The readers only copy, hash and send them,
-        // and compare the hashes.
+        // a segment only to the trainer for which the segment was made, and that trainer writes it
+        // again only after the daemon has ordered it to fill the segment, which happens when no
+        // reader that the daemon knows is left. Other readers, and all readers if a trainer
+        // violates this, may see other bytes. The readers only copy, hash and send the bytes, and
+        // compare the hashes or check the header afterwards.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }
 
-/// Copies `from` to `to`. A long copy is complete in memory when the function returns.
+/// Copies `from` to `to`. On x86-64 a long copy bypasses the caches, and all of its stores come
+/// before every later store of this thread.
 ///
 /// # Safety
 ///
@@ -285,9 +289,9 @@ fn word(map: &MmapRaw, offset: usize) -> io::Result<&AtomicU32> {
     if !place.is_aligned() {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    // SAFETY: the place is aligned and inside the mapping, which outlives the reference. Every
-    // process accesses these four bytes only with atomic operations of four bytes. A read-only
-    // mapping is only loaded from.
+    // SAFETY: the place is aligned and inside the mapping, which outlives the reference. Through a
+    // mapping, processes write these four bytes only with atomic operations of four bytes; the
+    // daemon writes them with system calls. A read-only mapping is only loaded from.
     Ok(unsafe { AtomicU32::from_ptr(place) })
 }
 

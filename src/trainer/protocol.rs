@@ -32,7 +32,8 @@ pub const MAX_LABEL_BYTES: usize = 128 << 10;
 pub const MAX_MESSAGE_BYTES: usize = 256 << 10;
 /// Maximum number of descriptors in one message.
 pub const MAX_DESCRIPTORS: usize = 64;
-/// Maximum number of bytes in one [`Request::ReadExtents`], unless a single extent is longer.
+/// Maximum total length of the extents of one [`Request::ReadExtents`], in bytes. A single extent
+/// may be longer.
 pub const WINDOW_BYTES: u64 = 32 << 20;
 /// Maximum number of extents in one [`Request::ReadExtents`].
 pub const MAX_WINDOW_EXTENTS: usize = 512;
@@ -81,7 +82,8 @@ pub enum Request {
     /// Identifies the process again on a new connection. The answer is [`Answer::Attached`].
     Attach(Place),
     /// Asks for a segment to fill with a step. The answer is [`Answer::Fill`], [`Answer::Pending`]
-    /// or [`Answer::Skipped`].
+    /// or [`Answer::Skipped`], or [`Answer::Prepared`] with another segment, after which the
+    /// trainer asks again.
     Fill {
         /// The step.
         step: Step,
@@ -151,7 +153,7 @@ pub enum Request {
         /// The ticket of the load.
         ticket: u64,
     },
-    /// Lists the steps of a job. The answer is [`Answer::Steps`].
+    /// Lists the committed steps of a job. The answer is [`Answer::Steps`].
     Steps {
         /// The job.
         job: Job,
@@ -262,8 +264,8 @@ pub struct Resumed {
     pub loaded: Option<Step>,
     /// The newest committed step that the launch saw when it loaded.
     pub newest_seen: Option<Step>,
-    /// Whether to remove the committed steps later than `loaded`. Without it, the launch's first
-    /// save is refused if there are any.
+    /// Whether to remove the committed steps later than `loaded`, and to drop those that older
+    /// launches have staged on this host. Otherwise the launch may fill no step if there are any.
     pub abandon_later: bool,
 }
 
@@ -345,8 +347,8 @@ pub enum Answer {
     Loadable(Loadable),
     /// The job has no step to load.
     Nothing,
-    /// Descriptors for reading, one for each part from `first` on. There are fewer if they do not
-    /// fit into one message.
+    /// Descriptors for reading: after [`Request::Open`] one for each part from `first` on, or fewer
+    /// if they do not fit into one message; after [`Request::ReadExtents`] one for all parts.
     Parts {
         /// The parts.
         parts: Vec<Part>,
@@ -433,7 +435,8 @@ pub struct Loadable {
     pub verified: Vec<u8>,
     /// The newest committed step of the job.
     pub newest_committed: Option<Step>,
-    /// Number of ranks of the launch that saved the step.
+    /// Number of ranks of the launch that staged the step; 0 unless `source` is
+    /// [`LoadSource::Memory`].
     pub world: u32,
     /// The reason why the step is loaded by ranges although all of it may be wanted; empty
     /// otherwise.
@@ -487,9 +490,9 @@ pub struct StepInfo {
 pub struct Status {
     /// The id of the staging folder.
     pub instance: InstanceId,
-    /// Memory limit for all segments together, in bytes.
+    /// Memory limit for all segments and all shards read from the cluster together, in bytes.
     pub memory_bytes: u64,
-    /// Memory that all segments use, in bytes.
+    /// Memory that all segments and all shards read from the cluster use, in bytes.
     pub used_bytes: u64,
     /// The jobs on this host.
     pub jobs: Vec<JobStatus>,
@@ -502,7 +505,7 @@ pub struct JobStatus {
     pub job: Job,
     /// The newest launch of the job.
     pub launch: Option<LaunchId>,
-    /// Number of connected processes.
+    /// Number of living processes that have joined a launch of the job.
     pub members: u32,
     /// Memory that the job's segments use, in bytes.
     pub segment_bytes: u64,
@@ -515,7 +518,7 @@ pub struct JobStatus {
 pub struct StepStatus {
     /// The step.
     pub step: Step,
-    /// The state of the step, in one word.
+    /// The state of the step, in one word, or the hosts that its save waits for.
     pub state: String,
     /// Length of the step, in bytes.
     pub len_bytes: u64,

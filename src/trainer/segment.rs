@@ -35,7 +35,7 @@ const HASH_AT: usize = 96;
 const USED_BYTES: usize = HASH_AT + 32;
 const VERSION: u32 = 1;
 
-/// The state of a segment, as its owner sets it.
+/// The state in a segment's header. The owner sets [`State::Staged`]; the daemon sets the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum State {
@@ -86,7 +86,7 @@ pub enum SegmentError {
         /// The id of the segment.
         segment: SegmentId,
     },
-    /// Header or table differ from what was staged.
+    /// Header or table do not match their hash, or contain values that cannot be right.
     #[error(
         "segment {segment} is damaged ({what}): the step that it holds cannot be saved, save the next one"
     )]
@@ -178,7 +178,8 @@ fn header_hash(header: &[u8; USED_BYTES], table: &[u8]) -> [u8; 32] {
 }
 
 /// Sets the state in the header of a segment's file. The daemon does this before it orders the
-/// owner to fill the segment, so that no reader and no later daemon accepts the old header.
+/// owner to fill the segment, and when it drops or releases the step that the segment holds. From
+/// then on no reader and no later daemon accepts the old header.
 pub fn set_state(file: &File, state: State) -> io::Result<()> {
     file.write_all_at(&(state as u32).to_le_bytes(), STATE_AT as u64)
 }
@@ -191,7 +192,7 @@ pub fn set_filling(file: &File, fill: FillId) -> io::Result<()> {
 }
 
 /// Reads the filling's id from a header, which need not be complete. Returns `None` if the segment
-/// is free. For segments whose content is not used.
+/// is free. The header is not verified, so callers must not use the segment's content.
 pub fn filling_of(file: &File) -> io::Result<Option<FillId>> {
     let mut bytes = [0; USED_BYTES];
     file.read_exact_at(&mut bytes, 0)?;
@@ -209,8 +210,8 @@ pub fn stage(map: &Writable, header: Header, table: &[u8]) -> io::Result<()> {
     map.store_release(STATE_AT, State::Staged as u32)
 }
 
-/// Returns whether a segment still holds a filling. A reader calls this after it has copied; the
-/// copy is valid only if the result is true.
+/// Returns whether a segment still holds the complete filling `fill`. A reader calls this after it
+/// has copied; the copy is valid only if the result is true.
 pub fn still_holds(map: &Readable, fill: FillId) -> io::Result<bool> {
     fence(Ordering::Acquire);
     let mut bytes = [0; USED_BYTES];

@@ -454,7 +454,7 @@ fn connect(
     let mut connection = Connection { socket, incoming: Incoming::default() };
     let answered = exchange(&mut connection, WHAT, &to_bytes(&hello)?, vec![own], wait);
     let frame = answered.map_err(|error| match error {
-        // No request was sent. The daemon was about to end, so that another one can start.
+        // The daemon was ending. No request was sent, so the caller may start another daemon.
         StagingError::Disconnected { .. } => StagingError::NoDaemon {
             dir: dir.to_owned(),
             reason: "its daemon ended before it answered".into(),
@@ -475,7 +475,7 @@ fn connect(
 }
 
 /// Returns the user id of the process at the other end. The process id is not read: it is 0 if the
-/// process belongs to another container, and `socket_peercred` of rustix does not accept this.
+/// process belongs to another container, which the result of rustix's `socket_peercred` cannot represent.
 pub(crate) fn user_of_peer(socket: &impl AsFd) -> std::io::Result<Uid> {
     let peer = nix::sys::socket::getsockopt(socket, PeerCredentials)?;
     Ok(Uid::from_raw(peer.uid()))

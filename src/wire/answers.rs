@@ -105,7 +105,7 @@ pub struct DbChecksum {
 pub struct InventoryPage {
     /// The holdings, by shard.
     pub shards: Vec<ShardHolding>,
-    /// The start of the next page; `None` if this page is the last.
+    /// The `after` of the call for the next page; `None` if this page is the last.
     pub next: Option<(ShardId, Option<u32>)>,
 }
 
@@ -114,7 +114,7 @@ pub struct InventoryPage {
 pub struct MarkedSavesPage {
     /// The saves, by id. A save with several shards may appear more than once.
     pub saves: Vec<MarkedSave>,
-    /// The start of the next page; `None` if this page is the last.
+    /// The `after` of the call for the next page; `None` if this page is the last.
     pub next: Option<ShardId>,
 }
 
@@ -178,7 +178,7 @@ pub struct BeginSaveAnswer {
     pub k: u8,
     /// Padded length of a full block in bytes.
     pub block_bytes: u64,
-    /// The live storage nodes.
+    /// The storage nodes that the save may use.
     pub nodes: Vec<Node>,
 }
 
@@ -269,13 +269,13 @@ pub struct OpenSaveView {
 /// The reason why a launch that is not registered is newer than all others of its job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LaunchClaim {
-    /// It registers for the first time, and no other launch has registered since it began.
+    /// The launch registers for the first time, and no other launch has registered since it began.
     After {
         /// The newest launch of the job when this one began.
         newest: Option<LaunchId>,
     },
-    /// It was registered before, and the catalogue has been rebuilt since. No other launch has
-    /// committed a step later than its resume point.
+    /// The launch was registered before, and the catalogue has been rebuilt since. No other launch
+    /// has committed a step later than this launch's resume point.
     Again,
 }
 
@@ -456,12 +456,12 @@ pub enum RecordName {
     Leaves,
     /// A stripe's record.
     Stripe {
-        /// The stripe.
+        /// Index of the stripe in its shard.
         index: u32,
     },
     /// A stripe's receipt.
     Receipt {
-        /// The stripe.
+        /// Index of the stripe in its shard.
         index: u32,
         /// The attempt.
         attempt: Attempt,
@@ -565,18 +565,20 @@ pub struct RegisterAnswer {
 /// Answer to [`CompareAndSetKey`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CompareAndSetAnswer {
-    /// The change is durable. The key's new revision.
+    /// The change is durable. Holds the key's new revision.
     Set(u64),
-    /// The key has another revision. Its value and revision; nothing was changed.
+    /// The key has another revision, and nothing was changed. Holds the key's value and revision, or
+    /// `None` if the key does not exist.
     Conflict(Option<(Vec<u8>, u64)>),
 }
 
 /// Answer to [`CompareAndSetKeyGuarded`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GuardedSetAnswer {
-    /// The change is durable. The key's new revision.
+    /// The change is durable. Holds the key's new revision.
     Set(u64),
-    /// The key has another revision. Its value and revision; nothing was changed.
+    /// The key has another revision, and nothing was changed. Holds the key's value and revision, or
+    /// `None` if the key does not exist.
     Conflict(Option<(Vec<u8>, u64)>),
     /// The second key has another revision. Nothing was changed.
     GuardConflict,

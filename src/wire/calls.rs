@@ -160,7 +160,7 @@ calls! {
         writers: u32,
         /// The writer's report on its part.
         report: WriterReport,
-        /// The committed save of another launch that the new one may replace.
+        /// The committed save of another launch that this save may replace.
         replace: Option<SaveId>,
         /// Nodes to avoid when the save is opened, if a configured code fits without them.
         avoid: Vec<NodeId>,
@@ -181,8 +181,8 @@ calls! {
         /// The job whose saves are listed; `None` for all jobs.
         job: Option<Job>,
     } -> Vec<OpenSaveView>;
-    /// Registers a launch of a job, or confirms that it is the newest one (semantics 3). Publishes
-    /// the job's decided saves, and aborts open saves of older launches.
+    /// Registers a launch of a job, or confirms that it is the newest one (semantics 3). Then, for
+    /// the steps after `resumed`, publishes decided saves and aborts open saves of older launches.
     32 Anyone RegisterLaunch {
         /// The job.
         job: Job,
@@ -208,7 +208,7 @@ calls! {
         /// The page begins after this job.
         after: Option<Job>,
     } -> Vec<LaunchView>;
-    /// Removes a committed step for a launch, if it is the newest one of the job.
+    /// Removes a committed step for a launch, if the launch is the newest one of the job.
     35 Anyone RemoveLaunchStep {
         /// The step.
         remove: RemoveStep,
@@ -303,9 +303,9 @@ calls! {
         /// Whether the grain hashes are wanted.
         hashes: bool,
     } -> ReadFileAnswer;
-    /// Reports that the bytes of a file seem wrong. The node checks the file, notes damage, and
-    /// mends a replica. Returns whether the file does not count: it is damaged, misplaced or
-    /// missing.
+    /// Reports that the bytes of a file seem wrong. The node checks the file and notes damage. It
+    /// mends a damaged replica later, and moves a misplaced file to quarantine. Returns whether the
+    /// file does not count: it is damaged, misplaced or missing.
     25 Anyone VerifyFile {
         /// The stripe.
         stripe: StripeId,
@@ -352,7 +352,7 @@ calls! {
         /// The node.
         node: Node,
     } -> RegisterAnswer;
-    /// Reads a key of the catalogue.
+    /// Reads a key of the catalogue. Returns its value and revision, or `None` if it does not exist.
     41 Nodes GetKey {
         /// The key.
         key: String,
@@ -375,7 +375,7 @@ calls! {
         /// Maximum number of keys.
         limit: u32,
     } -> Vec<(String, Vec<u8>, u64)>;
-    /// Grants a lease.
+    /// Grants a lease. Returns the lease, and its lifetime without renewal in milliseconds.
     44 Nodes GrantLease {} -> (LeaseId, u64);
     /// Returns whether a lease is alive. With `keep` the lease is extended.
     45 Nodes TouchLease {
@@ -492,13 +492,13 @@ calls! {
         /// The save to list; `None` for all saves.
         only: Option<SaveId>,
     } -> InventoryPage;
-    /// Lists the saves that this node has a commit mark of, by pages.
+    /// Lists the saves of which this node has a commit mark that parses, by pages.
     64 Nodes ListMarkedSaves {
         /// The page begins after this shard.
         after: Option<ShardId>,
     } -> MarkedSavesPage;
-    /// Pauses all changes of the catalogue on its server for ten seconds. Returns the checksum of
-    /// its entries.
+    /// Pauses all changes of the catalogue on its server for ten seconds. Returns the checksum of the
+    /// catalogue database.
     65 Nodes PauseWrites {} -> DbChecksum;
     /// Ends this server's catalogue in favour of a copy, if the copy is complete (semantics 8).
     66 Nodes TransferCatalogue {
@@ -511,7 +511,8 @@ calls! {
         /// The daemon that serves the copy.
         home: NodeAddress,
     } -> ();
-    /// Returns whether this node knows of all commits and removals (semantics 2).
+    /// Returns whether this node knows of all commits and removals, and what it knows of the catalogue
+    /// and of the nodes (semantics 2).
     67 Nodes GetStanding {} -> StandingAnswer;
     /// Lists the removed saves that this node knows of, in order, by pages.
     68 Nodes ListRemovedSaves {

@@ -82,7 +82,7 @@ struct WireFailure {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// The frame is empty or its body does not parse.
+    /// The frame is empty, its body does not parse, or a message cannot be encoded.
     #[error("{what} does not parse: the peer speaks another version, or the bytes are damaged")]
     Malformed {
         /// The expected message.

@@ -107,10 +107,10 @@ pub struct HopWork {
     pub in_bytes: u64,
     /// Number of payload bytes sent over streams.
     pub out_bytes: u64,
-    /// When work on the first grain began and on the last grain ended, in microseconds since the
-    /// node began to run the order.
+    /// When work on the first grain began, and when the last grain was stored and its streams were
+    /// finished, in microseconds since the node began to run the order.
     pub span_us: (u64, u64),
-    /// The use of the time in this span.
+    /// The use of the worker's time, including the wait for the first grain.
     pub times: HopTimes,
     /// A sample of at most 64 jobs of the hop, in order: their grains and times.
     pub chunks: Vec<ChunkTimes>,

@@ -25,7 +25,7 @@ pub enum RepairMode {
     /// Missing pieces, replicas and records are made again.
     #[default]
     Repair,
-    /// They are only counted.
+    /// Missing pieces, replicas and records are only counted.
     DryRun,
 }
 

@@ -1,8 +1,8 @@
 //! The demo's nodes: real daemons, each in its own process.
 //!
-//! No daemon outlives the demo: dropping [`Daemons`] kills them, and they end by themselves if the
-//! demo is killed, because they watch a pipe that ends with it. Only [`Daemons::leave`] lets them
-//! continue.
+//! Dropping [`Daemons`] kills the daemons; only [`Daemons::leave`] lets them continue. If the demo is
+//! killed, they end by themselves, because they watch a pipe that ends with the demo. Daemons that
+//! are started to stay watch no pipe.
 
 use std::io;
 use std::net::UdpSocket;
@@ -57,7 +57,8 @@ pub fn free_ports(count: usize) -> Result<Vec<u16>, CommandFailure> {
 }
 
 impl Daemons {
-    /// Starts a daemon for each node. With `stay` the daemons do not end with this process.
+    /// Starts a daemon for each node, without the environment variables `variables`. With `stay` the
+    /// daemons do not end with this process.
     pub fn start(
         cluster: &NewCluster,
         stay: bool,

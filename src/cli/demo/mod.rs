@@ -2,8 +2,8 @@
 //!
 //! All that it reports is measured or checked: sizes are from the nodes' own status, the traffic of
 //! every hop is compared with the model, and the restored file has the BLAKE3 hash of the saved
-//! one. However the demo ends, it leaves no process and no folder behind, unless `--stay` asks for
-//! that.
+//! one. Unless `--stay` asks for it, the demo leaves no process behind, and no folder unless it is
+//! killed (SIGKILL).
 
 mod daemons;
 mod facts;

@@ -66,9 +66,9 @@ pub struct Stop {
 pub struct HopSpan {
     /// The node.
     pub node: String,
-    /// When the first byte moved, in milliseconds since the archiving began.
+    /// When work on the first grain began, in milliseconds since the node began to run its part.
     pub start_ms: u64,
-    /// When the piece was proven, in milliseconds since the archiving began.
+    /// When the last grain was stored and the streams were finished, on the same clock.
     pub end_ms: u64,
     /// Bytes received.
     pub in_bytes: u64,

@@ -1,4 +1,4 @@
-//! The hops over time: a row for each hop, with a bar from its first byte to its proven piece.
+//! The hops over time: a row for each hop, with a bar from its first grain to its last one.
 
 use super::{HopSpan, Style, fit, milliseconds};
 use crate::cli::table::Tint;

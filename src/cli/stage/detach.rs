@@ -46,8 +46,8 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
         let ended = running.try_wait().ok().flatten();
         let last = || files::last_lines(&log, 5);
         if let Some(status) = ended {
-            // The folder is locked by a daemon that another process started, which answers soon, or
-            // by one that is about to end. In the second case the next start succeeds.
+            // If the log says that another daemon runs, that daemon holds the folder's lock. It was
+            // just started and answers soon, or it is about to end and the next start succeeds.
             if !last().contains("another staging daemon runs") {
                 let message =
                     format!("the staging daemon ended ({status}); the end of its log:\n{}", last());

@@ -79,8 +79,8 @@ pub fn lower_session(nice: i32) {
 }
 
 /// Returns whether the process leads its session. `text` is a line of proc_pid_stat(5): process id,
-/// name in brackets, state, parent, group, session. The session is 0 if its leader belongs to no
-/// process of this container; `getsid` of rustix does not accept that id.
+/// name in brackets, state, parent, group, session. The session is 0 if its leader is outside of
+/// this container; `getsid` of rustix does not accept that id.
 fn leads_its_session(text: &str) -> bool {
     let Some((start, fields)) = text.rsplit_once(')') else { return false };
     let process = start.split_whitespace().next();

@@ -48,8 +48,8 @@ impl Client {
             .await
     }
 
-    /// Returns a directory of the record's nodes with their current addresses, and of which of them
-    /// answer.
+    /// Returns a directory of the record's nodes and their successors, with their current addresses
+    /// and with which of them answer.
     async fn probe_record_nodes(&self, record: &SaveRecord) -> Result<Directory, ClientError> {
         let mut views = self.hello_all(record.cluster(), record.nodes().to_vec()).await?;
         if let Some(view) = views.iter().find(|view| view.live) {

@@ -122,8 +122,8 @@ impl<'a> TemporaryFiles<'a> {
         self.parts.push(part);
     }
 
-    /// Syncs the files and renames them to their final names, or as many as the file system allows.
-    /// All of them must be complete.
+    /// Syncs the files and renames them to their final names. All of them must be complete. If a
+    /// rename fails, the files that were renamed before keep their final names.
     pub(in crate::client) fn publish(mut self) -> Result<(), ClientError> {
         if let Some(out) = self.out {
             publish_files(out, &self.parts)?;

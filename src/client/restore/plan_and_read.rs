@@ -407,8 +407,8 @@ impl Client {
         }
     }
 
-    /// Fetches the state of a shard. Returns `None` if the catalogue does not answer, or if there
-    /// is none. Returns [`ClientError::Removed`] if the shard is gone.
+    /// Fetches the state of a shard. Returns `None` if the catalogue does not answer, or if `part`
+    /// has no state from a catalogue. Returns [`ClientError::Removed`] if the shard is gone.
     async fn fetch_shard_state(
         &self,
         reading: &ReadSession,

@@ -57,8 +57,8 @@ impl Sink for MemorySink {
 /// The part of a request that concerns one shard.
 pub(in crate::client) struct ShardSelection {
     pub(in crate::client) root: Arc<ShardRoot>,
-    /// The states of the shard's stripes; `None` if there is no catalogue, and the nodes have to be
-    /// asked.
+    /// The states of the shard's stripes. `None` in a restore by a save record and for an open save:
+    /// the nodes are then asked for the states.
     pub(in crate::client) state: Option<ShardState>,
     pub(in crate::client) key: Arc<FingerprintKey>,
     pub(in crate::client) range: Range<u64>,

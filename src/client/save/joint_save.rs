@@ -1,5 +1,5 @@
-//! Saving a step together with other writers: join, announce_and_await_writers, upload, completion, the index, and
-//! the commit (docs/semantics.md, 3).
+//! Saving a step together with other writers: join, announcement, upload, completion, the index,
+//! and the commit (docs/semantics.md, 3).
 
 use std::io;
 use std::pin::pin;
@@ -28,7 +28,7 @@ use crate::wire::calls::{
 
 /// The longest interval between two reports of a writer's progress.
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
-/// Minimum number of reports before the others count a writer as stalled.
+/// Minimum number of reports of a writer within a stall period.
 const REPORTS_A_STALL: u32 = 8;
 /// The pauses between two looks at what the other writers have done: the first, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
@@ -209,8 +209,8 @@ impl Client {
         }
     }
 
-    /// Tells the other writers of a launch that this one has given the step up. Returns whether
-    /// nobody needs to hear of it any more: all writers have given the step up, or it is committed.
+    /// Tells the other writers of a launch that this one has given the step up. Returns whether the
+    /// call need not be repeated: all writers have given the step up, or it is committed.
     pub async fn report_step_dropped(
         &self,
         step_ref: StepRef<'_>,
@@ -348,7 +348,8 @@ impl SaveSession {
             JoinSaveAnswer::Open(joined) => joined.joint,
             JoinSaveAnswer::Over => return Ok(Err(AttemptEnd::Over)),
         };
-        // Also if it is another save: a writer that drops a step says so in whichever is open.
+        // This counts even if `joint` is another save: a writer that drops a step marks whichever
+        // save is open.
         if let Some(writer) = joint.dropped_writer() {
             return Err(ClientError::WriterDropped { writer });
         }
@@ -399,7 +400,7 @@ impl SaveSession {
                 Ok(Ok(_)) => {}
                 Ok(Err(end)) => return Ok(end),
                 Err(error @ ClientError::WriterDropped { .. }) => return Err(error),
-                // The upload goes on, and finds out by itself whether the save does.
+                // The upload goes on, and finds out by itself whether the save is still open.
                 Err(error) => tracing::debug!(%error, "cannot report the progress of a save"),
             }
         }
@@ -495,8 +496,9 @@ impl SaveSession {
         self.client.call_gateway(&ListCompletedShards { job, step, save, first }).await
     }
 
-    /// Returns the end of the save after this writer's part has failed, or `None` if the failure is
-    /// the writer's own. A save of an epoch that is over is aborted, because nodes refuse it.
+    /// Returns the end of the save after this writer's part has failed, or `None` if the save is
+    /// still open as far as is known: the failure is then the writer's own. Aborts a save of an
+    /// epoch that is over, because nodes refuse that epoch.
     async fn find_end_after_failure(
         &self,
         work: &JointWork<'_>,

@@ -47,7 +47,7 @@ const MOVE_LIMIT: Duration = Duration::from_secs(10);
 const MOVE_LOOK: Duration = Duration::from_millis(250);
 /// Number of nodes that are asked for their epoch at once.
 const HELLOS_AT_ONCE: usize = 32;
-/// Maximum number of times that a save starts again after its nodes failed.
+/// Maximum number of times that a save starts again after its nodes failed or its epoch ended.
 pub(super) const RESTARTS: u32 = 2;
 
 /// The options of a save.
@@ -383,8 +383,8 @@ impl SaveSession {
         false
     }
 
-    /// Asks the catalogue of the later epoch for the outcome of the save until it answers. If all
-    /// shards were completed, the save is committed as it would have been before the transfer.
+    /// Ends the save in the later epoch: commits it if all shards were completed or it is decided,
+    /// and otherwise aborts it. Tries for at most [`MOVE_LIMIT`] until the catalogue answers.
     async fn commit_or_abort(&self, shard_count: usize) -> SaveOutcome {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;

@@ -22,7 +22,7 @@ use crate::wire::calls::{BeginSaveAnswer, PutRecord, RecordName};
 
 /// Number of stripes of one shard that are saved at once. While the slowest blocks of one stripe,
 /// and its records, are being sent, the other stripes keep the links of the other nodes busy. A
-/// single large shard, as a trainer saves it, may use all stripes of the save.
+/// single large shard, as a trainer saves it, may use all slots of the save.
 const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
 
 /// The parameters of a shard that follow from its save.

@@ -215,7 +215,7 @@ impl Verification<'_> {
     }
 
     /// Examines again the stripes whose judgement counts a node that has become unreachable since,
-    /// or misses a node that is reachable again.
+    /// or misses a node that is reachable: it answers again, or failed to examine the stripe.
     async fn reexamine_stale(&self, exams: &mut [StripeExam<'_>]) -> Result<(), ClientError> {
         for of_shard in exams.chunk_by_mut(|a, b| a.part.root.shard == b.part.root.shard) {
             let Some(part) = of_shard.first().map(|exam| exam.part) else { continue };
@@ -244,8 +244,8 @@ impl Verification<'_> {
         Ok(())
     }
 
-    /// Examines a stripe, and examines it again if it has faults or cannot be read and its state
-    /// has changed.
+    /// Examines a stripe. If the stripe has faults or cannot be read, and its state has changed
+    /// meanwhile, examines it again.
     pub(super) async fn examine_stripe(
         &self,
         part: &ShardSelection,

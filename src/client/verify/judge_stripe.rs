@@ -49,11 +49,11 @@ impl fmt::Display for HeldItem {
 pub enum Problem {
     /// This number of grains is damaged. The others are good.
     Grains(u64),
-    /// The record does not parse, or the tail of the file is broken.
+    /// The record does not parse, or the tail of the file is broken, or the file cannot be opened.
     Damaged,
     /// The part is intact, but its contents are not those that were committed.
     Other,
-    /// The node does not have it.
+    /// The node does not have the part.
     Missing,
 }
 
@@ -321,7 +321,8 @@ impl ExaminedStripe<'_> {
     }
 
     /// Returns the minimum number of nodes that have a record when the object it belongs to is
-    /// committed (docs/semantics.md, 2).
+    /// committed (docs/semantics.md, 2). A receipt must be on every node that it names, so no number
+    /// of copies suffices.
     fn promised_copies(&self, held: HeldItem) -> usize {
         let (n, k) = (usize::from(self.root.n), usize::from(self.root.k));
         match held {

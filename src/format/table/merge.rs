@@ -117,8 +117,8 @@ fn refuse_difference(
     Err(TableError::Disagreement { name, what, first_table, first: a, second_table, second: b })
 }
 
-/// Merges the extents. Two tables with an extent of this save at the same place are an error: the
-/// caller has put both tables at the same base.
+/// Merges the extents. Two tables with a non-empty extent of this save at the same place are an
+/// error: the caller has put both tables at the same base.
 fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), TableError> {
     let mut all = Vec::with_capacity(inputs.iter().map(|input| input.table.extents.len()).sum());
     for input in inputs {

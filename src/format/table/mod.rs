@@ -88,8 +88,8 @@ impl fmt::Display for NameKind {
 /// format.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ElementType {
-    /// The name, as in `float32` or `float8_e4m3fn`: 1 to 64 visible ASCII characters. All names of
-    /// one block share it.
+    /// The name, as in `float32` or `float8_e4m3fn`: 1 to 64 visible ASCII characters. Names that
+    /// are decoded from one block share the text.
     pub name: Arc<str>,
     /// The number of bits of one element, at least 1. Elements whose number of bits is not a
     /// multiple of 8 are packed.

@@ -57,7 +57,8 @@ pub enum PathError {
         "a path takes {bytes} bytes, more than the limit of {MAX_PATH_BYTES}: shorten its keys"
     )]
     TooLong {
-        /// The encoded length in bytes. The count stops at the first key that exceeds the limit.
+        /// The encoded length in bytes, up to the first key that exceeds the limit; of a text that
+        /// is too long, the length of the text.
         bytes: usize,
     },
     /// The bytes are not an encoded path.

@@ -60,7 +60,7 @@ pub enum SearchError {
     /// The name does not exist.
     #[error("{name} is not in the index: check its spelling and its space")]
     NoSuchName {
-        /// The name.
+        /// The name in the table.
         name: String,
     },
     /// The name has another element type or shape than the destination.
@@ -68,7 +68,7 @@ pub enum SearchError {
         "{name}: its {what} is {found}, and {wanted} is wanted: load it as it was saved, then convert it"
     )]
     Mismatch {
-        /// The name.
+        /// The name in the table.
         name: String,
         /// The name of the property that differs.
         what: &'static str,
@@ -80,17 +80,17 @@ pub enum SearchError {
     /// The wanted part is not inside the shape.
     #[error("{name}: {form} is wanted and the shape is {shape:?}: ask for a part of it")]
     OutsideShape {
-        /// The name.
+        /// The name in the table.
         name: String,
-        /// The wanted part.
+        /// The part of the name that was asked for, as text.
         form: String,
-        /// The shape.
+        /// The shape of the saved tensor.
         shape: Vec<u64>,
     },
     /// No region holds a wanted element.
     #[error("{name}: {element} is held by no region: the checkpoint does not have all of it")]
     Uncovered {
-        /// The name.
+        /// The name in the table.
         name: String,
         /// The first such element in row-major order.
         element: String,
@@ -100,7 +100,7 @@ pub enum SearchError {
         "{name}: {element} is held by two regions or more: the index was not checked when it was written"
     )]
     Overlap {
-        /// The name.
+        /// The name in the table.
         name: String,
         /// The first such element in row-major order.
         element: String,
@@ -108,9 +108,9 @@ pub enum SearchError {
     /// A wanted element may be in a region whose form this release does not know.
     #[error("{name}: its region {form} is of a form that this release does not read: upgrade it")]
     UnknownForm {
-        /// The name.
+        /// The name in the table.
         name: String,
-        /// The form.
+        /// The form of that region, as text.
         form: String,
     },
     /// Elements shorter than a byte do not begin or end at a byte boundary.
@@ -119,18 +119,18 @@ pub enum SearchError {
         load the whole tensor, or cut it at whole bytes"
     )]
     NotByteAligned {
-        /// The name.
+        /// The name in the table.
         name: String,
-        /// The number of bits of an element.
+        /// Length of one element of the tensor, in bits.
         bits: u16,
-        /// The form of the region.
+        /// The form of the region in which they are, as text.
         form: String,
     },
     /// The regions are cut in so many dimensions at once that they cannot be compared within the
     /// limit of steps.
     #[error("{name}: its regions are cut in too many dimensions at once to be searched")]
     Fragmented {
-        /// The name.
+        /// The name in the table.
         name: String,
     },
 }

@@ -7,8 +7,8 @@
 //! that tests can simulate a weaker machine.
 //!
 //! This module checks everything before any kernel runs. The parts that all instruction sets share
-//! (groups of outputs, tiles, partial steps) are in `group` and here. A kernel of its own is one
-//! loop over one group, and one fingerprint.
+//! (groups of outputs, tiles, partial steps) are in `group` and here. A kernel itself consists of a
+//! loop over one group, a loop over one straight-line program, and a fingerprint.
 
 mod group;
 mod portable;
@@ -42,8 +42,9 @@ pub enum Mode {
     Accumulate,
     /// The result replaces it in memory, by non-temporal stores that bypass the caches. This is
     /// faster for outputs of megabytes that this core does not read again soon, and slower
-    /// otherwise. If the outputs start at different offsets in their cache lines (for straight-line
-    /// programs: anywhere but at the start of one), this is the same as [`Mode::Overwrite`].
+    /// otherwise. This is the same as [`Mode::Overwrite`] if the outputs start at different offsets in
+    /// their cache lines (for straight-line programs and GF(2^16): anywhere but at the start of one),
+    /// if a matrix has more inputs than one pass takes, or if the portable loops run.
     Stream,
 }
 

@@ -1,5 +1,6 @@
 //! The kernel for any processor: plain loops over arrays, which the compiler turns into vector
-//! instructions of the target. No table lookup and no branch depends on data.
+//! instructions of the target. In these loops no table lookup and no branch depends on data; only
+//! the last level of the fingerprint looks bytes up.
 
 use std::ops::Range;
 

@@ -206,8 +206,8 @@ impl MemoryNetwork {
         Ok(())
     }
 
-    /// Ends the partition between two addresses, including a cut in one direction. Broken
-    /// connections stay broken.
+    /// Ends a partition between two addresses, or a cut in one direction. Connections that are cut in
+    /// one direction break first. Broken connections stay broken.
     pub fn heal(&self, a: &str, b: &str) {
         self.break_one_way(a, b);
         self.lock().cuts.remove(&pair(a, b));

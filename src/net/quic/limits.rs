@@ -73,7 +73,8 @@ pub struct TransportLimits {
     /// above. Default 64.
     pub max_uni_streams: u32,
     /// Maximum number of simultaneous connections, in both directions; a further incoming one is
-    /// refused. Memory: each may hold both of its windows. Default 1024.
+    /// refused, and a client's already when more than three quarters of this number are open. Memory:
+    /// each may hold both of its windows. Default 1024.
     pub max_connections: u32,
     /// Time without any packet after which a connection is lost. Default 4 s: a lease holder that
     /// uses the connection must find another daemon before its lease expires.

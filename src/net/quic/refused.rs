@@ -1,5 +1,5 @@
-//! A log of refused connections: one line per minute and source, with a count, so that no peer can
-//! fill the disk with log lines.
+//! A log of refused connections: at most one line per minute and source, with a count, so that no
+//! peer can fill the disk with log lines.
 
 use std::collections::HashMap;
 use std::fmt::Display;

@@ -38,8 +38,9 @@ impl HmacKey for ResetKey {
     }
 }
 
-/// A generator of random connection ids. Only the process that made quinn's default ids recognizes
-/// them, so that it would not answer for the connections of an earlier process.
+/// A generator of random connection ids. With quinn's default ids, a process recognizes only the ids
+/// that it made itself, so a restarted daemon would send no reset for the connections of its earlier
+/// process.
 struct AnyId;
 
 impl ConnectionIdGenerator for AnyId {

@@ -14,9 +14,8 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use super::super::NetError;
 use super::limits::BATCH_DATAGRAMS;
 
-/// Length of each socket buffer in bytes: a little more than two default stream windows. With the
-/// kernel's default of 208 KiB every burst loses datagrams. Memory: up to this in each direction,
-/// once per process.
+/// Length of each socket buffer in bytes: four default stream windows. With the kernel's default of
+/// 208 KiB every burst loses datagrams. Memory: up to this in each direction, once per process.
 const BUFFER_BYTES: usize = 4 << 20;
 
 /// Returns a socket that is bound to `addr`.

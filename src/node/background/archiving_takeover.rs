@@ -43,7 +43,7 @@ impl ArchivingTakeover {
             match self.take_over_archivings(&slots, &met).await {
                 Ok(now_met) => met = now_met,
                 Err(error) => {
-                    tracing::warn!(%error, "failed to look for archivings whose coordinator is gone");
+                    tracing::warn!(%error, "the scan for archivings whose coordinator is gone ended early: those that it did not reach wait for the next scan");
                 }
             }
         }

@@ -41,8 +41,8 @@ const SURVEY_INTERVAL: Duration = Duration::from_secs(10);
 const SURVEY_WAIT: u32 = 20;
 /// The same multiple when the list of nodes has changed or a repair has ended.
 const SOON_SURVEY_WAIT: u32 = 4;
-/// Number of failures in a row after which a step is left alone until the list of nodes changes, or
-/// the parts that it lacks.
+/// Number of failures in a row after which a step is left alone until the list of nodes or the parts
+/// that the step lacks change.
 const TRIES: u32 = 3;
 /// Maximum number of degraded steps that are remembered, the worst ones. When these are repaired, a
 /// further survey finds more.
@@ -78,7 +78,7 @@ impl Degraded {
     }
 }
 
-/// The list of nodes and the health of a step that is left alone until one of them changes.
+/// The list of nodes and the health of a step that is left alone until one of the two changes.
 struct Settled {
     /// The version of the list of nodes.
     version: u64,
@@ -214,8 +214,8 @@ impl AutomaticRepair {
         Ok(())
     }
 
-    /// Reads the list of nodes. When it has changed, every step may be tried again, and the repair
-    /// that runs is stopped.
+    /// Reads the list of nodes. When it or the set of nodes that are given up has changed, steps whose
+    /// repair failed may be tried again, and the repair that runs is stopped.
     async fn watch_nodes(&self, rounds: &mut Rounds) -> Result<Directory, CatalogueError> {
         let settings = &self.context.settings;
         let directory = Directory::read(&*self.context.catalogue()).await?;
@@ -441,7 +441,7 @@ impl AutomaticRepair {
                 return ledger.retries.forget_finished(*save);
             }
             Ok((_, Some(note))) => note,
-            // The step was removed or has another owner, or the repair was stopped.
+            // The step was removed, is to be archived or has another owner, or the repair was stopped.
             Err(error) if gives_way(&error) => {
                 return tracing::info!(%job, step = %number, %error, "an automatic repair ended early: after a lease period the step is tried again, if it is still degraded");
             }

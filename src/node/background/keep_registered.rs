@@ -132,8 +132,9 @@ impl RegistrationRenewal {
         }
     }
 
-    /// Logs a registration that follows failures. After the first registration, also makes a round
-    /// of catching up due and introduces this node to others.
+    /// After the first registration, and after one that follows failures, logs it and requests a full
+    /// scan for unreferenced files. After the first one, also makes a round of catching up due and
+    /// introduces this node to others.
     fn start_work_after_registration(
         self: &Arc<Self>,
         answer: &RegisterAnswer,

@@ -126,7 +126,7 @@ impl OrphanGc {
                 tracing::warn!(%error, "failed to look for stray keys in the catalogue, or to remove one; retrying");
             }
             if let Err(error) = self.find_and_record_orphans(&*catalogue, &mut compared).await {
-                tracing::warn!(%error, "failed to compare the saves on the nodes with the catalogue");
+                tracing::warn!(%error, "failed to compare the nodes' saves with the catalogue, or to record an orphan; retrying. Orphans on record are still handled in this round");
             }
             if let Err(error) = self.remove_recorded_orphans(&*catalogue).await {
                 tracing::warn!(%error, "failed to go through the orphans, or to remove one; retrying");
@@ -139,10 +139,10 @@ impl OrphanGc {
     /// holds.
     ///
     /// A save that no step's record names is an orphan if some node has recorded it as removed. If
-    /// all nodes report that they have no commit mark of it, it is an orphan in a rebuilt
-    /// catalogue, which began without the saves that were never decided. In the first epoch nothing
-    /// explains such a save, and it is kept. No save is removed merely because the catalogue does
-    /// not know it.
+    /// all nodes report that they have no commit mark of it, it is an orphan in every epoch after the
+    /// first, because a rebuilt catalogue begins without the saves that were never decided. In the
+    /// first epoch nothing explains such a save, and it is kept. No save is removed merely because the
+    /// catalogue does not know it.
     async fn find_and_record_orphans(
         &self,
         catalogue: &dyn Catalogue,
@@ -233,9 +233,9 @@ impl OrphanGc {
         unknown.due = self.context.clock.now().saturating_add(wait);
     }
 
-    /// Removes the roots, states and joint records of saves that no step's record names, one page of each per
-    /// round. A gateway that was paused while it completed a shard may write such keys after the
-    /// save is removed and forgotten. The gateway removes them itself, unless it dies.
+    /// Removes the roots, states and joint records of saves that no step's record names, one page of
+    /// each per round. A gateway that was paused while it completed a shard may write such keys after
+    /// the save is removed and forgotten. The gateway removes them itself, unless it dies.
     async fn remove_stray_keys(
         &self,
         catalogue: &dyn Catalogue,

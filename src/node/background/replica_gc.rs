@@ -6,8 +6,8 @@
 //! A node scans what it holds, a part in each lease period. It drops such files on the evidence
 //! that it requires for any drop: the catalogue says that the stripe is archived and its replicas
 //! are dropped, and the node has the receipt. The scan covers every stripe once whenever the node
-//! has come back to the list of nodes. After that it covers only the stripes with a file that no
-//! receipt on this node ascribes to this node.
+//! has registered after its start or after failures. After that it covers only the stripes with a
+//! file that no receipt on this node ascribes to this node.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,7 +53,7 @@ pub(in crate::node) struct ReplicaGc {
     context: Arc<NodeContext>,
     shard_records: Arc<ShardRecords>,
     disk_space: Arc<DiskSpace>,
-    /// Whether the node has come back to the list of nodes, and may have missed orders.
+    /// Whether the node has registered after its start or after failures, and may have missed orders.
     has_returned: AtomicBool,
 }
 
@@ -105,7 +105,7 @@ impl ReplicaGc {
         }
     }
 
-    /// Drops the files that are not needed of these stripes, which all belong to one shard.
+    /// Drops the unneeded files of these stripes, which all belong to one shard.
     async fn drop_unreferenced_files(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
         let catalogue = self.context.catalogue();
@@ -193,8 +193,9 @@ impl ReplicaGc {
     }
 }
 
-/// Checks up to `max_stripes` stripes from behind `after`. Returns those with a file on this node
-/// that no receipt accounts for, and the new position. Behind the last stripe the scan begins anew.
+/// Checks up to `max_stripes` stripes after the position `after`. Returns those with a file on this
+/// node that no receipt selected by `filter` accounts for, and the new position. After the last stripe
+/// that is the start.
 fn scan_unreferenced_stripes(
     store: &Store,
     filter: ReceiptFilter,

@@ -32,7 +32,7 @@ use crate::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 
 /// Maximum number of steps that are retired in one round.
 const RETIRED_AT_ONCE: usize = 8;
-/// Number of archivings on their first try with which the policy begins no other. Archivings that
+/// Number of archivings on their first try from which on the policy begins no other. Archivings that
 /// have failed before do not count.
 const MAX_OPEN_REQUESTS: usize = 4;
 /// Maximum number of steps whose shards are read in one round.
@@ -203,7 +203,8 @@ impl Retention {
         Ok(())
     }
 
-    /// Reads whether a step is archived already. If it is not, makes it the next step to archive.
+    /// Reads whether a step is archived already. If it is not, makes it the next step to archive. Does
+    /// nothing once the round has read as many steps as it may.
     async fn choose_if_unarchived(
         &self,
         catalogue: &dyn Catalogue,

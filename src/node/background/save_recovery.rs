@@ -3,9 +3,9 @@
 //!
 //! It scans all checkpoints several times in a lease period. It aborts an open save when the save's
 //! lease is over. A decided save or a removal has no lease. Its originator has one lease period,
-//! from when this daemon first saw it, to finish it. After that this daemon continues it, each in a
-//! task of its own, so that work that waits for unreachable nodes holds up no other work. All of
-//! this is safe to repeat, also by several daemons at once.
+//! from when this daemon first saw it, to finish it. After that this daemon continues it in a task of
+//! its own, so that work that waits for unreachable nodes holds up no other work. All of this is safe
+//! to repeat, also by several daemons at once.
 
 use std::collections::HashMap;
 use std::sync::Arc;

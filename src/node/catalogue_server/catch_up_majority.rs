@@ -23,11 +23,11 @@ const AT_ONCE: usize = 32;
 const NAMED: usize = 8;
 
 /// Makes more than half of the storage nodes except `name` catch up and store the ring changes. They
-/// then still overlap with any majority that a reader without a catalogue asks. A node counts if it
-/// lists the ring change of `name` afterwards, or if `name` has none.
+/// then still overlap with any majority that a reader without a catalogue asks. A node counts if it has
+/// caught up and, should `name` have a ring change, stores that change.
 ///
 /// # Errors
-/// Fails with kind `Unavailable` if half or fewer of them catch up.
+/// Fails with kind `Unavailable` if half or fewer of these nodes count.
 pub(super) async fn catch_up_majority_without(
     context: &NodeContext,
     catalogue: &dyn Catalogue,

@@ -98,7 +98,7 @@ pub(in crate::node) enum CatalogueServerError {
     /// The catalogue hears too few nodes to change anything.
     #[error("the catalogue here hears too few nodes to know that it is the latest")]
     CatalogueReadOnly,
-    /// The node that is to be removed is not registered.
+    /// The node that a call names is not registered.
     #[error("no node {node} is registered: `rapidraid status` shows all")]
     NodeNotRegistered { node: PeerName },
     /// The node that is to be removed is live.
@@ -119,7 +119,7 @@ pub(in crate::node) enum CatalogueServerError {
         "what nodes have of {job}/{step} is not known: a live node did not answer, or the step is changing; try again"
     )]
     StepNotSurveyed { job: Job, step: Step },
-    /// A save waits until all nodes were asked for its commit mark.
+    /// Only the node that is to be removed may know whether a save was committed.
     #[error(
         "cannot tell without node {node} whether save {save} was committed: {unmarked} of {all} storage nodes report no commit mark, {needed} must{silent}"
     )]
@@ -152,7 +152,7 @@ pub(in crate::node) enum CatalogueServerError {
     /// A node has too many successors.
     #[error("node {node} has the maximum number of successors: {}", successors.iter().map(PeerName::as_str).collect::<Vec<_>>().join(", "))]
     TooManySuccessors { node: PeerName, successors: Vec<PeerName> },
-    /// Too many nodes have left.
+    /// The cluster has as many ring changes as it may have.
     #[error(
         "the cluster has {limit} ring changes, the maximum: node {node} cannot leave; start a machine with its name instead"
     )]

@@ -33,7 +33,7 @@ impl MaintenanceCalls {
     /// Begins, prolongs or ends the maintenance of a node.
     ///
     /// # Errors
-    /// Fails with kind `NotFound` if the node is not registered, and of kind `Invalid` if the time
+    /// Fails with kind `NotFound` if the node is not registered, and with kind `Invalid` if the time
     /// is too long.
     pub(in crate::node) async fn set_maintenance(
         &self,
@@ -66,7 +66,7 @@ impl MaintenanceCalls {
     }
 }
 
-/// Returns the nodes that are in maintenance at `now`, in seconds since 1970, each with the remaining
+/// Returns the nodes that are in maintenance at `now` (seconds since 1970), each with the remaining
 /// seconds. An end that is further away than the longest maintenance was written by a wrong clock,
 /// and counts as over.
 ///

@@ -68,11 +68,11 @@ impl MajorityChecks {
         }
     }
 
-    /// Asks the nodes in the database for their epochs. If a node has a later epoch or another
-    /// database, notes that, and this server steps down. Claims the epoch on the nodes that have
-    /// not heard of it: otherwise a daemon on a new disk would serve an empty catalogue beside this
-    /// one. Returns whether more than half of the storage nodes obey this catalogue, or there are
-    /// none.
+    /// Asks the nodes in the database for their epochs. If a node has noted a later epoch or another
+    /// database of this epoch, notes that, and this server steps down. It also steps down if a node has
+    /// heard of a later revision of this database. Claims the epoch on the nodes that have not heard of
+    /// it: otherwise a daemon on a new disk would serve an empty catalogue beside this one. Returns
+    /// whether more than half of the storage nodes obey this catalogue, or there are none.
     pub(in crate::node) async fn claim_majority_or_step_down(
         &self,
         local: &LocalCatalogue,

@@ -35,7 +35,8 @@ pub(in crate::node) struct Membership {
     context: Arc<NodeContext>,
     /// The nodes that introduced themselves since the list was stored.
     introduced: Mutex<BTreeMap<PeerName, NodeRecord>>,
-    /// The ring changes of all nodes that answered when no catalogue did.
+    /// The ring changes that were found when the members were last discovered, on this node and on all
+    /// nodes that answered.
     heard_changes: Mutex<RingChanges>,
     /// Held while the list of nodes is read and stored, so that an older one is not stored last.
     storing: tokio::sync::Mutex<()>,
@@ -52,7 +53,7 @@ impl Membership {
         }
     }
 
-    /// Answers a hello. If a node introduces itself by it, its address is kept.
+    /// Answers a hello. If a node introduces itself with the hello, its record is kept.
     pub(in crate::node) async fn answer_hello(
         &self,
         call: Hello,
@@ -113,7 +114,8 @@ impl Membership {
         answers
     }
 
-    /// Stores the list of nodes and the ring changes, to be used when no catalogue answers.
+    /// Reads the list of nodes and the ring changes from the catalogue, and stores both on this node, to
+    /// be used when no catalogue answers.
     pub(in crate::node) async fn fetch_and_store_members(&self) -> Result<(), RemoteError> {
         let _alone = self.storing.lock().await;
         let met_before: Vec<PeerName> = {
@@ -130,8 +132,8 @@ impl Membership {
             .collect();
         nodes.sort_by(|a, b| a.name.cmp(&b.name));
         self.context.remote.add_fallback_nodes(nodes.iter().map(NodeAddress::of));
-        // A node leaves the list only after its ring change is known. So these are read after the
-        // list, and stored before it.
+        // A node leaves the list only after its ring change is recorded. The ring changes are
+        // therefore read after the list, and stored before it.
         let changes = read_ring_changes(&*self.context.catalogue()).await?;
         let store_both = move |store: &Store| {
             store.put_ring_changes(&changes)?;
@@ -190,8 +192,7 @@ impl Membership {
         (found, failed)
     }
 
-    /// Returns the ring changes that this node stores, and those that it has heard of while no
-    /// catalogue answered.
+    /// Returns the ring changes that this node stores, and those that it has heard of from other nodes.
     pub(in crate::node) async fn list_stored_and_heard_ring_changes(
         &self,
     ) -> Result<RingChanges, RemoteError> {
@@ -201,8 +202,8 @@ impl Membership {
         Ok(found)
     }
 
-    /// Returns all nodes that any reached node has heard of, and the answers of those that were
-    /// reached. Remembers their ring changes: this node may have missed some.
+    /// Returns all nodes that this node or any reached node has heard of, and the answers of those that
+    /// were reached. Remembers the ring changes that they store: this node may have missed some.
     pub(in crate::node) async fn discover_members(
         &self,
     ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {

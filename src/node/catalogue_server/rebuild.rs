@@ -99,7 +99,7 @@ impl CatalogueRebuild {
         self.context.remote.set_expected_epoch(call.epoch, Some(call.map));
         self.context.remote.add_fallback_nodes([call.home.clone()]);
         self.context.remote.set_server(call.epoch, call.home);
-        // From now on readers ask the new catalogue server first.
+        // Readers no longer assume that no catalogue answers, and ask the new server.
         self.context.catalogue_contact.record_answer();
         Ok(())
     }
@@ -137,7 +137,7 @@ impl CatalogueRebuild {
         let empty_db = self.set_aside_and_create_db().await?;
         let db_id = DbId(self.context.entropy.id());
         let claimed = self.claim_epoch_on_nodes(&reached, epoch, db_id).await?;
-        tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue");
+        tracing::warn!(%epoch, nodes = claimed.len(), "rebuilding the catalogue: this many nodes have recorded the claim of the epoch");
         // The inventory is read again, now that the nodes accept nothing of an older epoch any
         // more.
         trace_point(TracePoint::Census, epoch);
@@ -173,10 +173,10 @@ impl CatalogueRebuild {
         Ok(answer)
     }
 
-    /// Reads what the `reached` nodes have, and checks that it suffices.
+    /// Reads what the `reached` nodes have and, unless `accept_loss` is set, checks that it suffices.
     ///
     /// # Errors
-    /// If a node cannot be read to the end, and as
+    /// If a node cannot be read to the end. Without `accept_loss`, also as
     /// [`check_inventory_suffices`](Self::check_inventory_suffices).
     async fn read_inventory(
         &self,
@@ -196,7 +196,7 @@ impl CatalogueRebuild {
             true => Ok(read),
             false => {
                 // More than half of the nodes have each ring change. A node whose ring changes could
-                // not be read does not count among them.
+                // not be read does not count as reached.
                 let mut reached = reached.to_vec();
                 reached.retain(|node| !failed.contains(&node.name));
                 self.check_inventory_suffices(&read, members, &reached).map(|()| read)
@@ -222,8 +222,9 @@ impl CatalogueRebuild {
         Err(refusal.into())
     }
 
-    /// Writes the nodes, the steps with their shards, and the removals that are pending. Counts
-    /// them in `answer`. Returns the writer.
+    /// Writes the entries of the new database: nodes, ring changes, steps with their shards, pending
+    /// removals and orphans. Before a step is written, its missing commit marks are written on the nodes.
+    /// Counts the steps, shards and damaged stripes in `answer`. Returns the writer.
     async fn write_database_and_missing_marks(
         &self,
         rebuild: &Rebuild<'_>,
@@ -257,8 +258,11 @@ impl CatalogueRebuild {
         Ok(writer)
     }
 
-    /// Ensures that a majority of the listed storage nodes have commit marks of the step. Without
-    /// one, a loss must have been accepted.
+    /// Writes missing commit marks of the step, and checks that a majority of the listed storage nodes
+    /// have one then. A rebuild that accepts losses does without the majority.
+    ///
+    /// # Errors
+    /// [`CatalogueServerError::TooFewCommitMarks`] if half or fewer have one and no loss was accepted.
     async fn put_marks_and_require_majority(
         &self,
         rebuild: &Rebuild<'_>,
@@ -304,8 +308,8 @@ impl CatalogueRebuild {
         Ok(Arc::new(self.context.workers.run(open).await??))
     }
 
-    /// Claims `epoch` for the catalogue database `map`, on this node and on `reached`. Returns the
-    /// nodes that recorded the claim.
+    /// Claims `epoch` for the catalogue database `db_id`, on this node and on `reached`. Returns the
+    /// nodes among `reached` that recorded the claim.
     ///
     /// # Errors
     /// Fails with kind `Fenced` if a node refuses the epoch, and any failure of this node.
@@ -510,8 +514,8 @@ pub(in crate::node) fn unreached_storage_nodes<'a>(
 }
 
 /// Changes *leaving* to *left* for each node that is not on the latest list of nodes. A node is taken
-/// off the list only after it has left, but some nodes may store the older state. A node that was
-/// reached may have registered again after that list.
+/// off the list only after it has left, but some nodes may store the older state. The state of a node
+/// that was reached stays: the node may have registered again after that list was made.
 fn mark_removed_nodes_left(
     mut changes: RingChanges,
     standings: &[(NodeRecord, StandingAnswer)],
@@ -536,7 +540,8 @@ fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> 
 }
 
 /// Returns the first shard whose receipts leave a doubt and whose ring misses more nodes than the
-/// code tolerates, and the nodes that are missing.
+/// code tolerates, and the nodes that are missing. A node that was reached is missing, too, if it holds
+/// nothing of the shard but its mark.
 fn find_doubtful_shard<'a>(
     inventory: &'a ClusterInventory,
     directory: &Directory,

@@ -84,9 +84,10 @@ impl NodeRemoval {
     /// Takes a node off the list of nodes, and out of the rings that name it.
     ///
     /// # Errors
-    /// Fails with kind `Busy` while the node is live or a save that may use it is under way, of kind
-    /// `Exists` while something of a checkpoint is missing without it, of kind `Unavailable` if too
-    /// few of the other nodes catch up or answer, and of kind `NotFound` if it is neither on the
+    /// Fails with kind `Busy` while the node is live, keeps changing, or may be used by a save that is
+    /// under way, and while only the node may know whether a save was committed; with kind `Exists`
+    /// while something of a checkpoint is missing without the node; with kind `Unavailable` if too few
+    /// of the other nodes catch up or answer; and with kind `NotFound` if the node is neither on the
     /// list nor in a ring.
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.context.catalogue(), call.name);
@@ -115,7 +116,7 @@ impl NodeRemoval {
                 None => true,
                 Some(entry) => {
                     let set = catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
-                    // The node has registered anew, or another caller has removed it.
+                    // On a conflict, the node has registered anew, or another caller has removed it.
                     matches!(set, SetOutcome::Set(_))
                 }
             };
@@ -216,7 +217,7 @@ impl NodeRemoval {
     /// Lists the saves that may use the node.
     ///
     /// # Errors
-    /// Fails with kind `Busy` if only the node may know whether a save was committed, and of kind
+    /// Fails with kind `Busy` if only the node may know whether a save was committed, and with kind
     /// `Exists` if the rings without the node have too few nodes.
     async fn list_saves(&self, name: &PeerName) -> Result<Saves, RemoteError> {
         let (catalogue, node) = (self.context.catalogue(), NodeId::of(name));
@@ -253,9 +254,9 @@ impl NodeRemoval {
         Ok(saves)
     }
 
-    /// Refuses while it is not known without this node whether some save was committed. It is known
-    /// if enough other storage nodes report no commit mark: the remaining nodes are then no majority,
-    /// and a save is published only with marks on a majority.
+    /// Refuses while an orphan may have been committed and only the node `name` may have its mark. An
+    /// orphan was not committed if enough other storage nodes report no commit mark: the remaining
+    /// nodes are then no majority, and a save is published only with marks on a majority.
     async fn refuse_if_mark_unknown(
         &self,
         catalogue: &dyn Catalogue,

@@ -29,13 +29,13 @@ impl NodeReplacement {
     }
 
     /// Records a node as leaving, with a live storage node as its successor. Returns when more than
-    /// half of the storage nodes have stored the ring change.
+    /// half of the other storage nodes have stored the ring change.
     ///
     /// # Errors
     /// Fails with kind `NotFound` if the successor is not registered, or the node is neither
-    /// registered nor in a ring; of kind `Invalid` if the two are the same or the successor stores
-    /// no data; of kind `Exists` if there are too many; and of kind `Unavailable` if the successor
-    /// is not live or is to leave itself, or too few nodes catch up.
+    /// registered nor in a ring; with kind `Invalid` if the two are the same or the successor stores
+    /// no data; with kind `Exists` if there are too many ring changes or successors; and with kind
+    /// `Unavailable` if the successor is not live or is leaving itself, or too few nodes catch up.
     pub(in crate::node) async fn replace_node(&self, call: ReplaceNode) -> Result<(), RemoteError> {
         let ReplaceNode { node, successor } = call;
         let catalogue = self.context.catalogue();
@@ -71,7 +71,8 @@ impl NodeReplacement {
     }
 }
 
-/// Returns whether a shard of any save names the node in its ring, or has it as a successor.
+/// Returns whether the ring of any shard names the node, or has it as a successor of a node that it
+/// names.
 async fn is_in_any_ring(catalogue: &dyn Catalogue, name: &PeerName) -> Result<bool, RemoteError> {
     let directory = Directory::read(catalogue).await?;
     let mut roots = KeyScan::of_prefix(catalogue, SHARD_ROOTS);

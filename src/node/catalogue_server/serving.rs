@@ -24,8 +24,8 @@ enum ServingState {
     NotServing(Option<String>),
     /// The daemon should have a database and has none. With the reason.
     Missing(String),
-    /// The daemon has a database. It is read-only until enough nodes have reported that no other
-    /// catalogue has begun.
+    /// The daemon has a database. After a restart or a transfer it is read-only until enough nodes have
+    /// reported that no other catalogue has begun. A new or rebuilt one accepts changes at once.
     Serving(Arc<LocalCatalogue>),
 }
 
@@ -35,8 +35,8 @@ type OpenCatalogue<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, Catal
 impl CatalogueServer {
     /// Opens the database of this daemon. If there is none, one is created only if `may_create` is
     /// set and the data folder has never seen an epoch. Returns the server, whether or not it
-    /// serves a catalogue. With a full disk, or a catalogue that is lost, incomplete or damaged, it
-    /// serves none.
+    /// serves a catalogue. With a full disk, or a database that is lost, incomplete, damaged or older
+    /// than `seen_epoch`, it serves none.
     ///
     /// # Errors
     /// If the database cannot be created, or cannot be opened for another reason than these.
@@ -141,8 +141,8 @@ impl CatalogueServer {
         *self.lock_state() = ServingState::NotServing(Some(why));
     }
 
-    /// Steps down because the database was removed under the running daemon. It would answer for as
-    /// long as the process lives, but nothing that it writes would last.
+    /// Steps down because the database was removed under the running daemon. The open database would
+    /// answer for as long as the process lives, but nothing that is written to it would last.
     pub(super) fn step_down_as_lost(&self) {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; rebuild it with `rapidraid catalogue rebuild`";
         tracing::error!(why, "this daemon stops serving the catalogue");

@@ -173,9 +173,9 @@ impl CatalogueTransfer {
     /// which any node has heard.
     ///
     /// # Errors
-    /// Fails with kind `Busy` if this node has not noted that catalogue yet, and of kind `Fenced`
-    /// if a node has heard of a later one. Of kind `Unavailable` if half or fewer of the storage
-    /// nodes answer: without more than half, this daemon could change nothing afterwards.
+    /// Fails with kind `Busy` if this node has not noted that catalogue yet, with kind `Fenced` if a
+    /// node has heard of a later one, and with kind `Unavailable` if half or fewer of the storage nodes
+    /// answer: without more than half, this daemon could change nothing afterwards.
     async fn check_and_choose_epoch(&self, old_server: &NodeAddress) -> Result<Epoch, RemoteError> {
         let (members, heard) = self.membership.discover_members().await?;
         let hello = self.context.caller.call(old_server, &Hello { me: None }).await?;
@@ -256,7 +256,7 @@ impl CatalogueTransfer {
     ///
     /// # Errors
     /// Fails with kind `Unavailable` if the old server did not answer in time, so that the outcome
-    /// is unknown.
+    /// is unknown, and with the old server's error if it refused.
     async fn end_catalogue_on_old_server(
         &self,
         old_server: &NodeAddress,

@@ -302,7 +302,8 @@ pub(super) async fn revoke_unused_lease(catalogue: &dyn Catalogue, lease: LeaseI
     }
 }
 
-/// Returns the newest generation of all saves that the step's record names.
+/// Returns the newest generation of the committed save and of those that are being removed. A save
+/// under way must have been taken from the record before.
 pub(super) fn newest_generation(checkpoint: &Checkpoint) -> Generation {
     let committed = checkpoint.committed.as_ref().map(|saved| saved.generation);
     let removing = checkpoint.removing.iter().map(|removing| removing.generation);

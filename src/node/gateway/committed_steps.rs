@@ -241,8 +241,8 @@ impl CommittedSteps {
         }
     }
 
-    /// Returns the ring changes of the catalogue, or those that this node stores if they are wanted
-    /// or no catalogue answers.
+    /// Returns the ring changes of the catalogue or, if none answers, those that this node stores or has
+    /// heard of from other nodes. If the call wants only the stored ones, returns these.
     pub(in crate::node) async fn list_ring_changes(
         &self,
         call: ListRingChanges,

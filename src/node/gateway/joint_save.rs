@@ -1,4 +1,5 @@
-//! Saves of several writers: join, announce_and_await_writers, list of completed shards (docs/semantics.md, 3).
+//! Saves of several writers: joining a save, the reports of writers, and the list of completed shards
+//! (docs/semantics.md, 3).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -123,8 +124,9 @@ impl SaveGateway {
         }
     }
 
-    /// Records the report of the writer if the step has an open save of its launch. Otherwise removes
-    /// the save under way from `checkpoint`, if there is one.
+    /// Records the report of the writer if the step has an open save of its launch that can still be
+    /// completed. Otherwise ends the save under way, if there is one: publishes it if it is decided, and
+    /// returns the entry of its removal if not.
     async fn resolve_earlier(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,

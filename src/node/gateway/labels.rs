@@ -24,7 +24,7 @@ impl CommittedSteps {
     ///
     /// # Errors
     /// [`GatewayError::StepNotCommitted`] if nothing is committed as the step;
-    /// [`GatewayError::StepSavedAnew`] if another save is; [`GatewayError::TooManyLabels`] if the
+    /// [`GatewayError::StepLabelledLate`] if another save is; [`GatewayError::TooManyLabels`] if the
     /// save has as many labels as it may.
     pub(in crate::node) async fn label_step(
         self: &Arc<Self>,
@@ -84,7 +84,8 @@ impl CommittedSteps {
     }
 }
 
-/// Checks that the save is committed as the step. Returns the condition that it still is.
+/// Checks that the save is committed as the step. Returns the condition that the step's record is
+/// unchanged.
 async fn require_committed(
     catalogue: &dyn Catalogue,
     step_ref: StepRef<'_>,
@@ -102,8 +103,8 @@ async fn require_committed(
     }
 }
 
-/// Returns whether a committed save is the newest one of its job with one of its labels. Such a save
-/// is not retired. Also returns the condition that its labels are unchanged.
+/// Returns a label of a committed save that no newer committed save of the job has, or `None`. A save
+/// with such a label is not retired. Also returns the condition that the save's labels are unchanged.
 pub(in crate::node) async fn find_label_to_keep(
     catalogue: &dyn Catalogue,
     step_ref: StepRef<'_>,

@@ -18,7 +18,7 @@ use crate::wire::RemoteError;
 use crate::wire::calls::{ListOpenSaves, OpenSaveView};
 
 impl SaveGateway {
-    /// Lists open and decided saves, in order of job and step, with the progress of each.
+    /// Lists the first open and decided saves, in order of job and step, with the progress of each.
     pub(in crate::node) async fn list_open_saves(
         self: &Arc<Self>,
         call: ListOpenSaves,

@@ -123,7 +123,7 @@ impl OutageReader {
         if known.as_ref().is_err_and(|error| error.kind == ErrorKind::Unavailable) {
             return None;
         }
-        // Older snapshots do not serve further pages of this answer.
+        // This keeps older snapshots of the nodes from serving further pages.
         contact.record_answer();
         Some(known)
     }
@@ -232,7 +232,7 @@ impl OutageReader {
     }
 
     /// Returns the cached snapshot if it is recent enough, or takes a new one. The work runs in a
-    /// task of its own, so that it also ends for the other waiting calls if its caller is cancelled.
+    /// task of its own, so that the other waiting calls get its result even if this call is cancelled.
     async fn get_or_take_snapshot(
         self: &Arc<Self>,
         freshness: Freshness,
@@ -274,8 +274,8 @@ impl OutageReader {
         let (members, hellos) = self.membership.discover_members().await?;
         let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
         let mut standings = fetch_standings(&self.context, &storage.collect::<Vec<_>>()).await;
-        // An empty node reports that it is behind. A node with an older program reports that it has
-        // seen no epoch.
+        // An empty node proves nothing. It reports that it is behind, unless its program is too old to
+        // report a standing. Then it is recognised here: it has seen no epoch.
         let been_here = keep_nodes_with_seen_epoch(hellos.clone());
         standings.retain(|(node, answer)| {
             answer.standing != Standing::Unknown

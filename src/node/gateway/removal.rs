@@ -72,8 +72,8 @@ impl SaveRemoval {
         reason: RemoveReason,
     ) -> Result<UnpublishOutcome, RemoteError> {
         let mut found = UnpublishOutcome::NotCommitted;
-        // `update_record` calls this again if the record has changed meanwhile, either by another writer
-        // or by a write of this daemon whose answer was lost.
+        // `update_record` calls this again if the record has changed meanwhile, either by another
+        // writer or by a write of this daemon whose answer was lost.
         let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
             let (outcome, has_changed) = move_to_removing(&mut checkpoint, save, reason);
             found = outcome;
@@ -88,7 +88,8 @@ impl SaveRemoval {
     /// one of the job.
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if it is not.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is not the
+    /// newest one.
     pub(super) async fn unpublish_for_launch(
         &self,
         step_ref: StepRef<'_>,
@@ -227,8 +228,8 @@ impl SaveRemoval {
         let marked =
             self.call_nodes_returning_confirmed(&directory, &directory.storage(), &call).await;
         let missed = unconfirmed_storage_nodes(&directory, &marked);
-        // Enough nodes must have a tombstone for a later rebuild to find one before it finds a
-        // mark.
+        // Enough nodes must have a tombstone: a later rebuild that finds a mark must also find a
+        // tombstone.
         let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
         let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
             RemoveReason::Aborted => usize::MAX,
@@ -307,8 +308,8 @@ impl SaveRemoval {
             read_record::<Checkpoint>(catalogue, &key).await?
         {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
-            // As in `advance_removal`, a rebuilt catalogue may list it as committed. No node has
-            // anything of it now.
+            // As in `advance_removal`, a rebuilt catalogue may list the save as committed. No node has
+            // anything of the save now.
             checkpoint.committed.take_if(|saved| saved.save == entry.save);
             let value = if checkpoint == Checkpoint::default() {
                 None
@@ -373,7 +374,7 @@ fn unconfirmed_storage_nodes(directory: &Directory, confirmed: &[NodeId]) -> Vec
     missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
-/// Fences a shard permanently. Returns its last generation.
+/// Fences a shard permanently. Returns its last generation; the lowest one if the shard has no state.
 async fn fence_shard_for_deletion(
     catalogue: &dyn Catalogue,
     shard: ShardId,

@@ -356,7 +356,7 @@ impl SaveGateway {
     /// Aborts an open save and starts its removal. Does nothing if the step does not have the save.
     ///
     /// # Errors
-    /// [`GatewayError::SaveDecided`] if the save is decided.
+    /// [`GatewayError::SaveDecided`] if the save is decided or committed, or was so before its removal.
     pub(in crate::node) async fn abort_save(
         self: &Arc<Self>,
         call: AbortSave,

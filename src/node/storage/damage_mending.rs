@@ -79,8 +79,9 @@ impl MendQueue {
         self.wake.notify_one();
     }
 
-    /// Queues a replica again after a failure, unless it has failed `MAX_MEND_FAILURES` times or
-    /// was reported meanwhile. Returns the wait, if it was queued.
+    /// Queues a replica again after a failure, unless it was reported meanwhile and is due earlier.
+    /// Returns the wait, or `None` if the replica has failed `MAX_MEND_FAILURES` times and is not
+    /// queued.
     fn requeue_failed(
         &self,
         stripe: StripeId,
@@ -286,11 +287,11 @@ impl Mending {
         }
     }
 
-    /// Recreates a damaged replica from the good grains of all copies, its own among them.
+    /// Recreates a damaged replica from the good grains of all sources, the damaged file among them.
     ///
     /// # Errors
-    /// If no catalogue confirms that the stripe is still replicated and the save is wanted, or if a
-    /// grain has no good copy.
+    /// If no catalogue answers, if the stripe is archived or the save was removed, or if a grain of the
+    /// block has no good source.
     pub(in crate::node) async fn mend_replica(
         &self,
         stripe: StripeId,

@@ -49,13 +49,14 @@ impl Fencing {
         Ok(found)
     }
 
-    /// Returns whether the save has a tombstone, if that is cached.
+    /// Returns whether the save is removed, if that is cached.
     fn cached_is_removed(&self, save: SaveId) -> Option<bool> {
         let cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         cache.get(&save).copied()
     }
 
-    /// Caches whether the save has a tombstone. A save that has one never loses it.
+    /// Caches whether the save is removed. A removed save stays removed: a removed-save entry replaces
+    /// its tombstone.
     pub(in crate::node) fn cache_is_removed(&self, save: SaveId, is_removed: bool) {
         let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         if cache.len() >= MAX_CACHED_TOMBSTONES {
@@ -92,7 +93,7 @@ impl Fencing {
     /// [`StorageError::ShardCommitted`] if the shard is committed;
     /// [`StorageError::NodeStoresNoData`] if the node stores no data;
     /// [`StorageError::EpochNotBegun`] if the epoch has not begun; [`StorageError::SaveRemoved`] if
-    /// the save was removed.
+    /// the save was removed; the store's error if the epoch is over.
     pub(in crate::node) async fn check_client_may_write(
         &self,
         shard: ShardId,
@@ -192,8 +193,7 @@ fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, Remo
     Ok(next)
 }
 
-/// Returns whether the save has a tombstone, or the removed-save entry that replaced it after the
-/// purge.
+/// Returns whether the save has a tombstone or a removed-save entry.
 fn is_removed(store: &Store, save: SaveId) -> Result<bool, StoreError> {
     Ok(store.get_tombstone(save)?.is_some() || store.is_recorded_removed(save)?)
 }

@@ -52,7 +52,7 @@ impl PlanParts {
         Ok(self.executor.reserve_part(order).await?)
     }
 
-    /// Runs a reserved part of a plan. Returns its report. The work runs in a task of its own: its
+    /// Runs a reserved part of a plan. Returns its report. The work runs in a task of its own: the
     /// coordinator cancels the call on the first failure of any node, and this node still has to
     /// check what it wrote and what it found corrupt.
     pub(in crate::node) async fn run_part(
@@ -69,8 +69,9 @@ impl PlanParts {
         work.await.map_err(|_| StorageError::RunTaskLost)?
     }
 
-    /// Runs a part of a plan and checks for late writes. After a failure, quarantines an unequal
-    /// piece and verifies the files that may be damaged.
+    /// Runs a part of a plan, and purges the save if it was removed meanwhile. After a failure,
+    /// quarantines a piece of the same attempt that has other content, and verifies the files that may
+    /// be damaged.
     async fn run_part_and_handle_failure(
         &self,
         run: [u8; 16],
@@ -106,8 +107,8 @@ impl PlanParts {
         Ok(result?)
     }
 
-    /// Moves an unequal piece to quarantine, unless a receipt on this node says that this is what
-    /// was proven. The next run needs its name.
+    /// Moves the piece `key` to quarantine, unless the receipt on this node says that this piece was
+    /// proven. The run has made another piece of that name, and the next run needs the name.
     async fn quarantine_unproven_piece(&self, key: FileKey) -> Result<(), RemoteError> {
         let FileName::Piece { piece, attempt } = key.name else { return Ok(()) };
         self.context

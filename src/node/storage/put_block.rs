@@ -222,7 +222,7 @@ impl BlockWrites {
 
     /// Reserves the memory of a block on this node and on its second holder, in node-id order, so
     /// that blocks from A to B and blocks from B to A never wait for each other. Returns the
-    /// admitted block. The inner error is the second holder's.
+    /// admitted block. The inner error is that of the second holder, or of the call to it.
     async fn admit_on_both_holders(
         &self,
         call: &PutBlock,
@@ -275,8 +275,8 @@ impl BlockForward {
         match deadline(&*context.clock, FORWARD_LIMIT, open).await {
             Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
-            // This node failed to make the call. The second holder must not count as having
-            // refused.
+            // The call to the second holder failed. This must not look like a refusal by that node,
+            // so the error has a kind of its own, `Timeout`.
             Ok(Err(error)) => Err(StorageError::ForwardUnanswered(error).into()),
             Err(late) => Err(StorageError::ForwardLate { node: to.name.clone(), late }.into()),
         }

@@ -4,11 +4,13 @@ use crate::id::{Attempt, ShardId, StripeId};
 use crate::store::RecordScope;
 use crate::wire::calls::RecordName;
 
-/// Names of the small records of a shard or stripe.
+/// The name of the record with the leaves of a shard.
 pub(in crate::node) const LEAVES: &str = "leaves";
 
+/// The name of the commit mark of a shard.
 pub(in crate::node) const MARK: &str = "commit";
 
+/// The name of the record of a stripe.
 pub(in crate::node) const RECORD: &str = "record";
 
 /// The prefix of the names of receipts.

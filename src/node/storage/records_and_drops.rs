@@ -164,6 +164,7 @@ impl ShardRecords {
             .run_on_store(move |store| {
                 store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
                 // A rebuild may have claimed an epoch meanwhile and read this node before the write.
+                // The call fails then, because its epoch is over.
                 store.raise_highest_seen_epoch(call.epoch)
             })
             .await?;
@@ -171,7 +172,8 @@ impl ShardRecords {
     }
 
     /// Stores a receipt. This node must have each piece that the receipt ascribes to it. A receipt
-    /// is replaced only by one of a greater order, or, if it is of the lowest order, of the same.
+    /// that parses is replaced only by one of a greater order, by an equal one, or by another one of
+    /// the same order if that is the lowest.
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.context.settings.cluster {
@@ -208,7 +210,7 @@ impl ShardRecords {
             .run_on_store(move |store| {
                 let epoch = tombstone.generation.epoch;
                 store.raise_highest_seen_epoch(epoch)?;
-                // The removed-save entry says the same, and the files are purged.
+                // The removed-save entry says the same, and a purge accepts it as evidence, too.
                 if store.is_recorded_removed(save)? {
                     return Ok(());
                 }
@@ -291,8 +293,8 @@ impl ShardRecords {
 }
 
 impl ShardRecords {
-    /// Stores a receipt on this node, which has none. A receipt that arrives meanwhile, from a
-    /// repairer, stays.
+    /// Stores a receipt on this node, which has none. If a receipt has arrived meanwhile, from a
+    /// repairer, that one stays and the call fails.
     pub(in crate::node) async fn store_missing_receipt(
         &self,
         receipt: Receipt,
@@ -416,9 +418,10 @@ fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
 }
 
 /// Removes the stripe's replicas and what other attempts left. Keeps the replicas that the receipt
-/// ascribes to this node, and all pieces of its attempt: a piece that it does not ascribe may be
-/// one that a repairer has just made here. A replica in whose place another node has a piece is a
-/// surplus piece ([`remove_surplus_pieces`]). Returns the number and the size of the removed files.
+/// ascribes to this node, and all pieces of its attempt: a piece that the receipt does not ascribe may
+/// be one that a repairer has just made here. Also keeps a replica in whose place another node has a
+/// piece: it is a surplus piece ([`remove_surplus_pieces`]). Returns the number and the size of the
+/// removed files.
 fn drop_files_outside_receipt(
     store: &Store,
     me: NodeId,
@@ -466,7 +469,7 @@ fn remove_surplus_pieces(
 ) -> Result<u32, RemoteError> {
     let (stripe, of_attempt) = (counting.stripe, counting.attempt);
     let here = store.get_record_file(RecordScope::Stripe(stripe), &receipt_name(of_attempt))?;
-    // A receipt that does not parse may be one that ascribes a piece to this node.
+    // A receipt that does not parse is an error: it may be one that ascribes a piece to this node.
     let here = here.map(|bytes| Receipt::parse(&bytes)).transpose()?;
     let is_ours = |file: FileName| {
         here.iter().chain([counting]).any(|receipt| {

@@ -18,8 +18,8 @@ use crate::wire::calls::{DropReplicas, PutReceipt};
 
 impl OwnedStripe<'_> {
     /// Orders the nodes to drop their replicas of the stripe. If a holder does not answer, the
-    /// stripe's state stays "not dropped", and a later run orders the drop again. `places` are the
-    /// nodes of this run's plan, besides those in the stripe's record.
+    /// stripe's state stays "not dropped", and a later run orders the drop again. `places` adds the
+    /// nodes of this run's plan to those in the stripe's record.
     pub(super) async fn drop_replicas(
         &self,
         receipt: &Receipt,
@@ -72,8 +72,9 @@ impl OwnedStripe<'_> {
         Ok(holders)
     }
 
-    /// Orders one node to drop its replicas. A node that held a replica and has no piece gets the
-    /// receipt first. Returns whether the node has dropped them.
+    /// Orders one node to drop its replicas. A node that refuses because it has no receipt, as one
+    /// without a piece may, gets the receipt and is ordered again. Returns whether the node has
+    /// dropped its replicas.
     async fn order_node_drop(
         &self,
         address: &NodeAddress,

@@ -25,16 +25,16 @@ const FETCH_LIMIT: Duration = Duration::from_secs(300);
 /// The files of a stripe, by node; `None` for a node that does not answer.
 pub(super) type FilesByNode = BTreeMap<NodeId, Option<Vec<FileView>>>;
 
-/// A node with a replica, whole or damaged, by block.
+/// For each block, a node with a replica of it, whole or damaged.
 pub(super) type ReplicaSources = BTreeMap<usize, NodeId>;
 
 /// A replica that is to be recreated.
 pub(super) struct Recreation {
     /// The block.
     pub block: usize,
-    /// The node that has a copy.
+    /// A node that has a replica of the block, whole or damaged.
     pub from: NodeId,
-    /// The node that stores the new one.
+    /// The node that stores the new replica.
     pub to: NodeId,
 }
 
@@ -63,7 +63,8 @@ impl Coordinator {
 
 impl OwnedStripe<'_> {
     /// Ensures that every position of the stripe has its replicas. Puts spares in the places of
-    /// nodes that do not answer, and records the new places. Returns the node of each position.
+    /// nodes that do not answer or are leaving, and records the new places. Returns the node of each
+    /// position.
     pub(super) async fn ensure_replicas(&self) -> Result<Vec<NodeId>, CoordinatorError> {
         let mut held = self.list_files(self.info.places.iter().copied()).await;
         if !self.missing_blocks(&held).is_empty() {
@@ -167,7 +168,8 @@ impl OwnedStripe<'_> {
     }
 
     /// Returns the replicas that nodes in `places` lack, each with a node to copy it from. A
-    /// damaged replica is a source too: its node gathers the good grains of all nodes.
+    /// damaged replica is a source too: the node that lacks the replica then gathers it from the
+    /// good grains of all nodes.
     fn plan_recreations(
         &self,
         places: &[NodeId],

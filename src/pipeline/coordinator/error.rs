@@ -72,13 +72,15 @@ pub enum CoordinatorError {
         /// The step.
         what: String,
     },
-    /// The repair of the step was stopped, because it is to be done in another way.
+    /// The automatic repair of the step was stopped: the list of nodes has changed, another step is
+    /// more urgent, or this daemon serves the catalogue no longer.
     #[error("the repair of {what} was stopped")]
     RepairStopped {
         /// The step.
         what: String,
     },
-    /// The receipts on the nodes contradict each other, or there is none.
+    /// No receipt counts: the receipts on the nodes contradict each other, or none is of the archived
+    /// attempt, or there is none.
     #[error(
         "stripe {stripe}: {found} different receipts were found and do not say where its pieces are{}; nothing was written. `rapidraid verify` shows what the nodes have",
         format_away(away)
@@ -91,7 +93,7 @@ pub enum CoordinatorError {
         /// The names of the nodes that do not answer.
         away: String,
     },
-    /// A node has files of the stripe, and does not answer for its receipt.
+    /// A node answers which files of the stripe it has, and does not answer whether it has a receipt.
     #[error(
         "stripe {stripe}: {node} does not answer for its receipt; its pieces are moved when it does"
     )]

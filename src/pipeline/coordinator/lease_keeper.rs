@@ -6,7 +6,7 @@ use super::Coordinator;
 use crate::catalogue::CatalogueError;
 use crate::id::LeaseId;
 
-/// A lease keeper: it renews a coordinator's lease until it is dropped or the lease is lost.
+/// A lease keeper: it renews a coordinator's lease until the keeper is dropped or the lease is lost.
 pub(super) struct LeaseKeeper {
     /// The lease.
     pub lease: LeaseId,
@@ -14,7 +14,7 @@ pub(super) struct LeaseKeeper {
 }
 
 impl LeaseKeeper {
-    /// Is granted a lease and renews it from now on.
+    /// Obtains a lease from the catalogue, and starts to renew it. Returns the keeper.
     pub async fn start(coordinator: &Coordinator) -> Result<Self, CatalogueError> {
         let (lease, period) = coordinator.catalogue.grant_lease().await?;
         let (catalogue, clock) = (coordinator.catalogue.clone(), coordinator.clock.clone());

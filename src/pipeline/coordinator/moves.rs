@@ -14,8 +14,9 @@ use crate::repair_policy::{PiecesByNode, SparesOfStripe};
 use crate::wire::calls::FileView;
 
 impl Receipt {
-    /// Returns the receipt of the repairer of this generation with these entries in the place of
-    /// those with the same numbers. Without an entry it is the same receipt.
+    /// Returns this receipt with `entries` in the place of the entries with the same numbers, and
+    /// with the generation of the repairer as its order. Without entries, returns the receipt
+    /// unchanged.
     pub(super) fn with_entries(&self, entries: &[ReceiptPiece], repairer: Generation) -> Receipt {
         let mut receipt = self.clone();
         for new in entries {
@@ -30,13 +31,14 @@ impl Receipt {
 
 impl OwnedStripe<'_> {
     /// Returns new entries of the receipt: a piece on a spare for each part whose node does not
-    /// answer and is given up, as long as there are spares; and a piece on the same node for each
-    /// kept replica that its node has lost. The root of a piece is that of the part before it. The
-    /// `refused` nodes have failed to take a piece.
+    /// answer and is given up, or is leaving and lacks the part, as long as there are spares; and a
+    /// piece on the same node for each kept replica that its node has lost. A new entry keeps the
+    /// root of the entry that it replaces. The `refused` nodes have failed to take a piece.
     ///
     /// # Errors
-    /// [`CoordinatorError::ReceiptUnanswered`] if a node lists files of the stripe and is not among
-    /// those that `answered` for their receipts: its receipt might be greater.
+    /// [`CoordinatorError::ReceiptUnanswered`] if a node answers which files of the stripe it has and
+    /// is not among those that `answered` whether they have a receipt: its receipt might have a
+    /// greater order.
     pub(super) async fn plan_moves(
         &self,
         (receipt, answered): (&Receipt, &BTreeSet<NodeId>),
@@ -129,7 +131,8 @@ impl OwnedStripe<'_> {
         held
     }
 
-    /// Returns whether the loss of some further node makes a block unreadable.
+    /// Returns whether the loss of some further node makes a block unreadable, or a block is
+    /// unreadable already.
     fn survives_no_loss(&self, held: &PiecesByNode, code: &Code) -> bool {
         let cut = self.info.fixed.cut;
         let (wanted, past_end): (Vec<u8>, Vec<u8>) =
@@ -151,7 +154,7 @@ fn is_kept_replica(piece: &ReceiptPiece) -> bool {
     piece.form != PieceForm::File
 }
 
-/// Returns the whole pieces of an attempt on the nodes that answer.
+/// Returns, for each node that answers, the parts of the receipt that it has with the right root.
 pub(super) fn find_pieces(held: &FilesByNode, receipt: &Receipt) -> PiecesByNode {
     let pieces = |files: &Vec<FileView>| {
         let is_it = |piece: &&ReceiptPiece, view: &FileView| {

@@ -76,8 +76,9 @@ fn begin_archiving(state: &mut ShardState, attempt: Attempt, code: CodeId, gener
 }
 
 impl OwnedShard {
-    /// Takes ownership of the shard. The same compare-and-set changes its replicated stripes to
-    /// `Archiving` with this code. Returns the owned shard.
+    /// Takes ownership of the shard. The same compare-and-set changes to `Archiving` with this code
+    /// the stripes that are replicated or are being archived with another code. Returns the owned
+    /// shard.
     pub async fn take_ownership_and_mark_archiving(
         coordinator: &Coordinator,
         root: ShardRoot,
@@ -102,8 +103,12 @@ impl OwnedShard {
         Self::take_ownership_and_change(coordinator, root, lease, |_| ()).await
     }
 
-    /// Takes ownership by a compare-and-set that also makes `change`, which finds the new
-    /// generation in the state.
+    /// Takes ownership by a compare-and-set that also makes `change`. The state that `change` receives
+    /// has the new generation already.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::Owned`] if the shard has another owner whose lease is alive;
+    /// [`CoordinatorError::Fenced`] if the shard is being removed or was removed.
     async fn take_ownership_and_change(
         coordinator: &Coordinator,
         root: ShardRoot,

@@ -31,8 +31,8 @@ impl<'a> OwnedStripe<'a> {
         Ok(Self { coordinator, shard, info, directory })
     }
 
-    /// Returns a number that differs from stripe to stripe and from shard to shard, by which
-    /// choices rotate.
+    /// Returns the number by which choices rotate. It grows by one from stripe to stripe, and from
+    /// shard to shard.
     pub fn rotation(&self) -> usize {
         (self.info.fixed.stripe.shard.index().wrapping_add(self.index())) as usize
     }

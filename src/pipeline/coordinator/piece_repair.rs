@@ -138,8 +138,8 @@ impl OwnedStripe<'_> {
 }
 
 impl ArchivedStripe<'_> {
-    /// Returns the entries of the receipt after moves whose node has the piece now, and those of
-    /// the other moves.
+    /// Returns the receipt's entries for the moves whose node has the piece now, and those for the
+    /// other moves. In a dry run, returns none.
     async fn split_by_success(
         &self,
         moves: &[ReceiptPiece],
@@ -200,8 +200,9 @@ impl ArchivedStripe<'_> {
         survey
     }
 
-    /// Returns everything that pieces can be made from. The first node rotates with the number of
-    /// the stripe.
+    /// Returns everything that pieces can be made from: first pieces on other nodes than the receipt
+    /// names, then pieces on their nodes, then replicas. The first piece that is on its node rotates
+    /// with the number of the stripe.
     fn list_sources(
         &self,
         held: &FilesByNode,
@@ -285,7 +286,8 @@ impl ArchivedStripe<'_> {
         round
     }
 
-    /// Makes the missing pieces of a survey: first all together, then, if that fails, one by one.
+    /// Makes the missing pieces of a survey: up to [`PIECES_AT_ONCE`] by one plan and, after a plan
+    /// for several pieces has failed, the others one by one.
     async fn make_pieces_of_round(
         &mut self,
         survey: &PieceSurvey,

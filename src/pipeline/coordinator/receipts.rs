@@ -1,5 +1,5 @@
-//! The receipts of a stripe: storing them on the nodes of the pieces, and finding one whose pieces
-//! are all in place.
+//! The receipts of a stripe: storing them on the nodes of the pieces, choosing the one that counts,
+//! and finding one whose pieces are all in place.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -114,11 +114,12 @@ pub(crate) struct ArchivedAttempt {
 /// Chooses, from the receipts of an attempt on the nodes of a stripe, the one that says where its
 /// pieces are.
 ///
-/// The one with the greatest order counts. Receipts of archivings all have the lowest order: an
-/// attempt that was continued on other nodes has an earlier receipt, too, which may be left on
-/// nodes that the later one does not name. All nodes that the later one names got it before it was
-/// committed. So a receipt does not count if a node that it names has another one. If several are
-/// left, the one on the most nodes counts; `None` if that does not decide.
+/// The receipt with the greatest order counts. Several receipts may have that order: archivings
+/// give the lowest order unless they find a greater one. So an attempt that was continued on other
+/// nodes may have an earlier receipt of the same order, left on nodes that the later receipt does
+/// not name. All nodes that the later receipt names got it before the stripe was committed as
+/// archived. So a receipt does not count if a node that it names has another one of that order. If
+/// several receipts remain, the one on the most nodes counts. Returns `None` if that does not decide.
 pub(crate) fn choose_receipt_that_counts(
     found: &BTreeMap<NodeId, Receipt>,
     archived: ArchivedAttempt,
@@ -153,8 +154,8 @@ pub(crate) fn choose_receipt_that_counts(
 }
 
 impl Coordinator {
-    /// Returns the receipt that counts of an archived stripe, if all of its pieces are on their
-    /// nodes now.
+    /// Returns the receipt that counts of an archived stripe, if all of its pieces are on their nodes
+    /// now and none of these nodes is leaving or has left.
     pub(crate) async fn find_complete_receipt(
         &self,
         root: &ShardRoot,

@@ -19,15 +19,16 @@ struct ReplicaRepair<'a> {
     answering: BTreeSet<NodeId>,
     /// The leaving nodes that answer and lack a block.
     vacated: BTreeSet<NodeId>,
-    /// For each block without a good replica, a node to copy from. Its replica is damaged; the node
-    /// gets the damaged grains from other nodes.
+    /// For a block without a good replica, the node to name as the source. Its replica is damaged; the
+    /// node that stores the new replica gathers it from the good grains of all nodes.
     damaged: super::ensure_replicas::ReplicaSources,
     task: RepairTask<'a>,
 }
 
 impl OwnedStripe<'_> {
-    /// Makes the missing replicas of a stripe, each on its own, puts spares in the places of nodes
-    /// that do not answer, and sends the records that nodes lack.
+    /// Makes the missing replicas of a stripe, one after the other. Puts spares in the places of nodes
+    /// that do not answer and are given up, and of leaving nodes that lack a block. Sends the records
+    /// that nodes lack.
     pub(super) async fn repair_replicas(
         &self,
         task: RepairTask<'_>,
@@ -67,7 +68,7 @@ impl OwnedStripe<'_> {
 }
 
 impl OwnedStripe<'_> {
-    /// Returns the leaving nodes that answer and lack a block. Others get what they lack.
+    /// Returns the leaving nodes that answer and lack a block. Spares get the blocks of these nodes.
     fn leaving_nodes_that_lack(&self, held: &FilesByNode) -> BTreeSet<NodeId> {
         let has_all = |node: NodeId| {
             let positions = (0..).zip(&self.info.places).filter(|(_, place)| **place == node);
@@ -145,8 +146,8 @@ impl ReplicaRepair<'_> {
         self.stripe.order_replica_copy(recreation).await
     }
 
-    /// Makes those of the blocks on a node that it does not have. Returns whether it has all of
-    /// them then.
+    /// Makes the replicas of `blocks` that node `to` lacks. Returns whether the node has all of `blocks`
+    /// afterwards.
     async fn make_blocks(
         &mut self,
         to: NodeId,

@@ -415,7 +415,8 @@ impl StepRepair<'_> {
 
 impl Coordinator {
     /// Returns an error if the repair was stopped, if it does not own the shard any more, or if the
-    /// step's archiving was asked for since it began. A repair asks before each plan and each copy.
+    /// step's archiving was asked for since the repair began. A repair calls this before each stripe,
+    /// each plan, each copy, and the records of a shard.
     pub(super) async fn ensure_may_go_on(
         &self,
         shard: &OwnedShard,

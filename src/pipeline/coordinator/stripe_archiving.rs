@@ -26,7 +26,7 @@ const TRIES: u32 = 4;
 /// Wait before the second try. It doubles for each further try.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 
-/// Whether the receipt of an earlier owner may stand for a run of the plan. Only the first try
+/// Whether the receipt of an earlier owner may replace a run of the plan. Only the first try
 /// reuses one: if its nodes reject it after all, the next try makes the pieces anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReceiptReuse {
@@ -103,7 +103,7 @@ struct ProvenPieces {
     receipt: Receipt,
     /// Empty if the receipt is an earlier owner's.
     reports: Vec<(NodeId, RunReport)>,
-    /// The time at which all parts were reserved.
+    /// The time at which all parts were reserved, or the earlier receipt was found.
     reserved_at: Duration,
 }
 
@@ -285,8 +285,8 @@ fn build_plan(
     choice: PlanChoice,
     entropy: &dyn Entropy,
 ) -> Result<Plan, planner::PlannerError> {
-    // The coder of a star is always at the same position. Placement rotates the ring from stripe to
-    // stripe, so that all nodes encode equally often.
+    // The coder of a naive or best star is always at the same position. Placement rotates the ring
+    // from stripe to stripe, so that all nodes encode equally often.
     match choice {
         PlanChoice::Chain => planner::chain(subject),
         PlanChoice::NaiveStar => planner::naive_star(subject, 0),

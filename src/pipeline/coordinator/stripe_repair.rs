@@ -54,8 +54,8 @@ impl Coordinator {
     /// Makes again what nodes have lost of stripe `index`, or counts it.
     ///
     /// # Errors
-    /// Whatever keeps the stripe from being examined. What can be examined and not be made is in
-    /// the outcome.
+    /// Returns the error that kept the stripe from being examined, or that ends the repair of the
+    /// whole step. A part that could not be made is a problem in the outcome, not an error.
     pub(super) async fn repair_stripe(
         &self,
         shard: &OwnedShard,
@@ -84,8 +84,8 @@ impl OwnedStripe<'_> {
         nodes.extend(&self.info.places);
         let storage = self.directory.storage();
         let mut files = self.list_files(nodes).await;
-        // A node that has just been restarted ends the connection to its earlier process at the
-        // first call, and counts as silent from then on.
+        // The first call to a node that has just been restarted fails, because the pooled connection
+        // is that of the earlier process. The node counts as silent then, although it is live.
         for wait in ASK_AGAIN_AFTER {
             let unanswered = files.iter().filter(|(_, held)| held.is_none());
             let silent: Vec<NodeId> = unanswered.map(|(node, _)| *node).collect();

@@ -93,7 +93,7 @@ impl Coordinator {
         save: SaveId,
         geometries: &HashMap<String, Geometry>,
     ) -> Result<(StripeCounts, Option<WatchOutcome>), CatalogueError> {
-        // The request is read first. A request that is gone then has left its final states.
+        // The request is read first: if it is gone, the states that are read afterwards are final.
         let key = archive_request_key(step_ref);
         let request = read_record::<ArchiveRequest>(&*self.catalogue, &key).await?;
         let request = request.map(|(request, _)| request).filter(|request| request.save == save);

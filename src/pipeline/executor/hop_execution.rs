@@ -73,7 +73,7 @@ pub struct HopContext {
 }
 
 impl HopContext {
-    /// Returns the slot of a piece.
+    /// Returns the writer of a piece.
     pub fn piece_writer(&self, piece: u8) -> Result<&ProvingPieceWriter, HopError> {
         self.pieces.get(&piece).ok_or(HopError::Order { what: "a piece was not opened" })
     }
@@ -239,7 +239,7 @@ pub(in crate::pipeline) async fn with_stall_limit<T>(
 }
 
 /// Runs one hop to its end. `hop_index` is the hop's index in the order; `order_taken_at` is the
-/// time when the node took the order. Returns the hop's report.
+/// time when the node began to run the order. Returns the hop's report.
 ///
 /// Receiving, working and sending run side by side. A job takes all grains that have arrived by
 /// then, up to `BATCH_GRAINS`. On a busy machine a job waits long for a processor, and a hop that

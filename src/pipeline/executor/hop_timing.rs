@@ -41,8 +41,8 @@ impl<'a> Stopwatch<'a> {
 pub struct TimedBatch {
     /// The first grain, and one past the last.
     pub grains: (u64, u64),
-    /// Three times, in microseconds since the node took the order: the wait for input began, the
-    /// work began, the work was done.
+    /// Three times, in microseconds since the node began to run the order: the wait for input began,
+    /// the work began, the work was done.
     pub at_us: [u64; 3],
     /// The time that the worker spent.
     pub spent: JobTime,
@@ -51,7 +51,7 @@ pub struct TimedBatch {
 /// The accumulated times of a hop.
 pub struct HopTiming {
     grains: (u64, u64),
-    /// When the first job began, in microseconds since the node took the order.
+    /// When the first job began, in microseconds since the node began to run the order.
     pub first_us: Option<u64>,
     /// The hop's time, by its use.
     pub times: HopTimes,

@@ -47,7 +47,7 @@ pub const ADMIT_ALL_LIMIT: Duration = Duration::from_secs(30);
 /// is gone.
 pub const UNUSED_LIMIT: Duration = Duration::from_secs(40);
 const _: () = assert!(UNUSED_LIMIT.as_secs() > ADMIT_ALL_LIMIT.as_secs());
-/// Maximum number of parts that are admitted at once.
+/// Maximum number of parts that are admitted and have not begun to run.
 const MAX_PARTS: usize = 256;
 
 struct AdmittedPart {
@@ -110,13 +110,13 @@ fn pieces_to_store(order: &Order) -> Vec<u8> {
     pieces
 }
 
-/// The local inputs of an admitted part.
+/// The local files that an admitted part reads.
 pub struct PartInputs {
     /// The stripe.
     pub stripe: StripeId,
     /// The attempt that the pieces belong to.
     pub attempt: Attempt,
-    /// The files.
+    /// The files: the inputs of the hops, and the replicas that stay as pieces.
     pub files: Vec<FileName>,
 }
 
@@ -272,7 +272,7 @@ impl Executor {
     /// Checks whether the disk has room for a recreated replica of `len_bytes` bytes.
     ///
     /// # Errors
-    /// [`RunError::NoRoom`] if the replica would leave less room than one more block and the space
+    /// [`RunError::NoRoom`] if the replica would leave less room than `len_bytes` and the space that is
     /// promised to admitted parts.
     pub fn check_replica_room(&self, len_bytes: u64) -> Result<(), RunError> {
         let (free_bytes, room_bytes) = (self.store.disk_space()?.free_bytes, 2 * len_bytes);
@@ -315,12 +315,12 @@ impl Executor {
     /// Runs an admitted part to its end. Returns the report with the times of its hops and the
     /// proofs of its pieces.
     ///
-    /// When `given_up` is cancelled, the hops end where they are. A piece whose last bytes are
-    /// being made durable is finished first, so that no file appears after this has returned.
+    /// When `given_up` is cancelled, the hops end where they are. Once all hops have ended, the pieces
+    /// are finished all the same, so that no file appears after this has returned.
     ///
     /// # Errors
-    /// [`RunError::Unknown`] if the run is not admitted; [`RunError::GivenUp`] if it was cancelled;
-    /// otherwise the failure of a hop, the store or a worker.
+    /// [`RunError::Unknown`] if the run is not admitted; [`RunError::GivenUp`] if it was cancelled
+    /// before all hops had ended; otherwise the failure of a hop, the store or a worker.
     pub async fn run_reserved(
         &self,
         run_id: [u8; 16],

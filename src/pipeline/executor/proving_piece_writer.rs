@@ -29,7 +29,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ProvingPieceWriter {
-    /// Returns the slot of a new piece of `len_bytes` bytes.
+    /// Returns the writer of a new piece of `len_bytes` bytes.
     pub fn new(writer: PieceWriter, len_bytes: u64) -> Self {
         let fingerprints = vec![Fingerprint::ZERO; grains(len_bytes) as usize];
         let proof = ProofState { fingerprints, buffer: Extent::new_read_back_buffer(len_bytes) };

@@ -32,7 +32,7 @@ const SLOW_FACTOR: u32 = 4;
 pub(super) const PROBE_LIMIT: Duration = Duration::from_secs(2);
 /// Time limit for a node's answer when too few files were found without the node.
 pub(super) const LONG_PROBE_LIMIT: Duration = Duration::from_secs(6);
-/// Maximum number of files of a stripe on one node that are considered as sources.
+/// Maximum number of files that are taken from one answer to [`ListSources`].
 const MAX_SOURCES: usize = 64;
 /// The files of a stripe that nodes say they hold, by node, without the files known to be corrupt.
 pub(super) type HeldFiles = BTreeMap<NodeId, Vec<FoundFile>>;
@@ -63,10 +63,10 @@ pub(super) enum WantedFiles {
     Sources,
 }
 
-/// Asks `nodes` which files they hold, for at most `limit`, and adds the answers to `held`. Slow
-/// nodes are waited for only until `is_enough` accepts the files of the others. After that they
-/// count as silent until their answer comes after all. Returns a node that was too busy to answer,
-/// and its message.
+/// Asks `nodes` which files they hold, for at most `limit`, and adds the answers to `held`. Skips
+/// nodes that did not answer within the longest limit a short time ago. Slow nodes are waited for only
+/// until `is_enough` accepts the files of the others. After that they count as silent until their
+/// answer comes after all. Returns a node that was too busy to answer, and its message.
 pub(super) async fn probe_nodes(
     reading: &Arc<ReadSession>,
     (stripe, files): (StripeId, WantedFiles),

@@ -34,7 +34,7 @@ const WAITS_KEPT: u64 = 16;
 /// restore has thousands of stripes and must not wait for the node in each of them.
 const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
 
-/// A file that is not what its node says, named by stripe, node and file name.
+/// A file of a stripe on a node.
 pub(super) type NodeFileKey = (StripeId, NodeId, FileName);
 
 /// The damaged grains of the files of a stripe, by node and file.

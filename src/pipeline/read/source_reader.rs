@@ -1,6 +1,6 @@
 //! A file on a node as a source of a stripe. The file is opened and compared with the record or the
-//! receipt. Then it is read grain by grain, and each grain is verified by the file's own hash tree
-//! before it is used.
+//! receipt. Then it is read grain by grain. Each grain is verified before it is used: by the file's
+//! hash tree or, without one, by the fingerprints in the stripe's record.
 
 use std::time::Duration;
 
@@ -48,7 +48,8 @@ pub(super) struct OpenFile {
 
 /// The reference that the grains of a file are verified against.
 enum GrainVerifier {
-    /// The hash table of the file, under the root that the file must have.
+    /// The hash table of the file, or of another replica of the same block, under the root that the
+    /// file must have.
     Table(GrainTree),
     /// The fingerprints of the stripe's record, for a file without a hash table.
     Fingerprints,

@@ -1,5 +1,5 @@
-//! The sources that a stripe can be read from: whole replicas of the wanted blocks, or pieces that
-//! span.
+//! The sources that a stripe can be read from: replicas of the wanted blocks, or pieces that
+//! determine these blocks.
 //!
 //! This module evaluates the files that the nodes say they hold. It fetches nothing.
 
@@ -38,14 +38,14 @@ pub(super) struct RemoteFile {
 pub(super) struct CodedPieces {
     pub code: Code,
     pub attempt: Attempt,
-    /// The holders of each piece, files that count first.
+    /// The holders of each piece, files that count as copies first.
     pub pieces: BTreeMap<usize, Vec<RemoteFile>>,
 }
 
 /// The sources of a stripe.
 #[derive(Debug, Clone)]
 pub(super) struct SourceSet {
-    /// The holders of the replicas of each wanted block, files that count first.
+    /// The holders of the replicas of each wanted block, files that count as copies first.
     pub replicas: BTreeMap<u8, Vec<RemoteFile>>,
     /// The pieces, if the stripe is archived.
     pub coded: Option<CodedPieces>,
@@ -90,7 +90,7 @@ pub(super) struct ReadRequest<'a> {
     /// The wanted grains of each block.
     pub grains: Range<u64>,
     /// Whether replicas that nodes list may be gone. An archived stripe is then read from its
-    /// pieces, if they span.
+    /// pieces, if they determine the wanted blocks.
     pub is_leaving: bool,
 }
 
@@ -289,8 +289,8 @@ impl ReadRequest<'_> {
 }
 
 /// For each block, moves to the front the holder that is first for the fewest blocks so far. Blocks
-/// are read at once, and two blocks from one node take twice as long. Only files that count are
-/// moved to the front.
+/// are read at once, and two blocks from one node take twice as long. Only files that count as
+/// copies are moved to the front.
 fn spread_first_holders(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
     let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
     for holders in replicas.values_mut() {
@@ -304,8 +304,8 @@ fn spread_first_holders(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
     }
 }
 
-/// Returns the replicas of a block, files that count first. The first holder depends on the stripe
-/// and the block, so that the load is spread.
+/// Returns the replicas of a block, files that count as copies first. The first holder depends on
+/// the stripe and the block, so that the load is spread.
 fn replicas_of_block(info: &StripeInfo, block: u8, held: &HeldFiles) -> Vec<RemoteFile> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };
     let (file, expected) = (FileName::Replica { block }, (expected.len_bytes, expected.root));
@@ -342,7 +342,7 @@ fn pieces_of_attempt(
                 FileName::Piece { piece, attempt: of } if of == attempt => {
                     let proven = receipt.and_then(|receipt| receipt.pieces.get(usize::from(piece)));
                     let root = match proven {
-                        // Without the receipt the decoded bytes decide.
+                        // Without the receipt, the fingerprints of the decoded blocks decide.
                         None => found_root,
                         Some(proven) if proven.form == PieceForm::File => Some(proven.root),
                         // A later receipt may name a piece in the place of this kept replica.

@@ -1,4 +1,5 @@
-//! Reads a stripe back, from replicas or from any pieces that span, with every grain verified.
+//! Reads a stripe back, from replicas or from any pieces that determine the wanted blocks, with every
+//! grain verified.
 //!
 //! First [`StripeReader::probe_and_plan`] asks the nodes which files they have and decides whether
 //! the stripe can be read at all; nothing is delivered before that. Then
@@ -235,7 +236,7 @@ impl StripeReader {
     }
 
     /// Chooses pieces that have the next grain good. Returns a program that decodes `blocks` from
-    /// them, and the sources of these pieces; `None` if the pieces do not span.
+    /// them, and the sources of these pieces; `None` if such pieces do not determine `blocks`.
     fn choose_pieces(
         &self,
         blocks: &[u8],
@@ -356,7 +357,8 @@ impl StripeReader {
         fetched
     }
 
-    /// Reads the next grain of each block from a source that has it good: a replica, or pieces.
+    /// Reads the next grain of each block from a source that has it good: a replica, or pieces. Then
+    /// moves `progress` past this grain.
     async fn read_next_grain_elsewhere(
         &self,
         blocks: &[u8],

@@ -19,15 +19,16 @@ const ATTEMPTS_ASKED: usize = 4;
 /// The nodes of a ring that are asked for their files of a stripe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NodesToAsk {
-    /// The nodes that were live when the directory was fetched.
+    /// The nodes whose leases were alive when the directory was fetched, except silent ones.
     Live,
     /// All nodes. Silent ones have longer to answer.
     All,
 }
 
 /// Returns the state in which stripe `index` of a committed shard can be read: `Replicated` if
-/// there is a replica of every block, otherwise the archived state of the attempt that has the most
-/// pieces and a receipt on some node. Returns `Replicated` if no receipt is found either.
+/// there is an undamaged replica of every block, otherwise the archived state of the attempt that
+/// has the most pieces and a receipt on some node. Returns `Replicated` if no receipt is found. If
+/// the replicas of the stripe may be about to be dropped, a receipt is looked for first.
 ///
 /// A receipt exists only when all n pieces were proven, so it does not matter whether the catalogue
 /// had recorded that.

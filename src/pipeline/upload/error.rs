@@ -42,7 +42,7 @@ pub enum SaveError {
     /// A holder refused for a reason that applies to every holder.
     #[error(transparent)]
     Refused(CallError),
-    /// A record is too long.
+    /// A record or a hash tree could not be built.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// Fingerprinting failed.

@@ -19,8 +19,8 @@ pub(super) struct Faults {
     spoil_sync_at: Option<u64>,
 }
 
-/// A callback that runs before each call. Its argument says whether the call changes anything; it
-/// returns `false` to refuse the call.
+/// A callback that runs before each call to which faults apply. Its argument says whether the call
+/// is a change or a sync; it returns `false` to refuse the call.
 pub(super) type Guard = Arc<dyn Fn(bool) -> bool + Send + Sync>;
 
 /// The effect of a call.
@@ -41,7 +41,8 @@ pub(super) enum InjectedOutcome {
 
 impl MemoryDisk {
     /// Makes every call fail after the next `operations` operations, as if the power were off.
-    /// Operations are all calls except reads.
+    /// Operations are changes and syncs; reads are not counted. The calls that take a lock, measure
+    /// the disk or return a file's number neither count nor fail.
     pub fn stop_after(&self, operations: u64) {
         let mut faults = lock_ignoring_poison(&self.shared.faults);
         faults.stop_at = Some(faults.operations + operations);
@@ -67,8 +68,8 @@ impl MemoryDisk {
         faults.spoil_sync_at = Some(faults.syncs + syncs);
     }
 
-    /// Runs `guard` before each later call (with `true` if the call changes something). The guard
-    /// may refuse the call.
+    /// Runs `guard` before each later call to which faults apply (with `true` if the call is a change
+    /// or a sync). The guard may refuse the call.
     pub fn set_call_guard(&self, guard: impl Fn(bool) -> bool + Send + Sync + 'static) {
         *lock_ignoring_poison(&self.shared.guard) = Some(Arc::new(guard));
     }

@@ -1,10 +1,10 @@
 //! Straight-line programs, for any vector type. All registers of the program are processed for a
 //! few vectors at a time, so that values between hops stay in the processor's registers.
 
-/// Instantiates `run`, which runs a [`super::LineTask`], with instructions of `$features`. It needs
-/// the same definitions as [`loops`](super::loops), and uses the macro's output. A register of the
-/// program is `$wide` vectors at once, or `$stream` vectors when outputs are written by
-/// non-temporal stores.
+/// Instantiates `run`, which runs a [`super::LineTask`], with instructions of `$features`. The
+/// surrounding module must have the definitions that [`loops`](super::loops) needs, and must
+/// instantiate `loops!`, whose `fetch_ahead` is used here. A register of the program is `$wide` vectors
+/// at once, or `$stream` vectors when outputs are written by non-temporal stores.
 macro_rules! lines {
     ($features:literal, wide $wide:literal, stream $stream:literal) => {
         /// Runs a straight-line program over the bytes of the task, as far as whole passes reach.

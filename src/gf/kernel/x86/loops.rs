@@ -17,10 +17,11 @@ macro_rules! inline {
 
 /// Instantiates `apply`, which runs a [`super::Task`], with instructions of `$features`. The
 /// surrounding module must define `Vector` of `VECTOR` bytes; `zero`, `load`, `store`, `stream` and
-/// `xor`; `xor3`, the sum of three, which is used if `HAS_XOR3`; and `Factor`, with `factor`, which
-/// makes one from a constant, and `product`, which multiplies a vector by one.
+/// `xor`; `xor3`, the sum of three, which is used if `HAS_XOR3`; `factor`, which makes from a constant
+/// the form by which `product` multiplies a vector; and the two halves of `factor`: `raw`, which looks
+/// the constant up in a table, and `from_raw`, which loads the result into registers.
 ///
-/// `$rows` lists the possible numbers of rows of one pass; the last is the maximum. With each come
+/// `$most` is the maximum number of rows of one pass, and `$rows` lists the possible numbers. With each come
 /// two numbers of vectors of a row that are summed at once: one for data in the caches, and one for
 /// data in memory. `$shapes` lists the shapes of hops whose factors stay in registers: (rows,
 /// columns that are not plain, plain columns, vectors at once).

@@ -18,8 +18,8 @@ use super::Mode;
 use super::group::{Coefs, GROUP_INPUTS, GROUP_OUTPUTS, Group, STEP_BYTES};
 use crate::gf::line::Line;
 
-/// A pass that touches more bytes than this reads from memory. The value is the smallest
-/// second-level cache of these processors.
+/// A pass that touches more bytes than this is assumed to read from memory, because they do not fit
+/// into the second-level cache (1 to 2 MiB in current server processors).
 const FAR_BYTES: usize = 1 << 20;
 
 /// The way in which a pass accesses memory.

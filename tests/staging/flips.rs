@@ -28,6 +28,9 @@ struct Flips<'a> {
     seen: Seen,
 }
 
+/// Number of launches that are tried for a flip between the hashes and the commit.
+const HASHED_TRIES: u32 = 3;
+
 /// Flips `count` bits in each place. Returns the outcomes.
 pub fn play(cluster: &Cluster, count: u64, seed: u64) -> Seen {
     let stage = Stage::start(cluster, "64MiB", &[]);
@@ -67,12 +70,27 @@ impl Flips<'_> {
     /// Flips a bit after the hashes were recorded and before the commit: the step is dropped, and
     /// the one before it stays.
     fn hashed(&mut self, step: u64) {
-        let job = format!("hashed-{step}");
+        let is_done = (1..=HASHED_TRIES).any(|number| self.try_hashed(step, number));
+        assert!(is_done, "the daemon was always stopped before it had answered the rank");
+    }
+
+    /// Returns `false` if the daemon was stopped before it had answered the rank.
+    fn try_hashed(&mut self, step: u64, number: u32) -> bool {
+        let job = format!("hashed-{step}-{number}");
         let mut launch = Launch::ready(&self.stage, &Plan::new(&job, 1));
         launch.save(1);
         launch.wait(1);
         self.stage.watch.set_trap(StagingPoint::Saving, &[self.stage.pid()], Signal::STOP);
-        let saved = launch.ranks[0].step("save", 2).unwrap();
+        let saved = match launch.ranks[0].step("save", 2) {
+            Ok(saved) => saved,
+            Err(refused) => {
+                refused.says("Timeout", &["the end of a save"]);
+                self.stage.signal(Signal::CONT);
+                launch.kill();
+                self.stage.free(&job);
+                return false;
+            }
+        };
         self.stage.until("the save begins", || self.stage.watch.has_sprung());
         self.flip(&self.segment(&saved), WEIGHTS);
         self.stage.signal(Signal::CONT);
@@ -82,6 +100,7 @@ impl Flips<'_> {
         self.count("segments, hashed and not committed", "found: not committed, not loaded");
         launch.kill();
         self.stage.free(&job);
+        true
     }
 
     /// Flips a bit in a segment of a committed step: the step is loaded from the cluster.

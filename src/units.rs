@@ -82,7 +82,7 @@ impl From<ByteCount> for u64 {
 /// The error for a text that is not a byte count.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is not a size: expected a whole number with B, KiB, MiB, GiB, KB, MB or GB behind it, e.g. \"64MiB\""
+    "{0:?} is not a size: expected a whole number with B, KiB, MiB, GiB, TiB, KB, MB or GB behind it, e.g. \"64MiB\""
 )]
 pub struct ByteCountError(String);
 

@@ -57,7 +57,7 @@ pub fn text(status: &RepairStatus, paint: Paint) -> String {
     if survey.unknown > 0 {
         let steps = counted(survey.unknown, "checkpoint");
         out.push_str(&format!(
-            "{steps} could not be surveyed: a node did not answer, or the checkpoint was changing\n"
+            "{steps} could not be surveyed: a node did not answer or runs an older program, the checkpoint was changing, or a record of it is damaged\n"
         ));
     }
     if survey.degraded > 0 {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::args::{Ls, Rm, Show};
-use super::holdings::{States, holdings};
+use super::holdings::{States, StripeFiles, holdings};
 use super::picture::{self, Style};
 use super::printer::{CommandOutput, step_json};
 use super::table::{Paint, Table, Tint, shown};
@@ -14,7 +14,7 @@ use super::words::ExactStep;
 use super::{Front, Outcome, connect, tensors};
 use crate::client::{Client, ClientError, ShowReport};
 use crate::format::records::{ShardRoot, ShardState};
-use crate::id::{Job, Label, NodeId, PeerName, Step};
+use crate::id::{Job, Label, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::units::{ByteCount, date};
 use crate::wire::calls::{LaunchView, OpenSaveView, RemoveAnswer, StepView};
@@ -107,9 +107,18 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
     }
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.show_step(&options.step.job, options.step.step)).await;
+    let pictured =
+        report.as_ref().ok().and_then(|report| Some((report, shard_of_picture(report)?)));
+    let files = match pictured {
+        Some((report, (root, _))) => {
+            let stripe = StripeId { shard: root.shard, index: 0 };
+            client.list_stripe_files(stripe, &report.nodes).await
+        }
+        None => StripeFiles::new(),
+    };
     connect::close(&client).await;
     let style = Style::of_env(&front.env, front.printer.paint());
-    Ok(Box::new(Shown { report: report?, style }))
+    Ok(Box::new(Shown { report: report?, files, style }))
 }
 
 /// Runs the command `rm`.
@@ -257,7 +266,14 @@ impl CommandOutput for Steps {
 
 struct Shown {
     report: ShowReport,
+    /// The files of the stripe in the picture.
+    files: StripeFiles,
     style: Style,
+}
+
+/// Returns the shard of which the picture shows the first stripe: the first one that has stripes.
+fn shard_of_picture(report: &ShowReport) -> Option<&(ShardRoot, ShardState)> {
+    report.shards.iter().find(|(_, state)| !state.runs.is_empty())
 }
 
 impl CommandOutput for Shown {
@@ -320,10 +336,10 @@ impl CommandOutput for Shown {
         if report.shards.len() > LISTED {
             out.push_str(&format!("and {} more (--json has all)\n", report.shards.len() - LISTED));
         }
-        let with_stripes = report.shards.iter().find(|(_, state)| !state.runs.is_empty());
-        if let Some((root, state)) = with_stripes {
+        if let Some((root, state)) = shard_of_picture(report) {
             out.push_str(&format!("\nStripe 0 of {}\n\n", shown(root.name.as_str())));
-            out.push_str(&picture::map(&holdings(root, state, 0, &report.nodes), self.style));
+            let held = holdings(root, state, 0, &report.nodes, &self.files);
+            out.push_str(&picture::map(&held, self.style));
         }
         if view.by_marks {
             out.push_str(BY_MARKS);

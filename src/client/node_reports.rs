@@ -1,18 +1,20 @@
 //! Requests to the nodes themselves, which show which of them answer. Leases do not show it while
 //! the catalogue renews none.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream;
+use futures_util::{StreamExt, future, stream};
 
 use super::{Client, ClientError};
+use crate::format::file::FileName;
 use crate::format::records::Node;
-use crate::id::PeerName;
+use crate::id::{NodeId, PeerName, StripeId};
 use crate::net::call::address;
 use crate::wire::NodeAddress;
 use crate::wire::calls::{
-    CHANGES_NOTHING, GetNodeStatus, Hello, HelloAnswer, ListNodes, NodeStatusAnswer, NodeView,
+    CHANGES_NOTHING, GetNodeStatus, Hello, HelloAnswer, ListFiles, ListNodes, NodeStatusAnswer,
+    NodeView,
 };
 
 /// Time limit for a node to answer `Hello`. A node that takes longer counts as silent.
@@ -94,6 +96,26 @@ impl Client {
         let mut nodes: Vec<_> = stream::iter(asks).buffer_unordered(AT_ONCE).collect().await;
         nodes.sort_by(|a, b| a.node.name.cmp(&b.node.name));
         nodes
+    }
+
+    /// Asks the live storage nodes among `nodes` which files of a stripe they have, damaged files
+    /// apart. A node that does not answer within three seconds is left out.
+    pub async fn list_stripe_files(
+        &self,
+        stripe: StripeId,
+        nodes: &[NodeView],
+    ) -> BTreeMap<NodeId, Vec<FileName>> {
+        let asks = nodes.iter().filter(|view| view.live && view.node.storage).map(|view| {
+            let to = NodeAddress::of(&view.node);
+            async move {
+                let call = ListFiles { stripe };
+                let files = self.caller().call_within(&address(&to), &call, HELLO_LIMIT).await;
+                let names = files.ok()?.into_iter().map(|view| view.file).collect();
+                Some((NodeId::of(&view.node.name), names))
+            }
+        });
+        let asks: Vec<_> = asks.collect();
+        stream::iter(asks).buffer_unordered(AT_ONCE).filter_map(future::ready).collect().await
     }
 
     /// Returns the state of the catalogue.

@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 use super::disk::DiskLock;
 use super::kv::{Batch, CatalogueStorage, Kv, KvError, MAX_PAGE, Pair, scan_lower_bound};
 
-/// Maximum number of broken folders that are kept before opening fails. That many are not an
-/// accident.
+/// Maximum number of folders that are moved aside and kept: damaged ones, and older catalogue
+/// databases. With this many, the next one is not moved aside, and the opening fails.
 const MAX_ASIDE: u32 = 16;
 
 /// Number of attempts to lock the database, and the wait between two attempts. A dropped database
@@ -67,7 +67,7 @@ impl SledKv {
     /// # Errors
     /// [`KvError::InUse`] if another process has the database open; [`KvError::Io`] if the
     /// operating system refuses to open it, which leaves the folder in place; [`KvError::Damaged`]
-    /// if it is damaged and too many broken folders are beside it.
+    /// if it is damaged and [`MAX_ASIDE`] folders are beside it already.
     pub fn open(
         _held: &DiskLock,
         path: &Path,
@@ -278,7 +278,9 @@ fn move_aside(path: &Path) -> Result<PathBuf, KvError> {
     let aside = free.ok_or_else(|| {
         damaged_error(
             path,
-            format!("and {MAX_ASIDE} broken folders are already beside it: check the disk"),
+            format!(
+                "and {MAX_ASIDE} folders that were moved aside are beside it: remove those that are not needed; damage that often is a failing disk"
+            ),
         )
     })?;
     #[allow(clippy::disallowed_methods)] // sled's folder is not behind the disk trait

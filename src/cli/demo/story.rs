@@ -11,7 +11,7 @@ use super::facts::{HopSum, check_model, spans, stops, times};
 use super::report::{DemoReport, Left};
 use super::stage::{self, NODES};
 use crate::cli::args::Demo;
-use crate::cli::holdings::holdings;
+use crate::cli::holdings::{StripeFiles, holdings};
 use crate::cli::init::NewCluster;
 use crate::cli::picture::{self, Holding, Style};
 use crate::cli::printer::CommandFailure;
@@ -276,7 +276,9 @@ impl Story<'_> {
 /// Returns the files that the nodes hold of the first stripe.
 fn first_stripe(show: &ShowReport) -> Vec<Holding> {
     let first = show.shards.first();
-    first.map(|(root, state)| holdings(root, state, 0, &show.nodes)).unwrap_or_default()
+    first
+        .map(|(root, state)| holdings(root, state, 0, &show.nodes, &StripeFiles::new()))
+        .unwrap_or_default()
 }
 
 /// Chooses the nodes that are killed. The catalogue server is never chosen, because the demo does

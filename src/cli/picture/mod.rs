@@ -83,7 +83,7 @@ pub struct Holding {
     pub node: String,
     /// The replicas, such as `o1`.
     pub replicas: Vec<String>,
-    /// The piece, such as `c2`.
+    /// The piece, such as `c2`, or the pieces, such as `c2,c5`.
     pub piece: Option<String>,
     /// Whether the node is lost, with all that it holds.
     pub dead: bool,

@@ -1,8 +1,9 @@
 //! Measures the merge of the tables of many hosts into the index of a checkpoint, as the staging
-//! daemon of one host does it for all: the union, the check that every tensor is whole, and the bytes.
+//! daemon of one host does it for all: the union, the check that every tensor is whole, and the
+//! bytes.
 //!
-//! 128 hosts have 4,000 names each. In *sharded*, every host has one slice of each of the same names;
-//! in *private*, all names differ.
+//! 128 hosts have 4,000 names each. In *sharded*, every host has one slice of each of the same
+//! names; in *private*, all names differ.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, missing_docs)] // a bench stops at the first failure
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};

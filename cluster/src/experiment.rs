@@ -34,7 +34,7 @@ pub struct Experiment {
     pub question: String,
     /// Number of times that each arm is run, unless a point has another number.
     pub rounds: u32,
-    /// The arms that are compared, all of one kind.
+    /// The arms that are compared. Restores are compared only with restores.
     pub arms: Vec<Arm>,
     /// Whether the hops of the first round are drawn over time.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -132,7 +132,7 @@ pub fn draw(record: &Record) -> String {
     out
 }
 
-/// Returns 1, 2 or 5 times a power of ten that is at least `least`.
+/// Returns the smallest number that is 1, 2 or 5 times a power of ten and at least `least`.
 fn nice_step(least: f64) -> f64 {
     let power = 10f64.powf(least.log10().floor());
     let times = [1.0, 2.0, 5.0, 10.0].into_iter().find(|times| times * power >= least);

@@ -77,7 +77,8 @@ pub struct Pump {
 /// The time and cost of a transfer.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Took {
-    /// Seconds from the first byte received to the last; 0 if nothing was received.
+    /// Seconds from the first byte received to the last; 0 if nothing was received. With
+    /// [`Over::Disk`], the seconds that the piece took.
     pub seconds: f64,
     /// Processor time of the process in seconds, since its connections were established.
     pub cpu_s: f64,

@@ -97,9 +97,10 @@ pub struct RunRecord {
     pub round: u32,
     /// The arm that was run.
     pub arm: Arm,
-    /// The measure that is compared, in seconds. For one stripe it ends when the last piece is
-    /// durable and proven. For several stripes and for restores it is the whole command, for a
-    /// stream of checkpoints their median, for a transfer the slowest receiver.
+    /// The measure that is compared, in seconds. For the archiving of one stripe it is the run of
+    /// the plan, which ends when the last piece is durable and proven. For a stream of checkpoints
+    /// it is the median of their times at risk, and for a transfer the time of the slowest
+    /// receiver. For everything else, and beside a peer, it is the whole command.
     pub seconds: f64,
     /// Duration of the whole command, in seconds.
     pub command_s: f64,

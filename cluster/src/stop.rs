@@ -9,8 +9,8 @@ use std::{fs::File, io::Read as _, io::Seek as _};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// Interval of the checks during a wait. Measured times do not depend on it, because the programs
-/// take them themselves.
+/// Interval of the checks during a wait. Times that a program reports do not depend on it; times
+/// that are measured from outside may be this much longer.
 const POLL: Duration = Duration::from_millis(10);
 
 /// Whether the run is to end.
@@ -61,7 +61,8 @@ impl Stop {
         })
     }
 
-    /// Runs `command` to its end and returns its output. `meanwhile` is called while it runs.
+    /// Runs `command` to its end and returns its output. `meanwhile` is called while it runs. The
+    /// command is killed after `limit`, when the run is to end, or if `meanwhile` fails.
     pub fn run(
         &self,
         mut command: Command,

@@ -84,7 +84,7 @@ def _is_plain(planner: SavePlanner) -> bool:
 def flatten_plan(items: list[WriteItem], mappings: Mappings, planner: SavePlanner) -> Flat:
     """Returns the leaves that a plan of this rank saves.
 
-    What DCP does not shard is the same on all ranks for it, so one of them stores it.
+    DCP takes everything that it does not shard to be the same on all ranks, so one of them stores it.
     """
     flat = Flat()
     is_plain = _is_plain(planner)

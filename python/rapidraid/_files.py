@@ -35,8 +35,8 @@ def save_files(job: str, step: int, files: Mapping[str, Path], settings: Mapping
     """Saves files as a step, by a launch of its own. Returns when the step is committed.
 
     Raises:
-        ExistsError: The step is committed already.
-        InvalidError: The job has a later step, or a file is missing that the metadata of DCP names.
+        ExistsError: The step is committed already, or this host's memory has the step or a later one that is to be committed.
+        InvalidError: There are no files, the job has a later step, or a file is missing that the metadata of DCP names.
 
     """
     if not files:
@@ -46,7 +46,7 @@ def save_files(job: str, step: int, files: Mapping[str, Path], settings: Mapping
     checkpointer = Checkpointer(job, alone=True, **settings)
     try:
         check_new(job, step, [info.step for info in checkpointer.steps() if info.is_committed])
-        # The launch continues from the resume point, so that no other one is in its way.
+        # The daemon refuses a save if the job has later steps than the one that the launch loaded.
         newest = checkpointer.load_with(None, lambda _: None, table_first=True)
         if newest is not None and newest >= step:
             raise ExistsError(f"{job} has step {newest} in the memory of this host, to be committed", "save a later step")
@@ -83,9 +83,9 @@ def _map(path: Path) -> Any:
 
 
 def _check_complete(job: str, step: int, files: Mapping[str, Path]) -> None:
-    """Raises :class:`InvalidError` if a file is missing or short that the metadata of DCP names.
+    """Raises :class:`InvalidError` if the metadata of DCP names a file that is missing or too short.
 
-    This happens if ranks on other hosts have written files there.
+    This happens if ranks on other hosts have written files: those are in the spools of these hosts.
     """
     if METADATA not in files:
         return

@@ -69,10 +69,11 @@ def shared_checkpointer(job: str, settings: Mapping[str, Any]) -> Checkpointer:
 
     Args:
         job: The job.
-        settings: Arguments of :class:`Checkpointer`. If there are none, every Checkpointer of the job is taken.
+        settings: Arguments of :class:`Checkpointer`. ``config``, ``group`` and ``alone`` choose among the job's Checkpointers.
+            If there are no other settings, the chosen one is returned with the settings that it has.
 
     Raises:
-        InvalidError: The process has a Checkpointer of the job with other settings.
+        InvalidError: The chosen Checkpointer has other settings.
 
     """
     more = dict(settings)
@@ -118,7 +119,7 @@ def forget_checkpointers() -> None:
 
 
 def _after_fork() -> None:
-    """Lets a forked child make Checkpointers of its own. That of a process group stays refused: the ranks do not know the child."""
+    """Lets a forked child make Checkpointers of its own with ``alone``. The others refuse the child: the ranks do not know it."""
     global _lock
     _lock = threading.Lock()
     for key in [key for key in _opened if key[3]]:

@@ -37,8 +37,8 @@ Name = tuple[int | None, list[tuple[int, Any]], str, str, int, list[int], int]
 
 #: A target: row of the name, box or ``None`` for the whole, address, and length in bytes.
 Target = tuple[int, tuple[list[int], list[int]] | None, int, int]
-#: A load by ranges is used while less than this fraction of a step is wanted. Otherwise the whole
-#: step is read once, in order.
+#: A load by ranges is used while all readers together want less than this fraction of a step.
+#: Otherwise the whole step is read once, in order.
 WORTH_RANGES = 0.25
 
 

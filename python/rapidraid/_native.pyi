@@ -220,7 +220,7 @@ class Session:
         """Returns the labelled steps of a job, in order, with their labels."""
 
     def leave(self, timeout: float) -> None:
-        """Ends the session. The memory of this process's segments becomes free for others."""
+        """Ends the session. Segments of this process that hold no staged step become free for others."""
 
     def leave_to_parent(self) -> None:
         """Ends the session in a forked child, and releases its copies of everything that belongs to the parent."""

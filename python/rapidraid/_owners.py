@@ -56,8 +56,9 @@ def choose_owners_by_placement(
 ) -> tuple[Owners, set[Part]]:
     """Decides as :func:`choose_owners` for layouts of one digest, for the parts that this rank holds.
 
-    The owner of a part is the one of its holders that owns the fewest bytes of the parts with the same holders. So the
-    holders come to the same decision, although each rank sees only its own parts.
+    The owner of a part is the one of its holders that has the fewest bytes so far: private ones, and those of its parts with
+    the same holders. So the holders come to the same decision, although each rank sees only its own parts. The hash of its
+    name chooses the owner of a plain value.
     """
     owners: Owners = {}
     replicated: set[Part] = set()

@@ -36,7 +36,7 @@ def parse_place(path: str) -> Place:
     """Returns the parts of a path without its scheme.
 
     Raises:
-        InvalidError: The path has another form than ``JOB/STEP/FILE``, or names no job.
+        InvalidError: The path has another form than ``JOB``, ``JOB/STEP`` or ``JOB/STEP/FILE``, or names no job.
 
     """
     job, _, rest = path.strip("/").partition("/")

@@ -341,7 +341,7 @@ def _shared_bytes(shared: list[Leaf], described: dict[tuple[bool, Keys], Describ
 
 
 def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str | None, str]]) -> None:
-    """Raises on all ranks the error that any of them met.
+    """Raises the error of the first rank that met one: on that rank as it is, on the others as an :class:`InvalidError`.
 
     A rank that continued alone would wait for the others forever.
     """

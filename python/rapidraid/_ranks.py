@@ -10,7 +10,8 @@ from typing import Any
 class Group:
     """The ranks of the launch.
 
-    Collectives are used to agree on the launch, in ``prepare`` and, if there are several hosts, in ``load``.
+    Collectives are used to agree on the launch, in ``prepare``, in the saves of frameworks and, if there are several hosts, in
+    loads.
     """
 
     def __init__(self, group: Any, is_alone: bool) -> None:

@@ -191,7 +191,7 @@ def check_one_host() -> None:
 
 
 def owner() -> list[str]:
-    """Returns what tells this launch from others: that of torchrun, or this process."""
+    """Returns the identity of this launch: the launch of torchrun if there is one, otherwise this process."""
     env = os.environ
     if all(name in env for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
         names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -237,9 +237,9 @@ def _take(path: Path, create: bool) -> Folder | None:
 
 
 def _is_taken(folder: Folder, create: bool) -> bool:
-    """Tries once to take the lock of a folder. Empties it if its owner has no living process.
+    """Tries once to take the lock of a folder. Empties the folder if its owner has no living process.
 
-    Raises :class:`ExistsError` if another launch has it.
+    Returns whether this process has the lock now. Raises :class:`ExistsError` if another launch writes the folder.
     """
     mine = owner()
     if _try_lock(folder.descriptor, fcntl.LOCK_EX):

@@ -38,8 +38,9 @@ FILES: Key = (0, "files")
 def flatten_tree(tree: Mapping[Any, Any], whole: tuple[str, ...] = ()) -> Flat:
     """Returns the leaves of a nested dict. All of them are shared, so any number of ranks can load them.
 
-    A part without tensors is one plain value, whatever its keys are. Tensors of a single number count as plain values
-    there, except below the keys in ``whole``: they come and go from step to step, and would change the layout each time.
+    A part without tensors is one plain value, whatever its keys are. A part whose tensors are all zero-dimensional counts as
+    one without tensors, except below the keys in ``whole``: such tensors come and go from step to step, and would change the
+    layout each time.
 
     Args:
         tree: The dict.

@@ -1,4 +1,4 @@
-"""Values of other packages that are stored as plain values: torch's small types and scalars, and numpy's scalars.
+"""Objects that are stored as plain values: torch's small types and scalars, numpy's scalars, and some containers of Python.
 
 Each kind has a name, and a plain value represents the object. To describe an object, this module does not import torch or
 numpy: an object of theirs exists only if they are already imported.

@@ -53,11 +53,12 @@ GIVE_UP_S = 5.0
 #: How long a thread that waits for a commit blocks other threads from the session at a time, in
 #: seconds.
 WAIT_TURN_S = 0.05
-#: How often a wait for a commit is tried while the daemon does not answer.
+#: Maximum number of failed attempts of a wait for a commit, while the daemon does not answer.
 WAIT_TRIES = 4
 #: Maximum time for ending a session, in seconds. The daemon also notices the end of the process.
 LEAVE_S = 5.0
-#: Maximum time for the last question to the daemon at the exit of the process, in seconds.
+#: Maximum time for asking the daemon what has failed, when a session ends without waiting, in
+#: seconds.
 QUICK_S = 1.0
 
 
@@ -140,7 +141,7 @@ class Checkpointer:
         group: The process group of the launch. Default: the default group, if there is one.
         alone: Whether this process is a launch of its own, although there is a process group.
         keep: The number of committed steps to keep. Older ones are removed after each commit. Default: all.
-        when_full: The behaviour of ``save`` while both segments hold uncommitted steps: ``"wait"`` for one, ``"skip"``
+        when_full: The behaviour of ``save`` while every segment holds an uncommitted step: ``"wait"`` for one, ``"skip"``
             the step, or raise (``"error"``). A launch on several hosts needs ``"wait"``.
         abandon_later: Whether the first save removes committed steps that are later than the loaded one.
         save_on: Signals that set :attr:`should_stop`, for preemption.
@@ -290,8 +291,8 @@ class Checkpointer:
 
     def _prepare(self, plan: Plan) -> None:
         self._drop_plan()
-        # Keep the plan even if preparing fails: all ranks agree on the layout, and agreeing again
-        # would wait for the other ranks.
+        # Keep the plan even if preparing fails: in a save the other ranks do not prepare, and a new
+        # plan would wait for them. ``_prepare_flat`` drops it on all ranks.
         self._plan = plan
         count = self._daemon.prepare(
             self.job,
@@ -330,13 +331,14 @@ class Checkpointer:
     def save_flat(self, step: int, flat_state: Callable[[], Flat], *, may_gather: bool = True, raise_earlier: bool = False) -> bool:
         """Saves the state that ``flat_state`` returns, for frameworks. Prepares anew if its layout has changed on any rank.
 
-        All ranks must call it. Errors of ``flat_state`` are raised on all ranks.
+        Returns whether the step was staged, as :meth:`save` does. All ranks must call it. Errors of ``flat_state`` are
+        raised on all ranks.
 
         Args:
             step: The step.
             flat_state: Returns the leaves of the state.
             may_gather: Whether the ranks may tell each other that the layout has changed. If not, only the first call
-                prepares.
+                prepares. Later, an error or a changed layout is raised on its rank alone, and the step is given up.
             raise_earlier: Whether to raise failures of earlier steps, instead of logging them.
 
         """
@@ -442,7 +444,11 @@ class Checkpointer:
             plan.add_segment(self._daemon.segment(plan.segments))
 
     def wait(self, step: int | None = None, timeout: float | None = None) -> list[str]:
-        """Waits until ``step`` (default: the last saved one) is committed. Returns remarks about its save."""
+        """Waits until ``step`` (default: the last saved one) is committed. Returns remarks about its save.
+
+        Raises failures of other saves too. Raises :class:`DeadlineError` after ``timeout`` seconds (default: the
+        Checkpointer's).
+        """
         if step is None:
             if not self._saved:
                 return []
@@ -463,7 +469,7 @@ class Checkpointer:
                 with self._lock:
                     save, notes = self._daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
             except UnavailableError as error:
-                # The same kind says that the step was dropped, again and again.
+                # A dropped step is reported by an error of the same kind, at each attempt.
                 tries -= 1
                 if tries == 0 or left <= 0 or (isinstance(error, NoDaemonError) and not self._start):
                     raise
@@ -496,7 +502,7 @@ class Checkpointer:
         return self._daemon.notices(self.timeout)
 
     def _log_notices(self) -> None:
-        """Logs failures and warnings. Whoever waits for a step that has failed gets its error."""
+        """Logs failures and warnings. A wait for a failed step raises its error."""
         for step, failure, warning in self._notices():
             if failure is None:
                 log.warning("step %d: %s", step, warning)
@@ -624,9 +630,10 @@ class Checkpointer:
 
     @_one_thread
     def look_into(self, step: int | None, read: Callable[[Reader], _T]) -> _T | None:
-        """Opens a step, by default the resume point, for what ``read`` returns. The launch does not continue from it.
+        """Opens a step, by default the resume point. Returns the result of ``read``, or ``None`` if the job has no step.
 
-        Without a step all ranks must call it.
+        The launch does not continue from the step, unless ``step`` is ``None`` and the launch has prepared: then the daemon
+        counts the step as loaded. If ``step`` is ``None``, all ranks must call it.
         """
         limit = self.timeout * 10
         if step is not None:
@@ -793,7 +800,10 @@ class Checkpointer:
 
     @property
     def resumed(self) -> tuple[int | None, int | None]:
-        """The step from which another launch would go on, and the newest step that is known to be committed then."""
+        """The step from which another launch of the trainer continues, and the newest step that it counts as seen.
+
+        After a save, both are the last staged step, which may not be committed yet.
+        """
         return (self._saved[-1], self._saved[-1]) if self._saved else (self._loaded, self._newest_seen)
 
     @_one_thread

@@ -60,9 +60,9 @@ class LocalCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="rapidraid-")) if folder is None else Path(folder)
         self.config = self.folder / "cluster" / "client" / "rapidraid.toml"
         memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self.folder
+        self.configs = [self.config, *(self.config.with_name(f"host-{host}.toml") for host in range(1, hosts))]
         # The name follows from the folder's full path, so that the next run finds it again and no
         # other cluster uses it.
-        self.configs = [self.config, *(self.config.with_name(f"host-{host}.toml") for host in range(1, hosts))]
         self._staging = memory / f"rapidraid-{hashlib.sha256(str(self.folder.absolute()).encode()).hexdigest()[:12]}"
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:

@@ -33,7 +33,7 @@ class ForkedError(InvalidError):
 
 
 class NotFoundError(RapidraidError, LookupError):
-    """There is no such step, name or segment."""
+    """There is no such step, name or segment, or a file or program that the call needs is missing."""
 
 
 class NoFileError(NotFoundError, FileNotFoundError):
@@ -41,7 +41,7 @@ class NoFileError(NotFoundError, FileNotFoundError):
 
 
 class ExistsError(RapidraidError, FileExistsError):
-    """The step is saved already, or is being saved by another process."""
+    """The step, or the target of an export, exists already, or another process is working on it."""
 
 
 class DeniedError(RapidraidError, PermissionError):
@@ -65,7 +65,7 @@ class StaleError(UnavailableError):
 
 
 class BusyError(RapidraidError):
-    """There is not enough memory at the moment."""
+    """Memory is short at the moment, or another process is taking a folder that the call needs. Try again later."""
 
 
 class DeadlineError(RapidraidError, TimeoutError):

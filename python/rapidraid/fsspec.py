@@ -108,7 +108,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # Reading
 
     def look_into(self, place: Place, look: Callable[[Reader], tuple[_T, str | None]]) -> _T:
-        """Opens the committed step of a place, and once more if its bytes are damaged."""
+        """Opens the committed step of a place, and once more if its bytes are damaged. Returns the first result of ``look``."""
         if place.step is None:
             raise NoFileError(f"there is no {place}", FORM)
 
@@ -226,7 +226,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return chosen if detail else list(chosen)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        """Returns the bytes of a file, or of a range of it. Only these are read."""
+        """Returns the bytes of a file, or of a range of it. Only the pieces that contain them are read."""
         spooled = self._spooled(self._place(path))
         if spooled is not None:
             with open(spooled, "rb") as file:

@@ -51,7 +51,7 @@ def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _with_keep(settings: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Returns settings in which ``save_total_limit`` of the training arguments is ``keep``."""
+    """Returns settings in which ``keep`` is ``save_total_limit`` of the training arguments, unless they have a ``keep``."""
     limit = args.save_total_limit
     return {**({"keep": limit} if limit is not None and limit > 0 else {}), **settings}
 
@@ -69,7 +69,7 @@ class RapidraidTrainer(Trainer):
     Args:
         args: As for ``Trainer``.
         job: The job.
-        settings: Arguments of :class:`Checkpointer`. ``keep`` is ``save_total_limit`` of the training arguments.
+        settings: Arguments of :class:`Checkpointer`. ``keep`` is by default ``save_total_limit`` of the training arguments.
         commit_timeout: The maximum time for a commit, in seconds.
         kwargs: As for ``Trainer``.
 
@@ -125,7 +125,7 @@ class RapidraidTrainer(Trainer):
 
         """
         self._resumed = None
-        # A step of an earlier call is refused by the daemon, not passed over.
+        # The last step of an earlier call must not be skipped in this one: the daemon refuses it.
         self._last = None
         with tempfile.TemporaryDirectory(prefix="rapidraid-") as folder:
             resume: str | bool | None = resume_from_checkpoint

@@ -36,7 +36,7 @@ log = logging.getLogger("rapidraid")
 
 #: The parts of Lightning's dict that a Checkpointer or DCP finds tensor by tensor.
 WHOLE = ("state_dict", "optimizer_states")
-#: The length of a pointer, in bytes. A longer file is a checkpoint of Lightning's own.
+#: The maximum length of a pointer, in bytes. A longer file is a checkpoint of Lightning's own.
 MAX_POINTER_BYTES = 256
 _VERSION = "pytorch-lightning_version"
 
@@ -71,7 +71,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         self.job = parse_step_name(job).job
         self.commit_timeout = commit_timeout
         self._settings = dict(settings)
-        #: The steps of the paths in the folders that this process has saved to.
+        #: The steps of the paths in the folders that this process has saved to, loaded from or removed from.
         self._steps: dict[str, int] = {}
         self._known: set[str] = set()
         #: The parts of the last saved step.
@@ -92,6 +92,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
 
         Raises:
             InvalidError: The step is stored already, without parts that this checkpoint has.
+            ExistsError: The step is the one that was loaded, and the weights have changed since.
             RapidraidError: An earlier save has failed.
 
         """

@@ -1,12 +1,14 @@
 """From a training state to named leaves, and the ranks that hold the parts of each.
 
 A state is a (nested) dict of modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, tensors, arrays and
-plain values. :func:`flatten` walks it and returns its leaves in an order that is the same on all ranks. The rank that
-stores a leaf follows from declarations, never from equal bytes:
+plain values. :func:`flatten` walks it and returns its leaves. The rank that stores a leaf follows from declarations,
+never from equal bytes:
 
 - tensors that are ``DTensor`` declare their parts themselves;
 - parameters of modules under DDP or FSDP, and of any module in a world of one rank, are the same on all ranks;
-- an optimizer's state for a parameter is treated like the parameter, and its settings are the same on all ranks;
+- an optimizer's state for a parameter is treated like the parameter. Its settings are the same on all ranks if all its
+  parameters are, or are ``DTensor``;
+- schedulers and gradient scalers are the same on all ranks;
 - :func:`replicated` and :func:`per_rank` declare anything else;
 - everything that is not declared is private to its rank.
 """
@@ -63,8 +65,8 @@ class Leaf:
     value: Any
     #: Whether the entry belongs to this rank alone.
     is_private: bool
-    #: A function that puts a loaded value in its place; ``None`` for tensors that are filled in
-    #: place.
+    #: A function that puts a loaded plain value in its place. Tensors and arrays are filled in place
+    #: instead.
     put: Callable[[Any], None] | None = None
     flags: int = 0
 
@@ -342,7 +344,7 @@ class _Walk:
     def optimizer(self, keys: Keys, optimizer: Any, is_private: bool | None) -> None:
         """Walks an optimizer.
 
-        Its state is named by parameter if its module is in the state too, otherwise by position.
+        Its state is named by parameter if all its parameters belong to modules of the state, otherwise by position.
         """
         names: dict[int, tuple[str, Any, bool]] = {}
         position = 0
@@ -399,7 +401,10 @@ def _maker_like(parameter: Any) -> Maker:
 
 
 def _like(parameter: Any, element: str, shape: list[int]) -> Any:
-    """Returns an empty tensor for an object's state of a parameter, laid out like it if the shapes are equal."""
+    """Returns an empty tensor of an element type and a shape.
+
+    If ``parameter`` has that shape, the tensor is like it in device and placements.
+    """
     torch = sys.modules["torch"]
     kind = getattr(torch, element, None)
     if not isinstance(kind, torch.dtype):
@@ -421,7 +426,7 @@ def _setter(into: dict[Any, Any], key: Any) -> Callable[[Any], None]:
 
 
 def _has_arrays(value: Any) -> bool:
-    """Returns whether a container contains a tensor, an array, or an object with a state."""
+    """Returns whether a container contains, at any depth, a tensor, an array, a mark, or an object with a state."""
     items = value.values() if isinstance(value, Mapping) else value
     return any(
         is_tensor(item)

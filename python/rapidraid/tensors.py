@@ -370,7 +370,7 @@ def put_scratch(value: Any, scratch: Any) -> None:
 
 
 def new_tensor(element: str, shape: list[int]) -> Any:
-    """Returns an empty tensor for a name that the checkpoint has and the state does not."""
+    """Returns an empty tensor of an element type and a shape, into which a load copies."""
     return sys.modules["torch"].empty(shape, dtype=dtype_of(element))
 
 

@@ -61,7 +61,7 @@ class _Adapter:
             parse_step_name(checkpoint_id)
         #: The state of the save or load of each thread.
         self._local = threading.local()
-        #: What the trainer has loaded or saved of each job, if this is its copy in another process.
+        #: For each job, :attr:`Checkpointer.resumed` of the trainer, if this is a copy in another process.
         self._resumed: dict[str, tuple[int | None, int | None]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -225,7 +225,7 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
         return copy
 
     def synchronize_staging(self) -> None:
-        """Does nothing: the copy is complete when :meth:`stage` returns."""
+        """Does nothing: the copy is complete when :meth:`stage` returns it, or when its future is done."""
         return None
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class _Copy(dict[str, Any]):
 
 
 def _cached_plan(planner: SavePlanner) -> SavePlan:
-    """Returns the plan that a planner which caches plans stands by when it sends none."""
+    """Returns the plan in a planner's cache. A planner that caches plans sends none if its plan has not changed."""
     found = planner._cached_save_plan.get(getattr(planner, "_cached_plans_key", ""))
     if found is None:
         raise InvalidError(f"{type(planner).__name__} sends no plan and has none in its cache", "use a planner that sends its plan")

@@ -88,7 +88,7 @@ class RapidraidStorage(Storage):
             return []
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """Returns a file to read from. By default it is read as a whole before."""
+        """Returns a file to read from. By default the whole file is read into memory first."""
         url = self.remap_path(path)
         if read_args is None or read_args.pre_read_full_file:
             return cast("io.RawIOBase", io.BytesIO(self._fs.cat_file(url)))

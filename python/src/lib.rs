@@ -1,8 +1,9 @@
 //! The Python extension: the trainer's side of staging, for the package `rapidraid` around it.
 //!
-//! The extension links no network and no async runtime. Every call that waits or copies releases
-//! the interpreter for other threads, has a deadline, and ends on Ctrl-C. Names that begin with an
-//! underscore are only for the package: some take addresses of memory.
+//! The extension links no network and no async runtime. A call that waits for the daemon has a
+//! deadline and ends on Ctrl-C. Such calls, and those that copy tensors, release the interpreter
+//! for other threads. Names that begin with an underscore are only for the package: some take
+//! addresses of memory.
 
 mod buffer;
 mod errors;

@@ -419,7 +419,7 @@ impl Session {
         Ok(labels.into_iter().map(text).collect())
     }
 
-    /// Ends the session. The memory of this process's segments becomes free for others.
+    /// Ends the session. Segments of this process that hold no staged step become free for others.
     fn leave(&mut self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         self.segments.clear();
         let session = &mut self.session;

@@ -5,7 +5,8 @@ use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, Py
 use rapidraid::format::value::{MAX_DEPTH, Value};
 
 /// Returns the value of a Python object, or `None` if it is not a plain value. An instance of a
-/// subclass is not a plain value: whatever the subclass adds would be lost.
+/// subclass is a plain value only if [`named`] knows its kind: otherwise whatever the subclass adds
+/// would be lost.
 pub fn from_python(object: &Bound<'_, PyAny>, depth: usize) -> PyResult<Option<Value>> {
     if depth > MAX_DEPTH {
         return Ok(None);

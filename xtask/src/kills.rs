@@ -1,5 +1,6 @@
 //! `cargo xtask kills`: kills real daemons, by the tests `kills`, `sixteen` and `staging`, and by
-//! `python/tests/test_kills.py` and `test_hosts.py`. Environment variables tell the tests how much to do.
+//! `python/tests/test_kills.py` and `test_hosts.py`. Environment variables tell the tests how much
+//! to do.
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -2,7 +2,7 @@
 //! at the first failure.
 //!
 //! A step that cannot run on this machine (a tool is not installed, a folder is missing) is skipped
-//! with a message. The last line is always `N passed, N failed`.
+//! with a message. The last line of `test` is always `N passed, N failed`.
 #![allow(clippy::disallowed_methods)] // a build recipe: nothing here replays from a seed
 
 mod bench;

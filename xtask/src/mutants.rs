@@ -140,8 +140,8 @@ fn try_run(asked: &Chosen<'_>) -> Result<bool> {
     Ok(survived.is_empty())
 }
 
-/// Copies the files that git knows to a tree where they can be changed. Unchanged files keep their
-/// times, so that only changes are built. Returns the path of the copy.
+/// Copies the files that git knows to a tree where they can be changed. Unchanged files outside
+/// `src` keep their times, so that cargo does not build them again. Returns the path of the copy.
 fn copy_tree() -> Result<PathBuf> {
     let tree = Path::new(FOLDER).join("tree");
     let listed = Command::new("git").args(["ls-files", "-z"]).output().context("git ls-files")?;

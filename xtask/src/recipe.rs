@@ -223,8 +223,8 @@ impl Run {
         self.counted("Python tests", Runner::Pytest, &mut environment.pytest("tests"))
     }
 
-    /// Checks the Python package and runs the short experiments at the same time: experiments mostly
-    /// wait for their links. Their output follows that of the Python package.
+    /// Checks the Python package and runs the short experiments at the same time: experiments
+    /// mostly wait for their links. Their output follows that of the Python package.
     fn python_and_experiments(&mut self) -> Result<()> {
         // Cargo unifies the features of all selected targets, with those of the development
         // dependencies. The tests are selected so that what they were built with is used again.

@@ -1,15 +1,16 @@
 //! The Markov chain of one group: the number of its lost pieces, from 0 to n-k+1.
 //!
-//! Each piece is lost at the rate λ. A repair ends at the rate μ and makes all lost pieces: a failure
-//! during the repair starts it again, because the group then survives fewer losses.
+//! Each piece is lost at the rate λ. A repair ends at the rate μ and makes all lost pieces: a
+//! failure during the repair starts it again, because the group then survives fewer losses.
 
 /// Returns the mean time until the group is lost, in the unit of the rates' inverse.
 ///
 /// From i lost pieces another one is lost at the rate f(i) = (n-i)λ, before the repair ends with
-/// probability p(i) = f(i) / (f(i) + μ). A cycle begins without a lost piece and ends with the repair
-/// or with the loss of the group. It lasts 1/f(0) and, for each i that it reaches, 1 / (f(i) + μ). The
-/// group is lost in a share p(1) ... p(n-k) of the cycles, so that the mean time is that of a cycle
-/// over this share. No term is a difference, so the result is exact for rare losses, too.
+/// probability p(i) = f(i) / (f(i) + μ). A cycle begins without a lost piece and ends with the
+/// repair or with the loss of the group. It lasts 1/f(0) and, for each i >= 1 that it reaches,
+/// 1 / (f(i) + μ). The group is lost in a share p(1) ... p(n-k) of the cycles, so that the mean time
+/// is that of a cycle over this share. No term is a difference, so the result is exact for rare
+/// losses, too.
 pub fn mean_time_to_loss(n: usize, k: usize, lost_per_time: f64, repaired_per_time: f64) -> f64 {
     let (mut cycle, mut reached) = (1.0 / (n as f64 * lost_per_time), 1.0);
     for lost in 1..=n - k {

@@ -1,5 +1,5 @@
-//! `rapidraid-cluster durability`: simulates clusters over years, in which disks are lost, nodes and
-//! racks are away and pieces decay, and counts what is lost for ever.
+//! `rapidraid-cluster durability`: simulates clusters over years, in which disks are lost, nodes
+//! and racks are away and pieces decay, and counts what is lost for ever.
 
 mod chain;
 mod repair;
@@ -72,8 +72,8 @@ struct Counts {
     years_per_loss: Option<f64>,
     /// The bound 3/T of the losses per cluster-year (95 %), if there was none.
     most_losses_per_year: Option<f64>,
-    /// The mean time in years until one given group is lost by the Markov chain, for a scenario that
-    /// has one.
+    /// The mean time in years until one given group is lost by the Markov chain, for a scenario
+    /// that has one.
     chain_years_per_group: Option<f64>,
     /// Terabytes of pieces that repairs made, per cluster-year.
     made_tb_per_year: f64,

@@ -26,8 +26,8 @@ pub(super) struct Running {
 }
 
 impl World<'_> {
-    /// Returns how many further nodes may be lost, as a survey counts it: of the pieces on live nodes
-    /// that are not known to be damaged.
+    /// Returns how many further losses the group survives, as a survey counts: by the pieces on
+    /// live nodes that are not known to be damaged. Returns `None` if these are fewer than k.
     fn survives(&self, group: &Group) -> Option<u32> {
         let pieces = group.piece_nodes.iter().zip(&group.is_there);
         let live = pieces.filter(|(home, there)| **there && self.views[**home].live).count();
@@ -85,8 +85,8 @@ impl World<'_> {
         self.start_repair(Running { number: self.repairs + 1, group, survives, pieces });
     }
 
-    /// Returns the pieces that can be made, each with its node: its home if that is live, and a spare
-    /// if the home is given up.
+    /// Returns the pieces that can be made, each with a node for it: the node that should have it,
+    /// if that is live, or a spare if that node is given up.
     fn choose_nodes(&self, at: usize, is_urgent: bool) -> Vec<NewPiece> {
         let group = &self.groups[at];
         let given_up = self.away.given_up();

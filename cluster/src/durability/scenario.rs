@@ -113,8 +113,8 @@ pub struct Scenario {
     /// The duration of a repair.
     #[serde(default)]
     pub repair_time: RepairTime,
-    /// The mean time, in hours, in which the Markov chain makes a lost piece again: from the loss to
-    /// the end of the repair. 0: the scenario has no chain.
+    /// The mean time, in hours, in which the Markov chain makes a lost piece again: from the loss
+    /// to the end of the repair. 0: the scenario has no chain.
     #[serde(default)]
     pub chain_hours: f64,
     /// How the catalogue server decides.

@@ -1,9 +1,9 @@
 //! The events of one simulated cluster: nodes and racks fail and come back, pieces decay, and the
 //! catalogue server repairs.
 //!
-//! The catalogue server's decisions are those of `rapidraid::repair_policy`, which daemons call too.
-//! A *group* is a set of stripes with the same nodes, and is repaired as a whole. Its n pieces lie on
-//! n nodes, and it is lost when fewer than k undamaged pieces are on disks that still exist.
+//! The catalogue server's decisions are those of `rapidraid::repair_policy`, which daemons call
+//! too. A *group* is a set of stripes with the same nodes, and is repaired as a whole. Its n pieces
+//! lie on n nodes, and it is lost when fewer than k undamaged pieces are on disks that still exist.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -266,7 +266,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Notes the damaged pieces of a group whose nodes are live.
+    /// Notes those damaged pieces of a group that are on live nodes.
     pub(super) fn note_damage(&mut self, at: usize) {
         let group = &mut self.groups[at];
         for (piece, home) in group.piece_nodes.iter().enumerate() {

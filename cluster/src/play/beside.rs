@@ -17,7 +17,8 @@ const SHARDS: &str = r#"ls "$1/data/shards""#;
 const COUNT: &str = r#"cd "$1/data/shards" && shift && find "$@" -name 'piece-*' | wc -l"#;
 /// Removes the pieces of the other shards from a node's folder `$1`.
 const LOSE: &str = r#"cd "$1/data/shards" && shift && find "$@" -name 'piece-*' -delete"#;
-/// Maximum time from the loss to the beginning of an automatic repair.
+/// Maximum time of each wait: for an automatic repair to begin, for a repair by command to succeed,
+/// and for a survey that finds nothing missing.
 const BEGIN_LIMIT: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(200);
 const ASK_LIMIT: Duration = Duration::from_secs(60);

@@ -8,9 +8,9 @@
 /// From i lost pieces another one is lost at the rate f(i) = (n-i)λ, before the repair ends with
 /// probability p(i) = f(i) / (f(i) + μ). A cycle begins without a lost piece and ends with the
 /// repair or with the loss of the group. It lasts 1/f(0) and, for each i >= 1 that it reaches,
-/// 1 / (f(i) + μ). The group is lost in a share p(1) ... p(n-k) of the cycles, so that the mean time
-/// is that of a cycle over this share. No term is a difference, so the result is exact for rare
-/// losses, too.
+/// 1 / (f(i) + μ). The group is lost in a share p(1) ... p(n-k) of the cycles, so that the mean
+/// time is that of a cycle over this share. No term is a difference, so the result is exact for
+/// rare losses, too.
 pub fn mean_time_to_loss(n: usize, k: usize, lost_per_time: f64, repaired_per_time: f64) -> f64 {
     let (mut cycle, mut reached) = (1.0 / (n as f64 * lost_per_time), 1.0);
     for lost in 1..=n - k {

@@ -62,7 +62,8 @@ stages! {
     Take = "take",
     /// Archiving, coordinator: the replicas of a stripe are checked.
     Replicas = "replicas",
-    /// Archiving, node: a missing replica is copied from another node.
+    /// Archiving and mending, node: a missing or damaged replica was copied from another node, or
+    /// gathered from good grains, and gets its name on this node.
     Fetch = "fetch",
     /// Archiving, coordinator: the nodes of a plan reserve memory and disk space.
     Reserve = "reserve",

@@ -74,7 +74,7 @@ pub struct Pump {
     bytes: u64,
 }
 
-/// The time and cost of a transfer.
+/// The time that a transfer took, and the processor time and peak memory of the process.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Took {
     /// Seconds from the first byte received to the last; 0 if nothing was received. With

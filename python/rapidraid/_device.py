@@ -55,7 +55,8 @@ def load_to_devices(tensors: list[DeviceTensor], copy: Callable[[list[Any]], str
             _wait(copied[turn])
             if buffers[turn] is None or buffers[turn].numel() < length:
                 buffers[turn] = None
-                buffers[turn] = torch.empty(max(length, BUFFER_BYTES), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                pinned = torch.cuda.is_available()
+                buffers[turn] = torch.empty(max(length, BUFFER_BYTES), dtype=torch.uint8, device="cpu", pin_memory=pinned)
             views = [buffers[turn][offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.value.shape) for offset, tensor in batch]
             targets = [
                 (tensor.row, tensor.part, int(view.data_ptr()), tensor.nbytes) for (_, tensor), view in zip(batch, views, strict=True)

@@ -73,8 +73,8 @@ def _map(path: Path) -> Any:
 
     size = path.stat().st_size
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    whole = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    whole = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
     if size <= PIECE_BYTES:
         return whole
     starts = range(0, size, PIECE_BYTES)

@@ -252,7 +252,7 @@ def view_of(buffer: Any, offset: int, layout: Layout) -> Any:
         return numpy.frombuffer(buffer, dtype=kind, count=count, offset=offset).reshape(layout.shape)
     torch = sys.modules["torch"]
     if count == 0:
-        return torch.empty(layout.shape, dtype=layout.dtype)
+        return torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=layout.dtype, count=count, offset=offset).view(layout.shape)
 
 
@@ -370,8 +370,8 @@ def put_scratch(value: Any, scratch: Any) -> None:
 
 
 def new_tensor(element: str, shape: list[int]) -> Any:
-    """Returns an empty tensor of an element type and a shape, into which a load copies."""
-    return sys.modules["torch"].empty(shape, dtype=dtype_of(element))
+    """Returns an empty tensor of an element type and a shape in the host's memory, into which a load copies."""
+    return sys.modules["torch"].empty(shape, dtype=dtype_of(element), device="cpu")
 
 
 def dtype_of(element: str) -> Any:

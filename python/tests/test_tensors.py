@@ -332,6 +332,18 @@ def test_the_weights_of_a_real_model(cluster: rapidraid.LocalCluster, job: str) 
     assert same(weights, round_trip(cluster, job, weights))
 
 
+def test_another_default_device_changes_nothing(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A tensor of which only torch's default device decides the place would have no memory that a load can write."""
+    state = {"w": torch.arange(6, dtype=torch.float32), "none": torch.empty(0), "array": numpy.arange(3)}
+    target = {"w": torch.zeros(6, dtype=torch.float64), "none": torch.empty(0), "array": numpy.zeros(3, dtype=numpy.int64)}
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer, torch.device("meta"):
+        checkpointer.save(1, state)
+        checkpointer.wait(1)
+        assert checkpointer.read(1, "w").equal(state["w"])
+        checkpointer.load(target, cast=True)
+    assert target["w"].equal(state["w"].double()) and (target["array"] == state["array"]).all()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_tensors_on_a_device(cluster: rapidraid.LocalCluster, job: str) -> None:
     """Tensors on a device are copied directly into segments that are registered with CUDA, and filled in place."""

@@ -1,8 +1,7 @@
 //! The states of a shard's stripes, and the files that each node holds of one stripe.
 
-use std::collections::BTreeMap;
-
 use super::picture::Holding;
+use crate::client::StripeFiles;
 use crate::code::{Code, Layout, table};
 use crate::format::file::FileName;
 use crate::format::geometry::StripeCut;
@@ -58,9 +57,6 @@ impl States {
         if words.is_empty() { "empty".to_owned() } else { words.join(", ") }
     }
 }
-
-/// The files of one stripe that nodes say they have, by node.
-pub type StripeFiles = BTreeMap<NodeId, Vec<FileName>>;
 
 /// Returns what each storage node of `nodes` holds of one stripe. For a node that is not in `files`,
 /// the result follows the rule of placement, which is not always right: if a node was down during

@@ -5,14 +5,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::args::{Ls, Rm, Show};
-use super::holdings::{States, StripeFiles, holdings};
+use super::holdings::{States, holdings};
 use super::picture::{self, Style};
 use super::printer::{CommandOutput, step_json};
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::words::ExactStep;
 use super::{Front, Outcome, connect, tensors};
-use crate::client::{Client, ClientError, ShowReport};
+use crate::client::{Client, ClientError, ShowReport, StripeFiles};
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{Job, Label, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
@@ -107,15 +107,13 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
     }
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.show_step(&options.step.job, options.step.step)).await;
-    let pictured =
-        report.as_ref().ok().and_then(|report| Some((report, shard_of_picture(report)?)));
-    let files = match pictured {
-        Some((report, (root, _))) => {
-            let stripe = StripeId { shard: root.shard, index: 0 };
-            client.list_stripe_files(stripe, &report.nodes).await
-        }
-        None => StripeFiles::new(),
-    };
+    let mut files = StripeFiles::new();
+    if let Ok(report) = &report
+        && let Some((root, _)) = shard_of_picture(report)
+    {
+        let stripe = StripeId { shard: root.shard, index: 0 };
+        files = client.list_stripe_files(stripe, &report.nodes).await;
+    }
     connect::close(&client).await;
     let style = Style::of_env(&front.env, front.printer.paint());
     Ok(Box::new(Shown { report: report?, files, style }))

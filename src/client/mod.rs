@@ -33,7 +33,7 @@ pub use archive::ArchiveReport;
 pub use connection::{Client, Progress, ProgressFn, summarize_addresses};
 pub use error::ClientError;
 pub use file_source::FileSource;
-pub use node_reports::{CatalogueReport, NodeReport};
+pub use node_reports::{CatalogueReport, NodeReport, StripeFiles};
 pub use repair::RepairReport;
 pub use restore::{CheckpointIndex, MemorySink, ReadRange, RestoreReport, RestoreRequest};
 pub use save::{

@@ -42,6 +42,9 @@ pub struct CatalogueReport {
     pub read_only_reason: Option<String>,
 }
 
+/// The files of one stripe that nodes say they have, by node.
+pub type StripeFiles = BTreeMap<NodeId, Vec<FileName>>;
+
 impl Client {
     /// Returns the nodes on the catalogue's list, or those that the gateway remembers if no
     /// catalogue answers.
@@ -100,11 +103,7 @@ impl Client {
 
     /// Asks the live storage nodes among `nodes` which files of a stripe they have, damaged files
     /// apart. A node that does not answer within three seconds is left out.
-    pub async fn list_stripe_files(
-        &self,
-        stripe: StripeId,
-        nodes: &[NodeView],
-    ) -> BTreeMap<NodeId, Vec<FileName>> {
+    pub async fn list_stripe_files(&self, stripe: StripeId, nodes: &[NodeView]) -> StripeFiles {
         let asks = nodes.iter().filter(|view| view.live && view.node.storage).map(|view| {
             let to = NodeAddress::of(&view.node);
             async move {

@@ -152,6 +152,20 @@ impl Client {
     /// and the nodes that will be asked again.
     pub async fn remove_step(&self, job: &Job, step: Step) -> Result<RemoveAnswer, ClientError> {
         let save = self.find_committed_save(job.at(step)).await?;
+        self.remove_save(job.at(step), save).await
+    }
+
+    /// Removes `save` if it is still the one that is committed as the step. Returns the same as
+    /// [`Client::remove_step`].
+    ///
+    /// # Errors
+    /// Fails with kind `Fenced` if another save is committed as the step.
+    pub async fn remove_save(
+        &self,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+    ) -> Result<RemoveAnswer, ClientError> {
+        let StepRef { job, step } = step_ref;
         // Ask only once. A repeated request could report as missing what the first one has removed.
         self.call_gateway_once(&RemoveStep { job: job.clone(), step, save }, LONG_LIMIT).await
     }

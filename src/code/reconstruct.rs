@@ -361,8 +361,9 @@ mod tests {
         assert_eq!(program.multiplications(), 28);
     }
 
-    /// Checks the figures of docs/paper.md: mean multiplications over 40 draws, by the number of
-    /// missing pieces among the first k.
+    /// Holds the means of docs/paper.md within bounds, over 40 draws for each number of missing pieces
+    /// among the first k: the multiplications of this program at most, those of the inverse matrix at
+    /// least.
     #[test]
     fn with_pieces_missing_it_stays_sparse() {
         let (code, all) = (chain(16, 11), Vec::from_iter(0..11));

@@ -174,7 +174,8 @@ impl Identity {
         &self.peer.name
     }
 
-    /// Returns the clock by which this process verifies other members.
+    /// Returns the clock against which the validity of other members' certificates is checked. It never
+    /// shows a time before this process's own certificate is valid.
     pub(super) fn certificate_clock(&self) -> Arc<tls::CertificateClock> {
         Arc::new(tls::CertificateClock { valid_from: self.valid_from })
     }

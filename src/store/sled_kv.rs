@@ -67,7 +67,7 @@ impl SledKv {
     /// # Errors
     /// [`KvError::InUse`] if another process has the database open; [`KvError::Io`] if the
     /// operating system refuses to open it, which leaves the folder in place; [`KvError::Damaged`]
-    /// if it is damaged and [`MAX_ASIDE`] folders are beside it already.
+    /// if it is damaged and 16 folders are beside it already.
     pub fn open(
         _held: &DiskLock,
         path: &Path,

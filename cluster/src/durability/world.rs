@@ -266,7 +266,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Notes those damaged pieces of a group that are on live nodes.
+    /// Makes the hidden damage of a group known: each damaged piece on a live node counts as missing
+    /// from now on.
     pub(super) fn note_damage(&mut self, at: usize) {
         let group = &mut self.groups[at];
         for (piece, home) in group.piece_nodes.iter().enumerate() {

@@ -11,14 +11,16 @@ use super::facts::{HopSum, check_model, spans, stops, times};
 use super::report::{DemoReport, Left};
 use super::stage::{self, NODES};
 use crate::cli::args::Demo;
-use crate::cli::holdings::{StripeFiles, holdings};
+use crate::cli::holdings::holdings;
 use crate::cli::init::NewCluster;
 use crate::cli::picture::{self, Holding, Style};
 use crate::cli::printer::CommandFailure;
 use crate::cli::table::{Tint, shown};
 use crate::cli::{Front, connect, files, transfer};
 use crate::client::FileSource;
-use crate::client::{Client, NewShard, Progress, RestoreRequest, SaveOptions, ShowReport};
+use crate::client::{
+    Client, NewShard, Progress, RestoreRequest, SaveOptions, ShowReport, StripeFiles,
+};
 use crate::clock::{Clock, SystemClock};
 use crate::entropy::{Entropy, SeededEntropy};
 use crate::id::{Job, PeerName, ShardName, Step};

@@ -107,7 +107,7 @@ pub(in crate::node) async fn survey_save(
         let state = match read().await {
             // One damaged record must not end the survey of all other steps.
             Err(error @ CatalogueError::Record { .. }) => {
-                tracing::warn!(%save, %error, "cannot survey a step");
+                tracing::warn!(%save, %error, "a step cannot be surveyed, and is not repaired: a record of one of its shards does not parse");
                 return Ok(SurveyOutcome::Unknown);
             }
             read => read?,

@@ -35,8 +35,9 @@ const MAX_PARALLEL: usize = 64;
 /// How long an archiving waits for the owner of a shard, for example a repairer, to give the shard
 /// back. A repairer looks for an archive request before each run of a plan and each copy of a block.
 const REPAIRER_WAIT: Duration = Duration::from_secs(600);
-/// Interval at which the archiving tries to take the shard meanwhile.
-const REPAIRER_POLL: Duration = Duration::from_millis(250);
+/// Interval at which an archiving looks again while another owner has a shard, or another coordinator
+/// the request.
+const OWNER_POLL: Duration = Duration::from_millis(250);
 
 /// The coordinator of one daemon. It runs archive requests and repairs steps on behalf of this
 /// daemon.
@@ -185,7 +186,7 @@ impl Coordinator {
             match self.watch_request(step_ref, save, events).await? {
                 WatchOutcome::Finished => return Ok(()),
                 // Another coordinator may still run the request of an older save of this step.
-                WatchOutcome::Vacant => self.clock.sleep(REPAIRER_POLL).await,
+                WatchOutcome::Vacant => self.clock.sleep(OWNER_POLL).await,
                 WatchOutcome::Waiting { node, reason } => {
                     let owner = self.fetch_directory().await?.name(node);
                     let what = step_ref.to_string();
@@ -410,7 +411,7 @@ impl Coordinator {
                         let note = format!("{owner} works on {what}: waiting until it is free");
                         let _ = events.send(ArchiveEvent::Note(note)).await;
                     }
-                    self.clock.sleep(REPAIRER_POLL).await;
+                    self.clock.sleep(OWNER_POLL).await;
                 }
                 taken => return taken,
             }

@@ -372,7 +372,7 @@ impl StepRepair<'_> {
     }
 
     async fn note(&self, text: String) {
-        tracing::warn!(step = %self.task.step_ref, text, "not repaired");
+        tracing::warn!(step = %self.task.step_ref, problem = text, "a part of the step was not repaired");
         let number = {
             let mut tally = self.lock_tally();
             tally.notes += 1;

@@ -188,6 +188,11 @@ pub struct StagedStep {
 }
 
 impl StagedStep {
+    /// Returns whether all ranks have staged the step and new loads may get it.
+    pub(super) fn is_loadable(&self) -> bool {
+        self.phase.is_complete() && !self.is_replaced
+    }
+
     /// Returns whether all ranks have staged the step and it is not committed.
     pub(super) fn is_uncommitted(&self) -> bool {
         self.phase.is_complete() && !matches!(self.phase, Phase::Committed { .. })

@@ -175,8 +175,12 @@ impl StagingDaemon {
         let read = deadline(&*self.clock, ORDER_LIMIT, self.read_launch_order(&load.job, launch));
         match read.await {
             Ok(Ok(_)) => {}
-            Ok(Err(failure)) => tracing::info!(job = %load.job, "{failure}"),
-            Err(_) => tracing::info!(job = %load.job, "the order of launches is not known in time"),
+            Ok(Err(failure)) => {
+                tracing::info!(job = %load.job, %failure, "the order of launches was not read: the load goes on without it")
+            }
+            Err(_) => {
+                tracing::info!(job = %load.job, "the order of launches was not read in time: the load goes on without it")
+            }
         }
     }
 
@@ -187,7 +191,7 @@ impl StagingDaemon {
         if !self.with(|core| core.predecessor(&place.job, place.launch).is_some()) {
             drop(tokio::spawn(async move {
                 if let Err(failure) = daemon.read_launch_order(&place.job, place.launch).await {
-                    tracing::info!(job = %place.job, "{failure}");
+                    tracing::info!(job = %place.job, %failure, "the order of launches was not read: the first fill reads it again");
                 }
             }));
         }

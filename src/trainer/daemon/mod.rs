@@ -294,8 +294,9 @@ impl StagingDaemon {
         lock(&self.queues).entry(job.clone()).or_default().clone()
     }
 
-    fn set_progress(&self, key: &StepKey, progress: Progress) {
+    fn set_progress(self: &Arc<Self>, key: &StepKey, progress: Progress) {
         lock(&self.progress).insert(key.clone(), progress);
+        self.note_progress(key);
     }
 
     /// Notes that the step is being saved, so that a load that waits for it goes on waiting.

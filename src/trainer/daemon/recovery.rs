@@ -103,7 +103,7 @@ impl StagingDaemon {
     /// Settles the abandoned saves of a job, retrying until it succeeds.
     pub(super) async fn remove_abandoned(self: Arc<Self>, job: Job) {
         while let Err((step, error)) = self.settle_abandoned(&job).await {
-            tracing::warn!(%job, %step, %error, "cannot remove an abandoned step: retrying");
+            tracing::warn!(%job, %step, %error, "cannot abort or remove an abandoned save: retrying");
             self.clock.sleep(REMOVE_AGAIN).await;
         }
     }
@@ -141,7 +141,7 @@ impl StagingDaemon {
         let order = self.client.fetch_launch_order(job).await?;
         let removed = match order.newest().map(|newest| newest.launch) {
             // No launch has registered since the catalogue was rebuilt.
-            None => self.client.remove_step(job, step).await,
+            None => self.client.remove_save(step_ref, save).await,
             Some(newest) if self.with(|core| core.has_run_here(job, newest)) => {
                 self.client.remove_launch_step(step_ref, save, newest).await
             }

@@ -322,10 +322,7 @@ impl StagingDaemon {
             saves: Mutex::default(),
         });
         let (daemon, of) = (self.clone(), key.clone());
-        let progress = Arc::new(move |progress: Progress| {
-            daemon.set_progress(&of, progress);
-            daemon.note_progress(&of);
-        });
+        let progress = Arc::new(move |progress: Progress| daemon.set_progress(&of, progress));
         let options = SaveOptions { replace };
         let report = self
             .client

@@ -459,10 +459,7 @@ impl Core {
     pub fn later_in_memory(&self, job: &Job, loaded: Option<Step>, newest: LaunchId) -> Vec<Step> {
         let keys = self.jobs.get(job).map(|state| {
             state.keys(job, |step, launch, found| {
-                launch != newest
-                    && found.phase.is_complete()
-                    && !found.is_replaced
-                    && loaded.is_none_or(|at| step > at)
+                launch != newest && found.is_loadable() && loaded.is_none_or(|at| step > at)
             })
         });
         keys.unwrap_or_default().into_iter().map(|key| key.step).collect()

@@ -189,10 +189,7 @@ impl Core {
     pub fn complete_step(&self, job: &Job, step: Step) -> Option<StepKey> {
         let state = self.jobs.get(job)?;
         let all = state.keys(job, |at, launch, found| {
-            at == step
-                && found.phase.is_complete()
-                && !found.is_replaced
-                && state.has_whole_steps(launch)
+            at == step && found.is_loadable() && state.has_whole_steps(launch)
         });
         all.into_iter().max_by_key(|key| state.newest == Some(key.launch))
     }

@@ -5,6 +5,8 @@
 
 mod world;
 
+#[path = "cluster/accepted_losses.rs"]
+mod accepted_losses;
 #[path = "cluster/admission.rs"]
 mod admission;
 #[path = "cluster/away.rs"]

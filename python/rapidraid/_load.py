@@ -24,6 +24,7 @@ from .tensors import (
     is_fillable,
     memory_span,
     nbytes,
+    new_array,
     new_tensor,
     put_scratch,
     scratch_like,
@@ -143,7 +144,9 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
             continue
         key = _find(names, leaf, source_rank)
         if key is None:
-            if not (leaf.is_private and private == "skip"):
+            # An object without entries gets those that the checkpoint has below it.
+            is_filled = leaf.keys in flat.creatable and any(keys[: len(leaf.keys)] == leaf.keys for _, keys in names.rows)
+            if not is_filled and not (leaf.is_private and private == "skip"):
                 missing.append(show(leaf.keys))
             continue
         used.add(key)
@@ -243,7 +246,6 @@ class PlannedLoad:
         self.destinations: list[_Destination] = []
         self.values: list[tuple[Leaf, int, int]] = []
         self.created: dict[Keys, Any] = {}
-        self.arrays: list[tuple[Keys, Any]] = []
 
     def add(self, leaf: Leaf, row: int, name: Name) -> None:
         """Adds one leaf to the plan."""
@@ -283,7 +285,7 @@ class PlannedLoad:
         """
         _, _, kind, element, _, shape, flags = name
         if kind == "tensor":
-            made = maker(keys, element, shape)
+            made = new_array(element, shape) if flags & FLAG_ARRAY else maker(keys, element, shape)
             self.add(Leaf(keys, made, False), row, name)
             self.created[keys] = made
             return
@@ -399,13 +401,13 @@ def read_one(reader: Reader, name: str, allow_pickle: bool) -> Any:
         raise NotFoundError(f"step {loaded.number} has no {name}", "`rapidraid show JOB/STEP --tensors` lists its names")
     _, _, kind, element, _, shape, flags = loaded.names()[row]
     if kind == "tensor":
-        into = new_tensor(element, shape)
+        into = new_array(element, shape) if flags & FLAG_ARRAY else new_tensor(element, shape)
         targets: list[Target] = [(row, None, address(into), nbytes(into))]
         reader.check_wanted(targets, [])
         damaged = reader.copy(targets)
         if damaged is not None:
             raise CorruptError(f"{damaged} is damaged", "read another step")
-        return into.numpy() if flags & FLAG_ARRAY else into
+        return into
     if flags & FLAG_PICKLE and not allow_pickle:
         raise InvalidError(f"{name} was stored by pickle", "pass allow_pickle=True if you trust who saved it")
     reader.check_wanted([], [row])

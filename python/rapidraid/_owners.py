@@ -179,18 +179,50 @@ def _check_tiling(first: dict[Keys, tuple[int, Any]], holders: dict[tuple[Keys, 
             boxes.setdefault(keys, []).append((box, ranks))
     for keys, parts in boxes.items():
         shape = first[keys][1][2]
-        covered = 0
-        for box, _ in parts:
-            covered += volume(box[1])
-        parts.sort()
-        for (one, ranks), (other, others) in itertools.pairwise(parts):
-            if all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)):
-                raise InvalidError(
-                    f"{show(keys)}: the parts of ranks {ranks} and {others} overlap: {one} and {other}",
-                    "parts of a tensor must be the same or apart",
-                )
+        covered = sum(volume(box[1]) for box, _ in parts)
+        if (overlap := _find_overlap(sorted(part for part in parts if volume(part[0][1])))) is not None:
+            (one, ranks), (other, others) = overlap
+            raise InvalidError(
+                f"{show(keys)}: the parts of ranks {ranks} and {others} overlap: {one} and {other}",
+                "parts of a tensor must be the same or apart",
+            )
         if covered != volume(shape):
             raise InvalidError(
                 f"{show(keys)}: its parts have {covered} of {volume(shape)} elements (ranks {sorted({r for _, rs in parts for r in rs})})",
                 "the parts of all ranks together must be the whole tensor",
             )
+
+
+#: A box, and the ranks that hold it.
+_Held = tuple[Box, list[int]]
+
+
+def _find_overlap(parts: list[_Held]) -> tuple[_Held, _Held] | None:
+    """Returns two boxes that overlap, or ``None``.
+
+    Boxes that a cut along a dimension separates are looked at apart. That leaves single boxes of a usual layout, so the time
+    does not grow with the square of the ranks.
+    """
+    if len(parts) < 2:
+        return None
+    for dim in range(len(parts[0][0][0])):
+        groups = _cut(parts, dim)
+        if len(groups) > 1:
+            return next((found for group in groups if (found := _find_overlap(group)) is not None), None)
+    for one, other in itertools.combinations(parts, 2):
+        if all(a < b + m and b < a + n for a, n, b, m in zip(*one[0], *other[0], strict=True)):
+            return one, other
+    return None
+
+
+def _cut(parts: list[_Held], dim: int) -> list[list[_Held]]:
+    """Returns groups of boxes, such that boxes of different groups have no index of the dimension in common."""
+    groups: list[list[_Held]] = []
+    end = 0
+    for part in sorted(parts, key=lambda part: part[0][0][dim]):
+        start, size = part[0][0][dim], part[0][1][dim]
+        if not groups or start >= end:
+            groups.append([])
+        groups[-1].append(part)
+        end = max(end, start + size)
+    return groups

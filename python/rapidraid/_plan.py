@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _native
 from ._owners import Owners, choose_owners, choose_owners_by_placement, declare, digest_of_layout
+from ._ranks import raise_together, refusal_of
 from .errors import InternalError, InvalidError
 from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, show
 from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_elements, nbytes, register, view_of, volume
@@ -304,10 +305,10 @@ def make_plan(
             digest = digest_of_layout(shared_leaves, described, alias) if are_ranks_default else None
         except Exception as found_wrong:  # noqa: BLE001 - as above
             error = found_wrong
-    everyone = gather((digest, private_bytes, str(error) if error else None, getattr(error, "hint", "")))
-    raise_together(error, rank, [(refused, hint) for _, _, refused, hint in everyone])
-    loads = [private for _, private, _, _ in everyone]
-    digests = {other for other, _, _, _ in everyone}
+    everyone = gather((digest, private_bytes, refusal_of(error)))
+    raise_together(error, rank, [refusal for *_, refusal in everyone])
+    loads = [private for _, private, _ in everyone]
+    digests = {other for other, *_ in everyone}
     is_by_placement = len(digests) == 1 and None not in digests
     if is_by_placement:
         owners, replicated_parts = choose_owners_by_placement(shared_leaves, described, alias, loads)
@@ -320,10 +321,10 @@ def make_plan(
     except Exception as found_wrong:  # noqa: BLE001 - as above
         error = found_wrong
     sizes = (plan.segment_bytes, plan.sample_bytes, plan.shared_bytes) if plan is not None else (0, 0, 0)
-    laid_out = gather((*sizes, str(error) if error else None, getattr(error, "hint", "")))
-    raise_together(error, rank, [(refused, hint) for *_, refused, hint in laid_out])
+    laid_out = gather((*sizes, refusal_of(error)))
+    raise_together(error, rank, [refusal for *_, refusal in laid_out])
     assert plan is not None
-    stored = sum(shared for _, _, shared, _, _ in laid_out)
+    stored = sum(shared for _, _, shared, _ in laid_out)
     if is_by_placement and stored != (expected := _shared_bytes(shared_leaves, described, alias)):
         raise InternalError(f"the ranks would store {stored} of {expected} bytes of what they share")
     plan.rank_bytes = [segment for segment, *_ in laid_out]
@@ -338,19 +339,6 @@ def _shared_bytes(shared: list[Leaf], described: dict[tuple[bool, Keys], Describ
     keys = ((False, leaf.keys) for leaf in shared)
     found = (described[key] for key in keys if key in described and key not in alias)
     return sum(volume(tensor.shape) * tensor.bits // 8 for tensor in found)
-
-
-def raise_together(error: Exception | None, rank: int, everyone: list[tuple[str | None, str]]) -> None:
-    """Raises the error of the first rank that met one: on that rank as it is, on the others as an :class:`InvalidError`.
-
-    A rank that continued alone would wait for the others forever.
-    """
-    for other, (refused, hint) in enumerate(everyone):
-        if refused is None:
-            continue
-        if error is not None and other == rank:
-            raise error
-        raise InvalidError(f"rank {other}: {refused}", hint)
 
 
 def _lay_out(

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import InvalidError, RapidraidError
+
 
 class Group:
     """The ranks of the launch.
@@ -59,3 +61,29 @@ class Hosts:
     def are_several(self) -> bool:
         """Whether the launch runs on several hosts, each of which saves a part of every step."""
         return len(self.names) > 1
+
+
+def refusal_of(error: Exception | None) -> RapidraidError | None:
+    """Returns an error of this rank as it is told to the other ranks. One of another package becomes an :class:`InvalidError`."""
+    if error is None or isinstance(error, RapidraidError):
+        return error
+    return InvalidError(f"{type(error).__name__}: {error}")
+
+
+def raise_together(error: Exception | None, rank: int, refusals: list[RapidraidError | None]) -> None:
+    """Raises the error of the first rank that met one: on that rank as it is, on the others with the number of the rank.
+
+    A rank that continued alone would wait for the others forever.
+
+    Args:
+        error: The error of this rank.
+        rank: This rank.
+        refusals: The result of :func:`refusal_of` of each rank.
+
+    """
+    for other, refusal in enumerate(refusals):
+        if refusal is None:
+            continue
+        if error is not None and other == rank:
+            raise error
+        raise type(refusal)(f"rank {other}: {refusal.message}", refusal.hint)

@@ -14,7 +14,6 @@ from ._load import Names, PlannedLoad, Reader
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError
 from .state import (
-    FLAG_ARRAY,
     SEQUENCE,
     WRAPPED,
     Flat,
@@ -124,8 +123,7 @@ def read_tree(reader: Reader, rank: int, allow_pickle: bool) -> tuple[dict[Any, 
     damaged = load.run(reader)
     if damaged is not None:
         return {}, damaged
-    created = {keys: value.numpy() if rows[keys][1][6] & FLAG_ARRAY else value for keys, value in load.created.items()}
-    return _with_found({}, (), created), None
+    return _with_found({}, (), load.created), None
 
 
 def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[str, bytes], set[str]] | None:
@@ -135,15 +133,17 @@ def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[
     """
 
     def read(reader: Reader) -> tuple[int, dict[str, bytes], set[str], str | None]:
-        rows = {keys: row for (owner, keys), (row, _) in Names(reader.loaded).rows.items() if owner is None}
+        names = {keys: found for (owner, keys), found in Names(reader.loaded).rows.items() if owner is None}
+        # The files of a step that was saved by URL are tensors.
+        rows = {keys: row for keys, (row, name) in names.items() if keys[0] == FILES and name[2] != "tensor"}
         files: dict[str, bytes] = {}
-        reader.check_wanted([], [row for keys, row in rows.items() if keys[0] == FILES])
-        for keys in (keys for keys in rows if keys[0] == FILES):
+        reader.check_wanted([], list(rows.values()))
+        for keys, row in rows.items():
             try:
-                files[str(keys[1][1])] = _native.decode_value(reader.content(rows[keys]))
+                files[str(keys[1][1])] = _native.decode_value(reader.content(row))
             except CorruptError:
                 return reader.loaded.number, {}, set(), show(keys)
-        return reader.loaded.number, files, {str(keys[0][1]) for keys in rows}, None
+        return reader.loaded.number, files, {str(keys[0][1]) for keys in names}, None
 
     found = checkpointer.look_into(step, read)
     if found is None:

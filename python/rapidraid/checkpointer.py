@@ -21,9 +21,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import _native
 from ._load import LoadChoices, Private, Reader, ReadWholeError, load_into, read_one
-from ._plan import Plan, Sources, make_plan, raise_together
+from ._plan import Plan, Sources, make_plan
 from ._program import connect, start_daemon
-from ._ranks import Group, Hosts
+from ._ranks import Group, Hosts, raise_together, refusal_of
 from .errors import (
     BusyError,
     CorruptError,
@@ -53,7 +53,7 @@ GIVE_UP_S = 5.0
 #: How long a thread that waits for a commit blocks other threads from the session at a time, in
 #: seconds.
 WAIT_TURN_S = 0.05
-#: Maximum number of failed attempts of a wait for a commit, while the daemon does not answer.
+#: Maximum number of failed attempts in a row of a wait for a commit, while the daemon does not answer.
 WAIT_TRIES = 4
 #: Maximum time for ending a session, in seconds. The daemon also notices the end of the process.
 LEAVE_S = 5.0
@@ -171,6 +171,9 @@ class Checkpointer:
             raise InvalidError(f"when_full={when_full!r}", 'it is "wait", "skip" or "error"')
         if keep is not None and keep < 1:
             raise InvalidError(f"keep={keep}", "it is at least 1, or None to keep all steps")
+        signals = (save_on,) if isinstance(save_on, signal.Signals) else save_on
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise InvalidError("save_on outside the main thread", "Python handles signals there alone: make this Checkpointer in it")
         self.job = job
         self.timeout = timeout
         self.when_full = when_full
@@ -195,8 +198,12 @@ class Checkpointer:
         _sessions.add(self)
         #: The previous signal handlers, restored at the end.
         self._handlers: dict[signal.Signals, Any] = {}
-        for number in (save_on,) if isinstance(save_on, signal.Signals) else save_on:
-            self._handlers[number] = signal.signal(number, self._on_signal)
+        try:
+            for number in signals:
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        except BaseException:
+            self._end()
+            raise
 
     @property
     def rank(self) -> int:
@@ -222,9 +229,9 @@ class Checkpointer:
             mine = (secrets.token_hex(16), _native.boot_ns(), session.instance, session.cluster, self.when_full, socket.gethostname())
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
-        told = self._group.gather((mine, str(failed) if failed else None, getattr(failed, "hint", "")))
-        raise_together(failed, self.rank, [(refused, hint) for _, refused, hint in told])
-        found = [of_rank for of_rank, _, _ in told]
+        told = self._group.gather((mine, refusal_of(failed)))
+        raise_together(failed, self.rank, [refusal for _, refusal in told])
+        found = [of_rank for of_rank, _ in told]
         assert session is not None
         launch, _, _, cluster, when_full, _ = found[0]
         for rank, (_, _, _, other_cluster, other_when_full, _) in enumerate(found):
@@ -277,9 +284,8 @@ class Checkpointer:
             self._prepare(plan)
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
-        told = (str(failed) if failed else None, getattr(failed, "hint", ""))
         try:
-            raise_together(failed, self.rank, self._group.gather(told))
+            raise_together(failed, self.rank, self._group.gather(refusal_of(failed)))
         except BaseException:
             self._drop_plan()
             raise
@@ -323,8 +329,12 @@ class Checkpointer:
         plan = self._plan
         assert plan is not None
         begun = time.perf_counter()
-        with _gc_paused():
-            sources = plan.sources(flatten(state, self.world), self.allow_pickle)
+        try:
+            with _gc_paused():
+                sources = plan.sources(flatten(state, self.world), self.allow_pickle)
+        except Exception as error:
+            self._give_up_unfilled(step, plan, error)
+            raise
         return self._stage(step, plan, sources, time.perf_counter() - begun)
 
     @_one_thread
@@ -360,17 +370,14 @@ class Checkpointer:
         is_changed = sources is None
         # Without a plan, all ranks are about to meet anyway.
         if may_gather or plan is None:
-            told = self._group.gather((is_changed, str(failed) if failed else None, getattr(failed, "hint", "")))
-            raise_together(failed, self.rank, [(refused, hint) for _, refused, hint in told])
-            is_changed = any(changed for changed, _, _ in told)
+            told = self._group.gather((is_changed, refusal_of(failed)))
+            raise_together(failed, self.rank, [refusal for _, refusal in told])
+            is_changed = any(changed for changed, _ in told)
         elif is_changed:
             refused = failed or InvalidError(
                 "the layout of the state has changed, and the ranks may not tell each other", "save once with use_collectives=True"
             )
-            # The others may have staged the step already, and would wait for this rank until their time is over.
-            at, fill, _ = self._fill(step, plan)
-            if at is not None:
-                self._give_up(step, fill, refused)
+            self._give_up_unfilled(step, plan, refused)
             raise refused
         assert flat is not None
         if is_changed or sources is None:
@@ -404,6 +411,21 @@ class Checkpointer:
         self.last_stall = stall
         self._saved.append(step)
         return True
+
+    def _give_up_unfilled(self, step: int, plan: Plan, why: Exception) -> None:
+        """Gives up a step of which this rank has copied nothing.
+
+        The other ranks may have staged it already, and would wait for this rank until ``staging.fill_s``.
+        """
+        if self.world == 1:
+            return
+        try:
+            at, fill, _ = self._fill(step, plan)
+        except RapidraidError as error:
+            log.debug("step %d cannot be given up: %s", step, error)
+            return
+        if at is not None:
+            self._give_up(step, fill, why)
 
     def _give_up(self, step: int, fill: str, why: BaseException) -> None:
         """Gives up a step, so that the other ranks learn of it. Has no effect if all ranks have staged the step."""
@@ -468,6 +490,7 @@ class Checkpointer:
             try:
                 with self._lock:
                     save, notes = self._daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
+                tries = WAIT_TRIES
             except UnavailableError as error:
                 # A dropped step is reported by an error of the same kind, at each attempt.
                 tries -= 1
@@ -660,8 +683,8 @@ class Checkpointer:
                     self._release(loaded, None)
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
-        told = self._group.gather((chosen, str(failed) if failed else None, getattr(failed, "hint", "")))
-        raise_together(failed, self.rank, [(refused, hint) for _, refused, hint in told])
+        told = self._group.gather((chosen, refusal_of(failed)))
+        raise_together(failed, self.rank, [refusal for _, refusal in told])
         chosen = told[0][0]
         assert chosen is None or isinstance(chosen, int)
         return chosen

@@ -27,6 +27,8 @@ from .errors import DeadlineError, NoDaemonError, RapidraidError, UnavailableErr
 
 #: Maximum time until all daemons are ready, in seconds.
 READY_S = 60.0
+#: The line between the configuration of a client and the staging settings of a training host.
+_STAGING_TABLE = "\n[staging]\n"
 
 
 class LocalCluster:
@@ -67,7 +69,12 @@ class LocalCluster:
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:
             if not self.config.is_file():
-                self._make(nodes, {"code.block": block, "memory": "64MiB", **(settings or {})}, staging or {})
+                self._make(nodes, {"code.block": block, "memory": "64MiB", **(settings or {})})
+                self._configure_host(0, self.config.read_text(), staging or {})
+            for host in range(1, hosts):
+                # A folder that is used again may be of a cluster with fewer hosts.
+                if not self.configs[host].is_file():
+                    self._configure_host(host, self.config.read_text().split(_STAGING_TABLE)[0], staging or {})
             for node in sorted((self.folder / "cluster" / "nodes").iterdir()):
                 self.start(node.name)
             for host in range(hosts):
@@ -77,18 +84,19 @@ class LocalCluster:
             self.stop()
             raise
 
-    def _make(self, nodes: int, settings: dict[str, str], staging: dict[str, str | int]) -> None:
+    def _make(self, nodes: int, settings: dict[str, str]) -> None:
         command = [program(), "cluster", "init", str(self.folder / "cluster")]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         for at, address in enumerate(self._addresses(nodes), 1):
             command += ["--node", f"node-{at:02}={address}"]
         _run(command)
-        client = self.config.read_text()
-        for host, config in enumerate(self.configs):
-            settings_of_host = {"dir": str(self._staging_of(host)), "memory": "4GiB", **staging}
-            lines = [f"{name} = {json.dumps(setting)}\n" for name, setting in settings_of_host.items()]
-            config.write_text(client + "\n[staging]\n" + "".join(lines))
+
+    def _configure_host(self, host: int, client: str, staging: dict[str, str | int]) -> None:
+        """Writes the configuration of a training host: the one of a client, and a table of staging settings."""
+        settings = {"dir": str(self._staging_of(host)), "memory": "4GiB", **staging}
+        lines = [f"{name} = {json.dumps(setting)}\n" for name, setting in settings.items()]
+        self.configs[host].write_text(client + _STAGING_TABLE + "".join(lines))
 
     def _staging_of(self, host: int) -> Path:
         return self._staging.with_name(f"{self._staging.name}-{host}") if host else self._staging

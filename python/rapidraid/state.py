@@ -405,13 +405,12 @@ def _like(parameter: Any, element: str, shape: list[int]) -> Any:
 
     If ``parameter`` has that shape, the tensor is like it in device and placements.
     """
-    torch = sys.modules["torch"]
-    kind = getattr(torch, element, None)
-    if not isinstance(kind, torch.dtype):
-        raise InvalidError(f"torch has no dtype {element!r}", "load with a newer torch")
+    # That module imports this one.
+    from .tensors import dtype_of, new_tensor
+
     if parameter is not None and list(parameter.shape) == list(shape) and shape:
-        return torch.empty_like(parameter.detach(), dtype=kind)
-    return torch.empty(shape, dtype=kind)
+        return sys.modules["torch"].empty_like(parameter.detach(), dtype=dtype_of(element))
+    return new_tensor(element, shape)
 
 
 def _remark(put: Callable[[Any], None], mark: Marked) -> Callable[[Any], None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import InvalidError
+from .errors import InvalidError, NotFoundError
 from .state import is_array, is_dtensor, is_tensor
 
 #: Maximum number of threads of a copy. Few threads already use the full memory bandwidth of a host.
@@ -371,12 +371,33 @@ def put_scratch(value: Any, scratch: Any) -> None:
 
 def new_tensor(element: str, shape: list[int]) -> Any:
     """Returns an empty tensor of an element type and a shape in the host's memory, into which a load copies."""
-    return sys.modules["torch"].empty(shape, dtype=dtype_of(element), device="cpu")
+    return _torch().empty(shape, dtype=dtype_of(element), device="cpu")
+
+
+def new_array(element: str, shape: list[int]) -> Any:
+    """Returns an empty numpy array of an element type and a shape, into which a load copies."""
+    try:
+        import numpy
+    except ImportError:
+        raise NotFoundError("an array of numpy is stored, and numpy is not installed", "install numpy") from None
+    try:
+        kind = numpy.dtype(element)
+    except TypeError:
+        raise InvalidError(f"numpy has no dtype {element!r}", "load with a newer numpy") from None
+    return numpy.empty(shape, dtype=kind)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise NotFoundError("a tensor of torch is stored, and torch is not installed", "install torch") from None
+    return torch
 
 
 def dtype_of(element: str) -> Any:
     """Returns the dtype of torch for an element type. Raises :class:`InvalidError` if there is none."""
-    torch = sys.modules["torch"]
+    torch = _torch()
     kind = getattr(torch, element, None)
     if not isinstance(kind, torch.dtype):
         raise InvalidError(f"torch has no dtype {element!r}", "load with a newer torch")

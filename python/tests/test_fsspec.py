@@ -22,6 +22,7 @@ from ranks import once
 import rapidraid
 from rapidraid import errors
 from rapidraid._jobs import forget_checkpointers
+from rapidraid._tree import read_files
 
 fsspec = pytest.importorskip("fsspec")
 torch = pytest.importorskip("torch")
@@ -439,6 +440,8 @@ def test_what_another_door_has_saved_has_no_files(cluster: rapidraid.LocalCluste
     fs.commit(f"{job}/4")
     with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
         assert checkpointer.latest() == 4 and checkpointer.read(4, "files/a").tolist() == [1, 2]
+        # Integrations that keep small files as plain values have none in such a step.
+        assert read_files(checkpointer, 4) == (4, {}, {"files"})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +14,9 @@ from rapidraid import errors
 torch = pytest.importorskip("torch")
 fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
-from rapidraid._owners import choose_owners, choose_owners_by_placement, declare, digest_of_layout  # noqa: E402
+from rapidraid._owners import _find_overlap, choose_owners, choose_owners_by_placement, declare, digest_of_layout  # noqa: E402
 from rapidraid._plan import make_plan  # noqa: E402
-from rapidraid._ranks import Group  # noqa: E402
+from rapidraid._ranks import Group, raise_together, refusal_of  # noqa: E402
 from rapidraid.state import flatten, replicated  # noqa: E402
 from rapidraid.tensors import describe  # noqa: E402
 
@@ -122,3 +124,50 @@ def test_the_ranks_of_another_group_are_not_those_of_meshes() -> None:
         assert turned.rank == 2 and not turned.is_default
     finally:
         dist.destroy_process_group()
+
+
+def test_parts_that_overlap_far_apart_in_order_are_refused() -> None:
+    """As many elements are missing as two ranks both have, and the boxes between these two do not overlap."""
+    boxes = [((0, 0), (2, 2)), ((0, 2), (1, 2)), ((1, 1), (1, 2))]
+    declared: list[Any] = [{((0, "w"),): ("float32", 32, (2, 4), ((box, 4 * box[1][0] * box[1][1]),), None, 0)} for box in boxes]
+    with pytest.raises(errors.InvalidError, match=r"w: the parts of ranks \[0\] and \[2\] overlap"):
+        choose_owners(declared, [0] * 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_overlap_is_found_wherever_it_is(seed: int) -> None:
+    """The search agrees with one that compares all pairs."""
+    drawn = random.Random(seed)
+    answers = set()
+    for _ in range(300):
+        dims, side = drawn.randint(1, 3), drawn.randint(2, 12)
+        boxes = set()
+        for _ in range(drawn.randint(1, 8)):
+            start = tuple(drawn.randrange(side) for _ in range(dims))
+            boxes.add((start, tuple(drawn.randint(1, max(1, (side - at) // 2)) for at in start)))
+        parts = sorted((box, [rank]) for rank, box in enumerate(boxes))
+        pairs = [pair for pair in itertools.combinations(parts, 2) if len(cells(pair[0][0]) & cells(pair[1][0]))]
+        found = _find_overlap(parts)
+        answers.add(found is None)
+        assert (found is None) == (not pairs)
+        assert found is None or found in pairs or found[::-1] in pairs
+    assert answers == {True, False}
+
+
+def cells(box: Any) -> set[tuple[int, ...]]:
+    """Returns the indices of the elements of a box."""
+    return set(itertools.product(*(range(start, start + size) for start, size in zip(*box, strict=True))))
+
+
+def test_the_other_ranks_raise_the_same_kind_of_error() -> None:
+    """A job that looks at the kind decides alike on all ranks. The advice is there once."""
+    fenced = errors.FencedError("a newer launch writes", "end this process")
+    with pytest.raises(errors.FencedError) as raised:
+        raise_together(None, 0, [None, refusal_of(fenced)])
+    assert str(raised.value) == "rank 1: a newer launch writes (hint: end this process)"
+    with pytest.raises(errors.InvalidError, match="rank 0: KeyError: 'lr'"):
+        raise_together(fenced, 1, [refusal_of(KeyError("lr")), refusal_of(fenced)])
+    with pytest.raises(errors.FencedError) as raised:
+        raise_together(fenced, 1, [None, refusal_of(fenced)])
+    assert raised.value is fenced
+    raise_together(None, 0, [None, None])

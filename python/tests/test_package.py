@@ -101,3 +101,29 @@ def test_the_program_lists_what_a_step_holds(cluster: rapidraid.LocalCluster, jo
         assert reader.read(3, name) is not None
     text = cluster.command("show", f"{job}/latest", "--tensors", "--names", "model/*")
     assert "2 names in 2 regions, 48 B" in text and "seed" not in text
+
+
+def test_arrays_are_read_without_torch(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """An array needs numpy alone. A tensor imports torch."""
+    numpy = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, {"array": numpy.arange(3, dtype="uint16"), "tensor": torch.ones(2)})
+    code = (
+        "import sys, rapidraid\n"
+        "with rapidraid.Checkpointer(sys.argv[1], config=sys.argv[2]) as c:\n"
+        "    array = c.read(1, 'array')\n"
+        "    assert array.dtype == 'uint16' and array.tolist() == [0, 1, 2] and 'torch' not in sys.modules\n"
+        "    assert c.read(1, 'tensor').tolist() == [1, 1]\n"
+    )
+    subprocess.run([sys.executable, "-c", code, job, str(cluster.config)], check=True, timeout=60)
+
+
+def test_a_cluster_is_used_again_with_more_hosts(tmp_path: Path) -> None:
+    """The hosts that it did not have before get their configurations."""
+    with rapidraid.local_cluster(3, folder=tmp_path / "cluster") as cluster:
+        before = cluster.config.read_text()
+    with rapidraid.local_cluster(3, folder=tmp_path / "cluster", hosts=2) as cluster:
+        assert cluster.config.read_text() == before
+        assert [path.read_text().count("[staging]") for path in cluster.configs] == [1, 1]
+        assert cluster.daemon_pid(0) != cluster.daemon_pid(1)

@@ -344,6 +344,33 @@ def test_another_default_device_changes_nothing(cluster: rapidraid.LocalCluster,
     assert target["w"].equal(state["w"].double()) and (target["array"] == state["array"]).all()
 
 
+def test_an_array_that_the_state_does_not_have_yet_comes_back_as_one(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """An object that makes its entries late gets an array where it had one, and a tensor where it had one."""
+    saved = Late({"array": numpy.arange(4, dtype=numpy.uint16), "tensor": torch.ones(2)})
+    with rapidraid.Checkpointer(job, config=cluster.config) as checkpointer:
+        checkpointer.save(1, {"late": saved})
+        checkpointer.wait()
+        fresh = Late({})
+        checkpointer.load({"late": fresh})
+    assert isinstance(fresh.entries["array"], numpy.ndarray) and (fresh.entries["array"] == saved.entries["array"]).all()
+    assert fresh.entries["array"].dtype == numpy.uint16 and torch.equal(fresh.entries["tensor"], saved.entries["tensor"])
+
+
+class Late:
+    """An object whose state has entries only after it has been used."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.entries = entries
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the entries."""
+        return dict(self.entries)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the entries."""
+        self.entries = dict(state)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_tensors_on_a_device(cluster: rapidraid.LocalCluster, job: str) -> None:
     """Tensors on a device are copied directly into segments that are registered with CUDA, and filled in place."""

@@ -184,6 +184,7 @@ impl GatewayError {
             | E::ReadInterrupted
             | E::NoQuorum { .. }
             | E::NoKnownStorageNode
+            | E::RingNodeUnregistered { .. }
             | E::MarkDamaged { .. }
             | E::RemovalsUnderWay
             | E::TooManyCheckpoints
@@ -206,7 +207,6 @@ impl GatewayError {
             | E::StepNotMarked { .. }
             | E::SaveNotCommitted { .. } => ErrorKind::NotFound,
             E::RootInconsistent { .. }
-            | E::RingNodeUnregistered { .. }
             | E::ShardsIncomplete { .. }
             | E::ShardNamesEqual { .. }
             | E::WriterUnfit { .. }

@@ -20,7 +20,7 @@ mod upgrade;
 use std::process::ExitCode;
 
 const HELP: &str = "\
-cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, the Python package, short experiments, doc tests, benches once, advisories
+cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, the Python package, short experiments, doc tests, benches once, terraform, advisories
 cargo xtask wheel   builds the Python package with the program in it, in release mode, into target/python/wheels
 cargo xtask mutants ['TEXT' | --part I/N]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must fail
 cargo xtask upgrade [COMMIT]  a rolling upgrade from an older program, which is built from the history, and back
@@ -34,6 +34,7 @@ cargo xtask kills --day MINUTES [--seed S]          nodes killed, stopped, fille
 cargo xtask kills --restores [--mib M]              sixteen daemons: restores while nodes are dead or stopped
 cargo xtask kills --standstill                      archives 64 stripes at once on sixteen daemons with the minimum of memory
 cargo xtask kills --staging N [--seed S] [--result FILE]    N kills of trainers and their staging daemon, in each phase of a step
+cargo xtask kills --servers                         storage daemons killed at ten points of a save of two hosts: all cells
 cargo xtask kills --flips N [--seed S] [--result FILE]      N flipped bits in each place: segments, files, memory of loads
 cargo xtask kills --torch N [--seed S] [--result FILE]      N kills of PyTorch trainers and their staging daemon
 cargo xtask kills --hosts N [--seed S]                      N kills of ranks, daemons and hosts of a job on two hosts

@@ -52,8 +52,11 @@ pub(in crate::node) enum GatewayError {
     /// The fields of a shard's root contradict each other, or are over a limit.
     #[error("the root of shard {shard} does not fit together")]
     RootInconsistent { shard: ShardName },
-    /// A node of a shard's ring is not registered.
-    #[error("node {node} of the ring of shard {shard} is not registered or has left")]
+    /// A node of a shard's ring has left since the save was begun, or is leaving and not live. Another
+    /// save gets another ring.
+    #[error(
+        "node {node} of the ring of shard {shard} has left the cluster or is about to leave it: save again"
+    )]
     RingNodeUnregistered { node: NodeId, shard: ShardName },
     /// The save is not the open one of its step.
     #[error("save {save} is not open: save again")]

@@ -359,7 +359,7 @@ impl Core {
         filling.collect()
     }
 
-    /// Drops a step that the member no longer fills.
+    /// Drops a step that the member no longer fills, and notifies the other ranks.
     pub fn give_up(
         &mut self,
         member: MemberId,
@@ -375,6 +375,10 @@ impl Core {
                 &key,
                 Failure::new(ErrorKind::Unavailable, message, "save the next step"),
             );
+            // Its next call must not fail with its own reason.
+            if let Some(member) = self.members.get_mut(&member) {
+                member.notices.retain(|notice| notice.step != step);
+            }
         }
         Ok(())
     }

@@ -213,6 +213,8 @@ fn parts_of_two_fillings_never_mix() {
     let FillOutcome::Segment(_, fill) = world.fill(17, 10).unwrap() else { panic!() };
     assert_eq!(fill, old, "all ranks of a step fill one filling");
     world.core.give_up(member(17), Step(10), fill, "Ctrl-C").unwrap();
+    assert!(world.core.take_notices(member(17)).is_empty(), "the rank knows it already");
+    assert_eq!(world.core.take_notices(member(16)).len(), 1);
     let FillOutcome::Segment(_, new) = world.fill(17, 10).unwrap() else { panic!() };
     assert_ne!(new, old);
     let late = world.core.staged(member(16), Step(10), segment, old, Vec::new());

@@ -314,7 +314,9 @@ fn judge_stripe(
         return (StripeState::Archiving { attempt, code, generation }, true);
     }
     let state = StripeState::Archived { attempt, code, generation, dropped: false };
-    (state, stripe.count_readable_pieces(attempt, code, empty_blocks) >= usize::from(root.k))
+    let pieces = stripe.count_readable_pieces(attempt, code, empty_blocks);
+    // Replicas that are not dropped yet are read, too.
+    (state, has_all_blocks || pieces >= usize::from(root.k))
 }
 
 #[cfg(test)]
@@ -368,6 +370,26 @@ mod tests {
         let tombstone = Some(tombstone.to_bytes().unwrap());
         let shard = ShardId::new(SAVE, u32::MAX);
         ShardHolding { shard, mark: None, root: None, tombstone, stripes: vec![] }
+    }
+
+    #[test]
+    fn an_archived_stripe_is_readable_from_pieces_or_from_replicas() {
+        let root = marked().root.unwrap();
+        let attempt = Attempt([5; 16]);
+        let receipts = BTreeMap::from([(attempt, (CodeId(1), GENERATION, 4))]);
+        let readable = |blocks: &[u8], pieces: &[u8]| {
+            let stripe = StripeEvidence {
+                blocks: blocks.iter().copied().collect(),
+                pieces: BTreeMap::from([(attempt, pieces.iter().copied().collect())]),
+                receipts: receipts.clone(),
+            };
+            let (state, is_readable) = judge_stripe(&root, &stripe, &BTreeSet::new());
+            assert!(matches!(state, StripeState::Archived { dropped: false, .. }), "{state:?}");
+            is_readable
+        };
+        assert!(readable(&[], &[0, 2]));
+        assert!(readable(&[0, 1], &[2]));
+        assert!(!readable(&[1], &[2]));
     }
 
     fn judged(held: &[ShardHolding], is_removed: bool) -> Verdict {

@@ -38,7 +38,8 @@ pub async fn run(front: &mut Front, options: Repair) -> Outcome {
     };
     let took = clock.now();
     connect::close(&client).await;
-    Ok(Box::new(Repaired { steps: repaired?, took, is_dry_run: options.dry_run }))
+    let (is_dry_run, given_up) = (options.dry_run, options.node);
+    Ok(Box::new(Repaired { steps: repaired?, took, is_dry_run, given_up }))
 }
 
 /// The result for one step.
@@ -158,6 +159,8 @@ struct Repaired {
     steps: Vec<StepResult>,
     took: Duration,
     is_dry_run: bool,
+    /// The node whose parts were to be made on other nodes.
+    given_up: Option<PeerName>,
 }
 
 impl CommandOutput for Repaired {
@@ -184,7 +187,11 @@ impl CommandOutput for Repaired {
             out.push_str(&self.line(step, report, paint));
             out.push_str(&listed("not made", &report.notes, paint));
             let away = report.summary.away.iter().map(|(node, parts)| {
-                format!("{node} does not answer: {} of it", counted(*parts, "part"))
+                let next = match self.given_up.as_ref() == Some(node) {
+                    true => format!("no other node can take them; add one, and name it by `rapidraid cluster replace-node {node} --by NEW`"),
+                    false => format!("start it, or run `rapidraid repair --node {node}`"),
+                };
+                format!("{node} does not answer: {} of it; {next}", counted(*parts, "part"))
             });
             out.push_str(&listed("away", &away.collect::<Vec<_>>(), paint));
         }

@@ -200,6 +200,28 @@ fn a_node_is_gone_for_good() {
     assert!(nothing.out.contains("nothing to make of job/1"), "{nothing:?}");
 }
 
+/// All nodes are in the ring, so no other one can take what a dead node had. The command says what to
+/// do.
+#[test]
+fn a_node_is_gone_and_nothing_can_take_its_place() {
+    let set = ["code.list=6,4", "timeouts.lease_s=2", "code.block=256KiB", "repair.share=0"];
+    let mut cluster = Cluster::start(6, &set);
+    cluster.write("weights", &vec![7; 1_000_000]);
+    cluster.run("save job/1 weights").ok();
+    cluster.run("archive job/1").ok();
+    drop(cluster.daemons.remove(2));
+    cluster.until("the node is dead", |all| all.iter().any(|node| node["live"] == false));
+    let away = "n3 does not answer: 1 part of it";
+    let whole = cluster.run("repair job/1");
+    assert_eq!(whole.code, 1, "{whole:?}");
+    let next = format!("{away}; start it, or run `rapidraid repair --node n3`");
+    assert!(whole.out.contains(&next), "{whole:?}");
+    let given_up = cluster.run("repair --node n3");
+    assert_eq!(given_up.code, 1, "{given_up:?}");
+    let next = format!("{away}; no other node can take them; add one");
+    assert!(given_up.out.contains(&next), "{given_up:?}");
+}
+
 /// Follows *Replace a disk* of docs/operations.md for a person who does not wait.
 #[test]
 fn a_disk_is_replaced_and_repaired_at_once() {

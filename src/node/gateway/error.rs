@@ -52,10 +52,10 @@ pub(in crate::node) enum GatewayError {
     /// The fields of a shard's root contradict each other, or are over a limit.
     #[error("the root of shard {shard} does not fit together")]
     RootInconsistent { shard: ShardName },
-    /// A node of a shard's ring has left since the save was begun, or is leaving and not live. Another
-    /// save gets another ring.
+    /// A node of a shard's ring is not registered, or is leaving and not live: it may have left since the
+    /// save began. Another save gets another ring.
     #[error(
-        "node {node} of the ring of shard {shard} has left the cluster or is about to leave it: save again"
+        "node {node} of the ring of shard {shard} is not registered or is about to leave: save again"
     )]
     RingNodeUnregistered { node: NodeId, shard: ShardName },
     /// The save is not the open one of its step.

@@ -92,6 +92,11 @@ impl RetrySchedule {
         failures
     }
 
+    /// Makes all failed work due now, because its reason may be gone.
+    pub(in crate::node) fn make_all_due(&mut self) {
+        self.waits.values_mut().for_each(|wait| wait.due = Duration::ZERO);
+    }
+
     /// Forgets the save, because its work is done.
     pub(in crate::node) fn forget_finished(&mut self, save: SaveId) {
         self.waits.remove(&save);
@@ -142,6 +147,9 @@ mod tests {
             }
         }
         assert_eq!(tries, [0, 10, 30, 70, 150]);
+        assert!(!waits.mark_seen_and_check_due(save, 200 * SECOND));
+        waits.make_all_due();
+        assert!(waits.mark_seen_and_check_due(save, 200 * SECOND));
         let seen: Vec<u32> = waits.pending_retries().map(|view| view.failures).collect();
         assert_eq!(seen, [5]);
         waits.forget_unseen();

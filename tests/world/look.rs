@@ -19,8 +19,9 @@ use rapidraid::store::{Disk, Kv, LOCK_FILE, MemoryKv, RecordScope, Store};
 use super::ledger::{Ledger, Shards};
 use super::{CLUSTER, Machine, World, job};
 
-/// Maximum number of polls, 100 ms apart, for work in the background.
-const ROUNDS: usize = 1200;
+/// Maximum number of polls, 100 ms apart, for work in the background: eleven minutes of virtual time. A
+/// removal that failed often waits up to ten minutes for its next try.
+const ROUNDS: usize = 6600;
 
 /// Counts of a step's stripes and files, as a power cut would leave them on the disks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

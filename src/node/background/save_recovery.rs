@@ -7,7 +7,7 @@
 //! its own, so that work that waits for unreachable nodes holds up no other work. All of this is safe
 //! to repeat, also by several daemons at once.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use crate::catalogue::record_access::{
     CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, update_record,
 };
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
-use crate::id::{Job, LeaseId, SaveId, Step, StepRef};
+use crate::id::{Job, LeaseId, NodeId, SaveId, Step, StepRef};
 use crate::node::active_saves::{ActiveSaveGuard, ActiveSaves};
 use crate::node::context::NodeContext;
 use crate::node::gateway::begin_save::SaveGateway;
@@ -35,6 +35,8 @@ const RECOVERED_AT_ONCE: usize = 16;
 struct RecoveryState {
     /// The time since which each decided save and each removal has waited for its originator.
     since: HashMap<SaveId, Duration>,
+    /// The nodes that were live in the last scan.
+    live: BTreeSet<NodeId>,
     slots: Arc<Semaphore>,
 }
 
@@ -71,7 +73,7 @@ impl SaveRecovery {
     /// daemon serves the catalogue. Runs until the node stops.
     pub(in crate::node) async fn run_recovery_and_retention(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(RECOVERED_AT_ONCE));
-        let mut collector = RecoveryState { since: HashMap::new(), slots };
+        let mut collector = RecoveryState { since: HashMap::new(), live: BTreeSet::new(), slots };
         let mut looked = RetentionCache::default();
         for number in (1..=SCANS_PER_LEASE).cycle() {
             self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
@@ -105,6 +107,13 @@ impl SaveRecovery {
         state: &mut RecoveryState,
     ) -> Result<CheckpointCounts, RemoteError> {
         let catalogue = self.context.catalogue();
+        let nodes = catalogue.list_nodes().await?.into_iter().filter(|view| view.live);
+        let live = nodes.map(|view| NodeId::of(&view.node.name)).collect();
+        let before = std::mem::replace(&mut state.live, live);
+        // Removals may wait for a node that is back.
+        if !state.live.is_subset(&before) {
+            self.retention.lock_removal_retries().make_all_due();
+        }
         let (mut survey, mut since) = (CheckpointCounts::default(), HashMap::new());
         let mut note = |save: SaveId, at: Duration| {
             since.insert(save, at);

@@ -121,6 +121,15 @@ impl Directory {
         self.leave_state_of(node) >= Some(LeaveState::Leaving)
     }
 
+    /// Returns whether a save whose ring names the node may be completed: the node is registered, has not
+    /// left, and is live if it is leaving.
+    pub fn may_complete_save_on(&self, node: NodeId) -> bool {
+        match self.is_leaving_or_left(node) {
+            true => !self.has_left(node) && self.is_live(node),
+            false => self.address(node).is_some(),
+        }
+    }
+
     /// Returns whether a node may receive data: it is live, stores data, and is not leaving.
     pub fn can_receive_data(&self, node: NodeId) -> bool {
         let stores = |view: &NodeView| view.node.storage;

@@ -145,7 +145,10 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
         key = _find(names, leaf, source_rank)
         if key is None:
             # An object without entries gets those that the checkpoint has below it.
-            is_filled = leaf.keys in flat.creatable and any(keys[: len(leaf.keys)] == leaf.keys for _, keys in names.rows)
+            is_filled = leaf.keys in flat.creatable and any(
+                owner in (None, source_rank) and keys[: len(leaf.keys)] == leaf.keys and (include is None or include(show(keys)))
+                for owner, keys in names.rows
+            )
             if not is_filled and not (leaf.is_private and private == "skip"):
                 missing.append(show(leaf.keys))
             continue

@@ -200,8 +200,9 @@ _Held = tuple[Box, list[int]]
 def _find_overlap(parts: list[_Held]) -> tuple[_Held, _Held] | None:
     """Returns two boxes that overlap, or ``None``.
 
-    Boxes that a cut along a dimension separates are looked at apart. That leaves single boxes of a usual layout, so the time
-    does not grow with the square of the ranks.
+    Boxes that a cut along a dimension separates cannot overlap, so each side of the cut is searched alone. The parts of a
+    usual sharding are separated by such cuts down to single boxes. Only the boxes that no cut separates are compared pair by
+    pair.
     """
     if len(parts) < 2:
         return None

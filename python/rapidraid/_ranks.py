@@ -64,7 +64,7 @@ class Hosts:
 
 
 def refusal_of(error: Exception | None) -> RapidraidError | None:
-    """Returns an error of this rank as it is told to the other ranks. One of another package becomes an :class:`InvalidError`."""
+    """Returns an error of this rank as it is told to the other ranks. An exception of another package becomes an :class:`InvalidError`."""
     if error is None or isinstance(error, RapidraidError):
         return error
     return InvalidError(f"{type(error).__name__}: {error}")

@@ -172,8 +172,6 @@ class Checkpointer:
         if keep is not None and keep < 1:
             raise InvalidError(f"keep={keep}", "it is at least 1, or None to keep all steps")
         signals = (save_on,) if isinstance(save_on, signal.Signals) else save_on
-        if signals and threading.current_thread() is not threading.main_thread():
-            raise InvalidError("save_on outside the main thread", "Python handles signals there alone: make this Checkpointer in it")
         self.job = job
         self.timeout = timeout
         self.when_full = when_full
@@ -186,7 +184,7 @@ class Checkpointer:
         self._group = Group(group, alone)
         self._start = start
         self._hosts: Hosts
-        self._session, self._launch, self._born_ns = self._connect(config)
+        self._session, self._launch, self._born_ns = self._connect(config, bool(signals))
         self._loads = 0
         self._lock = threading.RLock()
         self._loaded: int | None = None
@@ -215,7 +213,7 @@ class Checkpointer:
         """The number of ranks of the launch."""
         return self._group.world
 
-    def _connect(self, config: str | os.PathLike[str] | None) -> tuple[_native.Session, str, int]:
+    def _connect(self, config: str | os.PathLike[str] | None, sets_signals: bool) -> tuple[_native.Session, str, int]:
         """Connects to the daemon, draws the launch's id on rank 0, and checks that the ranks' settings agree.
 
         Returns the session, the id and its time. An error of any rank is raised on all ranks.
@@ -224,6 +222,8 @@ class Checkpointer:
         failed: Exception | None = None
         mine: tuple[str, int, str, str, str, str] | None = None
         try:
+            if sets_signals and threading.current_thread() is not threading.main_thread():
+                raise InvalidError("save_on outside the main thread", "Python handles signals there alone: make this Checkpointer in it")
             self._config = find_config(config)
             session = connect(self._config, self.timeout, self._start)
             mine = (secrets.token_hex(16), _native.boot_ns(), session.instance, session.cluster, self.when_full, socket.gethostname())
@@ -329,12 +329,8 @@ class Checkpointer:
         plan = self._plan
         assert plan is not None
         begun = time.perf_counter()
-        try:
-            with _gc_paused():
-                sources = plan.sources(flatten(state, self.world), self.allow_pickle)
-        except Exception as error:
-            self._give_up_unfilled(step, plan, error)
-            raise
+        with _gc_paused():
+            sources = plan.sources(flatten(state, self.world), self.allow_pickle)
         return self._stage(step, plan, sources, time.perf_counter() - begun)
 
     @_one_thread
@@ -377,7 +373,10 @@ class Checkpointer:
             refused = failed or InvalidError(
                 "the layout of the state has changed, and the ranks may not tell each other", "save once with use_collectives=True"
             )
-            self._give_up_unfilled(step, plan, refused)
+            # The others may have staged the step already, and would wait for this rank until their time is over.
+            at, fill, _ = self._fill(step, plan)
+            if at is not None:
+                self._give_up(step, fill, refused)
             raise refused
         assert flat is not None
         if is_changed or sources is None:
@@ -411,21 +410,6 @@ class Checkpointer:
         self.last_stall = stall
         self._saved.append(step)
         return True
-
-    def _give_up_unfilled(self, step: int, plan: Plan, why: Exception) -> None:
-        """Gives up a step of which this rank has copied nothing.
-
-        The other ranks may have staged it already, and would wait for this rank until ``staging.fill_s``.
-        """
-        if self.world == 1:
-            return
-        try:
-            at, fill, _ = self._fill(step, plan)
-        except RapidraidError as error:
-            log.debug("step %d cannot be given up: %s", step, error)
-            return
-        if at is not None:
-            self._give_up(step, fill, why)
 
     def _give_up(self, step: int, fill: str, why: BaseException) -> None:
         """Gives up a step, so that the other ranks learn of it. Has no effect if all ranks have staged the step."""

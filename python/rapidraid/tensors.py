@@ -157,7 +157,7 @@ def _pieces_of_dtensor(name: str, tensor: Any, shape: tuple[int, ...]) -> tuple[
 def _local_runs(tensor: Any, shape: tuple[int, ...]) -> list[list[tuple[int, int]]]:
     """Returns for each dimension the runs of indices that this rank holds, in the order of the local tensor."""
     torch = sys.modules["torch"]
-    indices = [torch.arange(size) for size in shape]
+    indices = [torch.arange(size, device="cpu") for size in shape]
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     for at, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)
@@ -371,7 +371,7 @@ def put_scratch(value: Any, scratch: Any) -> None:
 
 def new_tensor(element: str, shape: list[int]) -> Any:
     """Returns an empty tensor of an element type and a shape in the host's memory, into which a load copies."""
-    return _torch().empty(shape, dtype=dtype_of(element), device="cpu")
+    return _import_torch().empty(shape, dtype=dtype_of(element), device="cpu")
 
 
 def new_array(element: str, shape: list[int]) -> Any:
@@ -387,7 +387,7 @@ def new_array(element: str, shape: list[int]) -> Any:
     return numpy.empty(shape, dtype=kind)
 
 
-def _torch() -> Any:
+def _import_torch() -> Any:
     try:
         import torch
     except ImportError:
@@ -397,7 +397,7 @@ def _torch() -> Any:
 
 def dtype_of(element: str) -> Any:
     """Returns the dtype of torch for an element type. Raises :class:`InvalidError` if there is none."""
-    torch = _torch()
+    torch = _import_torch()
     kind = getattr(torch, element, None)
     if not isinstance(kind, torch.dtype):
         raise InvalidError(f"torch has no dtype {element!r}", "load with a newer torch")

@@ -38,8 +38,8 @@ pub async fn run(front: &mut Front, options: Repair) -> Outcome {
     };
     let took = clock.now();
     connect::close(&client).await;
-    let (is_dry_run, given_up) = (options.dry_run, options.node);
-    Ok(Box::new(Repaired { steps: repaired?, took, is_dry_run, given_up }))
+    let (is_dry_run, given_up_node) = (options.dry_run, options.node);
+    Ok(Box::new(Repaired { steps: repaired?, took, is_dry_run, given_up_node }))
 }
 
 /// The result for one step.
@@ -160,7 +160,7 @@ struct Repaired {
     took: Duration,
     is_dry_run: bool,
     /// The node whose parts were to be made on other nodes.
-    given_up: Option<PeerName>,
+    given_up_node: Option<PeerName>,
 }
 
 impl CommandOutput for Repaired {
@@ -187,9 +187,11 @@ impl CommandOutput for Repaired {
             out.push_str(&self.line(step, report, paint));
             out.push_str(&listed("not made", &report.notes, paint));
             let away = report.summary.away.iter().map(|(node, parts)| {
-                let next = match self.given_up.as_ref() == Some(node) {
-                    true => format!("no other node can take them; add one, and name it by `rapidraid cluster replace-node {node} --by NEW`"),
-                    false => format!("start it, or run `rapidraid repair --node {node}`"),
+                let next = match self.given_up_node.as_ref() {
+                    // The notes say why.
+                    _ if !report.notes.is_empty() => "start it, or add a node".to_owned(),
+                    Some(name) if name == node => format!("no other node can take them; add one, and name it by `rapidraid cluster replace-node {node} --by NEW`"),
+                    _ => format!("start it, or run `rapidraid repair --node {node}`"),
                 };
                 format!("{node} does not answer: {} of it; {next}", counted(*parts, "part"))
             });

@@ -92,9 +92,12 @@ impl RetrySchedule {
         failures
     }
 
-    /// Makes all failed work due now, because its reason may be gone.
+    /// Makes all failed work due now, and lets its waits begin anew, because its reason may be gone. A
+    /// try that is under way and fails is repeated after the first wait.
     pub(in crate::node) fn make_all_due(&mut self) {
-        self.waits.values_mut().for_each(|wait| wait.due = Duration::ZERO);
+        for wait in self.waits.values_mut() {
+            (wait.due, wait.failures) = (Duration::ZERO, 0);
+        }
     }
 
     /// Forgets the save, because its work is done.
@@ -150,10 +153,11 @@ mod tests {
         assert!(!waits.mark_seen_and_check_due(save, 200 * SECOND));
         waits.make_all_due();
         assert!(waits.mark_seen_and_check_due(save, 200 * SECOND));
+        waits.record_failure(save, (&job, Step(1)), 200 * SECOND, "away".into());
         let seen: Vec<u32> = waits.pending_retries().map(|view| view.failures).collect();
-        assert_eq!(seen, [5]);
+        assert_eq!(seen, [1], "the waits begin anew");
         waits.forget_unseen();
         waits.forget_unseen();
-        assert!(waits.mark_seen_and_check_due(save, 160 * SECOND));
+        assert!(waits.mark_seen_and_check_due(save, 201 * SECOND), "it is forgotten");
     }
 }

@@ -20,7 +20,8 @@ use super::ledger::{Ledger, Shards};
 use super::{CLUSTER, Machine, World, job};
 
 /// Maximum number of polls, 100 ms apart, for work in the background: eleven minutes of virtual time. A
-/// removal that failed often waits up to ten minutes for its next try.
+/// removal waits up to ten minutes for its next try if the catalogue server did not notice that a node
+/// was away, for example because a delayed call renewed the node's lease.
 const ROUNDS: usize = 6600;
 
 /// Counts of a step's stripes and files, as a power cut would leave them on the disks.

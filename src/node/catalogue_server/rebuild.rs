@@ -168,10 +168,11 @@ impl CatalogueRebuild {
         trace_point(TracePoint::Map, epoch);
         let database = writer.finish(epoch, db_id)?;
         let local = self.open_local_catalogue(database, epoch).await?;
-        let is_claimed = |node: &&NodeRecord| rebuild.listed.contains(&NodeId::of(&node.name));
-        let claimed = rebuild.sources.iter().filter(is_claimed).count();
-        // With fewer, the other nodes may still obey another catalogue that accepts changes.
-        local.set_read_only(claimed < majority(rebuild.listed.len()));
+        let is_on_list = |node: &&NodeRecord| rebuild.listed.contains(&NodeId::of(&node.name));
+        let claimed_count = rebuild.sources.iter().filter(is_on_list).count();
+        // If no majority has recorded the claim, the other nodes may still obey another catalogue, which
+        // accepts changes.
+        local.set_read_only(claimed_count < majority(rebuild.listed.len()));
         self.context.catalogue_server.start_serving(local);
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)

@@ -18,7 +18,7 @@ use crate::catalogue::record_access::{
     joint_save_key, parse_record, read_record, shard_root_key, shard_roots_prefix,
 };
 use crate::format::joint_save::{JointSave, MAX_WRITERS, WriterState};
-use crate::format::records::{Checkpoint, RemoveReason, Removing, ShardRoot, Writing};
+use crate::format::records::{Checkpoint, RemoveReason, Removing, RingNode, ShardRoot, Writing};
 use crate::id::{LeaseId, SaveId};
 use crate::placement;
 use crate::stage::{TracePoint, trace_point};
@@ -220,8 +220,10 @@ impl SaveGateway {
         {
             return Ok(None);
         }
+        let directory = self.fetch_directory().await?;
         let nodes = list_ring_nodes(catalogue, &joint.ring).await?;
-        if nodes.len() < joint.ring.len() {
+        let can_complete = |member: &RingNode| directory.may_complete_save_on(member.node);
+        if nodes.len() < joint.ring.len() || !joint.ring.iter().all(can_complete) {
             return Ok(None);
         }
         while enter_report(&mut joint, call)? {

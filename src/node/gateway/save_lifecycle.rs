@@ -69,11 +69,7 @@ impl SaveGateway {
             return Err(GatewayError::RootInconsistent { shard: root.name }.into());
         }
         let directory = self.fetch_directory().await?;
-        let is_gone = |node: NodeId| match directory.is_leaving_or_left(node) {
-            true => directory.has_left(node) || !directory.is_live(node),
-            false => directory.address(node).is_none(),
-        };
-        if let Some(node) = ring.iter().find(|node| is_gone(**node)) {
+        if let Some(node) = ring.iter().find(|node| !directory.may_complete_save_on(**node)) {
             let (node, shard) = (*node, root.name);
             return Err(GatewayError::RingNodeUnregistered { node, shard }.into());
         }

@@ -203,6 +203,14 @@ impl Directory {
         storage.map(|(id, _)| *id).collect()
     }
 
+    /// Returns the registered nodes of a ring, by name.
+    pub fn list_ring_nodes(&self, ring: &[RingNode]) -> Vec<Node> {
+        let found = ring.iter().filter_map(|member| self.nodes.get(&member.node));
+        let mut nodes: Vec<Node> = found.map(|view| view.node.clone()).collect();
+        nodes.sort_by(|one, other| one.name.cmp(&other.name));
+        nodes
+    }
+
     /// Returns all nodes, in node-id order.
     pub fn views(&self) -> impl Iterator<Item = &NodeView> {
         self.nodes.values()

@@ -13,14 +13,13 @@ use crate::catalogue::record_access::{
     joint_save_key, read_record, shard_roots_prefix,
 };
 use crate::format::joint_save::JointSave;
-use crate::format::records::{
-    Checkpoint, Node as NodeRecord, RemoveReason, Removing, RingNode, Writing,
-};
+use crate::format::records::{Checkpoint, Node as NodeRecord, RemoveReason, Removing, Writing};
 use crate::id::{Generation, LaunchId, LeaseId, NodeId, SaveId, StepRef};
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::scan_interval;
 use crate::placement;
 use crate::stage::{TracePoint, trace_point};
+use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{BeginLaunchSave, BeginSave, BeginSaveAnswer};
 
@@ -278,21 +277,11 @@ async fn record_launch_of_save(
     match compare_and_set_record(catalogue, &key, None, &record).await? {
         RecordSetOutcome::Conflict(Some((first, _))) => {
             let JointSave { n, k, block_bytes, .. } = first;
-            let nodes = list_ring_nodes(catalogue, &first.ring).await?;
+            let nodes = Directory::read(catalogue).await?.list_ring_nodes(&first.ring);
             Ok(BeginSaveAnswer { n, k, block_bytes, nodes, ..begun })
         }
         _ => Ok(begun),
     }
-}
-
-/// Returns the registered nodes of a ring.
-pub(super) async fn list_ring_nodes(
-    catalogue: &dyn Catalogue,
-    ring: &[RingNode],
-) -> Result<Vec<NodeRecord>, RemoteError> {
-    let is_in_ring = |id: NodeId| ring.iter().any(|member| member.node == id);
-    let registered = catalogue.list_nodes().await?.into_iter().map(|view| view.node);
-    Ok(registered.filter(|node| is_in_ring(NodeId::of(&node.name))).collect())
 }
 
 /// Revokes a lease that was granted for a save which was not opened under it.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::begin_save::{
-    EarlierSave, SaveCaller, SaveGateway, check_step_accepts_save, list_ring_nodes,
-    newest_generation, revoke_unused_lease,
+    EarlierSave, SaveCaller, SaveGateway, check_step_accepts_save, newest_generation,
+    revoke_unused_lease,
 };
 use super::error::GatewayError;
 use super::launches::{AdmittedLaunch, admit_launch};
@@ -22,6 +22,7 @@ use crate::format::records::{Checkpoint, RemoveReason, Removing, RingNode, Shard
 use crate::id::{LeaseId, SaveId};
 use crate::placement;
 use crate::stage::{TracePoint, trace_point};
+use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     CompletedShards, JoinSave, JoinSaveAnswer, JoinedSave, ListCompletedShards, WriterReport,
@@ -220,12 +221,12 @@ impl SaveGateway {
         {
             return Ok(None);
         }
-        let directory = self.fetch_directory().await?;
-        let nodes = list_ring_nodes(catalogue, &joint.ring).await?;
+        let directory = Directory::read(catalogue).await?;
         let can_complete = |member: &RingNode| directory.may_complete_save_on(member.node);
-        if nodes.len() < joint.ring.len() || !joint.ring.iter().all(can_complete) {
+        if !joint.ring.iter().all(can_complete) {
             return Ok(None);
         }
+        let nodes = directory.list_ring_nodes(&joint.ring);
         while enter_report(&mut joint, call)? {
             let key = joint_save_key(joint.save);
             match compare_and_set_record(catalogue, &key, Some(revision), &joint).await? {

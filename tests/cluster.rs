@@ -1,9 +1,6 @@
 //! Clusters in one process, under virtual time: the promises of docs/semantics.md, tested from
 //! outside.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in real or virtual time
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
-
-mod world;
 
 #[path = "cluster/accepted_losses.rs"]
 mod accepted_losses;

@@ -5,7 +5,6 @@
 //! A failure here means that a format has changed. Such a change is a decision: page, version,
 //! fixture and changelog change together.
 #![allow(clippy::disallowed_methods)] // reads fixtures
-#![allow(clippy::unwrap_used)] // a test
 
 #[path = "compat/fixture.rs"]
 mod fixture;

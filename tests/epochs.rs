@@ -1,8 +1,5 @@
 //! Epochs and generations that a client sends bind no node.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits until it is up
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
-
-mod world;
 
 use std::sync::Arc;
 use std::time::Duration;

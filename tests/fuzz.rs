@@ -5,7 +5,6 @@
 //! The suite runs some thousands of cases of each target, always the same ones; `cargo xtask fuzz`
 //! runs for any length of time.
 #![allow(clippy::disallowed_methods)] // reads fixtures, writes what it finds, and stops by the clock
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
 
 #[path = "fuzz/files.rs"]
 mod files;

@@ -1,9 +1,6 @@
 //! All loss patterns of a (16,11) stripe: restores survive the loss of every set of up to five
 //! nodes, and refuse every set of six cleanly. This also holds after five machines were replaced.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits until it is up
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
-
-mod world;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

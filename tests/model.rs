@@ -1,9 +1,6 @@
 //! One node against a model of it: random calls from a seed, restarts and power cuts. The answers
 //! and the holdings of both must be equal.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
-
-mod world;
 
 #[path = "model/draw.rs"]
 mod draw;
@@ -37,7 +34,7 @@ async fn run_of(seed: u64) {
 }
 
 fn run(seed: u64) -> Result<(), String> {
-    let replay = format!("RAPIDRAID_MODEL_SEED={seed} cargo test --test model");
+    let replay = format!("RAPIDRAID_MODEL_SEED={seed} cargo test --workspace --test model");
     play(run_of(seed)).map_err(|why| format!("{why}\n{replay}"))
 }
 

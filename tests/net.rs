@@ -1,11 +1,10 @@
 //! One test suite for every transport, so that code that runs within one process also runs over
 //! QUIC; and tests of the features that only QUIC has: certificates, sockets, datagrams.
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test fails by panicking
 
+#[path = "net/pair.rs"]
+mod pair;
 #[path = "net/quic.rs"]
 mod quic;
-#[path = "net/world.rs"]
-mod world;
 
 use std::future::Future;
 use std::time::Duration;
@@ -16,7 +15,7 @@ use rapidraid::kind::ErrorKind;
 use rapidraid::net::frame::{FramedRecv, write_frame};
 use rapidraid::net::{ABANDONED, NetError, RecvStream, Role, SendStream};
 
-use world::{World, memory, over_quic};
+use pair::{World, memory, over_quic};
 
 /// Runs `work` with a deadline: a test that hangs fails.
 async fn in_time<T>(work: impl Future<Output = T>) -> T {

@@ -1,6 +1,5 @@
 //! Tests of the whole store: every awkward size, every kind of damage, a crash at every operation
 //! of every call.
-#![allow(clippy::unwrap_used)]
 
 #[path = "store/crashes.rs"]
 mod crashes;

@@ -2,9 +2,6 @@
 //! connections, run out of disk space and rot. Every reported outcome holds during the storm, and
 //! after it no operation is left half done.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
-
-mod world;
 
 #[path = "storm/clients.rs"]
 mod clients;
@@ -116,7 +113,7 @@ async fn keep_all_nodes(world: &mut World) {
 
 fn run(seed: u64) -> Result<(), String> {
     play(storm(seed)).map(drop).map_err(|why| {
-        let replay = format!("RAPIDRAID_STORM_SEED={seed} cargo test --test storm");
+        let replay = format!("RAPIDRAID_STORM_SEED={seed} cargo test --workspace --test storm");
         format!("{why}\n{}{replay}", Schedule::of(seed))
     })
 }

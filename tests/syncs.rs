@@ -1,9 +1,6 @@
 //! The lost-sync matrix: the power is cut, or the disk is full, before each write, sync, rename,
 //! removal and database batch of each machine. No reported outcome may be lost.
 #![allow(clippy::disallowed_methods)] // a cluster in one process waits in virtual time
-#![allow(clippy::unwrap_used, clippy::expect_used)] // a test
-
-mod world;
 
 #[path = "syncs/cell.rs"]
 mod cell;
@@ -55,7 +52,8 @@ fn nothing_is_lost_wherever_a_fault_comes() {
     };
     eprintln!("{changes:?} changes of the machines, {} cells", cells.len());
     play_all(&cells, |cell| {
-        let replay = format!("RAPIDRAID_MATRIX_CELL={} cargo test --test syncs", cell.number);
+        let replay =
+            format!("RAPIDRAID_MATRIX_CELL={} cargo test --workspace --test syncs", cell.number);
         play(run(cell.scenario, Some(cell))).map(drop).map_err(|why| format!("{why}\n{replay}"))
     });
 }

@@ -1,7 +1,7 @@
 //! A catalogue that was rebuilt from too few nodes, because losses were accepted (semantics, 8).
 
 use crate::rebuild::{lose_catalogue, rebuild_on};
-use crate::world::{World, content, read_file, restore, save};
+use world::{World, content, read_file, restore, save};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;

@@ -18,8 +18,8 @@ use rapidraid::wire::calls::{
 };
 use tokio::time::Instant;
 
-use crate::world::raw::{block_call, finish_block};
-use crate::world::{World, content, job, options, read_file, restore, save};
+use world::raw::{block_call, finish_block};
+use world::{World, content, job, options, read_file, restore, save};
 
 /// A memory size whose share for saves holds one block and not two.
 const TIGHT_BYTES: u64 = 12 << 20;

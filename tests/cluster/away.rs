@@ -14,8 +14,8 @@ use rapidraid::placement::place;
 use rapidraid::store::{MemoryDisk, RecordScope};
 use rapidraid::wire::calls::PlanChoice;
 
-use crate::world::raw::{block_call, finish_block};
-use crate::world::{
+use world::raw::{block_call, finish_block};
+use world::{
     CLUSTER, DISK_BYTES, World, address, content, job, options, quiet, read_file, replace_and_die,
     restore, restore_error, save, shard,
 };

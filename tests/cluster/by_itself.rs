@@ -9,7 +9,7 @@ use rapidraid::id::Step;
 use rapidraid::store::{Disk, LOCK_FILE};
 use rapidraid::wire::calls::{ListFiles, PlanChoice, RepairStatus, SurveyResult, SurveyShard};
 
-use crate::world::{World, content, job, options, quiet, read_file, restore, save};
+use world::{World, content, job, options, quiet, read_file, restore, save};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 6 * BLOCK as usize - 1000;

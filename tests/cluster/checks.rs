@@ -22,8 +22,8 @@ use rapidraid::wire::calls::{
 use rapidraid::wire::order::RunReport;
 use rapidraid::wire::{Call, RemoteError, answer_to_bytes, parse_answer};
 
-use crate::world::between::Change;
-use crate::world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
+use world::between::Change;
+use world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
 
 const BLOCK: u64 = 64 << 10;
 /// One stripe of two blocks.

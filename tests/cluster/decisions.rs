@@ -15,7 +15,7 @@ use rapidraid::net::Role;
 use rapidraid::pipeline::read::Sink;
 use rapidraid::wire::calls::CommitSave;
 
-use crate::world::{World, content, job, quiet, save, shard};
+use world::{World, content, job, quiet, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 

@@ -12,8 +12,8 @@ use rapidraid::wire::calls::{GetRecord, RepairMode, RepairOptions, ReservePart};
 use rapidraid::wire::{Call, answer_to_bytes, parse_answer};
 
 use crate::repair::{CHAIN, LEN, archived_world, give_up, repair};
-use crate::world::between::Change;
-use crate::world::{World, content, job, quiet, read_file, restore};
+use world::between::Change;
+use world::{World, content, job, quiet, read_file, restore};
 
 /// Returns the machines that have pieces, each with their number.
 fn pieces_by_machine(world: &World) -> BTreeMap<usize, usize> {

@@ -14,8 +14,8 @@ use rapidraid::store::Disk;
 use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::calls::PlanChoice;
 
-use crate::world::runs::number;
-use crate::world::{World, content, job, options, quiet, read_file, restore, shard};
+use world::runs::number;
+use world::{World, content, job, options, quiet, read_file, restore, shard};
 
 const N: usize = 6;
 const K: usize = 4;

@@ -23,7 +23,7 @@ use rapidraid::wire::calls::{
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::world::{
+use world::{
     World, address, content, job, quiet, read_file, register, restore, restore_error, save, shard,
 };
 
@@ -447,7 +447,7 @@ async fn what_contradicts_the_save_is_refused() {
     }
     voice.ask(&to, &call(1, 2, announce_and_await_writers(1))).await.unwrap();
     let joint = &joined.joint;
-    let mut root = crate::world::raw::empty_root(
+    let mut root = world::raw::empty_root(
         &rapidraid::wire::calls::BeginSaveAnswer {
             save,
             generation: joined.generation,
@@ -490,7 +490,7 @@ async fn two_shards_of_one_name_are_no_checkpoint() {
     let to = world.node_address(1);
     let begun = voice.begin(&to, 1).await.unwrap();
     for index in 0..2 {
-        let mut root = crate::world::raw::empty_root(&begun, 1, "weights");
+        let mut root = world::raw::empty_root(&begun, 1, "weights");
         (root.index, root.shards, root.shard) = (index, 2, ShardId::new(begun.save, index));
         voice.ask(&to, &CompleteShard { root }).await.unwrap();
     }

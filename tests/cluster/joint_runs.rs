@@ -21,8 +21,8 @@ use rapidraid::pipeline::upload::ShardSource;
 use rapidraid::wire::calls::LaunchClaim;
 use tokio::task::JoinHandle;
 
-use crate::world::runs::{number, play, play_all};
-use crate::world::{World, address, content, job, quiet, read_file, restore};
+use world::runs::{number, play, play_all};
+use world::{World, address, content, job, quiet, read_file, restore};
 
 /// Number of seeds in the test suite. `RAPIDRAID_JOINT_SEEDS=2000` runs more.
 const SEEDS: u64 = 20;

@@ -8,7 +8,7 @@ use rapidraid::store::Disk;
 use rapidraid::wire::calls::{PlanChoice, RepairMode, RepairOptions};
 
 use crate::repair::{CHAIN, LEN, archive, assert_whole, empty_disks, give_up, repair, saved_world};
-use crate::world::{World, content, read_file, restore};
+use world::{World, content, read_file, restore};
 
 /// The shorter block, which is the last one of the last stripe.
 const SHORT: &str = "00000001/block-03";

@@ -23,7 +23,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::rebuild::{lose_catalogue, rebuild_on};
-use crate::world::{World, address, content, job, quiet, register, save, shard};
+use world::{World, address, content, job, quiet, register, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 /// Number of races between a commit and a registration.

@@ -9,7 +9,7 @@ use rapidraid::kind::ErrorKind;
 use rapidraid::store::{MemoryDisk, MemoryKv};
 use rapidraid::wire::calls::PlanChoice;
 
-use crate::world::{World, content, job, options, read_file, restore, save};
+use world::{World, content, job, options, read_file, restore, save};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;

@@ -15,8 +15,8 @@ use rapidraid::wire::calls::{
     ClaimEpoch, DbChecksum, MoveCatalogueAnswer, PauseWrites, PlanChoice, TransferCatalogue,
 };
 
-use crate::world::raw::block_call;
-use crate::world::{World, address, content, job, options, quiet, read_file, restore, save, shard};
+use world::raw::block_call;
+use world::{World, address, content, job, options, quiet, read_file, restore, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;

@@ -1,7 +1,7 @@
 //! The main path in one process: save, archive with each plan, lose nodes, restore.
 
-use crate::world::{World, content, job, options, quiet, read_file, restore, save};
 use rapidraid::wire::calls::{ArchiveOptions, PlanChoice};
+use world::{World, content, job, options, quiet, read_file, restore, save};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_plan_archives_and_every_byte_comes_back() {

@@ -13,7 +13,7 @@ use rapidraid::store::{Disk, LOCK_FILE};
 use rapidraid::wire::calls::{LabelChange, LabelStep};
 use rapidraid::wire::policy::PolicyAnswer;
 
-use crate::world::{World, content, job, quiet, read_file, restore, save, shard};
+use world::{World, content, job, quiet, read_file, restore, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 3 * 2 * BLOCK as usize - 1000;

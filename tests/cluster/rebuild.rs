@@ -10,8 +10,8 @@ use rapidraid::net::{Address, Role};
 use rapidraid::store::{Disk, Kv, MemoryKv, RecordScope};
 use rapidraid::wire::calls::{PlanChoice, RebuildAnswer, RenewLease};
 
-use crate::world::raw::block_call;
-use crate::world::{
+use world::raw::block_call;
+use world::{
     World, address, content, job, options, quiet, read_file, replace_and_die, restore,
     restore_error, save, shard,
 };

@@ -30,8 +30,8 @@ use rapidraid::wire::{
 
 use orders::order;
 
-use crate::world::raw::{Voice, block_call};
-use crate::world::{CLUSTER, World, content, job, options, read_file, restore, save};
+use world::raw::{Voice, block_call};
+use world::{CLUSTER, World, content, job, options, read_file, restore, save};
 
 /// Number of panics in this process since [`count_panics`]. A panic in a node's task ends only that
 /// task, so the tests have to count.
@@ -224,7 +224,7 @@ async fn what_is_committed_is_not_overwritten() {
                     block,
                     len_bytes: other.len() as u64,
                     generation,
-                    fingerprint_key: crate::world::raw::KEY,
+                    fingerprint_key: world::raw::KEY,
                     forward: None,
                 };
                 let answer = client.put_block(&node, &call, &other).await;

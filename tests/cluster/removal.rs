@@ -21,8 +21,8 @@ use rapidraid::wire::calls::{
 };
 use rapidraid::workers::Workers;
 
-use crate::world::raw::{Voice, block_call, empty_root, finish_block, trailer};
-use crate::world::{
+use world::raw::{Voice, block_call, empty_root, finish_block, trailer};
+use world::{
     CLUSTER, World, content, job, options, quiet, read_file, restore, restore_error, save, shard,
 };
 

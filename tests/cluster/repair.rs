@@ -16,7 +16,7 @@ use rapidraid::wire::calls::{
 };
 
 use crate::checks::{Liar, Lie};
-use crate::world::{World, content, job, options, quiet, read_file, restore, save};
+use world::{World, content, job, options, quiet, read_file, restore, save};
 
 const BLOCK: u64 = 128 << 10;
 /// Two stripes of four blocks; the last block is shorter.

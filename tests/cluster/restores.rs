@@ -13,11 +13,9 @@ use rapidraid::store::{Disk, MemoryDisk};
 use rapidraid::wire::calls::{CompleteShard, PlanChoice};
 use rapidraid::wire::request_to_bytes;
 
-use crate::world::look::files_below;
-use crate::world::raw::empty_root;
-use crate::world::{
-    World, content, job, options, quiet, read_file, restore, restore_error, save, shard,
-};
+use world::look::files_below;
+use world::raw::empty_root;
+use world::{World, content, job, options, quiet, read_file, restore, restore_error, save, shard};
 
 /// Returns a disk with one file.
 fn holding(path: &str) -> Arc<MemoryDisk> {

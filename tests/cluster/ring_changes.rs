@@ -14,7 +14,7 @@ use crate::away::restore_by_record;
 use crate::by_itself::{RULES, restart_server};
 use crate::rebuild::{lose_catalogue, rebuild_on};
 use crate::repair::{CHAIN, LEN, archived_world, give_up, saved_world};
-use crate::world::{World, content, job, options, quiet, read_file, restore, save, shard};
+use world::{World, content, job, options, quiet, read_file, restore, save, shard};
 
 /// A length that gives one stripe.
 const ONE_STRIPE: usize = 200_000;

@@ -13,8 +13,8 @@ use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, MemoryDisk};
 use rapidraid::wire::calls::PlanChoice;
 
-use crate::world::power::Leaves;
-use crate::world::{World, content, job, options, quiet, read_file, restore, save, shard};
+use world::power::Leaves;
+use world::{World, content, job, options, quiet, read_file, restore, save, shard};
 
 const MARK_PERCENT: u64 = 85;
 

@@ -13,8 +13,8 @@ use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice, ReservePa
 use rapidraid::wire::order::OutputOrder;
 use tokio::time::Instant;
 
-use crate::world::look::files_below;
-use crate::world::{World, content, job, options, read_file, restore, save};
+use world::look::files_below;
+use world::{World, content, job, options, read_file, restore, save};
 
 const BLOCK: u64 = 1 << 20;
 const LEN: usize = 2 * BLOCK as usize - 1000;

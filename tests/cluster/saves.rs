@@ -16,8 +16,8 @@ use rapidraid::wire::calls::{
 };
 use tokio::sync::Notify;
 
-use crate::world::raw::{block_call, empty_root};
-use crate::world::{World, content, job, quiet, read_file, restore, restore_error, save, shard};
+use world::raw::{block_call, empty_root};
+use world::{World, content, job, quiet, read_file, restore, restore_error, save, shard};
 
 const REPLACE: SaveOptions = SaveOptions { replace: true };
 const KEEP: SaveOptions = SaveOptions { replace: false };

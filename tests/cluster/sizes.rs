@@ -12,7 +12,7 @@ use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::BULK_CHUNK_BYTES;
 use rapidraid::wire::calls::PlanChoice;
 
-use crate::world::{World, address, content, job, options, quiet, read_file, restore, save};
+use world::{World, address, content, job, options, quiet, read_file, restore, save};
 
 /// Returns each point and its neighbours, without duplicates.
 fn around(points: &[u64]) -> Vec<u64> {

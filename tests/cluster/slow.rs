@@ -12,7 +12,7 @@ use rapidraid::units::GRAIN_BYTES;
 use rapidraid::wire::calls::{PlanChoice, ReadFile, VerifyFile};
 use tokio::time::Instant;
 
-use crate::world::{World, content, job, options, quiet, read_file, restore, save};
+use world::{World, content, job, options, quiet, read_file, restore, save};
 
 /// Time per 64 KiB at a trickling node. Each grain arrives before a reader would treat the node as
 /// silent.

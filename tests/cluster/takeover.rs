@@ -12,7 +12,7 @@ use rapidraid::store::{Disk, DiskError, DiskFile, MemoryDisk};
 use rapidraid::wire::calls::{ArchiveEvent, ArchiveOptions, PlanChoice};
 use tokio::sync::mpsc;
 
-use crate::world::{World, content, job, options, quiet, read_file, restore, save, shard};
+use world::{World, content, job, options, quiet, read_file, restore, save, shard};
 
 const BLOCK: u64 = 64 << 10;
 const STRIPES: usize = 8;

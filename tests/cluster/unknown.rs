@@ -9,8 +9,8 @@ use rapidraid::net::Role;
 use rapidraid::store::{Disk, RecordScope};
 use rapidraid::wire::calls::RenewLease;
 
-use crate::world::raw::{block_call, finish_block};
-use crate::world::{World, content, read_file, save};
+use world::raw::{block_call, finish_block};
+use world::{World, content, read_file, save};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;

@@ -13,8 +13,8 @@ use rapidraid::store::Kv;
 use rapidraid::wire::calls::{CommitSave, CompleteShard, PlanChoice};
 use tokio::time::Instant;
 
-use crate::world::raw::empty_root;
-use crate::world::{World, content, job, options, read_file, restore, save};
+use world::raw::empty_root;
+use world::{World, content, job, options, read_file, restore, save};
 
 /// The promised time of a takeover.
 const PROMISED: Duration = Duration::from_secs(10);

@@ -12,7 +12,7 @@ use rapidraid::net::Role;
 use rapidraid::store::{BlockSpec, Disk};
 use rapidraid::wire::calls::{PlanChoice, VerifyFile};
 
-use crate::world::{World, content, job, options, quiet, read_file, restore, restore_error, save};
+use world::{World, content, job, options, quiet, read_file, restore, restore_error, save};
 
 const BLOCK: u64 = 128 << 10;
 /// Two stripes of four blocks; the last block is shorter.

@@ -14,8 +14,8 @@ use rapidraid::wire::calls::{
     CommitSave, CompleteShard, PlanChoice, PutMark, PutTombstone, StepView,
 };
 
-use crate::world::raw::empty_root;
-use crate::world::{
+use world::raw::empty_root;
+use world::{
     CLUSTER, DISK_BYTES, World, address, content, job, options, quiet, read_file, restore, save,
 };
 
@@ -36,27 +36,25 @@ fn drawn() -> Vec<Vec<usize>> {
     sets(every)
 }
 
-impl World {
-    /// Restarts the daemon of a node outside `gone`, cut off from the nodes in `gone`. Returns the
-    /// node, a client of it that is cut off in the same way, and the client's address.
-    async fn reader_without(&mut self, gone: &[usize]) -> (usize, Client, String) {
-        let asked = (1..=NODES).rev().find(|node| !gone.contains(node)).unwrap();
-        self.kill(asked).await;
-        let (client, number) = self.connect(vec![address(asked)]);
-        let own = format!("client{number}:0");
-        for node in gone {
-            self.network.partition(&address(asked), &address(*node));
-            self.network.partition(&own, &address(*node));
-        }
-        self.boot(asked);
-        (asked, client, own)
+/// Restarts the daemon of a node outside `gone`, cut off from the nodes in `gone`. Returns the node,
+/// a client of it that is cut off in the same way, and the client's address.
+async fn reader_without(world: &mut World, gone: &[usize]) -> (usize, Client, String) {
+    let asked = (1..=NODES).rev().find(|node| !gone.contains(node)).unwrap();
+    world.kill(asked).await;
+    let (client, number) = world.connect(vec![address(asked)]);
+    let own = format!("client{number}:0");
+    for node in gone {
+        world.network.partition(&address(asked), &address(*node));
+        world.network.partition(&own, &address(*node));
     }
+    world.boot(asked);
+    (asked, client, own)
+}
 
-    fn reach_again(&self, asked: usize, own: &str, gone: &[usize]) {
-        for node in gone {
-            self.network.heal(&address(asked), &address(*node));
-            self.network.heal(own, &address(*node));
-        }
+fn reach_again(world: &World, asked: usize, own: &str, gone: &[usize]) {
+    for node in gone {
+        world.network.heal(&address(asked), &address(*node));
+        world.network.heal(own, &address(*node));
     }
 }
 
@@ -88,11 +86,11 @@ async fn any_five_of_sixteen_may_be_gone_with_the_catalogue() {
     archived(&world, 1).await;
     world.kill(0).await;
     for gone in drawn() {
-        let (asked, client, own) = world.reader_without(&gone).await;
+        let (asked, client, own) = reader_without(&mut world, &gone).await;
         let (out, report) = restore(&client, 1).await.unwrap_or_else(|e| panic!("{gone:?}: {e}"));
         assert!(read_file(&*out, "weights") == content(LEN, 1), "{gone:?}");
         assert!(report.incidents.iter().any(|line| line.contains("commit marks")), "{report:?}");
-        world.reach_again(asked, &own, &gone);
+        reach_again(&world, asked, &own, &gone);
     }
 }
 
@@ -126,7 +124,7 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
     assert!(marked(&world, root.shard).len() == 9);
     let (mut refused, mut restored) = (0, 0);
     for gone in drawn() {
-        let (asked, client, own) = world.reader_without(&gone).await;
+        let (asked, client, own) = reader_without(&mut world, &gone).await;
         let latest = client.show_step(&job(), None).await;
         match latest {
             Ok(found) => {
@@ -150,7 +148,7 @@ async fn a_newest_step_that_few_nodes_know_is_never_passed_over() {
                 refused += 1;
             }
         }
-        world.reach_again(asked, &own, &gone);
+        reach_again(&world, asked, &own, &gone);
     }
     assert_eq!(refused, 0);
     assert!(restored > 0);
@@ -182,11 +180,11 @@ async fn a_removed_step_never_comes_back() {
         world.boot(index);
     }
     for gone in drawn() {
-        let (asked, client, own) = world.reader_without(&gone).await;
+        let (asked, client, own) = reader_without(&mut world, &gone).await;
         let latest =
             client.show_step(&job(), None).await.unwrap_or_else(|e| panic!("{gone:?}: {e}"));
         assert_eq!(latest.step.step, Step(1), "{gone:?}");
-        world.reach_again(asked, &own, &gone);
+        reach_again(&world, asked, &own, &gone);
     }
 }
 

@@ -58,7 +58,7 @@ fn key(name: &str) -> String {
 /// Compares `cases` with the golden file `path` (below `tests/fixtures/`): every value writes the
 /// golden bytes, the golden bytes read as the value, and neither side lacks a value.
 pub fn hold(path: &str, cases: &[Case]) {
-    let path = format!("{}/tests/fixtures/{path}", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/fixtures/{path}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_default();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let mut golden: BTreeMap<String, &str> = BTreeMap::new();

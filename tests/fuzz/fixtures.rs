@@ -1,7 +1,7 @@
 //! The golden bytes of `tests/fixtures/`, as inputs to damage.
 
 fn read(path: &str) -> Vec<u8> {
-    std::fs::read(format!("{}/tests/fixtures/{path}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+    std::fs::read(format!("{}/fixtures/{path}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
 /// Returns the values of a golden file: name and bytes.

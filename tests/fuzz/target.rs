@@ -207,7 +207,7 @@ fn report(target: &Target, seed: u64, case: u64, input: &[u8], why: &str) -> ! {
     std::fs::write(&path, input).unwrap();
     panic!(
         "fuzz target {name}, seed {seed}, case {case}: {why}\nits {len} bytes are in {path}; again:\n  \
-        RAPIDRAID_FUZZ_SEED={seed} RAPIDRAID_FUZZ_CASE={case} cargo test --test fuzz -- --exact {name}",
+        RAPIDRAID_FUZZ_SEED={seed} RAPIDRAID_FUZZ_CASE={case} cargo test --workspace --test fuzz -- --exact {name}",
         name = target.name,
         len = input.len(),
         path = path.display(),

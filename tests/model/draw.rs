@@ -22,8 +22,8 @@ use rapidraid::wire::calls::{
 };
 
 use crate::state::{Deed, State, file};
-use crate::world::raw::{KEY, trailer};
-use crate::world::{CLUSTER, content, job};
+use world::raw::{KEY, trailer};
+use world::{CLUSTER, content, job};
 
 pub const BLOCK: u64 = 64 << 10;
 /// Length of a piece in these tests. They compare the identity of pieces, not their length.

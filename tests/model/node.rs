@@ -18,9 +18,9 @@ use rapidraid::wire::calls::{
 
 use crate::draw::{BLOCK, Draw, PIECE_BYTES};
 use crate::state::{self, Deed, Held, State};
-use crate::world::World;
-use crate::world::power::Leaves;
-use crate::world::raw::{Voice, finish_block};
+use world::World;
+use world::power::Leaves;
+use world::raw::{Voice, finish_block};
 
 /// The machine of the node. Machine 0 is the catalogue server.
 const NODE: usize = 1;
@@ -65,7 +65,7 @@ impl Subject {
         match deed {
             Deed::Block(call, bytes, lies) => {
                 let mut exchange = self.client.open_block(to, call).await?;
-                let whole = if *lies { &crate::world::content(bytes.len(), 99) } else { bytes };
+                let whole = if *lies { &world::content(bytes.len(), 99) } else { bytes };
                 finish_block(&mut exchange, whole, bytes).await.map(drop)
             }
             Deed::Piece(stripe, piece, attempt, bytes) => {
@@ -123,7 +123,7 @@ impl Subject {
         let (power, network) = (machine.power.clone(), self.world.network.clone());
         let cut = move || {
             power.turn(false);
-            network.kill(&crate::world::address(NODE));
+            network.kill(&world::address(NODE));
         };
         machine.power.cut_after(draw.below(14), cut);
         let answer = self.make(deed).await;

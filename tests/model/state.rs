@@ -16,8 +16,8 @@ use rapidraid::wire::calls::{
     PutTombstone, RecordName,
 };
 
-use crate::world::CLUSTER;
-use crate::world::raw::trailer;
+use world::CLUSTER;
+use world::raw::trailer;
 
 /// One operation on a node: a call, or the piece that a run of a plan leaves.
 #[derive(Debug, Clone)]

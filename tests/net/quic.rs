@@ -19,7 +19,7 @@ use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-use super::world::{authority, client, identity, node, node_with, over_quic};
+use super::pair::{authority, client, identity, node, node_with, over_quic};
 use super::{in_time, transfer};
 
 fn provider() -> Arc<CryptoProvider> {

@@ -132,7 +132,7 @@ fn the_same_again_is_fine_another_one_is_not_and_a_broken_one_makes_room() {
 /// Runs on a real disk, where proving an extent and writing the next one overlap.
 #[test]
 fn extents_are_proven_while_the_next_ones_are_written() {
-    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let disk = RealDisk::open(folder.path()).unwrap();
     let (store, _) = open_with(&disk, Arc::new(disk.clone()), Arc::new(MemoryKv::new()));
     let data = content(70 * G + 1000);

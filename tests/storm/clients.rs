@@ -13,8 +13,8 @@ use rapidraid::wire::calls::RepairOptions;
 
 use super::schedule::{Deed, STEPS};
 use super::weather::Report;
-use crate::world::ledger::{Ledger, Possible, Shards};
-use crate::world::{content, job, options, quiet, shard};
+use world::ledger::{Ledger, Possible, Shards};
+use world::{content, job, options, quiet, shard};
 
 /// Time limit of an operation under any faults, in virtual time.
 const PATIENCE: Duration = Duration::from_secs(3600);

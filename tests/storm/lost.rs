@@ -15,8 +15,8 @@ use tokio::task::JoinHandle;
 
 use super::schedule::{Fault, Wrong};
 use super::weather::{Director, Report};
-use crate::world::address;
-use crate::world::power::Leaves;
+use world::address;
+use world::power::Leaves;
 
 /// Maximum time for which a catalogue server, or a node during a rebuild, is down, in virtual
 /// milliseconds.

@@ -5,7 +5,7 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::wire::calls::{PlanChoice, RepairPlan};
 
 use super::lost::{self, Kept};
-use crate::world::power::Leaves;
+use world::power::Leaves;
 
 /// Codes of a storm, in order of preference. The larger one needs six storage nodes.
 pub const CODES: [(u8, u8); 2] = [(6, 4), (4, 2)];

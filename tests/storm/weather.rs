@@ -14,8 +14,8 @@ use tokio::time::Instant;
 use super::clients::{Shared, take_off};
 use super::lost::Lost;
 use super::schedule::{Fault, Schedule, Wrong};
-use crate::world::power::Leaves;
-use crate::world::{DISK_BYTES, World, address};
+use world::power::Leaves;
+use world::{DISK_BYTES, World, address};
 
 /// Time without a change after which all earlier leases and timeouts are over.
 const CALM: Duration = Duration::from_secs(60);

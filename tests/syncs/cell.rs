@@ -9,8 +9,8 @@ use rapidraid::store::Disk;
 use tokio::sync::Notify;
 
 use super::scenario::{BLOCK, Scenario, Shared};
-use crate::world::power::Leaves;
-use crate::world::{DISK_BYTES, World, address, restore};
+use world::power::Leaves;
+use world::{DISK_BYTES, World, address, restore};
 
 /// Number of storage nodes: one more than the larger code needs.
 pub const NODES: usize = 7;

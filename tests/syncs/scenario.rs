@@ -13,8 +13,8 @@ use rapidraid::kind::ErrorKind;
 use rapidraid::net::Address;
 use rapidraid::wire::calls::{LabelChange, LaunchClaim, PlanChoice, RepairOptions};
 
-use crate::world::ledger::{Ledger, Shards};
-use crate::world::{World, address, content, job, options, quiet, shard};
+use world::ledger::{Ledger, Shards};
+use world::{World, address, content, job, options, quiet, shard};
 
 pub const BLOCK: u64 = 64 << 10;
 /// Size of a shard that has a full and a short stripe with the code (6,4), in bytes.

@@ -1,4 +1,4 @@
-//! Access to cargo: the cargo that runs this program, and a run of one test binary of the library.
+//! Access to cargo: the cargo that runs this program, and a run of one test binary.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -24,7 +24,7 @@ pub fn test<'a>(
     settings: impl IntoIterator<Item = (&'a str, String)>,
 ) -> ExitCode {
     let mut command = cargo();
-    command.args(["test", "--locked", "--package", "rapidraid", "--test", binary]);
+    command.args(["test", "--locked", "--workspace", "--test", binary]);
     command.args(["--", "--nocapture"]).args(arguments).envs(settings);
     match command.status() {
         Ok(status) if status.success() => ExitCode::SUCCESS,

@@ -182,8 +182,8 @@ fn test(tree: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
     };
     let tests: Vec<&str> = mutant.tests.iter().map(String::as_str).collect();
     let binary = match tests.first() {
-        Some(&"lib") => vec!["--lib"],
-        Some(binary) => vec!["--test", binary],
+        Some(&"lib") => vec!["--package", "rapidraid", "--lib"],
+        Some(binary) => vec!["--workspace", "--test", binary],
         None => bail!("{}: no test is named", mutant.name),
     };
     match cargo(&[&binary[..], &["--no-run"]].concat())? {

@@ -1,8 +1,9 @@
-//! The trace points of a save, an archiving, a removal, a rebuild and a restore. A repair passes
-//! some trace points of an archiving. The process that is about to pass a trace point logs its name.
+//! The trace points of a save, an archiving, a removal, a rebuild, a change of rings and a restore.
+//! A repair passes some trace points of an archiving. The process that is about to pass a trace
+//! point logs its name.
 //!
 //! The log shows an operator how far an operation is, and a test kills a process exactly there. The
-//! names are those of docs/semantics.md, 3 to 6 and 8. Nothing else depends on them: a line is
+//! names are those of docs/semantics.md, 3 to 6, 8 and 10. Nothing else depends on them: a line is
 //! written before the action that it names, and says nothing about the outcome.
 
 use std::fmt::Display;
@@ -102,6 +103,15 @@ stages! {
     Census = "census",
     /// Rebuild, daemon: the new catalogue database gets its epoch.
     Map = "map",
+    /// Replacement and removal of a node, gateway: the node is recorded as leaving.
+    Leaving = "leaving",
+    /// Replacement and removal of a node, another node: the ring changes are stored, and the node
+    /// catches up.
+    CatchUp = "catchup",
+    /// Removal of a node, gateway: the compare-and-set that records that the node has left.
+    Left = "left",
+    /// Removal of a node, gateway: the node is taken off the list of nodes.
+    Unlist = "unlist",
     /// Restore, client: the sources of each stripe are chosen.
     Plan = "plan",
     /// Restore, client: the first byte is written.

@@ -37,7 +37,7 @@ use fleet::{Fleet, Plan};
 const JOBS: u64 = 3;
 /// Cells that the suite plays: every role, every operation except restore and rebuild, and the
 /// stages around each commit point.
-const SUITE: [&str; 15] = [
+const SUITE: [&str; 17] = [
     "gateway:save.decide",
     "head:save.block",
     "home:save.publish",
@@ -53,6 +53,8 @@ const SUITE: [&str; 15] = [
     "sayer:mend.fetch",
     "gateway:repair.piece",
     "tail:giveup.receipt",
+    "sayer:replacenode.catchup",
+    "home:removenode.left",
 ];
 
 /// Number of kills in the suite's storm.

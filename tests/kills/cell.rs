@@ -38,6 +38,10 @@ pub enum Deed {
     Repair,
     /// A repair that makes the pieces of a member that is down on others.
     GiveUp,
+    /// Naming a successor of a member that is down.
+    ReplaceNode,
+    /// Removing a member that is down, after its pieces are made on others. It comes back later.
+    RemoveNode,
 }
 
 /// The process that is killed.
@@ -53,7 +57,7 @@ pub enum Role {
     Sayer,
 }
 
-const DEEDS: [(Deed, &str); 9] = [
+const DEEDS: [(Deed, &str); 11] = [
     (Deed::Save, "save"),
     (Deed::Replace, "replace"),
     (Deed::Archive, "archive"),
@@ -63,6 +67,8 @@ const DEEDS: [(Deed, &str); 9] = [
     (Deed::Rebuild, "rebuild"),
     (Deed::Repair, "repair"),
     (Deed::GiveUp, "giveup"),
+    (Deed::ReplaceNode, "replacenode"),
+    (Deed::RemoveNode, "removenode"),
 ];
 const ROLES: [(Role, &str); 7] = [
     (Role::Gateway, "gateway"),
@@ -77,6 +83,8 @@ const ROLES: [(Role, &str); 7] = [
 const LOSER: usize = 2;
 /// Index of the member on which the catalogue is rebuilt.
 const REBUILDER: usize = 0;
+/// Index of the member that becomes the successor of the loser: it is in no stripe 0.
+const SUCCESSOR: usize = 8;
 
 /// Returns the stages that every run of the operation passes.
 fn stages(deed: Deed) -> &'static [TracePoint] {
@@ -94,7 +102,14 @@ fn stages(deed: Deed) -> &'static [TracePoint] {
         Deed::Rebuild => &[Claim, Census, Map],
         Deed::Repair => &[Take, Reserve, Run, Piece, Proof, Receipt, Leaves],
         Deed::GiveUp => &[Take, Reserve, Run, Piece, Proof, Receipt],
+        Deed::ReplaceNode => &[Leaving, CatchUp],
+        Deed::RemoveNode => &[Leaving, CatchUp, Left, Unlist],
     }
+}
+
+/// Returns whether the operation changes the rings of shards.
+fn changes_rings(deed: Deed) -> bool {
+    matches!(deed, Deed::ReplaceNode | Deed::RemoveNode)
 }
 
 /// A cell of the matrix.
@@ -152,13 +167,16 @@ pub fn all() -> Vec<Cell> {
                 // The head is the daemon that rebuilds, and the middle is a node that records the
                 // claim. The catalogue server is down already.
                 Role::Head | Role::Middle if deed == Deed::Rebuild => true,
-                Role::Sayer => deed == Deed::Mend || stage == TracePoint::Claim,
+                Role::Sayer => {
+                    deed == Deed::Mend || stage == TracePoint::Claim || changes_rings(deed)
+                }
                 _ if deed == Deed::Rebuild => false,
                 // The middle node is down before the command runs.
-                Role::Middle => deed != Deed::GiveUp,
+                Role::Middle => deed != Deed::GiveUp && !changes_rings(deed),
                 Role::Client => !later,
-                // A restore reads from the nodes directly, without a gateway.
-                Role::Gateway => deed != Deed::Restore,
+                // A restore reads from the nodes directly, without a gateway. The gateway of a
+                // change of rings is the process that logs the stage.
+                Role::Gateway => deed != Deed::Restore && !changes_rings(deed),
                 _ => true,
             });
             cells.extend(roles.map(|role| Cell { role, deed, stage }));
@@ -222,6 +240,12 @@ impl Play<'_> {
             Deed::Restore => format!("restore j/{step} --force --out out"),
             Deed::Repair => format!("repair j/{step}"),
             Deed::GiveUp => format!("repair --node {}", self.fleet.members[LOSER].name),
+            Deed::ReplaceNode => {
+                let members = &self.fleet.members;
+                let (old, new) = (&members[LOSER].name, &members[SUCCESSOR].name);
+                format!("cluster replace-node {old} --by {new}")
+            }
+            Deed::RemoveNode => format!("cluster remove-node {}", self.fleet.members[LOSER].name),
             Deed::Rebuild => {
                 format!("catalogue rebuild --on {}", self.fleet.members[REBUILDER].address)
             }
@@ -238,16 +262,20 @@ impl Play<'_> {
                 drop(fleet.ask(&format!("save j/{step} new --json")));
             }
         }
-        use Deed::{GiveUp, Mend, Rebuild, Repair, Replace, Restore, Rm};
-        let is_archived = is_archived && matches!(cell.deed, Replace | Rm | Restore | Rebuild);
-        if is_archived || matches!(cell.deed, Repair | GiveUp) {
+        use Deed::{GiveUp, Mend, Rebuild, RemoveNode, Repair, Replace, ReplaceNode, Restore, Rm};
+        let may_be_archived = matches!(cell.deed, Replace | Rm | Restore | Rebuild | ReplaceNode);
+        if is_archived && may_be_archived || matches!(cell.deed, Repair | GiveUp | RemoveNode) {
             self.archive();
         }
         match cell.deed {
             Mend => fleet.lose_replica(LOSER),
             Rebuild => fleet.lose_catalogue(),
             Repair => fleet.lose_disk(LOSER),
-            GiveUp => fleet.take_down(LOSER),
+            GiveUp | ReplaceNode => fleet.take_down(LOSER),
+            RemoveNode => {
+                fleet.take_down(LOSER);
+                self.again(GiveUp, false);
+            }
             _ => {}
         }
         // The killed daemon restarts at once, or after leases have ended and other nodes have
@@ -272,7 +300,7 @@ impl Play<'_> {
         self.again(cell.deed, done);
         match cell.deed {
             Rebuild => fleet.restart(fleet.home),
-            GiveUp => fleet.restart(LOSER),
+            GiveUp | ReplaceNode | RemoveNode => fleet.restart(LOSER),
             _ => {}
         }
         if cell.deed != Deed::Rm {
@@ -332,7 +360,7 @@ impl Play<'_> {
                 }
                 (_, 0) => true,
                 (Deed::Save, _) => kind == "exists" && message.contains("is committed"),
-                (Deed::Rm, _) => kind == "not_found",
+                (Deed::Rm | Deed::RemoveNode, _) => kind == "not_found",
                 (Deed::Rebuild, _) => kind == "exists" && message.contains("nothing to rebuild"),
                 (Deed::Repair | Deed::GiveUp, 1) => {
                     assert!(started.elapsed() < SETTLE_LIMIT, "{line}: {ended:?}");

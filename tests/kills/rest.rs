@@ -10,8 +10,17 @@ use crate::fleet::{Fleet, LOOK, SETTLE_LIMIT};
 use crate::machine::files_below;
 
 /// Files that a data folder may contain when no checkpoint is committed.
-const KEPT: [&str; 8] =
-    ["lock", "node.id", "epoch", "heard", "members", "catch-up", "slots", "reserve"];
+const KEPT: [&str; 9] = [
+    "lock",
+    "node.id",
+    "epoch",
+    "heard",
+    "members",
+    "catch-up",
+    "slots",
+    "reserve",
+    "ring-changes",
+];
 const KEPT_BELOW: [&str; 3] = ["index/", "catalogue/", "graves/"];
 /// Prefix of a catalogue database that was set aside. A rebuild sets aside the database that an
 /// interrupted rebuild began.
@@ -51,7 +60,10 @@ impl Fleet {
             why.extend(self.needless(at).into_iter().map(|file| format!("{name}: {file}")));
         }
         match self.catalogue_keys(status["catalogue"].as_str().unwrap_or_default()) {
-            Ok(keys) => why.extend(keys.into_iter().filter(|key| !key.starts_with("n/"))),
+            // Ring changes are kept for ever.
+            Ok(keys) => why.extend(
+                keys.into_iter().filter(|key| !key.starts_with("n/") && !key.starts_with("r/")),
+            ),
             Err(error) => why.push(error),
         }
         why

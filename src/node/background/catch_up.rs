@@ -31,6 +31,7 @@ use crate::node::standings::{fetch_standings, get_standing};
 use crate::node::storage::fencing::{Fencing, read_marked_save};
 use crate::node::storage::node_inventory;
 use crate::node::storage::records_and_drops::ShardRecords;
+use crate::stage::{TracePoint, trace_point};
 use crate::store::{Store, StoreError};
 use crate::wire::calls::{CatchUp, ListRemovedSaves, PutMark, StandingAnswer};
 use crate::wire::{NodeAddress, RemoteError};
@@ -108,6 +109,7 @@ impl CatchUpRounds {
         &self,
         call: CatchUp,
     ) -> Result<(), RemoteError> {
+        trace_point(TracePoint::CatchUp, &self.context.settings.name);
         // `remove-node` and `replace-node` need this node to store the ring change before they return.
         self.membership.fetch_and_store_members().await?;
         self.run_catch_up_round(call.without.as_ref()).await

@@ -24,6 +24,7 @@ use crate::format::records::{
 use crate::id::{Job, NodeId, PeerName, SaveId, Step};
 use crate::node::context::NodeContext;
 use crate::node::quorum::majority;
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{NodeView, RemoveNode};
@@ -115,6 +116,7 @@ impl NodeRemoval {
             let is_off = match entry {
                 None => true,
                 Some(entry) => {
+                    trace_point(TracePoint::Unlist, &name);
                     let set = catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
                     // On a conflict, the node has registered anew, or another caller has removed it.
                     matches!(set, SetOutcome::Set(_))
@@ -143,6 +145,7 @@ impl NodeRemoval {
         refuse_if_live(catalogue, name).await?;
         let left = RingChange { state: LeaveState::Left, ..change }.to_bytes()?;
         let key = ring_change_key(name);
+        trace_point(TracePoint::Left, name);
         let outcome = catalogue.compare_and_set(&key, Some(revision), Some(left)).await?;
         Ok(matches!(outcome, SetOutcome::Set(_)))
     }

@@ -13,6 +13,7 @@ use crate::format::records::{LeaveState, Record, RingChange};
 use crate::format::ring_changes::MAX_RING_CHANGES;
 use crate::id::{NodeId, PeerName};
 use crate::node::context::NodeContext;
+use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::ReplaceNode;
@@ -121,6 +122,7 @@ pub(super) async fn record_leaving(
             return Ok((change, revision));
         }
         let value = Some(change.to_bytes()?);
+        trace_point(TracePoint::Leaving, node);
         if let SetOutcome::Set(revision) = catalogue.compare_and_set(&key, revision, value).await? {
             return Ok((change, revision));
         }

@@ -113,7 +113,7 @@ resource "aws_instance" "host" {
   }
 
   # The unit is installed and not started: an experiment starts its own daemons, and who wants a cluster that stays puts a node's
-  # folder to /var/lib/rapidraid first (cluster/README.md).
+  # folder to /etc/rapidraid/node first (cluster/rapidraid-node.service).
   provisioner "remote-exec" {
     inline = [
       "sudo install -m 0755 /tmp/rapidraid /tmp/rapidraid-cluster /usr/local/bin/",

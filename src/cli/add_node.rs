@@ -48,7 +48,7 @@ struct Added {
 pub fn run(options: &AddNode) -> Outcome {
     let (dir, set) = (&options.dir, &options.set);
     check_settings(set)?;
-    let authority = authority(dir)?;
+    let authority = read_authority(dir)?;
     let known = known(dir, &authority)?;
     let Some(like) = known.iter().find(|node| node.stores).or(known.first()) else {
         let message = format!("{} has no folder of a node", dir.join("nodes").display());
@@ -91,7 +91,8 @@ pub fn run(options: &AddNode) -> Outcome {
     Ok(Box::new(Added { dir: dir.clone(), nodes: options.nodes.clone(), like }))
 }
 
-fn authority(dir: &Path) -> Result<Authority, CommandFailure> {
+/// Reads the authority of the cluster whose folders are in `dir`.
+pub(super) fn read_authority(dir: &Path) -> Result<Authority, CommandFailure> {
     let ca = dir.join("ca");
     let hint = |failure: CommandFailure| {
         failure.with_hint(

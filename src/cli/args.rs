@@ -12,7 +12,9 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 
 pub use catalogue::{CatalogueCommand, Move, Rebuild};
-pub use cluster::{AddNode, Cluster, Init, MaintainNode, RemoveNode, ReplaceNode};
+pub use cluster::{
+    AddClient, AddNode, Cluster, Init, MaintainNode, RemoveNode, RenewKeys, ReplaceNode,
+};
 pub use repair::Repair;
 pub use staging::Stage;
 

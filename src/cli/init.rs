@@ -97,11 +97,7 @@ pub fn create(
         nodes: nodes.to_vec(),
     };
     let texts = texts(&cluster, set)?;
-    write(&cluster, &texts).inspect_err(|_| {
-        for part in ["ca", "nodes", "client"] {
-            files::remove_folder(&dir.join(part));
-        }
-    })?;
+    write_all(dir, cluster.cluster, &texts)?;
     Ok(cluster)
 }
 
@@ -167,14 +163,27 @@ fn texts(cluster: &NewCluster, set: &[Setting]) -> Result<Vec<Text>, CommandFail
     Ok(texts)
 }
 
-fn write(cluster: &NewCluster, texts: &[Text]) -> Result<(), CommandFailure> {
+/// Writes a new authority and the folders of all members to `dir`, which is free. A failure leaves no
+/// file behind.
+pub(super) fn write_all(
+    dir: &Path,
+    cluster: ClusterId,
+    texts: &[Text],
+) -> Result<(), CommandFailure> {
     let failed = |error: IdentityError| CommandFailure::of(error.kind(), &error);
-    let authority = Authority::create(cluster.cluster).map_err(failed)?;
-    let (ca, pem) = (cluster.dir.join("ca"), authority.to_pem());
-    files::make_private_folder(&ca)?;
-    files::write_new(&ca.join("key.pem"), &pem.key_pem, SECRET)?;
-    files::write_new(&ca.join("ca.pem"), &pem.cert_pem, PUBLIC)?;
-    texts.iter().try_for_each(|text| write_member(&cluster.dir, &authority, text))
+    let authority = Authority::create(cluster).map_err(failed)?;
+    let (ca, pem) = (dir.join("ca"), authority.to_pem());
+    let write = || {
+        files::make_private_folder(&ca)?;
+        files::write_new(&ca.join("key.pem"), &pem.key_pem, SECRET)?;
+        files::write_new(&ca.join("ca.pem"), &pem.cert_pem, PUBLIC)?;
+        texts.iter().try_for_each(|text| write_member(dir, &authority, text))
+    };
+    write().inspect_err(|_| {
+        for part in ["ca", "nodes", "client", "clients"] {
+            files::remove_folder(&dir.join(part));
+        }
+    })
 }
 
 /// Writes the folder of a node or client. The configuration is written last.

@@ -3,6 +3,7 @@
 //! Commands return a [`CommandOutput`] or a [`CommandFailure`]. Only the [`printer`] writes results,
 //! notes and failures, so that `--json`, colours, hints and exit codes are decided in one place.
 
+mod add_client;
 mod add_node;
 pub mod args;
 mod catalogue;
@@ -22,6 +23,7 @@ pub mod picture;
 pub mod printer;
 pub mod progress;
 mod remove_node;
+mod renew_keys;
 mod repair;
 mod replace_node;
 mod rules;
@@ -123,6 +125,8 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Cluster(Cluster::Maintenance(options)) => maintenance::run(front, options).await,
         Command::Cluster(Cluster::RemoveNode(options)) => remove_node::run(front, options).await,
         Command::Cluster(Cluster::AddNode(options)) => add_node::run(&options),
+        Command::Cluster(Cluster::AddClient(options)) => add_client::run(&options),
+        Command::Cluster(Cluster::RenewKeys(options)) => renew_keys::run(&options),
         Command::Node(options) => node::run(front, options).await,
         Command::Stage(options) => stage::run(front, options).await,
         Command::Save(options) => save::run(front, options).await,

@@ -52,6 +52,41 @@ pub struct AddNode {
     pub set: Vec<Setting>,
 }
 
+const ADD_CLIENT: &str = "\
+Example:
+  rapidraid cluster add-client my-cluster team-b
+
+The command needs my-cluster/ca and my-cluster/client, whose settings the new client gets. It writes my-cluster/clients/team-b.
+Every client may read and remove the checkpoints of all jobs.";
+
+/// Options of `cluster add-client`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = ADD_CLIENT)]
+pub struct AddClient {
+    /// The folder that `cluster init` made
+    pub dir: PathBuf,
+    /// The name of the client in its certificate
+    pub name: PeerName,
+}
+
+const RENEW_KEYS: &str = "\
+Example:
+  rapidraid cluster renew-keys my-cluster renewed
+
+Use it when a key has leaked, or when the key in my-cluster/ca is lost. The folder `renewed` gets the same members, with the same
+configurations and cluster id. Copy the new keys and certificates over the old ones and restart all daemons: a process trusts exactly
+one authority. Data folders stay as they are.";
+
+/// Options of `cluster renew-keys`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = RENEW_KEYS)]
+pub struct RenewKeys {
+    /// The folder that `cluster init` made
+    pub dir: PathBuf,
+    /// The folder to create; it must not exist, or must be empty
+    pub new: PathBuf,
+}
+
 const REMOVE_NODE: &str = "\
 Example:
   rapidraid cluster remove-node node-17
@@ -142,6 +177,10 @@ pub enum Cluster {
     Init(Init),
     /// Create the folders of further nodes, in the folder that `cluster init` made
     AddNode(AddNode),
+    /// Create the folder of a further client, in the folder that `cluster init` made
+    AddClient(AddClient),
+    /// Create a new authority and new keys for all members, in a new folder
+    RenewKeys(RenewKeys),
     /// Let another storage node take the place of a node that is lost or is leaving
     ReplaceNode(ReplaceNode),
     /// Remove a node that is lost permanently from the list of members

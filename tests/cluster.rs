@@ -30,6 +30,8 @@ mod launches;
 mod members;
 #[path = "cluster/moves.rs"]
 mod moves;
+#[path = "cluster/patience.rs"]
+mod patience;
 #[path = "cluster/plans.rs"]
 mod plans;
 #[path = "cluster/policy.rs"]

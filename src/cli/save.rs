@@ -20,13 +20,14 @@ use crate::client::{
     Client, ClientError, FileSource, NewShard, ProgressFn, SaveOptions, SaveReport,
 };
 use crate::clock::{Clock, SystemClock};
+use crate::format::geometry::MAX_SHARDS;
 use crate::format::save_record::SaveRecord;
 use crate::id::{IdError, ShardName};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
 
-/// Maximum number of files in a save: enough for a checkpoint of 1,000 ranks with 100 files each.
-const MAX_FILES: usize = 100_000;
+/// Maximum number of files in a save.
+const MAX_FILES: usize = MAX_SHARDS as usize;
 /// Interval between attempts to save a step that another client saves. [`MAX_WAIT`] limits the
 /// total time.
 const WAIT: Duration = Duration::from_secs(1);
@@ -90,9 +91,12 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     let report = saved.map_err(|error| {
         let failure = connect::failure(&error);
         match failure.kind {
-            ErrorKind::Invalid if failure.message.contains("changed while") => failure.with_hint(
-                "save it when no process writes to it, or save it as it is with --allow-changing",
-            ),
+            ErrorKind::Invalid if failure.message.contains("changed while") => {
+                failure.with_hint(match options.allow_changing {
+                    false => "save it when no process writes to it, or save it as it is with --allow-changing",
+                    true => "it became shorter, or changed before a part was sent again: save a copy of it",
+                })
+            }
             ErrorKind::Exists => {
                 failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
             }

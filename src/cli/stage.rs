@@ -3,7 +3,7 @@
 mod detach;
 mod priority;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -82,6 +82,12 @@ fn token(config: &ClientConfig) -> Result<Vec<u8>, CommandFailure> {
     }
 }
 
+/// Returns the staging folder, or while it does not exist the nearest folder above it: the folder may
+/// be a mount point.
+fn nearest_folder(dir: &Path) -> &Path {
+    dir.ancestors().find(|folder| files::kind_of(folder).is_ok()).unwrap_or(Path::new("."))
+}
+
 async fn serve(
     front: &mut Front,
     dir: PathBuf,
@@ -99,10 +105,9 @@ async fn serve(
     let keeper = client_on(Handle::current(), &identity, config).await?;
     let client = client_on(background.handle(), &identity, config).await?;
     client.set_lease_keeper(keeper.clone(), Handle::current());
-    let parent = dir.parent().map(PathBuf::from).unwrap_or_default();
     let memory_bytes = match config.staging.memory_bytes {
         Some(bytes) => bytes,
-        None => files::total_bytes(&parent)? / 100 * MEMORY_PERCENT,
+        None => files::total_bytes(nearest_folder(&dir))? / 100 * MEMORY_PERCENT,
     };
     let settings = Settings {
         dir: dir.clone(),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::code::CodeError;
 use crate::format::FormatError;
-use crate::format::geometry::GeometryError;
+use crate::format::geometry::{GeometryError, MAX_SHARDS};
 use crate::format::table::TableError;
 use crate::id::{ClusterId, Job, ShardName, Step};
 use crate::kind::ErrorKind;
@@ -95,6 +95,14 @@ pub enum ClientError {
     DuplicateName {
         /// The name that occurs twice.
         name: ShardName,
+    },
+    /// The save has more shards than a save may have.
+    #[error(
+        "a save has at most {MAX_SHARDS} shards, and this one has {count}: save several small files as one"
+    )]
+    TooManyShards {
+        /// The number of shards.
+        count: usize,
     },
     /// The save has no shards.
     #[error("there is nothing to save: name at least one file")]
@@ -233,6 +241,7 @@ impl ClientError {
             | ClientError::NoIndex { .. } => ErrorKind::NotFound,
             ClientError::Index { source, .. } => source.kind(),
             ClientError::DuplicateName { .. }
+            | ClientError::TooManyShards { .. }
             | ClientError::NoShards
             | ClientError::RangeOfMany
             | ClientError::OtherCluster { .. }

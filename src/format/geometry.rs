@@ -12,6 +12,8 @@ pub const MAX_N: usize = 32;
 /// Maximum number of stripes of one shard, so that their hashes fit into one record. At (16,11) and
 /// 64 MiB blocks this is 67 TiB.
 pub const MAX_STRIPES: u64 = 100_000;
+/// Maximum number of shards of one save.
+pub const MAX_SHARDS: u32 = 65_536;
 
 /// The division of one shard into stripes of `k` blocks of `block_bytes` each. The last stripe may
 /// be shorter.

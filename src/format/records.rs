@@ -329,8 +329,10 @@ impl ShardState {
         self.runs.iter().flat_map(|run| (0..run.count).map(|_| run.state))
     }
 
-    /// Sets the state of stripe `index` and joins equal neighbours. Returns false, and changes
-    /// nothing, when there is no such stripe or when there would be more than [`MAX_RUNS`] spans.
+    /// Sets the state of stripe `index` and joins equal neighbours. If there would be more than
+    /// [`MAX_RUNS`] runs, some other stripes become archived and not dropped that were dropped: their
+    /// drops are ordered and confirmed once more. Returns false, and changes nothing, when there is no
+    /// such stripe or when there are too many runs all the same.
     #[must_use]
     pub fn set(&mut self, index: u32, state: StripeState) -> bool {
         let mut runs: Vec<Run> = Vec::with_capacity(self.runs.len() + 2);
@@ -351,12 +353,47 @@ impl ShardState {
             }
             first = first.saturating_add(run.count);
         }
-        if !found || runs.len() > MAX_RUNS {
+        while runs.len() > MAX_RUNS {
+            let Some(joined) = forget_shortest_drop(&runs, index) else { return false };
+            runs = joined;
+        }
+        if !found {
             return false;
         }
         self.runs = runs;
         true
     }
+}
+
+/// Joins the shortest run of dropped stripes that does not contain stripe `except` with a neighbour
+/// that differs from it only in not being dropped. Returns `None` if there is no such run.
+fn forget_shortest_drop(runs: &[Run], except: u32) -> Option<Vec<Run>> {
+    let mut shortest: Option<(usize, u32, StripeState)> = None;
+    let mut first = 0u32;
+    for (at, run) in runs.iter().enumerate() {
+        let is_excepted = except >= first && except - first < run.count;
+        first = first.saturating_add(run.count);
+        let StripeState::Archived { attempt, code, generation, dropped: true } = run.state else {
+            continue;
+        };
+        let state = StripeState::Archived { attempt, code, generation, dropped: false };
+        let neighbours = [at.checked_sub(1), at.checked_add(1)].into_iter().flatten();
+        let has_equal = neighbours.filter_map(|at| runs.get(at)).any(|other| other.state == state);
+        let is_shorter = shortest.is_none_or(|(_, count, _)| run.count < count);
+        if has_equal && is_shorter && !is_excepted {
+            shortest = Some((at, run.count, state));
+        }
+    }
+    let (changed, _, undropped) = shortest?;
+    let mut joined: Vec<Run> = Vec::with_capacity(runs.len());
+    for (at, run) in runs.iter().enumerate() {
+        let state = if at == changed { undropped } else { run.state };
+        match joined.last_mut() {
+            Some(last) if last.state == state => last.count = last.count.saturating_add(run.count),
+            _ => joined.push(Run { count: run.count, state }),
+        }
+    }
+    Some(joined)
 }
 
 /// A commit mark: the proof that a shard was committed, from which the catalogue can be rebuilt.
@@ -424,6 +461,30 @@ mod tests {
         let taken = (0..1000).step_by(2).take_while(|&index| state.set(index, archiving)).count();
         assert_eq!(taken, MAX_RUNS / 2);
         assert!(state.runs.len() <= MAX_RUNS);
+    }
+
+    /// A node that does not answer keeps the drops of its stripes open, here six of seven.
+    #[test]
+    fn a_shard_of_any_length_is_archived_while_drops_are_open() {
+        let mut state = ShardState::fresh(Generation::default(), 1000);
+        let (attempt, generation) = (Attempt([1; 16]), Generation::default());
+        let archived = |dropped| {
+            let code = CodeId(7);
+            StripeState::Archived { attempt, code, generation, dropped }
+        };
+        for index in 0..1000 {
+            assert!(state.set(index, archived(false)), "stripe {index}");
+            assert!(index % 7 > 0 || state.set(index, archived(true)), "stripe {index}");
+            assert!(state.runs.len() <= MAX_RUNS);
+            assert_eq!(state.stripe(index), Some(archived(index % 7 == 0)), "the newest is kept");
+        }
+        assert_eq!(state.states().count(), 1000);
+        assert!(state.states().all(|stripe| [archived(false), archived(true)].contains(&stripe)));
+        let dropped = state.states().filter(|stripe| *stripe == archived(true)).count();
+        assert!(dropped > MAX_RUNS / 2 - 2, "{dropped} drops are remembered");
+        // The node is back.
+        assert!((0..1000).all(|index| state.set(index, archived(true))));
+        assert_eq!(state.runs.len(), 1);
     }
 
     #[test]

@@ -108,8 +108,24 @@ impl Session {
             Answer::Loadable(about) => about,
             _ => return Err(StagingError::Unexpected { what: WHAT }),
         };
+        let ticket = about.ticket;
+        let table = descriptors.pop_front();
+        self.map_step(about, table, wait).inspect_err(|_| {
+            // Otherwise the daemon holds the step's memory for as long as this connection lives.
+            let _ = self.ask(WHAT, &Request::Release { ticket }, wait);
+        })
+    }
+
+    /// Maps the table and the parts of the step that a load has found.
+    fn map_step(
+        &mut self,
+        about: Loadable,
+        table: Option<OwnedFd>,
+        wait: &mut Wait<'_>,
+    ) -> Result<Option<LoadedStep>, StagingError> {
+        const WHAT: &str = "the step to load";
         let unexpected = || StagingError::Unexpected { what: WHAT };
-        let table = read_table(descriptors.pop_front().ok_or_else(unexpected)?, about.table_bytes)?;
+        let table = read_table(table.ok_or_else(unexpected)?, about.table_bytes)?;
         let mut parts: Vec<MappedPart> = Vec::new();
         let mut known = BTreeMap::new();
         while (parts.len() as u32) < about.parts {

@@ -313,6 +313,8 @@ async fn a_decided_save_is_published_before_its_successor_begins() {
     for index in 2..=4 {
         world.boot(index);
     }
+    // The save waited for some time, and the leases of the nodes are over.
+    world.until_live(world.nodes.len() - 1).await;
     register(&client, B, None).await.unwrap();
     assert_eq!(steps(&world), [10]);
 }

@@ -18,6 +18,7 @@ use crate::client::connection::LONG_LIMIT;
 use crate::client::{
     Client, ClientError, NewShard, Progress, ProgressFn, SaveCode, SaveDecisions, SaveFate,
 };
+use crate::format::geometry::MAX_SHARDS;
 use crate::format::records::{Node, RingChanges, Saved, ShardRoot};
 use crate::format::save_record::{SaveHead, SaveRecord};
 use crate::id::{ClusterId, Generation, Job, LaunchId, NodeId, SaveId, Step, StepRef};
@@ -45,6 +46,11 @@ const HELLO_LIMIT: Duration = Duration::from_secs(2);
 const MOVE_LIMIT: Duration = Duration::from_secs(10);
 /// Interval between two checks.
 const MOVE_LOOK: Duration = Duration::from_millis(250);
+/// How long an uploaded shard or save waits for a catalogue server that is away, for example because
+/// its machine restarts.
+const CATALOGUE_LIMIT: Duration = Duration::from_secs(120);
+/// The pause between two of these tries.
+const CATALOGUE_LOOK: Duration = Duration::from_secs(2);
 /// Number of nodes that are asked for their epoch at once.
 const HELLOS_AT_ONCE: usize = 32;
 /// Maximum number of times that a save starts again after its nodes failed or its epoch ended.
@@ -282,6 +288,10 @@ impl Client {
 }
 
 pub(super) fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), ClientError> {
+    let count = shards.len();
+    if count > MAX_SHARDS as usize {
+        return Err(ClientError::TooManyShards { count });
+    }
     let mut names = HashSet::new();
     if let Some(twice) = shards.iter().find(|shard| !names.insert(&shard.name)) {
         return Err(ClientError::DuplicateName { name: twice.name.clone() });
@@ -348,7 +358,39 @@ impl SaveSession {
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
         decisions.approve_commit().await.map_err(|why| ClientError::CalledOff { why })?;
-        self.commit_save(shards.len()).await
+        self.repeat_while_catalogue_is_away(|| self.commit_save(shards.len())).await
+    }
+
+    /// Makes a call that may be made twice. Repeats it for at most [`CATALOGUE_LIMIT`] while it fails
+    /// because the catalogue server is away: leases, and with them the save, outlive a restart of that
+    /// server. Ends at once if the save's epoch is over, because the save is over then, too.
+    async fn repeat_while_catalogue_is_away<A, F>(
+        &self,
+        call: impl Fn() -> F,
+    ) -> Result<A, ClientError>
+    where
+        F: Future<Output = Result<A, ClientError>>,
+    {
+        let clock = self.client.caller().clock();
+        let until = clock.now() + CATALOGUE_LIMIT;
+        let mut is_first = true;
+        loop {
+            let error = match call().await {
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout) =>
+                {
+                    error
+                }
+                answer => return answer,
+            };
+            if clock.now() >= until || self.has_later_epoch().await {
+                return Err(error);
+            }
+            if std::mem::take(&mut is_first) {
+                tracing::warn!(%error, "the save of {}/{} waits for the cluster", self.job, self.step);
+            }
+            clock.sleep(CATALOGUE_LOOK).await;
+        }
     }
 
     /// Returns whether some node knows a later epoch, and so refuses what was begun in this one.
@@ -483,7 +525,7 @@ impl SaveSession {
         let ring = ring(&self.begun.nodes, index.into());
         let parameters = ShardParameters { index, shard_count, ring, fingerprint_key };
         let root = self.upload_shard(parameters, shard).await?;
-        self.complete_shard(root).await
+        self.repeat_while_catalogue_is_away(|| self.complete_shard(root.clone())).await
     }
 
     /// Records that a shard is complete.

@@ -14,7 +14,8 @@ use crate::format::records::{
     FIELD_GF8, LAYOUT_STANDARD, Leaves, Record, RingNode, ShardRoot, StripeRecord, stripes_root,
 };
 use crate::gf::FingerprintKey;
-use crate::id::{ShardId, StripeId};
+use crate::id::{NodeId, ShardId, StripeId};
+use crate::net::call::CallError;
 use crate::pipeline::upload::{SaveError, StripeUploader};
 use crate::placement::{Spares, place};
 use crate::stage::{TracePoint, trace_point};
@@ -24,6 +25,8 @@ use crate::wire::calls::{BeginSaveAnswer, PutRecord, RecordName};
 /// and its records, are being sent, the other stripes keep the links of the other nodes busy. A
 /// single large shard, as a trainer saves it, may use all slots of the save.
 const STRIPES_OF_A_SHARD: usize = STRIPES_AT_ONCE;
+/// Number of nodes that get the leaves of a shard at once.
+const LEAVES_AT_ONCE: usize = 16;
 
 /// The parameters of a shard that follow from its save.
 pub(super) struct ShardParameters {
@@ -136,24 +139,31 @@ impl SaveSession {
             generation: self.begun.generation,
             bytes: leaves.to_bytes()?,
         };
-        let puts = root.ring.iter().map(|member| {
-            let call = &call;
-            async move {
-                let to = self.directory.address(member.node)?;
-                Some(self.client.caller().call(&to, call).await)
-            }
-        });
-        let mut puts = stream::iter(puts.collect::<Vec<_>>()).buffer_unordered(16);
-        let (mut missed, mut last) = (0, None);
-        while let Some(put) = puts.next().await {
-            if let Some(Err(error)) = put {
-                missed += 1;
-                last = Some(error);
-            }
+        let tolerated = usize::from(root.k) - 1;
+        // A silent node would cost a timeout for each shard of the save. It is asked only if its copy
+        // is needed.
+        let ring = root.ring.iter().map(|member| member.node);
+        let (silent, others): (Vec<NodeId>, Vec<NodeId>) =
+            ring.partition(|node| self.directory.is_silent(*node));
+        let mut failed = self.put_record_on(&others, &call).await;
+        if failed.len() + silent.len() > tolerated {
+            failed.extend(self.put_record_on(&silent, &call).await);
         }
-        match last {
-            Some(error) if missed > usize::from(root.k) - 1 => Err(error.into()),
+        match failed.pop() {
+            Some(error) if failed.len() >= tolerated => Err(error.into()),
             _ => Ok(()),
         }
+    }
+
+    /// Puts a record on each of `nodes` whose address is known. Returns the errors.
+    async fn put_record_on(&self, nodes: &[NodeId], call: &PutRecord) -> Vec<CallError> {
+        let puts = nodes.iter().map(|node| async move {
+            let to = self.directory.address(*node)?;
+            let put = self.client.caller().call(&to, call).await;
+            self.directory.heard(*node, !put.as_ref().is_err_and(CallError::is_unanswered));
+            put.err()
+        });
+        let puts = stream::iter(puts.collect::<Vec<_>>()).buffer_unordered(LEAVES_AT_ONCE);
+        puts.filter_map(|failed| async move { failed }).collect().await
     }
 }

@@ -62,7 +62,14 @@ impl ArchivingTakeover {
         let mut now_met = HashMap::new();
         let mut requests = KeyScan::of_prefix(&*catalogue, ARCHIVE_REQUESTS);
         while let Some((key, entry)) = requests.next().await? {
-            let archiving: ArchiveRequest = parse_record(&key, &entry.value)?;
+            // One damaged record must not end the takeover of all other requests.
+            let archiving: ArchiveRequest = match parse_record(&key, &entry.value) {
+                Ok(archiving) => archiving,
+                Err(error) => {
+                    tracing::error!(key, %error, "an archive request does not parse, and nobody takes it over");
+                    continue;
+                }
+            };
             let Some((job, step)) = parse_archive_request_key(&key) else { continue };
             if catalogue.is_lease_alive(archiving.lease).await? {
                 continue;

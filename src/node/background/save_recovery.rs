@@ -37,6 +37,8 @@ struct RecoveryState {
     since: HashMap<SaveId, Duration>,
     /// The nodes that were live in the last scan.
     live: BTreeSet<NodeId>,
+    /// The keys of steps whose records did not parse in the last scan.
+    damaged: BTreeSet<String>,
     slots: Arc<Semaphore>,
 }
 
@@ -46,6 +48,24 @@ impl RecoveryState {
     fn is_grace_period_over(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
         self.since.get(&save).is_some_and(|since| now >= since.saturating_add(lease))
     }
+}
+
+/// Parses the record of a step. Returns `None` and adds the key to `damaged` if it does not parse: one
+/// damaged record must not end the recovery of all other steps. Logs a key that is not `known`.
+fn parse_or_report(
+    key: &str,
+    value: &[u8],
+    known: &BTreeSet<String>,
+    damaged: &mut BTreeSet<String>,
+) -> Option<Checkpoint> {
+    let error = match parse_record(key, value) {
+        Ok(checkpoint) => return Some(checkpoint),
+        Err(error) => error,
+    };
+    if damaged.insert(key.to_owned()) && !known.contains(key) {
+        tracing::error!(key, %error, "the record of a step does not parse: nothing that is unfinished in this step continues");
+    }
+    None
 }
 
 /// The service that continues unfinished saves and removals.
@@ -73,7 +93,12 @@ impl SaveRecovery {
     /// daemon serves the catalogue. Runs until the node stops.
     pub(in crate::node) async fn run_recovery_and_retention(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(RECOVERED_AT_ONCE));
-        let mut collector = RecoveryState { since: HashMap::new(), live: BTreeSet::new(), slots };
+        let mut collector = RecoveryState {
+            since: HashMap::new(),
+            live: BTreeSet::new(),
+            damaged: BTreeSet::new(),
+            slots,
+        };
         let mut looked = RetentionCache::default();
         for number in (1..=SCANS_PER_LEASE).cycle() {
             self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
@@ -107,20 +132,19 @@ impl SaveRecovery {
         state: &mut RecoveryState,
     ) -> Result<CheckpointCounts, RemoteError> {
         let catalogue = self.context.catalogue();
-        let nodes = catalogue.list_nodes().await?.into_iter().filter(|view| view.live);
-        let live = nodes.map(|view| NodeId::of(&view.node.name)).collect();
-        let before = std::mem::replace(&mut state.live, live);
-        // Removals may wait for a node that is back.
-        if !state.live.is_subset(&before) {
-            self.retention.lock_removal_retries().make_all_due();
-        }
+        self.note_live_nodes(&*catalogue, state).await?;
         let (mut survey, mut since) = (CheckpointCounts::default(), HashMap::new());
+        let mut damaged = BTreeSet::new();
         let mut note = |save: SaveId, at: Duration| {
             since.insert(save, at);
         };
         let mut checkpoints = KeyScan::of_prefix(&*catalogue, CHECKPOINTS);
         while let Some((key, entry)) = checkpoints.next().await? {
-            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
+            let Some(checkpoint) =
+                parse_or_report(&key, &entry.value, &state.damaged, &mut damaged)
+            else {
+                continue;
+            };
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let now = self.context.clock.now();
             let seen = |save| state.since.get(&save).copied().unwrap_or(now);
@@ -161,9 +185,24 @@ impl SaveRecovery {
                 *survey.committed.entry(job).or_default() += 1;
             }
         }
-        state.since = since;
+        (state.since, state.damaged) = (since, damaged);
         self.retention.lock_removal_retries().forget_unseen();
         Ok(survey)
+    }
+
+    /// Notes the live nodes. Makes all removals due if there is a new one: they may wait for it.
+    async fn note_live_nodes(
+        &self,
+        catalogue: &dyn Catalogue,
+        state: &mut RecoveryState,
+    ) -> Result<(), RemoteError> {
+        let nodes = catalogue.list_nodes().await?.into_iter().filter(|view| view.live);
+        let live = nodes.map(|view| NodeId::of(&view.node.name)).collect();
+        let before = std::mem::replace(&mut state.live, live);
+        if !state.live.is_subset(&before) {
+            self.retention.lock_removal_retries().make_all_due();
+        }
+        Ok(())
     }
 
     /// Continues a removal in a task of its own, unless this node works on it already or too many

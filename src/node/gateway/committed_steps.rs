@@ -9,18 +9,19 @@ use super::error::GatewayError;
 use super::page_limits::SHARDS_SHOWN;
 use super::reads_without_catalogue::OutageReader;
 use super::removal::{SaveRemoval, UnpublishOutcome};
+use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, read_record,
-    read_ring_changes, shard_state_key,
+    read_ring_changes, shard_root_key, shard_roots_prefix, shard_state_key,
 };
 use crate::catalogue::{Catalogue, MAX_PAGE};
-use crate::format::records::{Checkpoint, RemoveReason, RingChanges, ShardState};
+use crate::format::records::{Checkpoint, RemoveReason, RingChanges, ShardRoot, ShardState};
 use crate::id::Job;
 use crate::net::Role;
 use crate::node::catalogue_server::catalogue_calls::CatalogueCalls;
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
-use crate::pipeline::coordinator::{CoordinatorError, RepairCause, list_shard_roots};
+use crate::pipeline::coordinator::{CoordinatorError, RepairCause};
 use crate::wire::RemoteError;
 use crate::wire::calls::{
     ArchiveEvent, ArchiveStep, GetShardState, ListRingChanges, ListSteps, ListStepsAnswer,
@@ -195,8 +196,17 @@ impl CommittedSteps {
             }
         };
         let mut shards = Vec::new();
-        let roots = list_shard_roots(&*catalogue, step.saved.save).await?;
-        for root in roots.into_iter().skip(call.first_shard as usize).take(SHARDS_SHOWN) {
+        // The keys of the roots are in the order of the shards.
+        let save = step.saved.save;
+        let mut roots = KeyScan::of_prefix(&*catalogue, shard_roots_prefix(save));
+        if let Some(before) = call.first_shard.checked_sub(1) {
+            roots = roots.starting_after(shard_root_key(save, before));
+        }
+        while let Some((key, entry)) = roots.next().await? {
+            if shards.len() == SHARDS_SHOWN {
+                break;
+            }
+            let root: ShardRoot = parse_record(&key, &entry.value)?;
             let state =
                 read_record::<ShardState>(&*catalogue, &shard_state_key(root.shard)).await?;
             shards.push((root, state.map(|(state, _)| state)));

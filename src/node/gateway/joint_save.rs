@@ -11,12 +11,13 @@ use super::begin_save::{
 use super::error::GatewayError;
 use super::launches::{AdmittedLaunch, admit_launch};
 use super::page_limits::SHARDS_SHOWN;
-use super::save_lifecycle::{MAX_SHARDS, is_open_or_was_decided};
+use super::save_lifecycle::is_open_or_was_decided;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
     joint_save_key, parse_record, read_record, shard_root_key, shard_roots_prefix,
 };
+use crate::format::geometry::MAX_SHARDS;
 use crate::format::joint_save::{JointSave, MAX_WRITERS, WriterState};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, RingNode, ShardRoot, Writing};
 use crate::id::{LeaseId, SaveId};

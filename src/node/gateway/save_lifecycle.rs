@@ -14,6 +14,7 @@ use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
     joint_save_key, read_record, shard_root_key, shard_state_key, update_record,
 };
+use crate::format::geometry::MAX_SHARDS;
 use crate::format::joint_save::JointSave;
 use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
@@ -28,8 +29,6 @@ use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{AbortSave, CommitSave, CompleteShard, PutMark, RenewLease};
 
-/// Maximum number of shards of one save.
-pub(super) const MAX_SHARDS: u32 = 65_536;
 /// Maximum number of shards whose marks are written at once.
 const SHARDS_AT_ONCE: usize = 8;
 /// Maximum number of marks of one shard written at once.
@@ -271,7 +270,16 @@ impl SaveGateway {
         let (shard, cluster) = (root.name.clone(), self.context.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
-        let (marked, missed) = self.put_marks(directory, &ring, &call).await;
+        // A silent node would cost a timeout for each shard of the save. It is asked only if its mark
+        // is needed.
+        let (silent, others): (Vec<_>, Vec<_>) =
+            ring.into_iter().partition(|node| directory.is_silent(*node));
+        let (mut marked, mut missed) = self.put_marks(directory, &others, &call).await;
+        if missed.len() + silent.len() > tolerated {
+            let (late, failed) = self.put_marks(directory, &silent, &call).await;
+            marked.extend(late);
+            missed.extend(failed);
+        }
         if missed.len() > tolerated {
             let (missed, reason) = (missed.len(), missed.join("; "));
             return Err(GatewayError::RingMarksMissing { missed, shard, reason }.into());

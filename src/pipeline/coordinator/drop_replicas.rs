@@ -41,6 +41,8 @@ impl OwnedStripe<'_> {
             let is_needed = holders.contains(&node);
             async move {
                 match self.directory.address(node) {
+                    // A dead node would cost a timeout for each stripe. A later run orders the drop.
+                    Some(_) if !self.directory.is_live(node) => !is_needed,
                     Some(address) => {
                         self.order_node_drop(&address, call, receipt_call).await || !is_needed
                     }
@@ -89,6 +91,8 @@ impl OwnedStripe<'_> {
         {
             answer = caller.call(address, call).await;
         }
+        let is_silent = answer.as_ref().is_err_and(CallError::is_unanswered);
+        self.directory.heard(NodeId::of(&address.name), !is_silent);
         if let Err(error) = &answer {
             tracing::warn!(node = %address.name, %error, "a node has not confirmed that it dropped its replicas: they are dropped later");
         }

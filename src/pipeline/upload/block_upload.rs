@@ -2,6 +2,7 @@
 //! second. The client hashes and fingerprints the bytes that it reads from its source, and both
 //! holders must agree (docs/semantics.md, 3.2).
 
+use std::io;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -143,13 +144,8 @@ impl StripeUploader {
             };
             let write = async {
                 if let (Some(chunk), None) = (ready.take(), &refused) {
-                    match deadline(&*clock, STALL_LIMIT, exchange.write(chunk)).await {
-                        Ok(written) => refused = written.err(),
-                        Err(source) => {
-                            let (call, to) = ("PutBlock", "the block's holder".to_owned());
-                            refused = Some(CallError::Late { call, to, source });
-                        }
-                    }
+                    let written = deadline(&*clock, STALL_LIMIT, exchange.write(chunk)).await;
+                    refused = written.map_or_else(late_holder_error, Result::err);
                 }
             };
             let (chunk, ()) = tokio::join!(read, write);
@@ -167,7 +163,8 @@ impl StripeUploader {
             let frame = message_to_bytes(&trailer, "a block's trailer").map_err(|source| {
                 SaveError::Refused(CallError::Wire { call: "PutBlock", to: String::new(), source })
             })?;
-            refused = exchange.write_frame(frame).await.err();
+            let written = deadline(&*clock, STALL_LIMIT, exchange.write_frame(frame)).await;
+            refused = written.map_or_else(late_holder_error, Result::err);
         }
         if refused.is_none() {
             refused = exchange.finish().await.err();
@@ -189,10 +186,13 @@ impl StripeUploader {
                 None => {
                     let mut bytes = vec![0; len as usize];
                     let read = source.read_at(block_start + offset_in_block, &mut bytes);
-                    read.map_err(|source| SaveError::Source {
-                        shard: name,
-                        offset: block_start + offset_in_block,
-                        source,
+                    read.map_err(|source| match source.kind() {
+                        // The file has become shorter.
+                        io::ErrorKind::UnexpectedEof => SaveError::Changed { shard: name },
+                        _ => {
+                            let offset = block_start + offset_in_block;
+                            SaveError::Source { shard: name, offset, source }
+                        }
                     })?;
                     Bytes::from(bytes)
                 }
@@ -214,6 +214,12 @@ impl StripeUploader {
 /// Returns the error for a holder that gave no answer in time.
 fn late_error(first: &NodeAddress, source: Elapsed) -> CallError {
     CallError::Late { call: "PutBlock", to: address(first).to_string(), source }
+}
+
+/// Returns the error for the first holder of a block when it takes no more bytes.
+fn late_holder_error(source: Elapsed) -> Option<CallError> {
+    let (call, to) = ("PutBlock", "the block's holder".to_owned());
+    Some(CallError::Late { call, to, source })
 }
 
 /// Returns the error for the failure of a holder. Every other holder would refuse in the same way

@@ -262,8 +262,8 @@ pub struct JobState {
     /// The answers that were given to the loads of launches.
     pub loads: VecDeque<LoadAnswer>,
     launches: BTreeMap<LaunchId, Launch>,
-    /// The launch whose load last waited for steps of older launches, and since when.
-    awaited_since: Option<(LaunchId, Duration)>,
+    /// The last launches whose loads waited for steps of older launches, and since when.
+    awaited_since: VecDeque<(LaunchId, Duration)>,
     /// Number of commits and removals by this daemon, and of abandoned saves that it has settled. A list of
     /// committed steps that was requested before the last change may be outdated.
     changes: u64,
@@ -355,6 +355,8 @@ pub struct Core {
     bell: Bell,
     members: BTreeMap<MemberId, Member>,
     segments: BTreeMap<SegmentId, Segment>,
+    /// The owners of segments that a previous daemon made. They attach at their next request.
+    unattached: BTreeSet<MemberId>,
     jobs: BTreeMap<Job, JobState>,
     /// Memory of files that were read from the cluster, in bytes.
     fetched_bytes: u64,
@@ -379,6 +381,7 @@ impl Core {
             bell,
             members: BTreeMap::new(),
             segments: BTreeMap::new(),
+            unattached: BTreeSet::new(),
             jobs: BTreeMap::new(),
             fetched_bytes: 0,
             effects: Vec::new(),

@@ -331,9 +331,10 @@ impl Folder {
         Ok(found)
     }
 
-    /// Writes the table of a step, with hashes.
+    /// Writes the table of a step, with hashes. The reserve is not used for it: records need the
+    /// reserve, and a step can be loaded without its table.
     pub fn keep_table(&self, key: &StepKey, table: &[u8]) -> Result<(), FolderError> {
-        self.write(&self.table_path(key), table)
+        self.try_write(&self.table_path(key), table)
     }
 
     /// Returns the table of a step, or `None` if there is none.
@@ -473,7 +474,11 @@ impl Folder {
             .open(&temporary)
             .and_then(|mut file| io::Write::write_all(&mut file, bytes))
             .and_then(|()| fs::rename(&temporary, path));
-        written.map_err(during("writing", path))
+        written.map_err(|error| {
+            // On a full file system a part of the file would take the space that records need.
+            let _ = fs::remove_file(&temporary);
+            during("writing", path)(error)
+        })
     }
 }
 

@@ -27,8 +27,6 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 struct LaterSteps {
     /// The later committed steps, ascending, with their saves.
     committed: Vec<(Step, SaveId)>,
-    /// The later steps that other launches have staged on this host.
-    in_memory: Vec<Step>,
     /// The committed steps that are not later.
     before: BTreeSet<Step>,
     /// The newest committed step.
@@ -64,9 +62,11 @@ impl StagingDaemon {
         if let Some(what) = self.register_launch(&place, resumed, until).await? {
             return Ok(Some(what));
         }
-        let LaterSteps { committed, in_memory, before, newest } =
+        let LaterSteps { committed, before, newest } =
             self.find_later_steps(&place, resumed).await?;
-        if !(committed.is_empty() && in_memory.is_empty()) {
+        if resumed.abandon_later {
+            // Even if there is nothing later: a call before this one may have recorded saves that it
+            // could not remove.
             self.abandon(&place, resumed.loaded, committed).await?;
         }
         self.with(|core| core.checked(&place, before, newest));
@@ -107,9 +107,9 @@ impl StagingDaemon {
         let in_memory =
             self.with(|core| core.later_in_memory(&place.job, resumed.loaded, place.launch));
         let before = before.into_iter().map(|(step, _)| step).collect();
-        let found = LaterSteps { committed, in_memory, before, newest };
+        let found = LaterSteps { committed, before, newest };
         let mut later: Vec<Step> = found.committed.iter().map(|(step, _)| *step).collect();
-        later.extend(&found.in_memory);
+        later.extend(in_memory);
         later.sort_unstable();
         later.dedup();
         if let (Some(first), Some(last)) = (later.first(), later.last())

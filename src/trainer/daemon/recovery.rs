@@ -54,7 +54,7 @@ impl StagingDaemon {
                 }
             }
             for (id, owner) in &segments {
-                core.add_segment(*id, owner.member, &owner.place, owner.len_bytes);
+                core.restore_segment(*id, owner.member, &owner.place, owner.len_bytes);
             }
             let mut found = 0;
             for record in steps {

@@ -35,6 +35,9 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Interval between two checks of memory that processes may have released: no event reports this.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
+/// The hint of an answer that is longer than a message may be.
+const TOO_LONG_HINT: &str =
+    "ask for one job, or for fewer steps; `rapidraid ls` lists any number of steps";
 
 type Replied = Result<(Answer, Vec<OwnedFd>), Failure>;
 
@@ -170,7 +173,15 @@ impl StagingDaemon {
                 Ok(answered) => answered,
                 Err(failure) => (Answer::Failed(failure), Vec::new()),
             };
-            let bytes = to_bytes(&answer).map_err(std::io::Error::other)?;
+            let (bytes, descriptors) = match to_bytes(&answer) {
+                Ok(bytes) => (bytes, descriptors),
+                Err(error) => {
+                    let message = format!("the answer cannot be sent: {error}");
+                    let failure = Failure::new(ErrorKind::Busy, message, TOO_LONG_HINT);
+                    let failed = to_bytes(&Answer::Failed(failure));
+                    (failed.map_err(std::io::Error::other)?, Vec::new())
+                }
+            };
             let sent = deadline(&*clock, PATIENCE, connection.send(&bytes, descriptors)).await;
             sent.map_err(std::io::Error::other)??;
         }
@@ -322,7 +333,13 @@ impl StagingDaemon {
                     }
                     self.wait_for_bell(&mut heard, (until - now).min(LOOK_AGAIN)).await;
                 }
-                Err(failure) => return Err(failure),
+                Err(failure) => {
+                    let Place { job, launch, .. } = &prepare.place;
+                    if hosts.is_some() && !self.with(|core| core.knows_launch(job, *launch)) {
+                        self.folder.forget_hosts(*launch);
+                    }
+                    return Err(failure);
+                }
             }
         };
         let mut descriptors = Vec::with_capacity(segments.len());
@@ -341,7 +358,8 @@ impl StagingDaemon {
     /// daemon would take this host's part of a step for the whole.
     fn keep_hosts_first(self: &Arc<Self>, prepare: &Prepare, hosts: &Hosts) -> Result<(), Failure> {
         let Place { job, launch, .. } = &prepare.place;
-        if self.with(|core| core.hosts_record(job, *launch).is_some()) {
+        // A launch that is known without hosts is refused below, and must not get a record.
+        if self.with(|core| core.knows_launch(job, *launch)) {
             return Ok(());
         }
         let record = LaunchHosts { launch: *launch, hosts: hosts.clone(), filled: None };

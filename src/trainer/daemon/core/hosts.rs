@@ -15,6 +15,8 @@ use crate::trainer::protocol::{Failure, Hosts, Place};
 const PROGRESS_PATIENCE: Duration = Duration::from_secs(15);
 /// Maximum length of a host's name in bytes.
 const MAX_HOST_NAME_BYTES: usize = 64;
+/// Maximum number of launches of a job whose waits for older launches are timed.
+const MAX_WAITING_LAUNCHES: usize = 16;
 
 /// The steps of older launches that a load waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,6 +102,11 @@ impl Core {
         Some(LaunchHosts { launch, hosts: found.hosts.clone()?, filled: found.filled })
     }
 
+    /// Returns whether a rank of the launch has prepared on this host.
+    pub fn knows_launch(&self, job: &Job, launch: LaunchId) -> bool {
+        self.jobs.get(job).is_some_and(|state| state.launches.contains_key(&launch))
+    }
+
     /// Records that a rank of the launch is about to be ordered to fill a step.
     pub(super) fn begin_filling(&mut self, place: &Place, step: Step) {
         let Some(launch) = self.launch_mut(place) else { return };
@@ -162,11 +169,12 @@ impl Core {
         let first = awaited.first()?;
         // This daemon may have been started again just now, by the launch that loads, so the wait
         // counts from the launch's first request.
-        let since = match state.awaited_since {
-            Some((of, since)) if of == launch => since,
-            _ => now,
-        };
-        state.awaited_since = Some((launch, since));
+        let known = state.awaited_since.iter().find(|(of, _)| *of == launch);
+        let since = known.map_or(now, |(_, since)| *since);
+        if known.is_none() {
+            state.awaited_since.truncate(MAX_WAITING_LAUNCHES - 1);
+            state.awaited_since.push_front((launch, now));
+        }
         let makes_progress = awaited
             .iter()
             .filter_map(|key| self.step(key))

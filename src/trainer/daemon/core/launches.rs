@@ -199,6 +199,7 @@ impl Core {
                 "make a new Checkpointer for another job",
             );
         }
+        self.unattached.remove(&member);
         Ok(())
     }
 
@@ -293,6 +294,12 @@ impl Core {
             && launch.members.get(&place.rank) == Some(&member)
         {
             launch.members.remove(&place.rank);
+            if launch.members.is_empty() {
+                // Nobody may come to take the memory that is reserved for the other ranks. A rank
+                // that comes all the same reserves it anew.
+                (launch.reserved_bytes, launch.segments_a_rank) = (0, 0);
+                launch.taken.clear();
+            }
         }
         for key in job.not_staged_by(&place) {
             let why = Failure::new(
@@ -476,7 +483,13 @@ impl Core {
         committed: &[(Step, SaveId)],
     ) {
         let Some(state) = self.jobs.get_mut(job) else { return };
-        state.abandoned.extend(committed);
+        let new = committed.iter().filter(|save| !state.abandoned.contains(save));
+        let new: Vec<_> = new.copied().collect();
+        if !new.is_empty() {
+            state.abandoned.extend(new);
+            // The launch may end before it has removed them itself.
+            self.effects.push(Effect::Settle(job.clone()));
+        }
         let is_later = |step: Step| loaded.is_none_or(|at| step > at);
         if let Some(launch) = state.launches.get_mut(&newest) {
             launch.over.retain(|step, _| !is_later(*step));

@@ -55,6 +55,7 @@ impl Core {
         let fits = freed >= missing;
         if fits {
             victims.iter().for_each(|victim| self.release_step(victim));
+            self.drop_orphans(is_unmapped);
         }
         fits
     }
@@ -113,7 +114,8 @@ impl Core {
             // Without the record, the next daemon would take a header that says *staged* for a step
             // that was never saved.
             self.effects.push(Effect::MarkFree(segment));
-            let is_owned = self.members.contains_key(&found.owner);
+            let is_owned =
+                self.members.contains_key(&found.owner) || self.unattached.contains(&found.owner);
             if is_owned && found.is_current && newest == Some(found.place.launch) {
                 found.state = Use::Free;
             } else {
@@ -221,6 +223,7 @@ impl Core {
                 self.drop_step(&key, why);
             }
         }
+        self.drop_orphans(is_unmapped);
         bytes
     }
 }

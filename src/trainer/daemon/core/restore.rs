@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
-use crate::id::{FillId, Job, LaunchId, SegmentId, Step};
+use crate::id::{FillId, Job, LaunchId, MemberId, SegmentId, Step};
 use crate::trainer::daemon::hold::Hold;
 use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
+use crate::trainer::protocol::Place;
 
 /// A step that was found in the staging folder.
 #[derive(Debug)]
@@ -54,6 +55,18 @@ impl Launch {
 }
 
 impl Core {
+    /// Adds a segment that a previous daemon made. Its owner may still use it.
+    pub fn restore_segment(
+        &mut self,
+        id: SegmentId,
+        owner: MemberId,
+        place: &Place,
+        len_bytes: u64,
+    ) {
+        self.add_segment(id, owner, place, len_bytes);
+        self.unattached.insert(owner);
+    }
+
     /// Restores a job from its record.
     pub fn restore_job(&mut self, record: JobRecord) {
         let state = self.jobs.entry(record.job).or_default();

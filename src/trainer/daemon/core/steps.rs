@@ -16,6 +16,8 @@ pub const MAX_DROPPED: usize = 1024;
 const MAX_OVER: usize = 256;
 /// Maximum number of skipped steps that are remembered per launch.
 const MAX_SKIPPED: usize = 64;
+/// Maximum length of a reason that a rank gives, in characters. All ranks are told the reason.
+const MAX_WHY_CHARS: usize = 1000;
 
 /// The fate of the saves of a step that is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -370,6 +372,7 @@ impl Core {
         let place = self.writer(member)?;
         let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
         if self.step(&key).is_some_and(|found| !found.phase.is_complete()) {
+            let why: String = why.chars().take(MAX_WHY_CHARS).collect();
             let message = format!("rank {} gave up step {step}: {why}", place.rank);
             self.drop_step(
                 &key,

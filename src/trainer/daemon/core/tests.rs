@@ -434,6 +434,9 @@ fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
     assert_eq!((world.phase(1, 10), world.phase(1, 20)), (Some("staged"), None));
     let kept = world.core.job_record(&job()).unwrap().abandoned;
     assert_eq!(kept, [(Step(15), save(2)), (Step(20), save(1))], "in one record");
+    world.effects();
+    world.core.abandon(&job(), Some(Step(10)), launch(2), &committed);
+    assert_eq!(world.core.job_record(&job()).unwrap().abandoned, kept, "known already");
     // Steps that were committed since the launch checked the cluster are abandoned too.
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 1).unwrap();

@@ -129,7 +129,7 @@ fn restored(world: &mut World, steps: &[u64]) {
     for &step in steps {
         let (segment, fill) = (SegmentId([step as u8; 16]), FillId([step as u8; 16]));
         let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
-        world.core.add_segment(segment, member(16), &place, MIB);
+        world.core.restore_segment(segment, member(16), &place, MIB);
         let key = StepKey { job: job(), step: Step(step), launch: launch(1), fill };
         let phase = Phase::Committed { save: save(step as u8), notes: Vec::new() };
         let parts = BTreeMap::from([(0, segment)]);
@@ -248,4 +248,62 @@ fn what_was_not_finished_when_a_daemon_ended_never_counts() {
     assert!(kept.len() == 1 && marked.len() == 2 && kept[0] < marked[0], "{effects:?}");
     // Rank 1 continues and writes its header, and the daemon is killed once more.
     assert!(!again.core.may_restore(&key));
+}
+
+/// A trainer that computes sends nothing for a long time, and the daemon may be a new one then.
+#[test]
+fn an_owner_that_has_not_attached_yet_keeps_its_segments() {
+    let mut world = World::new(64 * MIB);
+    restored(&mut world, &[10, 20]);
+    let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
+    let freed = SegmentId([10; 16]);
+    world.mapped.extend([10, 20].map(|number| SegmentId([number; 16])));
+    // The older step is released when anything of the job changes.
+    world.core.gone(member(99), Ending::Died);
+    world.commit(1, 20);
+    assert_eq!(world.phase(1, 10), None);
+    assert!(world.core.doomed().is_empty(), "its owner fills it again");
+    world.core.drop_orphans(&|_| false);
+    assert!(world.core.attach(member(16), &place).unwrap().contains(&freed));
+    assert!(matches!(world.fill(16, 30).unwrap(), FillOutcome::Segment(id, _) if id == freed));
+    world.core.give_up(member(16), Step(30), FillId([1; 16]), "why").unwrap();
+    world.core.gone(member(16), Ending::Died);
+    assert!(world.core.doomed().contains(&freed), "its owner is dead");
+}
+
+#[test]
+fn memory_of_an_owner_that_never_attaches_is_freed() {
+    let mut world = World::new(64 * MIB);
+    restored(&mut world, &[10, 20]);
+    world.commit(1, 20);
+    world.core.drop_orphans(&|_| true);
+    assert_eq!(world.core.doomed(), [SegmentId([10; 16])]);
+}
+
+#[test]
+fn memory_that_is_reserved_for_a_dead_launch_is_given_back() {
+    let mut world = World::new(4 * MIB);
+    world.prepare(1, 0, 2).unwrap();
+    let own = world.core.used_bytes();
+    assert_eq!(own, 2 * MIB, "and as much is reserved for rank 1");
+    assert!(!world.core.make_room(MIB, &|_| true));
+    world.mapped.clear();
+    world.core.gone(member(16), Ending::Died);
+    for segment in world.core.doomed() {
+        world.core.freed(segment);
+    }
+    assert!(world.core.make_room(4 * MIB, &|_| true));
+    // A rank that was late reserves the memory of the launch anew.
+    world.prepare(1, 1, 2).unwrap();
+    assert!(!world.core.make_room(MIB, &|_| true));
+}
+
+#[test]
+fn a_long_reason_is_cut_off() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    let FillOutcome::Segment(_, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    world.core.give_up(member(16), Step(10), fill, &"x".repeat(200_000)).unwrap();
+    let notices = world.core.take_notices(member(17));
+    assert!(notices[0].failure.as_ref().unwrap().message.len() < 2_000);
 }

@@ -125,6 +125,18 @@ fn a_load_waits_while_a_step_makes_progress() {
 }
 
 #[test]
+fn loads_of_two_launches_do_not_prolong_each_other() {
+    let mut world = world();
+    world.stage(16, 10);
+    let mut waits = |of: u8, seconds| {
+        let (now, counts) = (Duration::from_secs(seconds), OlderSteps::OfSeveralHosts);
+        world.core.describe_awaited_step(&job(), launch(of), counts, now).is_some()
+    };
+    assert!((50..=65).all(|seconds| waits(2, seconds) && waits(3, seconds)));
+    assert!(!waits(2, 66) && !waits(3, 66));
+}
+
+#[test]
 fn loads_of_several_hosts_wait_for_every_launch() {
     let mut world = World::new(64 * MIB);
     world.prepare(1, 0, 1).unwrap();

@@ -1,0 +1,99 @@
+//! Saves and removals go on where one part of the cluster is away or damaged: the catalogue server,
+//! a node of the ring, one record of the catalogue.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rapidraid::catalogue::record_access::checkpoint_key;
+use rapidraid::client::{NewShard, SaveOptions};
+use rapidraid::id::Step;
+use rapidraid::pipeline::upload::ShardSource;
+use rapidraid::store::Kv;
+use rapidraid::store::kv::Batch;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use world::look::files_below;
+use world::{World, content, job, quiet, read_file, restore, save, shard};
+
+/// An empty source that says when it is asked whether it has changed: all of its shard is stored then.
+#[derive(Default)]
+struct Last {
+    stored: Arc<Notify>,
+}
+
+impl ShardSource for Last {
+    fn len_bytes(&self) -> u64 {
+        0
+    }
+
+    fn read_at(&self, _: u64, _: &mut [u8]) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn is_unchanged(&self) -> std::io::Result<bool> {
+        self.stored.notify_one();
+        Ok(true)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_save_waits_for_a_catalogue_server_that_restarts() {
+    let mut world = World::start(5, &[(4, 2)], 64 << 10).await;
+    let (client, data) = (world.client_of(1), content(600_000, 1));
+    let last = Last::default();
+    let stored = last.stored.clone();
+    let shards = vec![
+        shard("weights", &data),
+        NewShard { name: "last".parse().unwrap(), source: Arc::new(last) },
+    ];
+    let saver = client.clone();
+    let options = SaveOptions { replace: false };
+    let saving =
+        tokio::spawn(async move { saver.save(&job(), Step(7), shards, options, quiet()).await });
+    stored.notified().await;
+    world.kill(0).await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(!saving.is_finished(), "it waits");
+    world.boot(0);
+    saving.await.unwrap().unwrap();
+    let (out, _) = restore(&client, 7).await.unwrap();
+    assert!(read_file(&*out, "weights") == *data);
+}
+
+/// The time is that of the world: a node that does not answer costs one timeout, not one a shard.
+#[tokio::test(start_paused = true)]
+async fn a_silent_node_does_not_hold_up_every_shard_of_a_save() {
+    let mut world = World::start(6, &[(4, 2)], 64 << 10).await;
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(100, 1))]).await;
+    let _silent = world.silence(6).await;
+    let names: Vec<String> = (0..100).map(|number| format!("shard-{number}")).collect();
+    let data = content(1000, 2);
+    let shards: Vec<_> = names.iter().map(|name| (name.as_str(), &data)).collect();
+    let began = Instant::now();
+    save(&client, 2, &shards).await;
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(90), "{took:?}: each shard waits ten seconds for the node");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_record_of_one_step_holds_up_no_removal_of_another() {
+    let mut world = World::start(5, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let files = |world: &World| files_below(&*world.machines[1].disk, "shards").len();
+    save(&client, 1, &[("weights", &content(100_000, 1))]).await;
+    let of_first = files(&world);
+    save(&client, 2, &[("weights", &content(100_000, 2))]).await;
+    assert!(files(&world) > of_first);
+    world.kill(1).await;
+    let _ = client.remove_step(&job(), Step(2)).await;
+    let key = format!("k/{}", checkpoint_key(job().at(Step(1))));
+    let stored = world.map().get(key.as_bytes()).unwrap().unwrap();
+    let damaged = [&stored[..8], &[0xff; 20]].concat();
+    world.map().apply(Batch::new().put(key, damaged)).unwrap();
+    world.boot(1);
+    world.until_live(5).await;
+    tokio::time::sleep(100 * world.lease).await;
+    assert_eq!(files(&world), of_first, "the removal went on");
+}

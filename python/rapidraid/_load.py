@@ -13,7 +13,7 @@ from typing import Any, Literal
 from . import _native
 from ._device import DeviceTensor, is_on_device, load_to_devices
 from .errors import CorruptError, InvalidError, NotFoundError
-from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, Maker, flatten, show
+from .state import FLAG_ARRAY, FLAG_PICKLE, WRAPPED, Flat, Keys, Leaf, Maker, flatten, show
 from .tensors import (
     address,
     alias_key,
@@ -35,7 +35,8 @@ log = logging.getLogger("rapidraid")
 #: A name of a checkpoint: rank or ``None``, keys, kind, element type, bits, shape, flags.
 Name = tuple[int | None, list[tuple[int, Any]], str, str, int, list[int], int]
 
-
+#: The place of a name in a checkpoint: its space, a rank or ``None``, and its path.
+_Place = tuple[int | None, Keys]
 #: A target: row of the name, box or ``None`` for the whole, address, and length in bytes.
 Target = tuple[int, tuple[list[int], list[int]] | None, int, int]
 #: A load by ranges is used while all readers together want less than this fraction of a step.
@@ -100,15 +101,23 @@ def _threads() -> int:
 
 
 class Names:
-    """The names of a checkpoint by space and path."""
+    """The names of a checkpoint by space and path. With ``include``, only those for which it returns true."""
 
-    def __init__(self, loaded: _native.LoadedStep) -> None:
+    def __init__(self, loaded: _native.LoadedStep, include: Callable[[str], bool] | None = None) -> None:
         self.rows: dict[tuple[int | None, Keys], tuple[int, Name]] = {}
+        #: The ranks that have private state. Other ranks may have saved too.
         self.ranks: set[int] = set()
         for row, name in enumerate(loaded.names()):
-            self.rows[(name[0], tuple((tag, key) for tag, key in name[1]))] = (row, name)
+            keys = tuple((tag, key) for tag, key in name[1])
+            if include is not None and not include(show(keys)):
+                continue
+            self.rows[(name[0], keys)] = (row, name)
             if name[0] is not None:
                 self.ranks.add(name[0])
+
+    def owners(self, keys: Keys) -> list[int]:
+        """Returns the ranks that have a name as private state."""
+        return [rank for rank in sorted(self.ranks) if (rank, keys) in self.rows]
 
 
 #: How a load treats private state of a launch with another number of ranks.
@@ -132,49 +141,18 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
     Changes nothing until everything is known to match.
     """
     loaded = reader.loaded
-    strict, include, private = choices.strict, choices.include, choices.private
-    names = Names(loaded)
     flat = flatten(state, world)
-    source_rank = _source_rank(names, rank, world, private)
-    job = PlannedLoad(loaded, choices.cast, choices.allow_pickle)
-    used: set[tuple[int | None, Keys]] = set()
-    missing: list[str] = []
-    for leaf in flat.leaves:
-        if include is not None and not include(show(leaf.keys)):
-            continue
-        key = _find(names, leaf, source_rank)
-        if key is None:
-            # An object without entries gets those that the checkpoint has below it.
-            is_filled = leaf.keys in flat.creatable and any(
-                owner in (None, source_rank) and keys[: len(leaf.keys)] == leaf.keys and (include is None or include(show(keys)))
-                for owner, keys in names.rows
-            )
-            if not is_filled and not (leaf.is_private and private == "skip"):
-                missing.append(show(leaf.keys))
-            continue
-        used.add(key)
-        # If the checkpoint has a name in both spaces, ``_find`` chose the nearer one.
+    names = Names(loaded, choices.include)
+    source = _source_rank(names, rank, world, choices.private, loaded.number)
+    matched = _match(names, flat, source, choices)
+    if choices.private != "skip":
+        _check_sources(names, matched, rank, source, choices, loaded.number)
+    if choices.strict:
+        _check_names(matched, loaded.number)
+    job = PlannedLoad(loaded, choices.cast, choices.allow_pickle, choices.strict)
+    for leaf, key in matched.found:
         job.add(leaf, *names.rows[key])
-    extra = [
-        key for key in names.rows
-        if key not in used and key[0] in (None, source_rank) and (include is None or include(show(key[1])))
-    ]  # fmt: skip
-    makers = {key: maker for key in extra if (maker := _maker_of(flat, key[1])) is not None}
-    extra = [key for key in extra if key not in makers and (None, key[1]) not in used and (source_rank, key[1]) not in used]
-    if private == "skip":
-        extra = [key for key in extra if key[0] is None]
-    if strict:
-        if missing:
-            raise NotFoundError(
-                f"step {loaded.number} does not have {_few(missing)}",
-                "load what it has with strict=False, or pass include= to choose names",
-            )
-        if extra:
-            raise InvalidError(
-                f"step {loaded.number} has {_few([show(keys) for _, keys in extra])}, for which the state has no place",
-                "add them to the state, pass strict=False, or include= to choose names",
-            )
-    for key, maker in makers.items():
+    for key, maker in matched.created.items():
         job.create(key[1], maker, *names.rows[key])
     damaged = job.run(reader)
     if damaged is None:
@@ -183,49 +161,143 @@ def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, c
     return damaged
 
 
+@dataclass
+class _Matched:
+    """The names of a step and the leaves of a state, as they belong together."""
+
+    #: The leaves, each with the name that it receives.
+    found: list[tuple[Leaf, _Place]]
+    #: The leaves for which the step has no name.
+    missing: list[Leaf]
+    #: The names without a leaf that an object of the state accepts, with the maker of each tensor.
+    created: dict[_Place, Maker]
+    #: The other names without a leaf.
+    extra: list[_Place]
+
+
+def _match(names: Names, flat: Flat, source: int | None, choices: LoadChoices) -> _Matched:
+    """Matches the names of a step to a state. ``source`` is the rank whose private names count."""
+    found: list[tuple[Leaf, _Place]] = []
+    unmatched: list[Leaf] = []
+    for leaf in flat.leaves:
+        if choices.include is None or choices.include(show(leaf.keys)):
+            place = _find(names, leaf, source)
+            if place is None:
+                unmatched.append(leaf)
+            else:
+                found.append((leaf, place))
+    created, extra = _match_rest(names, flat, source, {keys for _, (_, keys) in found})
+    # An empty dict gets the entries that the checkpoint has below it.
+    filled = {keys[:end] for _, keys in created for end in range(1, len(keys))}
+    missing = [
+        leaf
+        for leaf in unmatched
+        if not (_is_empty(leaf) and leaf.keys in filled) and not leaf.is_optional and not (leaf.is_private and choices.private == "skip")
+    ]
+    return _Matched(found, missing, created, extra)
+
+
+def _is_empty(leaf: Leaf) -> bool:
+    return type(leaf.value) is dict and not leaf.value
+
+
+def _match_rest(names: Names, flat: Flat, source: int | None, taken: set[Keys]) -> tuple[dict[_Place, Maker], list[_Place]]:
+    """Returns the names without a leaf that an object of the state accepts, with their makers, and the other ones.
+
+    ``taken`` has the paths that leaves receive, from either space.
+    """
+    rest = [place for place in names.rows if place[0] in (None, source) and place[1] not in taken]
+    # Of a name in both spaces, the private one counts.
+    nearest = {keys: (space, keys) for space, keys in sorted(rest, key=lambda place: place[0] is not None)}
+    leaves = {leaf.keys for leaf in flat.leaves if leaf.value is not None and not _is_empty(leaf)}
+    above = {keys[:end] for keys in leaves for end in range(1, len(keys))} if nearest else set()
+    created: dict[_Place, Maker] = {}
+    extra: list[_Place] = []
+    for keys, place in nearest.items():
+        maker = _maker_of(flat, keys)
+        # An entry cannot be made where the state has something else: a dict for a value, or the other way round.
+        if maker is None or keys in above or any(keys[:end] in leaves for end in range(1, len(keys))):
+            extra.append(place)
+        elif WRAPPED in keys:
+            raise InvalidError(
+                f"{show(keys[: keys.index(WRAPPED)])} is a tensor that wraps others, and the state does not have it yet",
+                "make it before the load: the state of an optimizer is initialised by a step, for example with gradients of zero",
+            )
+        else:
+            created[place] = maker
+    return created, extra
+
+
 def _maker_of(flat: Flat, keys: Keys) -> Maker | None:
     """Returns the maker for a name without a leaf in the state, or ``None`` if no object of the state accepts it."""
-    return next((maker for end in range(len(keys) + 1) if (maker := flat.creatable.get(keys[:end])) is not None), None)
+    return next((maker for end in range(len(keys)) if (maker := flat.creatable.get(keys[:end])) is not None), None)
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _source_rank(names: Names, rank: int, world: int, private: Any) -> int | None:
-    """Returns the rank whose private state this rank loads, or ``None`` if it loads none."""
+def _check_names(matched: _Matched, number: int) -> None:
+    """Raises an error if the step lacks names of the state, or has others."""
+    if matched.missing:
+        raise NotFoundError(
+            f"step {number} does not have {_few([show(leaf.keys) for leaf in matched.missing])}",
+            "load what it has with strict=False, or pass include= to choose names",
+        )
+    if matched.extra:
+        raise InvalidError(
+            f"step {number} has {_few([show(keys) for _, keys in matched.extra])}, for which the state has no place",
+            "add them to the state, pass strict=False, or include= to choose names",
+        )
+
+
+_DECIDE = 'pass private="skip" to leave it, or a function that gives for each rank the rank to take it from'
+
+
+def _source_rank(names: Names, rank: int, world: int, private: Private | None, number: int) -> int | None:
+    """Returns the rank whose private state this rank loads, or ``None`` if it loads none.
+
+    Raises :class:`InvalidError` if the state of a rank that this launch does not have would be left out.
+    """
     if not names.ranks or private == "skip":
         return rank if private is None else None
     if callable(private):
-        source = private(rank)
-        if source not in names.ranks:
-            raise InvalidError(
-                f"private= gives rank {rank} the private state of rank {source}", f"the step has that of ranks {sorted(names.ranks)}"
-            )
-        return int(source)
-    if names.ranks != set(range(world)):
-        ownerless = sorted(names.ranks - set(range(world)))
-        sourceless = sorted(set(range(world)) - names.ranks)
-        parts = []
-        if ownerless:
-            parts.append(f"the private state of ranks {ownerless} has no owner")
-        if sourceless:
-            parts.append(f"ranks {sourceless} have no source for theirs")
+        return int(private(rank))
+    ownerless = sorted(other for other in names.ranks if other >= world)
+    if ownerless:
         raise InvalidError(
-            f"the step was saved by {len(names.ranks)} ranks with private state, and this launch has {world}: {' and '.join(parts)}",
-            'pass private="skip" to leave it, or a function that gives for each rank the rank to take it from',
+            f"step {number} has private state of {len(names.ranks)} ranks, and this launch has {world}: "
+            f"the private state of ranks {ownerless} has no owner",
+            _DECIDE,
         )
     return rank
 
 
-def _find(names: Names, leaf: Leaf, source_rank: int | None) -> tuple[int | None, Keys] | None:
-    own = (source_rank, leaf.keys)
-    shared = (None, leaf.keys)
-    order: list[tuple[int | None, Keys]] = [own, shared] if leaf.is_private else [shared]
-    if not leaf.is_private and source_rank is not None and len(names.ranks) == 1:
-        # The step was saved by a single rank: its undeclared state also serves as shared state.
-        order.append(own)
-    return next((key for key in order if key[0] is not None or key is shared if key in names.rows), None)
+def _check_sources(names: Names, matched: _Matched, rank: int, source: int | None, choices: LoadChoices, number: int) -> None:
+    """Raises :class:`InvalidError` if this rank has entries that only other ranks have saved.
+
+    If this rank may have saved too, such an entry is one that the step does not have, and a load that is not strict leaves
+    it as it is.
+    """
+    owners = [(show(leaf.keys), found) for leaf in matched.missing if (found := names.owners(leaf.keys))]
+    if not owners:
+        return
+    where = sorted({owner for _, found in owners for owner in found})
+    lacking = _few([name for name, _ in owners])
+    if callable(choices.private):
+        if choices.strict or source not in names.ranks:
+            raise InvalidError(
+                f"private= gives rank {rank} the private state of rank {source}, which has no {lacking}",
+                f"step {number} has that of ranks {where}",
+            )
+    elif choices.strict or rank > max(names.ranks):
+        raise InvalidError(f"rank {rank} has no source for {lacking}: step {number} has it as private state of ranks {where}", _DECIDE)
+
+
+def _find(names: Names, leaf: Leaf, source: int | None) -> _Place | None:
+    """Returns the name that a leaf receives: from the space in which the state has it, otherwise from the other one."""
+    spaces = (source, None) if leaf.is_private else (None, source)
+    return next(((space, leaf.keys) for space in spaces if (space, leaf.keys) in names.rows), None)
 
 
 @dataclass
@@ -242,10 +314,11 @@ class _Destination:
 class PlannedLoad:
     """The plan of a load, decided before anything is changed."""
 
-    def __init__(self, loaded: _native.LoadedStep, cast: bool, allow_pickle: bool) -> None:
+    def __init__(self, loaded: _native.LoadedStep, cast: bool, allow_pickle: bool, is_strict: bool = True) -> None:
         self.loaded = loaded
         self.cast = cast
         self.allow_pickle = allow_pickle
+        self.is_strict = is_strict
         self.destinations: list[_Destination] = []
         self.values: list[tuple[Leaf, int, int]] = []
         self.created: dict[Keys, Any] = {}
@@ -318,6 +391,9 @@ class PlannedLoad:
                 except CorruptError:
                     return show(leaf.keys)
                 contents.append((leaf, pickle.loads(content) if flags & FLAG_PICKLE else _native.decode_value(content)))
+        for leaf, value in contents:
+            if leaf.check is not None:
+                leaf.check(value, self.is_strict)
         damaged = reader.copy(targets) or load_to_devices(on_devices, reader.copy)
         if damaged is not None:
             return damaged

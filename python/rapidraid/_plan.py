@@ -24,6 +24,8 @@ SAMPLE_PARTS = 50
 #: without its name.
 MAX_SAMPLE_BYTES = 64 << 10
 SAMPLE_ENTRY_BYTES = 24
+#: The hint of the errors for a state that has changed.
+_PREPARE = "call prepare(state) again, on all ranks"
 
 
 @dataclass
@@ -160,14 +162,12 @@ class Plan:
             missing = next(
                 key for key in self.layout if key not in found and not any((leaf.is_private, leaf.keys) == key for leaf in flat.leaves)
             )
-            raise InvalidError(
-                f"{show(missing[1])} was in the state when it was prepared, and is not now", "call prepare(state) again, on all ranks"
-            )
+            raise InvalidError(f"{show(missing[1])} was in the state when it was prepared, and is not now", _PREPARE)
         for key, home in self.aliases.items():
             if alias_key(found[key]) != alias_key(found[home]):
                 raise InvalidError(
                     f"{show(key[1])} shared its memory with {show(home[1])} when the state was prepared, and does not now",
-                    "call prepare(state) again, on all ranks",
+                    _PREPARE,
                 )
         described: dict[tuple[bool, Keys], Described] = {}
 
@@ -178,7 +178,7 @@ class Plan:
             if at >= len(parts) or parts[at].box != box:
                 raise InvalidError(
                     f"{show(key[1])} is spread over the ranks in another way than when the state was prepared",
-                    "call prepare(state) again, on all ranks",
+                    _PREPARE,
                 )
             return parts[at].local
 
@@ -202,9 +202,7 @@ class Plan:
         offsets, end = self.writer.offsets()
         buffer = self.buffers[at]
         if end > len(buffer):
-            raise InvalidError(
-                f"the plain values of step {step} have grown beyond their segment", "call prepare(state) again, on all ranks"
-            )
+            raise InvalidError(f"the plain values of step {step} have grown beyond their segment", _PREPARE)
         for value, content in zip(self.values, values, strict=True):
             start = offsets[value.extent]
             buffer[start : start + len(content)] = content
@@ -238,7 +236,9 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
 
 def _changed(leaf: Leaf, expected: tuple[Any, ...] | None) -> InvalidError:
     why = "is new since the state was prepared" if expected is None else "has another kind, shape or type than when the state was prepared"
-    return InvalidError(f"{show(leaf.keys)} {why}", "call prepare(state) again, on all ranks")
+    # The list is one entry, whatever its length is.
+    hint = f"{_PREPARE}; or store a dict whose keys come and go as list(d.items())" if expected is None else _PREPARE
+    return InvalidError(f"{show(leaf.keys)} {why}", hint)
 
 
 def encode(leaf: Leaf, allow_pickle: bool) -> bytes:

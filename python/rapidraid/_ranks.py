@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,16 @@ class Group:
         torch = sys.modules.get("torch")
         distributed = None if is_alone else getattr(torch, "distributed", None)
         self.distributed = distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+        if self.distributed is None and not is_alone:
+            _check_single(group)
         self.group = group
         self.rank = self.distributed.get_rank(group) if self.distributed else 0
         self.world = self.distributed.get_world_size(group) if self.distributed else 1
+        if self.distributed is not None and self.rank < 0:
+            raise InvalidError(
+                f"rank {self.distributed.get_rank()} is not in the process group that group= names",
+                "make the Checkpointer only on the ranks of that group",
+            )
 
     @property
     def is_default(self) -> bool:
@@ -38,6 +46,20 @@ class Group:
         found: list[Any] = [None] * self.world
         self.distributed.all_gather_object(found, mine, group=self.group)
         return found
+
+
+def _check_single(group: Any) -> None:
+    """Raises :class:`InvalidError` if a process without a process group is a rank of several.
+
+    Each of the ranks would be a launch of its own, and end the launches of the others.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    if group is not None or (world.isdecimal() and int(world) > 1):
+        what = "group= is given" if group is not None else f"WORLD_SIZE is {world}"
+        raise InvalidError(
+            f"{what}, and there is no process group",
+            "call torch.distributed.init_process_group first, or pass alone=True if this process is a launch of its own",
+        )
 
 
 @dataclass

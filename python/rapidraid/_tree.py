@@ -20,14 +20,14 @@ from .state import (
     Key,
     Keys,
     Leaf,
-    _like,
-    _with_found,
     flatten,
     is_array,
     is_dtensor,
     is_tensor,
     key_of,
+    new_on_host,
     show,
+    with_found,
 )
 
 #: The key of the small files of a step: a dict of bytes by name.
@@ -119,11 +119,11 @@ def read_tree(reader: Reader, rank: int, allow_pickle: bool) -> tuple[dict[Any, 
     for keys, (row, name) in rows.items():
         if keys and keys[-1] == WRAPPED:
             raise InvalidError(f"{show(keys[:-1])} is a tensor that wraps others", "load the step with a Checkpointer, into its model")
-        load.create(keys, lambda _, element, shape: _like(None, element, shape), row, name)
+        load.create(keys, new_on_host, row, name)
     damaged = load.run(reader)
     if damaged is not None:
         return {}, damaged
-    return _with_found({}, (), load.created), None
+    return with_found({}, (), load.created), None
 
 
 def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[str, bytes], set[str]] | None:

@@ -138,7 +138,8 @@ class Checkpointer:
     Args:
         job: The job's name: 1 to 128 letters, digits, ``.``, ``_`` or ``-``.
         config: The client's configuration file. Default: ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, or the user's.
-        group: The process group of the launch. Default: the default group, if there is one.
+        group: The process group of the launch. Default: the default group, if there is one. Without any group,
+            ``WORLD_SIZE`` above 1 in the environment is refused.
         alone: Whether this process is a launch of its own, although there is a process group.
         keep: The number of committed steps to keep. Older ones are removed after each commit. Default: all.
         when_full: The behaviour of ``save`` while every segment holds an uncommitted step: ``"wait"`` for one, ``"skip"``
@@ -149,6 +150,7 @@ class Checkpointer:
         allow_pickle: Whether objects that are not plain values are stored and loaded by ``pickle``. Loading a pickle
             runs code that it names.
         timeout: The maximum time that a call waits for the daemon, in seconds.
+        commit_timeout: The maximum time that ``close`` waits for the commit of the last saved step, in seconds.
 
     """
 
@@ -166,6 +168,7 @@ class Checkpointer:
         start: bool = True,
         allow_pickle: bool = False,
         timeout: float = 120.0,
+        commit_timeout: float = 3600.0,
     ) -> None:
         if when_full not in ("wait", "skip", "error"):
             raise InvalidError(f"when_full={when_full!r}", 'it is "wait", "skip" or "error"')
@@ -174,6 +177,7 @@ class Checkpointer:
         signals = (save_on,) if isinstance(save_on, signal.Signals) else save_on
         self.job = job
         self.timeout = timeout
+        self.commit_timeout = commit_timeout
         self.when_full = when_full
         self.allow_pickle = allow_pickle
         #: Set by a signal of ``save_on``: the job should save once more and end.
@@ -322,6 +326,8 @@ class Checkpointer:
         """Copies ``state`` into shared memory. The daemon then saves it as ``step`` from there.
 
         Returns whether the step was staged, ``False`` only with ``when_full="skip"``. Raises failures of earlier saves.
+        In a launch of several ranks, it also raises :class:`InvalidError` if the layout of the state has changed since
+        it was prepared.
         """
         self._raise_notices()
         if self._plan is None:
@@ -330,8 +336,20 @@ class Checkpointer:
         assert plan is not None
         begun = time.perf_counter()
         with _gc_paused():
-            sources = plan.sources(flatten(state, self.world), self.allow_pickle)
+            flat = flatten(state, self.world)
+            # Several ranks prepare together, and this one does not know whether the others have to.
+            is_alone = self.world == 1
+            sources = plan.sources_if_fitting(flat, self.allow_pickle) if is_alone else plan.sources(flat, self.allow_pickle)
+        if sources is None:
+            plan, sources = self._prepare_again(flat)
         return self._stage(step, plan, sources, time.perf_counter() - begun)
+
+    def _prepare_again(self, flat: Flat) -> tuple[Plan, Sources]:
+        """Prepares for a state whose layout has changed. Returns the new plan, and the contents to copy."""
+        self._prepare_flat(lambda: flat)
+        plan = self._plan
+        assert plan is not None
+        return plan, plan.sources(flat, self.allow_pickle)
 
     @_one_thread
     def save_flat(self, step: int, flat_state: Callable[[], Flat], *, may_gather: bool = True, raise_earlier: bool = False) -> bool:
@@ -380,11 +398,7 @@ class Checkpointer:
             raise refused
         assert flat is not None
         if is_changed or sources is None:
-            found = flat
-            self._prepare_flat(lambda: found)
-            plan = self._plan
-            assert plan is not None
-            sources = plan.sources(flat, self.allow_pickle)
+            plan, sources = self._prepare_again(flat)
         assert plan is not None
         return self._stage(step, plan, sources, time.perf_counter() - begun)
 
@@ -793,11 +807,11 @@ class Checkpointer:
         self._daemon.remove(self.job, step, self.timeout)
 
     def close(self) -> None:
-        """Waits for the commit of the last saved step, and ends the session."""
+        """Waits for the commit of the last saved step, for at most ``commit_timeout``, and ends the session."""
         if self._is_closed:
             return
         try:
-            self.wait()
+            self.wait(timeout=self.commit_timeout)
         finally:
             self._end()
 

@@ -7,7 +7,7 @@ never from equal bytes:
 - tensors that are ``DTensor`` declare their parts themselves;
 - parameters of modules under DDP or FSDP, and of any module in a world of one rank, are the same on all ranks;
 - an optimizer's state for a parameter is treated like the parameter. Its settings are the same on all ranks if all its
-  parameters are, or are ``DTensor``;
+  parameters are, or are ``DTensor``. An optimizer whose class has a ``state_dict`` of its own may differ between ranks;
 - schedulers and gradient scalers are the same on all ranks;
 - :func:`replicated` and :func:`per_rank` declare anything else;
 - everything that is not declared is private to its rank.
@@ -69,6 +69,11 @@ class Leaf:
     #: instead.
     put: Callable[[Any], None] | None = None
     flags: int = 0
+    #: Whether a load keeps the value if the step lacks the entry.
+    is_optional: bool = False
+    #: A function that raises if a loaded plain value does not fit, before anything is changed. Its second argument
+    #: says whether the load is strict.
+    check: Callable[[Any, bool], None] | None = None
 
 
 #: A function that makes the tensor for a path that only the checkpoint has, from the path, the
@@ -139,8 +144,12 @@ def _is_same_everywhere(value: Any) -> bool:
 
 def is_dtensor(value: Any) -> bool:
     """Returns whether ``value`` is a tensor that is distributed over ranks."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    # torch 2.4 has both modules, and the class only in the second one.
+    for module in ("torch.distributed.tensor", "torch.distributed._tensor"):
+        kind = getattr(sys.modules.get(module), "DTensor", None)
+        if kind is not None:
+            return isinstance(value, kind)
+    return False
 
 
 def key_of(key: Any, where: Keys) -> Key:
@@ -159,7 +168,7 @@ def flatten(state: Mapping[Any, Any], world: int) -> Flat:
     """Returns the leaves of a state. ``world`` is the number of ranks of the launch."""
     if not isinstance(state, Mapping):
         raise InvalidError(f"a state is a dict, not {type(state).__name__}", 'pass {"model": model, "optimizer": optimizer}')
-    walk = _Walk(world)
+    walk = Walk(world)
     walk.parameters = _named_parameters(state)
     walk.mapping((), state, None)
     return walk.flat
@@ -170,18 +179,33 @@ def _is_never(_name: str, _parameter: Any) -> bool:
 
 
 def _unwrap(module: Any) -> tuple[Any, Callable[[str, Any], bool]]:
-    """Returns a module without its DDP wrapper, and a predicate for the parameters that are kept equal on all ranks."""
+    """Returns a module without its DDP wrapper, and a predicate for the parameters that are kept equal on all ranks.
+
+    A module that ``torch.compile`` returned is looked through, and keeps the prefix that it gives to names.
+    """
     torch = _torch()
+    inner, prefix = _uncompiled(module)
     parallel = getattr(torch.nn.parallel, "DistributedDataParallel", None)
-    if parallel is not None and isinstance(module, parallel):
-        ignored = set(getattr(module, "parameters_to_ignore", ()))
-        return module.module, lambda name, _: name not in ignored
+    if parallel is not None and isinstance(inner, parallel):
+        ignored = set(getattr(inner, "parameters_to_ignore", ()))
+        if not prefix:
+            return inner.module, lambda name, _: name not in ignored
+        return module, lambda name, _: name.removeprefix(f"{prefix}module.") not in ignored
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(fsdp, "FSDPModule", None)
-    if sharded is not None and isinstance(module, sharded):
+    if sharded is not None and isinstance(inner, sharded):
         # A plain tensor in such a module was excluded (ignored_params): each rank trains its own.
         return module, lambda _, parameter: is_dtensor(parameter)
     return module, _is_never
+
+
+def _uncompiled(module: Any) -> tuple[Any, str]:
+    """Returns the module that ``torch.compile`` wraps, and the prefix of its names; the module itself if it is not wrapped."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = getattr(dynamo, "OptimizedModule", None)
+    if compiled is not None and isinstance(module, compiled):
+        return module._orig_mod, "_orig_mod."
+    return module, ""
 
 
 def _is_same_memory(value: Any, own: Any) -> bool:
@@ -224,7 +248,9 @@ def _parameters_below(prefix: str, state: Mapping[Any, Any]) -> Iterator[tuple[s
             yield from _parameters_below(f"{prefix}{key}.", inner)
 
 
-class _Walk:
+class Walk:
+    """A walk over a state, which collects its leaves."""
+
     def __init__(self, world: int) -> None:
         self.world = world
         self.flat = Flat()
@@ -235,6 +261,10 @@ class _Walk:
         """Walks a dict. ``is_private`` is the declaration of the nearest mark above it."""
         if not mapping and keys:
             self.leaf(keys, {}, is_private, None)
+        if keys and type(mapping) is dict and not self.is_creatable(keys) and not _has_arrays(mapping):
+            # Its keys may come and go, as those of metrics do.
+            self.flat.creatable[keys] = new_on_host
+            self.flat.finish.append(_extender(mapping, keys))
         for key, value in mapping.items():
             below = (*keys, key_of(key, keys))
 
@@ -270,6 +300,10 @@ class _Walk:
             self.stateful(keys, value, is_private)
         else:
             self.leaf(keys, value, is_private, put)
+
+    def is_creatable(self, keys: Keys) -> bool:
+        """Returns whether an object at or above a path accepts names that have no leaf."""
+        return any(keys[:end] in self.flat.creatable for end in range(1, len(keys) + 1))
 
     def leaf(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None, **more: Any) -> None:
         """Adds a leaf.
@@ -337,52 +371,22 @@ class _Walk:
                 # The module made this entry for its state_dict, and receives it again through
                 # load_state_dict.
                 extra[name] = value
-                self.value(below, value, is_private if is_private is not None or self.world > 1 else False, _setter(extra, name))
+                self.value(below, value, is_private if is_private is not None or self.world > 1 else False, setter(extra, name))
         if extra:
             self.flat.finish.append(lambda _: module.load_state_dict(extra, strict=False))
 
     def optimizer(self, keys: Keys, optimizer: Any, is_private: bool | None) -> None:
-        """Walks an optimizer.
+        """Walks an optimizer: entry by entry, unless its ``state_dict`` has more than torch's own would have."""
+        # That module imports this one.
+        from . import _optimizers
 
-        Its state is named by parameter if all its parameters belong to modules of the state, otherwise by position.
-        """
-        names: dict[int, tuple[str, Any, bool]] = {}
-        position = 0
-        is_named = all(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"])
-        groups: list[dict[str, Any]] = []
-        for group in optimizer.param_groups:
-            members: list[str | int] = []
-            for parameter in group["params"]:
-                name, _, declared = self.parameters.get(id(parameter), ("", parameter, False))
-                names[id(parameter)] = (name if is_named else str(position), parameter, declared)
-                members.append(name if is_named else position)
-                position += 1
-            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
-        declared_all = all(declared or is_dtensor(p) for _, p, declared in names.values())
-        default = is_private if is_private is not None else self.world > 1 and not declared_all
-        loaded_groups: list[dict[str, Any]] = [dict(group) for group in groups]
-        for at, group in enumerate(groups):
-            for key, value in group.items():
-                below = (*keys, (0, "groups"), (2, at), (0, key))
-                self.value(below, value, default, _setter(loaded_groups[at], key))
-        if foreign := [key for key in optimizer.state if id(key) not in names]:
-            raise InvalidError(
-                f"{show(keys)} keeps state for {foreign[0]!r}, which is no parameter of its groups"[:200],
-                "store optimizer.state_dict() as a dict, or add the parameter to a group",
-            )
-        for _parameter_id, (name, parameter, declared) in names.items():
-            entries = optimizer.state.get(parameter, {})
-            label: Key = (0, name) if is_named else (1, int(name))
-            for key, value in entries.items():
-                below = (*keys, (0, "state"), label, (0, key))
-                private = is_private
-                if private is None:
-                    private = self.world > 1 and not (declared or is_dtensor(parameter)) and not is_dtensor(value)
-                self.value(below, value, private, _setter(entries, key))
-        parameters: dict[Key, Any] = {(0, name) if is_named else (1, int(name)): parameter for name, parameter, _ in names.values()}
-        for place, parameter in parameters.items():
-            self.flat.creatable[(*keys, (0, "state"), place)] = _maker_like(parameter)
-        self.flat.finish.append(lambda found: _finish_optimizer(optimizer, keys, names, is_named, loaded_groups, found))
+        found = _optimizers.unwrap(optimizer)
+        if _optimizers.has_own_state_dict(found):
+            _optimizers.check_complete(keys, found)
+            # The content may differ between ranks, whatever its parameters do.
+            self.stateful(keys, found, is_private if is_private is not None or self.world > 1 else False)
+        else:
+            _optimizers.walk(self, keys, found, is_private)
 
     def stateful(self, keys: Keys, value: Any, is_private: bool | None) -> None:
         """Walks an object with ``state_dict`` and ``load_state_dict``."""
@@ -391,25 +395,16 @@ class _Walk:
             raise InvalidError(f"state_dict() of {show(keys)} returned {type(inner).__name__}", "it has to return a dict")
         declared = False if is_private is None and _is_same_everywhere(value) else is_private
         inner = dict(inner)
+        self.flat.creatable[keys] = new_on_host
         self.mapping(keys, inner, declared)
-        self.flat.creatable[keys] = _maker_like(None)
-        self.flat.finish.append(lambda found: value.load_state_dict(_with_found(inner, keys, found)))
+        self.flat.finish.append(lambda found: value.load_state_dict(with_found(inner, keys, found)))
 
 
-def _maker_like(parameter: Any) -> Maker:
-    return lambda _, element, shape: _like(parameter, element, shape)
-
-
-def _like(parameter: Any, element: str, shape: list[int]) -> Any:
-    """Returns an empty tensor of an element type and a shape.
-
-    If ``parameter`` has that shape, the tensor is like it in device and placements.
-    """
+def new_on_host(_keys: Keys, element: str, shape: list[int]) -> Any:
+    """Returns an empty tensor of an element type and a shape in the host's memory: a :data:`Maker`."""
     # That module imports this one.
-    from .tensors import dtype_of, new_tensor
+    from .tensors import new_tensor
 
-    if parameter is not None and list(parameter.shape) == list(shape) and shape:
-        return sys.modules["torch"].empty_like(parameter.detach(), dtype=dtype_of(element))
     return new_tensor(element, shape)
 
 
@@ -417,7 +412,9 @@ def _remark(put: Callable[[Any], None], mark: Marked) -> Callable[[Any], None]:
     return lambda new: put(Marked(new, mark.is_private))
 
 
-def _setter(into: dict[Any, Any], key: Any) -> Callable[[Any], None]:
+def setter(into: dict[Any, Any], key: Any) -> Callable[[Any], None]:
+    """Returns a function that sets a key of a dict."""
+
     def put(new: Any) -> None:
         into[key] = new
 
@@ -437,7 +434,14 @@ def _has_arrays(value: Any) -> bool:
     )
 
 
-def _with_found(inner: dict[Any, Any], keys: Keys, found: dict[Keys, Any]) -> dict[Any, Any]:
+def _extender(mapping: dict[Any, Any], keys: Keys) -> Callable[[dict[Keys, Any]], None]:
+    def extend(found: dict[Keys, Any]) -> None:
+        with_found(mapping, keys, found)
+
+    return extend
+
+
+def with_found(inner: dict[Any, Any], keys: Keys, found: dict[Keys, Any]) -> dict[Any, Any]:
     """Returns ``inner``, extended by the entries below ``keys`` that only the checkpoint has."""
     new: list[tuple[Any, Any]] = []
     for path, value in found.items():
@@ -459,20 +463,3 @@ def _with_found(inner: dict[Any, Any], keys: Keys, found: dict[Keys, Any]) -> di
     for into, key in reversed(new):
         into[key] = tuple(into[key])
     return inner
-
-
-def _finish_optimizer(
-    optimizer: Any,
-    keys: Keys,
-    names: dict[int, tuple[str, Any, bool]],
-    is_named: bool,
-    groups: list[dict[str, Any]],
-    found: dict[Keys, Any],
-) -> None:
-    """Puts the settings of the groups in place, and creates state that the optimizer did not have yet."""
-    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in loaded.items() if key != "params"})
-    states = _with_found({}, (*keys, (0, "state")), found)
-    for name, parameter, _ in names.values():
-        if entries := states.get(name if is_named else int(name)):
-            optimizer.state[parameter].update(entries)

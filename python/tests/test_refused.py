@@ -122,22 +122,6 @@ def test_an_older_launch_is_fenced(cluster: rapidraid.LocalCluster, job: str) ->
     assert [info.step for info in new.steps()] == [1, 2, 3]
 
 
-def test_a_state_that_has_changed_says_so(cluster: rapidraid.LocalCluster, job: str) -> None:
-    """Entries that are new, missing or of another shape are named. `prepare` accepts the state as it is now."""
-    checkpointer = saved(cluster, job, {"a": torch.ones(2), "b": torch.ones(3)})
-    for state, message in [
-        ({"a": torch.ones(2)}, "b was in the state"),
-        ({"a": torch.ones(2), "b": torch.ones(3), "c": 1}, "c is new"),
-        ({"a": torch.ones(5), "b": torch.ones(3)}, "a has another kind, shape or type"),
-    ]:
-        with pytest.raises(errors.InvalidError, match=message) as raised:
-            checkpointer.save(2, state)
-        assert "prepare(state)" in raised.value.hint
-    checkpointer.prepare({"a": torch.ones(5), "b": torch.ones(3)})
-    checkpointer.save(2, {"a": torch.ones(5), "b": torch.ones(3)})
-    checkpointer.wait()
-
-
 def test_no_daemon(tmp_path: Path, cluster: rapidraid.LocalCluster) -> None:
     """The call fails with a hint on what to do."""
     config = cluster.config.with_name("nobody.toml")
@@ -303,6 +287,29 @@ def test_a_closed_checkpointer_says_so(cluster: rapidraid.LocalCluster, job: str
     for call in (lambda: checkpointer.save(2, {"a": 1}), lambda: checkpointer.load({"a": 1}), checkpointer.steps, checkpointer.latest):
         with pytest.raises(errors.InvalidError, match="is closed"):
             call()
+
+
+def test_a_close_waits_longer_than_other_calls(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """The time for the commit has a limit of its own."""
+    for node in cluster.nodes[3:]:
+        cluster.pause(node)
+
+    def resume() -> None:
+        for node in cluster.nodes[3:]:
+            cluster.resume(node)
+
+    try:
+        hasty = rapidraid.Checkpointer(job, config=cluster.config, commit_timeout=0.3)
+        hasty.save(1, {"a": torch.ones(4)})
+        with pytest.raises(errors.DeadlineError, match=r"the commit took longer than 0\.3 s"):
+            hasty.close()
+        assert hasty.is_closed
+        with rapidraid.Checkpointer(f"{job}-patient", config=cluster.config) as patient:
+            patient.save(1, {"a": torch.ones(4)})
+            patient.timeout = 2.0
+            threading.Timer(3.0, resume).start()
+    finally:
+        resume()
 
 
 def test_a_closed_checkpointer_gives_its_memory_back(cluster: rapidraid.LocalCluster, job: str) -> None:

@@ -31,7 +31,7 @@ Start here:
   rapidraid demo                      a cluster of 16 nodes on this machine, from save to restore after 5 losses
   rapidraid cluster init --help       create a cluster of your own
 
-Exit codes: 0 success, 1 a failed operation (stderr says why and what to do), 2 wrong usage, 130 or 143 a signal ended it.
+Exit codes: 0 success, 1 a failed operation (stderr says why and what to do), 2 wrong usage, 129, 130 or 143 a signal ended it.
 Settings: options override RAPIDRAID_* variables, which override the configuration file, which overrides the defaults.";
 
 /// Checkpoint storage for distributed trainers: replicate at once, archive in place along a chain

@@ -4,6 +4,7 @@
 //! commit; an archiving goes on without its watcher; a restore removes its temporary files.
 
 use std::io;
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,6 +13,7 @@ use async_trait::async_trait;
 use serde_json::{Map, Value, json};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use super::files;
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::Paint;
 use super::words::ExactStep;
@@ -28,10 +30,18 @@ const ABORT_LIMIT: Duration = Duration::from_secs(15);
 /// The name of the signal that Ctrl-C sends.
 const INTERRUPT: &str = "SIGINT";
 
-/// The signals that end a process in order. SIGHUP is left to the system, so that `nohup` works.
+/// The name of the signal that a terminal sends when it is closed.
+const HANG_UP: &str = "SIGHUP";
+
+/// Maximum length of the file in which the system describes a process.
+const MAX_STATUS_BYTES: usize = 64 << 10;
+
+/// The signals that end a process in order. SIGHUP is one of them, unless the process was started with
+/// this signal ignored, for example by `nohup`.
 pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    hang_up: Option<Signal>,
 }
 
 impl Signals {
@@ -45,6 +55,10 @@ impl Signals {
         Ok(Self {
             interrupt: listen(SignalKind::interrupt())?,
             terminate: listen(SignalKind::terminate())?,
+            hang_up: match is_hang_up_ignored() {
+                true => None,
+                false => Some(listen(SignalKind::hangup())?),
+            },
         })
     }
 
@@ -58,8 +72,21 @@ impl Signals {
         tokio::select! {
             _ = self.interrupt.recv() => INTERRUPT,
             _ = self.terminate.recv() => "SIGTERM",
+            Some(_) = async { self.hang_up.as_mut()?.recv().await } => HANG_UP,
+            // The branch above is disabled without a signal to wait for.
+            else => std::future::pending().await,
         }
     }
+}
+
+/// Returns whether this process ignores SIGHUP, which is the first bit of the mask. Where the system
+/// does not say so, the signal is not caught.
+fn is_hang_up_ignored() -> bool {
+    let status = files::read_text(Path::new("/proc/self/status"), MAX_STATUS_BYTES);
+    let status = status.unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_none_or(|mask| mask & 1 == 1)
 }
 
 /// How far a save has come.
@@ -217,6 +244,7 @@ pub fn interrupted(signal_name: &str, consequence: &str) -> CommandFailure {
     let message = format!("interrupted by {signal_name}: {consequence}");
     let signal = match signal_name {
         INTERRUPT => rustix::process::Signal::INT,
+        HANG_UP => rustix::process::Signal::HUP,
         _ => rustix::process::Signal::TERM,
     };
     let failure = CommandFailure::new(ErrorKind::Unavailable, message);

@@ -13,6 +13,7 @@ use super::files;
 use super::init::{Text, write_all};
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
+use super::transfer::counted;
 use super::{Outcome, connect};
 use crate::config::{ClientConfig, FILE_NAME, MAX_FILE_BYTES, Membership, NodeConfig, Sources};
 use crate::id::{ClusterId, PeerName};
@@ -126,14 +127,14 @@ impl CommandOutput for Renewed {
         let (dir, old) = (self.dir.display(), self.old.display());
         let files = paint.tint(Tint::Cyan, "key.pem, certificate.pem and ca.pem");
         format!(
-            "new keys in {dir} for cluster {}: {} nodes, {} clients\n\n\
+            "new keys in {dir} for cluster {}: {}, {}\n\n\
              Next:\n\
-             1. Copy {files} from {dir}/nodes/NAME over those on the machine\n   of each node, and from {dir}/client to the clients.\n\
+             1. Copy {files} from {dir}/nodes/NAME over those on the machine\n   of each node, and from {dir}/client and {dir}/clients/NAME to the clients.\n\
              2. Restart all daemons. Processes with old keys and processes with new keys refuse each other.\n\
-             3. Keep {dir}/ca to yourself, off the nodes. Destroy {old}/ca and all old keys.\n",
+             3. Keep {dir}/ca to yourself, off the nodes, and use {dir} from now on for add-node and\n   add-client. Destroy {old}/ca and all old keys.\n",
             self.cluster,
-            self.nodes.len(),
-            self.clients.len(),
+            counted(self.nodes.len() as u64, "node"),
+            counted(self.clients.len() as u64, "client"),
         )
     }
 }

@@ -330,9 +330,9 @@ impl ShardState {
     }
 
     /// Sets the state of stripe `index` and joins equal neighbours. If there would be more than
-    /// [`MAX_RUNS`] runs, some other stripes become archived and not dropped that were dropped: their
-    /// drops are ordered and confirmed once more. Returns false, and changes nothing, when there is no
-    /// such stripe or when there are too many runs all the same.
+    /// [`MAX_RUNS`] runs, some other dropped stripes are marked as not dropped: their drops are
+    /// ordered and confirmed once more. Returns false, and changes nothing, when there is no such
+    /// stripe or when there are too many runs all the same.
     #[must_use]
     pub fn set(&mut self, index: u32, state: StripeState) -> bool {
         let mut runs: Vec<Run> = Vec::with_capacity(self.runs.len() + 2);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::machine::{Cluster, Listener, Running, bytes, files_below, program};
+use crate::machine::{Cluster, Ended, Listener, Running, bytes, files_below, program};
 
 /// The longest that an event may take to come. No test depends on how long it takes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -98,26 +98,54 @@ fn an_archiving_goes_on_without_its_watcher_and_another_one_joins_it() {
     assert_eq!(verified["survives"], 2, "{verified}");
 }
 
+/// Starts `restoring` and sends it the signal when it has created its file. The nodes are stopped at
+/// that moment, and go on after the signal. Returns the outcome. A restore that was faster than that,
+/// which ends with the code 0, is repeated unless `may_succeed`.
+fn restore_until_signal(
+    cluster: &Cluster,
+    restoring: impl Fn() -> Running,
+    signal_sent: Signal,
+    may_succeed: bool,
+) -> Ended {
+    loop {
+        let restoring = restoring();
+        let has_file = || !files_below(&cluster.path("out")).is_empty();
+        wait_until("the file is created", || has_file() || restoring.has_exited());
+        cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::STOP));
+        let was_running = !restoring.has_exited();
+        signal(&restoring, signal_sent);
+        std::thread::sleep(Duration::from_millis(100));
+        cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::CONT));
+        let ended = restoring.ended(LIMIT);
+        if was_running && (may_succeed || ended.code != 0) {
+            return ended;
+        }
+        std::fs::remove_dir_all(cluster.path("out")).unwrap();
+    }
+}
+
 #[test]
 fn an_interrupted_restore_leaves_no_file() {
     let cluster = Cluster::start(6, &["code.list=6,4"]);
     cluster.write("in/a.bin", &bytes(40_000_000, 3));
     cluster.run("save gpt/1 in").ok();
-    // The nodes are stopped when the restore has created its file. A restore that was faster than
-    // that is repeated.
-    loop {
-        let restoring = spawn(&cluster, "restore gpt/1 --out out --force");
-        let has_file = || !files_below(&cluster.path("out")).is_empty();
-        wait_until("the file is created", || has_file() || restoring.has_exited());
-        cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::STOP));
-        signal(&restoring, Signal::INT);
-        let ended = restoring.ended(LIMIT);
-        cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::CONT));
-        if ended.code != 0 {
-            ended.fails(130, &["interrupted by SIGINT", "nothing of gpt/1 was written"]);
-            break;
-        }
-        std::fs::remove_dir_all(cluster.path("out")).unwrap();
+    let restoring = || spawn(&cluster, "restore gpt/1 --out out --force");
+    for (signal_sent, name, code) in [(Signal::INT, "SIGINT", 130), (Signal::HUP, "SIGHUP", 129)] {
+        let ended = restore_until_signal(&cluster, restoring, signal_sent, false);
+        ended.fails(code, &[&format!("interrupted by {name}"), "nothing of gpt/1 was written"]);
+        assert!(!cluster.path("out").exists(), "{name}");
     }
-    assert!(!cluster.path("out").exists());
+    // A shell or `nohup` has the command ignore the end of the terminal.
+    let ignoring = || {
+        let line = "restore gpt/1 --out out --force";
+        let mut command = std::process::Command::new("sh");
+        command
+            .arg("-c")
+            .arg(format!("trap '' HUP; exec {} {line}", env!("CARGO_BIN_EXE_rapidraid")));
+        command.current_dir(cluster.folder.path());
+        command.env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml");
+        Running::start(command, Arc::new(|_| ()))
+    };
+    restore_until_signal(&cluster, ignoring, Signal::HUP, true).ok();
+    assert!(cluster.read("out/a.bin") == bytes(40_000_000, 3));
 }

@@ -20,7 +20,7 @@ fn a_cluster_goes_on_with_new_keys_and_refuses_the_old_ones() {
     fs::rename(cluster.path("cluster/clients"), cluster.path("leaked")).unwrap();
 
     let renewed = cluster.run("cluster renew-keys cluster renewed").ok();
-    assert!(renewed.out.contains("4 nodes, 1 clients"), "{renewed:?}");
+    assert!(renewed.out.contains("4 nodes, 1 client\n"), "{renewed:?}");
     cluster.run("cluster renew-keys cluster renewed").fails(1, &["not an empty folder"]);
     cluster.daemons.clear();
     for member in ["nodes/n1", "nodes/n2", "nodes/n3", "nodes/n4", "client"] {

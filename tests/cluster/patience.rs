@@ -8,11 +8,12 @@ use rapidraid::catalogue::record_access::checkpoint_key;
 use rapidraid::client::{NewShard, SaveOptions};
 use rapidraid::id::Step;
 use rapidraid::pipeline::upload::ShardSource;
-use rapidraid::store::Kv;
 use rapidraid::store::kv::Batch;
+use rapidraid::store::{Kv, RecordScope};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use crate::saves::Gated;
 use world::look::files_below;
 use world::{World, content, job, quiet, read_file, restore, save, shard};
 
@@ -75,6 +76,35 @@ async fn a_silent_node_does_not_hold_up_every_shard_of_a_save() {
     save(&client, 2, &shards).await;
     let took = began.elapsed();
     assert!(took < Duration::from_secs(90), "{took:?}: each shard waits ten seconds for the node");
+}
+
+/// The copy of a node that was silent may be needed later, when another node is down.
+#[tokio::test(start_paused = true)]
+async fn a_silent_node_is_asked_again_when_its_copy_is_needed() {
+    let mut world = World::start(6, &[(4, 2)], 64 << 10).await;
+    let client = world.client_of(1);
+    world.kill(6).await;
+    let gate = Gated::new(&content(1000, 2), 0);
+    let shards = vec![
+        shard("first", &content(1000, 1)),
+        NewShard { name: "second".parse().unwrap(), source: gate.clone() },
+    ];
+    let (saver, options) = (client.clone(), SaveOptions { replace: false });
+    let saving =
+        tokio::spawn(async move { saver.save(&job(), Step(1), shards, options, quiet()).await });
+    gate.reached.notified().await;
+    while world.catalogue_keys("s/").is_empty() {
+        tokio::task::yield_now().await;
+    }
+    world.boot(6);
+    world.kill(5).await;
+    gate.open();
+    saving.await.unwrap().unwrap();
+    let shown = client.show_step(&job(), None).await.unwrap();
+    let (root, _) = shown.shards.iter().find(|(root, _)| root.name.as_str() == "second").unwrap();
+    let scope = RecordScope::Shard(root.shard);
+    let leaves = world.nodes[&6].store().get_record_file(scope, "leaves").unwrap();
+    assert!(leaves.is_some(), "k-1 nodes may lack the leaves, and one is down");
 }
 
 #[tokio::test(start_paused = true)]

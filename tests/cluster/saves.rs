@@ -23,21 +23,21 @@ const REPLACE: SaveOptions = SaveOptions { replace: true };
 const KEEP: SaveOptions = SaveOptions { replace: false };
 
 /// A source whose reads block from byte `stop` on until it is opened.
-struct Gated {
+pub struct Gated {
     bytes: Bytes,
     stop: u64,
-    reached: Notify,
+    pub reached: Notify,
     is_open: Mutex<bool>,
     opened: Condvar,
 }
 
 impl Gated {
-    fn new(bytes: &Bytes, stop: u64) -> Arc<Self> {
+    pub fn new(bytes: &Bytes, stop: u64) -> Arc<Self> {
         let (is_open, opened) = (Mutex::default(), Condvar::new());
         Arc::new(Self { bytes: bytes.clone(), stop, reached: Notify::new(), is_open, opened })
     }
 
-    fn open(&self) {
+    pub fn open(&self) {
         *self.is_open.lock().unwrap() = true;
         self.opened.notify_all();
     }

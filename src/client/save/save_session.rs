@@ -49,7 +49,7 @@ const MOVE_LOOK: Duration = Duration::from_millis(250);
 /// How long an uploaded shard or save waits for a catalogue server that is away, for example because
 /// its machine restarts.
 const CATALOGUE_LIMIT: Duration = Duration::from_secs(120);
-/// The pause between two of these tries.
+/// The time limit of a question whether the server is back, and the pause before the next one.
 const CATALOGUE_LOOK: Duration = Duration::from_secs(2);
 /// Number of nodes that are asked for their epoch at once.
 const HELLOS_AT_ONCE: usize = 32;
@@ -139,7 +139,7 @@ impl Client {
         options: SaveOptions,
         progress: ProgressFn,
     ) -> Result<SaveReport, ClientError> {
-        check_shard_names_unique(&shards)?;
+        check_shards(&shards)?;
         let entropy = self.entropy().clone();
         let decisions = Arc::new(PlainSave { shards, entropy });
         self.save_with_decisions(job, step, options, decisions, progress).await
@@ -287,7 +287,7 @@ impl Client {
     }
 }
 
-pub(super) fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), ClientError> {
+pub(super) fn check_shards(shards: &[NewShard]) -> Result<(), ClientError> {
     let count = shards.len();
     if count > MAX_SHARDS as usize {
         return Err(ClientError::TooManyShards { count });
@@ -297,6 +297,11 @@ pub(super) fn check_shard_names_unique(shards: &[NewShard]) -> Result<(), Client
         return Err(ClientError::DuplicateName { name: twice.name.clone() });
     }
     if shards.is_empty() { Err(ClientError::NoShards) } else { Ok(()) }
+}
+
+/// Returns whether a call fails in this way while the catalogue server is away.
+fn is_of_absence(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::Unavailable | ErrorKind::Timeout)
 }
 
 /// The number of restarts of a save, and the nodes that refused it in earlier tries.
@@ -328,7 +333,7 @@ impl SaveSession {
     ) -> Result<Vec<NewShard>, ClientError> {
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let shards = decisions.shards_for_code(SaveCode { n, k, block_bytes })?;
-        check_shard_names_unique(&shards)?;
+        check_shards(&shards)?;
         self.set_progress_callback(
             shards.iter().map(|shard| shard.source.len_bytes()).sum(),
             progress,
@@ -358,36 +363,52 @@ impl SaveSession {
             stream::iter(work).buffer_unordered(SHARDS_AT_ONCE).try_collect().await?;
         debug_assert_eq!(done.len(), shards.len());
         decisions.approve_commit().await.map_err(|why| ClientError::CalledOff { why })?;
-        self.repeat_while_catalogue_is_away(|| self.commit_save(shards.len())).await
+        self.repeat_after_catalogue_is_back(|| self.commit_save(shards.len())).await
     }
 
-    /// Makes a call that may be made twice. Repeats it for at most [`CATALOGUE_LIMIT`] while it fails
-    /// because the catalogue server is away: leases, and with them the save, outlive a restart of that
-    /// server. Ends at once if the save's epoch is over, because the save is over then, too.
-    async fn repeat_while_catalogue_is_away<A, F>(
+    /// Makes a call that may be made twice. If it fails while the catalogue server is away, makes it
+    /// again once the server answers: leases, and with them the save, outlive a restart of the server.
+    /// Waits at most [`CATALOGUE_LIMIT`] in all, and not beyond the epoch, in whose successor the
+    /// caller ends the save.
+    async fn repeat_after_catalogue_is_back<A, F>(
         &self,
         call: impl Fn() -> F,
     ) -> Result<A, ClientError>
     where
         F: Future<Output = Result<A, ClientError>>,
     {
-        let clock = self.client.caller().clock();
-        let until = clock.now() + CATALOGUE_LIMIT;
-        let mut is_first = true;
+        let until = self.client.caller().clock().now() + CATALOGUE_LIMIT;
+        let mut answered = false;
         loop {
-            let error = match call().await {
-                Err(error)
-                    if matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout) =>
-                {
-                    error
+            match call().await {
+                // A server that answered just before refuses for another reason than its absence.
+                Err(error) if is_of_absence(error.kind()) && !answered => {
+                    answered = self.wait_for_catalogue(until, &error).await;
+                    if !answered {
+                        return Err(error);
+                    }
                 }
                 answer => return answer,
-            };
-            if clock.now() >= until || self.has_later_epoch().await {
-                return Err(error);
             }
-            if std::mem::take(&mut is_first) {
-                tracing::warn!(%error, "the save of {}/{} waits for the cluster", self.job, self.step);
+        }
+    }
+
+    /// Waits until the catalogue server answers. Returns `false` at `until`, or when the epoch of the
+    /// save is over.
+    async fn wait_for_catalogue(&self, until: Duration, why: &ClientError) -> bool {
+        let clock = self.client.caller().clock();
+        let call = RenewLease { lease: self.begun.lease };
+        let mut is_logged = false;
+        loop {
+            match self.client.call_any_gateway_within(&call, CATALOGUE_LOOK).await {
+                Err(error) if is_of_absence(error.kind()) => {}
+                _ => return true,
+            }
+            if clock.now() >= until || self.has_later_epoch().await {
+                return false;
+            }
+            if !std::mem::replace(&mut is_logged, true) {
+                tracing::warn!(error = %why, "the save of {}/{} waits for the catalogue server", self.job, self.step);
             }
             clock.sleep(CATALOGUE_LOOK).await;
         }
@@ -525,7 +546,7 @@ impl SaveSession {
         let ring = ring(&self.begun.nodes, index.into());
         let parameters = ShardParameters { index, shard_count, ring, fingerprint_key };
         let root = self.upload_shard(parameters, shard).await?;
-        self.repeat_while_catalogue_is_away(|| self.complete_shard(root.clone())).await
+        self.repeat_after_catalogue_is_back(|| self.complete_shard(root.clone())).await
     }
 
     /// Records that a shard is complete.

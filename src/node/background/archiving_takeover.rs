@@ -66,7 +66,11 @@ impl ArchivingTakeover {
             let archiving: ArchiveRequest = match parse_record(&key, &entry.value) {
                 Ok(archiving) => archiving,
                 Err(error) => {
-                    tracing::error!(key, %error, "an archive request does not parse, and nobody takes it over");
+                    if !observed.contains_key(&key) {
+                        tracing::error!(key, %error, "an archive request does not parse: no daemon takes it over");
+                    }
+                    let (revision, first_seen) = (entry.revision, self.context.clock.now());
+                    now_met.insert(key, ObservedRequest { revision, first_seen });
                     continue;
                 }
             };

@@ -403,7 +403,9 @@ async fn has_newer_steps(
     let mut newer = 0;
     while newer < min_count {
         let Some((key, entry)) = steps.next().await? else { return Ok(false) };
-        newer += u64::from(parse_record::<Checkpoint>(&key, &entry.value)?.committed.is_some());
+        // A step whose record does not parse does not count, so that more is kept.
+        let checkpoint = parse_record::<Checkpoint>(&key, &entry.value);
+        newer += u64::from(checkpoint.is_ok_and(|checkpoint| checkpoint.committed.is_some()));
     }
     Ok(true)
 }

@@ -91,8 +91,6 @@ impl OwnedStripe<'_> {
         {
             answer = caller.call(address, call).await;
         }
-        let is_silent = answer.as_ref().is_err_and(CallError::is_unanswered);
-        self.directory.heard(NodeId::of(&address.name), !is_silent);
         if let Err(error) = &answer {
             tracing::warn!(node = %address.name, %error, "a node has not confirmed that it dropped its replicas: they are dropped later");
         }

@@ -331,8 +331,8 @@ impl Folder {
         Ok(found)
     }
 
-    /// Writes the table of a step, with hashes. The reserve is not used for it: records need the
-    /// reserve, and a step can be loaded without its table.
+    /// Writes the table of a step, with hashes. The reserve is not used for it, because records need
+    /// the reserve. Without its table, a committed step is loaded from the cluster.
     pub fn keep_table(&self, key: &StepKey, table: &[u8]) -> Result<(), FolderError> {
         self.try_write(&self.table_path(key), table)
     }

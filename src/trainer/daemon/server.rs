@@ -36,8 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Interval between two checks of memory that processes may have released: no event reports this.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// The hint of an answer that is longer than a message may be.
-const TOO_LONG_HINT: &str =
-    "ask for one job, or for fewer steps; `rapidraid ls` lists any number of steps";
+const TOO_LONG_HINT: &str = "`rapidraid ls` lists any number of steps";
 
 type Replied = Result<(Answer, Vec<OwnedFd>), Failure>;
 
@@ -177,7 +176,7 @@ impl StagingDaemon {
                 Ok(bytes) => (bytes, descriptors),
                 Err(error) => {
                     let message = format!("the answer cannot be sent: {error}");
-                    let failure = Failure::new(ErrorKind::Busy, message, TOO_LONG_HINT);
+                    let failure = Failure::new(ErrorKind::Invalid, message, TOO_LONG_HINT);
                     let failed = to_bytes(&Answer::Failed(failure));
                     (failed.map_err(std::io::Error::other)?, Vec::new())
                 }
@@ -335,9 +334,11 @@ impl StagingDaemon {
                 }
                 Err(failure) => {
                     let Place { job, launch, .. } = &prepare.place;
-                    if hosts.is_some() && !self.with(|core| core.knows_launch(job, *launch)) {
-                        self.folder.forget_hosts(*launch);
-                    }
+                    self.with(|core| {
+                        if hosts.is_some() && !core.knows_launch(job, *launch) {
+                            self.folder.forget_hosts(*launch);
+                        }
+                    });
                     return Err(failure);
                 }
             }

@@ -246,7 +246,7 @@ impl StagingDaemon {
                 step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
                 let bytes = step.table.to_bytes().map_err(|error| failed(&error))?;
                 if let Err(error) = self.folder.keep_table(key, &bytes) {
-                    tracing::warn!(%error, "cannot write the step's hashes: they are computed again when needed");
+                    tracing::warn!(%error, "cannot write the step's hashes: a restarted daemon cannot load the committed step from memory");
                 }
                 trace_point(StagingPoint::Hashed, &key.job, key.step);
                 self.compare_samples(key);

@@ -102,7 +102,7 @@ impl Core {
         Some(LaunchHosts { launch, hosts: found.hosts.clone()?, filled: found.filled })
     }
 
-    /// Returns whether a rank of the launch has prepared on this host.
+    /// Returns whether the launch is known on this host.
     pub fn knows_launch(&self, job: &Job, launch: LaunchId) -> bool {
         self.jobs.get(job).is_some_and(|state| state.launches.contains_key(&launch))
     }

@@ -233,6 +233,10 @@ impl Core {
             committed_before: None,
         });
         job.launches.insert(place.launch, Launch { hosts: hosts.cloned(), ..launch });
+        if hosts.is_some() {
+            // A rank whose request was refused may have removed the record meanwhile.
+            self.effects.push(Effect::KeepHosts(place.job.clone(), place.launch));
+        }
         if let Some(forgotten) = forgotten {
             self.forget_launch(&place.job, forgotten);
         }
@@ -295,8 +299,8 @@ impl Core {
         {
             launch.members.remove(&place.rank);
             if launch.members.is_empty() {
-                // Nobody may come to take the memory that is reserved for the other ranks. A rank
-                // that comes all the same reserves it anew.
+                // The other ranks may never come. A rank that comes later reserves memory for the
+                // whole launch again.
                 (launch.reserved_bytes, launch.segments_a_rank) = (0, 0);
                 launch.taken.clear();
             }

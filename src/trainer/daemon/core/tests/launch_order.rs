@@ -94,3 +94,16 @@ fn the_launch_before_a_launch_is_the_one_that_was_noted_first() {
     }
     assert_eq!(world.core.predecessor(&job(), launch(2)), None, "the list is bounded");
 }
+
+/// The daemon removes them even if the launch ends before it has done so itself.
+#[test]
+fn committed_steps_that_are_abandoned_are_settled_once() {
+    let mut world = World::new(64 * MIB);
+    world.prepare(2, 0, 1).unwrap();
+    world.effects();
+    let mut settles = || {
+        world.core.abandon(&job(), Some(Step(10)), launch(2), &[(Step(15), save(2))]);
+        world.effects().contains(&Effect::Settle(job()))
+    };
+    assert!(settles() && !settles());
+}

@@ -407,6 +407,41 @@ async fn a_node_that_a_joint_save_does_not_use_can_be_removed() {
     saving.abort();
 }
 
+/// Both launches have two writers, so that only the launch tells their saves apart. The newer one has
+/// resumed from the step that the older one saves, which may therefore go on.
+#[tokio::test(start_paused = true)]
+async fn a_newer_launch_does_not_join_the_save_of_an_older_one() {
+    let world = world().await;
+    let (voice, to) = (world.voice(Role::Client, "writer"), world.node_address(1));
+    let join = async |launch, writer| {
+        let join = JoinSave {
+            job: job(),
+            step: Step(1),
+            launch,
+            writer,
+            writers: 2,
+            report: WriterReport::Joins,
+            replace: None,
+            avoid: Vec::new(),
+        };
+        voice.ask(&to, &join).await.map(|answer| match answer {
+            JoinSaveAnswer::Open(joined) => joined.joint,
+            other => panic!("not open: {other:?}"),
+        })
+    };
+    let newer = LaunchId([8; 16]);
+    register(&world.client(), LAUNCH, None).await.unwrap();
+    let old = join(LAUNCH, 0).await.unwrap();
+    assert_eq!(join(LAUNCH, 1).await.unwrap().save, old.save);
+    register(&world.client(), newer, Some(1)).await.unwrap();
+    assert_eq!(join(LAUNCH, 0).await.unwrap().save, old.save);
+    let new = join(newer, 0).await.unwrap();
+    assert_eq!((old.launch, new.launch), (LAUNCH, newer));
+    assert_ne!(old.save, new.save);
+    join(LAUNCH, 0).await.unwrap_err();
+    assert_eq!(join(newer, 1).await.unwrap().save, new.save);
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_contradicts_the_save_is_refused() {
     let world = world().await;

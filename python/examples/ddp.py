@@ -4,6 +4,7 @@ usage: torchrun --nproc-per-node 4 --max-restarts 3 ddp.py CONFIG STEPS
 """
 
 import os
+import signal
 import sys
 
 import torch
@@ -43,7 +44,7 @@ def state() -> dict[str, object]:
 
 
 position = 0
-with rapidraid.Checkpointer(os.environ.get("JOB", "ddp"), config=sys.argv[1]) as checkpointer:
+with rapidraid.Checkpointer(os.environ.get("JOB", "ddp"), config=sys.argv[1], save_on=signal.SIGTERM) as checkpointer:
     loaded = state()
     start = checkpointer.load(loaded) or 0
     if start:
@@ -60,6 +61,9 @@ with rapidraid.Checkpointer(os.environ.get("JOB", "ddp"), config=sys.argv[1]) as
         scheduler.step()
         mean = model.module[1].running_mean.sum().item()
         say(f"rank {rank} step {step} loss {loss.item()!r} position {position} mean {mean!r}")
-        if step % 5 == 0:
+        is_last = checkpointer.should_stop_together()
+        if is_last or step % 5 == 0:
             checkpointer.save(step, state())
+        if is_last:
+            break
 dist.destroy_process_group()

@@ -5,6 +5,7 @@ usage: torchrun --nproc-per-node N fsdp.py CONFIG STEPS
 
 import hashlib
 import os
+import signal
 import sys
 
 import torch
@@ -50,7 +51,7 @@ def digest() -> str:
     return hasher.hexdigest()[:16]
 
 
-with rapidraid.Checkpointer(os.environ.get("JOB", "fsdp"), config=sys.argv[1]) as checkpointer:
+with rapidraid.Checkpointer(os.environ.get("JOB", "fsdp"), config=sys.argv[1], save_on=signal.SIGTERM) as checkpointer:
     start = checkpointer.load(state) or 0
     found = digest()
     if dist.get_rank() == 0:
@@ -61,6 +62,8 @@ with rapidraid.Checkpointer(os.environ.get("JOB", "fsdp"), config=sys.argv[1]) a
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if checkpointer.should_stop_together():
+            break
     if int(sys.argv[2]):
         checkpointer.save(step, state)
         found = digest()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,11 +106,16 @@ class Names:
     """The names of a checkpoint by space and path. With ``include``, only those for which it returns true."""
 
     def __init__(self, loaded: _native.LoadedStep, include: Callable[[str], bool] | None = None) -> None:
+        self.step = loaded.number
         self.rows: dict[tuple[int | None, Keys], tuple[int, Name]] = {}
+        #: The shared names, whatever ``include`` chooses.
+        self.shared: list[Keys] = []
         #: The ranks that have private state. Other ranks may have saved too.
         self.ranks: set[int] = set()
         for row, name in enumerate(loaded.names()):
             keys = tuple((tag, key) for tag, key in name[1])
+            if name[0] is None:
+                self.shared.append(keys)
             if include is not None and not include(show(keys)):
                 continue
             self.rows[(name[0], keys)] = (row, name)
@@ -135,20 +142,100 @@ class LoadChoices:
     allow_pickle: bool
 
 
-def load_into(reader: Reader, state: Mapping[Any, Any], rank: int, world: int, choices: LoadChoices) -> str | None:
+class Room:
+    """The names that a state has a place for."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._keys = {leaf.keys for leaf in flat.leaves}
+        # An entry can be made where the state has ``None`` or an empty dict.
+        self._full = {leaf.keys for leaf in flat.leaves if leaf.value is not None and not _is_empty(leaf)}
+        self._above = {keys[:end] for keys in self._full for end in range(1, len(keys))}
+
+    def maker(self, keys: Keys) -> Maker | None:
+        """Returns the maker for a name without a leaf in the state, or ``None`` if no object of the state accepts it."""
+        # An entry cannot be made where the state has something else: a dict for a value, or the other way round.
+        if keys in self._above or any(keys[:end] in self._full for end in range(1, len(keys))):
+            return None
+        return next((maker for end in range(len(keys)) if (maker := self._flat.creatable.get(keys[:end])) is not None), None)
+
+    def accepts(self, keys: Keys) -> bool:
+        """Returns whether the state has a leaf for a name, or would get one."""
+        return keys in self._keys or self.maker(keys) is not None
+
+
+class Stages:
+    """The shared names of a step that only other ranks of the launch have a place for, as pipeline stages do.
+
+    The ranks tell each other in one collective for each load. Every rank takes part in it, whatever becomes of its own load.
+
+    Args:
+        gather: The collective. It returns the argument of every rank.
+
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
+        self._gather = gather
+        self._elsewhere: set[Keys] | None = None
+
+    def elsewhere(self, names: Names, room: Room) -> set[Keys]:
+        """Returns the shared names that this rank's state has no place for, and that of another rank has."""
+        if self._elsewhere is None:
+            # A collective that fails is not tried again.
+            self._elsewhere = set()
+            # The ranks load one step, so a bit for each name is enough: its place among all of them in order.
+            shared = sorted(names.shared)
+            lacking = "".join("01"[not room.accepts(keys)] for keys in shared)
+            step = (names.step, len(shared))
+            told = self._gather((step, int(f"0{lacking}", 2)))
+            # A rank that failed before it knew its names may have all of them. One that loads another step has none.
+            bits = [0 if other is None else other[1] for other in told if other is None or other[0] == step]
+            by_all = f"{functools.reduce(operator.and_, bits):0{len(shared)}b}"
+            self._elsewhere = {keys for keys, here, all_ in zip(shared, lacking, by_all, strict=False) if here > all_}
+        return self._elsewhere
+
+    def finish(self) -> None:
+        """Takes part in the collective if this rank's load has ended before it."""
+        if self._elsewhere is None:
+            self._elsewhere = set()
+            self._gather(None)
+
+
+def load_into(
+    reader: Reader,
+    state: Mapping[Any, Any],
+    rank: int,
+    world: int,
+    choices: LoadChoices,
+    *,
+    ranks: Sequence[int] | None = None,
+    stages: Stages | None = None,
+) -> str | None:
     """Loads a step into a state, in place. Returns ``None``, or the name of what is damaged.
 
     Changes nothing until everything is known to match.
+
+    Args:
+        reader: The step.
+        state: The state.
+        rank: This rank.
+        world: The number of ranks of the launch.
+        choices: How names are matched.
+        ranks: The numbers of the ranks in the default group. Default: all ranks of that group.
+        stages: Finds the names that other ranks of the launch load. Default: no other rank does.
+
     """
     loaded = reader.loaded
-    flat = flatten(state, world)
     names = Names(loaded, choices.include)
+    flat = flatten(state, world, ranks, [keys for _, keys in names.rows])
+    room = Room(flat)
+    elsewhere = set() if stages is None else stages.elsewhere(names, room)
     source = _source_rank(names, rank, world, choices.private, loaded.number)
-    matched = _match(names, flat, source, choices)
+    matched = _match(names, flat, room, source, choices)
     if choices.private != "skip":
         _check_sources(names, matched, rank, source, choices, loaded.number)
     if choices.strict:
-        _check_names(matched, loaded.number)
+        _check_names(matched, elsewhere, loaded.number)
     job = PlannedLoad(loaded, choices.cast, choices.allow_pickle, choices.strict)
     for leaf, key in matched.found:
         job.add(leaf, *names.rows[key])
@@ -175,7 +262,7 @@ class _Matched:
     extra: list[_Place]
 
 
-def _match(names: Names, flat: Flat, source: int | None, choices: LoadChoices) -> _Matched:
+def _match(names: Names, flat: Flat, room: Room, source: int | None, choices: LoadChoices) -> _Matched:
     """Matches the names of a step to a state. ``source`` is the rank whose private names count."""
     found: list[tuple[Leaf, _Place]] = []
     unmatched: list[Leaf] = []
@@ -186,7 +273,7 @@ def _match(names: Names, flat: Flat, source: int | None, choices: LoadChoices) -
                 unmatched.append(leaf)
             else:
                 found.append((leaf, place))
-    created, extra = _match_rest(names, flat, source, {keys for _, (_, keys) in found})
+    created, extra = _match_rest(names, room, source, {keys for _, (_, keys) in found})
     # An empty dict gets the entries that the checkpoint has below it.
     filled = {keys[:end] for _, keys in created for end in range(1, len(keys))}
     missing = [
@@ -201,7 +288,7 @@ def _is_empty(leaf: Leaf) -> bool:
     return type(leaf.value) is dict and not leaf.value
 
 
-def _match_rest(names: Names, flat: Flat, source: int | None, taken: set[Keys]) -> tuple[dict[_Place, Maker], list[_Place]]:
+def _match_rest(names: Names, room: Room, source: int | None, taken: set[Keys]) -> tuple[dict[_Place, Maker], list[_Place]]:
     """Returns the names without a leaf that an object of the state accepts, with their makers, and the other ones.
 
     ``taken`` has the paths that leaves receive, from either space.
@@ -209,14 +296,11 @@ def _match_rest(names: Names, flat: Flat, source: int | None, taken: set[Keys]) 
     rest = [place for place in names.rows if place[0] in (None, source) and place[1] not in taken]
     # Of a name in both spaces, the private one counts.
     nearest = {keys: (space, keys) for space, keys in sorted(rest, key=lambda place: place[0] is not None)}
-    leaves = {leaf.keys for leaf in flat.leaves if leaf.value is not None and not _is_empty(leaf)}
-    above = {keys[:end] for keys in leaves for end in range(1, len(keys))} if nearest else set()
     created: dict[_Place, Maker] = {}
     extra: list[_Place] = []
     for keys, place in nearest.items():
-        maker = _maker_of(flat, keys)
-        # An entry cannot be made where the state has something else: a dict for a value, or the other way round.
-        if maker is None or keys in above or any(keys[:end] in leaves for end in range(1, len(keys))):
+        maker = room.maker(keys)
+        if maker is None:
             extra.append(place)
         elif WRAPPED in keys:
             raise InvalidError(
@@ -228,25 +312,21 @@ def _match_rest(names: Names, flat: Flat, source: int | None, taken: set[Keys]) 
     return created, extra
 
 
-def _maker_of(flat: Flat, keys: Keys) -> Maker | None:
-    """Returns the maker for a name without a leaf in the state, or ``None`` if no object of the state accepts it."""
-    return next((maker for end in range(len(keys)) if (maker := flat.creatable.get(keys[:end])) is not None), None)
-
-
 def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _check_names(matched: _Matched, number: int) -> None:
-    """Raises an error if the step lacks names of the state, or has others."""
+def _check_names(matched: _Matched, elsewhere: set[Keys], number: int) -> None:
+    """Raises an error if the step lacks names of the state, or has others that are not ``elsewhere`` in the launch."""
     if matched.missing:
         raise NotFoundError(
             f"step {number} does not have {_few([show(leaf.keys) for leaf in matched.missing])}",
             "load what it has with strict=False, or pass include= to choose names",
         )
-    if matched.extra:
+    extra = [keys for space, keys in matched.extra if space is not None or keys not in elsewhere]
+    if extra:
         raise InvalidError(
-            f"step {number} has {_few([show(keys) for _, keys in matched.extra])}, for which the state has no place",
+            f"step {number} has {_few([show(keys) for keys in extra])}, for which the state has no place",
             "add them to the state, pass strict=False, or include= to choose names",
         )
 

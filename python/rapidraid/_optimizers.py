@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidError
-from .state import Key, Keys, Maker, is_dtensor, is_tensor, new_on_host, setter, show, with_found
+from .state import Key, Keys, Maker, Named, is_dtensor, is_tensor, new_on_host, setter, show, with_found
 
 if TYPE_CHECKING:
     from .state import Walk
@@ -63,28 +63,62 @@ class _Members:
     by_id: dict[int, _Member]
     groups: list[list[str | int]]
     is_named: bool
+    #: The names that the parameters have in steps that were saved with other modules.
+    others: frozenset[str | int]
+    #: Whether the step has state under any of the labels.
+    is_found: bool
+
+    @property
+    def labels(self) -> set[str | int]:
+        """The labels of all groups."""
+        return {label for labels in self.groups for label in labels}
 
 
-def _members(optimizer: Any, named: Mapping[int, tuple[str, Any, bool]]) -> _Members:
-    """Names parameters as the modules of the state do if these have all of them, otherwise by position."""
-    is_named = all(id(parameter) in named for group in optimizer.param_groups for parameter in group[_MEMBERS])
-    found = _Members({}, [], is_named)
-    position = 0
+def labels_of(stored: Iterable[Keys]) -> dict[Keys, set[Key]]:
+    """Returns the labels of the parameters in a step, by each path that may be that of an optimizer's state."""
+    found: dict[Keys, set[Key]] = {}
+    for keys in stored:
+        for at in range(1, len(keys)):
+            if keys[at - 1] == _STATE:
+                found.setdefault(keys[:at], set()).add(keys[at])
+    return found
+
+
+def _spellings(parameters: list[Any], named: Mapping[int, Named]) -> list[list[Key]]:
+    """Returns the labels that a save may have given to the parameters, in the order of preference; positions are the last ones.
+
+    The names depend on the other modules of the state. Positions are used if a parameter belongs to none of them.
+    """
+    positions: list[Key] = [(1, at) for at in range(len(parameters))]
+    if not all(id(parameter) in named for parameter in parameters):
+        return [positions]
+    names: list[Key] = [(0, named[id(parameter)].name) for parameter in parameters]
+    others: list[Key] = [(0, named[id(parameter)].other) for parameter in parameters]
+    # Without its module's path, a name may stand for several parameters.
+    is_unique = len(set(others)) == len({id(parameter) for parameter in parameters})
+    return [names, others, positions] if is_unique else [names, positions]
+
+
+def _members(optimizer: Any, named: Mapping[int, Named], stored: set[Key]) -> _Members:
+    """Labels the parameters as the step does that is loaded, of which ``stored`` are the labels, or as a save does."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group[_MEMBERS]]
+    spellings = _spellings(parameters, named)
+    labels = max(spellings, key=lambda spelling: len(stored.intersection(spelling)))
+    others = frozenset(label[1] for spelling in spellings[:-1] if spelling is not labels for label in spelling)
+    found = _Members({}, [], labels is not spellings[-1], others, not stored.isdisjoint(labels))
+    left = iter(labels)
     for group in optimizer.param_groups:
-        labels: list[str | int] = []
-        for parameter in group[_MEMBERS]:
-            name, _, is_declared = named.get(id(parameter), ("", parameter, False))
-            label: Key = (0, name) if is_named else (1, position)
+        found.groups.append([])
+        for parameter, label in zip(group[_MEMBERS], left, strict=False):
+            is_declared = id(parameter) in named and named[id(parameter)].is_declared
             found.by_id[id(parameter)] = _Member(label, parameter, is_declared)
-            labels.append(label[1])
-            position += 1
-        found.groups.append(labels)
+            found.groups[-1].append(label[1])
     return found
 
 
 def walk(walk: Walk, keys: Keys, optimizer: Any, is_private: bool | None) -> None:
     """Adds the leaves of an optimizer: the settings of its groups, and its state by parameter."""
-    members = _members(optimizer, walk.parameters)
+    members = _members(optimizer, walk.parameters, walk.labels.get((*keys, _STATE), set()))
     if foreign := [key for key in optimizer.state if id(key) not in members.by_id]:
         raise InvalidError(
             f"{show(keys)} keeps state for {foreign[0]!r}, which is no parameter of its groups"[:200],
@@ -122,34 +156,39 @@ def _walk_groups(walk: Walk, keys: Keys, optimizer: Any, members: _Members, is_p
             leaf.is_optional = True
 
         def check(stored: Any, is_strict: bool, at: int = at) -> None:
-            _check_members(show(keys), at, members, stored, is_strict)
+            _check_members(show(keys), at, members, stored, is_strict, walk.world == 1)
 
         walk.leaf((*below, (0, _MEMBERS)), members.groups[at], default, None, check=check)
     return loaded
 
 
-def _check_members(where: str, at: int, members: _Members, stored: Any, is_strict: bool) -> None:
+def _check_members(where: str, at: int, members: _Members, stored: Any, is_strict: bool, is_alone: bool) -> None:
     """Raises :class:`InvalidError` if a group of the step has other parameters than the group of the optimizer.
 
-    A load that is not strict may match parameters by name, but not by position: that could match the wrong ones.
+    A load that is not strict may match parameters by name, but not by position: that could match the wrong ones. In a launch
+    of several ranks, the step may have the group of another pipeline stage.
     """
-    own = members.groups[at]
+    own, remade = members.groups[at], "make the optimizer with the groups that it was saved with"
+    names = set(stored) if isinstance(stored, list) else set()
+    if members.is_found and names and names <= members.others and not names <= members.labels:
+        raise InvalidError(
+            f"group {at} of {where} has other names in the step, which the state gives to other parameters too",
+            "load it with the modules that it was saved with",
+        )
     if members.is_named and not is_strict:
         return
-    if not isinstance(stored, list) or len(stored) != len(own):
+    unknown = names - members.labels - members.others
+    is_of_stage = members.is_named and not is_alone and any(isinstance(name, str) for name in unknown)
+    if not isinstance(stored, list) or (len(stored) != len(own) and not is_of_stage):
         count = len(stored) if isinstance(stored, list) else "no"
-        raise InvalidError(
-            f"group {at} of {where} has {count} parameters in the step, and {len(own)} in the state",
-            "make the optimizer with the groups that it was saved with",
-        )
+        raise InvalidError(f"group {at} of {where} has {count} parameters in the step, and {len(own)} in the state", remade)
     if not members.is_named:
         return
-    group_of = {name: group for group, names in enumerate(members.groups) for name in names}
+    group_of = {name: group for group, labels in enumerate(members.groups) for name in labels}
     moved = next((name for name in stored if group_of.get(name, at) != at), None)
     if moved is not None:
         raise InvalidError(
-            f"the parameter {moved} is in group {at} of {where} in the step, and in group {group_of[moved]} in the state",
-            "make the optimizer with the groups that it was saved with",
+            f"the parameter {moved} is in group {at} of {where} in the step, and in group {group_of[moved]} in the state", remade
         )
 
 

@@ -13,8 +13,7 @@ from .errors import InvalidError, RapidraidError
 class Group:
     """The ranks of the launch.
 
-    Collectives are used to agree on the launch, in ``prepare``, in the saves of frameworks and, if there are several hosts, in
-    loads.
+    Collectives are used to agree on the launch, in ``prepare``, in the saves of frameworks and in loads.
     """
 
     def __init__(self, group: Any, is_alone: bool) -> None:
@@ -35,9 +34,13 @@ class Group:
     @property
     def is_default(self) -> bool:
         """Whether the ranks have the numbers that they have in the default group, and so in meshes."""
-        return self.distributed is None or self.distributed.get_process_group_ranks(self.group) == list(
-            range(self.distributed.get_world_size())
-        )
+        return self.distributed is None or self.ranks == list(range(self.distributed.get_world_size()))
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The numbers of the ranks in the default group; ``None`` without a process group."""
+        found: list[int] | None = None if self.distributed is None else self.distributed.get_process_group_ranks(self.group)
+        return found
 
     def gather(self, mine: Any) -> list[Any]:
         """Returns the ``mine`` of every rank, in the order of the ranks."""

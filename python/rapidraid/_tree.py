@@ -154,8 +154,13 @@ def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[
 
 
 def flatten_first(state: Mapping[Any, Any], rank: int, world: int) -> Flat:
-    """Returns the leaves of a state. Rank 0 alone stores what is not declared, as frameworks do that save on rank 0."""
+    """Returns the leaves of a state. Rank 0 alone stores what is not declared, as frameworks do that save on rank 0.
+
+    Raises :class:`InvalidError` for a module that DDP keeps equal only on some ranks: rank 0 does not have those of the others.
+    """
     flat = flatten(state, world)
+    if flat.partial:
+        raise InvalidError(f"{show(flat.partial[0])} is under DDP over some of the ranks", "save it with a Checkpointer")
     flat.warnings.clear()
     flat.leaves = [replace(leaf, is_private=False) for leaf in flat.leaves if rank == 0 or not leaf.is_private]
     return flat

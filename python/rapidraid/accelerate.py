@@ -31,14 +31,21 @@ _CLOSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedTy
 _NUMBER = re.compile(r"[^0-9]*([0-9]+)")
 
 
-def _check_kind(accelerator: Any) -> None:
-    version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2)
-    if accelerator.distributed_type in _CLOSED or (accelerator.distributed_type == DistributedType.FSDP and version != 2):
-        raise InvalidError(f"an Accelerator of the kind {accelerator.distributed_type}", "use DDP or FSDP 2, or its own files")
+def check_kind(state: Any) -> None:
+    """Raises :class:`InvalidError` for DeepSpeed, Megatron, XLA and FSDP 1, whose models and optimizers do not show their tensors.
+
+    Args:
+        state: The ``AcceleratorState``.
+
+    """
+    is_fsdp1 = state.distributed_type == DistributedType.FSDP and getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", 2) != 2
+    if is_fsdp1 or state.distributed_type in _CLOSED:
+        kind = "FSDP 1" if is_fsdp1 else state.distributed_type
+        raise InvalidError(f"an Accelerator of the kind {kind}", "use DDP or FSDP 2 (fsdp_version 2), or its own files")
 
 
 def _objects(accelerator: Any) -> dict[str, Any]:
-    _check_kind(accelerator)
+    check_kind(accelerator.state)
     return {
         "models": dict(enumerate(accelerator._models)),
         "optimizers": {at: getattr(optimizer, "optimizer", optimizer) for at, optimizer in enumerate(accelerator._optimizers)},
@@ -134,7 +141,7 @@ def register(accelerator: Any, job: str, *, commit_timeout: float = 3600.0, **se
         settings: Arguments of :class:`Checkpointer`.
 
     """
-    _check_kind(accelerator)
+    check_kind(accelerator.state)
     refuse_skip(settings)
     if accelerator.distributed_type == DistributedType.FSDP:
         raise InvalidError("FSDP saves before the hooks of Accelerate", "call rapidraid.accelerate.save_state instead")

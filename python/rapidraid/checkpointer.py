@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import _native
-from ._load import LoadChoices, Private, Reader, ReadWholeError, load_into, read_one
+from ._load import LoadChoices, Private, Reader, ReadWholeError, Stages, load_into, read_one
 from ._plan import Plan, Sources, make_plan
 from ._program import connect, start_daemon
 from ._ranks import Group, Hosts, raise_together, refusal_of
@@ -29,6 +29,7 @@ from .errors import (
     CorruptError,
     DeadlineError,
     ExistsError,
+    ForkedError,
     InvalidError,
     NoDaemonError,
     NotFoundError,
@@ -180,7 +181,8 @@ class Checkpointer:
         self.commit_timeout = commit_timeout
         self.when_full = when_full
         self.allow_pickle = allow_pickle
-        #: Set by a signal of ``save_on``: the job should save once more and end.
+        #: Set by a signal of ``save_on``, on this rank: the job should save once more and end. A launch of several ranks
+        #: asks :meth:`should_stop_together`.
         self.should_stop = False
         #: The time that the last save took, by phase.
         self.last_stall = Stall()
@@ -259,6 +261,15 @@ class Checkpointer:
         self.should_stop = True
         log.warning("signal %s: save once more, then end", signal.Signals(number).name)
 
+    @_one_thread
+    def should_stop_together(self) -> bool:
+        """Returns whether :attr:`should_stop` is set on any rank. All ranks must call it, and get the same answer.
+
+        A signal reaches the ranks at different steps. A rank that left its loop alone would be missed by the collectives of
+        the others.
+        """
+        return any(self._group.gather(self.should_stop))
+
     @property
     def _daemon(self) -> _native.Session:
         if self._is_closed:
@@ -271,7 +282,7 @@ class Checkpointer:
         The first ``save`` calls it. Call it earlier so that no training step waits for it, and again after the layout
         of the state has changed.
         """
-        self._prepare_flat(lambda: flatten(state, self.world))
+        self._prepare_flat(lambda: flatten(state, self.world, self._group.ranks))
 
     @_one_thread
     def _prepare_flat(self, flat_state: Callable[[], Flat]) -> None:
@@ -336,7 +347,7 @@ class Checkpointer:
         assert plan is not None
         begun = time.perf_counter()
         with _gc_paused():
-            flat = flatten(state, self.world)
+            flat = flatten(state, self.world, self._group.ranks)
             # Several ranks prepare together, and this one does not know whether the others have to.
             is_alone = self.world == 1
             sources = plan.sources_if_fitting(flat, self.allow_pickle) if is_alone else plan.sources(flat, self.allow_pickle)
@@ -574,12 +585,12 @@ class Checkpointer:
     ) -> int | None:
         """Loads ``step`` (default: the resume point) into ``state``, in place.
 
-        Returns the step, or ``None`` if the job has none. If the launch runs on several hosts, all ranks must call it.
+        Returns the step, or ``None`` if the job has none. All ranks of the launch must call it.
 
         Args:
             state: The same structure as was saved. Missing entries, such as the state of a fresh optimizer, are created.
             step: The step.
-            strict: Whether to raise if the checkpoint has names that the state does not have, or the other way round.
+            strict: Whether to raise if the checkpoint has names that the states of no rank have, or the other way round.
             include: A predicate. Only names for which it returns true are loaded.
             cast: Whether to convert element types where they differ.
             private: How to treat private state if the launch that saved had another number of ranks. ``"skip"`` leaves
@@ -590,11 +601,24 @@ class Checkpointer:
 
         """
         choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
+        stages = Stages(self._group.gather) if strict and self.world > 1 else None
 
         def load(reader: Reader) -> str | None:
-            return load_into(reader, state, self.rank, self.world, choices)
+            return load_into(reader, state, self.rank, self.world, choices, ranks=self._group.ranks, stages=stages)
 
-        return self.load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
+        try:
+            number = self.load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
+        except ForkedError:
+            # This process is no rank of the launch.
+            raise
+        except Exception:
+            # The other ranks may be waiting for this one.
+            if stages is not None:
+                stages.finish()
+            raise
+        if stages is not None:
+            stages.finish()
+        return number
 
     @_one_thread
     def load_with(

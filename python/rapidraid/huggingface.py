@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -27,7 +28,7 @@ from transformers.trainer_callback import ExportableState
 from ._jobs import SCHEME, parse_step_name, refuse_skip, shared_checkpointer
 from ._load import LoadChoices, load_into
 from ._tree import FILES, flatten_first, read_files, with_files
-from .accelerate import load_state, register, save_state
+from .accelerate import check_kind, load_state, register, save_state
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError, NotFoundError, RapidraidError
 from .state import Flat
@@ -270,6 +271,11 @@ class RapidraidCallback(TrainerCallback):
         self.commit_timeout = commit_timeout
         refuse_skip(settings)
         self.settings = settings
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises :class:`InvalidError` for DeepSpeed, XLA and FSDP 1."""
+        # All instances of this class have one state, which Trainer has set.
+        check_kind(AcceleratorState())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stages the objects of the run, with the small files of the local checkpoint."""

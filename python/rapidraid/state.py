@@ -5,7 +5,8 @@ plain values. :func:`flatten` walks it and returns its leaves. The rank that sto
 never from equal bytes:
 
 - tensors that are ``DTensor`` declare their parts themselves;
-- parameters of modules under DDP or FSDP, and of any module in a world of one rank, are the same on all ranks;
+- parameters of modules under FSDP, under DDP over all ranks of the launch, and of any module in a world of one rank, are
+  the same on all ranks;
 - an optimizer's state for a parameter is treated like the parameter. Its settings are the same on all ranks if all its
   parameters are, or are ``DTensor``. An optimizer whose class has a ``state_dict`` of its own may differ between ranks;
 - schedulers and gradient scalers are the same on all ranks;
@@ -16,7 +17,7 @@ never from equal bytes:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,8 @@ class Flat:
     #: their tensors.
     creatable: dict[Keys, Maker] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    #: The modules that DDP keeps equal only on some ranks of the launch.
+    partial: list[Keys] = field(default_factory=list)
     #: The error that ended the walk early; ``prepare`` raises it on all ranks.
     error: Exception | None = None
 
@@ -164,12 +167,24 @@ def key_of(key: Any, where: Keys) -> Key:
     )
 
 
-def flatten(state: Mapping[Any, Any], world: int) -> Flat:
-    """Returns the leaves of a state. ``world`` is the number of ranks of the launch."""
+def flatten(state: Mapping[Any, Any], world: int, ranks: Sequence[int] | None = None, stored: Iterable[Keys] = ()) -> Flat:
+    """Returns the leaves of a state.
+
+    Args:
+        state: The state.
+        world: The number of ranks of the launch.
+        ranks: The numbers of these ranks in the default group. Default: all ranks of that group.
+        stored: The names of the step that is loaded, from which optimizers learn how it names their parameters.
+
+    """
     if not isinstance(state, Mapping):
         raise InvalidError(f"a state is a dict, not {type(state).__name__}", 'pass {"model": model, "optimizer": optimizer}')
-    walk = Walk(world)
-    walk.parameters = _named_parameters(state)
+    # That module imports this one.
+    from ._optimizers import labels_of
+
+    walk = Walk(world, ranks)
+    walk.parameters = _named_parameters(state, ranks)
+    walk.labels = labels_of(stored)
     walk.mapping((), state, None)
     return walk.flat
 
@@ -178,25 +193,65 @@ def _is_never(_name: str, _parameter: Any) -> bool:
     return False
 
 
-def _unwrap(module: Any) -> tuple[Any, Callable[[str, Any], bool]]:
-    """Returns a module without its DDP wrapper, and a predicate for the parameters that are kept equal on all ranks.
+@dataclass(frozen=True)
+class _Unwrapped:
+    """A module without its DDP wrapper."""
 
-    A module that ``torch.compile`` returned is looked through, and keeps the prefix that it gives to names.
+    module: Any
+    #: Returns whether a parameter, of which it gets the name and the tensor, is kept equal on all ranks.
+    is_synchronised: Callable[[str, Any], bool] = _is_never
+    #: The ranks that DDP keeps equal, if these are not all ranks of the launch.
+    some_ranks: list[int] | None = None
+
+
+def _unwrap(module: Any, ranks: Sequence[int] | None) -> _Unwrapped:
+    """Returns a module without its DDP wrapper, and which of its parameters are kept equal on all ranks.
+
+    A module that ``torch.compile`` returned is looked through, and keeps the prefix that it gives to names. ``ranks`` are
+    those of the launch, as for :func:`flatten`.
     """
     torch = _torch()
     inner, prefix = _uncompiled(module)
     parallel = getattr(torch.nn.parallel, "DistributedDataParallel", None)
     if parallel is not None and isinstance(inner, parallel):
+        bare = module if prefix else inner.module
+        some_ranks = _ranks_of_some(inner, ranks)
+        if some_ranks is not None:
+            return _Unwrapped(bare, some_ranks=some_ranks)
         ignored = set(getattr(inner, "parameters_to_ignore", ()))
-        if not prefix:
-            return inner.module, lambda name, _: name not in ignored
-        return module, lambda name, _: name.removeprefix(f"{prefix}module.") not in ignored
+        begin = f"{prefix}module." if prefix else ""
+        return _Unwrapped(bare, lambda name, _: name.removeprefix(begin) not in ignored)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(fsdp, "FSDPModule", None)
     if sharded is not None and isinstance(inner, sharded):
         # A plain tensor in such a module was excluded (ignored_params): each rank trains its own.
-        return module, lambda _, parameter: is_dtensor(parameter)
-    return module, _is_never
+        return _Unwrapped(module, lambda _, parameter: is_dtensor(parameter))
+    return _Unwrapped(module)
+
+
+def _ranks_of_some(parallel: Any, ranks: Sequence[int] | None) -> list[int] | None:
+    """Returns the ranks that a DDP module keeps equal if ranks of the launch are not among them, otherwise ``None``."""
+    distributed = _torch().distributed
+    group = parallel.process_group
+    if not distributed.is_initialized() or group is distributed.group.WORLD:
+        return None
+    found = distributed.get_process_group_ranks(group)
+    everyone = distributed.get_process_group_ranks(None) if ranks is None else ranks
+    return None if set(everyone) <= set(found) else sorted(found)
+
+
+def is_of_fsdp1(parameters: Iterable[Any]) -> bool:
+    """Returns whether any of the parameters belongs to a ``FullyShardedDataParallel`` module."""
+    # That module sets the mark on its flat parameter and on the original ones (use_orig_params).
+    return any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
+
+
+def refuse_fsdp1(keys: Keys, what: str) -> InvalidError:
+    """Returns the error for a module, or for its optimizer, of which no rank has whole parameters."""
+    return InvalidError(
+        f"{show(keys)} is {what} (FSDP1), whose parameters are flat pieces without names of their own",
+        "shard the model by torch.distributed.fsdp.fully_shard (FSDP2)",
+    )
 
 
 def _uncompiled(module: Any) -> tuple[Any, str]:
@@ -219,43 +274,71 @@ def _is_same_memory(value: Any, own: Any) -> bool:
         return True
 
 
-def _named_parameters(state: Mapping[Any, Any]) -> dict[int, tuple[str, Any, bool]]:
-    """Returns for each parameter of the state's modules its name, the parameter, and whether it is declared replicated.
+@dataclass(frozen=True)
+class Named:
+    """A parameter of a module of the state."""
 
-    The keys are the parameters' identities. If modules have names in common, as a generator and a critic do, each name
-    begins with the module's key.
+    #: The name that a save of this state gives it.
+    name: str
+    #: The name that a save gives it together with other modules.
+    other: str
+    parameter: Any
+    #: Whether it is declared to be the same on all ranks.
+    is_declared: bool
+
+
+def _named_parameters(state: Mapping[Any, Any], ranks: Sequence[int] | None) -> dict[int, Named]:
+    """Returns the parameters of the state's modules, by their identities.
+
+    If modules have names in common, as a generator and a critic do, each name begins with the module's path.
     """
-    found = list(_parameters_below("", state))
+    found = list(_parameters_below("", state.items(), None, ranks))
     first: dict[str, int] = {}
     is_ambiguous = any(first.setdefault(name, id(parameter)) != id(parameter) for _, name, parameter, _ in found)
-    named: dict[int, tuple[str, Any, bool]] = {}
-    for prefix, name, parameter, declared in found:
-        named.setdefault(id(parameter), (f"{prefix}{name}" if is_ambiguous else name, parameter, declared))
+    named: dict[int, Named] = {}
+    for prefix, short, parameter, declared in found:
+        name, other = (f"{prefix}{short}", short) if is_ambiguous else (short, f"{prefix}{short}")
+        named.setdefault(id(parameter), Named(name, other, parameter, declared))
     return named
 
 
-def _parameters_below(prefix: str, state: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any, bool]]:
-    for key, value in state.items():
-        if isinstance(value, Marked):
-            inner, declared = value.value, not value.is_private
-        else:
-            inner, declared = value, False
+#: Types of values below which there are no modules.
+_SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def _parameters_below(
+    prefix: str, items: Iterable[tuple[Any, Any]], is_private: bool | None, ranks: Sequence[int] | None
+) -> Iterator[tuple[str, str, Any, bool]]:
+    """Yields the prefix, the name and the tensor of each parameter, and whether it is declared to be the same on all ranks.
+
+    ``is_private`` is the declaration of the nearest mark above the items.
+    """
+    for key, value in items:
+        if type(value) in _SIMPLE:
+            continue
+        inner, mark = (value.value, value.is_private) if isinstance(value, Marked) else (value, is_private)
         if _is_module(inner):
-            module, is_synchronised = _unwrap(inner)
-            for name, parameter in module.named_parameters():
-                yield f"{prefix}{key}.", name, parameter, declared or is_synchronised(name, parameter)
+            found = _unwrap(inner, ranks)
+            for name, parameter in found.module.named_parameters():
+                declared = found.is_synchronised(name, parameter) if mark is None else not mark
+                yield f"{prefix}{key}.", name, parameter, declared
         elif isinstance(inner, Mapping):
-            yield from _parameters_below(f"{prefix}{key}.", inner)
+            yield from _parameters_below(f"{prefix}{key}.", inner.items(), mark, ranks)
+        elif isinstance(inner, (list, tuple)):
+            yield from _parameters_below(f"{prefix}{key}.", enumerate(inner), mark, ranks)
 
 
 class Walk:
     """A walk over a state, which collects its leaves."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, ranks: Sequence[int] | None) -> None:
         self.world = world
+        self.ranks = ranks
         self.flat = Flat()
         #: The parameters of the state's modules, by identity.
-        self.parameters: dict[int, tuple[str, Any, bool]] = {}
+        self.parameters: dict[int, Named] = {}
+        #: The labels of parameters in the step that is loaded, by the path of an optimizer's state.
+        self.labels: dict[Keys, set[Key]] = {}
 
     def mapping(self, keys: Keys, mapping: Mapping[Any, Any], is_private: bool | None) -> None:
         """Walks a dict. ``is_private`` is the declaration of the nearest mark above it."""
@@ -347,13 +430,13 @@ class Walk:
 
     def module(self, keys: Keys, wrapped: Any, is_private: bool | None) -> None:
         """Walks a module. Its parameters and buffers are filled in place."""
-        module, is_synchronised = _unwrap(wrapped)
+        unwrapped = _unwrap(wrapped, self.ranks)
+        module, is_synchronised = unwrapped.module, unwrapped.is_synchronised
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        if is_private is None and is_synchronised is _is_never and self.world > 1:
-            self.flat.warnings.append(
-                f"{show(keys)} is a plain module in a world of {self.world} ranks: each rank stores its own copy. "
-                "Wrap it in rapidraid.replicated() if it is the same on all ranks"
-            )
+        if is_of_fsdp1(parameters.values()):
+            raise refuse_fsdp1(keys, "a FullyShardedDataParallel module")
+        if is_private is None and self.world > 1:
+            self.warn_of_copies(keys, unwrapped)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         extra: dict[str, Any] = {}
         for name, value in module.state_dict().items():
@@ -375,12 +458,28 @@ class Walk:
         if extra:
             self.flat.finish.append(lambda _: module.load_state_dict(extra, strict=False))
 
+    def warn_of_copies(self, keys: Keys, module: _Unwrapped) -> None:
+        """Warns of a module without a declaration of which each rank stores a copy."""
+        if module.some_ranks is not None:
+            self.flat.partial.append(keys)
+            self.flat.warnings.append(
+                f"{show(keys)} is under DDP over the ranks {module.some_ranks}, which are not all: each rank stores its own copy. "
+                "Wrap it in rapidraid.replicated() if no other rank has a different parameter under one of its names"
+            )
+        elif module.is_synchronised is _is_never:
+            self.flat.warnings.append(
+                f"{show(keys)} is a plain module in a world of {self.world} ranks: each rank stores its own copy. "
+                "Wrap it in rapidraid.replicated() if it is the same on all ranks"
+            )
+
     def optimizer(self, keys: Keys, optimizer: Any, is_private: bool | None) -> None:
         """Walks an optimizer: entry by entry, unless its ``state_dict`` has more than torch's own would have."""
         # That module imports this one.
         from . import _optimizers
 
         found = _optimizers.unwrap(optimizer)
+        if is_of_fsdp1(parameter for group in found.param_groups for parameter in group["params"]):
+            raise refuse_fsdp1(keys, "an optimizer of a FullyShardedDataParallel module")
         if _optimizers.has_own_state_dict(found):
             _optimizers.check_complete(keys, found)
             # The content may differ between ranks, whatever its parameters do.

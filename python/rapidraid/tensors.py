@@ -154,40 +154,52 @@ def _pieces_of_dtensor(name: str, tensor: Any, shape: tuple[int, ...]) -> tuple[
     return tuple(_boxes(runs, local))
 
 
-def _local_runs(tensor: Any, shape: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+#: Consecutive indices of a dimension: the first one, and their number.
+Run = tuple[int, int]
+
+
+def _local_runs(tensor: Any, shape: tuple[int, ...]) -> list[list[Run]]:
     """Returns for each dimension the runs of indices that this rank holds, in the order of the local tensor."""
-    torch = sys.modules["torch"]
-    indices = [torch.arange(size, device="cpu") for size in shape]
+    runs: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     for at, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)
         if placement.is_replicate() or dim is None:
             continue
         count, own = mesh.size(at), coordinate[at]
-        factor = getattr(placement, "split_factor", 1)
-        parts = [_chunk(part, count)[own] for part in _chunk(indices[dim], int(factor))]
-        indices[dim] = torch.cat(parts)
-    return [_runs(index.tolist()) for index in indices]
-
-
-def _chunk(index: Any, count: int) -> list[Any]:
-    """Cuts an index as ``torch.chunk`` does, and adds empty chunks at the end up to ``count``."""
-    torch = sys.modules["torch"]
-    chunks = list(torch.chunk(index, count)) if index.numel() else []
-    return chunks + [index[:0]] * (count - len(chunks))
-
-
-def _runs(indices: list[int]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and runs[-1][0] + runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((index, 1))
+        # A strided shard has its chunk of each of several parts.
+        factor = int(getattr(placement, "split_factor", 1))
+        parts = [_chunk(runs[dim], factor, part) for part in range(factor)]
+        runs[dim] = _join([run for part in parts for run in _chunk(part, count, own)])
     return runs
 
 
-def _boxes(runs: list[list[tuple[int, int]]], local: Any) -> list[Piece]:
+def _chunk(runs: list[Run], count: int, own: int) -> list[Run]:
+    """Returns one of ``count`` chunks of the indices of ``runs``, cut as ``torch.chunk`` does; those at the end may be empty."""
+    length = -(-sum(size for _, size in runs) // count)
+    begin, end = own * length, (own + 1) * length
+    chunk: list[Run] = []
+    at = 0
+    for start, size in runs:
+        low, high = max(begin - at, 0), min(end - at, size)
+        if low < high:
+            chunk.append((start + low, high - low))
+        at += size
+    return chunk
+
+
+def _join(runs: list[Run]) -> list[Run]:
+    """Returns the runs with those in one that follow each other without a gap."""
+    joined: list[Run] = []
+    for start, size in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
+
+
+def _boxes(runs: list[list[Run]], local: Any) -> list[Piece]:
     """Returns a box and its local view for each combination of runs."""
     if any(not dim for dim in runs):
         return []

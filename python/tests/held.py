@@ -1,31 +1,33 @@
-"""A step in the memory of this process, so that the ranks of any launch load it without a daemon."""
+"""A step in the memory of this process, and threads for ranks, so that any launch loads the step without a daemon."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rapidraid import _native
-from rapidraid._load import LoadChoices, Name, Reader, Target, load_into
-from rapidraid.state import FLAG_ARRAY, flatten, is_array
+from rapidraid._load import LoadChoices, Name, Reader, Stages, Target, load_into
+from rapidraid.state import FLAG_ARRAY, Flat, flatten, is_array
 from rapidraid.tensors import describe, has_elements
 
 
 class HeldStep:
-    """What the ranks of a launch have saved, with the interface of an open step."""
+    """What the ranks of a launch have saved, with the interface of an open step. Each state may be given by its leaves."""
 
     number = 1
     newest_committed = 1
     by_ranges = (False, "")
 
-    def __init__(self, states: Sequence[Mapping[Any, Any]]) -> None:
+    def __init__(self, states: Sequence[Mapping[Any, Any] | Flat]) -> None:
         #: The name and the content of each row.
         self._rows: list[tuple[Name, Any]] = []
         seen = set()
         for rank, state in enumerate(states):
-            for leaf in flatten(state, len(states)).leaves:
+            flat = state if isinstance(state, Flat) else flatten(state, len(states))
+            for leaf in flat.leaves:
                 space = rank if leaf.is_private else None
                 if (space, leaf.keys) not in seen:
                     seen.add((space, leaf.keys))
@@ -77,7 +79,46 @@ class HeldStep:
         strict: bool = True,
         include: Callable[[str], bool] | None = None,
         private: Any = None,
+        stages: Stages | None = None,
     ) -> None:
         """Loads the step into the state of a rank, as :meth:`rapidraid.Checkpointer.load` does."""
         reader = Reader(None, self, 1, math.inf)  # type: ignore[arg-type]
-        assert load_into(reader, state, rank, world, LoadChoices(strict, include, False, private, False)) is None
+        choices = LoadChoices(strict, include, False, private, False)
+        assert load_into(reader, state, rank, world, choices, stages=stages) is None
+
+
+class HeldRanks:
+    """The ranks of a launch as threads, with a collective between them."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        #: The number of collectives that all ranks took part in.
+        self.collectives = 0
+        self._told: list[Any] = [None] * world
+        self._barrier = threading.Barrier(world, timeout=20.0)
+
+    def gather(self, rank: int, mine: Any) -> list[Any]:
+        """Returns the ``mine`` of every rank."""
+        self._told[rank] = mine
+        if self._barrier.wait() == 0:
+            self.collectives += 1
+        found = list(self._told)
+        self._barrier.wait()
+        return found
+
+    def run(self, call: Callable[[int], Any]) -> list[Any]:
+        """Calls a function with each rank. Returns the results and the errors of all ranks."""
+        found: list[Any] = [None] * self.world
+
+        def one(rank: int) -> None:
+            try:
+                found[rank] = call(rank)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found

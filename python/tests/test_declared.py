@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from held import HeldStep
 
-from rapidraid import errors
+from rapidraid import errors, per_rank, replicated
 from rapidraid._ranks import Group
 from rapidraid.state import flatten, is_dtensor, show
 
@@ -77,6 +77,28 @@ def test_a_compiled_module_keeps_its_names() -> None:
     """Steps of compiled modules without DDP load as before."""
     found = shared_of({"model": torch.compile(make())})
     assert "model/_orig_mod.0.weight" in found and not any(found.values())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_is_refused(one_rank: Any, use_orig_params: bool) -> None:
+    """The module, a module around it, and its optimizer are refused by name, whatever is declared."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = FullyShardedDataParallel(make(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    around = torch.nn.ModuleDict({"inner": module})
+    for state, what in (
+        ({"model": module, "optimizer": optimizer}, "model is a FullyShardedDataParallel module"),
+        ({"parts": [replicated(around)]}, r"parts\[0\] is a FullyShardedDataParallel module"),
+        ({"model": torch.compile(module)}, "model is a FullyShardedDataParallel module"),
+        ({"optimizer": per_rank(optimizer)}, "optimizer is an optimizer of a FullyShardedDataParallel module"),
+        ({"optimizer": optimizer, "model": module}, "optimizer is an optimizer of a FullyShardedDataParallel module"),
+    ):
+        for world in (1, 2):
+            with pytest.raises(errors.InvalidError, match=what) as raised:
+                flatten(state, world)
+            assert "fully_shard" in raised.value.hint
 
 
 def test_dtensors_of_torch_2_4(monkeypatch: pytest.MonkeyPatch) -> None:

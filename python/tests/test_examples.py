@@ -53,6 +53,24 @@ def test_ddp_goes_on_bit_for_bit_after_a_rank_and_a_node_were_killed(cluster: ra
     assert steps_of(lines) == expected
 
 
+def test_ddp_ends_at_one_step_after_a_signal_to_one_rank(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """All ranks save the same step once more, and end without an error."""
+    pids: dict[int, int] = {}
+
+    def interrupt(line: str) -> None:
+        match = re.match(r"rank (\d+) pid (\d+) start", line)
+        if match:
+            pids[int(match[1])] = int(match[2])
+        if line.startswith("rank 2 step 7 "):
+            os.kill(pids[2], signal.SIGTERM)
+
+    code, lines = launch("ddp.py", 4, str(cluster.config), "100000", on_line=interrupt, env={"JOB": job})
+    assert code == 0
+    last = [max(step for of, step in steps_of(lines) if of == rank) for rank in range(4)]
+    assert 7 <= last[0] < 100000 and last == [last[0]] * 4
+    assert rapidraid.Checkpointer(job, config=cluster.config).latest() == last[0]
+
+
 def test_fsdp_loads_on_any_number_of_ranks(cluster: rapidraid.LocalCluster, job: str) -> None:
     """Launches of 4, 2, 1 and 4 ranks load the saved state: from memory, replicas, and pieces with nodes down."""
     config = cluster.config

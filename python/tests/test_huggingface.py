@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,29 @@ def test_the_callback_copies_what_the_subclass_resumes_from(cluster: rapidraid.L
     empty = program.trainer_of(cluster.config, f"{job}-empty", tmp_path, 7)
     with pytest.raises(rapidraid.errors.NotFoundError, match="has no step"):
         empty.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(("kind", "version"), [("FSDP", 1), ("FSDP", 2), ("DEEPSPEED", 2), ("MULTI_GPU", 2)])
+def test_the_callback_refuses_what_a_checkpointer_cannot_store(kind: str, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so before the first step, not at the first save."""
+    made = SimpleNamespace(distributed_type=accelerate.DistributedType(kind), fsdp_plugin=SimpleNamespace(fsdp_version=version))
+    monkeypatch.setattr(adapter, "AcceleratorState", lambda: made)
+    callback = adapter.RapidraidCallback("job")
+    if kind == "DEEPSPEED" or version == 1:
+        with pytest.raises(rapidraid.errors.InvalidError, match="an Accelerator of the kind") as raised:
+            callback.on_train_begin(None, None, None)
+        assert "FSDP 2" in raised.value.hint
+    else:
+        callback.on_train_begin(None, None, None)
+
+
+def test_the_callback_asks_the_accelerator_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = program.trainer_of("", "", tmp_path, 8, kind=transformers.Trainer)
+    trainer.add_callback(adapter.RapidraidCallback("job"))
+    trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+    monkeypatch.setitem(accelerate.PartialState._shared_state, "distributed_type", accelerate.DistributedType.MEGATRON_LM)
+    with pytest.raises(rapidraid.errors.InvalidError, match="MEGATRON_LM"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
 def test_the_best_step_stays_and_is_loaded_at_the_end(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:

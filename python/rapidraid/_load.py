@@ -294,7 +294,7 @@ def _match_rest(names: Names, room: Room, source: int | None, taken: set[Keys]) 
     ``taken`` has the paths that leaves receive, from either space.
     """
     rest = [place for place in names.rows if place[0] in (None, source) and place[1] not in taken]
-    # Of a name in both spaces, the private one counts.
+    # If a name is in both spaces, this rank loads its private value.
     nearest = {keys: (space, keys) for space, keys in sorted(rest, key=lambda place: place[0] is not None)}
     created: dict[_Place, Maker] = {}
     extra: list[_Place] = []

@@ -86,11 +86,7 @@ pub fn create(
     set: &[Setting],
 ) -> Result<NewCluster, CommandFailure> {
     check(nodes, set)?;
-    if !files::is_free(dir)? {
-        let message = format!("{} exists and is not an empty folder", dir.display());
-        return Err(CommandFailure::new(ErrorKind::Exists, message)
-            .with_hint("choose another folder: files of a cluster are never written over"));
-    }
+    check_free(dir)?;
     let cluster = NewCluster {
         dir: dir.to_owned(),
         cluster: ClusterId(SystemEntropy.id()),
@@ -99,6 +95,16 @@ pub fn create(
     let texts = texts(&cluster, set)?;
     write_all(dir, cluster.cluster, &texts)?;
     Ok(cluster)
+}
+
+/// Returns `Exists` unless `dir` is an empty folder or does not exist.
+pub(super) fn check_free(dir: &Path) -> Result<(), CommandFailure> {
+    if files::is_free(dir)? {
+        return Ok(());
+    }
+    let message = format!("{} exists and is not an empty folder", dir.display());
+    Err(CommandFailure::new(ErrorKind::Exists, message)
+        .with_hint("choose another folder: files of a cluster are never written over"))
 }
 
 fn check(nodes: &[NewNode], set: &[Setting]) -> Result<(), CommandFailure> {

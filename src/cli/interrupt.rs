@@ -72,9 +72,8 @@ impl Signals {
         tokio::select! {
             _ = self.interrupt.recv() => INTERRUPT,
             _ = self.terminate.recv() => "SIGTERM",
+            // Without a signal to wait for, this branch is disabled.
             Some(_) = async { self.hang_up.as_mut()?.recv().await } => HANG_UP,
-            // The branch above is disabled without a signal to wait for.
-            else => std::future::pending().await,
         }
     }
 }

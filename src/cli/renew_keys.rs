@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::args::RenewKeys;
 use super::files;
-use super::init::{Text, write_all};
+use super::init::{Text, check_free, write_all};
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
 use super::transfer::counted;
@@ -42,11 +42,7 @@ struct Members {
 /// Runs the command `cluster renew-keys`.
 pub fn run(options: &RenewKeys) -> Outcome {
     let RenewKeys { dir: old, new: dir } = options;
-    if !files::is_free(dir)? {
-        let message = format!("{} exists and is not an empty folder", dir.display());
-        return Err(CommandFailure::new(ErrorKind::Exists, message)
-            .with_hint("choose another folder: files of a cluster are never written over"));
-    }
+    check_free(dir)?;
     let mut members = Members::default();
     members.read_all(&old.join("nodes"), &dir.join("nodes"), Role::Node)?;
     let Some(cluster) = members.cluster else {

@@ -106,7 +106,7 @@ fn safety(survey: &SurveyResult, paint: Paint) -> String {
     let steps = counted(survey.steps, "checkpoint");
     let age = Duration::from_millis(survey.age_ms).as_secs();
     if survey.steps == 0 {
-        return "no checkpoint is committed".to_owned();
+        return format!("no checkpoint was committed at the last survey, {age} s ago");
     }
     if survey.steps == survey.unknown {
         return format!("not known; {steps}, surveyed {age} s ago");

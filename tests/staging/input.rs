@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rapidraid::trainer::StagingError;
 use rapidraid::trainer::daemon::trace::StagingPoint;
 use rustix::process::Signal;
 use serde_json::json;
@@ -22,6 +23,8 @@ pub const CELLS: &[Cell] = cells![
     containers_share_a_daemon,
     one_daemon_for_a_folder,
     full_memory_is_told_and_keeps_the_resume_point,
+    a_process_that_ends_while_it_waits_for_memory_is_forgotten,
+    too_many_connections_are_refused,
     a_control_group_without_room_is_told,
     a_rank_whose_prepare_failed_is_seen_to_end,
     status_and_free_are_told_as_json,
@@ -170,6 +173,42 @@ fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) 
     last.save(30);
     last.wait(30);
     stage.assert_sound();
+}
+
+fn a_process_that_ends_while_it_waits_for_memory_is_forgotten(cluster: &Cluster, job: &str) {
+    let segment = crate::content::Shape::on_one_host(0, 1, 20_000).segment_bytes();
+    let stage = Stage::start(cluster, &format!("{}", 2 * segment + segment / 2), &[]);
+    let plan = Plan { rows: 20_000, ..Plan::new(job, 1) };
+    let _older = Launch::ready(&stage, &plan);
+    let mut next = Launch::start(&stage, &plan);
+    let order = next.prepare_order(0);
+    next.ranks[0].send(&order);
+    let members = || stage.status().jobs.iter().map(|job| job.members).sum::<u32>();
+    stage.until("both launches have a process", || members() == 2);
+    // A rank that waits asks again every two seconds, and is watched after its first request.
+    std::thread::sleep(Duration::from_secs(3));
+    next.kill();
+    stage.until("the one that waited is forgotten", || members() == 1);
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(members(), 1, "its last request must not make it a member again");
+}
+
+fn too_many_connections_are_refused(cluster: &Cluster, _: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    let mut sessions = Vec::new();
+    let refused = loop {
+        match stage.session() {
+            Ok(session) => sessions.push(session),
+            Err(error) => break error,
+        }
+        assert!(sessions.len() < 1000);
+    };
+    assert!(
+        matches!(&refused, StagingError::Refused { reason, .. } if reason.contains("connections open")),
+        "{refused}"
+    );
+    drop(sessions);
+    stage.until("a connection is free", || stage.session().is_ok());
 }
 
 /// A control group with a memory limit; it is removed on drop.

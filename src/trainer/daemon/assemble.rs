@@ -261,11 +261,13 @@ fn hash_part(bytes: &Pieces, part: &ExtentPart) -> Hash {
 }
 
 /// Returns the name of the first extent whose bytes no longer match its hash; `None` if all match.
+/// Calls `report_progress` when some of the bytes have been hashed.
 pub async fn find_changed(
     step: &Assembled,
     workers: &Workers,
+    report_progress: &(dyn Fn() + Sync),
 ) -> Result<Option<String>, WorkerDied> {
-    let now = hash(step, workers, || {}).await?;
+    let now = hash(step, workers, report_progress).await?;
     let changed =
         step.table.extents().iter().zip(now).position(|(extent, now)| extent.hash != Some(now));
     Ok(changed.map(|row| name_of(&step.table, row as u32)))

@@ -49,6 +49,24 @@ pub struct StepKey {
     pub fill: FillId,
 }
 
+impl StepKey {
+    /// Returns the step, whichever filling of it is meant.
+    pub fn step_of_launch(&self) -> StepOfLaunch {
+        StepOfLaunch { job: self.job.clone(), step: self.step, launch: self.launch }
+    }
+}
+
+/// A step of one launch, whichever of its fillings is meant.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct StepOfLaunch {
+    /// The job.
+    pub job: Job,
+    /// The step.
+    pub step: Step,
+    /// The launch.
+    pub launch: LaunchId,
+}
+
 /// An action that the daemon must carry out after a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
@@ -74,7 +92,7 @@ pub enum Effect {
     /// Abort these saves of the step if they are open. Committed ones stay.
     AbortIfOpen(StepKey, Vec<SaveId>),
     /// Tell the other hosts of the step's launch that this one has dropped the step.
-    DropOnOtherHosts(StepKey, Hosts),
+    DropOnOtherHosts(StepOfLaunch, Hosts),
     /// Find out the outcome of the saves that the job has abandoned, and remove those that are
     /// committed.
     Settle(Job),

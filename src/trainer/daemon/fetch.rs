@@ -16,7 +16,7 @@ use std::time::Duration;
 use super::tables::{TablesError, merge_tables, range_of_footer, range_of_table, read_tables};
 use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, lock};
-use crate::client::{ClientError, Progress, ReadRange, ShowReport, Sink};
+use crate::client::{ClientError, CommittedStep, Progress, ReadRange, Sink};
 use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table, TableError};
 use crate::id::{Job, SaveId, SegmentId, ShardName, Step};
 use crate::kind::ErrorKind;
@@ -173,7 +173,7 @@ pub(super) fn failed(step: Step, error: &ClientError) -> Failure {
 
 /// Returns the data shards of a step in the order of their numbers; `None` if no trainer saved the
 /// step.
-fn data_shards(shown: &ShowReport) -> Option<Vec<(ShardName, u64)>> {
+fn data_shards(shown: &CommittedStep) -> Option<Vec<(ShardName, u64)>> {
     let mut data = BTreeMap::new();
     let mut has_index = false;
     for (root, _) in &shown.shards {
@@ -215,8 +215,8 @@ impl StagingDaemon {
             }
             return Ok(fetch);
         }
-        let shown =
-            self.client.show_step(job, Some(step)).await.map_err(|error| failed(step, &error))?;
+        let shown = self.client.fetch_committed_step(job, Some(step)).await;
+        let shown = shown.map_err(|error| failed(step, &error))?;
         let save = shown.step.saved.save;
         let mut fetches = self.fetches();
         if let Some(fetch) = known(&fetches, save) {
@@ -330,7 +330,7 @@ impl StagingDaemon {
     async fn read_step(
         self: &Arc<Self>,
         job: &Job,
-        shown: &ShowReport,
+        shown: &CommittedStep,
         fetch: &Arc<Fetch>,
     ) -> Result<Fetched, FetchFailure> {
         let step = fetch.step;

@@ -7,17 +7,17 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::StagingDaemon;
 use super::assemble::{Assembled, MAX_SHARD_STRIPES, cut, shard_sources};
-use super::core::StepKey;
+use super::core::{StepKey, StepOfLaunch};
 use super::records::{SaveState, StepRecord};
 use super::tables::{merge_tables, read_tables};
 use super::upload::{Attempt, Committed, data_name, failure, index_name, is_final};
+use super::{StagingDaemon, lock};
 use crate::client::{
     ClientError, JointDecisions, JointWriter, NewShard, Progress, ReadRange, SaveCode,
 };
 use crate::format::records::ShardRoot;
-use crate::id::{SaveId, ShardName};
+use crate::id::{LaunchId, SaveId, ShardName};
 use crate::kind::ErrorKind;
 use crate::pipeline::upload::ShardSource;
 use crate::trainer::protocol::{Failure, Hosts};
@@ -123,7 +123,7 @@ impl StagingDaemon {
         });
         let (daemon, of) = (self.clone(), key.clone());
         let progress = Arc::new(move |progress: Progress| daemon.set_progress(&of, progress));
-        let writer = self.writer_of(key, hosts);
+        let writer = self.writer_of(key.launch, hosts);
         let saved = self
             .client
             .save_jointly(key.job.at(key.step), writer, replace, decisions, progress)
@@ -132,9 +132,9 @@ impl StagingDaemon {
         Ok(Attempt::Committed { save: saved?, notes: Vec::new() })
     }
 
-    fn writer_of(&self, key: &StepKey, hosts: &Hosts) -> JointWriter {
+    fn writer_of(&self, launch: LaunchId, hosts: &Hosts) -> JointWriter {
         JointWriter {
-            launch: key.launch,
+            launch,
             writer: hosts.own,
             writers: hosts.names.len() as u32,
             stall: self.settings.stall,
@@ -144,28 +144,35 @@ impl StagingDaemon {
     /// Tells the other hosts that this one has dropped its part of a step. Repeats this until all
     /// have dropped the step, it is committed, another launch saves it or has taken over, or
     /// [`DROP_LIMIT`] has passed. A host that stages the step later notices after a stall period.
-    pub(super) async fn drop_on_other_hosts(self: Arc<Self>, key: StepKey, hosts: Hosts) {
-        let writer = self.writer_of(&key, &hosts);
+    pub(super) async fn drop_on_other_hosts(self: Arc<Self>, dropped: StepOfLaunch, hosts: Hosts) {
+        self.report_drop_until_known(&dropped, &hosts).await;
+        lock(&self.drops_to_tell).remove(&dropped);
+    }
+
+    async fn report_drop_until_known(self: &Arc<Self>, dropped: &StepOfLaunch, hosts: &Hosts) {
+        let StepOfLaunch { job, step, launch } = dropped;
+        let writer = self.writer_of(*launch, hosts);
         let until = self.clock.now() + DROP_LIMIT;
         loop {
             let is_newest = |core: &mut super::core::Core| {
-                core.job(&key.job).is_some_and(|job| job.newest == Some(key.launch))
+                core.job(job).is_some_and(|state| state.newest == Some(*launch))
             };
             if !self.with(is_newest) || self.clock.now() >= until {
                 return;
             }
-            match self.client.report_step_dropped(key.job.at(key.step), writer).await {
+            match self.client.report_step_dropped(job.at(*step), writer).await {
                 Ok(true) => return,
                 Ok(false) => {}
                 // Another launch saves the step.
                 Err(error) if error.kind() == ErrorKind::Exists => return,
                 Err(error)
-                    if error.kind() == ErrorKind::Fenced && self.may_no_longer_save(&key).await =>
+                    if error.kind() == ErrorKind::Fenced
+                        && self.may_no_longer_save(dropped).await =>
                 {
                     return;
                 }
                 Err(error) => {
-                    tracing::info!(job = %key.job, step = %key.step, %error, "the other hosts do not know yet that the step is dropped: trying again");
+                    tracing::info!(%job, %step, %error, "the other hosts do not know yet that the step is dropped: trying again");
                 }
             }
             self.clock.sleep(DROP_INTERVAL).await;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::StagingDaemon;
-use super::core::{StepKey, launch_over_failure};
+use super::core::{StepKey, StepOfLaunch, launch_over_failure};
 use super::trace::{StagingPoint, trace_point};
 use super::upload::Attempt;
 use crate::clock::deadline;
@@ -280,10 +280,10 @@ impl StagingDaemon {
     }
 
     /// Returns whether the launch of a step is known to be over for this step.
-    pub(super) async fn may_no_longer_save(&self, key: &StepKey) -> bool {
-        let order = self.client.fetch_launch_order(&key.job).await;
+    pub(super) async fn may_no_longer_save(&self, of: &StepOfLaunch) -> bool {
+        let order = self.client.fetch_launch_order(&of.job).await;
         order.is_ok_and(|order| {
-            order.rank_of(key.launch) == LaunchRank::Older && !order.may_save(key.launch, key.step)
+            order.rank_of(of.launch) == LaunchRank::Older && !order.may_save(of.launch, of.step)
         })
     }
 }

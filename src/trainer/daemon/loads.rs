@@ -514,7 +514,7 @@ impl StagingDaemon {
                 return Ok(());
             }
         };
-        let changed = find_changed(&step, &self.workers).await;
+        let changed = find_changed(&step, &self.workers, &|| {}).await;
         let fill = step.fill;
         drop((step, _holds));
         match changed {

@@ -20,7 +20,7 @@ mod tables;
 pub mod trace;
 mod upload;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,7 +30,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 
-use self::core::{Core, Effect, Limits, StepKey};
+use self::core::{Core, Effect, Limits, StepKey, StepOfLaunch};
 use self::fetch::Fetches;
 use self::folder::{Folder, FolderError};
 use self::held_part::HeldParts;
@@ -119,6 +119,10 @@ pub struct StagingDaemon {
     /// A lock for each job, so that it has one save at a time.
     queues: Mutex<BTreeMap<Job, Arc<tokio::sync::Mutex<()>>>>,
     progress: Mutex<BTreeMap<StepKey, Progress>>,
+    /// The dropped steps of which the other hosts are being told.
+    drops_to_tell: Mutex<BTreeSet<StepOfLaunch>>,
+    /// Held while steps beyond `keep` are removed.
+    trimming: tokio::sync::Mutex<()>,
     fetches: Mutex<Fetches>,
     held_parts: tokio::sync::Mutex<HeldParts>,
     verified: Mutex<BTreeMap<LoadKey, Verified>>,
@@ -173,6 +177,8 @@ impl StagingDaemon {
             hashing: tokio::sync::Mutex::default(),
             queues: Mutex::default(),
             progress: Mutex::default(),
+            drops_to_tell: Mutex::default(),
+            trimming: tokio::sync::Mutex::default(),
             fetches: Mutex::default(),
             held_parts: tokio::sync::Mutex::default(),
             verified: Mutex::default(),
@@ -249,8 +255,11 @@ impl StagingDaemon {
             Effect::AbortIfOpen(key, saves) => {
                 drop(self.settings.background.spawn(self.clone().abort_if_open(key, saves)));
             }
-            Effect::DropOnOtherHosts(key, hosts) => {
-                drop(self.settings.background.spawn(self.clone().drop_on_other_hosts(key, hosts)));
+            Effect::DropOnOtherHosts(step, hosts) => {
+                if lock(&self.drops_to_tell).insert(step.clone()) {
+                    let telling = self.clone().drop_on_other_hosts(step, hosts);
+                    drop(self.settings.background.spawn(telling));
+                }
             }
             Effect::KeepStep(key) => {
                 if let Some(record) = core.record(&key, SaveState::Unsaved)
@@ -351,7 +360,7 @@ impl Running {
         self.daemon.folder.instance()
     }
 
-    /// Waits until no step is in progress, or until `limit` has passed. Returns descriptions of the
+    /// Waits until no step is in progress and all drops are known to the other hosts, or until `limit` has passed. Returns descriptions of the
     /// steps that are left. Trainers that are being terminated save once more, so new steps may
     /// still begin; the wait therefore ends only after a short time without any.
     pub async fn quiet(&self, limit: Duration) -> Vec<String> {
@@ -359,7 +368,13 @@ impl Running {
         let until = daemon.clock.now() + limit;
         let mut quiet_since = None;
         loop {
-            let left = daemon.with(|core| core.unsaved());
+            let mut left = daemon.with(|core| core.unsaved());
+            left.extend(lock(&daemon.drops_to_tell).iter().map(|dropped| {
+                format!(
+                    "{}/{}: the other hosts are told that it is dropped",
+                    dropped.job, dropped.step
+                )
+            }));
             let now = daemon.clock.now();
             match (left.is_empty(), quiet_since) {
                 (true, Some(since)) if now - since >= QUIET => return left,

@@ -72,7 +72,7 @@ impl StagingDaemon {
                     continue;
                 }
                 if let Some(hosts) = core.hosts_of(&key).cloned() {
-                    core.effects.push(Effect::DropOnOtherHosts(key.clone(), hosts));
+                    core.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
                 }
                 tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again, or the step was dropped: it is not in memory any more");
                 self.folder.forget_step(&key);

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener as StdListener;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::io::Interest;
@@ -25,8 +26,12 @@ use crate::trainer::protocol::{
 };
 use crate::trainer::session::user_of_peer;
 
-/// Maximum number of open connections. Further ones are closed immediately.
-const MAX_CONNECTIONS: usize = 256;
+/// Maximum number of open connections that are served: two launches of as many ranks as a host may
+/// have, and some more. Further ones are refused.
+const MAX_CONNECTIONS: usize = 512;
+/// Maximum number of connections that are told at once that they are refused. Further ones are closed
+/// immediately.
+const MAX_REFUSALS: usize = 64;
 /// Maximum number of received descriptors that no frame has claimed. A greeting has one; no other
 /// message has any.
 const MAX_RECEIVED: usize = 2;
@@ -91,7 +96,21 @@ struct Peer {
     member: MemberId,
     /// A descriptor of the process, until the process joins a launch and is watched.
     process: Option<OwnedFd>,
+    /// Whether the watched process has ended. A request that it made before must not make it a member
+    /// again.
+    has_ended: Arc<AtomicBool>,
     tickets: Tickets,
+}
+
+impl Peer {
+    /// Fails if the process has ended. Called while the state is locked: the end is noted before the
+    /// member is removed from the state.
+    fn ensure_alive(&self) -> Result<(), Failure> {
+        match self.has_ended.load(Ordering::Acquire) {
+            true => Err(Failure::new(ErrorKind::Unavailable, "the process has ended", "")),
+            false => Ok(()),
+        }
+    }
 }
 
 impl StagingDaemon {
@@ -125,14 +144,18 @@ impl StagingDaemon {
                     continue;
                 }
             };
-            if *self.connections.borrow() >= MAX_CONNECTIONS {
-                tracing::warn!("{MAX_CONNECTIONS} connections are open: closing a new one");
+            let open = *self.connections.borrow();
+            if open >= MAX_CONNECTIONS {
+                tracing::warn!("{MAX_CONNECTIONS} connections are open: refusing a new one");
+            }
+            if open >= MAX_CONNECTIONS + MAX_REFUSALS {
                 continue;
             }
             self.connections.send_modify(|count| *count += 1);
             let daemon = self.clone();
             tokio::spawn(async move {
-                if let Err(error) = daemon.clone().serve_one(socket).await {
+                let is_full = open >= MAX_CONNECTIONS;
+                if let Err(error) = daemon.clone().serve_one(socket, is_full).await {
                     tracing::debug!(%error, "a connection ended");
                 }
                 daemon.account_fetches();
@@ -141,7 +164,8 @@ impl StagingDaemon {
         }
     }
 
-    async fn serve_one(self: Arc<Self>, socket: UnixStream) -> std::io::Result<()> {
+    /// Serves a connection until it ends. Refuses it after the greeting if the daemon `is_full`.
+    async fn serve_one(self: Arc<Self>, socket: UnixStream, is_full: bool) -> std::io::Result<()> {
         let peer_user = user_of_peer(&socket)?;
         let mut connection =
             Connection { socket, incoming: Incoming::with_descriptors(MAX_RECEIVED) };
@@ -150,7 +174,11 @@ impl StagingDaemon {
         let Some(mut frame) = first.map_err(std::io::Error::other)?? else { return Ok(()) };
         let hello: StagingHello = parse(&frame.bytes).map_err(std::io::Error::other)?;
         let process = frame.descriptors.pop_front();
-        let refused = self.refusal(&hello, peer_user, process.is_some());
+        let refused = self.refusal(&hello, peer_user, process.is_some()).or_else(|| {
+            is_full.then(|| {
+                format!("it has {MAX_CONNECTIONS} connections open: close Checkpointers, or wait until the processes of earlier launches have ended")
+            })
+        });
         let version = hello.newest.min(VERSION);
         let is_spoken = version >= hello.oldest.max(OLDEST);
         let answer = StagingHelloAnswer {
@@ -165,7 +193,8 @@ impl StagingDaemon {
         if refused.is_some() || !is_spoken {
             return Ok(());
         }
-        let mut peer = Peer { member: hello.member, process, tickets: Tickets::default() };
+        let (member, has_ended) = (hello.member, Arc::default());
+        let mut peer = Peer { member, process, has_ended, tickets: Tickets::default() };
         while let Some(frame) = connection.receive().await? {
             let request: Request = parse(&frame.bytes).map_err(std::io::Error::other)?;
             let (answer, descriptors) = match self.reply(&mut peer, request).await {
@@ -215,7 +244,10 @@ impl StagingDaemon {
                 self.prepare(peer, &prepare, Some(&hosts)).await
             }
             Request::Attach(place) => {
-                let segments = self.with(|core| core.attach(peer.member, &place))?;
+                let segments = self.with(|core| {
+                    peer.ensure_alive()?;
+                    core.attach(peer.member, &place)
+                })?;
                 self.watch(peer);
                 plain(Answer::Attached { segments })
             }
@@ -284,7 +316,7 @@ impl StagingDaemon {
         prepare: &Prepare,
         hosts: Option<&Hosts>,
     ) -> Replied {
-        let made = self.prepare_segments(peer.member, prepare, hosts).await;
+        let made = self.prepare_segments(peer, prepare, hosts).await;
         self.spawn_launch_order_read(&prepare.place);
         // Watch the process after a failure too, because it may already be a member of its launch.
         // Do not watch it before the files exist: the remains of an ended process are looked for
@@ -295,10 +327,11 @@ impl StagingDaemon {
 
     async fn prepare_segments(
         self: &Arc<Self>,
-        member: MemberId,
+        peer: &Peer,
         prepare: &Prepare,
         hosts: Option<&Hosts>,
     ) -> Replied {
+        let member = peer.member;
         let limit = Duration::from_millis(prepare.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
         let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
@@ -311,8 +344,10 @@ impl StagingDaemon {
             self.keep_hosts_first(prepare, hosts)?;
         }
         let segments = loop {
-            let made =
-                self.with(|core| core.prepare(member, prepare, hosts, &is_unmapped, &mut new_id));
+            let made = self.with(|core| {
+                peer.ensure_alive()?;
+                core.prepare(member, prepare, hosts, &is_unmapped, &mut new_id)
+            });
             match made {
                 Ok(segments) => break segments,
                 // Files that are only kept for possible later readers make room.
@@ -390,7 +425,7 @@ impl StagingDaemon {
     /// Watches for the end of the process from now on.
     fn watch(self: &Arc<Self>, peer: &mut Peer) {
         let Some(process) = peer.process.take() else { return };
-        let (daemon, member) = (self.clone(), peer.member);
+        let (daemon, member, has_ended) = (self.clone(), peer.member, peer.has_ended.clone());
         tokio::spawn(async move {
             // A pidfd becomes readable when its process ends. Nothing is read from it: it is
             // wrapped as the end of a pipe because tokio can wait for such a descriptor without
@@ -403,6 +438,7 @@ impl StagingDaemon {
                 return tracing::error!(%error, "cannot watch a trainer's process: its end will not be noticed");
             }
             tracing::debug!(%member, "a trainer's process ended");
+            has_ended.store(true, Ordering::Release);
             daemon.member_ended(member, Ending::Died);
         });
     }

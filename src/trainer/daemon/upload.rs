@@ -89,7 +89,14 @@ impl StagingDaemon {
                 Attempt::Committed { save, notes } => {
                     trace_point(StagingPoint::Decided, &key.job, key.step);
                     tracing::info!(job = %key.job, step = %key.step, %save, "committed");
-                    return self.finish(key, save, notes).await;
+                    let keep = self.finish(key, save, notes);
+                    // A removal may wait for nodes, and the job's next step must not.
+                    drop(turn);
+                    if keep > 0 {
+                        let _alone = self.trimming.lock().await;
+                        self.trim(key, keep).await;
+                    }
+                    return;
                 }
                 Attempt::Gone => return,
                 Attempt::Failed(failure) => {
@@ -176,7 +183,7 @@ impl StagingDaemon {
     /// of this host may be replaced if its step is later than the newest committed one that this
     /// launch saw.
     pub(super) async fn committed_by(self: &Arc<Self>, key: &StepKey) -> Committed {
-        let Ok(shown) = self.client.show_step(&key.job, Some(key.step)).await else {
+        let Ok(shown) = self.client.fetch_committed_step(&key.job, Some(key.step)).await else {
             return Committed::Unknown;
         };
         let save = shown.step.saved.save;
@@ -366,7 +373,7 @@ impl StagingDaemon {
         if self.with(|core| core.step(key).is_none()) {
             return Err("the step was given up".into());
         }
-        match find_changed(step, &self.workers).await {
+        match find_changed(step, &self.workers, &|| self.note_progress(key)).await {
             Ok(None) => {
                 trace_point(StagingPoint::Confirmed, &key.job, key.step);
                 Ok(())
@@ -390,11 +397,12 @@ impl StagingDaemon {
         }
     }
 
-    async fn finish(self: &Arc<Self>, key: &StepKey, save: SaveId, notes: Vec<String>) {
+    /// Records the commit of a step. Returns the number of steps to keep, 0 if this host removes none.
+    fn finish(self: &Arc<Self>, key: &StepKey, save: SaveId, notes: Vec<String>) -> u32 {
         let Some(record) = self.with(|core| core.record(key, SaveState::Committed { save })) else {
             // The step was dropped just before its commit. Its save is on record as abandoned and
             // will be removed, unless it may be the resume point of a newer launch.
-            return;
+            return 0;
         };
         let keep = self.with(|core| core.launch(key).map_or(0, |launch| launch.keep));
         if let Err(error) = self.folder.keep_step(&record) {
@@ -404,9 +412,7 @@ impl StagingDaemon {
         self.with(|core| core.committed(key, save, notes, now));
         trace_point(StagingPoint::Committed, &key.job, key.step);
         let is_first_host = self.with(|core| core.hosts_of(key).is_none_or(|hosts| hosts.own == 0));
-        if keep > 0 && is_first_host {
-            self.trim(key, keep).await;
-        }
+        if is_first_host { keep } else { 0 }
     }
 
     /// Removes the oldest of the committed steps before the one that was just committed, so that

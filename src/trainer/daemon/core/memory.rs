@@ -232,11 +232,14 @@ fn is_committed(phase: &Phase) -> bool {
     matches!(phase, Phase::Committed { .. })
 }
 
+/// Returns the latest step for which `is_it` holds. Of several launches' steps of one number it is
+/// that of the newest launch, as in [`Core::complete_step`]: the ranks of a launch ask by either.
 fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option<StepKey> {
     let is_it = |launch: LaunchId, step: &StagedStep| {
         is_it(&step.phase) && !step.is_replaced && state.has_whole_steps(launch)
     };
-    state.keys(job, |_, launch, step| is_it(launch, step)).pop()
+    let found = state.keys(job, |_, launch, step| is_it(launch, step));
+    found.into_iter().max_by_key(|key| (key.step, state.newest == Some(key.launch)))
 }
 
 /// Returns the steps that must not be evicted: the one that the job would resume from and, if that

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, Use};
+use super::{Core, Effect, Launch, Phase, StagedStep, StepKey, StepOfLaunch, Use};
 use crate::id::{FillId, Job, LaunchId, MemberId, SegmentId, Step};
 use crate::trainer::daemon::hold::Hold;
 use crate::trainer::daemon::records::{JobRecord, LaunchRecord, SaveState, StepRecord};
@@ -135,18 +135,6 @@ impl Core {
                 continue;
             }
             let Some(fill) = filling_of(*id) else { continue };
-            let place = &segment.place;
-            if let Some(job) = self.jobs.get(&place.job)
-                && job.newest == Some(place.launch)
-                && let Some(launch) = job.launches.get(&place.launch)
-                && let (Some(hosts), Some(step)) = (&launch.hosts, launch.filled)
-            {
-                // The step that was being filled is the latest one.
-                let key = StepKey { job: place.job.clone(), step, launch: place.launch, fill };
-                if !job.steps.contains_key(&(step, place.launch)) {
-                    self.effects.push(Effect::DropOnOtherHosts(key, hosts.clone()));
-                }
-            }
             if let Some(job) = self.jobs.get_mut(&segment.place.job)
                 && !job.dropped.contains(&fill)
             {
@@ -154,6 +142,18 @@ impl Core {
                 self.effects.push(Effect::KeepJob(segment.place.job.clone()));
             }
             self.effects.push(Effect::MarkFree(*id));
+        }
+        for (job, state) in &self.jobs {
+            let newest =
+                state.newest.and_then(|launch| Some((launch, state.launches.get(&launch)?)));
+            let Some((launch, of_newest)) = newest else { continue };
+            let (Some(hosts), Some(step)) = (&of_newest.hosts, of_newest.filled) else { continue };
+            // The step is committed, or this host has dropped it. The previous daemon may have ended
+            // before the other hosts heard of the drop. A committed step stays as it is.
+            if !state.steps.contains_key(&(step, launch)) {
+                let dropped = StepOfLaunch { job: job.clone(), step, launch };
+                self.effects.push(Effect::DropOnOtherHosts(dropped, hosts.clone()));
+            }
         }
         // Write the records of all dropped fillings before any header is marked.
         self.effects.sort_by_key(|effect| matches!(effect, Effect::MarkFree(_)));

@@ -441,7 +441,7 @@ impl Core {
         if why.kind() != ErrorKind::Fenced
             && let Some(hosts) = hosts
         {
-            self.effects.push(Effect::DropOnOtherHosts(key.clone(), hosts));
+            self.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
         }
         self.effects.push(Effect::KeepJob(key.job.clone()));
         self.effects.extend(filling.iter().copied().map(Effect::MarkFree));

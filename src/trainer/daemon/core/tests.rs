@@ -547,3 +547,19 @@ fn what_a_job_remembers_comes_back() {
     assert!(!again.core.may_restore(&StepKey { launch: launch(9), ..key }));
     assert_eq!(again.prepare(1, 0, 1).unwrap_err().kind(), ErrorKind::Fenced);
 }
+
+/// A rank whose load has been answered gets the step by its number, the others as the resume point.
+#[test]
+fn of_one_step_of_two_launches_every_rank_gets_the_same() {
+    let mut world = World::new(64 * MIB);
+    for number in [1, 2] {
+        world.prepare(number, 0, 1).unwrap();
+        world.stage(number * 16, 10);
+    }
+    for newest in [1, 2] {
+        world.core.jobs.get_mut(&job()).unwrap().newest = Some(launch(newest));
+        let found = world.core.resume_point(&job());
+        assert_eq!(found, world.key(newest, 10));
+        assert_eq!(found, world.core.complete_step(&job(), Step(10)));
+    }
+}

@@ -172,8 +172,26 @@ fn a_filling_that_a_dead_daemon_left_is_dropped_on_all_hosts() {
     let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
     next.core.add_segment(segment, member(16), &place, MIB);
     next.core.drop_left(&|id| (id == segment).then_some(fill));
-    let key = StepKey { job: job(), step: Step(10), launch: launch(1), fill };
-    assert!(next.effects().contains(&Effect::DropOnOtherHosts(key, hosts(1))));
+    let dropped = StepOfLaunch { job: job(), step: Step(10), launch: launch(1) };
+    assert!(next.effects().contains(&Effect::DropOnOtherHosts(dropped, hosts(1))));
+}
+
+/// The daemon may end after it has dropped a step and before the other hosts know.
+#[test]
+fn a_drop_is_told_again_after_a_restart() {
+    let restart = |world: &World| {
+        let mut next = World::new(64 * MIB);
+        next.core.restore_job(world.core.job_record(&job()).unwrap());
+        next.core.restore_hosts(world.core.hosts_record(&job(), launch(1)).unwrap());
+        next.core.drop_left(&|_| None);
+        next.effects().into_iter().filter(is_drop).collect::<Vec<_>>()
+    };
+    let mut world = world();
+    assert_eq!(restart(&world), [], "no step was filled");
+    let FillOutcome::Segment(_, fill) = world.fill(16, 10).unwrap() else { panic!() };
+    world.core.give_up(member(16), Step(10), fill, "why").unwrap();
+    let dropped = StepOfLaunch { job: job(), step: Step(10), launch: launch(1) };
+    assert_eq!(restart(&world), [Effect::DropOnOtherHosts(dropped, hosts(1))]);
 }
 
 /// Commits step 10 of launch 1, whose rank then ends.

@@ -55,7 +55,7 @@ impl NodeContext {
             LocalCatalogue::open(kv, clock, entropy, &workers, settings.lease, seen)
         };
         let catalogue_server =
-            CatalogueServer::open_or_create(db_location, settings.begin_catalogue, seen, &open)?;
+            CatalogueServer::open_or_create(db_location, &settings.new_catalogue, seen, &open)?;
         let (own_node, seeds) = (node_record_from_settings(&settings), settings.seeds.clone());
         let remote = Arc::new(RemoteCatalogue::new(caller.clone(), own_node, seeds));
         remote.set_expected_epoch(seen, store.db_id_of_highest_epoch());

@@ -2,26 +2,32 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio_util::sync::CancellationToken;
 
 use super::budgets::{archive_share_bytes, save_share_bytes};
 use super::context::NodeContext;
-use super::{Node, NodeParts, NodeSettings};
+use super::{NewCatalogue, Node, NodeParts, NodeSettings};
 use crate::catalogue::CatalogueError;
 use crate::clock::SystemClock;
 use crate::code::table;
 use crate::config::{Congestion, NodeConfig};
 use crate::entropy::SystemEntropy;
+use crate::id::Epoch;
 use crate::kind::ErrorKind;
-use crate::net::NetError;
+use crate::net::call::Caller;
 use crate::net::identity::Identity;
+use crate::net::pool::Pool;
 use crate::net::quic::{QuicTransport, TransportLimits};
+use crate::net::{Address, NetError};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::store::{
     Disk, INDEX_DIR, Kv, KvError, LOCK_FILE, MemoryKv, RealDisk, SledCatalogueStorage, SledKv,
     SledOpening, Store, StoreError, adjust_reserve_probing_space,
 };
+use crate::wire::calls::Hello;
 use crate::workers::Workers;
 
 /// Folder of the catalogue database, within the data folder of the catalogue server.
@@ -39,6 +45,10 @@ const CONTROL_WINDOW_BYTES: u64 = 8 << 20;
 /// Number of a connection's streams that are reserved for hops that were not admitted. Such streams
 /// are refused, and must not hold up the admitted ones.
 const SPARE_STREAMS: u64 = 64;
+/// Time limit for a seed to tell a new catalogue server whether the cluster has a catalogue already. The
+/// seeds of a new cluster may not run yet. One that is missed here is heard when its node looks for its
+/// catalogue on this daemon.
+const SEED_LIMIT: Duration = Duration::from_millis(500);
 /// Number of threads for blocking work.
 const WORKERS: usize = 8;
 
@@ -175,7 +185,38 @@ fn use_index_or_memory(
     }
 }
 
-fn node_settings(config: &NodeConfig) -> NodeSettings {
+/// Decides whether a daemon may create a catalogue. A daemon that has a new data folder and is
+/// configured to serve the catalogue asks its seeds: if one of them knows an epoch, the catalogue was on
+/// another disk.
+async fn decide_new_catalogue(
+    config: &NodeConfig,
+    store: &Store,
+    transport: &Arc<QuicTransport>,
+    clock: &Arc<SystemClock>,
+) -> NewCatalogue {
+    if !config.serve_catalogue {
+        return NewCatalogue::Never;
+    }
+    let seeds = config.membership.seeds.iter().filter(|seed| **seed != config.advertise);
+    let seeds: Vec<String> = seeds.map(ToString::to_string).collect();
+    if store.highest_seen_epoch() != Epoch::default() || seeds.is_empty() {
+        return NewCatalogue::Create;
+    }
+    let pool = Pool::new(transport.clone(), clock.clone());
+    let caller = Caller::new(pool, clock.clone(), SEED_LIMIT);
+    let asks = seeds.into_iter().map(|seed| {
+        let caller = caller.clone();
+        async move {
+            let to = Address { host_port: seed.clone(), node: None };
+            let hello = caller.call_within(&to, &Hello { me: None }, SEED_LIMIT).await.ok()?;
+            (hello.epoch != Epoch::default()).then_some(seed)
+        }
+    });
+    let known = join_all(asks).await.into_iter().flatten().next();
+    known.map_or(NewCatalogue::Create, |seed| NewCatalogue::ExistsElsewhere { seed })
+}
+
+fn node_settings(config: &NodeConfig, new_catalogue: NewCatalogue) -> NodeSettings {
     let membership = &config.membership;
     NodeSettings {
         cluster: membership.cluster,
@@ -184,7 +225,7 @@ fn node_settings(config: &NodeConfig) -> NodeSettings {
         zone: config.zone.clone().unwrap_or_default(),
         rack: config.rack.clone().unwrap_or_default(),
         storage: config.storage,
-        begin_catalogue: config.serve_catalogue,
+        new_catalogue,
         seeds: membership.seeds.iter().map(ToString::to_string).collect(),
         codes: config.codes.iter().map(|code| (code.n, code.k)).collect(),
         block_bytes: config.block_bytes,
@@ -235,16 +276,18 @@ impl Daemon {
         .await?;
         let address = transport.local_addr()?;
         let segmentation_offload = transport.segmentation_offload();
+        let transport = Arc::new(transport);
+        let new_catalogue = decide_new_catalogue(&config, &store, &transport, &clock).await;
         let parts = NodeParts {
             store,
             db_location: Arc::new(maps),
-            transport: Arc::new(transport),
+            transport,
             clock,
             entropy: Arc::new(SystemEntropy),
             workers: Workers::new(WORKERS),
             segmentation_offload,
         };
-        let node = Node::start(node_settings(&config), parts)?;
+        let node = Node::start(node_settings(&config, new_catalogue), parts)?;
         let tasks = &node.context.tasks;
         tasks.spawn_until_stop(stop_on_db_failure(node.context.clone(), failed));
         let disk_space = &node.rpc.services().disk_space;

@@ -63,7 +63,7 @@ pub struct NodeSettings {
     /// catalogue.
     pub storage: bool,
     /// Whether the node creates a catalogue if its data folder is new.
-    pub begin_catalogue: bool,
+    pub new_catalogue: NewCatalogue,
     /// Addresses of other daemons, as HOST:PORT, which know where the catalogue is.
     pub seeds: Vec<String>,
     /// The codes (n, k) that a save may use, in order of preference.
@@ -80,6 +80,21 @@ pub struct NodeSettings {
     pub policy: Policy,
     /// The rules of automatic repair, which the node applies while it serves the catalogue.
     pub repair: RepairRules,
+}
+
+/// Whether a node with a new data folder creates a catalogue.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NewCatalogue {
+    /// Another daemon serves the catalogue.
+    Never,
+    /// The node creates an empty one.
+    Create,
+    /// The node should serve the catalogue, but the cluster has one already, of which the daemon at
+    /// `seed` knows. An empty one beside it would hide every checkpoint.
+    ExistsElsewhere {
+        /// The address of the daemon that knows of the other catalogue.
+        seed: String,
+    },
 }
 
 /// The resources that a node runs on.

@@ -16,7 +16,7 @@ pub mod runs;
 pub mod spy;
 pub mod time;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -33,7 +33,7 @@ use rapidraid::format::records::Standing;
 use rapidraid::id::{ClusterId, Job, LaunchId, PeerName, Step};
 use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
-use rapidraid::node::{Node, NodeParts, NodeSettings};
+use rapidraid::node::{NewCatalogue, Node, NodeParts, NodeSettings};
 use rapidraid::store::{
     CatalogueStorage, Disk, Kv, KvError, LOCK_FILE, MemoryDisk, MemoryKv, Store,
 };
@@ -132,6 +132,8 @@ pub struct World {
     pub node_workers: Workers,
     /// The listening addresses of daemons whose advertised address belongs to a proxy.
     pub doors: BTreeMap<usize, String>,
+    /// Machines besides 0 whose daemons store no data when they boot.
+    pub without_storage: BTreeSet<usize>,
     /// The seed of all random numbers.
     pub seed: u64,
     /// The requests of clients and nodes.
@@ -231,6 +233,7 @@ impl World {
             workers: Workers::new(4),
             node_workers: Workers::inline(),
             doors: BTreeMap::new(),
+            without_storage: BTreeSet::new(),
             seed: 0,
             requests: Requests::default(),
             wrong_clocks: false,
@@ -279,8 +282,8 @@ impl World {
             advertise: address(index),
             zone: String::new(),
             rack: format!("rack{}", index % self.racks),
-            storage: index != 0,
-            begin_catalogue: index == 0,
+            storage: index != 0 && !self.without_storage.contains(&index),
+            new_catalogue: if index == 0 { NewCatalogue::Create } else { NewCatalogue::Never },
             seeds: vec![address(0)],
             codes: self.codes.clone(),
             block_bytes: self.block_bytes,

@@ -23,6 +23,9 @@ const MISSED_ROUNDS: u32 = 2;
 /// Wait between two rounds while the catalogue is read-only.
 const READ_ONLY_ROUND: Duration = Duration::from_millis(500);
 
+/// Maximum number of nodes outside the database that a new catalogue server asks in a round.
+const MAX_STRANGERS: usize = 16;
+
 /// The service that lets the catalogue change only while a majority of the storage nodes obeys it.
 pub(in crate::node) struct MajorityChecks {
     context: Arc<NodeContext>,
@@ -83,6 +86,9 @@ impl MajorityChecks {
             .remote
             .add_fallback_nodes(nodes.iter().map(|view| NodeAddress::of(&view.node)));
         let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
+        if self.is_new_beside_another(local, &nodes).await {
+            return false;
+        }
         let storage = nodes.iter().filter(|node| node.storage).count();
         let (mut heard, mut behind) = (0, Vec::new());
         for (node, hello) in self.membership.exchange_hellos(&nodes).await {
@@ -137,5 +143,23 @@ impl MajorityChecks {
         let heard = heard + join_all(tells).await.into_iter().sum::<usize>();
         self.context.catalogue_server.set_heard_counts(heard, storage);
         storage == 0 || heard >= majority(storage)
+    }
+
+    /// Returns whether this server was created on a new disk beside another catalogue, and steps down
+    /// then. A server that no other node has joined asks the nodes that look for theirs here. Once
+    /// others have joined, one such node is no evidence: its own catalogue may be the new one.
+    async fn is_new_beside_another(&self, local: &LocalCatalogue, nodes: &[NodeRecord]) -> bool {
+        if nodes.iter().any(|node| node.name != self.context.settings.name) {
+            return false;
+        }
+        let mut strangers = self.membership.list_introduced();
+        strangers.truncate(MAX_STRANGERS);
+        for (node, hello) in self.membership.exchange_hellos(&strangers).await {
+            if hello.map.is_some_and(|map| map != local.db_id()) && hello.epoch >= local.epoch() {
+                self.context.catalogue_server.step_down_as_new(&node.name);
+                return true;
+            }
+        }
+        false
     }
 }

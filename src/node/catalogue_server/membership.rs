@@ -160,6 +160,12 @@ impl Membership {
         Ok(nodes)
     }
 
+    /// Returns the nodes that have introduced themselves since this node stored the list of nodes.
+    pub(super) fn list_introduced(&self) -> Vec<NodeRecord> {
+        let met = self.introduced.lock().unwrap_or_else(PoisonError::into_inner);
+        met.values().cloned().collect()
+    }
+
     /// Returns the ring changes that this node and `nodes` store, and the nodes whose answer failed. A
     /// node of a version without ring changes stores none.
     pub(in crate::node) async fn collect_ring_changes(

@@ -1,11 +1,13 @@
 //! The decision whether this daemon serves the catalogue, and whether it may change it
 //! (docs/semantics.md, 8).
 
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::{Catalogue, CatalogueError};
 use crate::id::{Epoch, PeerName};
+use crate::node::NewCatalogue;
 use crate::node::quorum::majority;
 use crate::store::{CatalogueStorage, Kv, Store};
 use crate::wire::calls::CHANGES_NOTHING;
@@ -32,9 +34,17 @@ enum ServingState {
 /// The function that opens a database as a catalogue.
 type OpenCatalogue<'a> = &'a dyn Fn(Arc<dyn Kv>) -> Result<LocalCatalogue, CatalogueError>;
 
+/// Returns the warning of a daemon that has a new disk and should serve the catalogue of a cluster
+/// that `witness` belongs to.
+fn lost_with_disk(witness: &dyn fmt::Display) -> String {
+    format!(
+        "the data folder of this daemon is new, and {witness} knows a catalogue of this cluster: if it was on the disk that was replaced, it is lost; rebuild it with `rapidraid catalogue rebuild`"
+    )
+}
+
 impl CatalogueServer {
-    /// Opens the database of this daemon. If there is none, one is created only if `may_create` is
-    /// set and the data folder has never seen an epoch. Returns the server, whether or not it
+    /// Opens the database of this daemon. If there is none, one is created only if `new_catalogue` says
+    /// so and the data folder has never seen an epoch. Returns the server, whether or not it
     /// serves a catalogue. With a full disk, or a database that is lost, incomplete, damaged or older
     /// than `seen_epoch`, it serves none.
     ///
@@ -42,7 +52,7 @@ impl CatalogueServer {
     /// If the database cannot be created, or cannot be opened for another reason than these.
     pub(in crate::node) fn open_or_create(
         maps: Arc<dyn CatalogueStorage>,
-        may_create: bool,
+        new_catalogue: &NewCatalogue,
         seen_epoch: Epoch,
         open: OpenCatalogue<'_>,
     ) -> Result<Self, CatalogueError> {
@@ -64,12 +74,18 @@ impl CatalogueServer {
                 heard: Mutex::default(),
             });
         }
-        let opened = match existing {
-            Ok(Some(kv)) => open(kv).map(Some),
-            Ok(None) if may_create && is_new => open(maps.move_aside_and_create()?).map(Some),
-            Ok(None) if may_create => Err(gone()),
-            Ok(None) => Ok(None),
-            Err(error) => Err(error.into()),
+        let opened = match (existing, new_catalogue) {
+            (Ok(Some(kv)), _) => open(kv).map(Some),
+            (Ok(None), NewCatalogue::Never) => Ok(None),
+            (Ok(None), _) if !is_new => Err(gone()),
+            (Ok(None), NewCatalogue::Create) => open(maps.move_aside_and_create()?).map(Some),
+            (Ok(None), NewCatalogue::ExistsElsewhere { seed }) => {
+                let why = lost_with_disk(seed);
+                tracing::error!(why, "this daemon serves no catalogue");
+                let state = Mutex::new(ServingState::Missing(why));
+                return Ok(Self { state, db_location: maps, heard: Mutex::default() });
+            }
+            (Err(error), _) => Err(error.into()),
         };
         let state = match opened {
             Ok(Some(local)) => {
@@ -147,6 +163,14 @@ impl CatalogueServer {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; rebuild it with `rapidraid catalogue rebuild`";
         tracing::error!(why, "this daemon stops serving the catalogue");
         *self.lock_state() = ServingState::Missing(why.to_owned());
+    }
+
+    /// Steps down because the catalogue here was created on a new disk, and `node` belongs to another
+    /// one.
+    pub(super) fn step_down_as_new(&self, node: &PeerName) {
+        let why = lost_with_disk(node);
+        tracing::error!(why, "this daemon stops serving the catalogue");
+        *self.lock_state() = ServingState::Missing(why);
     }
 
     /// Makes this daemon serve `local` from now on.

@@ -83,8 +83,7 @@ impl StorageError {
             | E::StripeArchived { .. }
             | E::CatalogueOutdated { .. }
             | E::StripeNotArchived { .. } => ErrorKind::Fenced,
-            E::NodeStoresNoData { .. }
-            | E::EpochNotBegun { .. }
+            E::EpochNotBegun { .. }
             | E::MemoryShareTooSmall(_)
             | E::ReplicaLengthInvalid { .. }
             | E::BlockLengthInvalid { .. }
@@ -111,8 +110,8 @@ impl StorageError {
             | E::ReceiptMismatch { .. }
             | E::PieceMismatch { .. } => ErrorKind::Corrupt,
             // Not `Busy`: the disk does not become free while the client waits, and another node
-            // can take the block.
-            E::HighWaterReached { .. } => ErrorKind::Unavailable,
+            // can take the block. Not `Invalid`: the client would end its save.
+            E::HighWaterReached { .. } | E::NodeStoresNoData { .. } => ErrorKind::Unavailable,
             E::ForwardUnanswered(_) | E::ForwardLate { .. } => ErrorKind::Timeout,
             E::BlockIncomplete | E::RunTaskLost => ErrorKind::Internal,
         }

@@ -1,6 +1,7 @@
 //! Checks that only a lying node, a rotten copy or an unlucky moment reaches. Each is the last
 //! check before data would be lost.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
@@ -14,16 +15,19 @@ use rapidraid::gf::Fingerprint;
 use rapidraid::id::{Attempt, DbId, Epoch, Generation, NodeId, Step, StripeId};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::{Address, Role};
+use rapidraid::node::Node;
 use rapidraid::store::{BlockSpec, Disk, Kv, PieceSpec, RecordScope};
 use rapidraid::wire::calls::{
-    ArchiveEvent, CopyReplica, DropReplicas, PlanChoice, PutMark, PutReceipt, PutTombstone,
+    ArchiveEvent, CopyReplica, DropReplicas, GetKey, PlanChoice, PutMark, PutReceipt, PutTombstone,
     ReadFile, ReadFileAnswer, RunPart,
 };
 use rapidraid::wire::order::RunReport;
 use rapidraid::wire::{Call, RemoteError, answer_to_bytes, parse_answer};
 
 use world::between::Change;
-use world::{CLUSTER, World, address, content, job, options, read_file, restore, save};
+use world::{
+    CLUSTER, World, address, content, job, options, read_file, read_sectors, restore, save,
+};
 
 const BLOCK: u64 = 64 << 10;
 /// One stripe of two blocks.
@@ -267,11 +271,8 @@ async fn replicas_stay_where_the_piece_or_its_receipt_is_not() {
     let (attempt, generation, _) = archived(&world).await;
     let boss = world.voice(Role::Node, "boss");
     let stripe = StripeId { shard: root.shard, index: 0 };
-    let spec = BlockSpec { stripe, block: 0, layout: LAYOUT_STANDARD, len_bytes: 1000 };
     for (index, part) in [(2, "/piece-"), (3, "/receipt-")] {
-        let mut writer = world.nodes[&index].store().create_block_writer(spec, None).unwrap();
-        writer.write(&content(1000, 5)).unwrap();
-        writer.finish(None).unwrap();
+        recreate_replica(&world, index, stripe);
         let found = of_names(&world, part).into_iter().find(|(machine, _)| *machine == index);
         world.machines[index].disk.remove(&found.unwrap().1).unwrap();
         let call = DropReplicas { stripe, attempt, generation };
@@ -280,6 +281,72 @@ async fn replicas_stay_where_the_piece_or_its_receipt_is_not() {
     }
     let left: Vec<usize> = of_names(&world, ".rep").iter().map(|(index, _)| *index).collect();
     assert_eq!(left, [2, 3]);
+}
+
+/// Writes a replica of the first block to a node, as if it had been recreated late.
+fn recreate_replica(world: &World, index: usize, stripe: StripeId) {
+    let spec = BlockSpec { stripe, block: 0, layout: LAYOUT_STANDARD, len_bytes: 1000 };
+    let mut writer = world.nodes[&index].store().create_block_writer(spec, None).unwrap();
+    writer.write(&content(1000, 5)).unwrap();
+    writer.finish(None).unwrap();
+}
+
+/// A proxy of the catalogue server: a node notes a later epoch at the moment when the first answer
+/// reaches it.
+struct EpochBegins {
+    node: Arc<Node>,
+    is_armed: Arc<AtomicBool>,
+}
+
+impl Change for EpochBegins {
+    fn answer(&self, number: u8, frame: Bytes) -> Bytes {
+        if number == GetKey::NUMBER && self.is_armed.swap(false, Ordering::Relaxed) {
+            self.node.store().raise_highest_seen_epoch(Epoch(2)).unwrap();
+        }
+        frame
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn replicas_stay_if_an_epoch_begins_while_the_catalogue_is_asked() {
+    let (mut world, root) = with_step().await;
+    let (attempt, generation, _) = archived(&world).await;
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    recreate_replica(&world, 2, stripe);
+    let is_armed = Arc::new(AtomicBool::new(false));
+    let begins = EpochBegins { node: world.nodes[&2].clone(), is_armed: is_armed.clone() };
+    let _between = world.between(0, begins).await;
+    world.until_live(4).await;
+    let boss = world.voice(Role::Node, "boss");
+    is_armed.store(true, Ordering::Relaxed);
+    let call = DropReplicas { stripe, attempt, generation };
+    let refused = boss.ask(&world.node_address(2), &call).await.unwrap_err();
+    assert!(refused.to_string().contains("epoch 2 has begun"), "{refused}");
+    assert_eq!(of_names(&world, ".rep").len(), 1);
+}
+
+/// A receipt of an earlier attempt whose pieces are dropped goes with them.
+#[tokio::test(start_paused = true)]
+async fn a_drop_leaves_no_receipt_of_another_attempt() {
+    let (world, root) = with_step().await;
+    let (attempt, generation, _) = archived(&world).await;
+    let stripe = StripeId { shard: root.shard, index: 0 };
+    recreate_replica(&world, 2, stripe);
+    let (scope, store) = (RecordScope::Stripe(stripe), world.nodes[&2].store());
+    let receipt = of_names(&world, "/receipt-").into_iter().find(|(machine, _)| *machine == 2);
+    let bytes = read_sectors(&*world.machines[2].disk, &receipt.unwrap().1);
+    let earlier = format!("receipt-{}", Attempt([1; 16]));
+    store.put_record_file(scope, &earlier, &bytes).unwrap();
+    let names = || -> Vec<String> {
+        let files = store.list_record_files(scope).unwrap().into_iter().map(|(name, _)| name);
+        files.filter(|name| name.starts_with("receipt-")).collect()
+    };
+    assert_eq!(names().len(), 2);
+    let boss = world.voice(Role::Node, "boss");
+    let call = DropReplicas { stripe, attempt, generation };
+    let dropped = boss.ask(&world.node_address(2), &call).await.unwrap();
+    assert_eq!(dropped.files, 1);
+    assert_eq!(names(), [format!("receipt-{attempt}")]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,18 +4,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rapidraid::catalogue::record_access::checkpoint_key;
+use rapidraid::catalogue::record_access::{checkpoint_key, launch_order_key};
 use rapidraid::client::{NewShard, SaveOptions};
-use rapidraid::id::Step;
+use rapidraid::id::{Job, LaunchId, Step};
 use rapidraid::pipeline::upload::ShardSource;
 use rapidraid::store::kv::Batch;
 use rapidraid::store::{Kv, RecordScope};
+use rapidraid::wire::calls::LaunchClaim;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::saves::Gated;
 use world::look::files_below;
-use world::{World, content, job, quiet, read_file, restore, save, shard};
+use world::{World, content, job, quiet, read_file, register, restore, save, shard};
 
 /// An empty source that says when it is asked whether it has changed: all of its shard is stored then.
 #[derive(Default)]
@@ -118,12 +119,35 @@ async fn a_damaged_record_of_one_step_holds_up_no_removal_of_another() {
     assert!(files(&world) > of_first);
     world.kill(1).await;
     let _ = client.remove_step(&job(), Step(2)).await;
-    let key = format!("k/{}", checkpoint_key(job().at(Step(1))));
-    let stored = world.map().get(key.as_bytes()).unwrap().unwrap();
-    let damaged = [&stored[..8], &[0xff; 20]].concat();
-    world.map().apply(Batch::new().put(key, damaged)).unwrap();
+    damage_record(&world, &checkpoint_key(job().at(Step(1))));
     world.boot(1);
     world.until_live(5).await;
     tokio::time::sleep(100 * world.lease).await;
     assert_eq!(files(&world), of_first, "the removal went on");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_record_of_one_step_or_job_holds_up_no_launch_of_another() {
+    let world = World::start(5, &[(4, 2)], 64 << 10).await;
+    let client = world.client();
+    let launch = |number| LaunchId([number; 16]);
+    register(&client, launch(1), None).await.unwrap();
+    save(&client, 1, &[("weights", &content(100_000, 1))]).await;
+    damage_record(&world, &checkpoint_key(job().at(Step(1))));
+    register(&client, launch(2), None).await.unwrap();
+
+    let other: Job = "another".parse().unwrap();
+    let claim = LaunchClaim::After { newest: None };
+    client.register_launch(&other, launch(3), None, claim).await.unwrap();
+    damage_record(&world, &launch_order_key(&job()));
+    let listed = client.list_newest_launches().await.unwrap();
+    assert_eq!(listed.iter().map(|view| &view.job).collect::<Vec<_>>(), [&other]);
+}
+
+/// Overwrites the end of a record in the catalogue.
+fn damage_record(world: &World, key: &str) {
+    let key = format!("k/{key}");
+    let stored = world.map().get(key.as_bytes()).unwrap().unwrap();
+    let damaged = [&stored[..8], &[0xff; 20]].concat();
+    world.map().apply(Batch::new().put(key, damaged)).unwrap();
 }

@@ -42,8 +42,11 @@ const SURVEY_WAIT: u32 = 20;
 /// The same multiple when the list of nodes has changed or a repair has ended.
 const SOON_SURVEY_WAIT: u32 = 4;
 /// Number of failures in a row after which a step is left alone until the list of nodes or the parts
-/// that the step lacks change.
+/// that the step lacks change, or for [`SETTLED_WAIT`].
 const TRIES: u32 = 3;
+/// How long a step is left alone after that. A full disk gets room, and a broken link heals, without
+/// any change of the list of nodes.
+const SETTLED_WAIT: Duration = Duration::from_secs(3600);
 /// Maximum number of degraded steps that are remembered, the worst ones. When these are repaired, a
 /// further survey finds more.
 const MAX_DEGRADED: usize = 4096;
@@ -78,12 +81,21 @@ impl Degraded {
     }
 }
 
-/// The list of nodes and the health of a step that is left alone until one of the two changes.
+/// The list of nodes and the health of a step that is left alone until one of the two changes, or for
+/// some time.
 struct Settled {
     /// The version of the list of nodes.
     version: u64,
     /// The health of the step before the repair.
     health: StepHealth,
+    /// The time at which it is tried again all the same.
+    until: Duration,
+}
+
+impl Settled {
+    fn holds_for(&self, version: u64, health: StepHealth, now: Duration) -> bool {
+        (self.version, self.health) == (version, health) && now < self.until
+    }
 }
 
 /// The state that the rounds share with the repair that runs and with the calls that report it.
@@ -119,6 +131,7 @@ struct Rounds {
 
 /// A repair that runs.
 struct Running {
+    save: SaveId,
     task: JoinHandle<()>,
     /// Cancelled to end it before its next stripe, plan or copy.
     stop: CancellationToken,
@@ -129,6 +142,13 @@ struct Running {
 impl Rounds {
     fn is_running(&self) -> bool {
         self.running.as_ref().is_some_and(|running| !running.task.is_finished())
+    }
+
+    /// Replaces the health of a step in the list, and removes a step that is not degraded any more.
+    fn set_health(&mut self, save: SaveId, health: StepHealth) {
+        let of_save = self.degraded.iter_mut().filter(|step| step.save == save);
+        of_save.for_each(|step| step.health = health);
+        self.degraded.retain(|step| step.health.is_degraded());
     }
 
     /// Stops the running repair before its next stripe, plan or copy.
@@ -203,6 +223,12 @@ impl AutomaticRepair {
             self.put_off(next.save);
             return Ok(());
         };
+        // The list is as old as the last survey.
+        rounds.set_health(next.save, health);
+        if !health.is_degraded() {
+            self.lock_ledger().wants_survey = true;
+            return Ok(());
+        }
         let limits = RepairLimits {
             given_up: rounds.nodes.given_up().clone(),
             share_percent: rules.share_percent,
@@ -349,18 +375,20 @@ impl AutomaticRepair {
         ledger.not_before.retain(|save, until| saves.contains(save) && *until > ended_at);
     }
 
-    /// Returns the first degraded step that is due.
+    /// Returns the first degraded step that is due and is not being repaired.
     fn choose_step(&self, rounds: &Rounds) -> Option<Degraded> {
         let now = self.context.clock.now();
         let (grace, version) = (self.context.settings.repair.grace, rounds.nodes.version());
+        let running = rounds.running.as_ref().map(|running| running.save);
+        let running = running.filter(|_| rounds.is_running());
         let mut ledger = self.lock_ledger();
         let mut is_due = |step: &&Degraded| {
-            let is_settled = ledger
-                .settled
-                .get(&step.save)
-                .is_some_and(|settled| (settled.version, settled.health) == (version, step.health));
+            let settled = ledger.settled.get(&step.save);
+            let is_settled =
+                settled.is_some_and(|settled| settled.holds_for(version, step.health, now));
             let is_put_off = ledger.not_before.get(&step.save).is_some_and(|until| now < *until);
-            is_repair_due(step.health.is_urgent, step.since, now, grace)
+            Some(step.save) != running
+                && is_repair_due(step.health.is_urgent, step.since, now, grace)
                 && !step.is_unknown
                 && !is_put_off
                 && !is_settled
@@ -376,14 +404,14 @@ impl AutomaticRepair {
         limits: RepairLimits,
         version: u64,
     ) -> Running {
-        let StepHealth { survives, missing, records, .. } = next.health;
+        let (save, StepHealth { survives, missing, records, .. }) = (next.save, next.health);
         tracing::info!(job = %next.job, step = %next.step, ?survives, missing, records, "repairing a degraded step automatically");
         let (service, stop) = (self.clone(), limits.stop.clone());
         let task = self.context.tasks.spawn_until_stop(async move {
             let repaired = service.repair_step(&next, &RepairCause::Survey(limits)).await;
             service.record_repair(&next, version, repaired);
         });
-        Running { task, stop, survives }
+        Running { save, task, stop, survives }
     }
 
     /// Repairs a step and records its progress. Returns the summary and the first message about
@@ -437,7 +465,8 @@ impl AutomaticRepair {
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
                 tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired automatically, except for the parts that belong on the nodes in `away`");
-                ledger.settled.insert(*save, Settled { version, health: *health });
+                let until = Duration::MAX;
+                ledger.settled.insert(*save, Settled { version, health: *health, until });
                 return ledger.retries.forget_finished(*save);
             }
             Ok((_, Some(note))) => note,
@@ -447,11 +476,12 @@ impl AutomaticRepair {
             }
             Err(error) => error.to_string(),
         };
-        tracing::warn!(%job, step = %number, why, "an automatic repair did not complete: it is tried again, and after {TRIES} failures only when the nodes or the missing parts change");
+        tracing::warn!(%job, step = %number, why, "an automatic repair did not complete: it is tried again, and after {TRIES} failures when the nodes or the missing parts change, or after an hour");
         let now = self.context.clock.now();
         let tries = ledger.retries.record_failure(*save, (job, *number), now, why);
         if tries >= TRIES {
-            ledger.settled.insert(*save, Settled { version, health: *health });
+            let until = now.saturating_add(SETTLED_WAIT);
+            ledger.settled.insert(*save, Settled { version, health: *health, until });
         }
     }
 

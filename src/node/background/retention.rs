@@ -21,6 +21,7 @@ use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step, StepRef};
+use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
 use crate::node::gateway::labels::find_label_to_keep;
 use crate::node::gateway::removal::{SaveRemoval, UnpublishOutcome};
@@ -219,13 +220,19 @@ impl Retention {
         if round.looked == LOOKED_AT_ONCE {
             round.stopped_at = Some((job.clone(), step));
         }
-        if !is_archived_and_dropped(catalogue, save).await? {
-            round.next = Some((job.clone(), step, save));
-        } else {
-            round.to_archive -= 1;
-            if round.still_archived.len() < MAX_ARCHIVED {
-                round.still_archived.insert(save);
+        match is_archived_and_dropped(catalogue, save).await {
+            Ok(false) => round.next = Some((job.clone(), step, save)),
+            Ok(true) => {
+                round.to_archive -= 1;
+                if round.still_archived.len() < MAX_ARCHIVED {
+                    round.still_archived.insert(save);
+                }
             }
+            // A step with a damaged record must not hold up the others.
+            Err(error) if error.kind == ErrorKind::Corrupt => {
+                tracing::error!(%job, %step, %error, "a step with a damaged record is not archived by the policy");
+            }
+            Err(error) => return Err(error),
         }
         Ok(())
     }
@@ -249,7 +256,15 @@ impl Retention {
             return Ok(());
         }
         // A label that is set from here on changes its record, and then nothing is retired.
-        let (label, guard) = find_label_to_keep(catalogue, step_ref, saved.save).await?;
+        let (label, guard) = match find_label_to_keep(catalogue, step_ref, saved.save).await {
+            Ok(found) => found,
+            // The damaged record may have a label that keeps the step.
+            Err(error) if error.kind == ErrorKind::Corrupt => {
+                tracing::error!(%job, %step, %error, "a step is not retired by the policy: labels of its job are damaged");
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
         if label.is_some() {
             return Ok(());
         }

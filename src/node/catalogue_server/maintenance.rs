@@ -6,9 +6,7 @@ use std::sync::Arc;
 
 use super::error::CatalogueServerError;
 use crate::catalogue::key_scan::KeyScan;
-use crate::catalogue::record_access::{
-    MAINTENANCE, NODES, maintenance_key, parse_record, read_record,
-};
+use crate::catalogue::record_access::{MAINTENANCE, NODES, maintenance_key, parse_record};
 use crate::catalogue::{Catalogue, CatalogueError, SetOutcome};
 use crate::format::records::{Maintenance, Record};
 use crate::id::PeerName;
@@ -51,13 +49,14 @@ impl MaintenanceCalls {
         let key = maintenance_key(&node);
         let record = Maintenance { node, until };
         loop {
-            let known = read_record::<Maintenance>(&*catalogue, &key).await?;
+            // A record that does not parse is replaced or removed like any other.
+            let known = catalogue.get(&key).await?;
             let value = match seconds {
                 0 if known.is_none() => return Ok(()),
                 0 => None,
                 _ => Some(record.to_bytes()?),
             };
-            let revision = known.map(|(_, revision)| revision);
+            let revision = known.map(|entry| entry.revision);
             if let SetOutcome::Set(_) = catalogue.compare_and_set(&key, revision, value).await? {
                 tracing::info!(node = %record.node, seconds, "the maintenance of a node was set to end after `seconds`: 0 means that it is over");
                 return Ok(());
@@ -71,7 +70,7 @@ impl MaintenanceCalls {
 /// and counts as over.
 ///
 /// # Errors
-/// If the catalogue does not answer, or if a record does not parse.
+/// If the catalogue does not answer.
 pub(in crate::node) async fn list_maintenance(
     catalogue: &dyn Catalogue,
     now: u64,
@@ -79,7 +78,14 @@ pub(in crate::node) async fn list_maintenance(
     let mut found = BTreeMap::new();
     let mut scan = KeyScan::of_prefix(catalogue, MAINTENANCE);
     while let Some((key, entry)) = scan.next().await? {
-        let Maintenance { node, until } = parse_record(&key, &entry.value)?;
+        // One damaged record must not end all repairs. Its node counts as in no maintenance.
+        let Maintenance { node, until } = match parse_record(&key, &entry.value) {
+            Ok(maintenance) => maintenance,
+            Err(error) => {
+                tracing::error!(key, %error, "the maintenance of a node does not parse: `rapidraid cluster maintenance NODE --for 0` removes it");
+                continue;
+            }
+        };
         let remaining = until.saturating_sub(now);
         if (1..=MAX_MAINTENANCE_SECONDS).contains(&remaining) {
             found.insert(node, remaining);

@@ -83,7 +83,15 @@ impl SaveGateway {
         let is_later = |step: Step| call.resumed.is_none_or(|resumed| step > resumed);
         let mut checkpoints = KeyScan::of_prefix(catalogue, steps_prefix(&call.job));
         while let Some((key, entry)) = checkpoints.next().await? {
-            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
+            // A damaged record must not keep the launch from saving other steps. No daemon can
+            // commit a save of this step until the record parses.
+            let checkpoint: Checkpoint = match parse_record(&key, &entry.value) {
+                Ok(checkpoint) => checkpoint,
+                Err(error) => {
+                    tracing::error!(key, %error, "the record of a step does not parse: no save of this step is ended for the new launch");
+                    continue;
+                }
+            };
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let Some(writing) = checkpoint.writing.filter(|_| is_later(step)) else { continue };
             let ended = match &writing {
@@ -128,7 +136,14 @@ impl SaveGateway {
         let page = catalogue.list_entries(LAUNCH_ORDERS, after.as_deref(), limit).await?;
         let mut views = Vec::with_capacity(page.len());
         for (key, entry) in page {
-            let mut order: LaunchOrder = parse_record(&key, &entry.value)?;
+            // A damaged record must not hide the launches of all other jobs.
+            let mut order: LaunchOrder = match parse_record(&key, &entry.value) {
+                Ok(order) => order,
+                Err(error) => {
+                    tracing::error!(key, %error, "the order of a job's launches does not parse: the job is not listed, and cannot save");
+                    continue;
+                }
+            };
             let newest = parse_launch_order_key(&key).zip(order.launches.pop());
             views.extend(newest.map(|(job, registered)| LaunchView { job, registered }));
         }

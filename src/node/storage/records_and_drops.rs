@@ -261,12 +261,10 @@ impl ShardRecords {
             return Ok(DropReplicasAnswer { files: 0, bytes: 0 });
         }
         let catalogue = self.context.catalogue();
+        // Read before the answer arrives: a claim that comes meanwhile raises it, and the answer
+        // would pass for one of the new catalogue.
+        let asked = catalogue.epoch();
         let state = read_record::<ShardState>(&*catalogue, &shard_state_key(stripe.shard)).await?;
-        let (asked, seen) = (catalogue.epoch(), self.context.store.highest_seen_epoch());
-        if asked < seen {
-            let node = self.context.settings.name.clone();
-            return Err(StorageError::CatalogueOutdated { node, asked, seen }.into());
-        }
         let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
         let code = match archived {
             Some(StripeState::Archived { attempt, generation, code, .. })
@@ -280,9 +278,15 @@ impl ShardRecords {
             }
         };
         let (me, locks) = (self.context.id, self.stripe_locks.clone());
+        let node = self.context.settings.name.clone();
         self.context
             .run_on_store(move |store| {
                 let _alone = locks.lock(stripe);
+                // Another epoch may have begun since the catalogue was asked.
+                let seen = store.highest_seen_epoch();
+                if asked < seen {
+                    return Err(StorageError::CatalogueOutdated { node, asked, seen }.into());
+                }
                 let receipt = read_receipt_named_in_order(store, &call, code)?;
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Drop, stripe);
@@ -293,7 +297,7 @@ impl ShardRecords {
 }
 
 impl ShardRecords {
-    /// Stores a receipt on this node, which has none. If a receipt has arrived meanwhile, from a
+    /// Stores a receipt on this node, which has none or a damaged one. If a receipt has arrived meanwhile, from a
     /// repairer, that one stays and the call fails.
     pub(in crate::node) async fn store_missing_receipt(
         &self,
@@ -309,7 +313,10 @@ impl ShardRecords {
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Receipt, stripe);
                 let (scope, name) = (RecordScope::Stripe(stripe), receipt_name(receipt.attempt));
-                store.put_record_file_if(scope, &name, &bytes, |_| false).map_err(RemoteError::from)
+                let is_damaged = |old: &[u8]| Receipt::parse(old).is_err();
+                store
+                    .put_record_file_if(scope, &name, &bytes, is_damaged)
+                    .map_err(RemoteError::from)
             })
             .await?;
         self.fencing.purge_and_refuse_if_removed(save).await
@@ -354,7 +361,8 @@ impl StripeLocks {
 /// Returns this node's receipt of the attempt that the order names.
 ///
 /// # Errors
-/// [`StorageError::NoReceipt`] if this node has no such receipt. [`StorageError::ReceiptMismatch`]
+/// [`StorageError::NoReceipt`] if this node has no such receipt, or a damaged one, which the next
+/// receipt replaces. [`StorageError::ReceiptMismatch`]
 /// if the receipt has another attempt or generation than the order, or another code than `code`.
 fn read_receipt_named_in_order(
     store: &Store,
@@ -363,7 +371,8 @@ fn read_receipt_named_in_order(
 ) -> Result<Receipt, RemoteError> {
     let stripe = call.stripe;
     let bytes = store.get_record_file(RecordScope::Stripe(stripe), &receipt_name(call.attempt))?;
-    let receipt = Receipt::parse(&bytes.ok_or(StorageError::NoReceipt { stripe })?)?;
+    let receipt = bytes.and_then(|bytes| Receipt::parse(&bytes).ok());
+    let receipt = receipt.ok_or(StorageError::NoReceipt { stripe })?;
     if receipt.attempt != call.attempt
         || receipt.generation != call.generation
         || receipt.code != code

@@ -14,6 +14,8 @@ mod by_itself;
 mod checks;
 #[path = "cluster/decisions.rs"]
 mod decisions;
+#[path = "cluster/gateways.rs"]
+mod gateways;
 #[path = "cluster/given_up.rs"]
 mod given_up;
 #[path = "cluster/grains.rs"]

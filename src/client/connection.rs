@@ -1,29 +1,28 @@
-//! A client's connection to its cluster. The client finds a daemon that answers, its gateway, and
-//! sends its requests to it.
+//! A client's connection to its cluster. The client sends its requests to a daemon that answers,
+//! its gateway.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 
 use super::error::ClientError;
+use super::gateway::Gateways;
 use crate::clock::{Clock, SystemClock};
 use crate::config::Congestion;
 use crate::entropy::{Entropy, SystemEntropy};
 use crate::format::records::{Node, RingChanges};
 use crate::id::ClusterId;
 use crate::kind::ErrorKind;
+use crate::net::Transport;
 use crate::net::call::{CallError, Caller, address};
 use crate::net::identity::Identity;
 use crate::net::pool::Pool;
 use crate::net::quic::{QuicTransport, TransportLimits};
-use crate::net::{Address, Transport};
 use crate::pipeline::executor::STREAM_WINDOW_BYTES;
 use crate::topology::Directory;
+use crate::wire::Call;
 use crate::wire::calls::{Hello, ListMembers, ListNodes, ListRingChanges};
-use crate::wire::{Call, NodeAddress};
 use crate::workers::Workers;
 
 /// Time limit for an answer of a gateway.
@@ -34,11 +33,6 @@ const CALL_LIMIT: Duration = Duration::from_secs(12);
 const STEPS_LIMIT: Duration = Duration::from_secs(40);
 /// Time limit for commits and removals, which wait for many nodes.
 pub(super) const LONG_LIMIT: Duration = Duration::from_secs(120);
-/// Number of seeds that are asked first, and the time they have before more are asked.
-const FIRST_SEEDS: usize = 4;
-const NEXT_SEEDS: Duration = Duration::from_millis(250);
-/// Maximum number of seeds that are asked at once.
-const MAX_ASKED: usize = 128;
 /// Maximum number of addresses that an error names.
 const SHOWN_SEEDS: usize = 16;
 /// Number of attempts before a call fails. Each attempt may use another gateway.
@@ -80,7 +74,7 @@ struct Inner {
     transport: Arc<dyn Transport>,
     caller: Arc<Caller>,
     seeds: Vec<String>,
-    gateway: Mutex<Option<NodeAddress>>,
+    gateways: Mutex<Gateways>,
     cluster: OnceLock<ClusterId>,
     entropy: Arc<dyn Entropy>,
     workers: Workers,
@@ -149,10 +143,10 @@ impl Client {
     ) -> Self {
         let pool = Pool::new(transport.clone(), clock.clone());
         let caller = Caller::new(pool, clock, CALL_LIMIT);
-        let (gateway, cluster) = (Mutex::default(), OnceLock::new());
+        let (gateways, cluster) = (Mutex::default(), OnceLock::new());
         let lease_keeper = OnceLock::new();
         let inner =
-            Inner { transport, caller, seeds, gateway, cluster, entropy, workers, lease_keeper };
+            Inner { transport, caller, seeds, gateways, cluster, entropy, workers, lease_keeper };
         Self { inner: Arc::new(inner) }
     }
 
@@ -181,8 +175,17 @@ impl Client {
         self.inner.lease_keeper.get().map(|keeper| (&keeper.client, &keeper.runtime))
     }
 
-    pub(super) fn set_gateway(&self, gateway: Option<NodeAddress>) {
-        *self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner) = gateway;
+    pub(super) fn seeds(&self) -> &[String] {
+        &self.inner.seeds
+    }
+
+    pub(super) fn gateways(&self) -> &Mutex<Gateways> {
+        &self.inner.gateways
+    }
+
+    /// Notes the id of the cluster. The first one that a daemon has reported counts.
+    pub(super) fn note_cluster(&self, cluster: ClusterId) {
+        let _ = self.inner.cluster.set(cluster);
     }
 
     /// Returns the nodes of the cluster as far as the gateway knows them. The call also works while
@@ -191,70 +194,9 @@ impl Client {
         self.call_gateway(&ListMembers {}).await
     }
 
-    /// Returns the gateway in use. If there is none, finds a daemon that answers: asks a few seeds
-    /// at once, and more and more of them while none answers.
-    ///
-    /// # Errors
-    /// The daemon's error if all daemons that were asked denied the connection, otherwise
-    /// [`ClientError::Unreachable`].
-    pub(super) async fn find_gateway(&self) -> Result<NodeAddress, ClientError> {
-        let known = self.inner.gateway.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(known) = known {
-            return Ok(known);
-        }
-        let ask = |seed: String| async move {
-            let to = Address { host_port: seed.clone(), node: None };
-            let hello = self.caller().call_address(&to, &Hello { me: None }).await?;
-            let _ = self.inner.cluster.set(hello.cluster);
-            Ok::<_, CallError>(NodeAddress { name: hello.node, host_port: seed })
-        };
-        let clock = self.caller().clock();
-        let mut seeds = self.inner.seeds.iter().cloned();
-        let (mut asked, mut wave) = (FuturesUnordered::new(), FIRST_SEEDS);
-        let (mut reason, mut denied) = (String::from("no seeds are configured"), None);
-        let mut is_silent = false;
-        loop {
-            asked.extend(seeds.by_ref().take(wave.min(MAX_ASKED - asked.len())).map(ask));
-            wave *= 2;
-            let more = seeds.len() > 0;
-            let next = clock.sleep(NEXT_SEEDS);
-            tokio::pin!(next);
-            loop {
-                let answer = tokio::select! {
-                    biased;
-                    Some(answer) = asked.next() => answer,
-                    () = &mut next, if more => break,
-                    else => break,
-                };
-                match answer {
-                    Ok(gateway) => {
-                        self.set_gateway(Some(gateway.clone()));
-                        return Ok(gateway);
-                    }
-                    // The certificate has expired, for example. Starting more daemons does not help
-                    // then.
-                    Err(error) if error.kind() == ErrorKind::Denied => denied = Some(error),
-                    Err(error) => {
-                        reason = error.to_string();
-                        is_silent = true;
-                    }
-                }
-            }
-            if asked.is_empty() && !more {
-                // If other daemons did not answer at all, the failure may be temporary.
-                if let Some(denied) = denied.filter(|_| !is_silent) {
-                    return Err(denied.into());
-                }
-                return Err(ClientError::Unreachable {
-                    seeds: summarize_addresses(&self.inner.seeds),
-                    reason,
-                });
-            }
-        }
-    }
-
-    /// Sends a call to the gateway, and to another one if that gateway does not answer. Each
-    /// attempt may take `limit`.
+    /// Sends a call to the gateway, and again if that gateway does not answer. If it answers that
+    /// something is unavailable, sends the call to another gateway, if there is one that has not
+    /// failed lately. Each attempt may take `limit`.
     pub(super) async fn call_any_gateway_within<C: Call>(
         &self,
         call: &C,
@@ -264,10 +206,15 @@ impl Client {
         loop {
             round += 1;
             let gateway = self.find_gateway().await?;
-            match self.caller().call_within(&address(&gateway), call, limit).await {
+            let error = match self.caller().call_within(&address(&gateway), call, limit).await {
                 Ok(answer) => return Ok(answer),
-                Err(error) if error.is_unanswered() && round < ROUNDS => self.set_gateway(None),
-                Err(error) => return Err(error.into()),
+                Err(error) => error,
+            };
+            if !self.give_up_gateway(&gateway, &error) || round >= ROUNDS {
+                return Err(error.into());
+            }
+            if !error.is_unanswered() && !self.has_fresh_gateway().await {
+                return Err(error.into());
             }
         }
     }
@@ -280,8 +227,8 @@ impl Client {
     ) -> Result<C::Answer, ClientError> {
         let gateway = self.find_gateway().await?;
         let answer = self.caller().call_within(&address(&gateway), call, limit).await;
-        if answer.as_ref().is_err_and(CallError::is_unanswered) {
-            self.set_gateway(None);
+        if let Err(error) = &answer {
+            self.give_up_gateway(&gateway, error);
         }
         Ok(answer?)
     }
@@ -304,8 +251,8 @@ impl Client {
             }
         };
         let watched: Result<R, CallError> = watch.await;
-        if watched.as_ref().is_err_and(CallError::is_unanswered) {
-            self.set_gateway(None);
+        if let Err(error) = &watched {
+            self.give_up_gateway(&gateway, error);
         }
         Ok(watched?)
     }

@@ -21,6 +21,7 @@ mod archive;
 mod connection;
 mod error;
 mod file_source;
+mod gateway;
 mod node_reports;
 mod repair;
 mod restore;
@@ -40,7 +41,7 @@ pub use save::{
     JointDecisions, JointWriter, NewShard, SaveCode, SaveDecisions, SaveFate, SaveOptions,
     SaveReport,
 };
-pub use step_requests::ShowReport;
+pub use step_requests::{CommittedStep, ShowReport};
 pub use verify::{AbsentNode, Fault, HeldItem, Problem, VerifyReport};
 
 pub use crate::pipeline::read::Sink;

@@ -13,6 +13,15 @@ use crate::wire::calls::{
     RemoveAnswer, RemoveLaunchStep, RemoveStep, ShowStep, ShowStepAnswer, StepView,
 };
 
+/// A committed step and its shards.
+#[derive(Debug, Clone)]
+pub struct CommittedStep {
+    /// The step.
+    pub step: StepView,
+    /// The step's shards, and how far their archiving has come.
+    pub shards: Vec<(ShardRoot, ShardState)>,
+}
+
 /// All information about one step.
 #[derive(Debug, Clone)]
 pub struct ShowReport {
@@ -121,12 +130,13 @@ impl Client {
         Ok(answer)
     }
 
-    /// Returns all information about a committed step (`None`: the latest).
-    pub async fn show_step(
+    /// Returns a committed step (`None`: the latest) with its shards. Asks the gateway only, however
+    /// many nodes are down.
+    pub async fn fetch_committed_step(
         &self,
         job: &Job,
         step: Option<Step>,
-    ) -> Result<ShowReport, ClientError> {
+    ) -> Result<CommittedStep, ClientError> {
         let found = self.fetch_step(job, step).await?;
         let step = found.step;
         let shards = found.shards.into_iter().map(|(root, state)| match state {
@@ -134,6 +144,17 @@ impl Client {
             None => Err(ClientError::Removed { job: job.clone(), step: step.step }),
         });
         let shards = shards.collect::<Result<_, _>>()?;
+        Ok(CommittedStep { step, shards })
+    }
+
+    /// Returns all information about a committed step (`None`: the latest). Asks the nodes that have
+    /// no lease whether they answer, which takes seconds if one does not.
+    pub async fn show_step(
+        &self,
+        job: &Job,
+        step: Option<Step>,
+    ) -> Result<ShowReport, ClientError> {
+        let CommittedStep { step, shards } = self.fetch_committed_step(job, step).await?;
         let nodes = self.fetch_known_nodes().await?;
         // If all nodes have leases, the catalogue works and no node has to be asked.
         let is_well = !step.by_marks && nodes.iter().all(|view| view.live);

@@ -1,6 +1,9 @@
 //! Saves of several writers: whole or not at all, whichever of them dies, pauses or contradicts the
 //! others.
 
+#[path = "joint/failures.rs"]
+mod failures;
+
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};

@@ -182,6 +182,24 @@ async fn a_node_that_falls_silent_is_waited_for_once_in_a_restore() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_stripes_of_many_small_shards_are_planned_at_the_same_time() {
+    let world = World::simulated(6, &[(4, 2)], 64 << 10, 5).await;
+    let client = world.client();
+    let names: Vec<String> = (0..200).map(|number| format!("shard-{number:03}")).collect();
+    let bytes: Vec<Bytes> = (0..200).map(|number| content(1000 + number, 1)).collect();
+    let shards: Vec<_> = names.iter().map(String::as_str).zip(&bytes).collect();
+    save(&client, 1, &shards).await;
+    world.set_lag(20);
+    let began = tokio::time::Instant::now();
+    let (out, report) = restore(&client, 1).await.unwrap();
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    assert_eq!((report.shards, report.replica_stripes), (200, 200));
+    for (name, bytes) in shards {
+        assert!(read_file(&*out, name) == *bytes, "{name}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_restore_that_is_cancelled_in_the_middle_leaves_no_file_behind() {
     let world = World::simulated(6, &[(6, 4)], 64 << 10, 5).await;
     world.set_lag(2);

@@ -17,7 +17,7 @@ use rapidraid::wire::calls::{
 use tokio::sync::Notify;
 
 use world::raw::{block_call, empty_root};
-use world::{World, content, job, quiet, read_file, restore, restore_error, save, shard};
+use world::{World, address, content, job, quiet, read_file, restore, restore_error, save, shard};
 
 const REPLACE: SaveOptions = SaveOptions { replace: true };
 const KEEP: SaveOptions = SaveOptions { replace: false };
@@ -302,6 +302,25 @@ async fn a_full_disk_is_replaced_at_once() {
         None
     );
     world.assert_invariant(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_is_to_store_nothing_any_more_is_replaced_at_once() {
+    let mut world = World::start(6, &[(4, 2)], 64 << 10).await;
+    let client = world.client_of(0);
+    // The catalogue server has not heard yet that the node stores nothing.
+    world.network.partition(&address(0), &address(2));
+    world.kill(2).await;
+    world.without_storage.insert(2);
+    world.boot(2);
+    let began = tokio::time::Instant::now();
+    let bytes = content(2_000_000, 1);
+    let saved = save_once(&client, 1, &bytes, KEEP).await.unwrap();
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    assert!(saved.record.nodes().iter().any(|node| node.name == world.machines[2].name));
+    world.network.heal(&address(0), &address(2));
+    assert_restores(&client, 1, &bytes).await;
     world.assert_idle().await;
 }
 

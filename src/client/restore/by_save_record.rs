@@ -53,7 +53,7 @@ impl Client {
     async fn probe_record_nodes(&self, record: &SaveRecord) -> Result<Directory, ClientError> {
         let mut views = self.hello_all(record.cluster(), record.nodes().to_vec()).await?;
         if let Some(view) = views.iter().find(|view| view.live) {
-            self.set_gateway(Some(NodeAddress::of(&view.node)));
+            self.set_gateway(NodeAddress::of(&view.node));
         }
         let changes = self.fetch_known_ring_changes(&views).await;
         let others = self.find_moved_nodes_and_successors(record, &views, &changes).await;
@@ -67,7 +67,7 @@ impl Client {
             }
         }
         if let Some(view) = views.iter().find(|view| view.live) {
-            self.set_gateway(Some(NodeAddress::of(&view.node)));
+            self.set_gateway(NodeAddress::of(&view.node));
         } else {
             let asked: Vec<&str> = views.iter().map(|view| view.node.address.as_str()).collect();
             let reason = "none of the record's nodes answers".to_owned();

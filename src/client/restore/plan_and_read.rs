@@ -12,7 +12,7 @@ use super::output::{
     CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, refuse_output_conflicts,
 };
 use super::restore_request::RestoreRequest;
-use super::selection::{ReadRange, ShardSelection, StripeSlice, slice_for_range};
+use super::selection::{PartSlice, PartSlices, ReadRange, ShardSelection, StripeSlice};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, Step, StripeId};
@@ -273,47 +273,49 @@ impl Client {
     }
 
     /// Plans a reader for each slice of each part. Reports all stripes that cannot be read in one
-    /// [`ClientError::Lost`].
+    /// [`ClientError::Lost`]. The slices of all parts are planned as one sequence, because most
+    /// parts of a step of many small files have a single slice.
     async fn plan_parts(
         &self,
         reading: &Arc<ReadSession>,
         parts: &[ShardSelection],
     ) -> Result<Vec<Vec<PlannedStripe>>, ClientError> {
         let (mut lost, mut total) = (Vec::new(), 0);
-        let mut planned = Vec::with_capacity(parts.len());
-        for part in parts {
-            let mut readers = Vec::new();
-            let geometry = part.root.geometry()?;
-            let slices: Vec<StripeSlice> = (0..geometry.stripes())
-                .filter_map(|index| slice_for_range(index, &geometry.stripe(index)?, &part.range))
-                .collect();
-            total += slices.len();
-            if !slices.is_empty() {
-                let leaves = &self.fetch_leaves(reading, part).await?;
-                let mut plans = stream::iter(slices)
-                    .map(|slice| async move {
-                        let state = match &part.state {
-                            Some(known) => known.stripe(slice.stripe),
-                            None => {
-                                let of = (&part.root, slice.stripe);
-                                Some(find_stripe_state(reading, of.0, of.1, NodesToAsk::Live).await)
-                            }
-                        };
-                        let state = state.unwrap_or(StripeState::Replicated);
-                        self.plan_slice(reading, part, leaves, &slice, state).await
-                    })
-                    .buffered(PLANS_AT_ONCE);
-                while let Some(plan) = plans.next().await {
-                    match plan {
-                        Ok(reader) => readers.push(reader),
-                        Err(ClientError::Read(ReadError::Lost(one))) => lost.push(one),
-                        Err(error) => return Err(error),
-                    }
-                }
+        let mut planned: Vec<Vec<PlannedStripe>> = parts.iter().map(|_| Vec::new()).collect();
+        let slices = PartSlices::new(parts)?;
+        let mut plans = stream::iter(slices)
+            .map(|next| async move {
+                (next.at, self.plan_part_slice(reading, &parts[next.at], next).await)
+            })
+            .buffered(PLANS_AT_ONCE);
+        while let Some((at, plan)) = plans.next().await {
+            total += 1;
+            match plan {
+                Ok(reader) => planned[at].push(reader),
+                Err(ClientError::Read(ReadError::Lost(one))) => lost.push(one),
+                Err(error) => return Err(error),
             }
-            planned.push(readers);
         }
         if lost.is_empty() { Ok(planned) } else { Err(ClientError::Lost { lost, total }) }
+    }
+
+    /// Plans a reader for a slice. Fetches the leaves of its part unless another slice has done so.
+    async fn plan_part_slice(
+        &self,
+        reading: &Arc<ReadSession>,
+        part: &ShardSelection,
+        PartSlice { slice, leaves, .. }: PartSlice,
+    ) -> Result<PlannedStripe, ClientError> {
+        let leaves = leaves.get_or_try_init(|| self.fetch_leaves(reading, part)).await?;
+        let state = match &part.state {
+            Some(known) => known.stripe(slice.stripe),
+            None => {
+                let of = (&part.root, slice.stripe);
+                Some(find_stripe_state(reading, of.0, of.1, NodesToAsk::Live).await)
+            }
+        };
+        let state = state.unwrap_or(StripeState::Replicated);
+        self.plan_slice(reading, part, leaves, &slice, state).await
     }
 
     /// Plans a reader for a stripe in `state`, or in the state that it has reached meanwhile.

@@ -6,10 +6,12 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tokio::sync::OnceCell;
+
 use super::restore_request::RestoreRequest;
 use crate::client::{Client, ClientError};
-use crate::format::geometry::StripeCut;
-use crate::format::records::{ShardRoot, ShardState};
+use crate::format::geometry::{Geometry, StripeCut};
+use crate::format::records::{Leaves, ShardRoot, ShardState};
 use crate::gf::FingerprintKey;
 use crate::id::{ShardName, StepRef};
 use crate::pipeline::read::Sink;
@@ -77,11 +79,7 @@ pub(in crate::client) struct StripeSlice {
 
 /// Returns the blocks and grains of `cut` that hold bytes of `range`, a range of the shard. Returns
 /// `None` if there are none.
-pub(in crate::client) fn slice_for_range(
-    stripe: u32,
-    cut: &StripeCut,
-    range: &Range<u64>,
-) -> Option<StripeSlice> {
+fn slice_for_range(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<StripeSlice> {
     let from = range.start.max(cut.offset_bytes);
     let to = range.end.min(cut.offset_bytes + cut.len_bytes);
     if from >= to {
@@ -96,6 +94,48 @@ pub(in crate::client) fn slice_for_range(
         0..cut.grains()
     };
     Some(StripeSlice { stripe, blocks: (first as u8..=last as u8).collect(), grains })
+}
+
+/// A slice that is to be planned, and the number of its part. The slices of a part share its leaves,
+/// which are dropped with the last of them.
+pub(super) struct PartSlice {
+    pub(super) at: usize,
+    pub(super) slice: StripeSlice,
+    pub(super) leaves: Arc<OnceCell<Leaves>>,
+}
+
+/// The slices of all parts, in order. Each is made only when it is taken.
+pub(super) struct PartSlices<'a> {
+    parts: &'a [ShardSelection],
+    geometries: Vec<Geometry>,
+    at: usize,
+    stripe: u32,
+    leaves: Arc<OnceCell<Leaves>>,
+}
+
+impl<'a> PartSlices<'a> {
+    pub(super) fn new(parts: &'a [ShardSelection]) -> Result<Self, ClientError> {
+        let geometries = parts.iter().map(|part| part.root.geometry()).collect::<Result<_, _>>()?;
+        Ok(Self { parts, geometries, at: 0, stripe: 0, leaves: Arc::default() })
+    }
+}
+
+impl Iterator for PartSlices<'_> {
+    type Item = PartSlice;
+
+    fn next(&mut self) -> Option<PartSlice> {
+        loop {
+            let (part, geometry) = (self.parts.get(self.at)?, self.geometries.get(self.at)?);
+            let Some(cut) = geometry.stripe(self.stripe) else {
+                (self.at, self.stripe, self.leaves) = (self.at + 1, 0, Arc::default());
+                continue;
+            };
+            self.stripe += 1;
+            if let Some(slice) = slice_for_range(self.stripe - 1, &cut, &part.range) {
+                return Some(PartSlice { at: self.at, slice, leaves: self.leaves.clone() });
+            }
+        }
+    }
 }
 
 impl Client {

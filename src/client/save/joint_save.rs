@@ -14,8 +14,8 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 use super::save_decisions::{NewShard, SaveCode};
 use super::save_session::{RESTARTS, SHARDS_AT_ONCE, SaveRestarts, SaveSession, can_be_epoch_end};
 use super::shard_upload::ShardParameters;
+use super::stall_timer::{SaveProgress, StallTimer};
 use crate::client::{Client, ClientError, ProgressFn};
-use crate::clock::Clock;
 use crate::format::joint_save::{JointSave, WriterState};
 use crate::format::records::ShardRoot;
 use crate::id::{LaunchId, NodeId, SaveId, ShardName, StepRef};
@@ -30,8 +30,6 @@ use crate::wire::calls::{
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum number of reports of a writer within a stall period.
 const REPORTS_A_STALL: u32 = 8;
-/// The pauses between two looks at what the other writers have done: the first, and the longest.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
 /// A writer of a joint save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,52 +86,6 @@ enum AttemptEnd {
     Committed(SaveId),
     /// The save is over and was not committed, as far as is known.
     Over,
-}
-
-/// The progress of all writers of the save, this one included.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct SaveProgress {
-    announced: usize,
-    sent_mib: u64,
-    complete: usize,
-}
-
-/// The time since the writers of a save last made progress.
-struct StallTimer {
-    clock: Arc<dyn Clock>,
-    limit: Duration,
-    seen: Option<SaveProgress>,
-    since: Duration,
-    pause: Duration,
-}
-
-impl StallTimer {
-    fn new(clock: Arc<dyn Clock>, limit: Duration) -> Self {
-        let since = clock.now();
-        Self { clock, limit, seen: None, since, pause: PAUSES.0 }
-    }
-
-    /// Notes the state of the writers. Returns for how long it has been the same.
-    fn note(&mut self, seen: SaveProgress) -> Duration {
-        let now = self.clock.now();
-        if self.seen != Some(seen) {
-            (self.seen, self.since, self.pause) = (Some(seen), now, PAUSES.0);
-        }
-        now.saturating_sub(self.since)
-    }
-
-    /// Pauses before the next look.
-    ///
-    /// # Errors
-    /// [`ClientError::WritersMissing`] if the state has been the same for too long.
-    async fn pause(&mut self, missing: Vec<u32>) -> Result<(), ClientError> {
-        if self.clock.now().saturating_sub(self.since) >= self.limit {
-            return Err(ClientError::WritersMissing { writers: missing, limit: self.limit });
-        }
-        self.clock.sleep(self.pause).await;
-        self.pause = (self.pause * 2).min(PAUSES.1);
-        Ok(())
-    }
 }
 
 /// A writer at work on a step: the arguments of [`Client::save_jointly`].
@@ -193,10 +145,15 @@ impl Client {
             restarts.count += 1;
             if let Some(error) = error {
                 match session.find_end_after_failure(&work, &error).await {
-                    Some(AttemptEnd::Committed(save)) => return Ok(save),
-                    Some(AttemptEnd::Over) => {}
-                    None => {
+                    Ok(Some(AttemptEnd::Committed(save))) => return Ok(save),
+                    Ok(Some(AttemptEnd::Over)) => {}
+                    Ok(None) => {
                         session.abort_and_prepare_restart(error, &mut restarts).await?;
+                        continue;
+                    }
+                    Err(unknown) => {
+                        let restart = session.abort_and_prepare_restart(error, &mut restarts);
+                        restart.await.map_err(|error| error_while_unknown(error, unknown))?;
                         continue;
                     }
                 }
@@ -423,7 +380,7 @@ impl SaveSession {
         let mut timer = StallTimer::new(self.client.caller().clock().clone(), work.writer.stall);
         let mut roots: Vec<ShardRoot> = Vec::new();
         let mut sent_mib = 0;
-        let mut reported = timer.clock.now();
+        let mut reported = self.client.caller().clock().now();
         loop {
             let complete = roots.len();
             match self.list_completed_shards(work, complete as u32).await {
@@ -446,7 +403,7 @@ impl SaveSession {
                 // There may be another page.
                 continue;
             }
-            let now = timer.clock.now();
+            let now = self.client.caller().clock().now();
             if now.saturating_sub(reported) >= work.writer.report_interval() {
                 reported = now;
                 match self.report(work, own_count).await {
@@ -497,25 +454,37 @@ impl SaveSession {
     }
 
     /// Returns the end of the save after this writer's part has failed, or `None` if the save is
-    /// still open as far as is known: the failure is then the writer's own. Aborts a save of an
-    /// epoch that is over, because nodes refuse that epoch.
+    /// still open: the failure is then the writer's own. Aborts a save of an epoch that is over,
+    /// because nodes refuse that epoch.
+    ///
+    /// # Errors
+    /// The error of the question whether the save is still open.
     async fn find_end_after_failure(
         &self,
         work: &JointWork<'_>,
         error: &ClientError,
-    ) -> Option<AttemptEnd> {
+    ) -> Result<Option<AttemptEnd>, ClientError> {
         let save = self.begun.save;
         if can_be_epoch_end(error.kind()) && self.has_epoch_ended(error.kind()).await {
             // If it is decided all the same, the next join says so.
             self.abort_save().await;
-            return Some(AttemptEnd::Over);
+            return Ok(Some(AttemptEnd::Over));
         }
-        match self.list_completed_shards(work, u32::MAX).await {
-            Ok(CompletedShards::Committed) => Some(AttemptEnd::Committed(save)),
-            Ok(CompletedShards::Over) => Some(AttemptEnd::Over),
-            Ok(CompletedShards::Open { .. }) | Err(_) => None,
-        }
+        Ok(match self.list_completed_shards(work, u32::MAX).await? {
+            CompletedShards::Committed => Some(AttemptEnd::Committed(save)),
+            CompletedShards::Over => Some(AttemptEnd::Over),
+            CompletedShards::Open { .. } => None,
+        })
     }
+}
+
+/// Returns the error of a save that failed with `failed`, if the question for its end failed with
+/// `unknown`. The other writers may have committed the save. So a caller that would give the step up
+/// after `failed` must hear that it has to ask again.
+fn error_while_unknown(failed: ClientError, unknown: ClientError) -> ClientError {
+    let is_stall = matches!(failed, ClientError::WritersMissing { .. });
+    let is_final = is_stall || !failed.kind().is_transient();
+    if is_final && unknown.kind().is_transient() { unknown } else { failed }
 }
 
 /// Returns the writer of the first shard that is not complete, in a list of one.
@@ -524,25 +493,4 @@ fn find_first_incomplete_writer(joint: &JointSave, complete: &[ShardRoot]) -> Ve
     let ends_after =
         |writer: &u32| joint.first_shard(*writer as usize + 1).is_some_and(|end| end > next);
     (0..joint.writers.len() as u32).find(ends_after).into_iter().collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::clock::SystemClock;
-
-    #[tokio::test(start_paused = true)]
-    async fn a_stall_counts_from_the_last_progress() {
-        let limit = Duration::from_secs(10);
-        let mut timer = StallTimer::new(SystemClock::new(), limit);
-        let seen = |sent_mib| SaveProgress { announced: 2, sent_mib, complete: 0 };
-        for sent_mib in 0..5 {
-            assert_eq!(timer.note(seen(sent_mib)), Duration::ZERO);
-            tokio::time::advance(limit - PAUSES.0).await;
-            timer.pause(vec![1]).await.unwrap();
-        }
-        assert!(timer.note(seen(4)) >= limit);
-        let stalled = timer.pause(vec![1]).await.unwrap_err();
-        assert!(matches!(stalled, ClientError::WritersMissing { writers, .. } if writers == [1]));
-    }
 }

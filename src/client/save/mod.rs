@@ -4,6 +4,7 @@ mod joint_save;
 mod save_decisions;
 mod save_session;
 mod shard_upload;
+mod stall_timer;
 
 pub use joint_save::{JointDecisions, JointWriter};
 pub use save_decisions::{NewShard, SaveCode, SaveDecisions, SaveFate};

@@ -188,12 +188,12 @@ async fn probe_node(
     let error = match list_node_files(reading, stripe, files, &to, limit).await {
         Ok(mut files) => {
             reading.directory.heard(node, true);
-            reading.clear_timeout(node);
+            reading.clear_unreached(node);
             files.retain(|found| !reading.is_corrupt(stripe, node, found.file));
             return ProbeAnswer::Files(files);
         }
         Err(error) if error.kind() == ErrorKind::Busy => {
-            reading.clear_timeout(node);
+            reading.clear_unreached(node);
             return ProbeAnswer::Busy(error.to_string());
         }
         Err(error) => error,
@@ -201,8 +201,8 @@ async fn probe_node(
     if reading.directory.heard(node, false) {
         reading.record_incident(format!("{} is left out: {error}", to.name));
     }
-    if limit >= LONG_PROBE_LIMIT && error.kind() == ErrorKind::Timeout {
-        reading.record_timeout(node);
+    if limit >= LONG_PROBE_LIMIT && error.is_unanswered() {
+        reading.record_unreached(node);
     }
     ProbeAnswer::Silence
 }

@@ -203,19 +203,19 @@ impl ReadSession {
         self.grain_wait_us.store(mean, Ordering::Relaxed);
     }
 
-    /// Returns whether `node` may be asked: its last timeout, if any, is longer ago than
-    /// [`UNREACHED_LIMIT`].
+    /// Returns whether `node` may be asked: the last call that it left unanswered, if any, is
+    /// longer ago than [`UNREACHED_LIMIT`].
     pub(super) fn may_be_asked(&self, node: NodeId) -> bool {
         let unreached = lock(&self.unreached);
         let now = self.caller.clock().now();
         unreached.get(&node).is_none_or(|since| now.saturating_sub(*since) > UNREACHED_LIMIT)
     }
 
-    pub(super) fn record_timeout(&self, node: NodeId) {
+    pub(super) fn record_unreached(&self, node: NodeId) {
         lock(&self.unreached).insert(node, self.caller.clock().now());
     }
 
-    pub(super) fn clear_timeout(&self, node: NodeId) {
+    pub(super) fn clear_unreached(&self, node: NodeId) {
         lock(&self.unreached).remove(&node);
     }
 }

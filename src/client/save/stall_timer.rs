@@ -1,0 +1,142 @@
+//! The time since the writers of a joint save last made progress (docs/semantics.md, 3).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::client::ClientError;
+use crate::clock::Clock;
+
+/// The pauses between two looks at what the other writers have done: the first, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+/// How often writers may start again and send the same bytes once more, so that this counts as
+/// progress, until the save gets further than before. A writer that is killed again and again would
+/// otherwise keep all others waiting.
+const MAX_REPEATS: u32 = 3;
+
+/// The progress of all writers of the save, this one included.
+#[derive(Clone, Copy)]
+pub(super) struct SaveProgress {
+    pub(super) announced: usize,
+    pub(super) sent_mib: u64,
+    pub(super) complete: usize,
+}
+
+impl SaveProgress {
+    /// Returns whether something is more than in `other`.
+    fn exceeds(&self, other: &Self) -> bool {
+        self.announced > other.announced
+            || self.sent_mib > other.sent_mib
+            || self.complete > other.complete
+    }
+
+    fn max(&self, other: &Self) -> Self {
+        Self {
+            announced: self.announced.max(other.announced),
+            sent_mib: self.sent_mib.max(other.sent_mib),
+            complete: self.complete.max(other.complete),
+        }
+    }
+}
+
+/// The time since the writers of a save last made progress.
+pub(super) struct StallTimer {
+    clock: Arc<dyn Clock>,
+    limit: Duration,
+    /// The most that was seen of each.
+    most: Option<SaveProgress>,
+    /// The MiB that were seen last. They fall when a writer starts again.
+    last_sent_mib: u64,
+    /// How often they have fallen since there was more of anything than ever before.
+    falls: u32,
+    since: Duration,
+    pause: Duration,
+}
+
+impl StallTimer {
+    pub(super) fn new(clock: Arc<dyn Clock>, limit: Duration) -> Self {
+        let since = clock.now();
+        Self { clock, limit, most: None, last_sent_mib: 0, falls: 0, since, pause: PAUSES.0 }
+    }
+
+    /// Notes the state of the writers. Returns the time since they last made progress.
+    pub(super) fn note(&mut self, seen: SaveProgress) -> Duration {
+        let now = self.clock.now();
+        if self.is_progress(seen) {
+            (self.since, self.pause) = (now, PAUSES.0);
+        }
+        now.saturating_sub(self.since)
+    }
+
+    fn is_progress(&mut self, seen: SaveProgress) -> bool {
+        let before = std::mem::replace(&mut self.last_sent_mib, seen.sent_mib);
+        let most = self.most.map_or(seen, |most| most.max(&seen));
+        if self.most.replace(most).is_none_or(|most| seen.exceeds(&most)) {
+            self.falls = 0;
+            return true;
+        }
+        if seen.sent_mib < before {
+            self.falls += 1;
+        }
+        seen.sent_mib != before && self.falls <= MAX_REPEATS
+    }
+
+    /// Pauses before the next look.
+    ///
+    /// # Errors
+    /// [`ClientError::WritersMissing`] if there was no progress for too long.
+    pub(super) async fn pause(&mut self, missing: Vec<u32>) -> Result<(), ClientError> {
+        if self.clock.now().saturating_sub(self.since) >= self.limit {
+            return Err(ClientError::WritersMissing { writers: missing, limit: self.limit });
+        }
+        self.clock.sleep(self.pause).await;
+        self.pause = (self.pause * 2).min(PAUSES.1);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::SystemClock;
+
+    const LIMIT: Duration = Duration::from_secs(10);
+
+    fn sent(sent_mib: u64) -> SaveProgress {
+        SaveProgress { announced: 2, sent_mib, complete: 0 }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stall_counts_from_the_last_progress() {
+        let mut timer = StallTimer::new(SystemClock::new(), LIMIT);
+        for sent_mib in 0..5 {
+            assert_eq!(timer.note(sent(sent_mib)), Duration::ZERO);
+            tokio::time::advance(LIMIT - PAUSES.0).await;
+            timer.pause(vec![1]).await.unwrap();
+        }
+        assert!(timer.note(sent(4)) >= LIMIT);
+        let stalled = timer.pause(vec![1]).await.unwrap_err();
+        assert!(matches!(stalled, ClientError::WritersMissing { writers, .. } if writers == [1]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_that_are_sent_again_count_a_few_times() {
+        let second = Duration::from_secs(1);
+        let mut timer = StallTimer::new(SystemClock::new(), LIMIT);
+        let mut note_after_a_second = async |sent_mib, complete| {
+            tokio::time::advance(second).await;
+            timer.note(SaveProgress { complete, ..sent(sent_mib) })
+        };
+        // A shard that is completed is new, so writers may start again as often as before.
+        for complete in 0..2 {
+            assert_eq!(note_after_a_second(100, complete).await, Duration::ZERO);
+            for _ in 0..MAX_REPEATS {
+                for sent_mib in [10, 50, 100] {
+                    let unchanged = note_after_a_second(sent_mib, complete).await;
+                    assert_eq!(unchanged, Duration::ZERO, "{sent_mib} MiB again");
+                }
+            }
+            assert_eq!(note_after_a_second(10, complete).await, second);
+            assert_eq!(note_after_a_second(99, complete).await, 2 * second);
+        }
+    }
+}

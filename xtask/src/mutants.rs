@@ -188,7 +188,10 @@ fn test(tree: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
     };
     match cargo(&[&binary[..], &["--no-run"]].concat())? {
         (Some(0), _) => {}
-        (Some(BUILD_FAILED), _) => return Ok(Ended::NotBuilt),
+        (Some(BUILD_FAILED), stderr) => {
+            eprintln!("{}", String::from_utf8_lossy(&stderr));
+            return Ok(Ended::NotBuilt);
+        }
         (code, stderr) => return Err(unexpected(code, &stderr)),
     }
     match cargo(&[&binary[..], &tests[1..]].concat())? {

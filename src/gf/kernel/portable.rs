@@ -138,8 +138,16 @@ fn add_products(sums: &mut [[u8; STEP]], mut powers: [u8; STEP], coefs: &[u8]) {
             powers.iter_mut().for_each(|byte| *byte = double(*byte));
         }
         for (sum, _) in sums.iter_mut().zip(coefs).filter(|(_, coef)| *coef >> bit & 1 == 1) {
-            add(sum, &powers);
+            add_step(sum, &powers);
         }
+    }
+}
+
+/// Adds one step to another. The fixed length lets the compiler unroll the loop wherever it is used.
+#[inline(always)]
+fn add_step(sum: &mut [u8; STEP], terms: &[u8; STEP]) {
+    for lane in 0..STEP {
+        sum[lane] ^= terms[lane];
     }
 }
 

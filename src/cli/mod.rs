@@ -116,7 +116,7 @@ async fn print_outcome(args: Args, env: BTreeMap<String, String>) -> u8 {
 
 async fn command(front: &mut Front, command: Command) -> Outcome {
     if !matches!(command, Command::Node(_) | Command::Stage(_)) {
-        log::of_command(&front.env);
+        log::of_command(front);
     }
     match command {
         Command::Demo(options) => demo::run(front, options).await,

@@ -30,6 +30,7 @@ mod rules;
 mod safety;
 pub mod sample;
 mod save;
+mod save_record;
 mod stage;
 mod status;
 mod steps;
@@ -38,6 +39,7 @@ mod tensors;
 mod trace;
 mod transfer;
 mod verify;
+mod verify_all;
 pub mod words;
 
 use std::collections::BTreeMap;

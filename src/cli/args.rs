@@ -314,7 +314,9 @@ pub struct Restore {
 
 /// Options of `ls`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  rapidraid ls\n  rapidraid ls gpt --json")]
+#[command(
+    after_help = "Examples:\n  rapidraid ls\n  rapidraid ls gpt --json\n\nWhile no catalogue answers, the steps are listed by the nodes' commit marks. Then the JSON fields labels, open_saves and\nlaunches are null, and --label fails."
+)]
 pub struct Ls {
     /// List only the steps of this job
     pub job: Option<Job>,

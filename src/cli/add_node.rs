@@ -13,7 +13,7 @@ use toml::Table;
 
 use super::args::AddNode;
 use super::files;
-use super::init::{OWN, SEEDS, Text, check_settings, listen, quoted, toml_value, write_member};
+use super::init::{MAX_SEEDS, OWN, Text, check_settings, listen, quoted, toml_value, write_member};
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
 use super::words::NewNode;
@@ -57,8 +57,10 @@ pub fn run(options: &AddNode) -> Outcome {
         ));
     };
     check(&options.nodes, &known)?;
+    // Some of the folders may be of nodes that were removed from the cluster, so a few of them are not
+    // enough.
     let seeds: Vec<String> =
-        known.iter().take(SEEDS).map(|node| node.address.as_str().to_owned()).collect();
+        known.iter().take(MAX_SEEDS).map(|node| node.address.as_str().to_owned()).collect();
     let mut settings = like.settings.clone();
     for setting in set {
         let value = format!("x = {}", toml_value(setting)).parse::<Table>();
@@ -278,6 +280,22 @@ mod tests {
             assert_eq!(seeds, ["127.0.0.1:7001", "example.org:7002"]);
             assert_eq!(connect::identity(&config.membership).unwrap().name().as_str(), name);
         }
+    }
+
+    /// The folders of removed nodes may be the first ones by name.
+    #[test]
+    fn a_new_node_asks_more_nodes_than_the_first_three() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("c");
+        let words: Vec<String> = (10..90).map(|at| format!("n{at}=h:{at}")).collect();
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let cluster = create(&dir, &nodes(&words), &[]).unwrap();
+        add(&dir, &["z=h:9"], &[]).unwrap();
+        let file = cluster.node_config(&"z".parse().unwrap());
+        let text = files::read_text(&file, 1 << 20).unwrap();
+        let table = text.parse::<Table>().unwrap();
+        let seeds = table.get("seeds").and_then(toml::Value::as_array).unwrap();
+        assert_eq!((seeds.len(), seeds[0].as_str()), (MAX_SEEDS, Some("h:10")));
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod catalogue;
 mod cluster;
 mod repair;
 mod staging;
+mod verify;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -17,6 +18,7 @@ pub use cluster::{
 };
 pub use repair::Repair;
 pub use staging::Stage;
+pub use verify::Verify;
 
 use super::printer::{CommandFailure, CommandOutput, Look, Printer};
 use super::words::{AnyStep, ByteRange, ExactStep, Setting, Shape};
@@ -74,7 +76,7 @@ pub enum Command {
     Rm(Rm),
     /// Mark a checkpoint with a label, which also keeps the newest checkpoint that has it
     Label(LabelOptions),
-    /// Make every node check its copies of a checkpoint, and say how many more nodes may be lost
+    /// Make every node check its copies of one or all checkpoints, and say how many more nodes may be lost
     Verify(Verify),
     /// Make again what nodes have lost of checkpoints: pieces, replicas and records
     Repair(Repair),
@@ -134,7 +136,8 @@ const NODE: &str = "\
 Example:
   rapidraid node --config nodes/node-1/rapidraid.toml
 
-The node reports in one line on stderr that it is ready. SIGTERM or SIGINT stops it in order, a second signal at once.";
+The node reports in one line on stderr that it is ready. SIGTERM or SIGINT stops it in order, a second signal at once.
+SIGHUP is logged and ignored.";
 
 /// Options of `node`.
 #[derive(Debug, clap::Args)]
@@ -182,7 +185,8 @@ pub struct Save {
     #[arg(long)]
     pub allow_changing: bool,
     /// Write a record with which `restore --record` reads this save without a catalogue; the file
-    /// must not exist
+    /// must not exist. If the record cannot be written, the exit code is 1 although the step is
+    /// committed, and `show --record` writes it
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
     /// The options to connect to the cluster.
@@ -310,7 +314,9 @@ pub struct Restore {
 
 /// Options of `ls`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  rapidraid ls\n  rapidraid ls gpt --json")]
+#[command(
+    after_help = "Examples:\n  rapidraid ls\n  rapidraid ls gpt --json\n\nWhile no catalogue answers, the steps are listed by the nodes' commit marks. Then the JSON fields labels, open_saves and\nlaunches are null, and --label fails."
+)]
 pub struct Ls {
     /// List only the steps of this job
     pub job: Option<Job>,
@@ -322,48 +328,10 @@ pub struct Ls {
     pub connect: Connect,
 }
 
-const VERIFY: &str = "\
-Examples:
-  rapidraid verify gpt/1200
-  rapidraid verify gpt/latest --mend     repairs damaged replicas, too
-  rapidraid verify gpt/1200 --quick      reads one copy of everything, as a restore does
-
-Every node reads its replicas, pieces and records of the checkpoint from its disk; no data crosses
-the network. Each node notes the damage it finds, and `status` shows it; verify itself moves and
-changes no file. Nodes repair replicas that they know to be damaged within the hour, with --mend at
-once. The exit code is 1 when something is damaged or missing on a node that answers, when such a
-node could not examine a stripe (failures), or when it is not certain that the checkpoint can be
-read. The step may be `latest`, the committed step with the greatest number.
-
-With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node,
-reason), failures (as away), faults (node, shard, stripe, part, wrong), fault_count, lacking and
-mended (as faults), survives (how many more nodes may be lost, null when it is not certain that the
-checkpoint can be read now), weakest (shard, stripe), incidents.
-With --quick the fields of `restore`.";
-
-/// Options of `verify`.
-#[derive(Debug, clap::Args)]
-#[command(after_help = VERIFY)]
-pub struct Verify {
-    /// The job, and the step's number or `latest`
-    #[arg(value_name = "JOB/STEP")]
-    pub step: AnyStep,
-    /// Repair damaged replicas from good grains; `repair` makes damaged pieces again
-    #[arg(long, conflicts_with = "quick")]
-    pub mend: bool,
-    /// Read one copy of everything through this client instead; nodes learn which of their copies
-    /// are damaged, and repair replicas
-    #[arg(long)]
-    pub quick: bool,
-    /// The options to connect to the cluster.
-    #[command(flatten)]
-    pub connect: Connect,
-}
-
 /// Options of `show`.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Examples:\n  rapidraid show gpt/latest\n  rapidraid show gpt/1200 --tensors --names 'model/layers.0.*'"
+    after_help = "Examples:\n  rapidraid show gpt/latest\n  rapidraid show gpt/1200 --tensors --names 'model/layers.0.*'\n  rapidraid show gpt/1200 --record gpt-1200.rr     writes the record for a restore without a catalogue\n\nWith --record and --json: schema, job, step, save, record (the file)."
 )]
 pub struct Show {
     /// The job, and the step's number or `latest`, the committed step with the greatest number
@@ -372,6 +340,10 @@ pub struct Show {
     /// List the tensors and values that a trainer saved: name, type, shape, regions and bytes
     #[arg(long)]
     pub tensors: bool,
+    /// Write the record with which `restore --record` reads this save without a catalogue, as `save
+    /// --record` does; the file must not exist
+    #[arg(long, value_name = "FILE", conflicts_with = "tensors")]
+    pub record: Option<PathBuf>,
     /// List only names that match: `*` stands for any text, `?` for one character
     #[arg(long, value_name = "GLOB", requires = "tensors")]
     pub names: Option<String>,
@@ -555,6 +527,8 @@ mod tests {
             "rapidraid archive a/latest --plan striped-star --parallel 2",
             "rapidraid restore a/latest --out d --shard x/y --range 0..5",
             "rapidraid ls",
+            "rapidraid verify",
+            "rapidraid show a/latest --record r",
             "rapidraid --json show a/1",
             "rapidraid code search 10,7",
         ] {
@@ -570,11 +544,13 @@ mod tests {
             "rapidraid save a/1",
             "rapidraid save ../1 x",
             "rapidraid rm a/latest",
+            "rapidraid show a/1 --record r --tensors",
             "rapidraid restore a/1",
             "rapidraid restore a/1 --out d --range 0..5",
             "rapidraid restore a/1 --out d --shard ../x",
             "rapidraid archive a/1 --plan tree",
             "rapidraid code show 16",
+            "rapidraid verify --quick",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
         }

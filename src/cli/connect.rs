@@ -17,6 +17,7 @@ use crate::client::{Client, ClientError, summarize_addresses};
 use crate::clock::{SystemClock, deadline};
 use crate::config::{ClientConfig, ConfigError, MAX_FILE_BYTES, Membership, Sources};
 use crate::kind::ErrorKind;
+use crate::net::call::CallError;
 use crate::net::identity::Identity;
 
 /// Maximum total time for the seeds to answer.
@@ -29,9 +30,10 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 /// Converts an error of the client library, with its own hint if it has one.
 pub fn failure(error: &ClientError) -> CommandFailure {
     let failure = CommandFailure::of(error.kind(), error);
-    match error.hint() {
-        Some(hint) => failure.with_hint(hint),
-        None => failure,
+    match (error.hint(), error) {
+        (Some(hint), _) => failure.with_hint(hint),
+        (None, ClientError::Call(CallError::Failed(_))) => failure.as_told_by_daemon(),
+        (None, _) => failure,
     }
 }
 
@@ -163,5 +165,25 @@ pub async fn ask<T>(
                 format!("{elapsed}: the catalogue server does not answer or cannot be reached");
             Err(CommandFailure::new(ErrorKind::Timeout, message))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::RemoteError;
+
+    #[test]
+    fn an_answer_of_a_daemon_has_no_default_hint_about_the_callers_files() {
+        let hint = |kind| {
+            let message = "there is nothing to rebuild".to_owned();
+            failure(&ClientError::Call(CallError::Failed(RemoteError { kind, message }))).hint
+        };
+        for kind in [ErrorKind::Exists, ErrorKind::NotFound, ErrorKind::Io] {
+            assert_eq!(hint(kind), "", "{kind:?}");
+        }
+        assert!(hint(ErrorKind::Unavailable).contains("rapidraid status"));
+        let here = failure(&ClientError::InTheWay { path: "a".into(), found: "a folder" });
+        assert!(here.hint.contains("another name"), "{here:?}");
     }
 }

@@ -31,9 +31,10 @@ use crate::net::identity::IdentityError;
 const CLIENT: &str = "client";
 /// The number of seeds in a node's configuration. A node still finds the cluster when one seed is
 /// down, and a person can read the list at a glance.
-pub(super) const SEEDS: usize = 3;
-/// The maximum number of seeds in a client's configuration, which lists all nodes up to this limit.
-const MAX_SEEDS: usize = 64;
+const SEEDS: usize = 3;
+/// The maximum number of seeds in the configuration of a client or of an added node, which lists all
+/// nodes up to this limit.
+pub(super) const MAX_SEEDS: usize = 64;
 /// The settings that `--set` refuses, because they differ from node to node or follow from
 /// `--node`.
 pub(super) const OWN: &[&str] = &[

@@ -36,17 +36,37 @@ const HANG_UP: &str = "SIGHUP";
 /// Maximum length of the file in which the system describes a process.
 const MAX_STATUS_BYTES: usize = 64 << 10;
 
-/// The signals that end a process in order. SIGHUP is one of them, unless the process was started with
-/// this signal ignored, for example by `nohup`.
+/// The signals that end a process in order. SIGHUP ends a command, unless the command was started with
+/// this signal ignored, for example by `nohup`. It never ends a daemon.
 pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
     hang_up: Option<Signal>,
+    /// What SIGHUP does if it is caught.
+    on_hang_up: OnHangUp,
+}
+
+/// The effect of SIGHUP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OnHangUp {
+    End,
+    /// Nothing but a log line.
+    Log,
 }
 
 impl Signals {
-    /// Starts to catch the signals.
+    /// Starts to catch the signals that end a command.
     pub fn new() -> Result<Self, CommandFailure> {
+        Self::listen(OnHangUp::End)
+    }
+
+    /// Starts to catch the signals that end a daemon. A daemon has no terminal and reads its
+    /// configuration only once, so it logs and ignores SIGHUP, which a rotation of logs may send.
+    pub fn of_daemon() -> Result<Self, CommandFailure> {
+        Self::listen(OnHangUp::Log)
+    }
+
+    fn listen(on_hang_up: OnHangUp) -> Result<Self, CommandFailure> {
         let listen = |kind| {
             signal(kind).map_err(|e| {
                 CommandFailure::new(ErrorKind::Io, format!("cannot listen for signals: {e}"))
@@ -59,6 +79,7 @@ impl Signals {
                 true => None,
                 false => Some(listen(SignalKind::hangup())?),
             },
+            on_hang_up,
         })
     }
 
@@ -67,13 +88,20 @@ impl Signals {
         self.interrupt.recv().await;
     }
 
-    /// Waits for the next signal. Returns its name.
+    /// Waits for the next signal that ends the process. Returns its name.
     pub async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.interrupt.recv() => INTERRUPT,
-            _ = self.terminate.recv() => "SIGTERM",
-            // Without a signal to wait for, this branch is disabled.
-            Some(_) = async { self.hang_up.as_mut()?.recv().await } => HANG_UP,
+        loop {
+            tokio::select! {
+                _ = self.interrupt.recv() => return INTERRUPT,
+                _ = self.terminate.recv() => return "SIGTERM",
+                // Without a signal to wait for, this branch is disabled.
+                Some(_) = async { self.hang_up.as_mut()?.recv().await } => match self.on_hang_up {
+                    OnHangUp::End => return HANG_UP,
+                    OnHangUp::Log => tracing::info!(
+                        "SIGHUP is ignored: a daemon reads its configuration only when it starts"
+                    ),
+                },
+            }
         }
     }
 }
@@ -276,6 +304,6 @@ impl CommandOutput for CommittedBefore {
     }
 
     fn text(&self, _: Paint) -> String {
-        format!("{} was committed before the signal; no record was written\n", self.step)
+        format!("{} was committed before the signal\n", self.step)
     }
 }

@@ -30,6 +30,7 @@ mod rules;
 mod safety;
 pub mod sample;
 mod save;
+mod save_record;
 mod stage;
 mod status;
 mod steps;
@@ -38,6 +39,7 @@ mod tensors;
 mod trace;
 mod transfer;
 mod verify;
+mod verify_all;
 pub mod words;
 
 use std::collections::BTreeMap;
@@ -116,7 +118,7 @@ async fn print_outcome(args: Args, env: BTreeMap<String, String>) -> u8 {
 
 async fn command(front: &mut Front, command: Command) -> Outcome {
     if !matches!(command, Command::Node(_) | Command::Stage(_)) {
-        log::of_command(&front.env);
+        log::of_command(front);
     }
     match command {
         Command::Demo(options) => demo::run(front, options).await,

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::args::NodeOptions;
-use super::interrupt::Signals;
+use super::interrupt::{Signals, interrupted};
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::Paint;
 use super::{Front, Outcome, connect, files, log};
@@ -65,11 +65,11 @@ pub async fn run(front: &mut Front, options: NodeOptions) -> Outcome {
     let sources = Sources { file: &options.config, text: &text, env: &front.env, options: &set };
     let config = NodeConfig::parse(sources).map_err(|error| connect::config_failure(&error))?;
     let identity = connect::identity(&config.membership)?;
-    log::of_daemon(&config);
+    log::of_daemon(front, &config);
 
     // The signals are caught before the daemon starts, so that a signal during its start also ends
     // it in order.
-    let mut signals = Signals::new()?;
+    let mut signals = Signals::of_daemon()?;
     let name = config.membership.name.clone();
     let format = config.log_format;
     let mut gone = options.stop_at_eof.then(end_of_stdin);
@@ -108,7 +108,8 @@ pub async fn run(front: &mut Front, options: NodeOptions) -> Outcome {
                 .with_hint("nothing that was acknowledged is lost: start it again")),
         },
         which = signals.next() => {
-            Err(CommandFailure::new(ErrorKind::Unavailable, format!("ended at once by a second {which}"))
+            let consequence = "the node ended at once, before its orderly stop was complete";
+            Err(interrupted(which, consequence)
                 .with_hint("nothing that was acknowledged is lost: start it again"))
         }
     }

@@ -46,7 +46,7 @@ pub struct CommandFailure {
     pub kind: ErrorKind,
     /// The message: what happened, and to what.
     pub message: String,
-    /// The advice: what to do next.
+    /// The advice: what to do next. Empty if the message has it, or if none is known.
     pub hint: String,
     /// The number of the signal that ended the command, if one did.
     pub signal: Option<u8>,
@@ -71,6 +71,15 @@ impl CommandFailure {
             cause = error.source();
         }
         Self::new(kind, message)
+    }
+
+    /// Returns the failure without the default hint of its kind, if the message is an answer of a
+    /// daemon. The default hints of these kinds speak of the caller's own names, files and disk.
+    pub fn as_told_by_daemon(self) -> Self {
+        match self.kind {
+            ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Io => self.with_hint(""),
+            _ => self,
+        }
     }
 
     /// Returns the failure with `hint` in place of its hint.

@@ -36,8 +36,8 @@ impl CommandOutput for Gone {
 
     fn text(&self, _: Paint) -> String {
         format!(
-            "{} is no member any more. Destroy its key and data: a daemon with them would register again.\n",
-            self.0
+            "{name} is no member any more. Destroy its key and data: a daemon with them would register again.\nRemove the folder nodes/{name} of the cluster's folder too: `rapidraid cluster add-node` takes addresses from it.\n",
+            name = self.0
         )
     }
 }

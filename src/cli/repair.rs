@@ -38,8 +38,9 @@ pub async fn run(front: &mut Front, options: Repair) -> Outcome {
     };
     let took = clock.now();
     connect::close(&client).await;
+    let (steps, left) = repaired?;
     let (is_dry_run, given_up_node) = (options.dry_run, options.node);
-    Ok(Box::new(Repaired { steps: repaired?, took, is_dry_run, given_up_node }))
+    Ok(Box::new(Repaired { steps, left, took, is_dry_run, given_up_node }))
 }
 
 /// The result for one step.
@@ -50,18 +51,21 @@ struct StepResult {
     result: Result<RepairReport, CommandFailure>,
 }
 
+/// Repairs the steps that the options name. Returns the results, and the number of checkpoints that were
+/// left out because no catalogue answers any more.
 async fn repair_steps(
     front: &mut Front,
     client: &Client,
     options: &Repair,
-) -> Result<Vec<StepResult>, CommandFailure> {
+) -> Result<(Vec<StepResult>, usize), CommandFailure> {
     let failure = |error: ClientError| connect::failure(&error);
     let clock = SystemClock::new();
     if let Some(wanted) = &options.step {
         let report = repair_step(front, client, &wanted.job, wanted.step, options).await;
         let report = report.map_err(failure)?;
         let (job, step) = (report.job.clone(), report.step);
-        return Ok(vec![StepResult { job, step, took: clock.now(), result: Ok(report) }]);
+        let result = StepResult { job, step, took: clock.now(), result: Ok(report) };
+        return Ok((vec![result], 0));
     }
     let steps = client.list_steps(None).await.map_err(failure)?;
     let directory = Directory::new(Vec::new(), client.fetch_ring_changes().await.map_err(failure)?);
@@ -69,26 +73,42 @@ async fn repair_steps(
         ensure_known(client, name, &directory).await?;
     }
     let mut results = Vec::new();
-    for view in steps {
-        if let Some(name) = &options.node
-            && !has_part_of(client, name, &directory, &view.job, view.step)
-                .await
-                .map_err(failure)?
-        {
-            continue;
-        }
+    let count = steps.len();
+    for (number, view) in (1..).zip(steps) {
+        let (job, step) = (view.job, view.step);
         let begun_at = clock.now();
-        let result = repair_step(front, client, &view.job, Some(view.step), options).await;
+        let result = match &options.node {
+            Some(name) => has_part_of(client, name, &directory, &job, step).await,
+            None => Ok(true),
+        };
+        let result = match result {
+            Ok(false) => continue,
+            Ok(true) => {
+                front.printer.note(&format!("checkpoint {number} of {count}: {job}/{step}"));
+                repair_step(front, client, &job, Some(step), options).await
+            }
+            Err(error) => Err(error),
+        };
         let is_gone = |error: &ClientError| error.kind() == ErrorKind::NotFound;
         if result.as_ref().is_err_and(is_gone) {
             // The step was removed since the list was made.
             continue;
         }
-        let result = result.map_err(failure);
-        let took = clock.now() - begun_at;
-        results.push(StepResult { job: view.job, step: view.step, took, result });
+        let is_transient = result.as_ref().is_err_and(|error| error.kind().is_transient());
+        let is_last = is_transient && !has_catalogue(client, &job).await;
+        let (result, took) = (result.map_err(failure), clock.now() - begun_at);
+        results.push(StepResult { job, step, took, result });
+        if is_last {
+            // Each further checkpoint would fail in the same way.
+            return Ok((results, count - number));
+        }
     }
-    Ok(results)
+    Ok((results, 0))
+}
+
+/// Returns whether a catalogue answers.
+async fn has_catalogue(client: &Client, job: &Job) -> bool {
+    client.list_open_saves(Some(job)).await.is_ok()
 }
 
 /// Returns an error unless the cluster has a node of this name.
@@ -117,12 +137,12 @@ async fn has_part_of(
     job: &Job,
     step: Step,
 ) -> Result<bool, ClientError> {
-    let shown = match client.show_step(job, Some(step)).await {
+    let roots = match client.fetch_shard_roots(job, Some(step)).await {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-        shown => shown?,
+        roots => roots?,
     };
     let node = NodeId::of(name);
-    Ok(shown.shards.iter().any(|(root, _)| directory.is_named_by(root, node)))
+    Ok(roots.iter().any(|root| directory.is_named_by(root, node)))
 }
 
 async fn repair_step(
@@ -157,6 +177,8 @@ async fn repair_step(
 
 struct Repaired {
     steps: Vec<StepResult>,
+    /// Number of checkpoints that were left out because no catalogue answers.
+    left: usize,
     took: Duration,
     is_dry_run: bool,
     /// The node whose parts were to be made on other nodes.
@@ -167,7 +189,7 @@ impl CommandOutput for Repaired {
     fn json(&self) -> Map<String, Value> {
         let steps: Vec<Value> = self.steps.iter().map(step_json).collect();
         let fields = json!({
-            "dry_run": self.is_dry_run, "steps": steps, "seconds": self.took.as_secs_f64(),
+            "dry_run": self.is_dry_run, "steps": steps, "not_examined": self.left, "seconds": self.took.as_secs_f64(),
         });
         fields.as_object().cloned().unwrap_or_default()
     }
@@ -197,6 +219,12 @@ impl CommandOutput for Repaired {
             });
             out.push_str(&listed("away", &away.collect::<Vec<_>>(), paint));
         }
+        if self.left > 0 {
+            let word = paint.tint(Tint::Red, "not examined");
+            let left = counted(self.left as u64, "checkpoint");
+            let why = "the catalogue cannot be reached; run the command again when it answers";
+            out.push_str(&format!("{word}: {left}: {why}\n"));
+        }
         if self.steps.is_empty() {
             out.push_str("no checkpoint to repair\n");
         }
@@ -204,7 +232,7 @@ impl CommandOutput for Repaired {
     }
 
     fn exit_code(&self) -> u8 {
-        u8::from(!self.steps.iter().all(|step| self.is_whole(step)))
+        u8::from(self.left > 0 || !self.steps.iter().all(|step| self.is_whole(step)))
     }
 }
 
@@ -269,5 +297,23 @@ fn step_json(step: &StepResult) -> Value {
             })
         }
         Err(failure) => json!({ "job": job, "step": step, "error": failure.message }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checkpoints_that_were_left_out_are_counted() {
+        let (took, given_up_node) = (Duration::ZERO, None);
+        let left = Repaired { steps: Vec::new(), left: 7, took, is_dry_run: true, given_up_node };
+        assert!(left.text(Paint::PLAIN).starts_with("not examined: 7 checkpoints: the catalogue"));
+        assert_eq!((left.exit_code(), left.json()["not_examined"].as_u64()), (1, Some(7)));
+        let whole = Repaired { left: 0, ..left };
+        assert_eq!(
+            (whole.exit_code(), whole.text(Paint::PLAIN).contains("not examined")),
+            (0, false)
+        );
     }
 }

@@ -4,7 +4,6 @@
 //! are read; every refusal of a path happens before the first byte is sent.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +14,12 @@ use super::args::Save;
 use super::interrupt::{CommittedBefore, InterruptedSave, InterruptibleSave, Signals};
 use super::printer::{CommandFailure, CommandOutput, Printer};
 use super::table::{Paint, Tint};
-use super::{Front, Outcome, connect, files, transfer};
+use super::{Front, Outcome, connect, files, save_record, transfer};
 use crate::client::{
     Client, ClientError, FileSource, NewShard, ProgressFn, SaveOptions, SaveReport,
 };
 use crate::clock::{Clock, SystemClock};
 use crate::format::geometry::MAX_SHARDS;
-use crate::format::save_record::SaveRecord;
 use crate::id::{IdError, ShardName};
 use crate::kind::ErrorKind;
 use crate::units::ByteCount;
@@ -75,7 +73,13 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
             InterruptedSave::Ended(Err(error)) => (Err(error), Duration::ZERO),
             InterruptedSave::Committed(save) => {
                 connect::close(&client).await;
-                return Ok(Box::new(CommittedBefore { step: options.step.clone(), save }));
+                let step = options.step.clone();
+                if let Some(path) = &options.record {
+                    files::remove_file(path);
+                    let why = "a signal ended the command before it was written";
+                    return Err(save_record::not_written(&step, why));
+                }
+                return Ok(Box::new(CommittedBefore { step, save }));
             }
             InterruptedSave::Failed(failure) => {
                 connect::close(&client).await;
@@ -88,29 +92,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     if let (Err(_), Some(path)) = (&saved, &options.record) {
         files::remove_file(path);
     }
-    let report = saved.map_err(|error| {
-        let failure = connect::failure(&error);
-        match failure.kind {
-            ErrorKind::Invalid if failure.message.contains("changed while") => {
-                failure.with_hint(match options.allow_changing {
-                    false => "save it when no process writes to it, or save it as it is with --allow-changing",
-                    true => "it became shorter, or changed before a part was sent again: save a copy of it",
-                })
-            }
-            ErrorKind::Exists => {
-                failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
-            }
-            _ => failure,
-        }
-    })?;
-    let mut record = None;
-    if let (Some(file), Some(path)) = (record_file, &options.record) {
-        match write_record(file, path, &report.record) {
-            Ok(()) => record = Some(path.display().to_string()),
-            // The save itself is committed, so it is reported as a success.
-            Err(failure) => front.printer.note(&format!("no record: {}", failure.message)),
-        }
-    }
+    let report = saved.map_err(|error| explain(connect::failure(&error), &options))?;
     for ((name, _), source) in found.iter().zip(&sources) {
         if options.allow_changing && source.has_changed().unwrap_or(true) {
             front.printer.warn(
@@ -119,7 +101,36 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
             );
         }
     }
+    let mut record = None;
+    if let (Some(file), Some(path)) = (record_file, &options.record) {
+        save_record::write(file, path, &report.record)
+            .map_err(|failure| save_record::not_written(&options.step, &failure.message))?;
+        record = Some(path.display().to_string());
+    }
     Ok(Box::new(Saved { report, took, record }))
+}
+
+/// Returns the failure of a save with the hint for its cause.
+fn explain(failure: CommandFailure, options: &Save) -> CommandFailure {
+    match failure.kind {
+        ErrorKind::Invalid if failure.message.contains("changed while") => {
+            let hint = match options.allow_changing {
+                false => "save it when no process writes to it, or save it as it is with --allow-changing",
+                true => "it became shorter, or changed before a part was sent again: save a copy of it",
+            };
+            // The command was used as it should be: the bytes are not what they were. So this is no
+            // wrong usage.
+            CommandFailure { kind: ErrorKind::Corrupt, ..failure }.with_hint(hint)
+        }
+        // The nodes answer, so their liveness is not what the reader has to look at.
+        _ if failure.message.contains("high-water mark") => failure.with_hint(
+            "free space: `rapidraid rm` removes checkpoints, `rapidraid archive` makes them smaller; `rapidraid status` shows each node's free space",
+        ),
+        ErrorKind::Exists => {
+            failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
+        }
+        _ => failure,
+    }
 }
 
 /// Saves the step. If another client saves it and the options say so, waits for that client first.
@@ -166,11 +177,6 @@ async fn is_being_saved(
                 .show_step(job, Some(step))
                 .await
                 .is_err_and(|e| e.kind() == ErrorKind::NotFound))
-}
-
-fn write_record(file: File, path: &Path, record: &SaveRecord) -> Result<(), CommandFailure> {
-    let bytes = record.to_bytes().map_err(|error| CommandFailure::of(error.kind(), &error))?;
-    files::write_durably(file, path, &bytes)
 }
 
 /// Returns the shards of the paths, sorted by name. Returns `Invalid` if a path cannot be saved or
@@ -298,6 +304,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+    use crate::cli::args::{Args, Command};
 
     #[test]
     fn a_folder_keeps_its_tree_and_a_file_its_name() {
@@ -335,5 +342,20 @@ mod tests {
         let strange = folder.path().join(std::ffi::OsStr::from_bytes(b"\xff"));
         fs::write(&strange, "").unwrap();
         refused(&[strange], ErrorKind::Invalid, "UTF-8");
+    }
+
+    #[test]
+    fn hints_of_a_refused_save_fit_its_cause() {
+        let line = "rapidraid save a/1 x";
+        let args = <Args as clap::Parser>::try_parse_from(line.split(' ')).unwrap();
+        let Command::Save(options) = args.command else { panic!("{args:?}") };
+        let told = |kind, message: &str| explain(CommandFailure::new(kind, message), &options);
+        let changed = told(ErrorKind::Invalid, "x changed while it was saved");
+        assert_eq!((changed.exit_code(), changed.hint.contains("--allow-changing")), (1, true));
+        let full = told(ErrorKind::Unavailable, "node n1 is over its high-water mark of 85 %");
+        assert!(full.hint.contains("rapidraid rm"), "{full:?}");
+        let other = told(ErrorKind::Unavailable, "node n1 does not answer");
+        assert!(other.hint.contains("which nodes answer"), "{other:?}");
+        assert_eq!(told(ErrorKind::Invalid, "x").exit_code(), 2);
     }
 }

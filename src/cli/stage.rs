@@ -49,17 +49,17 @@ pub async fn run(front: &mut Front, options: Stage) -> Outcome {
     let dir = config.staging.dir.clone();
     let dir = dir.unwrap_or_else(|| default_dir(config.membership.cluster));
     if options.status {
-        log::of_command(&front.env);
+        log::of_command(front);
         return ask(dir, &config, Request::Status).await;
     }
     if let Some(job) = options.free {
-        log::of_command(&front.env);
+        log::of_command(front);
         return ask(dir, &config, Request::Free { job, with_unsaved: options.force }).await;
     }
     if options.detach {
         return detach::run(&dir, &config, &options.connect).await;
     }
-    log::of_staging();
+    log::of_staging(front);
     allow_descriptors();
     if options.detached {
         detach::leave_the_starter()?;
@@ -96,7 +96,7 @@ async fn serve(
     gone: Option<oneshot::Receiver<()>>,
 ) -> Outcome {
     let identity = connect::identity(&config.membership)?;
-    let mut signals = Signals::new()?;
+    let mut signals = Signals::of_daemon()?;
     priority::lower_session(config.staging.nice);
     let failed = |error| {
         CommandFailure::new(ErrorKind::Io, format!("cannot start the background threads: {error}"))

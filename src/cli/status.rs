@@ -100,6 +100,27 @@ fn names(nodes: &[PeerName]) -> String {
     nodes.iter().map(PeerName::as_str).collect::<Vec<_>>().join(", ")
 }
 
+/// Returns the lines that begin the text: whether something can be saved, and how many nodes may be
+/// lost.
+fn safety_text(report: &StatusReport, paint: Paint) -> String {
+    let mut out = String::new();
+    let read_only_reason = report.catalogue.read_only_reason.as_ref();
+    if let Some(why) = read_only_reason {
+        let text = format!("nothing can be saved, archived or removed now: {}", shown(why));
+        out.push_str(&format!("{}\n", paint.tint(Tint::Red, &text)));
+    }
+    match (&report.repair, read_only_reason) {
+        (Some(repair), _) => out.push_str(&safety::text(repair, paint)),
+        (None, Some(_)) => {
+            out.push_str("safety: not known: no catalogue server surveys the checkpoints\n");
+        }
+        (None, None) => {
+            out.push_str("safety: not known: the catalogue server does not say what it surveys; it is slow, or runs an older program\n");
+        }
+    }
+    out
+}
+
 impl CommandOutput for Nodes {
     fn json(&self) -> Map<String, Value> {
         let nodes: Vec<Value> = self.0.nodes.iter().map(node_json).collect();
@@ -174,21 +195,14 @@ impl CommandOutput for Nodes {
         // A node that does not answer may hold data, so the sum is only a lower bound.
         let all_answer = report.nodes.iter().all(|node| node.held.is_some());
         let least = if all_answer { "" } else { "at least " };
-        let mut out = report
-            .repair
-            .as_ref()
-            .map_or_else(String::new, |repair| format!("{}\n", safety::text(repair, paint)));
+        let mut out = safety_text(report, paint);
         out.push_str(&format!(
-            "{}\n{up} of {} live, {least}{} stored; catalogue on {catalogue}, epoch {}\n",
+            "\n{}\n{up} of {} live, {least}{} stored; catalogue on {catalogue}, epoch {}\n",
             table.render(paint),
             counted(report.nodes.len() as u64, "node"),
             ByteCount(stored_bytes(report)),
             report.epoch,
         ));
-        if let Some(why) = &report.catalogue.read_only_reason {
-            let text = format!("nothing can be saved, archived or removed now: {}", shown(why));
-            out.push_str(&format!("{}\n", paint.tint(Tint::Yellow, &text)));
-        }
         if let Some(versions) = mixed(report) {
             out.push_str(&format!("{versions}\n"));
         }
@@ -197,5 +211,36 @@ impl CommandOutput for Nodes {
             out.push_str(&format!("\n{}\n{notes}", paint.tint(Tint::Yellow, "warnings:")));
         }
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::CatalogueReport;
+    use crate::format::records::RingChanges;
+    use crate::id::Epoch;
+    use crate::wire::calls::RepairStatus;
+
+    fn report(repair: Option<RepairStatus>, read_only_reason: Option<&str>) -> StatusReport {
+        let read_only_reason = read_only_reason.map(str::to_owned);
+        let catalogue = CatalogueReport { catalogue_server: None, read_only_reason };
+        let (epoch, ring_changes) = (Epoch::default(), RingChanges::default());
+        StatusReport { nodes: Vec::new(), catalogue, epoch, policy: None, repair, ring_changes }
+    }
+
+    #[test]
+    fn what_is_not_known_of_the_safety_is_said_at_the_top() {
+        let text = |report: &StatusReport| Nodes(report.clone()).text(Paint::PLAIN);
+        let silent = text(&report(None, Some("no node serves the catalogue")));
+        let first = "nothing can be saved, archived or removed now: no node serves the catalogue\n\
+                     safety: not known: no catalogue server surveys the checkpoints\n\n";
+        assert!(silent.starts_with(first), "{silent}");
+        assert!(text(&report(None, None)).starts_with("safety: not known: the catalogue server"));
+        let surveyed = text(&report(Some(RepairStatus::default()), Some("why")));
+        assert!(
+            surveyed.contains("now: why\nsafety: not known yet; the first survey"),
+            "{surveyed}"
+        );
     }
 }

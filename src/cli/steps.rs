@@ -7,11 +7,11 @@ use serde_json::{Map, Value, json};
 use super::args::{Ls, Rm, Show};
 use super::holdings::{States, holdings};
 use super::picture::{self, Style};
-use super::printer::{CommandOutput, step_json};
+use super::printer::{CommandFailure, CommandOutput, step_json};
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
 use super::words::ExactStep;
-use super::{Front, Outcome, connect, tensors};
+use super::{Front, Outcome, connect, save_record, tensors};
 use crate::client::{Client, ClientError, ShowReport, StripeFiles};
 use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{Job, Label, NodeId, PeerName, Step, StripeId};
@@ -21,47 +21,53 @@ use crate::wire::calls::{LaunchView, OpenSaveView, RemoveAnswer, StepView};
 
 /// Maximum number of shards that `show` lists; JSON has them all.
 const LISTED: usize = 50;
+/// The reason why a list from commit marks is incomplete.
+const NO_CATALOGUE: &str = "the catalogue does not answer";
+/// The line below a list of steps that was found without a catalogue.
+const LIST_BY_MARKS: &str = "the catalogue does not answer: this list is from the nodes' commit marks, and labels, launches and saves that are not committed are not known; `rapidraid status` shows which nodes are down\n";
 /// The line below a result that was found without a catalogue.
 const BY_MARKS: &str = "the catalogue does not answer: this list is from the nodes' commit marks; `rapidraid status` shows which nodes are down\n";
 
 /// Runs the command `ls`.
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let steps = connect::ask(client.list_steps(options.job.as_ref())).await;
-    let is_away = steps.as_ref().is_ok_and(|steps| steps.iter().any(|view| view.by_marks));
-    // Commit marks say nothing of labels, launches, and saves that are not committed.
-    let labels = match (&options.job, is_away || steps.is_err()) {
-        (_, true) => Ok(BTreeMap::new()),
-        (job, false) => {
-            list_labels(&client, job.as_ref(), steps.as_deref().unwrap_or_default()).await
-        }
-    };
-    let (open, launches) = match is_away || steps.is_err() {
-        true => (Ok(Vec::new()), Ok(Vec::new())),
-        false => (
-            client.list_open_saves(options.job.as_ref()).await,
-            list_newest_launches(
-                &client,
-                options.job.as_ref(),
-                steps.as_deref().unwrap_or_default(),
-            )
-            .await,
-        ),
-    };
+    let found = list_all(&client, options.job.as_ref()).await;
     connect::close(&client).await;
-    let (mut committed, labels) = (steps?, labels.map_err(|error| connect::failure(&error))?);
+    let mut steps = found?;
     if let Some(label) = &options.label {
+        let labels = steps.labels.as_ref().map_err(|why| labels_not_known(label, why))?;
         let has_label = |view: &StepView| {
             labels.get(&(view.job.clone(), view.step)).is_some_and(|all| all.contains(label))
         };
-        committed.retain(has_label);
+        steps.committed.retain(has_label);
     }
-    Ok(Box::new(Steps {
-        committed,
-        labels,
-        open: open.map_err(|error| error.to_string()),
-        launches: launches.map_err(|error| error.to_string()),
-    }))
+    Ok(Box::new(steps))
+}
+
+/// Returns the failure of a list by label while labels are not known. An empty list would say that no
+/// step has the label.
+fn labels_not_known(label: &Label, why: &str) -> CommandFailure {
+    let message = format!("it is not known which steps have the label {label}: {why}");
+    CommandFailure::new(ErrorKind::Unavailable, message).with_hint(
+        "`rapidraid status` shows which nodes are down; without --label all steps are listed",
+    )
+}
+
+/// Returns the committed steps of a job (`None`: of all jobs) and, while a catalogue answers, their
+/// labels, the saves that are not committed, and the newest launches.
+async fn list_all(client: &Client, job: Option<&Job>) -> Result<Steps, CommandFailure> {
+    let committed = connect::ask(client.list_steps(job)).await?;
+    // Commit marks say nothing of labels, launches, and saves that are not committed.
+    if committed.iter().any(|view| view.by_marks) {
+        let why = || NO_CATALOGUE.to_owned();
+        let (labels, open, launches) = (Err(why()), Err(why()), Err(why()));
+        return Ok(Steps { committed, labels, open, launches });
+    }
+    let told = |error: ClientError| error.to_string();
+    let labels = list_labels(client, job, &committed).await.map_err(told);
+    let open = client.list_open_saves(job).await.map_err(told);
+    let launches = list_newest_launches(client, job, &committed).await.map_err(told);
+    Ok(Steps { committed, labels, open, launches })
 }
 
 /// The labels of steps.
@@ -105,6 +111,9 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
     if options.tensors {
         return tensors::show(front, options).await;
     }
+    if let Some(path) = &options.record {
+        return save_record::show(front, &options, path).await;
+    }
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.show_step(&options.step.job, options.step.step)).await;
     let mut files = StripeFiles::new();
@@ -136,7 +145,8 @@ pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
 
 struct Steps {
     committed: Vec<StepView>,
-    labels: Labels,
+    /// The labels of the steps, or the reason why they are not known.
+    labels: Result<Labels, String>,
     /// The saves that are not committed yet, or the reason why they are not known.
     open: Result<Vec<OpenSaveView>, String>,
     /// The newest launch of each job, or the reason why they are not known.
@@ -178,8 +188,22 @@ impl Steps {
         }
     }
 
-    fn labels_of(&self, view: &StepView) -> &[Label] {
-        self.labels.get(&(view.job.clone(), view.step)).map_or(&[], Vec::as_slice)
+    /// Returns the labels of a step, or `None` if they are not known.
+    fn labels_of(&self, view: &StepView) -> Option<&[Label]> {
+        let labels = self.labels.as_ref().ok()?;
+        Some(labels.get(&(view.job.clone(), view.step)).map_or(&[], Vec::as_slice))
+    }
+
+    /// Returns the lines below the table: what is in progress, and what is not known.
+    fn lines_below(&self) -> String {
+        if self.committed.iter().any(|view| view.by_marks) {
+            return LIST_BY_MARKS.to_owned();
+        }
+        let labels = match &self.labels {
+            Ok(_) => String::new(),
+            Err(reason) => format!("labels are not listed: {reason}\n"),
+        };
+        labels + &self.open_text() + &self.launches_text()
     }
 
     /// Returns a line for the newest launch of each job.
@@ -239,9 +263,12 @@ impl CommandOutput for Steps {
 
     fn text(&self, paint: Paint) -> String {
         if self.committed.is_empty() {
-            return "no checkpoints\n".to_owned() + &self.open_text() + &self.launches_text();
+            return "no checkpoints\n".to_owned() + &self.lines_below();
         }
-        let has_labels = self.committed.iter().any(|view| !self.labels_of(view).is_empty());
+        let has_labels = self
+            .committed
+            .iter()
+            .any(|view| self.labels_of(view).is_some_and(|all| !all.is_empty()));
         let mut heads = vec!["JOB/STEP", ">SHARDS", ">SIZE", "SAVED (UTC)"];
         heads.extend(has_labels.then_some("LABELS"));
         let mut table = Table::new(&heads);
@@ -252,13 +279,12 @@ impl CommandOutput for Steps {
                 ByteCount(view.saved.len_bytes).to_string(),
                 date(view.saved.saved_at),
             ];
-            let labels: Vec<&str> = self.labels_of(view).iter().map(Label::as_str).collect();
+            let labels = self.labels_of(view).unwrap_or_default();
+            let labels: Vec<&str> = labels.iter().map(Label::as_str).collect();
             row.extend(has_labels.then(|| labels.join(", ")));
             table.row(row);
         }
-        let is_away = self.committed.iter().any(|view| view.by_marks);
-        let below = self.open_text() + &self.launches_text();
-        table.render(paint) + &below + if is_away { BY_MARKS } else { "" }
+        table.render(paint) + &self.lines_below()
     }
 }
 

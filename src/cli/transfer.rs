@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::args::{Archive, CodecWord, PlanWord, Restore, Verify};
+use super::args::{Archive, CodecWord, Connect, PlanWord, Restore};
 use super::interrupt::{Signals, interrupted};
 use super::printer::{CommandFailure, CommandOutput};
 use super::progress::ProgressLine;
@@ -217,9 +217,12 @@ fn read_record(path: &Path) -> Result<SaveRecord, CommandFailure> {
 }
 
 /// Runs the command `verify --quick`.
-pub async fn read_through(front: &mut Front, options: Verify) -> Outcome {
-    let client = connect::client(&options.connect, &front.env).await?;
-    let (job, step) = (&options.step.job, options.step.step);
+pub async fn read_through(
+    front: &mut Front,
+    options: &Connect,
+    (job, step): (&Job, Option<Step>),
+) -> Outcome {
+    let client = connect::client(options, &front.env).await?;
     let progress = watch(front, format!("verify {}", named(job, step)));
     let clock = SystemClock::new();
     let verified = client.read_without_output(job, step, progress).await;

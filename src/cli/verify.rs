@@ -1,5 +1,5 @@
-//! `verify`: makes every node check its copies of a checkpoint, and says how many more nodes may be
-//! lost.
+//! `verify` of a step: makes every node check its copies of a checkpoint, and says how many more nodes
+//! may be lost.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,9 +10,13 @@ use super::args::Verify;
 use super::printer::CommandOutput;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::{counted, listed, named, pace, read_through, watch};
-use super::{Front, Outcome, connect};
-use crate::client::{AbsentNode, Fault, HeldItem, Problem, VerifyReport};
+use super::words::AnyStep;
+use super::{Front, Outcome, connect, verify_all};
+use crate::client::{
+    AbsentNode, Client, ClientError, Fault, HeldItem, Problem, ProgressFn, VerifyReport,
+};
 use crate::clock::{Clock, SystemClock};
+use crate::id::{Job, Step};
 use crate::units::ByteCount;
 
 /// Maximum number of faults that are printed; JSON has more.
@@ -20,25 +24,38 @@ const LISTED: usize = 20;
 
 /// Runs the command `verify`.
 pub async fn run(front: &mut Front, options: Verify) -> Outcome {
+    let Some(AnyStep { job, step }) = &options.step else {
+        return verify_all::run(front, &options).await;
+    };
     if options.quick {
-        return read_through(front, options).await;
+        return read_through(front, &options.connect, (job, *step)).await;
     }
     let client = connect::client(&options.connect, &front.env).await?;
-    let (job, step) = (&options.step.job, options.step.step);
-    let progress = watch(front, format!("verify {}", named(job, step)));
-    let clock = SystemClock::new();
-    let verified = match options.mend {
-        false => client.verify(job, step, progress).await,
-        true => client.verify_and_mend(job, step, progress).await,
-    };
-    let took = clock.now();
+    let progress = watch(front, format!("verify {}", named(job, *step)));
+    let verified = verify_step(&client, (job, *step), options.mend, progress).await;
     connect::close(&client).await;
-    let report = verified.map_err(|error| connect::failure(&error))?;
-    Ok(Box::new(Verified { report, took }))
+    Ok(Box::new(verified.map_err(|error| connect::failure(&error))?))
 }
 
-struct Verified {
-    report: VerifyReport,
+/// Has the nodes check their copies of a committed step (`None`: the latest), and repair damaged
+/// replicas if `mend` is set.
+pub(super) async fn verify_step(
+    client: &Client,
+    (job, step): (&Job, Option<Step>),
+    mend: bool,
+    progress: ProgressFn,
+) -> Result<Verified, ClientError> {
+    let clock = SystemClock::new();
+    let report = match mend {
+        false => client.verify(job, step, progress).await?,
+        true => client.verify_and_mend(job, step, progress).await?,
+    };
+    Ok(Verified { report, took: clock.now() })
+}
+
+/// The result for one checkpoint.
+pub(super) struct Verified {
+    pub(super) report: VerifyReport,
     took: Duration,
 }
 
@@ -87,7 +104,8 @@ fn by_reason(away: &[AbsentNode]) -> Vec<String> {
 }
 
 impl Verified {
-    fn is_bad(&self) -> bool {
+    /// Returns whether something is damaged or missing, or may not be readable.
+    pub(super) fn is_bad(&self) -> bool {
         let report = &self.report;
         report.fault_count > 0 || report.survives.is_none() || !report.failures.is_empty()
     }

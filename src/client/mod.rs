@@ -18,6 +18,7 @@
 
 mod admin;
 mod archive;
+mod committed_record;
 mod connection;
 mod error;
 mod file_source;

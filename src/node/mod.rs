@@ -11,6 +11,7 @@ mod catalogue_contact;
 mod catalogue_server;
 mod context;
 mod daemon;
+mod failure_log;
 mod gateway;
 mod incoming_call;
 mod quorum;

@@ -64,7 +64,7 @@ mod unverified_file;
 pub use block_writer::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter, FingerprintFn};
 pub use damage_notes::{FileCheck, GrainSource};
 pub use data_folder::{INDEX_DIR, LOCK_FILE, Store};
-pub use disk::{Disk, DiskError, DiskFile};
+pub use disk::{Disk, DiskError, DiskFile, Space};
 pub use disk_reserve::{ReserveState, adjust_reserve_probing_space, create_or_release_reserve};
 pub use error::StoreError;
 pub use file_index::{FileInfo, Totals};

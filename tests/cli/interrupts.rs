@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::machine::{Cluster, Ended, Listener, Running, bytes, files_below, program};
+use crate::machine::{Cluster, Daemon, Ended, Listener, Running, bytes, files_below, program};
 
 /// The longest that an event may take to come. No test depends on how long it takes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -148,4 +148,47 @@ fn an_interrupted_restore_leaves_no_file() {
     };
     restore_until_signal(&cluster, ignoring, Signal::HUP, true).ok();
     assert!(cluster.read("out/a.bin") == bytes(40_000_000, 3));
+}
+
+/// A daemon that was started in a terminal, or whose log was rotated, is needed all the same.
+#[test]
+fn a_daemon_outlives_the_end_of_its_terminal() {
+    let cluster = Cluster::files(2, &[]);
+    let is_told = Arc::new(AtomicBool::new(false));
+    let told = is_told.clone();
+    let listener = Arc::new(move |line: &str| {
+        told.fetch_or(line.contains("SIGHUP is ignored"), Ordering::Relaxed);
+    });
+    let mut command = program(cluster.folder.path());
+    command.arg("node").arg("--config").arg(cluster.config(1));
+    let daemon = Daemon::told(command, listener).ready();
+    daemon.signal(Signal::HUP);
+    wait_until("the log line", || is_told.load(Ordering::Relaxed));
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.ended().code, 0);
+}
+
+#[test]
+fn a_demo_that_is_told_to_end_says_by_which_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = program(folder.path());
+    command.args(["demo", "--size", "8MiB", "--dir", "play"]);
+    let demo = Running::start(command, Arc::new(|_| ()));
+    wait_until("the demo has begun", || !files_below(&folder.path().join("play")).is_empty());
+    signal(&demo, Signal::TERM);
+    demo.ended(LIMIT).fails(143, &["interrupted by SIGTERM", "all nodes are stopped"]);
+    assert_eq!(std::fs::read_dir(folder.path().join("play")).unwrap().count(), 0);
+}
+
+/// A file that changes while it is saved is no wrong usage.
+#[test]
+fn a_save_of_a_file_that_changes_fails_with_its_own_exit_code() {
+    let cluster = Cluster::start(6, &["code.list=6,4", "timeouts.lease_s=60"]);
+    cluster.write("in/a.bin", &bytes(4_000_000, 1));
+    cluster.daemons[3].signal(Signal::STOP);
+    let saving = spawn(&cluster, "save gpt/1 in");
+    wait_until("the save has begun", || has_stripe_files(&cluster));
+    cluster.write("in/a.bin", &bytes(4_000_001, 2));
+    cluster.daemons[3].signal(Signal::CONT);
+    saving.ended(LIMIT).fails(1, &["changed while", "--allow-changing"]);
 }

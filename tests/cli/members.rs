@@ -81,6 +81,7 @@ fn a_node_is_added_used_and_taken_out_again() {
     cluster.run("repair --node n4").ok();
     let gone = cluster.run("cluster remove-node n4").ok();
     assert!(gone.out.contains("n4 is no member any more"), "{gone:?}");
+    assert!(gone.out.contains("Remove the folder nodes/n4"), "{gone:?}");
     cluster.run("restore job/1 --out without-n4").ok();
     assert!(cluster.read("without-n4/a.bin") == data);
     cluster.run("cluster maintenance n5 --for 10d").fails(2, &["at most 7 days"]);

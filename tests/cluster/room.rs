@@ -87,6 +87,10 @@ async fn above_the_mark_a_lost_replica_is_made_again_and_archived() {
     let refused = save_step_2(&client, 1000).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("high-water mark"), "{refused}");
+    for node in client.status().await.unwrap().nodes.into_iter().skip(1) {
+        let notes = node.held.unwrap().notes.concat();
+        assert!(notes.contains("at its high-water mark of 85 %"), "{notes}");
+    }
     archive(&world, &client).await;
     let (out, _) = restore(&client, 1).await.unwrap();
     assert!(read_file(&*out, "a") == bytes);

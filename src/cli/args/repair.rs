@@ -20,7 +20,8 @@ The catalogue server repairs automatically, a quarter of the time; see `rapidrai
 Plans: chain  the survivors add their pieces to one stream, in about the time of one block
        star   the node of the missing piece receives all of them (for comparison)
 The exit code is 1 while anything is known to be missing.
-With --json: schema, dry_run, seconds, steps: for each step job, step and error; unless it is an error also stripes,
+With --json: schema, dry_run, seconds, not_examined (checkpoints that were left out because the catalogue could not be
+reached), steps: for each step job, step and error; unless it is an error also stripes,
 pieces, replicas, bytes, records, unrepaired, away (nodes that do not answer, with the number of their parts), notes,
 seconds.";
 

@@ -10,7 +10,8 @@ Examples:
   rapidraid stage --free gpt            frees the memory of job gpt that no process uses
 
 The daemon takes the state that trainers put into shared memory, saves it to the cluster, and keeps it for a restart on this
-host. After SIGTERM it saves what is staged before it ends (at most for staging.stop_s). docs/staging.md has the details.";
+host. After SIGTERM it saves what is staged before it ends (at most for staging.stop_s). SIGHUP is
+logged and ignored. docs/staging.md has the details.";
 
 /// Options of `stage`.
 #[derive(Debug, clap::Args)]

@@ -12,10 +12,8 @@ mod stage;
 mod story;
 
 use super::args::Demo;
-use super::interrupt::Signals;
-use super::printer::CommandFailure;
+use super::interrupt::{Signals, interrupted};
 use super::{Front, Outcome};
-use crate::kind::ErrorKind;
 
 /// Runs the command `demo`.
 pub async fn run(front: &mut Front, options: Demo) -> Outcome {
@@ -24,8 +22,8 @@ pub async fn run(front: &mut Front, options: Demo) -> Outcome {
         // Dropping the story ends its daemons and removes its folder.
         outcome = story::tell(front, &options) => Ok(Box::new(outcome?)),
         which = signals.next() => {
-            let message = format!("ended by {which}: all nodes are stopped and their folder is removed");
-            Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint("run the demo again when you like"))
+            let consequence = "all nodes are stopped and their folder is removed";
+            Err(interrupted(which, consequence).with_hint("run the demo again when you like"))
         }
     }
 }

@@ -2,7 +2,7 @@
 //! the same time: one daemon remains.
 #![allow(clippy::disallowed_methods)] // starts and watches a process of the machine
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -24,6 +24,8 @@ use crate::trainer::session::{Session, Wait};
 const NOFOLLOW: i32 = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
 /// Maximum time for a daemon to become ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);
+/// Length from which on the log is emptied when a daemon starts. It lies in memory, beside the segments.
+const MAX_LOG_BYTES: u64 = 1 << 20;
 const POLL: Duration = Duration::from_millis(20);
 /// Maximum time for one attempt to reach a daemon.
 const LOOK_LIMIT: Duration = Duration::from_secs(5);
@@ -87,8 +89,8 @@ fn start(log: &Path, from: &Connect) -> Result<std::process::Child, CommandFailu
     let mut options = OpenOptions::new();
     // By default any user may create links in this folder, so links are not followed.
     options.append(true).create(true).mode(0o600).custom_flags(NOFOLLOW);
-    let log =
-        options.open(log).map_err(|e| failed(&format!("cannot open {}", log.display()), e))?;
+    let log = open_log(log, &options)
+        .map_err(|e| failed(&format!("cannot open {}", log.display()), e))?;
     let mut command = Command::new(program);
     command.args(["stage", "--detached"]);
     if let Some(config) = &from.config {
@@ -100,6 +102,16 @@ fn start(log: &Path, from: &Connect) -> Result<std::process::Child, CommandFailu
     }
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
     command.spawn().map_err(|e| failed("cannot start the staging daemon", e))
+}
+
+/// Opens the log, and empties it if it is longer than [`MAX_LOG_BYTES`]. A daemon that still writes to it
+/// appends, so its lines are not lost in a hole.
+fn open_log(path: &Path, options: &OpenOptions) -> std::io::Result<File> {
+    let log = options.open(path)?;
+    if log.metadata()?.len() > MAX_LOG_BYTES {
+        log.set_len(0)?;
+    }
+    Ok(log)
 }
 
 /// Detaches the daemon from the trainer that started it: session, terminal, working folder,
@@ -138,4 +150,23 @@ fn threads() -> Vec<Option<Pid>> {
     };
     let Ok(folder) = std::fs::read_dir("/proc/self/task") else { return vec![None] };
     folder.filter_map(id).map(Some).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_log_is_emptied_and_a_short_one_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("stage.log");
+        let mut options = OpenOptions::new();
+        options.append(true).create(true);
+        for (before, after) in [(MAX_LOG_BYTES, MAX_LOG_BYTES), (MAX_LOG_BYTES + 1, 0)] {
+            File::create(&path).unwrap().set_len(before).unwrap();
+            assert_eq!(open_log(&path, &options).unwrap().metadata().unwrap().len(), after);
+        }
+        let missing = folder.path().join("other.log");
+        assert_eq!(open_log(&missing, &options).unwrap().metadata().unwrap().len(), 0);
+    }
 }

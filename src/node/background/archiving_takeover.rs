@@ -11,6 +11,7 @@ use crate::catalogue::record_access::{
     ARCHIVE_REQUESTS, ArchiveRequest, parse_archive_request_key, parse_record,
 };
 use crate::node::context::NodeContext;
+use crate::node::failure_log::FailureLog;
 use crate::node::retry_schedule::{backoff, scan_interval};
 use crate::wire::RemoteError;
 
@@ -37,13 +38,22 @@ impl ArchivingTakeover {
     /// Takes over archivings whose coordinator is gone. Runs until the node stops.
     pub(in crate::node) async fn run_archiving_takeover(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
-        let mut met = HashMap::new();
+        let (mut met, mut scan_failures) = (HashMap::new(), FailureLog::default());
         loop {
             self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
             match self.take_over_archivings(&slots, &met).await {
-                Ok(now_met) => met = now_met,
+                Ok(now_met) => {
+                    met = now_met;
+                    if scan_failures.record_success() {
+                        tracing::info!(
+                            "the scan for archivings whose coordinator is gone is complete again"
+                        );
+                    }
+                }
                 Err(error) => {
-                    tracing::warn!(%error, "the scan for archivings whose coordinator is gone ended early: those that it did not reach wait for the next scan");
+                    if let Some(failures) = scan_failures.record_failure(self.context.clock.now()) {
+                        tracing::warn!(%error, failures, "the scan for archivings whose coordinator is gone ended early: those that it did not reach wait for the next scan");
+                    }
                 }
             }
         }

@@ -7,6 +7,7 @@ use super::replica_gc::ReplicaGc;
 use crate::id::DbId;
 use crate::node::catalogue_server::membership::Membership;
 use crate::node::context::NodeContext;
+use crate::node::failure_log::FailureLog;
 use crate::node::registration::{CatchUpRequests, Registration};
 use crate::node::retry_schedule::renewal_interval;
 use crate::pipeline::executor::Executor;
@@ -54,7 +55,7 @@ impl RegistrationRenewal {
 
     /// Registers this node, and renews the registration until the node stops.
     pub(in crate::node) async fn keep_registered(self: Arc<Self>) {
-        let mut progress = RegistrationProgress::default();
+        let (mut progress, mut failures) = (RegistrationProgress::default(), FailureLog::default());
         loop {
             let registered = match self.may_be_unregistered(progress.last) {
                 true => self.registration.register_and_note_absence().await,
@@ -74,9 +75,12 @@ impl RegistrationRenewal {
                     lease = lease.min(Duration::from_millis(answer.lease_ms));
                     self.record_registration(&answer, &mut progress).await;
                     self.start_work_after_registration(&answer, &mut progress);
+                    failures.record_success();
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "failed to register this node or to renew its registration; retrying");
+                    if let Some(failures) = failures.record_failure(self.context.clock.now()) {
+                        tracing::warn!(%error, failures, "failed to register this node or to renew its registration; retrying");
+                    }
                     progress.is_registered = false;
                 }
             }

@@ -19,6 +19,7 @@ use crate::format::records::{Receipt, Record, ShardRoot, ShardState, StripeState
 use crate::id::{Attempt, ShardId, StripeId};
 use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
+use crate::node::failure_log::FailureLog;
 use crate::node::storage::full_disk::DiskSpace;
 use crate::node::storage::record_names::{RECEIPT_PREFIX, receipt_name};
 use crate::node::storage::records_and_drops::ShardRecords;
@@ -76,6 +77,7 @@ impl ReplicaGc {
     /// until the node stops.
     pub(in crate::node) async fn run_replica_gc(self: Arc<Self>) {
         let (mut cursor, mut by) = (GcCursor::default(), ReceiptFilter::NoReceipt);
+        let (mut scan_failures, mut drop_failures) = (FailureLog::default(), FailureLog::default());
         loop {
             self.context.clock.sleep(self.context.settings.lease).await;
             self.disk_space.move_tombstones_to_files().await;
@@ -89,23 +91,34 @@ impl ReplicaGc {
             let (stripes, next) = match found {
                 Ok(found) => found,
                 Err(error) => {
-                    tracing::warn!(%error, "failed to look for unreferenced files");
+                    if let Some(failures) = scan_failures.record_failure(self.context.clock.now()) {
+                        tracing::warn!(%error, failures, "failed to look for unreferenced files");
+                    }
                     continue;
                 }
             };
+            scan_failures.record_success();
             cursor = next;
             if cursor == GcCursor::default() {
                 by = ReceiptFilter::AnyReceipt;
             }
+            let mut is_complete = true;
             for of_shard in stripes.chunk_by(|a, b| a.shard == b.shard) {
                 if let Err(error) = self.drop_unreferenced_files(of_shard).await {
-                    tracing::info!(%error, "files that may be unreferenced are kept for now");
+                    is_complete = false;
+                    if let Some(failures) = drop_failures.record_failure(self.context.clock.now()) {
+                        tracing::info!(%error, failures, "files that may be unreferenced are kept for now");
+                    }
                 }
+            }
+            if is_complete {
+                drop_failures.record_success();
             }
         }
     }
 
-    /// Drops the unneeded files of these stripes, which all belong to one shard.
+    /// Drops the unneeded files of these stripes, which all belong to one shard. A stripe whose files
+    /// cannot be dropped does not keep the others from being dropped. Returns the last error then.
     async fn drop_unreferenced_files(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
         let catalogue = self.context.catalogue();
@@ -114,6 +127,7 @@ impl ReplicaGc {
         else {
             return Ok(());
         };
+        let mut dropped = Ok(());
         for &stripe in stripes {
             // Until all of the replicas are dropped, a coordinator still works on the stripe.
             let archived = state.stripe(stripe.index);
@@ -129,7 +143,6 @@ impl ReplicaGc {
             {
                 continue;
             }
-            // A stripe that cannot be dropped does not keep the others from being dropped.
             match self
                 .drop_files_fetching_missing_receipt(
                     &*catalogue,
@@ -141,11 +154,12 @@ impl ReplicaGc {
                 Ok(0) => {}
                 Ok(files) => tracing::info!(%stripe, files, "dropped unreferenced files"),
                 Err(error) => {
-                    tracing::info!(%stripe, %error, "files that may be unreferenced are kept for now");
+                    tracing::debug!(%stripe, %error, "files that may be unreferenced are kept for now");
+                    dropped = Err(error);
                 }
             }
         }
-        Ok(())
+        dropped
     }
 
     /// Drops the files of a stripe by the receipt on this node, or by one that it fetches from

@@ -6,10 +6,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::node::context::NodeContext;
-use crate::store::{Disk, ReserveState, create_or_release_reserve};
+use crate::store::{Disk, ReserveState, Space, create_or_release_reserve};
+use crate::units::ByteCount;
 
 /// Interval between two checks of the free space.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Returns whether `new_bytes` more bytes would exceed the high-water mark of a disk, which is
+/// `percent` percent of its size.
+pub(in crate::node) fn exceeds_high_water(space: Space, new_bytes: u64, percent: u8) -> bool {
+    let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(new_bytes);
+    used > space.total_bytes / 100 * u64::from(percent)
+}
 
 /// The service that watches the disk's free space.
 pub(in crate::node) struct DiskSpace {
@@ -67,6 +75,20 @@ impl DiskSpace {
         }
     }
 
+    /// Returns the warning that saves are refused here, if they are. A disk that saves have filled
+    /// ends just below the mark, so the size of a block counts.
+    fn high_water_warning(&self) -> Option<String> {
+        let settings = &self.context.settings;
+        let (block_bytes, percent) = (settings.block_bytes, settings.high_water_percent);
+        let space = self.context.store.disk_space().ok()?;
+        (settings.storage && exceeds_high_water(space, block_bytes, percent)).then(|| {
+            format!(
+                "its disk is at its high-water mark of {percent} %: it takes no new blocks of {}; remove or archive checkpoints, or add disk space",
+                ByteCount(block_bytes)
+            )
+        })
+    }
+
     /// Returns the warnings about this node's disk, each with the action that helps.
     pub(in crate::node) async fn disk_space_warnings(&self) -> Vec<String> {
         let mut notes = Vec::new();
@@ -75,6 +97,7 @@ impl DiskSpace {
                 "its data folder takes no writes ({error}): nothing is stored there"
             ));
         }
+        notes.extend(self.high_water_warning());
         if !self.context.store.has_slot_file() {
             notes.push("it has no slots for tombstones, so `rm` may fail when its disk is full: free space".into());
         }
@@ -88,5 +111,19 @@ impl DiskSpace {
             notes.push("its disk had no room for the index, which is in memory: start the daemon again when there is room".into());
         }
         notes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_high_water_mark_counts_the_new_block() {
+        let space = |free_bytes| Space { total_bytes: 1000, free_bytes };
+        assert!(!exceeds_high_water(space(250), 100, 85));
+        assert!(exceeds_high_water(space(249), 100, 85));
+        assert!(!exceeds_high_water(space(150), 0, 85));
+        assert!(exceeds_high_water(space(0), u64::MAX, 99));
     }
 }

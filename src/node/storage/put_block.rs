@@ -18,6 +18,7 @@ use crate::net::frame::FramedRecv;
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::node::incoming_call::{IncomingCall, Request};
+use crate::node::storage::full_disk::exceeds_high_water;
 use crate::pipeline::executor::{SEND_BYTES, STREAM_WINDOW_BYTES};
 use crate::stage::{TracePoint, trace_point};
 use crate::store::{BLOCK_WRITER_BYTES, BlockSpec, BlockWriter};
@@ -107,10 +108,8 @@ impl BlockWrites {
     /// [`StorageError::HighWaterReached`] if it does not.
     fn check_below_high_water(&self, bytes: u64) -> Result<(), RemoteError> {
         let space = self.context.store.disk_space()?;
-        let used = space.total_bytes.saturating_sub(space.free_bytes).saturating_add(bytes);
         let percent = self.context.settings.high_water_percent;
-        let limit = space.total_bytes / 100 * u64::from(percent);
-        if used > limit {
+        if exceeds_high_water(space, bytes, percent) {
             let node = self.context.settings.name.clone();
             return Err(StorageError::HighWaterReached { node, percent }.into());
         }

@@ -15,14 +15,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import _native
 from ._load import LoadChoices, Private, Reader, ReadWholeError, Stages, load_into, read_one
 from ._plan import Plan, Sources, make_plan
-from ._program import connect, start_daemon
+from ._program import connect, find_config, start_daemon
 from ._ranks import Group, Hosts, raise_together, refusal_of
 from .errors import (
     BusyError,
@@ -112,25 +111,6 @@ class Stall:
     def total(self) -> float:
         """The sum of all phases, in seconds."""
         return self.traversal + self.waiting + self.copy + self.socket
-
-
-def find_config(config: str | os.PathLike[str] | None) -> Path:
-    """Returns the client's configuration file.
-
-    The candidates are, in this order: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, and the user's.
-    """
-    if config is None:
-        config = os.environ.get("RAPIDRAID_CONFIG") or None
-    if config is not None:
-        return Path(config)
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    user = Path(base) if os.path.isabs(base) else Path.home() / ".config"
-    candidates = [Path("rapidraid.toml"), user / "rapidraid" / "rapidraid.toml"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    tried = ", ".join(str(candidate) for candidate in candidates)
-    raise NotFoundError(f"there is no configuration of a client: looked for {tried}", "pass config=, or use rapidraid.local_cluster()")
 
 
 class Checkpointer:
@@ -623,7 +603,11 @@ class Checkpointer:
             failed = error
         # The other ranks may be waiting for this one.
         stages.finish()
-        raise_together(failed, self.rank, self._group.gather(refusal_of(failed)))
+        refusals = self._group.gather(refusal_of(failed))
+        if failed is not None:
+            # It says what is wrong on this rank, and the ranks may have failed for one reason.
+            raise failed
+        raise_together(None, self.rank, refusals)
         return number
 
     @_one_thread

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from held import HeldRanks
+from ranks import launch
 from test_stages import named_stage
 
+import rapidraid
 from rapidraid import _native, errors, per_rank, replicated
 from rapidraid import _plan as plans
 from rapidraid._plan import Plan, make_plan
@@ -241,3 +244,8 @@ def test_a_checkpoint_wrapper_changes_no_name(rank_of: Callable[[int, int], None
         HeldStep([saved]).load(state, 0, 2)
         for parameter in state["model"].parameters():
             assert parameter.eq(7.0).all() and state["optimizer"].state[parameter]["momentum_buffer"].eq(7.0).all()
+
+
+def test_a_history_of_one_rank_grows_beyond_its_segments(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """The other rank goes on as before, and no rank prepares again with it."""
+    assert launch(str(Path(__file__).parent / "programs" / "growing.py"), 2, str(cluster.config), job) == (0, ["right"] * 2)

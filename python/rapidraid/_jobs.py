@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpointer import Checkpointer, find_config
+from ._program import find_config
+from .checkpointer import Checkpointer
 from .errors import InvalidError
 
 #: The prefix of a step's URL.

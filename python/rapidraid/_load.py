@@ -9,13 +9,13 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from . import _native
 from ._device import DeviceTensor, is_on_device, load_to_devices
 from .errors import CorruptError, InvalidError, NotFoundError
-from .state import FLAG_ARRAY, FLAG_PICKLE, WRAPPED, Flat, Keys, Leaf, Maker, flatten, show
+from .state import FLAG_ARRAY, FLAG_PICKLE, WRAPPED, Flat, Keys, Leaf, Maker, flatten, is_dtensor, is_tensor, show
 from .tensors import (
     address,
     alias_key,
@@ -171,15 +171,20 @@ class Stages:
 
     Args:
         gather: The collective. It returns the argument of every rank.
+        strict: Whether the load of this rank is strict.
 
     """
 
-    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, gather: Callable[[Any], list[Any]], strict: bool = True) -> None:
         self._gather = gather
+        self._strict = strict
         self._elsewhere: set[Keys] | None = None
 
     def elsewhere(self, names: Names, room: Room) -> set[Keys]:
-        """Returns the shared names that this rank's state has no place for, and that of another rank has."""
+        """Returns the shared names that this rank's state has no place for, and that of another rank has.
+
+        Raises :class:`InvalidError` on all ranks if the loads of some ranks only are strict.
+        """
         if self._elsewhere is None:
             # A collective that fails is not tried again.
             self._elsewhere = set()
@@ -187,7 +192,10 @@ class Stages:
             shared = sorted(names.shared)
             lacking = "".join("01"[not room.accepts(keys)] for keys in shared)
             step = (names.step, len(shared))
-            told = self._gather((step, int(f"0{lacking}", 2)))
+            told = self._gather((step, int(f"0{lacking}", 2), self._strict))
+            said = {other[2]: rank for rank, other in enumerate(told) if other is not None}
+            if len(said) > 1:
+                raise InvalidError(f"rank {said[True]} loads with strict=True, rank {said[False]} with strict=False", "give all ranks one")
             # A rank that failed before it knew its names may have all of them. One that loads another step has none.
             bits = [0 if other is None else other[1] for other in told if other is None or other[0] == step]
             by_all = f"{functools.reduce(operator.and_, bits):0{len(shared)}b}"
@@ -232,13 +240,15 @@ def load_into(
     elsewhere = set() if stages is None else stages.elsewhere(names, room)
     source = _source_rank(names, rank, world, choices.private, loaded.number)
     matched = _match(names, flat, room, source, choices)
-    if choices.private != "skip":
+    if choices.private == "skip":
+        _warn_of_skipped(names, matched, loaded.number)
+    else:
         _check_sources(names, matched, rank, source, choices, loaded.number)
     if choices.strict:
         _check_names(matched, elsewhere, loaded.number)
     job = PlannedLoad(loaded, choices.cast, choices.allow_pickle, choices.strict)
     for leaf, key in matched.found:
-        job.add(leaf, *names.rows[key])
+        job.add(_replaced(leaf, names.rows[key][1]), *names.rows[key])
     for key, maker in matched.created.items():
         job.create(key[1], maker, *names.rows[key])
     damaged = job.run(reader)
@@ -248,14 +258,34 @@ def load_into(
     return damaged
 
 
+def _replaced(leaf: Leaf, name: Name) -> Leaf:
+    """Returns a leaf, or one that receives a value of another kind or shape if the leaf's object takes such a value."""
+    _, _, kind, element, _, shape, flags = name
+    if not leaf.is_replaceable or leaf.put is None:
+        return leaf
+    if kind != "tensor":
+        return replace(leaf, value=None) if has_elements(leaf.value) else leaf
+    if has_elements(leaf.value) and list(leaf.value.shape) == list(shape):
+        return leaf
+    if flags & FLAG_ARRAY:
+        made = new_array(element, shape)
+    elif is_tensor(leaf.value):
+        made = leaf.value.new_empty(shape)
+    else:
+        made = new_tensor(element, shape)
+    return replace(leaf, value=made, is_made=True)
+
+
 @dataclass
 class _Matched:
     """The names of a step and the leaves of a state, as they belong together."""
 
     #: The leaves, each with the name that it receives.
     found: list[tuple[Leaf, _Place]]
-    #: The leaves for which the step has no name.
+    #: The leaves for which the step has no name, and which are needed.
     missing: list[Leaf]
+    #: The leaves that ``private="skip"`` leaves as they are.
+    skipped: list[Leaf]
     #: The names without a leaf that an object of the state accepts, with the maker of each tensor.
     created: dict[_Place, Maker]
     #: The other names without a leaf.
@@ -276,12 +306,12 @@ def _match(names: Names, flat: Flat, room: Room, source: int | None, choices: Lo
     created, extra = _match_rest(names, room, source, {keys for _, (_, keys) in found})
     # An empty dict gets the entries that the checkpoint has below it.
     filled = {keys[:end] for _, keys in created for end in range(1, len(keys))}
-    missing = [
-        leaf
-        for leaf in unmatched
-        if not (_is_empty(leaf) and leaf.keys in filled) and not leaf.is_optional and not (leaf.is_private and choices.private == "skip")
-    ]
-    return _Matched(found, missing, created, extra)
+    lacking = [leaf for leaf in unmatched if not (_is_empty(leaf) and leaf.keys in filled) and not leaf.is_optional]
+    is_skipped = choices.private == "skip"
+    # Earlier releases did not store distributed tensors without elements.
+    missing = [leaf for leaf in lacking if not (is_skipped and leaf.is_private) and not (is_dtensor(leaf.value) and not leaf.value.numel())]
+    skipped = [leaf for leaf in lacking if is_skipped and leaf.is_private]
+    return _Matched(found, missing, skipped, created, extra)
 
 
 def _is_empty(leaf: Leaf) -> bool:
@@ -316,6 +346,18 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def _warn_of_skipped(names: Names, matched: _Matched, number: int) -> None:
+    """Warns of entries of modules that ``private="skip"`` leaves as they are although ranks have saved them."""
+    left = [show(leaf.keys) for leaf in matched.skipped if leaf.is_of_module and names.owners(leaf.keys)]
+    if left:
+        log.warning(
+            'private="skip" leaves %s as the module has them: step %d has them as private state of ranks only. '
+            "private= with a function loads them from a rank",
+            _few(left),
+            number,
+        )
+
+
 def _check_names(matched: _Matched, elsewhere: set[Keys], number: int) -> None:
     """Raises an error if the step lacks names of the state, or has others that are not ``elsewhere`` in the launch."""
     if matched.missing:
@@ -331,7 +373,10 @@ def _check_names(matched: _Matched, elsewhere: set[Keys], number: int) -> None:
         )
 
 
-_DECIDE = 'pass private="skip" to leave it, or a function that gives for each rank the rank to take it from'
+_DECIDE = (
+    'pass private="skip" to leave it as it is (such as RNG states; BatchNorm statistics would be those of a fresh module), '
+    "or a function that gives for each rank the rank to take it from"
+)
 
 
 def _source_rank(names: Names, rank: int, world: int, private: Private | None, number: int) -> int | None:
@@ -401,6 +446,8 @@ class PlannedLoad:
         self.is_strict = is_strict
         self.destinations: list[_Destination] = []
         self.values: list[tuple[Leaf, int, int]] = []
+        #: The leaves whose tensors were made for this load, to be put in place.
+        self.made: list[Leaf] = []
         self.created: dict[Keys, Any] = {}
 
     def add(self, leaf: Leaf, row: int, name: Name) -> None:
@@ -433,6 +480,8 @@ class PlannedLoad:
             box = None if piece.box is None or tuple(piece.box[1]) == found.shape else piece.box
             part = None if box is None else (list(box[0]), list(box[1]))
             self.destinations.append(_Destination(row, part, piece.local, element if differs else None))
+        if leaf.is_made:
+            self.made.append(leaf)
 
     def create(self, keys: Keys, maker: Maker, row: int, name: Name) -> None:
         """Adds a name without a leaf in the state to the plan.
@@ -479,7 +528,7 @@ class PlannedLoad:
             return damaged
         for value, loaded in scratch:
             put_scratch(value, loaded)
-        for leaf, value in contents:
+        for leaf, value in [*contents, *((leaf, leaf.value) for leaf in self.made)]:
             if leaf.put is not None:
                 leaf.put(value)
         return None

@@ -94,9 +94,10 @@ def _spellings(parameters: list[Any], named: Mapping[int, Named]) -> list[list[K
         return [positions]
     names: list[Key] = [(0, named[id(parameter)].name) for parameter in parameters]
     others: list[Key] = [(0, named[id(parameter)].other) for parameter in parameters]
+    earlier: list[Key] = [(0, named[id(parameter)].earlier) for parameter in parameters]
     # Without its module's path, a name may stand for several parameters.
     is_unique = len(set(others)) == len({id(parameter) for parameter in parameters})
-    return [names, others, positions] if is_unique else [names, positions]
+    return [names, others, earlier, positions] if is_unique else [names, earlier, positions]
 
 
 def _members(optimizer: Any, named: Mapping[int, Named], stored: set[Key]) -> _Members:
@@ -119,6 +120,8 @@ def _members(optimizer: Any, named: Mapping[int, Named], stored: set[Key]) -> _M
 def walk(walk: Walk, keys: Keys, optimizer: Any, is_private: bool | None) -> None:
     """Adds the leaves of an optimizer: the settings of its groups, and its state by parameter."""
     members = _members(optimizer, walk.parameters, walk.labels.get((*keys, _STATE), set()))
+    if walk.world > 1 and is_private is None:
+        _check_named(walk, keys, members)
     if foreign := [key for key in optimizer.state if id(key) not in members.by_id]:
         raise InvalidError(
             f"{show(keys)} keeps state for {foreign[0]!r}, which is no parameter of its groups"[:200],
@@ -135,6 +138,20 @@ def walk(walk: Walk, keys: Keys, optimizer: Any, is_private: bool | None) -> Non
                 private = walk.world > 1 and not (member.is_declared or is_dtensor(member.parameter)) and not is_dtensor(value)
             walk.value((*below, (0, key)), value, private, setter(entries, key))
     walk.flat.finish.append(lambda found: _finish(optimizer, keys, members.by_id.values(), groups, found))
+
+
+def _check_named(walk: Walk, keys: Keys, members: _Members) -> None:
+    """Raises :class:`InvalidError` for parameters of a pipeline stage without names: the stages have the same positions."""
+    launch = set(range(walk.world) if walk.ranks is None else walk.ranks)
+    for member in members.by_id.values():
+        if id(member.parameter) in walk.parameters or not is_dtensor(member.parameter):
+            continue
+        lacking = launch.difference(member.parameter.device_mesh.mesh.flatten().tolist())
+        if lacking:
+            raise InvalidError(
+                f"{show(keys)} knows its parameters only by position, and ranks {sorted(lacking)[:5]} of the launch have other ones there",
+                "put the module itself into the state, beside its optimizer, instead of module.state_dict()",
+            )
 
 
 def _walk_groups(walk: Walk, keys: Keys, optimizer: Any, members: _Members, is_private: bool | None) -> list[dict[str, Any]]:
@@ -159,6 +176,8 @@ def _walk_groups(walk: Walk, keys: Keys, optimizer: Any, members: _Members, is_p
             _check_members(show(keys), at, members, stored, is_strict, walk.world == 1)
 
         walk.leaf((*below, (0, _MEMBERS)), members.groups[at], default, None, check=check)
+        # Each pipeline stage has parameters of its own.
+        walk.flat.leaves[-1].must_be_equal = False
     return loaded
 
 

@@ -12,7 +12,7 @@ import zlib
 from typing import Any
 
 from .errors import InvalidError
-from .state import Keys, Leaf, is_dtensor, show
+from .state import FLAG_PICKLE, Keys, Leaf, is_dtensor, show
 from .tensors import Box, Described, Parts, nbytes, volume
 
 #: A part of the shared content: its path, and its box. Plain values and whole tensors have no box.
@@ -23,6 +23,15 @@ Owners = dict[Part, int]
 #: The declaration of a tensor that ranks exchange: element type, bits, shape, boxes with lengths in
 #: bytes, the name with which it shares its content or ``None``, and flags.
 Declared = tuple[str, int, tuple[int, ...], tuple[tuple[Box | None, int], ...], Keys | None, int]
+
+#: The declaration of a plain value: its length in bytes, and the hash of its bytes if all ranks must have the same ones.
+DeclaredValue = tuple[int, bytes | None]
+
+#: The hint for a value that differs between ranks.
+_OWN_NAME = (
+    "if pipeline stages have optimizers or schedulers with different settings, give those of each stage a key of their own in the "
+    'state, such as f"optimizer{stage}"; declare other values that differ with rapidraid.per_rank()'
+)
 
 
 def digest_of_layout(
@@ -79,8 +88,10 @@ def choose_owners_by_placement(
             continue
         ranks = everyone
         if is_dtensor(leaf.value):
-            about = (id(leaf.value.device_mesh), repr(leaf.value.placements))
-            ranks = holders.get(about) or holders.setdefault(about, _holders(leaf.value))
+            # All ranks of the mesh have a tensor without elements.
+            is_whole = 0 in found.shape
+            about = (id(leaf.value.device_mesh), "" if is_whole else repr(leaf.value.placements))
+            ranks = holders.get(about) or holders.setdefault(about, _holders(leaf.value, is_whole))
         parts += [(nbytes(piece.local), (leaf.keys, piece.box), ranks) for piece in found.pieces]
     for size, part, ranks in sorted(parts, key=lambda entry: (-entry[0], entry[1][0], entry[1][1] or ((), ()))):
         bytes_of = counted.setdefault(ranks, {rank: loads[rank] for rank in ranks})
@@ -92,13 +103,13 @@ def choose_owners_by_placement(
     return owners, replicated
 
 
-def _holders(tensor: Any) -> tuple[int, ...]:
-    """Returns the ranks that hold the same parts of a ``DTensor`` as this rank."""
+def _holders(tensor: Any, is_whole: bool) -> tuple[int, ...]:
+    """Returns the ranks that hold the same parts of a ``DTensor`` as this rank: all of its mesh if each has the whole."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     chosen = mesh.mesh
     # From the last dimension on, so that the earlier ones keep their numbers.
     for at in reversed(range(mesh.ndim)):
-        if not tensor.placements[at].is_replicate():
+        if not is_whole and not tensor.placements[at].is_replicate():
             chosen = chosen.select(at, coordinate[at])
     return tuple(sorted(int(rank) for rank in chosen.flatten().tolist()))
 
@@ -109,13 +120,16 @@ def declare(
     contents: dict[tuple[bool, Keys], bytes],
     alias: dict[tuple[bool, Keys], Keys],
 ) -> dict[Keys, Any]:
-    """Returns what this rank has of the shared content: a :data:`Declared` for a tensor, a length for a plain value."""
+    """Returns what this rank has of the shared content: a :data:`Declared` for a tensor, a :data:`DeclaredValue` otherwise."""
     declared: dict[Keys, Any] = {}
     for leaf in shared:
         key = (False, leaf.keys)
         found = described.get(key)
         if found is None:
-            declared[leaf.keys] = len(contents.get(key, b""))
+            content = contents.get(key, b"")
+            # Equal objects may have different pickles.
+            is_compared = leaf.must_be_equal and not leaf.flags & FLAG_PICKLE
+            declared[leaf.keys] = (len(content), hashlib.blake2b(content, digest_size=16).digest() if is_compared else None)
         else:
             boxes = tuple((piece.box, nbytes(piece.local)) for piece in found.pieces)
             declared[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
@@ -138,13 +152,17 @@ def choose_owners(declared: list[dict[Keys, Any]], loads: list[int]) -> tuple[Ow
     for rank, names in enumerate(declared):
         for keys, about in names.items():
             known = first.setdefault(keys, (rank, about))
-            if isinstance(about, int):
-                if not isinstance(known[1], int):
+            if _is_plain(about):
+                if not _is_plain(known[1]):
                     raise _differ(keys, known[0], rank, "a tensor", "a plain value")
+                if None not in (about[1], known[1][1]) and about[1] != known[1][1]:
+                    raise InvalidError(
+                        f"{show(keys)} is said to be the same on all ranks, and differs between the ranks {known[0]} and {rank}", _OWN_NAME
+                    )
                 holders.setdefault((keys, None), []).append(rank)
-                sizes[(keys, None)] = max(sizes.get((keys, None), 0), about)
+                sizes[(keys, None)] = max(sizes.get((keys, None), 0), about[0])
                 continue
-            if isinstance(known[1], int):
+            if _is_plain(known[1]):
                 raise _differ(keys, known[0], rank, "a plain value", "a tensor")
             for what, mine, theirs in zip(("element type", "bits", "shape"), about, known[1], strict=False):
                 if mine != theirs:
@@ -165,6 +183,11 @@ def choose_owners(declared: list[dict[Keys, Any]], loads: list[int]) -> tuple[Ow
         owners[part] = owner
         loads[owner] += sizes[part]
     return owners, {part for part in holders if len(holders[part]) > 1}
+
+
+def _is_plain(about: Any) -> bool:
+    """Returns whether a declaration is a :data:`DeclaredValue`."""
+    return len(about) == 2
 
 
 def _differ(keys: Keys, first: int, second: int, one: str, other: str) -> InvalidError:

@@ -62,6 +62,18 @@ class Replicated:
     box: Box | None
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """A segment in the memory of this process."""
+
+    segment: Any
+    buffer: Any
+    #: A view for each owned part.
+    views: list[Any]
+    #: A function that undoes the registration with CUDA, if there is one.
+    unregister: Callable[[], None] | None
+
+
 #: The contents of a save, in the order of its plan: parts of tensors, plain values, and replicated parts of which samples
 #: are compared.
 Sources = tuple[list[Any], list[bytes], list[Any]]
@@ -88,13 +100,10 @@ class Plan:
     sample_rounds: int = 1
     #: The length of a segment of each rank of the launch, in bytes.
     rank_bytes: list[int] = field(default_factory=list)
-    views: list[list[Any]] = field(default_factory=list)
-    buffers: list[Any] = field(default_factory=list)
-    memory: list[Any] = field(default_factory=list)
+    #: The segments, in the order of the daemon.
+    mapped: list[Mapped] = field(default_factory=list)
     #: Shape and type of each owned part.
     layouts: list[Layout] = field(default_factory=list)
-    #: Functions that undo the registration of each segment with CUDA.
-    _registered: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def shared_bytes(self) -> int:
@@ -105,23 +114,23 @@ class Plan:
     @property
     def segments(self) -> int:
         """The number of segments that have views."""
-        return len(self.views)
+        return len(self.mapped)
 
     def release_segments(self) -> None:
         """Releases the segments."""
-        self.views, self.buffers, self.memory = [], [], []
-        for unregister in self._registered:
-            unregister()
-        self._registered = []
+        unregister = [mapped.unregister for mapped in self.mapped]
+        self.mapped = []
+        for call in unregister:
+            if call is not None:
+                call()
 
     def add_segment(self, segment: Any) -> None:
         """Makes the views of a segment's memory once. Every save into the segment uses them."""
         buffer = memoryview(segment)
-        self.buffers.append(buffer)
-        self.memory.append(segment)
-        if any(layout.is_on_cuda for layout in self.layouts):
-            self._registered.append(register(buffer))
-        self.views.append([view_of(buffer, owned.offset, layout) for owned, layout in zip(self.owned, self.layouts, strict=True)])
+        views = [view_of(buffer, owned.offset, layout) for owned, layout in zip(self.owned, self.layouts, strict=True)]
+        unregister = register(buffer) if any(layout.is_on_cuda for layout in self.layouts) else None
+        # All at once: an exception in the middle must not leave another segment at this index of one of several lists.
+        self.mapped.append(Mapped(segment, buffer, views, unregister))
 
     def sources_if_fitting(self, flat: Flat, allow_pickle: bool) -> Sources | None:
         """Returns the contents to copy, or ``None`` if the state needs another plan.
@@ -132,10 +141,23 @@ class Plan:
             found = self.sources(flat, allow_pickle)
         except InvalidError:
             return None
-        for value, content in zip(self.values, found[1], strict=True):
+        return found if self.needed_bytes(found) <= self.segment_bytes else None
+
+    def needed_bytes(self, sources: Sources) -> int:
+        """Returns the length of a segment in which these contents have room."""
+        _, values, _ = sources
+        for value, content in zip(self.values, values, strict=True):
             self.writer.set_length(value.extent, len(content))
         _, end = self.writer.offsets()
-        return found if end <= self.segment_bytes - _native.HEADER_BYTES - self.writer.table_bytes() else None
+        return int(_native.HEADER_BYTES + end + self.writer.table_bytes())
+
+    def grow(self, sources: Sources) -> None:
+        """Makes the segments long enough for these contents, and for plain values of twice their length.
+
+        The segments have to be made anew. Parts of tensors keep their places, and no other rank has to know.
+        """
+        slack = SLACK_BYTES + sum(len(content) for content in sources[1])
+        self.segment_bytes = -(-(self.needed_bytes(sources) + slack) // 4096) * 4096
 
     def sources(self, flat: Flat, allow_pickle: bool) -> Sources:
         """Returns the contents to copy, in the order of the plan. Raises if the state's layout has changed."""
@@ -196,11 +218,12 @@ class Plan:
     def copy(self, at: int, sources: Sources, launch: str, step: int) -> list[tuple[str, bytes]]:
         """Copies a state into a segment. Returns the hashes of this rank's samples of the replicated content."""
         pieces, values, samples = sources
-        copy_all(self.memory[at], [owned.offset for owned in self.owned], self.views[at], pieces)
+        mapped = self.mapped[at]
+        copy_all(mapped.segment, [owned.offset for owned in self.owned], mapped.views, pieces)
         for value, content in zip(self.values, values, strict=True):
             self.writer.set_length(value.extent, len(content))
         offsets, end = self.writer.offsets()
-        buffer = self.buffers[at]
+        buffer = mapped.buffer
         if end > len(buffer):
             raise InvalidError(f"the plain values of step {step} have grown beyond their segment", _PREPARE)
         for value, content in zip(self.values, values, strict=True):
@@ -235,10 +258,13 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
 
 
 def _changed(leaf: Leaf, expected: tuple[Any, ...] | None) -> InvalidError:
-    why = "is new since the state was prepared" if expected is None else "has another kind, shape or type than when the state was prepared"
-    # The list is one entry, whatever its length is.
-    hint = f"{_PREPARE}; or store a dict whose keys come and go as list(d.items())" if expected is None else _PREPARE
-    return InvalidError(f"{show(leaf.keys)} {why}", hint)
+    if expected is not None:
+        return InvalidError(f"{show(leaf.keys)} has another kind, shape or type than when the state was prepared", _PREPARE)
+    return InvalidError(
+        f"{show(leaf.keys)} is new since the state was prepared",
+        # The list is one entry, whatever its length is.
+        f"{_PREPARE} (a fresh optimizer has no state before its first step); or store a dict whose keys come and go as list(d.items())",
+    )
 
 
 def encode(leaf: Leaf, allow_pickle: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""The path of the program, and the start of a staging daemon."""
+"""The configuration of a client, the path of the program, and the start of a staging daemon."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ from pathlib import Path
 
 from . import _native
 from .errors import DeadlineError, NoDaemonError, NotFoundError
+
+
+def find_config(config: str | os.PathLike[str] | None) -> Path:
+    """Returns the client's configuration file.
+
+    The candidates are, in this order: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, and the user's.
+    """
+    if config is None:
+        config = os.environ.get("RAPIDRAID_CONFIG") or None
+    if config is not None:
+        return Path(config)
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    user = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    candidates = [Path("rapidraid.toml"), user / "rapidraid" / "rapidraid.toml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    tried = ", ".join(str(candidate) for candidate in candidates)
+    raise NotFoundError(f"there is no configuration of a client: looked for {tried}", "pass config=, or use rapidraid.local_cluster()")
 
 
 def program() -> str:

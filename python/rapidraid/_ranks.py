@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import InvalidError, RapidraidError
+from .errors import ForkedError, InvalidError, RapidraidError
 
 
 class Group:
@@ -23,6 +23,7 @@ class Group:
         if self.distributed is None and not is_alone:
             _check_single(group)
         self.group = group
+        self._process = os.getpid()
         self.rank = self.distributed.get_rank(group) if self.distributed else 0
         self.world = self.distributed.get_world_size(group) if self.distributed else 1
         if self.distributed is not None and self.rank < 0:
@@ -39,13 +40,21 @@ class Group:
     @property
     def ranks(self) -> list[int] | None:
         """The numbers of the ranks in the default group; ``None`` without a process group."""
-        found: list[int] | None = None if self.distributed is None else self.distributed.get_process_group_ranks(self.group)
+        if self.distributed is None:
+            return None
+        # Before torch 2.8, ``None`` is no group of this function.
+        found: list[int] = self.distributed.get_process_group_ranks(self.group or self.distributed.group.WORLD)
         return found
 
     def gather(self, mine: Any) -> list[Any]:
         """Returns the ``mine`` of every rank, in the order of the ranks."""
         if self.distributed is None or self.world == 1:
             return [mine]
+        if os.getpid() != self._process:
+            raise ForkedError(
+                f"process {os.getpid()} was forked from rank {self.rank}, and is no rank of the launch",
+                "call the Checkpointer in the process that made it",
+            )
         found: list[Any] = [None] * self.world
         self.distributed.all_gather_object(found, mine, group=self.group)
         return found

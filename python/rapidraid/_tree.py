@@ -162,7 +162,8 @@ def flatten_first(state: Mapping[Any, Any], rank: int, world: int) -> Flat:
     if flat.partial:
         raise InvalidError(f"{show(flat.partial[0])} is under DDP over some of the ranks", "save it with a Checkpointer")
     flat.warnings.clear()
-    flat.leaves = [replace(leaf, is_private=False) for leaf in flat.leaves if rank == 0 or not leaf.is_private]
+    # The ranks may differ in what a framework takes from one of them.
+    flat.leaves = [replace(leaf, is_private=False, must_be_equal=False) for leaf in flat.leaves if rank == 0 or not leaf.is_private]
     return flat
 
 

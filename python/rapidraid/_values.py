@@ -71,7 +71,9 @@ def restore(kind: str, value: Any) -> Any:
         if kind == "numpy":
             import numpy
 
-            return numpy.frombuffer(value[1], dtype=numpy.dtype(value[0]))[0]
+            kind_of = numpy.dtype(value[0])
+            # A text without characters has elements of no bytes, and was stored with more.
+            return numpy.frombuffer(value[1], dtype=kind_of)[0] if kind_of.itemsize else numpy.zeros(1, kind_of)[0]
     except ImportError:
         raise NotFoundError(f"a value of {package} is stored, and {package} is not installed", f"install {package}") from None
     raise InvalidError(f"a value of the unknown kind {kind!r} is stored", "load with a newer rapidraid")

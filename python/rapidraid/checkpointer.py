@@ -15,14 +15,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from . import _native
 from ._load import LoadChoices, Private, Reader, ReadWholeError, Stages, load_into, read_one
 from ._plan import Plan, Sources, make_plan
-from ._program import connect, start_daemon
+from ._program import connect, find_config, start_daemon
 from ._ranks import Group, Hosts, raise_together, refusal_of
 from .errors import (
     BusyError,
@@ -112,25 +111,6 @@ class Stall:
     def total(self) -> float:
         """The sum of all phases, in seconds."""
         return self.traversal + self.waiting + self.copy + self.socket
-
-
-def find_config(config: str | os.PathLike[str] | None) -> Path:
-    """Returns the client's configuration file.
-
-    The candidates are, in this order: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, and the user's.
-    """
-    if config is None:
-        config = os.environ.get("RAPIDRAID_CONFIG") or None
-    if config is not None:
-        return Path(config)
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    user = Path(base) if os.path.isabs(base) else Path.home() / ".config"
-    candidates = [Path("rapidraid.toml"), user / "rapidraid" / "rapidraid.toml"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    tried = ", ".join(str(candidate) for candidate in candidates)
-    raise NotFoundError(f"there is no configuration of a client: looked for {tried}", "pass config=, or use rapidraid.local_cluster()")
 
 
 class Checkpointer:
@@ -321,7 +301,8 @@ class Checkpointer:
             len(self._hosts.ranks),
             self._hosts.ranks.index(self.rank),
             segment_bytes=plan.segment_bytes,
-            launch_bytes=sum(plan.rank_bytes[rank] for rank in self._hosts.ranks),
+            # It stays the same if this rank alone makes longer segments: the other ranks keep what was promised to them.
+            launch_bytes=max(plan.segment_bytes, sum(plan.rank_bytes[rank] for rank in self._hosts.ranks)),
             born_ns=self._born_ns,
             loaded=self._loaded,
             newest_seen=self._newest_seen,
@@ -353,6 +334,10 @@ class Checkpointer:
             sources = plan.sources_if_fitting(flat, self.allow_pickle) if is_alone else plan.sources(flat, self.allow_pickle)
         if sources is None:
             plan, sources = self._prepare_again(flat)
+        elif plan.needed_bytes(sources) > plan.segment_bytes:
+            # The other ranks have nothing to do with the length of this rank's plain values.
+            plan.grow(sources)
+            self._prepare(plan)
         return self._stage(step, plan, sources, time.perf_counter() - begun)
 
     def _prepare_again(self, flat: Flat) -> tuple[Plan, Sources]:
@@ -585,7 +570,8 @@ class Checkpointer:
     ) -> int | None:
         """Loads ``step`` (default: the resume point) into ``state``, in place.
 
-        Returns the step, or ``None`` if the job has none. All ranks of the launch must call it.
+        Returns the step, or ``None`` if the job has none. All ranks of the launch must call it equally often, with the same
+        ``step`` and ``strict``. An error of any rank is raised on all ranks; the state of the other ranks may be loaded then.
 
         Args:
             state: The same structure as was saved. Missing entries, such as the state of a fresh optimizer, are created.
@@ -601,23 +587,27 @@ class Checkpointer:
 
         """
         choices = LoadChoices(strict, include, cast, private, self.allow_pickle)
-        stages = Stages(self._group.gather) if strict and self.world > 1 else None
+        stages = Stages(self._group.gather, strict)
 
         def load(reader: Reader) -> str | None:
             return load_into(reader, state, self.rank, self.world, choices, ranks=self._group.ranks, stages=stages)
 
+        number: int | None = None
+        failed: Exception | None = None
         try:
             number = self.load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
         except ForkedError:
             # This process is no rank of the launch.
             raise
-        except Exception:
-            # The other ranks may be waiting for this one.
-            if stages is not None:
-                stages.finish()
-            raise
-        if stages is not None:
-            stages.finish()
+        except Exception as error:  # noqa: BLE001 - raised on all ranks below
+            failed = error
+        # The other ranks may be waiting for this one.
+        stages.finish()
+        refusals = self._group.gather(refusal_of(failed))
+        if failed is not None:
+            # It says what is wrong on this rank, and the ranks may have failed for one reason.
+            raise failed
+        raise_together(None, self.rank, refusals)
         return number
 
     @_one_thread

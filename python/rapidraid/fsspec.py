@@ -29,9 +29,9 @@ from ._jobs import SCHEME, shared_checkpointer
 from ._load import Reader
 from ._open_files import BLOCK_BYTES, SavedFile, StepTransaction, WrittenFile
 from ._places import FORM, Place, describe, describe_folder, list_all, parse_place
-from ._program import start_daemon
+from ._program import find_config, start_daemon
 from ._spool import Folder, Spool
-from .checkpointer import Checkpointer, find_config
+from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError, NoDaemonError, NoFileError, NotFoundError, UnavailableError
 
 log = logging.getLogger("rapidraid")

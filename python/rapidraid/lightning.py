@@ -25,6 +25,7 @@ from ._jobs import SCHEME, parse_step_name, shared_checkpointer
 from ._tree import flatten_tree, load_tree
 from .checkpointer import Checkpointer
 from .errors import ExistsError, InvalidError, NotFoundError, RapidraidError
+from .state import is_array, is_tensor
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -120,7 +121,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         """Raises :class:`ExistsError` unless a checkpoint has the weights of the step that was loaded."""
         found = load_tree(self.checkpointer, step)
         stored, own = ({} if found is None else found[1]).get("state_dict", {}), checkpoint.get("state_dict", {})
-        if stored.keys() != own.keys() or not all(torch.equal(stored[name], value.cpu()) for name, value in own.items()):
+        if stored.keys() != own.keys() or not all(_is_same(stored[name], value) for name, value in own.items()):
             raise ExistsError(f"step {step} of {self.job} is saved already, with other weights", "save to another job, or train on first")
 
     def _point(self, path: _Path, step: int) -> None:
@@ -263,6 +264,24 @@ def _version() -> str:
     if "lightning.pytorch" in sys.modules:
         return str(sys.modules["lightning.pytorch"].__version__)
     return str(sys.modules["pytorch_lightning"].__version__)
+
+
+def _is_same(stored: Any, own: Any) -> bool:
+    """Returns whether two values of a state_dict are equal: tensors and arrays by their bytes, so that NaN equals itself."""
+    if is_tensor(stored) and is_tensor(own):
+        if stored.shape != own.shape or stored.dtype != own.dtype:
+            return False
+        one, other = (value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1) for value in (stored, own))
+        return bool(torch.equal(one.view(torch.uint8), other.view(torch.uint8)))
+    if is_array(stored) and is_array(own):
+        return bool(stored.shape == own.shape and stored.dtype == own.dtype and stored.tobytes() == own.tobytes())
+    if isinstance(stored, dict) and isinstance(own, dict):
+        return stored.keys() == own.keys() and all(_is_same(value, own[key]) for key, value in stored.items())
+    if isinstance(stored, (list, tuple)) and type(stored) is type(own):
+        return len(stored) == len(own) and all(_is_same(value, other) for value, other in zip(stored, own, strict=True))
+    if any(is_tensor(value) or is_array(value) for value in (stored, own)):
+        return False
+    return bool(stored == own)
 
 
 def _to_location(value: Any, where: Any) -> Any:

@@ -75,6 +75,14 @@ class Leaf:
     #: A function that raises if a loaded plain value does not fit, before anything is changed. Its second argument
     #: says whether the load is strict.
     check: Callable[[Any, bool], None] | None = None
+    #: Whether a shared plain value that differs between the ranks is an error.
+    must_be_equal: bool = False
+    #: Whether the entry belongs to a module.
+    is_of_module: bool = False
+    #: Whether a load may put a value of another kind or shape in place: its object receives the value by a call.
+    is_replaceable: bool = False
+    #: Whether the tensor was made for a load, and has to be put in place.
+    is_made: bool = False
 
 
 #: A function that makes the tensor for a path that only the checkpoint has, from the path, the
@@ -160,6 +168,8 @@ def key_of(key: Any, where: Keys) -> Key:
     if type(key) is str:
         return 0, key
     if type(key) is int:
+        if not -(1 << 63) <= key < 1 << 63:
+            raise InvalidError(f"the dict at {show(where) or 'the top'} has the key {key}, which has more than 64 bits", "use a text")
         return 1, key
     raise InvalidError(
         f"the dict at {show(where) or 'the top'} has the key {key!r} of type {type(key).__name__}",
@@ -236,7 +246,8 @@ def _ranks_of_some(parallel: Any, ranks: Sequence[int] | None) -> list[int] | No
     if not distributed.is_initialized() or group is distributed.group.WORLD:
         return None
     found = distributed.get_process_group_ranks(group)
-    everyone = distributed.get_process_group_ranks(None) if ranks is None else ranks
+    # Before torch 2.8, ``None`` is no group of this function.
+    everyone = distributed.get_process_group_ranks(distributed.group.WORLD) if ranks is None else ranks
     return None if set(everyone) <= set(found) else sorted(found)
 
 
@@ -263,6 +274,15 @@ def _uncompiled(module: Any) -> tuple[Any, str]:
     return module, ""
 
 
+#: The prefix that ``checkpoint_wrapper`` of torch gives to the names of parameters, and takes from those of a state_dict.
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module."
+
+
+def _bare(name: str) -> str:
+    """Returns a parameter's or buffer's name as the state_dict of its module has it."""
+    return name.replace(_CHECKPOINT_WRAPPED, "")
+
+
 def _is_same_memory(value: Any, own: Any) -> bool:
     """Returns whether filling an entry of a module's state_dict fills the module's own tensor."""
     if value is own or is_dtensor(value) or hasattr(value, "__tensor_flatten__") or value.is_meta or value.numel() == 0:
@@ -282,6 +302,8 @@ class Named:
     name: str
     #: The name that a save gives it together with other modules.
     other: str
+    #: The name that earlier releases gave it: with the prefixes of ``checkpoint_wrapper``.
+    earlier: str
     parameter: Any
     #: Whether it is declared to be the same on all ranks.
     is_declared: bool
@@ -292,14 +314,32 @@ def _named_parameters(state: Mapping[Any, Any], ranks: Sequence[int] | None) -> 
 
     If modules have names in common, as a generator and a critic do, each name begins with the module's path.
     """
-    found = list(_parameters_below("", state.items(), None, ranks))
+    found = [(prefix, _bare(name), name, *more) for prefix, name, *more in _parameters_below("", state.items(), None, ranks)]
     first: dict[str, int] = {}
-    is_ambiguous = any(first.setdefault(name, id(parameter)) != id(parameter) for _, name, parameter, _ in found)
+    is_ambiguous = any(first.setdefault(name, id(parameter)) != id(parameter) for _, name, _, parameter, _ in found)
     named: dict[int, Named] = {}
-    for prefix, short, parameter, declared in found:
+    for prefix, short, wrapped, parameter, declared in found:
         name, other = (f"{prefix}{short}", short) if is_ambiguous else (short, f"{prefix}{short}")
-        named.setdefault(id(parameter), Named(name, other, parameter, declared))
+        earlier = f"{prefix}{wrapped}" if is_ambiguous else wrapped
+        named.setdefault(id(parameter), Named(name, other, earlier, parameter, declared))
     return named
+
+
+def _reshard(module: Any) -> None:
+    """Gives the modules under FSDP2 their shards back, if an evaluation without gradients has left whole parameters.
+
+    A module whose forward or backward is under way keeps what it has.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None:
+        return
+    for inner in module.modules():
+        if not isinstance(inner, kind) or all(is_dtensor(parameter) for parameter in inner.parameters()):
+            continue
+        state = inner._get_fsdp_state()
+        phase = getattr(getattr(state, "_training_state", None), "name", "IDLE")
+        if phase == "IDLE":
+            inner.reshard()
 
 
 #: Types of values below which there are no modules.
@@ -319,6 +359,7 @@ def _parameters_below(
         inner, mark = (value.value, value.is_private) if isinstance(value, Marked) else (value, is_private)
         if _is_module(inner):
             found = _unwrap(inner, ranks)
+            _reshard(found.module)
             for name, parameter in found.module.named_parameters():
                 declared = found.is_synchronised(name, parameter) if mark is None else not mark
                 yield f"{prefix}{key}.", name, parameter, declared
@@ -394,7 +435,7 @@ class Walk:
         Without a declaration it is private, unless it is a ``DTensor``, which declares its parts itself.
         """
         private = not is_dtensor(value) if is_private is None else is_private
-        self.flat.leaves.append(Leaf(keys, value, private, put, **more))
+        self.flat.leaves.append(Leaf(keys, value, private, put, must_be_equal=not private, **more))
 
     def tensor(self, keys: Keys, value: Any, is_private: bool | None, put: Callable[[Any], None] | None, flags: int = 0) -> None:
         """Adds a tensor. A tensor that only wraps others, such as quantized weights, is stored as the wrapped ones."""
@@ -432,31 +473,41 @@ class Walk:
         """Walks a module. Its parameters and buffers are filled in place."""
         unwrapped = _unwrap(wrapped, self.ranks)
         module, is_synchronised = unwrapped.module, unwrapped.is_synchronised
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        if is_of_fsdp1(parameters.values()):
+        parameters = {_bare(name): (name, value) for name, value in module.named_parameters(remove_duplicate=False)}
+        if is_of_fsdp1(value for _, value in parameters.values()):
             raise refuse_fsdp1(keys, "a FullyShardedDataParallel module")
         if is_private is None and self.world > 1:
             self.warn_of_copies(keys, unwrapped)
-        buffers = dict(module.named_buffers(remove_duplicate=False))
+        buffers = {_bare(name): value for name, value in module.named_buffers(remove_duplicate=False)}
         extra: dict[str, Any] = {}
+        begin = len(self.flat.leaves)
         for name, value in module.state_dict().items():
             below = (*keys, (0, name))
-            own = parameters.get(name, buffers.get(name))
+            wrapped_name, own = parameters.get(name, (name, buffers.get(name)))
             if is_tensor(value) and own is not None and _is_same_memory(value, own):
                 is_parameter = name in parameters
                 private = is_private
                 if private is None:
                     # DDP and FSDP do not synchronise buffers after the step that changed them.
-                    private = self.world > 1 and not (is_parameter and is_synchronised(name, own))
+                    private = self.world > 1 and not (is_parameter and is_synchronised(wrapped_name, own))
                     private = private and not is_dtensor(value)
                 self.tensor(below, value, private, None, flags=FLAG_PARAMETER if is_parameter else 0)
             else:
                 # The module made this entry for its state_dict, and receives it again through
                 # load_state_dict.
                 extra[name] = value
+                made = len(self.flat.leaves)
                 self.value(below, value, is_private if is_private is not None or self.world > 1 else False, setter(extra, name))
+                self.mark_replaceable(made)
+        for leaf in self.flat.leaves[begin:]:
+            leaf.is_of_module = True
         if extra:
             self.flat.finish.append(lambda _: module.load_state_dict(extra, strict=False))
+
+    def mark_replaceable(self, begin: int) -> None:
+        """Lets a load replace the leaves from ``begin`` on by values of another kind or shape."""
+        for leaf in self.flat.leaves[begin:]:
+            leaf.is_replaceable = leaf.put is not None and not is_dtensor(leaf.value)
 
     def warn_of_copies(self, keys: Keys, module: _Unwrapped) -> None:
         """Warns of a module without a declaration of which each rank stores a copy."""
@@ -495,7 +546,9 @@ class Walk:
         declared = False if is_private is None and _is_same_everywhere(value) else is_private
         inner = dict(inner)
         self.flat.creatable[keys] = new_on_host
+        begin = len(self.flat.leaves)
         self.mapping(keys, inner, declared)
+        self.mark_replaceable(begin)
         self.flat.finish.append(lambda found: value.load_state_dict(with_found(inner, keys, found)))
 
 

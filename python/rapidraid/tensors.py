@@ -86,8 +86,9 @@ def describe(name: str, value: Any) -> Described:
     check(name, value)
     shape = tuple(int(size) for size in value.shape)
     if is_dtensor(value):
-        pieces = _pieces_of_dtensor(name, value, shape)
         local = value.to_local()
+        _check_local(name, local)
+        pieces = _pieces_of_dtensor(name, value, shape)
         return Described(element_of(local), local.element_size() * 8, shape, pieces)
     return Described(element_of(value), value.element_size() * 8, shape, (Piece(None, value.detach()),))
 
@@ -124,6 +125,19 @@ def check(name: str, tensor: Any) -> None:
         raise refuse(name, f"it is a {type(tensor).__name__}, which has no memory of its own", "give it __tensor_flatten__")
 
 
+def _check_local(name: str, local: Any) -> None:
+    """Raises :class:`InvalidError` for the local tensor of a ``DTensor`` if it wraps other tensors, or is no plain memory."""
+    kind = type(local)
+    # A result of a collective stands for the tensor in it, and chunks describe themselves.
+    if hasattr(kind, "__tensor_flatten__") and kind.__name__ != "AsyncCollectiveTensor" and not hasattr(kind, "__create_chunk_list__"):
+        raise refuse(
+            name,
+            f"it is a DTensor of {kind.__name__}, which wraps other tensors",
+            "keep quantized weights and states of optimizers in plain tensors when they are sharded",
+        )
+    check(name, local)
+
+
 def _has_memory(tensor: Any) -> bool:
     try:
         return bool(tensor.untyped_storage().data_ptr())
@@ -142,6 +156,9 @@ def _pieces_of_dtensor(name: str, tensor: Any, shape: tuple[int, ...]) -> tuple[
     local = tensor.to_local().detach()
     if tensor.device_mesh.get_coordinate() is None:
         return ()
+    if 0 in shape:
+        # There is nothing to divide, and each rank of the mesh has the whole.
+        return (Piece(None, local.new_empty(shape)),)
     if hasattr(local, "__create_chunk_list__"):
         chunks = tensor.__create_chunk_list__()
         if len(chunks) != 1:
@@ -161,17 +178,40 @@ Run = tuple[int, int]
 def _local_runs(tensor: Any, shape: tuple[int, ...]) -> list[list[Run]]:
     """Returns for each dimension the runs of indices that this rank holds, in the order of the local tensor."""
     runs: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    for at, placement in enumerate(tensor.placements):
-        dim = getattr(placement, "dim", None)
-        if placement.is_replicate() or dim is None:
-            continue
-        count, own = mesh.size(at), coordinate[at]
+    coordinate = tensor.device_mesh.get_coordinate()
+    for at, dim, count, factor in _cuts(tensor):
+        own = coordinate[at]
         # A strided shard has its chunk of each of several parts.
-        factor = int(getattr(placement, "split_factor", 1))
         parts = [_chunk(runs[dim], factor, part) for part in range(factor)]
         runs[dim] = _join([run for part in parts for run in _chunk(part, count, own)])
     return runs
+
+
+def _cuts(tensor: Any) -> list[tuple[int, int, int, int]]:
+    """Returns the cuts of a ``DTensor`` in their order: dimension of the mesh and of the tensor, number of chunks, split factor.
+
+    FSDP2 cuts what tensor parallelism to its right in the mesh has left on each rank. It says so by a strided shard whose
+    split factor is the number of those parts, so that shard is a plain cut after them. For dimensions that divide evenly this
+    is the same as a cut of each part.
+    """
+    cuts: list[tuple[int, int, int, int]] = []
+    # The dimensions with a strided shard that is no plain cut.
+    strided: set[int] = set()
+    for at in reversed(range(len(tensor.placements))):
+        placement = tensor.placements[at]
+        dim = getattr(placement, "dim", None)
+        if placement.is_replicate() or dim is None:
+            continue
+        factor = int(getattr(placement, "split_factor", 1))
+        count = int(tensor.device_mesh.size(at))
+        parts = math.prod(size for _, other, size, _ in cuts if other == dim)
+        if factor > 1 and factor == parts and dim not in strided:
+            cuts.append((at, dim, count, 1))
+            continue
+        cuts.insert(0, (at, dim, count, factor))
+        if factor > 1:
+            strided.add(dim)
+    return cuts
 
 
 def _chunk(runs: list[Run], count: int, own: int) -> list[Run]:

@@ -91,3 +91,14 @@ def test_a_state_that_is_declared_the_same_takes_what_its_rank_saved() -> None:
     state = {"epoch": replicated(0)}
     HeldStep([{"epoch": 7}]).load(state)
     assert state["epoch"].value == 7
+
+
+def test_skipped_entries_of_modules_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that only ranks have saved stay those of a fresh module: a warning says so."""
+    step = HeldStep([{"model": torch.nn.Linear(2, 2), "rng": rank} for rank in range(4)])
+    with pytest.raises(errors.InvalidError) as raised:
+        step.load({"model": torch.nn.Linear(2, 2), "rng": 0}, 0, 2)
+    assert "BatchNorm" in raised.value.hint and "RNG" in raised.value.hint
+    step.load({"model": torch.nn.Linear(2, 2), "rng": 0}, 0, 2, private="skip")
+    (record,) = caplog.records
+    assert 'private="skip" leaves model/weight, model/bias as the module has them' in record.getMessage()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ranks import launch
 
 torch = pytest.importorskip("torch")
 fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
@@ -32,7 +35,24 @@ def indices_of(tensor: Any, shape: tuple[int, ...]) -> list[list[int]]:
         chunks = list(torch.chunk(index, count)) if index.numel() else []
         return chunks + [index[:0]] * (count - len(chunks))
 
-    for at, placement in enumerate(tensor.placements):
+    placements = list(enumerate(tensor.placements))
+    # What FSDP2 cuts after the other cuts of the dimension: its split factor is the number of parts that these have made.
+    last = []
+    for at, placement in reversed(placements):
+        right = (
+            [(other, found) for other, found in placements[at + 1 :] if not found.is_replicate() and found.dim == placement.dim]
+            if (not placement.is_replicate())
+            else []
+        )
+        parts = math.prod(tensor.device_mesh.size(other) for other, _ in right)
+        if (
+            not placement.is_replicate()
+            and 1 < getattr(placement, "split_factor", 1) == parts
+            and all(other in last or getattr(found, "split_factor", 1) == 1 for other, found in right)
+        ):
+            last.append(at)
+    plain = [(at, placement) for at, placement in placements if at not in last]
+    for at, placement in plain + [(at, Shard(tensor.placements[at].dim)) for at in last]:
         if placement.is_replicate():
             continue
         count, own = tensor.device_mesh.size(at), tensor.device_mesh.get_coordinate()[at]
@@ -86,3 +106,23 @@ def test_the_time_does_not_depend_on_the_size() -> None:
     tensor = tensor_of((8, 8), (1, 2), [_StridedShard(0, split_factor=8), Shard(0)])
     (runs,) = _local_runs(tensor, (1 << 60,))
     assert sum(size for _, size in runs) == 1 << 54
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (8, 2), (2, 3), (3, 4)])
+def test_fsdp_cuts_the_parts_of_tensor_parallelism(dp: int, tp: int) -> None:
+    """Also where the rows do not divide evenly, as 50,257 rows of a vocabulary do not."""
+    for rows in (*range(1, 40), 50257):
+        for own, part in itertools.product(range(dp), range(tp)):
+            tensor = tensor_of((dp, tp), (own, part), [_StridedShard(0, split_factor=tp), Shard(0)])
+            cut = torch.arange(rows)
+            for count, at in ((tp, part), (dp, own)):
+                cut = (*torch.chunk(cut, count), *[cut[:0]] * count)[at] if cut.numel() else cut
+            (runs,) = _local_runs(tensor, (rows,))
+            assert runs == ([(int(cut[0]), cut.numel())] if cut.numel() else [])
+
+
+def test_fsdp_over_tensor_parallelism_is_where_torch_has_it() -> None:
+    """Ranks of a launch of their own, with the real ``parallelize_module`` and ``fully_shard``."""
+    program = str(Path(__file__).parent / "programs" / "tensor_parallel.py")
+    for dp, tp in ((2, 2), (3, 2)):
+        assert launch(program, dp * tp, str(dp), str(tp)) == (0, ["right"] * dp * tp)

@@ -248,7 +248,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_each_load_makes_one_collective(launch: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_load_makes_the_same_collectives(launch: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever happens on a rank: a load that is tried again, an error of the daemon, or a job without a step."""
     caplog.set_level(logging.ERROR, logger="rapidraid")
     step = HeldStep([named_stage(rank, 7.0) for rank in range(4)])
@@ -257,12 +257,16 @@ def test_each_load_makes_one_collective(launch: Any, caplog: pytest.LogCaptureFi
     assert ranks.collectives == 1
     states = [named_stage(rank, 0.0) for rank in range(4)]
     found = ranks.run(lambda rank: made[rank].load(states[rank]))
-    assert isinstance(found[2], errors.DeadlineError) and found[:2] + found[3:] == [1, 1, 1]
-    assert ranks.collectives == 2
-    assert ranks.run(lambda rank: made[rank].load(states[rank])) == [1] * 4 and ranks.collectives == 3
-    assert ranks.run(lambda rank: made[rank].load(states[rank], strict=False)) == [1] * 4 and ranks.collectives == 3
+    assert isinstance(found[2], errors.DeadlineError) and str(found[0]).startswith("rank 2: too late")
+    assert all(isinstance(error, errors.DeadlineError) for error in found)
+    assert ranks.collectives == 3
+    assert ranks.run(lambda rank: made[rank].load(states[rank])) == [1] * 4 and ranks.collectives == 5
+    assert ranks.run(lambda rank: made[rank].load(states[rank], strict=False)) == [1] * 4 and ranks.collectives == 7
+    found = ranks.run(lambda rank: made[rank].load(states[rank], strict=rank < 2))
+    assert ranks.collectives == 9
+    assert all(isinstance(error, errors.InvalidError) and "strict=False" in str(error) for error in found)
     ranks, made = launch([HeldSession(None, []) for _ in range(2)])
-    assert ranks.run(lambda rank: made[rank].load(states[rank])) == [None] * 2 and ranks.collectives == 2
+    assert ranks.run(lambda rank: made[rank].load(states[rank])) == [None] * 2 and ranks.collectives == 3
 
 
 def test_a_forked_child_makes_no_collective(launch: Any) -> None:

@@ -1,0 +1,134 @@
+"""Objects of a state whose values change their kind or shape, and values without elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+from held import HeldStep
+
+from rapidraid import _native, errors, replicated
+
+torch = pytest.importorskip("torch")
+fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+
+
+class Best:
+    """An object that has no value at first."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Counted(torch.nn.Module):
+    """A module whose extra state has a tensor of any length."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.seen = torch.ones(count)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("value", [None, torch.tensor(0.5), torch.ones(3), torch.ones(5), numpy.ones(2), 7])
+@pytest.mark.parametrize("into", [None, torch.tensor(0.25), torch.zeros(3), numpy.zeros(4), "text"])
+def test_an_object_takes_any_value(value: Any, into: Any) -> None:
+    """It receives its state by a call, so the state need not fit into what it has."""
+    best = Best(into.clone() if isinstance(into, torch.Tensor) else into)
+    HeldStep([{"best": Best(value)}]).load({"best": best})
+    assert type(best.value) is type(value)
+    if value is not None:
+        assert torch.equal(torch.as_tensor(best.value), torch.as_tensor(value))
+
+
+def test_the_extra_state_of_a_module_may_have_another_length() -> None:
+    module = Counted(2)
+    HeldStep([{"model": Counted(5)}]).load({"model": module})
+    assert module.seen.tolist() == [1.0] * 5
+
+
+def test_tensors_of_the_caller_keep_their_shapes() -> None:
+    """The caller has the tensor, and would not see another one in the dict."""
+    with pytest.raises(errors.InvalidError, match=r"w has the shape \[5\]"):
+        HeldStep([{"w": torch.ones(5)}]).load({"w": torch.ones(3)})
+
+
+def test_texts_without_characters_come_back() -> None:
+    for value in (numpy.str_(""), numpy.bytes_(b""), numpy.str_("é")):
+        content = _native.encode_value(value)
+        assert content is not None
+        found = _native.decode_value(content)
+        assert type(found) is type(value) and found == value
+
+
+def test_distributed_tensors_without_elements_are_stored_once() -> None:
+    """All ranks of the mesh have them, one stores the name, and a load of a step without it is no error."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from rapidraid._plan import make_plan
+    from rapidraid.state import flatten
+
+    stored = []
+    for rank in range(2):
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            state = {
+                f"{at} {shape}": distribute_tensor(torch.zeros(shape), mesh, [placement], src_data_rank=None)
+                for at, placement in enumerate((Shard(0), Replicate()))
+                for shape in ((0,), (0, 4), (4, 0))
+            }
+            plan = make_plan(flatten(state, 2), rank, 2, lambda mine: [mine, mine], False)
+            stored += [owned.keys for owned in plan.owned]
+            HeldStep([{"other": replicated(1)}]).load({**state, "other": replicated(0)}, rank, 2)
+            HeldStep([flatten({**state, "other": replicated(1)}, 2)]).load({**state, "other": replicated(0)}, rank, 2)
+        finally:
+            dist.destroy_process_group()
+    assert len(stored) == len(set(stored)) == 6
+
+
+def test_distributed_tensors_that_wrap_others_are_refused_by_name() -> None:
+    """A copy would read, and a load write, where there is no memory."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    from rapidraid.state import flatten
+    from rapidraid.tensors import describe
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(TwoTensor(torch.ones(2, 4), torch.zeros(2, 4)), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(errors.InvalidError, match="w cannot be stored: it is a DTensor of TwoTensor"):
+            describe("w", tensor)
+        plain = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(errors.InvalidError, match="w cannot be stored: it is a DTensor of TwoTensor"):
+            HeldStep([flatten({"w": plain}, 2)]).load({"w": tensor}, 0, 2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_lightning_compares_weights_by_their_bytes() -> None:
+    pytest.importorskip("lightning")
+    from rapidraid.lightning import _is_same
+
+    nan = float("nan")
+    assert _is_same(torch.tensor([nan, 1.0]), torch.tensor([nan, 1.0])) and _is_same({"extra": [1, "a"]}, {"extra": [1, "a"]})
+    assert _is_same(torch.ones(2, 3).t(), torch.ones(3, 2)) and _is_same(torch.tensor(1.0), torch.tensor(1.0))
+    for one, other in ((torch.ones(2), torch.ones(3)), (torch.ones(2), 1), (1, 2), ([1], (1,)), (torch.zeros(1), -torch.zeros(1))):
+        assert not _is_same(one, other)

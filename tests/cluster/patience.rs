@@ -14,6 +14,7 @@ use rapidraid::wire::calls::LaunchClaim;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use crate::rebuild::{BLOCK, LEN, assert_exact, rebuild_on, serves};
 use crate::saves::Gated;
 use world::look::files_below;
 use world::{World, content, job, quiet, read_file, register, restore, save, shard};
@@ -142,6 +143,31 @@ async fn a_damaged_record_of_one_step_or_job_holds_up_no_launch_of_another() {
     damage_record(&world, &launch_order_key(&job()));
     let listed = client.list_newest_launches().await.unwrap();
     assert_eq!(listed.iter().map(|view| &view.job).collect::<Vec<_>>(), [&other]);
+}
+
+/// The disk of the catalogue server is replaced. It must not answer that there are no checkpoints.
+#[tokio::test(start_paused = true)]
+async fn a_catalogue_server_with_an_empty_disk_stands_down_and_can_be_rebuilt() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
+    world.kill(0).await;
+    world.replace(0);
+    world.boot(0);
+    tokio::time::sleep(5 * world.lease).await;
+    assert!(!world.nodes[&0].is_writable_catalogue_server());
+    let client = world.client_of_all(&[0, 1]);
+    assert_exact(&client, 1).await;
+    let status = client.status().await.unwrap();
+    let notes = status.nodes.iter().flat_map(|node| node.held.iter().flat_map(|held| &held.notes));
+    assert!(
+        notes.cloned().any(|note| note.contains("new") && note.contains("catalogue rebuild")),
+        "{status:?}"
+    );
+    rebuild_on(&client, 0, false).await.unwrap();
+    serves(&world, 0).await;
+    world.until_live(6).await;
+    assert_exact(&client, 1).await;
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
 }
 
 /// Overwrites the end of a record in the catalogue.

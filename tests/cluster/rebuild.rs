@@ -16,8 +16,8 @@ use world::{
     restore_error, save, shard,
 };
 
-const BLOCK: u64 = 64 << 10;
-const LEN: usize = 5 * BLOCK as usize - 1000;
+pub const BLOCK: u64 = 64 << 10;
+pub const LEN: usize = 5 * BLOCK as usize - 1000;
 
 pub async fn rebuild_on(
     client: &Client,
@@ -45,12 +45,12 @@ async fn archive(client: &Client, step: u64, plan: PlanChoice) {
     assert_eq!(report.undropped, 0);
 }
 
-async fn assert_exact(client: &Client, step: u64) {
+pub async fn assert_exact(client: &Client, step: u64) {
     let (out, _) = restore(client, step).await.unwrap();
     assert!(read_file(&*out, "weights") == content(LEN, step), "step {step}");
 }
 
-async fn serves(world: &World, index: usize) {
+pub async fn serves(world: &World, index: usize) {
     world.until("a catalogue", || world.nodes[&index].is_writable_catalogue_server()).await;
 }
 
@@ -142,31 +142,6 @@ async fn an_empty_or_old_catalogue_in_its_place_deletes_nothing_and_stands_down(
     assert_eq!(world.files(|_| true), files);
     assert_exact(&client, 1).await;
     assert_exact(&client, 2).await;
-}
-
-/// The disk of the catalogue server is replaced. It must not answer that there are no checkpoints.
-#[tokio::test(start_paused = true)]
-async fn a_catalogue_server_with_an_empty_disk_stands_down_and_can_be_rebuilt() {
-    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-    save(&world.client(), 1, &[("weights", &content(LEN, 1))]).await;
-    world.kill(0).await;
-    world.replace(0);
-    world.boot(0);
-    tokio::time::sleep(5 * world.lease).await;
-    assert!(!world.nodes[&0].is_writable_catalogue_server());
-    let client = world.client_of_all(&[0, 1]);
-    assert_exact(&client, 1).await;
-    let status = client.status().await.unwrap();
-    let notes = status.nodes.iter().flat_map(|node| node.held.iter().flat_map(|held| &held.notes));
-    assert!(
-        notes.cloned().any(|note| note.contains("new") && note.contains("catalogue rebuild")),
-        "{status:?}"
-    );
-    rebuild_on(&client, 0, false).await.unwrap();
-    serves(&world, 0).await;
-    world.until_live(6).await;
-    assert_exact(&client, 1).await;
-    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
 }
 
 #[tokio::test(start_paused = true)]

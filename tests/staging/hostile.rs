@@ -173,7 +173,7 @@ fn descriptors_that_nobody_asked_for(cluster: &Cluster, job: &str) {
 fn connections_that_say_nothing(cluster: &Cluster, job: &str) {
     let mut stage = Stage::start(cluster, "64MiB", &[]);
     let mut launch = bystander(&stage, job);
-    let silent: Vec<UnixStream> = (0..300).map(|_| raw(&stage)).collect();
+    let silent: Vec<UnixStream> = (0..600).map(|_| raw(&stage)).collect();
     // The daemon serves connected trainers; a new one is refused and does not wait for the silent
     // ones.
     launch.wait(10);

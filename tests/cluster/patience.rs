@@ -158,9 +158,10 @@ async fn a_catalogue_server_with_an_empty_disk_stands_down_and_can_be_rebuilt() 
     let client = world.client_of_all(&[0, 1]);
     assert_exact(&client, 1).await;
     let status = client.status().await.unwrap();
-    let notes = status.nodes.iter().flat_map(|node| node.held.iter().flat_map(|held| &held.notes));
+    let mut notes =
+        status.nodes.iter().flat_map(|node| node.held.iter().flat_map(|held| &held.notes));
     assert!(
-        notes.cloned().any(|note| note.contains("new") && note.contains("catalogue rebuild")),
+        notes.any(|note| note.contains("new") && note.contains("catalogue rebuild")),
         "{status:?}"
     );
     rebuild_on(&client, 0, false).await.unwrap();

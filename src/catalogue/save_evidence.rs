@@ -196,14 +196,16 @@ impl SaveEvidence {
                 return Verdict::Incomplete { job, step, saved, why };
             };
             let Ok(geometry) = root.geometry() else {
-                let why = format!("the root of shard {} does not fit together", root.name);
+                let why = format!("the geometry in the root of shard {} is invalid", root.name);
                 return Verdict::Incomplete { job, step, saved, why };
             };
             let ShardJudgement { state, damaged, is_doubtful } =
                 judge_stripes(&root, &geometry, &shard.stripes, generation);
             if state.runs.len() > MAX_RUNS {
-                let why =
-                    format!("the stripes of shard {} are in more than {MAX_RUNS} runs", root.name);
+                let why = format!(
+                    "the states of the stripes of shard {} need more than {MAX_RUNS} spans",
+                    root.name
+                );
                 return Verdict::Incomplete { job, step, saved, why };
             }
             let ShardEvidence { marked, holders, .. } = shard;

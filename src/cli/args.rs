@@ -74,7 +74,7 @@ pub enum Command {
     Show(Show),
     /// Remove a checkpoint
     Rm(Rm),
-    /// Mark a checkpoint with a label, which also keeps the newest checkpoint that has it
+    /// Add a label to a checkpoint, or remove one; the newest checkpoint with each label is kept
     Label(LabelOptions),
     /// Make every node check its copies of one or all checkpoints, and say how many more nodes may be lost
     Verify(Verify),
@@ -376,7 +376,7 @@ pub struct LabelOptions {
     /// The job and the step's number
     #[arg(value_name = "JOB/STEP")]
     pub step: ExactStep,
-    /// The label: 1 to 64 of A-Z a-z 0-9 . _ -
+    /// The label: 1 to 64 characters of A-Z a-z 0-9 . _ -
     pub label: Label,
     /// Take the label away
     #[arg(long)]

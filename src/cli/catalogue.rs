@@ -107,7 +107,7 @@ impl CommandOutput for Rebuilt {
         if answer.orphans > 0 {
             let saves = counted(answer.orphans.into(), "save");
             text.push_str(&format!(
-                "  {saves} that never committed, or were removed, will be purged\n"
+                "  {saves} that were never committed, or were removed, will be purged\n"
             ));
         }
         let missing: Vec<String> = answer.missing.iter().map(ToString::to_string).collect();

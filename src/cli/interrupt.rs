@@ -136,7 +136,7 @@ struct SaveProgress {
 }
 
 /// The decisions of the command `save`. The shards are known beforehand. A signal calls the save
-/// off, unless it asks to be committed already.
+/// off, unless the client has already asked for the commit.
 pub struct InterruptibleSave {
     shards: Vec<NewShard>,
     progress: Mutex<SaveProgress>,
@@ -164,8 +164,8 @@ impl InterruptibleSave {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls the save off. Returns how far it has come; from then on it comes no farther, unless it
-    /// asks to be committed already.
+    /// Calls the save off. Returns the phase that it has reached. The save enters no further phase
+    /// after this; a commit that was already asked for is carried out.
     fn call_off(&self) -> SavePhase {
         let mut progress = self.progress();
         progress.is_called_off = true;

@@ -43,13 +43,13 @@ fn not_started(error: &NodeError) -> CommandFailure {
             "another daemon runs on this folder: `pgrep -af 'rapidraid node'` shows which; stop it, or set `data_dir` to another folder"
         }
         NodeError::Store(StoreError::NoIdentity) => {
-            "restore node.id from a copy; without one keep the folder aside and start with an empty one: its replicas and pieces count as lost then"
+            "restore node.id from a copy; if there is no copy, move the data folder aside and start with an empty one: the replicas and pieces in the old folder then count as lost"
         }
         NodeError::Store(StoreError::Format { source: FormatError::Version { .. }, .. }) => {
             "a later release wrote it: start that release, or a later one, on this folder"
         }
         NodeError::Store(StoreError::Format { path, .. }) if path == "node.id" => {
-            "restore node.id from a copy; without one keep the folder aside and start with an empty one: its replicas and pieces count as lost then"
+            "restore node.id from a copy; if there is no copy, move the data folder aside and start with an empty one: the replicas and pieces in the old folder then count as lost"
         }
         _ => return failure,
     };

@@ -191,13 +191,13 @@ impl CommandOutput for Nodes {
         }
         let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();
         let catalogue = report.catalogue.catalogue_server.as_ref();
-        let catalogue = catalogue.map_or("nowhere to be found", PeerName::as_str);
+        let catalogue = catalogue.map_or("not found".to_owned(), |name| format!("on {name}"));
         // A node that does not answer may hold data, so the sum is only a lower bound.
         let all_answer = report.nodes.iter().all(|node| node.held.is_some());
         let least = if all_answer { "" } else { "at least " };
         let mut out = safety_text(report, paint);
         out.push_str(&format!(
-            "\n{}\n{up} of {} live, {least}{} stored; catalogue on {catalogue}, epoch {}\n",
+            "\n{}\n{up} of {} live, {least}{} stored; catalogue {catalogue}, epoch {}\n",
             table.render(paint),
             counted(report.nodes.len() as u64, "node"),
             ByteCount(stored_bytes(report)),

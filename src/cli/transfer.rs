@@ -117,8 +117,8 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     let archived = archived.map_err(|which| {
         let name = named(job, step);
         let consequence = match has_begun {
-            true => format!("the nodes go on archiving {name}"),
-            false => format!("the nodes may have begun to archive {name}, and go on then"),
+            true => format!("the nodes continue to archive {name}"),
+            false => format!("the nodes may have begun to archive {name}; if so, they continue"),
         };
         interrupted(which, &consequence).with_hint(format!(
             "`rapidraid archive {name}` shows the progress again, `rapidraid show {name}` the state"

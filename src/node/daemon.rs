@@ -45,9 +45,9 @@ const CONTROL_WINDOW_BYTES: u64 = 8 << 20;
 /// Number of a connection's streams that are reserved for hops that were not admitted. Such streams
 /// are refused, and must not hold up the admitted ones.
 const SPARE_STREAMS: u64 = 64;
-/// Time limit for a seed to tell a new catalogue server whether the cluster has a catalogue already. The
-/// seeds of a new cluster may not run yet. One that is missed here is heard when its node looks for its
-/// catalogue on this daemon.
+/// Time limit for a seed to tell a new catalogue server whether the cluster has a catalogue
+/// already. The limit is short, because the seeds of a new cluster may not run yet. A seed that is
+/// too late is asked later, when it looks for its catalogue on this daemon.
 const SEED_LIMIT: Duration = Duration::from_millis(500);
 /// Number of threads for blocking work.
 const WORKERS: usize = 8;

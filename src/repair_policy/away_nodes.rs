@@ -1,6 +1,6 @@
 //! The storage nodes that are away, as the catalogue server sees them, and those that are given up:
-//! others get what these should have. While many nodes are away together, a brake gives up none
-//! (docs/semantics.md, 11).
+//! their parts are made on other nodes. While many nodes are away together, a brake restricts this
+//! to the pieces of stripes that survive no further loss (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

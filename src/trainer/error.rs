@@ -74,7 +74,9 @@ pub enum StagingError {
         what: &'static str,
     },
     /// This process is a fork of the one that opened the session, or it has ended the session.
-    #[error("this process was forked from the one that made the Checkpointer, which it cannot use")]
+    #[error(
+        "this process cannot use the session: the session is closed, or it belongs to the process that this one was forked from"
+    )]
     Forked,
     /// A segment stopped holding the step while the step was being loaded from it.
     #[error("step {step} was replaced in memory while it was being loaded")]

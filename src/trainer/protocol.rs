@@ -22,9 +22,9 @@ use crate::kind::ErrorKind;
 pub const VERSION: u16 = 3;
 /// The oldest version that the daemon speaks.
 pub const OLDEST: u16 = 1;
-/// The version since which a launch can run on several hosts.
+/// The first version in which a launch can run on several hosts.
 pub const HOSTS_SINCE: u16 = 2;
-/// The version since which steps have labels.
+/// The first version in which steps have labels.
 pub const LABELS_SINCE: u16 = 3;
 /// Maximum number of bytes of the labels in one answer. Older steps are left out.
 pub const MAX_LABEL_BYTES: usize = 128 << 10;

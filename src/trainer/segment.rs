@@ -141,14 +141,14 @@ impl Header {
         let u32_at = |at: usize| u32::from_le_bytes(array(bytes, at));
         let u64_at = |at: usize| u64::from_le_bytes(array(bytes, at));
         if bytes[..8] != MAGIC {
-            return Err("its magic bytes");
+            return Err("the magic bytes");
         }
         if u32_at(8) != VERSION {
-            return Err("its version");
+            return Err("the version");
         }
         let (table_offset, table_bytes) = (u64_at(80), u64_at(88));
         if table_offset < HEADER_BYTES || table_bytes > MAX_TABLE_BYTES {
-            return Err("where its table lies");
+            return Err("the position of its table");
         }
         Ok(Self {
             segment: SegmentId(array(bytes, 16)),
@@ -237,15 +237,15 @@ fn read_checked(segment: SegmentId, map: &Readable) -> Result<(Header, Vec<u8>),
     let header = Header::parse(&bytes).map_err(damaged)?;
     let end = header.table_offset.checked_add(header.table_bytes);
     if end.is_none_or(|end| end > map.as_ref().len() as u64) {
-        return Err(damaged("where its table lies"));
+        return Err(damaged("the position of its table"));
     }
     let mut table = vec![0; header.table_bytes as usize];
     map.copy_to(header.table_offset as usize, &mut table).map_err(failed)?;
     if header_hash(&bytes, &table) != bytes[HASH_AT..] {
-        return Err(damaged("the hash of its header and table"));
+        return Err(damaged("the hash of header and table"));
     }
     if header.segment != segment {
-        return Err(damaged("which segment it is"));
+        return Err(damaged("the segment id in its header"));
     }
     Ok((header, table))
 }
@@ -266,7 +266,7 @@ pub fn read_staged(segment: SegmentId, map: &Readable) -> Result<(Header, Table)
                 .is_some_and(|end| end <= data_bytes)
     };
     if !table.extents().iter().all(is_inside) {
-        return Err(damaged("where its extents lie"));
+        return Err(damaged("the position of an extent"));
     }
     Ok((header, table))
 }

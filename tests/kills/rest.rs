@@ -124,7 +124,8 @@ fn not_idle(status: &Value) -> Vec<String> {
         }
         // A note about an old catalogue database is no objection: after a rebuild on another node,
         // the old database may stay in its folder.
-        let is_news = |note: &Value| !note.as_str().unwrap().contains("the folder can be removed");
+        let is_news =
+            |note: &Value| !note.as_str().unwrap().contains("its folder catalogue/ can be removed");
         if node["notes"].as_array().unwrap().iter().any(is_news) || node["quarantined"] != 0 {
             why.push(format!("{name}: {} ({} set aside)", node["notes"], node["quarantined"]));
         }

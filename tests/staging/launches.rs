@@ -256,7 +256,10 @@ fn ranks_that_disagree_are_told(cluster: &Cluster, job: &str) {
         order[field] = value.clone();
     }
     let mut other = Trainer::start(&stage.dir(), None);
-    other.ask(&order).unwrap_err().says("Invalid", &["rank 5 of 2 ranks"]);
+    other
+        .ask(&order)
+        .unwrap_err()
+        .says("Invalid", &["rank 5 is not a rank of a launch of 2 ranks"]);
 }
 
 fn a_rank_has_one_process(cluster: &Cluster, job: &str) {

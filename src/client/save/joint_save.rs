@@ -166,8 +166,9 @@ impl Client {
         }
     }
 
-    /// Tells the other writers of a launch that this one has given the step up. Returns whether the
-    /// call need not be repeated: all writers have given the step up, or it is committed.
+    /// Tells the other writers of a launch that this one has given the step up. Returns `true` if
+    /// no further call is needed: all writers have given the step up, or its save is committed or
+    /// over. Returns `false` if the call has to be repeated.
     pub async fn report_step_dropped(
         &self,
         step_ref: StepRef<'_>,

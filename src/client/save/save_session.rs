@@ -44,7 +44,7 @@ const HELLO_LIMIT: Duration = Duration::from_secs(2);
 /// How long a save waits for the end of a catalogue transfer that it has met, and then for the new
 /// catalogue server.
 const MOVE_LIMIT: Duration = Duration::from_secs(10);
-/// Interval between two checks.
+/// Interval between two checks whether a catalogue transfer has ended.
 const MOVE_LOOK: Duration = Duration::from_millis(250);
 /// How long an uploaded shard or save waits for a catalogue server that is away, for example because
 /// its machine restarts.
@@ -299,8 +299,8 @@ pub(super) fn check_shards(shards: &[NewShard]) -> Result<(), ClientError> {
     if shards.is_empty() { Err(ClientError::NoShards) } else { Ok(()) }
 }
 
-/// Returns whether a call fails in this way while the catalogue server is away.
-fn is_of_absence(kind: ErrorKind) -> bool {
+/// Returns whether a call may have failed because the catalogue server is away.
+fn can_be_server_outage(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Unavailable | ErrorKind::Timeout)
 }
 
@@ -382,7 +382,7 @@ impl SaveSession {
         loop {
             match call().await {
                 // A server that answered just before refuses for another reason than its absence.
-                Err(error) if is_of_absence(error.kind()) && !answered => {
+                Err(error) if can_be_server_outage(error.kind()) && !answered => {
                     answered = self.wait_for_catalogue(until, &error).await;
                     if !answered {
                         return Err(error);
@@ -401,7 +401,7 @@ impl SaveSession {
         let mut is_logged = false;
         loop {
             match self.client.call_any_gateway_within(&call, CATALOGUE_LOOK).await {
-                Err(error) if is_of_absence(error.kind()) => {}
+                Err(error) if can_be_server_outage(error.kind()) => {}
                 _ => return true,
             }
             if clock.now() >= until || self.has_later_epoch().await {

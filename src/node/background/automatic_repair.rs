@@ -464,7 +464,7 @@ impl AutomaticRepair {
         ledger.wants_survey |= !repaired.as_ref().is_err_and(gives_way);
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
-                tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "repaired automatically, except for the parts that belong on the nodes in `away`");
+                tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "an automatic repair completed; the parts of the nodes in `away`, if there are any, are still missing");
                 let until = Duration::MAX;
                 ledger.settled.insert(*save, Settled { version, health: *health, until });
                 return ledger.retries.forget_finished(*save);

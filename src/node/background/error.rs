@@ -23,7 +23,9 @@ pub(in crate::node) enum BackgroundError {
     #[error("{reason}")]
     TooFewWitnesses { reason: String },
     /// Too many commit marks on this node do not parse.
-    #[error("commit marks of {saves} saves do not parse here")]
+    #[error(
+        "the commit marks of {saves} saves on this node do not parse, so none of its marks counts: check its disk"
+    )]
     TooManyDamagedMarks { saves: usize },
     /// This node does not serve the catalogue, and so it applies no policy.
     #[error("this node does not serve the catalogue, and applies no policy")]

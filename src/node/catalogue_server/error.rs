@@ -28,7 +28,7 @@ pub(in crate::node) enum CatalogueServerError {
     TooFewNodesReached { reason: String },
     /// A rebuild reached too few storage nodes whose commit marks of a save are intact.
     #[error(
-        "the commit mark of save {save} on {nodes} does not parse; without, {reason}; or use --accept-loss"
+        "the commit mark of save {save} on {nodes} does not parse; without these nodes, {reason}; or use --accept-loss"
     )]
     CommitMarkDamaged { save: SaveId, nodes: String, reason: String },
     /// Nodes hold checkpoints, but no node that was reached knows their names.
@@ -79,7 +79,7 @@ pub(in crate::node) enum CatalogueServerError {
     CatalogueNotNoted { server: PeerName },
     /// A node has heard of another catalogue, which is later or of the same epoch.
     #[error(
-        "node {node} has heard of a catalogue of epoch {epoch}, other than the one that {server} serves: `rapidraid status`"
+        "node {node} has heard of a catalogue of epoch {epoch}, other than the one that {server} serves: run `rapidraid status` to see which daemon serves the catalogue"
     )]
     OtherCatalogueKnown { node: PeerName, epoch: Epoch, server: PeerName },
     /// Half or fewer of the storage nodes are reached from the new catalogue server.

@@ -86,7 +86,7 @@ impl MajorityChecks {
             .remote
             .add_fallback_nodes(nodes.iter().map(|view| NodeAddress::of(&view.node)));
         let nodes: Vec<NodeRecord> = nodes.into_iter().map(|view| view.node).collect();
-        if self.is_new_beside_another(local, &nodes).await {
+        if self.step_down_if_new_beside_another(local, &nodes).await {
             return false;
         }
         let storage = nodes.iter().filter(|node| node.storage).count();
@@ -145,10 +145,15 @@ impl MajorityChecks {
         storage == 0 || heard >= majority(storage)
     }
 
-    /// Returns whether this server was created on a new disk beside another catalogue, and steps down
-    /// then. A server that no other node has joined asks the nodes that look for theirs here. Once
-    /// others have joined, one such node is no evidence: its own catalogue may be the new one.
-    async fn is_new_beside_another(&self, local: &LocalCatalogue, nodes: &[NodeRecord]) -> bool {
+    /// Steps down if this server was created on a new disk beside another catalogue of the cluster.
+    /// Returns whether it did. Nodes that look for the catalogue introduce themselves here; the
+    /// server asks them as long as no other node has registered with it. Later such a node is no
+    /// evidence: its own catalogue may be the newer one.
+    async fn step_down_if_new_beside_another(
+        &self,
+        local: &LocalCatalogue,
+        nodes: &[NodeRecord],
+    ) -> bool {
         if nodes.iter().any(|node| node.name != self.context.settings.name) {
             return false;
         }

@@ -135,7 +135,7 @@ impl CatalogueServer {
             return Some(local.clone());
         }
         let why = format!(
-            "the catalogue here is of epoch {}, which is over: another catalogue has begun, and this node has noted epoch {epoch}; the folder can be removed",
+            "the catalogue here is of epoch {}, which is over: another catalogue has begun, and this node has noted epoch {epoch}; its folder catalogue/ can be removed",
             local.epoch()
         );
         tracing::warn!(why, "this daemon stops serving the catalogue");

@@ -50,7 +50,9 @@ pub(in crate::node) enum GatewayError {
     #[error("the save's lease is over: it was aborted; save again")]
     LeaseOver,
     /// The fields of a shard's root contradict each other, or are over a limit.
-    #[error("the root of shard {shard} does not fit together")]
+    #[error(
+        "the fields of the root of shard {shard} contradict each other or exceed a limit: client and daemon may be of different versions"
+    )]
     RootInconsistent { shard: ShardName },
     /// A node of a shard's ring is not registered, or is leaving and not live: it may have left since the
     /// save began. Another save gets another ring.
@@ -83,12 +85,12 @@ pub(in crate::node) enum GatewayError {
     RootNotEncodable,
     /// Too many nodes of a shard's ring have no commit mark of the decided save.
     #[error(
-        "{missed} nodes have no commit mark of shard {shard} ({reason}): it is decided, and becomes visible when they are back"
+        "{missed} nodes have no commit mark of shard {shard} ({reason}): the save is decided, and becomes visible when they are back"
     )]
     RingMarksMissing { missed: usize, shard: ShardName, reason: String },
     /// Too few storage nodes have a commit mark of the decided save.
     #[error(
-        "{marked} of {storage} storage nodes have a commit mark of the save, {needed} are needed ({reason}): it is decided, and becomes visible when they are back"
+        "{marked} of {storage} storage nodes have a commit mark of the save, {needed} are needed ({reason}): the save is decided, and becomes visible when they are back"
     )]
     MajorityMarksMissing { marked: usize, storage: usize, needed: usize, reason: String },
     /// The save is decided and can no longer be aborted.
@@ -119,11 +121,11 @@ pub(in crate::node) enum GatewayError {
     RemovalInterrupted,
     /// Too many nodes have no tombstone of the removed save.
     #[error(
-        "{label} is not visible any more, but too many nodes are away to make that last: {nodes}; it goes on when they are back"
+        "{label} is no longer visible, but too many nodes are away to make the removal permanent: {nodes}; the removal continues when they are back"
     )]
     TombstonesMissing { label: String, nodes: String },
     /// The daemon stopped while it archived a step.
-    #[error("the daemon is stopping: another one resumes")]
+    #[error("the daemon is stopping: another daemon resumes the archiving")]
     ArchivingInterrupted,
     /// The daemon stopped while it repaired a step.
     #[error("the daemon is stopping: repair the step again, through another one")]
@@ -139,7 +141,7 @@ pub(in crate::node) enum GatewayError {
     NoKnownStorageNode,
     /// Too few nodes were heard without those that have a damaged commit mark.
     #[error(
-        "no catalogue answers, and the commit mark of save {save} on {nodes} does not parse; without, {reason}"
+        "no catalogue answers, and the commit mark of save {save} on {nodes} does not parse; without these nodes, {reason}"
     )]
     MarkDamaged { save: SaveId, nodes: String, reason: String },
     /// Steps were removed during every read of the commit marks.

@@ -9,7 +9,7 @@ pub(in crate::node) enum RpcError {
     #[error("call {number} is unknown here: the peer speaks a newer version")]
     CallUnknown { number: u8 },
     /// The request is longer than a short request may be.
-    #[error("{call} of {len_bytes} bytes: it may have {limit_bytes}")]
+    #[error("the request {call} has {len_bytes} bytes, at most {limit_bytes} are allowed")]
     RequestTooLong { call: &'static str, len_bytes: usize, limit_bytes: usize },
     /// A client made a call that only nodes may make.
     #[error("{call} is for nodes of the cluster; {client} is a client")]

@@ -42,10 +42,14 @@ pub(in crate::node) enum StorageError {
     #[error(transparent)]
     MemoryShareTooSmall(BudgetError),
     /// The length of the replica to copy is zero or more than that of the longest block.
-    #[error("a block of {len_bytes} bytes")]
+    #[error(
+        "a replica of {len_bytes} bytes cannot be copied: a block has 1 to {MAX_BLOCK_BYTES} bytes"
+    )]
     ReplicaLengthInvalid { len_bytes: u64 },
     /// The length of the block to store is zero or more than that of the longest block.
-    #[error("a block of {len_bytes} bytes: expected 1 to {MAX_BLOCK_BYTES}")]
+    #[error(
+        "a block of {len_bytes} bytes cannot be stored: a block has 1 to {MAX_BLOCK_BYTES} bytes"
+    )]
     BlockLengthInvalid { len_bytes: u64 },
     /// The stripe has no block of that number, or an empty one.
     #[error("stripe {stripe} has no block {block}")]
@@ -140,6 +144,6 @@ pub(in crate::node) enum StorageError {
     #[error("a gathered block is incomplete")]
     BlockIncomplete,
     /// The task that runs a part of a plan was lost.
-    #[error("the run's task did not end")]
+    #[error("the task that ran this node's part of the plan died")]
     RunTaskLost,
 }

@@ -172,8 +172,8 @@ impl ShardRecords {
     }
 
     /// Stores a receipt. This node must have each piece that the receipt ascribes to it. A receipt
-    /// that parses is replaced only by one of a greater order, by an equal one, or by another one of
-    /// the same order if that is the lowest.
+    /// that parses is replaced only by one of a greater order or by an equal one; a receipt of the
+    /// lowest order also by any other receipt of the lowest order.
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.context.settings.cluster {

@@ -67,7 +67,9 @@ pub enum CoordinatorError {
         missing: String,
     },
     /// The archiving of the step was asked for while it was repaired.
-    #[error("{what} is to be archived: the repair gave it back; repair it again after that")]
+    #[error(
+        "an archiving of {what} was requested, so the repair has ended: run the repair again after the archiving"
+    )]
     ArchivingRequested {
         /// The step.
         what: String,

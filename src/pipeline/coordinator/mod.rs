@@ -5,15 +5,16 @@
 //! `archive_request` runs an archive request, and `watch_request` watches one that another
 //! coordinator runs; `error` defines the errors that stop it;
 //! `owned_shard` owns a shard and commits its stripes; `owned_stripe` is one of its stripes;
-//! `stripe_archiving` archives it. Its steps: `ensure_replicas` recreates missing replicas; `orders_and_proofs` turns a plan into
-//! orders and verifies the proofs; `plan_execution` runs them; `receipts` stores and finds
-//! receipts; `drop_replicas` drops the replicas.
+//! `stripe_archiving` archives it. Its steps: `ensure_replicas` recreates missing replicas;
+//! `orders_and_proofs` turns a plan into orders and verifies the proofs; `plan_execution` runs
+//! them; `receipts` stores and finds receipts; `drop_replicas` drops the replicas.
 //!
-//! `step_repair` runs a repair over the shards of a step; `stripe_repair` repairs one stripe:
-//! `piece_repair` makes its missing pieces, `moves` chooses other nodes for the pieces of those
-//! that are given up, `node_loads` spreads the load over the nodes, `replica_repair` its missing
-//! replicas, and `record_repair` sends the records that nodes lack. `lease_keeper` keeps the lease
-//! of an owner.
+//! `step_repair` repairs the shards of a step. `stripe_repair` repairs one stripe. `piece_repair`
+//! makes the missing pieces of an archived stripe. `replica_repair` copies the missing replicas of
+//! a stripe that is not archived. `record_repair` sends nodes the records that they lack. `moves`
+//! chooses other nodes for pieces whose nodes are given up. `node_loads` counts the hops that a
+//! repair has given to each node, so that plans prefer nodes with few. `lease_keeper` keeps the
+//! lease under which a coordinator owns requests and shards.
 
 mod archive_request;
 mod drop_replicas;

@@ -216,7 +216,7 @@ impl OwnedShard {
         let change = |next: &mut ShardState| match next.set(index, stripe) {
             true => Ok(()),
             false => Err(CoordinatorError::Format(format!(
-                "stripe {index}: the shard's state would have too many runs; run archive again"
+                "stripe {index}: the shard's state would have too many spans of stripes: archive the step again"
             ))),
         };
         self.compare_and_set_state(coordinator, change).await

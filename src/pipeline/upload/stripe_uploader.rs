@@ -142,7 +142,7 @@ impl StripeUploader {
         Err(SaveError::NoHolders {
             stripe,
             failed: "several nodes".into(),
-            reason: format!("{ROUNDS} rounds of replacing them did not help"),
+            reason: format!("the spares that replaced them in {ROUNDS} rounds failed, too"),
         })
     }
 

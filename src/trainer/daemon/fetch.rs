@@ -280,7 +280,7 @@ impl StagingDaemon {
                 return true;
             }
             let now = self.clock.now();
-            if now >= until || !self.with(|core| core.is_any_copy_held()) {
+            if now >= until || !self.with(|core| core.is_evictable_step_held()) {
                 return false;
             }
             self.wait_for_bell(&mut heard, until - now).await;

@@ -58,7 +58,7 @@ impl Holds {
     }
 
     /// Returns whether there is any hold.
-    pub fn any(&self) -> bool {
+    pub fn is_held(&self) -> bool {
         Arc::strong_count(&self.token) > 1
     }
 }
@@ -80,11 +80,11 @@ mod tests {
         let bell = Bell::new();
         let (holds, mut heard) = (Holds::new(&bell), bell.listen());
         let (one, two) = (holds.hold(), holds.hold());
-        assert!(holds.any());
+        assert!(holds.is_held());
         drop(one);
-        assert!(holds.any() && heard.has_changed().unwrap());
+        assert!(holds.is_held() && heard.has_changed().unwrap());
         heard.mark_unchanged();
         drop(two);
-        assert!(!holds.any() && heard.has_changed().unwrap());
+        assert!(!holds.is_held() && heard.has_changed().unwrap());
     }
 }

@@ -43,7 +43,7 @@ impl StagingDaemon {
         member: MemberId,
         until: Duration,
     ) -> Result<Option<String>, Failure> {
-        let Some((place, resumed)) = self.with(|core| core.unchecked(member)) else {
+        let Some((place, resumed)) = self.with(|core| core.unchecked_resume_point(member)) else {
             return Ok(None);
         };
         let queue = self.queue_of(&place.job);
@@ -51,7 +51,7 @@ impl StagingDaemon {
         let Ok(_turn) = deadline(&*self.clock, limit, queue.lock()).await else {
             return Ok(Some(format!("a step of {} is being saved", place.job)));
         };
-        if self.with(|core| core.unchecked(member)).is_none() {
+        if self.with(|core| core.unchecked_resume_point(member)).is_none() {
             return Ok(None);
         }
         self.check_keep(&place).await?;

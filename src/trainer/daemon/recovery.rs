@@ -74,7 +74,7 @@ impl StagingDaemon {
                 if let Some(hosts) = core.hosts_of(&key).cloned() {
                     core.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
                 }
-                tracing::warn!(job = %key.job, step = %key.step, "a segment of the step is gone or was filled again, or the step was dropped: it is not in memory any more");
+                tracing::warn!(job = %key.job, step = %key.step, "the step is no longer in memory, because one of its segments is gone or was filled again, or because it was dropped: a committed step is loaded from the cluster, another one is lost");
                 self.folder.forget_step(&key);
             }
             for (key, staged) in headers {
@@ -89,12 +89,12 @@ impl StagingDaemon {
                     core.effects.push(Effect::KeepStep(key));
                 }
             }
-            core.drop_left(&|id| self.folder.filling_of(id));
+            core.drop_unfinished_fillings(&|id| self.folder.filling_of(id));
             if found > 0 {
                 tracing::info!(steps = found, segments = segments.len(), "restored steps from the staging folder");
             }
         });
-        for job in self.with(|core| core.with_abandoned()) {
+        for job in self.with(|core| core.jobs_with_abandoned_saves()) {
             tokio::spawn(self.clone().remove_abandoned(job));
         }
         Ok(())

@@ -435,7 +435,7 @@ impl StagingDaemon {
                 Err(error) => Err(error),
             };
             if let Err(error) = ended {
-                return tracing::error!(%error, "cannot watch a trainer's process: its end will not be noticed");
+                return tracing::error!(%error, "cannot watch a trainer's process, so its end will not be noticed: if a restarted rank is refused because it has another live process, restart the staging daemon");
             }
             tracing::debug!(%member, "a trainer's process ended");
             has_ended.store(true, Ordering::Release);

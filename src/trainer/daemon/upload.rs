@@ -338,7 +338,10 @@ impl StagingDaemon {
         let attempts = decisions.saves.lock().unwrap_or_else(PoisonError::into_inner).len();
         let notes = match attempts {
             0 | 1 => Vec::new(),
-            more => vec![format!("the save began anew {} times: nodes failed under it", more - 1)],
+            more => vec![format!(
+                "the save started again (number of restarts: {}), because storage nodes failed",
+                more - 1
+            )],
         };
         Ok(Attempt::Committed { save: report.save, notes })
     }
@@ -355,7 +358,7 @@ impl StagingDaemon {
         let save = SaveState::Begun { saves: saves.to_vec() };
         let record = StepRecord { save, ..record.clone() };
         self.folder.keep_step(&record).map_err(io::Error::other)?;
-        if !self.with(|core| core.saving(key, saves.to_vec())) {
+        if !self.with(|core| core.begin_saving(key, saves.to_vec())) {
             self.folder.forget_step(key);
             return Err(io::Error::new(io::ErrorKind::NotFound, "the step was given up"));
         }

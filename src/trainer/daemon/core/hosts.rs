@@ -210,7 +210,10 @@ pub(super) fn check_hosts(hosts: &Hosts) -> Result<(), Failure> {
         true => Ok(()),
         false => fail(
             ErrorKind::Invalid,
-            format!("this is host {} of {count}, or a host's name is too long", hosts.own),
+            format!(
+                "the list of hosts is invalid: {count} names, of which this host has number {}",
+                hosts.own
+            ),
             format!(
                 "use 2 to {MAX_WRITERS} hosts, and names of at most {MAX_HOST_NAME_BYTES} bytes"
             ),

@@ -58,7 +58,11 @@ impl Core {
             check_hosts(hosts)?;
         }
         if prepare.segment_bytes <= HEADER_BYTES || prepare.launch_bytes < prepare.segment_bytes {
-            return fail(ErrorKind::Invalid, "the lengths of the segments do not fit together", "");
+            return fail(
+                ErrorKind::Invalid,
+                "the length of a segment is too small, or exceeds the sum over all ranks",
+                "use the package and the daemon of one version",
+            );
         }
         self.take_over(prepare, hosts)?;
         self.join(member, place)?;
@@ -435,7 +439,7 @@ impl Core {
 
     /// Returns the member's rank and its launch's resume point while [`Core::checked`] has not been
     /// called for the launch; `None` afterwards.
-    pub fn unchecked(&self, member: MemberId) -> Option<(Place, Resumed)> {
+    pub fn unchecked_resume_point(&self, member: MemberId) -> Option<(Place, Resumed)> {
         let place = self.place(member)?;
         let launch = self.jobs.get(&place.job)?.launches.get(&place.launch)?;
         launch.committed_before.is_none().then(|| (place.clone(), launch.resumed))
@@ -521,8 +525,8 @@ fn check_place(place: &Place) -> Result<(), Failure> {
     if place.world == 0 || place.world > MAX_WORLD || place.rank >= place.world {
         return fail(
             ErrorKind::Invalid,
-            format!("rank {} of {} ranks", place.rank, place.world),
-            format!("a launch has 1 to {MAX_WORLD} ranks, counted from 0"),
+            format!("rank {} is not a rank of a launch of {} ranks", place.rank, place.world),
+            format!("a launch has at most {MAX_WORLD} ranks on a host; their numbers begin with 0"),
         );
     }
     Ok(())

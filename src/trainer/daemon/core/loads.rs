@@ -78,7 +78,7 @@ impl Core {
     }
 
     /// Returns the jobs that have abandoned saves.
-    pub fn with_abandoned(&self) -> Vec<Job> {
+    pub fn jobs_with_abandoned_saves(&self) -> Vec<Job> {
         let jobs = self.jobs.iter().filter(|(_, state)| !state.abandoned.is_empty());
         jobs.map(|(job, _)| job.clone()).collect()
     }

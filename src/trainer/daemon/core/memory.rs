@@ -66,7 +66,7 @@ impl Core {
     pub fn may_get_room(&self, place: &Place) -> bool {
         let is_other = |segment: &super::Segment| segment.place.launch != place.launch;
         let is_in_use =
-            |s: &super::Segment| is_other(s) && (s.state == Use::Doomed || s.holds.any());
+            |s: &super::Segment| is_other(s) && (s.state == Use::Doomed || s.holds.is_held());
         let is_of_older = |s: &super::Segment| {
             s.place.job == place.job && is_other(s) && self.members.contains_key(&s.owner)
         };
@@ -80,7 +80,7 @@ impl Core {
         for (job, state) in &self.jobs {
             let protected = protected(job, state);
             let is_idle = |id: &SegmentId| {
-                self.segments.get(id).is_none_or(|s| !s.holds.any()) && is_unmapped(*id)
+                self.segments.get(id).is_none_or(|s| !s.holds.is_held()) && is_unmapped(*id)
             };
             let idle = state.keys(job, |_, _, found| {
                 is_committed(&found.phase) && found.parts.values().all(is_idle)
@@ -149,12 +149,12 @@ impl Core {
     /// Returns whether an upload or a reader uses a segment of the step.
     pub(super) fn is_held(&self, key: &StepKey) -> bool {
         self.step(key).is_some_and(|step| {
-            step.parts.values().any(|id| self.segments.get(id).is_some_and(|s| s.holds.any()))
+            step.parts.values().any(|id| self.segments.get(id).is_some_and(|s| s.holds.is_held()))
         })
     }
 
     /// Returns whether a load holds a committed step that may be evicted after the load.
-    pub fn is_any_copy_held(&self) -> bool {
+    pub fn is_evictable_step_held(&self) -> bool {
         self.jobs.iter().any(|(job, state)| {
             let protected = protected(job, state);
             let copies = state.keys(job, |_, _, step| is_committed(&step.phase));
@@ -182,7 +182,8 @@ impl Core {
     /// Returns the segments to be unlinked when no process maps them any more, without those that
     /// an upload or a reader still uses.
     pub fn doomed(&self) -> Vec<SegmentId> {
-        let is_it = |segment: &super::Segment| segment.state == Use::Doomed && !segment.holds.any();
+        let is_it =
+            |segment: &super::Segment| segment.state == Use::Doomed && !segment.holds.is_held();
         let doomed = self.segments.iter().filter(|(_, segment)| is_it(segment));
         doomed.map(|(id, _)| *id).collect()
     }

@@ -129,7 +129,7 @@ impl Core {
 
     /// Drops the fillings that were unfinished when the previous daemon ended. Their ranks may
     /// continue to write for a while; neither this daemon nor the next one accepts the result.
-    pub fn drop_left(&mut self, filling_of: &dyn Fn(SegmentId) -> Option<FillId>) {
+    pub fn drop_unfinished_fillings(&mut self, filling_of: &dyn Fn(SegmentId) -> Option<FillId>) {
         for (id, segment) in &self.segments {
             if segment.state != Use::Free {
                 continue;
@@ -176,8 +176,8 @@ impl Core {
     pub fn job_record(&self, job: &Job) -> Option<JobRecord> {
         let state = self.jobs.get(job)?;
         let record = |id: &LaunchId| state.launches.get(id).map(|launch| launch.record(*id));
-        // An older launch can no longer save, so its list of steps that it may not save again is
-        // not kept.
+        // An older launch can fill no further step, so its list of steps that it may not fill again
+        // is not kept.
         let old = |id: &LaunchId| Some(LaunchRecord { committed_before: None, ..record(id)? });
         Some(JobRecord {
             job: job.clone(),

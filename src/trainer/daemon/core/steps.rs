@@ -228,7 +228,7 @@ impl Core {
     ) -> Option<SegmentId> {
         for id in self.owned(member) {
             let found = self.segments.get(&id);
-            let Some(found) = found.filter(|s| s.state == Use::Free && !s.holds.any()) else {
+            let Some(found) = found.filter(|s| s.state == Use::Free && !s.holds.is_held()) else {
                 continue;
             };
             if found.is_current && !is_unmapped(id) {
@@ -506,7 +506,7 @@ impl Core {
 
     /// Records that a save of the step begins under the last of `saves`, which are already on
     /// record. Returns false if the step was dropped, so that it must not be saved.
-    pub fn saving(&mut self, key: &StepKey, saves: Vec<SaveId>) -> bool {
+    pub fn begin_saving(&mut self, key: &StepKey, saves: Vec<SaveId>) -> bool {
         let Some(step) = self.step_mut(key) else { return false };
         step.phase = Phase::Saving { saves };
         self.bell.ring();

@@ -77,7 +77,7 @@ impl World {
         let made =
             self.core.prepare(own, &prepare, hosts, &|id| !mapped.contains(&id), &mut new_id)?;
         self.mapped.extend(&made);
-        if self.core.unchecked(own).is_some() {
+        if self.core.unchecked_resume_point(own).is_some() {
             self.core.checked(&place, BTreeSet::new(), None);
         }
         Ok(made)
@@ -425,7 +425,7 @@ fn what_was_abandoned_is_dropped_and_its_saves_are_known() {
     world.stage(16, 10);
     world.stage(16, 20);
     let key = world.key(1, 20).unwrap();
-    world.core.saving(&key, vec![save(1)]);
+    world.core.begin_saving(&key, vec![save(1)]);
     world.prepare(2, 0, 1).unwrap();
     assert_eq!(world.core.later_in_memory(&job(), Some(Step(10)), launch(2)), [Step(20)]);
     world.effects();
@@ -453,7 +453,7 @@ fn what_is_abandoned_is_settled_the_newest_first() {
     world.prepare(1, 0, 1).unwrap();
     world.stage(16, 20);
     let key = world.key(1, 20).unwrap();
-    world.core.saving(&key, vec![save(1)]);
+    world.core.begin_saving(&key, vec![save(1)]);
     world.prepare(2, 0, 1).unwrap();
     world.effects();
     world.core.abandon(&job(), Some(Step(10)), launch(2), &[(Step(15), save(2))]);

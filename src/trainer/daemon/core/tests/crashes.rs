@@ -184,7 +184,7 @@ fn saves_of_a_step_that_is_dropped_are_remembered_until_they_are_settled() {
     fresh(&mut world, 1, 1);
     world.stage(16, 10);
     let key = world.key(1, 10).unwrap();
-    world.core.saving(&key, vec![save(1), save(2)]);
+    world.core.begin_saving(&key, vec![save(1), save(2)]);
     world.core.drop_step(&key, Failure::new(ErrorKind::Corrupt, "why", ""));
     let record = world.core.job_record(&job()).unwrap();
     assert_eq!(record.abandoned, [(Step(10), save(1)), (Step(10), save(2))]);
@@ -241,7 +241,7 @@ fn what_was_not_finished_when_a_daemon_ended_never_counts() {
         let place = Place { job: job(), launch: launch(1), world: 2, rank };
         again.core.add_segment(segment, member(16 + rank as u8), &place, MIB);
     }
-    again.core.drop_left(&|_| Some(fill));
+    again.core.drop_unfinished_fillings(&|_| Some(fill));
     let effects = again.effects();
     let kept = places(&effects, |effect| *effect == Effect::KeepJob(job()));
     let marked = places(&effects, |effect| matches!(effect, Effect::MarkFree(_)));

@@ -84,7 +84,7 @@ fn a_newer_launch_drops_what_is_not_committed_and_tells_nobody() {
     world.commit(1, 10);
     world.stage(16, 11);
     let key = world.key(1, 11).unwrap();
-    assert!(world.core.saving(&key, vec![save(11)]));
+    assert!(world.core.begin_saving(&key, vec![save(11)]));
     world.effects();
     world.prepare(2, 0, 1).unwrap();
     assert_eq!((world.phase(1, 10), world.phase(1, 11)), (Some("committed"), None));
@@ -152,7 +152,7 @@ fn a_committed_step_stays_when_its_memory_is_given_up() {
     let mut world = world();
     world.stage(16, 10);
     let key = world.key(1, 10).unwrap();
-    assert!(world.core.saving(&key, vec![save(3)]));
+    assert!(world.core.begin_saving(&key, vec![save(3)]));
     world.effects();
     world.core.drop_step(&key, Failure::new(ErrorKind::Corrupt, "why", ""));
     let effects = world.effects();
@@ -171,7 +171,7 @@ fn a_filling_that_a_dead_daemon_left_is_dropped_on_all_hosts() {
     next.core.restore_hosts(world.core.hosts_record(&job(), launch(1)).unwrap());
     let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
     next.core.add_segment(segment, member(16), &place, MIB);
-    next.core.drop_left(&|id| (id == segment).then_some(fill));
+    next.core.drop_unfinished_fillings(&|id| (id == segment).then_some(fill));
     let dropped = StepOfLaunch { job: job(), step: Step(10), launch: launch(1) };
     assert!(next.effects().contains(&Effect::DropOnOtherHosts(dropped, hosts(1))));
 }
@@ -183,7 +183,7 @@ fn a_drop_is_told_again_after_a_restart() {
         let mut next = World::new(64 * MIB);
         next.core.restore_job(world.core.job_record(&job()).unwrap());
         next.core.restore_hosts(world.core.hosts_record(&job(), launch(1)).unwrap());
-        next.core.drop_left(&|_| None);
+        next.core.drop_unfinished_fillings(&|_| None);
         next.effects().into_iter().filter(is_drop).collect::<Vec<_>>()
     };
     let mut world = world();

@@ -19,7 +19,7 @@ fn world() -> World {
     world.commit(1, 10);
     world.stage(16, 20);
     let key = world.key(1, 20).unwrap();
-    assert!(world.core.saving(&key, vec![save(20)]));
+    assert!(world.core.begin_saving(&key, vec![save(20)]));
     world.effects();
     world
 }

@@ -36,7 +36,7 @@ def indices_of(tensor: Any, shape: tuple[int, ...]) -> list[list[int]]:
         return chunks + [index[:0]] * (count - len(chunks))
 
     placements = list(enumerate(tensor.placements))
-    # What FSDP2 cuts after the other cuts of the dimension: its split factor is the number of parts that these have made.
+    # FSDP2 cuts some dimensions last, after the cuts of others. The split factor is the number of parts that those have made.
     last = []
     for at, placement in reversed(placements):
         right = (

@@ -42,7 +42,7 @@ pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
     hang_up: Option<Signal>,
-    /// What SIGHUP does if it is caught.
+    /// The effect of SIGHUP, if it is caught.
     on_hang_up: OnHangUp,
 }
 

@@ -22,6 +22,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::format::geometry::MAX_SHARDS;
 use crate::id::{IdError, ShardName};
 use crate::kind::ErrorKind;
+use crate::pipeline::upload::SaveError;
 use crate::units::ByteCount;
 
 /// Maximum number of files in a save.
@@ -92,7 +93,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
     if let (Err(_), Some(path)) = (&saved, &options.record) {
         files::remove_file(path);
     }
-    let report = saved.map_err(|error| explain(connect::failure(&error), &options))?;
+    let report = saved.map_err(|error| explain(&error, &options))?;
     for ((name, _), source) in found.iter().zip(&sources) {
         if options.allow_changing && source.has_changed().unwrap_or(true) {
             front.printer.warn(
@@ -111,22 +112,14 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
 }
 
 /// Returns the failure of a save with the hint for its cause.
-fn explain(failure: CommandFailure, options: &Save) -> CommandFailure {
-    match failure.kind {
-        ErrorKind::Invalid if failure.message.contains("changed while") => {
-            let hint = match options.allow_changing {
-                false => "save it when no process writes to it, or save it as it is with --allow-changing",
-                true => "it became shorter, or changed before a part was sent again: save a copy of it",
-            };
-            // The command was used as it should be: the bytes are not what they were. So this is no
-            // wrong usage.
-            CommandFailure { kind: ErrorKind::Corrupt, ..failure }.with_hint(hint)
-        }
-        // The nodes answer, so their liveness is not what the reader has to look at.
-        _ if failure.message.contains("high-water mark") => failure.with_hint(
-            "free space: `rapidraid rm` removes checkpoints, `rapidraid archive` makes them smaller; `rapidraid status` shows each node's free space",
-        ),
-        ErrorKind::Exists => {
+fn explain(error: &ClientError, options: &Save) -> CommandFailure {
+    let failure = connect::failure(error);
+    match error {
+        ClientError::Save(SaveError::Changed { .. }) => failure.with_hint(match options.allow_changing {
+            false => "save it when no process writes to it, or save it as it is with --allow-changing",
+            true => "it became shorter, or changed before a part was sent again: save a copy of it",
+        }),
+        _ if failure.kind == ErrorKind::Exists => {
             failure.with_hint(format!("`rapidraid show {}` shows what is there", options.step))
         }
         _ => failure,
@@ -305,6 +298,7 @@ mod tests {
 
     use super::*;
     use crate::cli::args::{Args, Command};
+    use crate::id::{SaveId, ShardId, StripeId};
 
     #[test]
     fn a_folder_keeps_its_tree_and_a_file_its_name() {
@@ -349,13 +343,12 @@ mod tests {
         let line = "rapidraid save a/1 x";
         let args = <Args as clap::Parser>::try_parse_from(line.split(' ')).unwrap();
         let Command::Save(options) = args.command else { panic!("{args:?}") };
-        let told = |kind, message: &str| explain(CommandFailure::new(kind, message), &options);
-        let changed = told(ErrorKind::Invalid, "x changed while it was saved");
+        let told = |error: SaveError| explain(&ClientError::Save(error), &options);
+        let changed = told(SaveError::Changed { shard: "x".into() });
         assert_eq!((changed.exit_code(), changed.hint.contains("--allow-changing")), (1, true));
-        let full = told(ErrorKind::Unavailable, "node n1 is over its high-water mark of 85 %");
-        assert!(full.hint.contains("rapidraid rm"), "{full:?}");
-        let other = told(ErrorKind::Unavailable, "node n1 does not answer");
-        assert!(other.hint.contains("which nodes answer"), "{other:?}");
-        assert_eq!(told(ErrorKind::Invalid, "x").exit_code(), 2);
+        let stripe = StripeId { shard: ShardId::new(SaveId([1; 12]), 0), index: 0 };
+        let (failed, reason) = ("n1".into(), "over its high-water mark of 85 %".into());
+        let full = told(SaveError::NoHolders { stripe, failed, reason });
+        assert!(full.hint.contains("how full their disks are"), "{full:?}");
     }
 }

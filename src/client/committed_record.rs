@@ -1,5 +1,5 @@
-//! What a client keeps or needs of a committed step without asking nodes whether they answer: the
-//! roots of its shards, and its record for a restore without a catalogue (docs/semantics.md, 6).
+//! The roots of a committed step's shards, and the record of its save, with which a restore needs no
+//! catalogue (docs/semantics.md, 6). No node is asked whether it answers.
 
 use std::collections::BTreeSet;
 

@@ -274,6 +274,9 @@ impl ClientError {
             ClientError::Unreachable { .. } => {
                 Some("check that the daemons run and that the seeds in rapidraid.toml are theirs")
             }
+            ClientError::Save(SaveError::NoHolders { .. }) => {
+                Some("`rapidraid status` shows which nodes are live, and how full their disks are")
+            }
             // Their texts say what to do.
             ClientError::WritersMissing { .. }
             | ClientError::WriterDropped { .. }

@@ -63,7 +63,7 @@ pub struct NodeSettings {
     /// Whether the node stores data. A node that does not is a gateway, and may serve the
     /// catalogue.
     pub storage: bool,
-    /// Whether the node creates a catalogue if its data folder is new.
+    /// The treatment of the catalogue if the data folder is new.
     pub new_catalogue: NewCatalogue,
     /// Addresses of other daemons, as HOST:PORT, which know where the catalogue is.
     pub seeds: Vec<String>,

@@ -74,7 +74,7 @@ fn an_archiving_goes_on_without_its_watcher_and_another_one_joins_it() {
         shown["shards"][0]["archiving"].as_u64() > Some(0)
     });
     signal(&first, Signal::INT);
-    first.ended(LIMIT).fails(130, &["interrupted by SIGINT", "go on"]);
+    first.ended(LIMIT).fails(130, &["interrupted by SIGINT", "the nodes continue"]);
     let has_joined = Arc::new(AtomicBool::new(false));
     let told = has_joined.clone();
     let listener = Arc::new(move |line: &str| {

@@ -1,4 +1,4 @@
-//! What commands say while no catalogue answers, and what they write to be independent of it.
+//! Commands while no catalogue answers, and the record of a save, with which they need none.
 
 use std::process::Command;
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use rapidraid::client::SaveOptions;
+use rapidraid::client::{Client, SaveOptions};
 use rapidraid::id::Step;
 use rapidraid::kind::ErrorKind;
 use rapidraid::wire::calls::{BeginSave, Hello};
@@ -13,15 +13,22 @@ use world::{World, address, content, job, quiet, save, shard};
 
 const LEN: usize = 300_000;
 
-#[tokio::test(start_paused = true)]
-async fn a_gateway_that_does_not_reach_the_catalogue_is_left() {
-    let world = World::start(6, &[(4, 2)], 64 << 10).await;
+/// Returns a client that has node 3 as its gateway, knows node 1 besides, and its address. Node 3 has
+/// lost the catalogue server since.
+pub async fn client_of_cut_off_gateway(world: &World) -> (Client, String) {
     let (client, number) = world.connect([3, 1].map(address).into());
     let own = format!("client{number}:0");
     world.network.partition(&own, &address(1));
     client.list_steps(None).await.unwrap();
     world.network.heal(&own, &address(1));
     world.network.partition(&address(0), &address(3));
+    (client, own)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_does_not_reach_the_catalogue_is_left() {
+    let world = World::start(6, &[(4, 2)], 64 << 10).await;
+    let (client, own) = client_of_cut_off_gateway(&world).await;
     let data = content(LEN, 1);
     save(&client, 1, &[("weights", &data)]).await;
     // From now on the client asks node 1, although node 3 answers `Hello`, too.

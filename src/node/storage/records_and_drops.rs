@@ -297,8 +297,8 @@ impl ShardRecords {
 }
 
 impl ShardRecords {
-    /// Stores a receipt on this node, which has none or a damaged one. If a receipt has arrived meanwhile, from a
-    /// repairer, that one stays and the call fails.
+    /// Stores a receipt on this node, which has none or a damaged one. If a receipt has arrived
+    /// meanwhile, from a repairer, that one stays and the call fails.
     pub(in crate::node) async fn store_missing_receipt(
         &self,
         receipt: Receipt,
@@ -362,8 +362,8 @@ impl StripeLocks {
 ///
 /// # Errors
 /// [`StorageError::NoReceipt`] if this node has no such receipt, or a damaged one, which the next
-/// receipt replaces. [`StorageError::ReceiptMismatch`]
-/// if the receipt has another attempt or generation than the order, or another code than `code`.
+/// receipt replaces. [`StorageError::ReceiptMismatch`] if the receipt has another attempt or
+/// generation than the order, or another code than `code`.
 fn read_receipt_named_in_order(
     store: &Store,
     call: &DropReplicas,

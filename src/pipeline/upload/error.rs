@@ -58,7 +58,7 @@ impl SaveError {
     pub fn kind(&self) -> ErrorKind {
         match self {
             SaveError::Source { .. } => ErrorKind::Io,
-            SaveError::Changed { .. } => ErrorKind::Invalid,
+            SaveError::Changed { .. } => ErrorKind::Corrupt,
             SaveError::NoHolders { .. } => ErrorKind::Unavailable,
             SaveError::Refused(error) => error.kind(),
             SaveError::Format(error) => error.kind(),

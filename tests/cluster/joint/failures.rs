@@ -1,6 +1,7 @@
 //! Joint saves whose writers restart again and again, or lose their gateway.
 
 use super::*;
+use crate::gateways::client_of_cut_off_gateway;
 
 #[tokio::test(start_paused = true)]
 async fn a_writer_that_restarts_again_and_again_is_not_waited_for() {
@@ -56,12 +57,7 @@ async fn a_writer_that_cannot_ask_for_the_end_does_not_report_its_own_failure() 
 #[tokio::test(start_paused = true)]
 async fn a_joint_save_leaves_a_gateway_that_does_not_reach_the_catalogue() {
     let world = world().await;
-    let (client, number) = world.connect([3, 1].map(address).into());
-    let own = format!("client{number}:0");
-    world.network.partition(&own, &address(1));
-    client.list_steps(None).await.unwrap();
-    world.network.heal(&own, &address(1));
-    world.network.partition(&address(0), &address(3));
+    let (client, _) = client_of_cut_off_gateway(&world).await;
     let writers = [0, 1].map(|number| Arc::new(Writer::new(LAUNCH, number, 1)));
     let saving = [start(&world, 2, 1, 2, &writers[0]), start_by(client.clone(), 1, 2, &writers[1])];
     for saving in saving {

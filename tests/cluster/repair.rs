@@ -318,7 +318,7 @@ async fn one_repair_works_at_a_time_and_an_archiving_comes_first() {
         tokio::join!(client.repair(&job, Some(Step(2)), one_by_one, &[], &mut quiet), archiving);
     archived.unwrap();
     let error = repaired.unwrap_err();
-    assert!(error.to_string().contains("is to be archived"), "{error}");
+    assert!(error.to_string().contains("an archiving of job/2 was requested"), "{error}");
     assert_eq!(repair(&client, 2, CHAIN).await.notes, [""; 0]);
     assert_whole(&client, 2, 2).await;
 }

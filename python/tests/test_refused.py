@@ -247,7 +247,7 @@ def test_a_forked_child_holds_nothing(cluster: rapidraid.LocalCluster, job: str)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(reader, 4096).decode().startswith("0 0 this process was forked")
+    assert os.read(reader, 4096).decode().startswith("0 0 this process cannot use the session")
     checkpointer.save(2, {"a": torch.ones(4)})
     checkpointer.wait()
 

@@ -43,6 +43,7 @@ impl StagingDaemon {
         let now = self.clock.now();
         // A failed attempt is no progress, and neither is the next one until it gets further.
         self.with(|core| {
+            core.note_missing(key, String::new());
             if core.step(key).is_some_and(|step| step.trouble.is_none()) {
                 core.note_progress(key, now);
             }
@@ -96,7 +97,9 @@ impl StagingDaemon {
             }
             ClientError::WriterDropped { writer } => {
                 let host = names(hosts, &[*writer]);
-                let message = format!("step {} was dropped on {host}", key.step);
+                let before = self.with(|core| core.describe_obstacle(key));
+                let before = before.map_or_else(String::new, |text| format!("; before that, {text}"));
+                let message = format!("step {} was dropped on {host}{before}", key.step);
                 let hint = "the log of the staging daemon there says why; save the next step";
                 Attempt::Failed(Failure::new(ErrorKind::Unavailable, message, hint))
             }
@@ -128,8 +131,10 @@ impl StagingDaemon {
             .client
             .save_jointly(key.job.at(key.step), writer, replace, decisions, progress)
             .await;
+        // An error keeps them: a host that is waited for may be why another one drops the step.
+        let save = saved?;
         self.with(|core| core.note_missing(key, String::new()));
-        Ok(Attempt::Committed { save: saved?, notes: Vec::new() })
+        Ok(Attempt::Committed { save, notes: Vec::new() })
     }
 
     fn writer_of(&self, launch: LaunchId, hosts: &Hosts) -> JointWriter {

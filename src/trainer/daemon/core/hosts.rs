@@ -132,6 +132,15 @@ impl Core {
         }
     }
 
+    /// Returns a description of why the step is not saved yet, or `None` if nothing is known.
+    pub fn describe_obstacle(&self, key: &StepKey) -> Option<String> {
+        let step = self.step(key)?;
+        match step.missing.as_str() {
+            "" => step.trouble.as_ref().map(|trouble| format!("an attempt failed: {trouble}")),
+            missing => Some(format!("it waited for {missing}")),
+        }
+    }
+
     /// Counts a save of the step that ended because other hosts made no progress. Returns how many
     /// did.
     pub fn count_stall(&mut self, key: &StepKey) -> u32 {

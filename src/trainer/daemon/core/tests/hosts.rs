@@ -110,7 +110,13 @@ fn a_load_waits_while_a_step_makes_progress() {
     assert!(waits(&mut world, 2, 65).is_some(), "a daemon may have been started just now");
     assert_eq!(waits(&mut world, 2, 66), None, "neither of them makes progress");
     world.core.hashed(&first);
+    assert_eq!(world.core.describe_obstacle(&first), None);
+    world.core.troubled(&first, "no progress".into());
+    let tried = world.core.describe_obstacle(&first);
+    assert_eq!(tried.as_deref(), Some("an attempt failed: no progress"));
     world.core.note_missing(&first, "host host-b".into());
+    let waits_for = world.core.describe_obstacle(&first);
+    assert_eq!(waits_for.as_deref(), Some("it waited for host host-b"));
     world.core.note_progress(&first, Duration::from_secs(100));
     assert_eq!(waits(&mut world, 2, 115).as_deref(), Some("step 10 waits for host host-b"));
     assert_eq!(waits(&mut world, 2, 116), None);

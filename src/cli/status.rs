@@ -61,15 +61,15 @@ fn node_json(report: &NodeReport) -> Value {
     fields
 }
 
-/// Returns the state of a node as text. A catalogue that changes nothing renews no leases, so then
-/// the leases say nothing about the nodes.
+/// Returns the state of a node as text. A catalogue that is read-only renews no lease, so an expired
+/// lease does not show then that its node is dead.
 fn state(report: &StatusReport, node: &NodeReport) -> &'static str {
     let has_lease = node.view.live || report.catalogue.read_only_reason.is_some();
     match (has_lease, &node.hello) {
         (true, Some(_)) => "up",
         (false, Some(_)) => "not registered",
-        (_, None) if node.view.live => "no answer",
-        (_, None) => "DEAD",
+        (true, None) => "no answer",
+        (false, None) => "DEAD",
     }
 }
 

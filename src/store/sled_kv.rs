@@ -161,7 +161,7 @@ impl CatalogueStorage for SledCatalogueStorage {
     fn move_aside_and_create(&self) -> Result<Arc<dyn Kv>, KvError> {
         if self.path.exists() {
             let moved_to = move_aside(&self.path)?;
-            tracing::warn!(path = ?self.path, ?moved_to, "moved an older catalogue database aside");
+            tracing::warn!(path = ?self.path, ?moved_to, "moved the catalogue database that was here aside");
         }
         self.open_database()
     }

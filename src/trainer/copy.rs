@@ -80,7 +80,8 @@ struct Work<'a> {
     verifications: Vec<Verification>,
     /// The extents with a verification in this copy.
     hashed: BTreeSet<u32>,
-    /// The extents with a copy that is not hashed. Those that are not in `hashed` are hashed alone.
+    /// The extents of which bytes are copied without being hashed on the way. Those that are not in
+    /// `hashed` are hashed by jobs of their own.
     copied_unhashed: BTreeSet<u32>,
 }
 

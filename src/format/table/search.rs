@@ -340,9 +340,9 @@ pub(super) fn search_regions(
     }
 }
 
-/// Returns the copies that make up the part `wanted` (whole, or a box) of the name in row
-/// `name_row`, in the order of its regions. The destination is the wanted part, row-major, without
-/// gaps.
+/// Returns which bytes of which extents to copy to fill the part `wanted` (whole, or a box) of the
+/// name in row `name_row`, in the order of its regions. The destination is the wanted part,
+/// row-major, without gaps.
 pub fn search(table: &Table, name_row: u32, wanted: &Form) -> Result<Vec<ExtentCopy>, SearchError> {
     let name = table.names().get(name_row as usize);
     let name = name.ok_or_else(|| SearchError::NoSuchName { name: format!("row {name_row}") })?;
@@ -386,8 +386,8 @@ impl Wanted<'_> {
 }
 
 impl Table {
-    /// Finds a name and the copies that make up the wanted part of it. Returns the row of the name
-    /// and the copies.
+    /// Finds a name. Returns its row, and which bytes of which extents to copy to fill the wanted
+    /// part of it.
     pub fn search(&self, wanted: &Wanted<'_>) -> Result<(u32, Vec<ExtentCopy>), SearchError> {
         let row = self.find(wanted.space, wanted.path);
         let name = row.and_then(|row| Some((row, self.names().get(row as usize)?)));

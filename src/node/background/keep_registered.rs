@@ -146,7 +146,7 @@ impl RegistrationRenewal {
     ) {
         if !progress.is_registered {
             self.replica_gc.request_full_scan();
-            tracing::info!(node = %self.context.settings.name, epoch = %answer.epoch, "registered");
+            tracing::info!(node = %self.context.settings.name, catalogue_epoch = %answer.epoch, "registered");
         }
         if !progress.has_registered_before {
             self.catching_up.request();

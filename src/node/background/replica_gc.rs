@@ -28,7 +28,8 @@ use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::DropReplicas;
 
-/// Maximum number of stripes, and of shards without stripes, that are checked in a lease period.
+/// Maximum number of stripes that are checked before each pause of one lease. A shard without
+/// stripes counts as one stripe.
 const LOOKED_AT: usize = 256;
 
 /// The position of the scan: behind this shard, or behind this stripe of it.

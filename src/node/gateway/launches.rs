@@ -88,7 +88,7 @@ impl SaveGateway {
             let checkpoint: Checkpoint = match parse_record(&key, &entry.value) {
                 Ok(checkpoint) => checkpoint,
                 Err(error) => {
-                    tracing::error!(key, %error, "the record of a step does not parse: no save of this step is ended for the new launch");
+                    tracing::error!(key, %error, "the record of a step does not parse: a save of this step that an earlier launch left open is neither published nor aborted");
                     continue;
                 }
             };

@@ -17,9 +17,10 @@ use crate::wire::NodeAddress;
 use crate::wire::calls::{DropReplicas, PutReceipt};
 
 impl OwnedStripe<'_> {
-    /// Orders the nodes to drop their replicas of the stripe. If a holder does not answer, the
-    /// stripe's state stays "not dropped", and a later run orders the drop again. `places` adds the
-    /// nodes of this run's plan to those in the stripe's record.
+    /// Orders all nodes that may hold replicas of the stripe to drop them: the possible holders, to
+    /// which `places` adds the nodes of this run's plan, and the other live nodes of the ring. If a
+    /// possible holder does not confirm and has not left the cluster, the stripe's state stays "not
+    /// dropped", and a later run orders the drop again.
     pub(super) async fn drop_replicas(
         &self,
         receipt: &Receipt,

@@ -339,7 +339,7 @@ impl ArchivedStripe<'_> {
                 return Err(error);
             }
             let stripe = self.stripe.info.fixed.stripe;
-            tracing::info!(%stripe, %error, tries, "making a piece failed");
+            tracing::info!(%stripe, %error, failed_tries = tries, "making a piece failed: trying again");
             self.stripe.coordinator.clock.sleep(wait).await;
             wait *= 2;
             // A source that failed may be damaged or gone.

@@ -98,7 +98,8 @@ impl StagingDaemon {
             ClientError::WriterDropped { writer } => {
                 let host = names(hosts, &[*writer]);
                 let before = self.with(|core| core.describe_obstacle(key));
-                let before = before.map_or_else(String::new, |text| format!("; before that, {text}"));
+                let before =
+                    before.map_or_else(String::new, |text| format!("; before that, {text}"));
                 let message = format!("step {} was dropped on {host}{before}", key.step);
                 let hint = "the log of the staging daemon there says why; save the next step";
                 Attempt::Failed(Failure::new(ErrorKind::Unavailable, message, hint))

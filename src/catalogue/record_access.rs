@@ -170,6 +170,14 @@ pub struct ArchiveRequest {
     pub waiting: Option<String>,
 }
 
+impl ArchiveRequest {
+    /// Returns whether a live coordinator works on the request. Nobody works on a request that waits
+    /// for a retry, even while its last lease lives because it could not be revoked.
+    pub async fn has_coordinator(&self, catalogue: &dyn Catalogue) -> Result<bool, CatalogueError> {
+        Ok(self.waiting.is_none() && catalogue.is_lease_alive(self.lease).await?)
+    }
+}
+
 /// Maximum length of the reason in a record, in characters. It keeps the record far below the
 /// longest value.
 pub const MAX_WHY_CHARS: usize = 500;

@@ -269,13 +269,19 @@ impl ExaminedStripe<'_> {
             let both = [HeldItem::Leaves, HeldItem::Mark];
             expected.extend(on_ring.flat_map(|node| both.map(|held| (node, held, digest))));
         }
-        if let Some((info, leaf)) = self.info {
-            expected.extend(info.places.iter().map(|&node| (node, HeldItem::Record, Some(leaf))));
-        }
         let mut named: BTreeSet<NodeId> = BTreeSet::new();
         if let Some(receipt) = self.receipt {
-            let digest = digest::of_receipt(receipt);
             named.extend(receipt.pieces.iter().map(|piece| piece.node));
+        }
+        if let Some((info, leaf)) = self.info {
+            // The stripe records of several nodes may have different places. A receipt names the
+            // nodes of an archived stripe, and a repair completes the records of these.
+            let nodes = if named.is_empty() { info.places.iter() } else { [].iter() };
+            let nodes = nodes.chain(&named);
+            expected.extend(nodes.map(|&node| (node, HeldItem::Record, Some(leaf))));
+        }
+        if let Some(receipt) = self.receipt {
+            let digest = digest::of_receipt(receipt);
             expected.extend(named.iter().map(|&node| (node, HeldItem::Receipt, digest)));
         } else if let (StripeState::Archived { .. }, Some((info, _))) = (self.state, self.info) {
             // No receipt is left that names its nodes, so every node of the stripe should have one.

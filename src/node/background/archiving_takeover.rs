@@ -85,7 +85,7 @@ impl ArchivingTakeover {
                 }
             };
             let Some((job, step)) = parse_archive_request_key(&key) else { continue };
-            if catalogue.is_lease_alive(archiving.lease).await? {
+            if archiving.has_coordinator(&*catalogue).await? {
                 continue;
             }
             let now = self.context.clock.now();

@@ -257,7 +257,7 @@ impl Coordinator {
         let mut current = read_record::<ArchiveRequest>(&*self.catalogue, &claim.key).await?;
         loop {
             if let Some((other, _)) = &current
-                && self.catalogue.is_lease_alive(other.lease).await?
+                && other.has_coordinator(&*self.catalogue).await?
             {
                 self.catalogue.revoke_lease(claim.lease_keeper.lease).await?;
                 return Ok(OpenedRequest::RunBy(other.node));

@@ -153,7 +153,7 @@ impl Coordinator {
         let saved = self.find_committed(step_ref).await?;
         let request = self.find_archive_request(step_ref).await?;
         if let Some((request, _)) = &request
-            && self.catalogue.is_lease_alive(request.lease).await?
+            && request.has_coordinator(&*self.catalogue).await?
         {
             let owner = self.fetch_directory().await?.name(request.node);
             return Err(CoordinatorError::Owned { what: step_ref.to_string(), owner });

@@ -98,7 +98,7 @@ impl Coordinator {
         let request = read_record::<ArchiveRequest>(&*self.catalogue, &key).await?;
         let request = request.map(|(request, _)| request).filter(|request| request.save == save);
         let is_run = match &request {
-            Some(request) => self.catalogue.is_lease_alive(request.lease).await?,
+            Some(request) => request.has_coordinator(&*self.catalogue).await?,
             None => false,
         };
         let counts = self.count_stripes(save, geometries).await?;

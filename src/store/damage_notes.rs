@@ -29,7 +29,7 @@ const LOGGED: usize = 8;
 pub enum FileCheck {
     /// There is no such file, or another file took its name during the check.
     Gone,
-    /// The file is whole and counts.
+    /// The file is complete and undamaged.
     Whole,
     /// The file is damaged and has a damage note.
     Damaged(Arc<Damage>),
@@ -38,14 +38,15 @@ pub enum FileCheck {
     Misplaced(String),
 }
 
-/// A file of a stripe from which grains can be read, whether or not it counts.
+/// A file of a stripe from which grains can be read, whether or not it is damaged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GrainSource {
     /// Its name.
     pub file: FileName,
     /// The length of its data in bytes and their BLAKE3 hash, if its tail is good.
     pub content: Option<(u64, Hash)>,
-    /// The grains that are known to be damaged; `None` if the file counts.
+    /// The grains that are known to be damaged; `None` if the file counts as a copy: it is in the
+    /// index and has no damage note.
     pub damaged: Option<GrainSet>,
 }
 
@@ -77,12 +78,12 @@ impl Store {
         self.damage_notes_mutex().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the file has a damage note and therefore does not count.
+    /// Returns whether the file has a damage note and therefore does not count as a copy.
     pub fn is_damaged(&self, key: FileKey) -> bool {
         self.lock_damage_notes().contains_key(&key)
     }
 
-    /// Returns all files that do not count because they are damaged, in order.
+    /// Returns all files that have a damage note, each with its damage, ordered by key.
     pub fn damaged_files(&self) -> Vec<(FileKey, Arc<Damage>)> {
         let notes = self.lock_damage_notes();
         notes.iter().map(|(key, noted)| (*key, noted.damage.clone())).collect()
@@ -99,7 +100,7 @@ impl Store {
             .collect()
     }
 
-    /// Opens a file to read grains from, whether or not it counts.
+    /// Opens a file to read grains from, whether or not it has a damage note.
     ///
     /// # Errors
     /// [`DiskError::NotFound`] if there is none, [`StoreError::Misplaced`] if its header names another
@@ -130,7 +131,7 @@ impl Store {
         Ok((header, tree))
     }
 
-    /// Returns the files of a stripe that do not count because they have a damage note.
+    /// Returns the files of a stripe that have a damage note.
     pub fn damaged_files_of_stripe(&self, stripe: StripeId) -> Vec<FileName> {
         let from = FileKey { stripe, name: FileName::Replica { block: 0 } };
         let notes = self.lock_damage_notes();
@@ -147,7 +148,7 @@ impl Store {
     }
 
     /// Returns every file in a stripe's folder that can be a source of grains, ordered by name. A
-    /// file that is not in the index yet does not count: it has to be checked first.
+    /// file that is not in the index yet does not count as a copy until it is checked.
     pub fn list_grain_sources(&self, stripe: StripeId) -> Result<Vec<GrainSource>, StoreError> {
         let listed = self.list_undamaged_files(stripe)?;
         let mut sources = Vec::new();
@@ -215,9 +216,9 @@ impl Store {
         }
     }
 
-    /// Writes a damage note for the checked file if that file still has the name. From then on the file
-    /// does not count. `damage.number` is 0 for a file that could not be opened. Returns the result of
-    /// the check.
+    /// Writes a damage note for the checked file if that file still has the name. From then on the
+    /// file does not count as a copy. `damage.number` is 0 for a file that could not be opened.
+    /// Returns the result of the check.
     fn record_damage(&self, key: FileKey, damage: Damage) -> FileCheck {
         match self.put_damage_note(key, damage) {
             Some((damage, (old_bytes, new_bytes))) => {
@@ -310,9 +311,9 @@ impl Store {
         self.lock_damage_notes().get(&key).map(|noted| noted.damage.number)
     }
 
-    /// Reads the damage notes of a stripe's folder at start. Removes notes without a file. If a note
-    /// describes another file than the present one or does not parse, or if the present file does not
-    /// open, the file does not count until it is checked again.
+    /// Reads the damage notes of a stripe's folder at start. Removes notes without a file. If a
+    /// note describes another file than the present one or does not parse, or if the present file
+    /// does not open, the file does not count as a copy until it is checked again.
     pub(super) fn load_damage_notes(
         &self,
         stripe: StripeId,

@@ -100,8 +100,8 @@ pub trait CatalogueStorage: Send + Sync + 'static {
     /// Creates a new, empty database. Moves an existing one aside.
     fn move_aside_and_create(&self) -> Result<Arc<dyn Kv>, KvError>;
 
-    /// Returns whether the database's folder is gone. An open handle on the old database lives only
-    /// as long as this process.
+    /// Returns whether the database's folder is gone. A database that is still open then loses its
+    /// contents when this process ends.
     fn is_folder_gone(&self) -> bool;
 }
 

@@ -66,7 +66,7 @@ impl Store {
         tracing::warn!(%key, aside, why, "moved a file to quarantine");
         let note: String = format!("{key}\n{why}\n").chars().take(MAX_NOTE_CHARS).collect();
         if let Err(error) = self.put_record(&format!("{aside}{NOTE}"), note.as_bytes()) {
-            // The file is in quarantine; it is no failure that its reason is only in the log.
+            // The move has succeeded. Without the note, only the log has the reason.
             tracing::warn!(%key, %error, "cannot write the note of a file in quarantine");
         }
         Ok(true)

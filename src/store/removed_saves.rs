@@ -64,7 +64,8 @@ impl Store {
         epoch: Epoch,
         saves: impl IntoIterator<Item = SaveId>,
     ) -> Result<(), StoreError> {
-        // Held during the writes, so that a claim comes before all of them or after all of them.
+        // The lock on the seen epoch is held during the writes, so that a claim of a later epoch
+        // comes before all writes or after all of them.
         let seen = self.lock_seen_epoch();
         refuse_older_epoch(&seen, epoch)?;
         let saves: BTreeSet<SaveId> = saves.into_iter().collect();

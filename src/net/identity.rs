@@ -193,7 +193,8 @@ impl Identity {
     }
 }
 
-/// Applies the same rules as a handshake, so that an identity that passes here also passes there.
+/// Applies the same rules as a handshake, so that an identity that passes here also passes the
+/// handshake.
 fn check_issued(
     authority: &CertificateDer<'static>,
     certificate: &CertificateDer<'static>,

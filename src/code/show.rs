@@ -1,6 +1,6 @@
-//! Codes as data for people and other programs: the report behind `code show`, and the check of
-//! such a report behind `code certify`. Positions and blocks count from 1 here, as in the paper,
-//! and nowhere else in `code`.
+//! Codes as data for users and other programs: the report behind `code show`, and the check of such
+//! a report behind `code certify`. Positions and blocks count from 1 here, as in the paper, and
+//! nowhere else in `code`.
 
 use serde::{Deserialize, Serialize};
 

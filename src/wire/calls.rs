@@ -522,7 +522,8 @@ calls! {
     } -> Vec<SaveId>;
     /// Makes this node catch up now. The answer comes when the node has caught up.
     69 Nodes CatchUp {
-        /// A node that is about to leave. It is not asked and does not count.
+        /// A node that is about to leave. The called node neither asks it nor counts it as a
+        /// storage node.
         without: Option<PeerName>,
     } -> ();
     /// Lists the saves of which this node has commit marks that do not parse, and none that does.

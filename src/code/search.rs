@@ -1,9 +1,9 @@
 //! Finds orders without natural dependencies, and coefficients without accidental ones.
 //!
 //! A determinant is affine in each single coefficient. The determinants of a subset with the
-//! coefficient at 0 and at 1 therefore give the one value of the coefficient that makes the subset
-//! dependent. The search sets one coefficient after the other to the best of its 255 values. All
-//! random choices follow from a seed: the same seed gives the same code.
+//! coefficient at 0 and at 1 therefore tell for which of its values the subset is dependent. The
+//! search sets one coefficient after the other to the best of its 255 values. All random choices
+//! follow from a seed: the same seed gives the same code.
 
 use super::algebra::chain_rows;
 use super::subsets::{determinants, natural, natural_up_to, total};

@@ -71,7 +71,7 @@ pub struct Reconstruction {
     pub multiplications: usize,
     /// The cost of the program in products of a vector and a constant, for k vectors.
     pub cost: usize,
-    /// The cost of the dense matrix in the same unit.
+    /// The cost of the dense matrix, in the unit of `cost`.
     pub dense_cost: usize,
     /// Whether the program executes its steps; otherwise it executes the matrix.
     pub sparse: bool,

@@ -276,7 +276,7 @@ pub struct Owner {
 pub struct Run {
     /// The number of stripes.
     pub count: u32,
-    /// Their state.
+    /// The state that these stripes have in common.
     pub state: StripeState,
 }
 

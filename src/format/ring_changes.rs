@@ -18,7 +18,8 @@ pub struct RingChange {
     pub node: PeerName,
     /// The state of the node.
     pub state: LeaveState,
-    /// The nodes that are asked besides `node`, in ascending order; at most [`MAX_SUCCESSORS`].
+    /// The nodes that join the rings of `node` and are asked besides it, in ascending order; at
+    /// most [`MAX_SUCCESSORS`].
     pub successors: Vec<PeerName>,
 }
 

@@ -207,8 +207,8 @@ impl Line {
         self.operations.iter().map(of).sum()
     }
 
-    /// Returns the cost of a dense matrix in the same unit. Every entry is a product, whatever its
-    /// value.
+    /// Returns the cost of a dense matrix, in the unit of [`Line::cost`]. Every entry is a product,
+    /// whatever its value.
     pub fn dense_cost(rows: usize, cols: usize) -> usize {
         rows * cols + 2 * (rows + cols)
     }

@@ -249,8 +249,8 @@ pub(super) fn authority_cluster(cert: &X509Certificate<'_>) -> Result<ClusterId,
         })
 }
 
-/// Returns the URI of a certificate, which must have exactly one. With two, each reader could see
-/// another holder.
+/// Returns the URI of a certificate, which must have exactly one. With two URIs, different readers
+/// could see different holders.
 fn the_uri<'a>(cert: &'a X509Certificate<'_>) -> Result<&'a str, IdentityError> {
     let names = cert.subject_alternative_name().ok().flatten();
     let names = names.as_ref().map_or(&[][..], |names| names.value.general_names.as_slice());

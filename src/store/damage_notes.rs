@@ -63,8 +63,8 @@ pub(super) fn parse_damage_note_name(name: &str) -> Option<FileName> {
     ["rep", "pc"].iter().find_map(|end| format!("{stem}.{end}").parse().ok())
 }
 
-/// Returns whether an error from the tail of a file is damage, and not, for example, the format of
-/// a later release.
+/// Returns whether an error of reading the tail of a file means that the file is damaged, and not,
+/// for example, that a later release wrote it.
 pub(super) fn is_damage_error(error: &StoreError) -> bool {
     match error {
         StoreError::Misplaced { .. } => false,
@@ -103,8 +103,8 @@ impl Store {
     /// Opens a file to read grains from, whether or not it has a damage note.
     ///
     /// # Errors
-    /// [`DiskError::NotFound`] if there is none, [`StoreError::Misplaced`] if its header names another
-    /// file, and the error of opening it if that error is not damage of the tail.
+    /// [`DiskError::NotFound`] if there is none, [`StoreError::Misplaced`] if its header names
+    /// another file, or another error that does not mean that the tail is damaged.
     pub fn open_grain_source(&self, key: FileKey) -> Result<UnverifiedFile, StoreError> {
         let file = self.disk().open(&file_path(key))?;
         let tail = match self.read_checked_tail(&*file, key) {
@@ -203,7 +203,7 @@ impl Store {
                     return Ok(FileCheck::Whole);
                 }
                 // The file stays open until the note is written, so that no other file can get its
-                // number.
+                // inode number.
                 Ok(self.record_damage(key, Damage { number, has_tail: true, grains }))
             }
             Err(error @ StoreError::Misplaced { .. }) => {
@@ -305,8 +305,8 @@ impl Store {
         self.disk().open(&file_path(key)).and_then(|file| file.inode_number()).ok()
     }
 
-    /// Returns the number of the file that the note of `key` describes, for a writer that is about
-    /// to take the name.
+    /// Returns the inode number of the file that the note of `key` describes, for a writer that is
+    /// about to take the name.
     pub(super) fn noted_inode_number(&self, key: FileKey) -> Option<u64> {
         self.lock_damage_notes().get(&key).map(|noted| noted.damage.number)
     }

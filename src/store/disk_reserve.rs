@@ -69,8 +69,8 @@ pub fn release_reserve(disk: &dyn Disk) -> Result<bool, DiskError> {
 }
 
 /// Removes the reserve when less space is free than the reserve allocates, and creates it when four
-/// times as much is free. Returns whether it is in place. A file of the same name that has bytes is
-/// foreign and is left alone.
+/// times its size is free. Returns whether it is in place. A file of the same name that has bytes
+/// is foreign and is left alone.
 pub fn create_or_release_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let space = disk.space()?;
     let bytes = (space.total_bytes / RESERVE_PART).min(MAX_RESERVE_BYTES);

@@ -1,7 +1,7 @@
 //! A small, durable, ordered key-value map: the interface behind the index and the catalogue
 //! database.
 //!
-//! Its contents can be rebuilt from files or from other nodes.
+//! The contents of both can be rebuilt from files or from other nodes.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;

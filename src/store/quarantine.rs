@@ -41,7 +41,7 @@ impl Store {
     }
 
     /// Moves a file like [`quarantine_file_if_unchanged`](Self::quarantine_file_if_unchanged), but
-    /// leaves the damage note, the counts and the index to the caller.
+    /// leaves the damage note, the totals and the index to the caller.
     pub(super) fn move_to_quarantine(
         &self,
         key: FileKey,
@@ -91,8 +91,8 @@ impl Store {
         Ok(names.into_iter().map(told).collect())
     }
 
-    /// Returns the number of files in quarantine, and sets the next number so that none is used
-    /// twice.
+    /// Returns the number of files in quarantine, and sets the next quarantine number so that no
+    /// number is used twice.
     pub(super) fn count_and_resume_numbering(&self) -> Result<u64, StoreError> {
         let entries = self.disk().list(QUARANTINE)?;
         let number = |entry: &DiskEntry| entry.name.split('-').next()?.parse::<u64>().ok();

@@ -50,7 +50,8 @@ pub struct StandingAnswer {
     pub epoch: Epoch,
     /// The revision of the last catalogue change that the node knows of, in any database.
     pub revision: u64,
-    /// The storage nodes on the node's list, which is at least as new as `revision`.
+    /// The storage nodes on the node's stored list of members, which is at least as new as
+    /// `revision`.
     pub listed: Vec<PeerName>,
 }
 
@@ -67,7 +68,7 @@ pub struct RebuildAnswer {
     pub missing: Vec<PeerName>,
     /// Number of committed steps.
     pub steps: u32,
-    /// Number of shards of these steps.
+    /// Number of shards of the committed steps.
     pub shards: u32,
     /// Number of saves that will be removed: aborted, superseded, or removed before.
     pub orphans: u32,
@@ -345,7 +346,7 @@ pub enum ArchiveEvent {
     Done {
         /// Number of stripes that are archived now.
         stripes: u64,
-        /// Number of these stripes whose replicas are not all confirmed as dropped.
+        /// Number of archived stripes whose replicas are not all confirmed as dropped.
         undropped: u64,
     },
 }
@@ -592,6 +593,6 @@ pub enum GuardedSetAnswer {
 pub struct DropReplicasAnswer {
     /// Number of replica files removed by this call.
     pub files: u32,
-    /// Number of bytes of these files.
+    /// Number of bytes of the removed replica files.
     pub bytes: u64,
 }

@@ -251,8 +251,8 @@ calls! {
     /// Returns how many nodes may be lost, and what is repaired automatically (semantics 11).
     39 Anyone GetRepairStatus {} -> RepairStatus;
 
-    /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
-    /// [`BlockTrailer`] frame follows.
+    /// Stores a block. The node first answers with [`BlockAdmitted`]. Then the client sends the
+    /// block's bytes and a [`BlockTrailer`] frame, and the node sends its last answer.
     20 Anyone PutBlock {
         /// The stripe.
         stripe: StripeId,
@@ -391,8 +391,8 @@ calls! {
         lease: LeaseId,
     } -> ();
 
-    /// Sets a key by compare-and-set, if a second key has a given revision in the same moment. The
-    /// change is durable before the answer.
+    /// Sets a key by compare-and-set, but only if a second key has a given revision at the same
+    /// time. The change is durable before the answer.
     47 Nodes CompareAndSetKeyGuarded {
         /// The key.
         key: String,

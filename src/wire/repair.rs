@@ -68,7 +68,7 @@ pub struct RepairSummary {
     pub pieces: u64,
     /// Number of replicas that were made.
     pub replicas: u64,
-    /// Number of bytes of these pieces and replicas.
+    /// Number of bytes of the pieces and replicas that were made.
     pub made_bytes: u64,
     /// Number of records that were written.
     pub records: u64,
@@ -141,7 +141,7 @@ pub struct SurveyResult {
     pub degraded: u64,
     /// Number of pieces and replicas that are missing.
     pub missing: u64,
-    /// Number of bytes of these pieces and replicas.
+    /// Number of bytes of the missing pieces and replicas.
     pub missing_bytes: u64,
     /// Number of records that nodes lack.
     pub records: u64,
@@ -161,7 +161,7 @@ pub struct DegradedStep {
     pub survives: Option<u32>,
     /// Number of pieces and replicas that are missing.
     pub missing: u64,
-    /// Number of bytes of these pieces and replicas.
+    /// Number of bytes of the missing pieces and replicas.
     pub missing_bytes: u64,
     /// Number of records that nodes lack.
     pub records: u64,

@@ -57,11 +57,12 @@ pub struct TransportLimits {
     /// to this per incoming stream while its reader is behind. The bandwidth of a stream is at most
     /// this per round trip. Default 1 MiB.
     pub stream_window_bytes: u32,
-    /// The same for all streams of a connection together. Memory: up to this per connection, which
-    /// is the whole cost of received data whatever the number of streams. Default 16 MiB.
+    /// Maximum number of bytes by which the senders of all streams of a connection together may be
+    /// ahead of their readers. Memory: up to this per connection, which is the whole cost of
+    /// received data whatever the number of streams. Default 16 MiB.
     pub connection_window_bytes: u32,
-    /// The same for a connection that a client made to a node. Clients send less than nodes and are
-    /// more numerous. Default 8 MiB.
+    /// The value that takes the place of `connection_window_bytes` for a connection that a client
+    /// made to a node. Clients send less than nodes and are more numerous. Default 8 MiB.
     pub client_window_bytes: u32,
     /// Maximum number of bytes written but not yet acknowledged. Memory: up to this per connection;
     /// writers wait beyond it. Default 16 MiB.
@@ -69,8 +70,8 @@ pub struct TransportLimits {
     /// Maximum number of bidirectional streams that the peer may have open at once. Memory: about 1
     /// KiB each, in addition to the windows. Default 256.
     pub max_bi_streams: u32,
-    /// Maximum number of unidirectional streams that the peer may have open at once. Memory as
-    /// above. Default 64.
+    /// Maximum number of unidirectional streams that the peer may have open at once. Memory: about
+    /// 1 KiB each, in addition to the windows. Default 64.
     pub max_uni_streams: u32,
     /// Maximum number of simultaneous connections, in both directions together. At this number, all
     /// incoming connections are refused; above three quarters of it, those of clients. Memory: each

@@ -7,7 +7,7 @@ use super::durable_paths::none_if_not_found;
 
 /// The file in the data folder whose allocated blocks are the reserve.
 const RESERVE: &str = "reserve";
-/// The size of the reserve is one part in [`RESERVE_PART`] of the disk, at most this.
+/// The reserve takes one part in [`RESERVE_PART`] of the disk, but at most [`MAX_RESERVE_BYTES`].
 const MAX_RESERVE_BYTES: u64 = 16 << 20;
 const RESERVE_PART: u64 = 16;
 /// The reserve is set aside when this multiple of its size is free.

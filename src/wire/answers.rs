@@ -472,7 +472,7 @@ pub enum RecordName {
     Mark,
 }
 
-/// The first answer to [`PutBlock`]. Unless `second_refused` is set, all holders have reserved
+/// The first answer to [`PutBlock`]. If `second_refused` is `None`, all holders have reserved
 /// memory for the block, and the client sends its bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockAdmitted {

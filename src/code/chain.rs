@@ -17,7 +17,7 @@ const KIND: u8 = 1;
 /// x_i = x_{i-1} + sum psi_{i,j} o_j     forwarded, x_{-1} = 0 (RapidRAID, equation (3))
 /// ```
 ///
-/// where j runs over the blocks of its node in ascending order.
+/// where j runs over the blocks of the hop's node in ascending order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainCode {
     layout: Layout,
@@ -117,7 +117,7 @@ impl ChainCode {
     }
 
     /// Returns the matrix of forwarded streams. Row i is the stream that hop i forwards, over the
-    /// source blocks. The tail forwards nothing; its row repeats the one before.
+    /// source blocks. The tail forwards nothing; its row repeats the row before it.
     pub fn prefix_rows(&self) -> &Matrix {
         &self.prefixes
     }

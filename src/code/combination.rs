@@ -15,15 +15,15 @@ pub enum StripePart {
 /// Pieces that are linear combinations of other parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PieceCombination {
-    /// The parts to combine, at most k, each of which some combination needs. They are given as
-    /// indices of the available parts.
+    /// The parts to combine, as indices of the available parts; at most k. At least one of the
+    /// combinations needs each of them.
     pub sources: Vec<usize>,
     /// The coefficients: a row for each combined piece, a column for each source.
     pub rows: Vec<Vec<u8>>,
 }
 
-/// Expresses the pieces `wanted` as combinations of the parts `available`, which are taken in their
-/// order as long as they are independent of those before.
+/// Expresses the pieces `wanted` as combinations of the parts `available`. The parts are taken in
+/// their order; a part that depends on the parts before it is skipped.
 ///
 /// # Errors
 /// [`CodeError::Index`] for a number that does not exist, or for a wanted piece that occurs twice;

@@ -46,7 +46,7 @@ pub fn survivable_losses(wanted: &[u8], code: Option<&Code>, nodes: &[NodeShare]
 type LossQuestion = (Vec<NodeShare>, Vec<u8>, Option<CodeId>);
 
 /// Cached results of [`survivable_losses`]. Stripes differ in their nodes, but rarely in the parts
-/// that these hold.
+/// that their nodes hold.
 #[derive(Debug, Default)]
 pub struct SurvivableLossCache {
     known: HashMap<LossQuestion, Option<usize>>,
@@ -82,8 +82,8 @@ struct Losses<'a> {
 }
 
 impl Losses<'_> {
-    /// Returns whether the blocks can be read after the loss of any `count` nodes from `first` on.
-    /// Returns false once [`MAX_SETS`] sets were tried.
+    /// Returns whether the blocks can be read after the loss of any `count` of the nodes from index
+    /// `first` on. Returns false once [`MAX_SETS`] sets were tried.
     fn survive(&mut self, left: &mut Vec<&NodeShare>, first: usize, count: usize) -> bool {
         if count == 0 {
             self.sets += 1;

@@ -9,7 +9,7 @@
 //! reconstructed, [`survivable_losses`] counts how many more nodes may be lost,
 //! [`reconstruct()`] plans the reconstruction of blocks, and [`combine_pieces`] that of pieces.
 //!
-//! Blocks, pieces, positions and hops count from 0; only [`show`] presents them to people, counted
+//! Blocks, pieces, positions and hops count from 0; only [`show`] presents them to users, counted
 //! from 1. Everything here is arithmetic: the layers above decide where pieces are stored and how
 //! bytes are sent.
 
@@ -120,8 +120,9 @@ impl Code {
         }
     }
 
-    /// Returns the position at which the chain plan, or the naive or striped star, stores `piece`. Other
-    /// plans and repairs store it elsewhere: the receipt of a stripe names the nodes of its pieces.
+    /// Returns the position at which the chain plan, or the naive or striped star, stores `piece`.
+    /// Other plans and repairs may store it elsewhere: the receipt of a stripe names the nodes of
+    /// its pieces.
     pub fn position_of_piece(&self, piece: usize) -> Option<usize> {
         match self {
             Code::Chain(code) => code.order().get(piece).copied(),

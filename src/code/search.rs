@@ -1,9 +1,9 @@
 //! Finds orders without natural dependencies, and coefficients without accidental ones.
 //!
-//! A determinant is affine in each single coefficient. Two counts, with the coefficient at 0 and at
-//! 1, therefore give for every subset the one value that makes it dependent. The search sets one
-//! coefficient after the other to the best of its 255 values. All random choices follow from a
-//! seed: the same seed gives the same code.
+//! A determinant is affine in each single coefficient. The determinants of a subset with the
+//! coefficient at 0 and at 1 therefore tell for which of its values the subset is dependent. The
+//! search sets one coefficient after the other to the best of its 255 values. All random choices
+//! follow from a seed: the same seed gives the same code.
 
 use super::algebra::chain_rows;
 use super::subsets::{determinants, natural, natural_up_to, total};
@@ -124,7 +124,8 @@ impl Coefficients {
 }
 
 /// Returns the code with this order and the best coefficients found in `steps` steps. The search
-/// ends early when only the natural dependencies remain.
+/// ends early when only the natural dependencies remain, or when several rounds over all
+/// coefficients have brought no gain.
 ///
 /// The first psi of each block is 1: scaling a block changes no dependency, and multiplying by 1
 /// costs nothing.
@@ -180,8 +181,8 @@ fn random_coefficients(
     (coefs, places)
 }
 
-/// Returns the value of one coefficient that leaves the fewest dependent subsets, drawn among
-/// equals, and their number.
+/// Returns the value of one coefficient that leaves the fewest dependent subsets, and the number of
+/// these subsets. If several values are equally good, one is drawn at random.
 fn best_value(
     layout: Layout,
     order: &[usize],

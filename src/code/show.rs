@@ -1,6 +1,6 @@
-//! Codes as data for people and other programs: the report behind `code show`, and the check of
-//! such a report behind `code certify`. Positions and blocks count from 1 here, as in the paper,
-//! and nowhere else in `code`.
+//! Codes as data for users and other programs: the report behind `code show`, and the check of such
+//! a report behind `code certify`. Positions and blocks count from 1 here, as in the paper, and
+//! nowhere else in `code`.
 
 use serde::{Deserialize, Serialize};
 
@@ -71,7 +71,7 @@ pub struct Reconstruction {
     pub multiplications: usize,
     /// The cost of the program in products of a vector and a constant, for k vectors.
     pub cost: usize,
-    /// The cost of the dense matrix in the same unit.
+    /// The cost of the dense matrix, in the unit of `cost`.
     pub dense_cost: usize,
     /// Whether the program executes its steps; otherwise it executes the matrix.
     pub sparse: bool,

@@ -37,8 +37,8 @@ pub(super) enum Value {
     Flag(bool),
     List(Vec<String>),
     Bare(String),
-    /// A value that no setting accepts, by its name for messages: a float, a date, a table, a list
-    /// with items other than text, or an integer that does not fit into 64 bits.
+    /// A value that no setting accepts, with its description in messages: a float, a date, a table,
+    /// a list with items other than text, or an integer that does not fit into 64 bits.
     Other(&'static str),
 }
 

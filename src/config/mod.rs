@@ -25,8 +25,9 @@ pub use value::{CodeShape, Congestion, HostPort, LogFormat, LogLevel};
 use crate::id::{ClusterId, PeerName};
 use crate::units::{BLOCK_LENGTHS, DEFAULT_BLOCK_BYTES, MIB, is_block_length};
 
-/// The default lifetime of leases. With the interval between two scans for unfinished work
-/// (`node::retry_schedule`), another daemon continues such work within ten seconds.
+/// The default lifetime of leases. It is short enough, together with the interval between two scans
+/// for unfinished work (`node::retry_schedule`), that another daemon continues the work of a failed
+/// daemon within ten seconds of the failure.
 pub const DEFAULT_LEASE: Duration = Duration::from_secs(7);
 /// The default name of a configuration file.
 pub const FILE_NAME: &str = "rapidraid.toml";

@@ -57,8 +57,8 @@ impl Rule {
         }
     }
 
-    /// Returns whether the rule may prescribe an action for a step with `newer` newer steps. If the
-    /// rule prescribes none for this step, it prescribes none for the newer steps either.
+    /// Returns whether the rule may prescribe an action for a step with `newer` newer steps. If
+    /// this returns `false`, the rule prescribes no action for the newer steps either.
     pub fn touches(&self, newer: u64) -> bool {
         is_beyond(self.keep_newest, newer) || is_beyond(self.archive_all_but, newer)
     }

@@ -7,9 +7,9 @@ use super::layers::{Layers, Value};
 
 /// The default share of the time for which repairs work.
 const DEFAULT_SHARE_PERCENT: u8 = 25;
-/// The default time after which a node that is away is given up.
+/// The default of [`RepairRules::grace`].
 const DEFAULT_GRACE: Duration = Duration::from_secs(120);
-/// The default share of the storage nodes that may be away.
+/// The default share of the storage nodes that may be away together before the brake is on.
 const DEFAULT_BRAKE_PERCENT: u8 = 15;
 
 /// The rules of automatic repair, which the catalogue server applies.
@@ -18,12 +18,13 @@ pub struct RepairRules {
     /// The percentage of the time for which repairs work; they pause for the rest of it. 0: nothing
     /// is repaired automatically.
     pub share_percent: u8,
-    /// The time for which a step is degraded before it is repaired, unless it is urgent, and for
-    /// which a node is away before it is given up for replicas. It is given up for pieces after
-    /// five times that.
+    /// The time for which a step is degraded before it is repaired, unless its repair is urgent.
+    /// Also the time for which a node is away before it is given up for replicas. A node is given
+    /// up for pieces after five times this time.
     pub grace: Duration,
     /// The percentage of the storage nodes, at least one node, that may be away together. The brake
-    /// is on while more are, or while failure domains are affected (docs/semantics.md, 11).
+    /// is on while more nodes are away, or while failure domains are affected (docs/semantics.md,
+    /// 11).
     pub brake_percent: u8,
 }
 

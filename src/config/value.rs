@@ -116,7 +116,7 @@ impl LogLevel {
 /// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
-    /// Text for people.
+    /// Plain text.
     Text,
     /// A JSON object per line.
     Json,

@@ -20,8 +20,8 @@ pub struct Node {
     pub storage: bool,
 }
 
-/// The list of registered nodes, as a node last received it. A node asks these when there is no
-/// catalogue.
+/// The list of registered nodes, as a node last received it. A node asks these nodes while it has
+/// no catalogue to ask.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Members {
     /// The nodes, by name.
@@ -33,7 +33,7 @@ pub struct Members {
 pub struct Maintenance {
     /// The node.
     pub node: PeerName,
-    /// When it ends, in seconds since 1970.
+    /// When the maintenance ends, in seconds since 1970.
     pub until: u64,
 }
 
@@ -49,13 +49,14 @@ pub struct CatchUp {
 /// The knowledge that a node has of commits and removals (docs/semantics.md, 2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Standing {
-    /// Not recorded: the node's folder or its program is of a release before this record.
+    /// Not recorded: the node's folder or its program is from before catch-up records existed.
     Unknown,
     /// The node has not caught up since its folder was made, or since it was off the list of
     /// nodes, so it may lack any commit mark.
     Behind,
     /// The node has a commit mark, or the record of the removal, of every save that was published
-    /// or removed before this was recorded. For later saves, more than half of the nodes have one.
+    /// or removed before this was recorded. Of each later save, more than half of the nodes have
+    /// such a mark or record; this node need not be among them.
     CaughtUp,
 }
 
@@ -63,7 +64,7 @@ pub enum Standing {
 /// bound to the file, not to the file's name.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
-    /// The number of the file on its disk.
+    /// The inode number of the file; 0 if the file could not be opened.
     pub number: u64,
     /// Whether the file's table, header and trailer are intact. Without them no grain can be
     /// checked by the file alone.
@@ -89,7 +90,7 @@ pub struct SeenEpoch {
     /// The id of that epoch's catalogue database. `None` while the node only knows that the epoch
     /// exists.
     pub map: Option<DbId>,
-    /// The catalogue server that claimed the epoch from this node; `None` when none did.
+    /// The catalogue server that claimed the epoch on this node; `None` if none did.
     pub home: Option<Home>,
 }
 

@@ -71,7 +71,7 @@ pub enum RecordKind {
     Removing = 15,
     /// The nodes of the cluster, as one of them last received the list.
     Members = 16,
-    /// The removed-save set: the removed saves that a node has purged.
+    /// A part of the removed-save set of a node: ids of removed saves.
     Graves = 17,
     /// The last change of the catalogue that a node knows of.
     Heard = 18,

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::kind::ErrorKind;
 use crate::units::{BLOCK_ALIGN_BYTES, GRAIN_BYTES, MAX_BLOCK_BYTES};
 
-/// Maximum number of pieces, and so of blocks, that a code may have here.
+/// Maximum number of pieces of a stripe, n. The number of blocks, k, is always smaller.
 pub const MAX_N: usize = 32;
 
 /// Maximum number of stripes of one shard, so that their hashes fit into one record. At (16,11) and

@@ -8,8 +8,8 @@ use super::records::{Record, RingNode, ShardRoot};
 use super::table::{DATA_SHARD, INDEX_SHARD};
 use crate::id::{LaunchId, LeaseId, SaveId};
 
-/// Maximum number of writers of one save. With it, the record is within the longest value of the
-/// catalogue.
+/// Maximum number of writers of one save. With this many writers, the record still fits into a
+/// value of the catalogue.
 pub const MAX_WRITERS: usize = 128;
 
 /// A save that belongs to a launch. Its writers write it together, or one client writes it alone.
@@ -56,14 +56,14 @@ impl Record for JointSave {
 }
 
 impl JointSave {
-    /// Returns whether one client writes the save, which then only takes its launch and its ring from
-    /// this record.
+    /// Returns whether one client writes the save alone. Such a save takes only its launch and its
+    /// ring from this record.
     pub fn has_one_client(&self) -> bool {
         self.writers.is_empty()
     }
 
-    /// Returns the number of shards of the save, the index among them, or `None` if a writer has not
-    /// announced its own, or if one client writes the save.
+    /// Returns the number of shards of the save, including the index. Returns `None` if a writer
+    /// has not announced its shards or has dropped the step, or if one client writes the save.
     pub fn shard_count(&self) -> Option<u32> {
         if self.has_one_client() {
             return None;
@@ -72,7 +72,8 @@ impl JointSave {
     }
 
     /// Returns the number of the first shard of `writer`, or `None` if a writer before it has not
-    /// announced its shards. For the number of writers, returns the number of the index.
+    /// announced its shards or has dropped the step. If `writer` is the number of writers, returns
+    /// the number of the index.
     pub fn first_shard(&self, writer: usize) -> Option<u32> {
         self.writers.get(..writer)?.iter().try_fold(0u32, |sum, state| match state {
             WriterState::Announced { shards, .. } => sum.checked_add(*shards),

@@ -6,8 +6,8 @@ use super::envelope::RecordKind;
 use super::records::Record;
 use crate::id::{LaunchId, Step};
 
-/// Maximum number of launches that the record lists. With it, the record is within the longest value
-/// of the catalogue.
+/// Maximum number of launches that the record lists. With this many launches, the record still fits
+/// into a value of the catalogue.
 pub const MAX_LAUNCHES: usize = 64;
 
 /// The launches of a job, in the order in which they registered.
@@ -24,7 +24,8 @@ pub struct RegisteredLaunch {
     pub launch: LaunchId,
     /// The number of the launch in its job, from 1.
     pub number: u64,
-    /// When the launch registered, in seconds since 1970. It is only for people.
+    /// When the launch registered, in seconds since 1970. It is shown to users, and no rule uses
+    /// it.
     pub registered_at: u64,
     /// The resume point: the earliest step that the launch has resumed from, or `None` if it loaded
     /// nothing.
@@ -61,9 +62,10 @@ impl LaunchOrder {
         }
     }
 
-    /// Returns whether a launch may save the step. The newest launch may save every step. Any other
-    /// one may save those that are not later than the resume point of each launch after it; a launch
-    /// that is not in the record counts as the oldest. While the record is empty, no launch may save.
+    /// Returns whether a launch may save the step. The newest launch may save every step. An older
+    /// launch may save a step only if each launch that registered after it has a resume point at
+    /// that step or later. A launch that is not in the record is treated as the oldest. While the
+    /// record is empty, no launch may save.
     pub fn may_save(&self, launch: LaunchId, step: Step) -> bool {
         let later = match self.launches.iter().rposition(|entry| entry.launch == launch) {
             Some(at) => self.launches.get(at + 1..).unwrap_or_default(),
@@ -73,8 +75,8 @@ impl LaunchOrder {
         later.iter().all(|entry| entry.resumed.is_some_and(|resumed| step <= resumed))
     }
 
-    /// Returns whether `launch` registered before `other`. A launch that is not in the record counts
-    /// as the oldest.
+    /// Returns whether `launch` registered before `other`. A launch that is not in the record is
+    /// treated as the oldest.
     pub fn is_before(&self, launch: LaunchId, other: LaunchId) -> bool {
         let place = |of: LaunchId| self.launches.iter().rposition(|entry| entry.launch == of);
         place(launch) < place(other)
@@ -89,8 +91,8 @@ impl LaunchOrder {
         self.launches.push(RegisteredLaunch { launch, number, registered_at, resumed });
     }
 
-    /// Moves the resume point of the newest launch to `resumed` if that is earlier. Returns whether
-    /// that has changed it.
+    /// Moves the resume point of the newest launch to `resumed` if that is earlier; `None` is
+    /// earlier than every step. Returns whether the resume point has changed.
     pub fn lower_resume_point(&mut self, resumed: Option<Step>) -> bool {
         match self.launches.last_mut() {
             Some(newest) if resumed < newest.resumed => {

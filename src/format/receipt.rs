@@ -49,9 +49,9 @@ pub struct Receipt {
     pub code: CodeId,
     /// All n pieces, in order.
     pub pieces: Vec<ReceiptPiece>,
-    /// The order among the receipts of the attempt: the greatest one says where the pieces are
-    /// (docs/semantics.md, 11). A repairer writes its generation. An archiving writes the lowest
-    /// one, or its generation if a node has a receipt of a higher order.
+    /// The order among the receipts of the attempt: the receipt with the greatest order says where
+    /// the pieces are (docs/semantics.md, 11). A repairer writes its generation. An archiving
+    /// writes the lowest order, or its generation if a node has a receipt of a higher order.
     pub order: Generation,
 }
 

@@ -37,7 +37,8 @@ pub const MAX_RUNS: usize = 64;
 pub trait Record: Serialize + for<'de> Deserialize<'de> {
     /// The record's kind in the envelope.
     const KIND: RecordKind;
-    /// The version that is written. Unless the record says otherwise, it is the only one.
+    /// The version that is written. It is also the only one that is read, unless the record has a
+    /// `parse` of its own.
     const VERSION: u8 = 1;
 
     /// Returns the sealed bytes. Fails if the record is too long or cannot be encoded.
@@ -96,23 +97,24 @@ pub struct Saved {
     pub len_bytes: u64,
     /// The BLAKE3 hash over the sealed shard roots' hashes, in order.
     pub roots_hash: [u8; 32],
-    /// The time of the save in seconds since 1970, for people.
+    /// The time of the save in seconds since 1970, shown to users.
     pub saved_at: u64,
 }
 
 /// A save in progress.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Writing {
-    /// The client is writing, and the save may still fail.
+    /// The shards are being written, and the save may still fail.
     Open {
         /// The id of the save.
         save: SaveId,
         /// The generation of the save.
         generation: Generation,
-        /// The lease that the client keeps alive. Once it has ended, any node may abort the save.
+        /// The lease that the client or the writers keep alive. Once it has ended, any node may
+        /// abort the save.
         lease: LeaseId,
     },
-    /// The save is committed, and its commit marks are being written.
+    /// The save is past its commit point, and its commit marks are being written.
     Decided {
         /// The value of [`Checkpoint::committed`] once the marks are written.
         saved: Saved,
@@ -274,7 +276,7 @@ pub struct Owner {
 pub struct Run {
     /// The number of stripes.
     pub count: u32,
-    /// Their state.
+    /// The state that these stripes have in common.
     pub state: StripeState,
 }
 

@@ -18,11 +18,12 @@ pub struct RingChange {
     pub node: PeerName,
     /// The state of the node.
     pub state: LeaveState,
-    /// The nodes that are asked besides `node`, in ascending order; at most [`MAX_SUCCESSORS`].
+    /// The nodes that join the rings of `node` and are asked besides it, in ascending order; at
+    /// most [`MAX_SUCCESSORS`].
     pub successors: Vec<PeerName>,
 }
 
-/// How far a node has left its rings.
+/// The state of a node's departure from its rings, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum LeaveState {
     /// The node was leaving or had left, and has registered again.
@@ -66,8 +67,9 @@ impl RingChange {
 }
 
 impl RingChanges {
-    /// Adds a change, or merges it with that of the same node: the node has all successors of both,
-    /// and has left only if both say so. Leaves out what is beyond the limits.
+    /// Adds a change, or merges it with the change that the same node has already: the result has
+    /// the successors of both and the lower of the two states. Leaves out changes and successors
+    /// that are beyond the limits.
     pub fn merge(&mut self, change: RingChange) {
         match self.changes.binary_search_by(|known| known.node.cmp(&change.node)) {
             Ok(at) => {

@@ -1,8 +1,8 @@
 //! The record of a save that a client keeps, so that it can read the save when no catalogue answers
 //! (docs/semantics.md, 6): a head, then the shard roots.
 //!
-//! Its bytes are sealed records in a row, so that a save of any number of shards fits. A record
-//! that parses is complete: its roots are those whose hash was committed.
+//! The bytes of a save record are sealed records in a row, so that a save of any number of shards
+//! fits. A record that parses is complete: its roots are those whose hash was committed.
 
 use serde::{Deserialize, Serialize};
 

@@ -16,7 +16,7 @@ use crate::id::{NodeId, StripeId};
 pub struct BlockInfo {
     /// The length in bytes, without padding. It is 0 for a block past the end, which has no file.
     pub len_bytes: u64,
-    /// The BLAKE3 hash of those bytes.
+    /// The BLAKE3 hash of the block's bytes, without padding.
     pub root: [u8; 32],
     /// The linear fingerprints of its grains, up to its end without padding.
     pub fingerprints: Vec<Fingerprint>,

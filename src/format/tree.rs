@@ -75,7 +75,7 @@ impl PartHasher {
 }
 
 /// Returns the BLAKE3 hash of content from the hashes of its parts ([`PartHasher`]), in order.
-/// Without parts, it is the hash of no bytes.
+/// Without parts, returns the hash of empty content.
 pub fn root_of_parts(hashes: &[Hash]) -> Hash {
     match hashes {
         [] => *blake3::hash(&[]).as_bytes(),
@@ -149,7 +149,7 @@ impl GrainTree {
 }
 
 /// Returns how many of `parts` (at least two) are below the left child: the greatest power of two
-/// that is smaller.
+/// that is smaller than `parts`.
 fn left_parts(parts: usize) -> usize {
     parts.next_power_of_two() / 2
 }

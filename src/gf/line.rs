@@ -65,8 +65,8 @@ pub(super) struct Sum {
 }
 
 /// Two steps in the form that a hop of a chain gives: `o = scale (input + x + e o')`, then `x +
-/// forward o + f o'`, where x is the last result and o' is in a slot. Run together, half of their
-/// operands stay in registers.
+/// forward o + f o'`, where x is the last result and o' is in a slot. If both steps run together,
+/// half of their operands stay in registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Link {
     pub input: usize,
@@ -85,7 +85,7 @@ pub(super) struct Link {
 /// The destination of a register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Target {
-    /// The output that the register is, if it is one.
+    /// The output to which the register is written, if there is one.
     pub output: Option<usize>,
     /// The slot that keeps the register for operations after the next one. A kernel may read the
     /// register back from its output instead.
@@ -207,8 +207,8 @@ impl Line {
         self.operations.iter().map(of).sum()
     }
 
-    /// Returns the cost of a dense matrix in the same unit. Every entry is a product, whatever its
-    /// value.
+    /// Returns the cost of a dense matrix, in the unit of [`Line::cost`]. Every entry is a product,
+    /// whatever its value.
     pub fn dense_cost(rows: usize, cols: usize) -> usize {
         rows * cols + 2 * (rows + cols)
     }
@@ -219,7 +219,7 @@ impl Line {
     }
 }
 
-/// The values that two steps have in common with a link.
+/// The values of a [`Link`] that two steps determine.
 struct Shape {
     input: usize,
     goes_on: bool,

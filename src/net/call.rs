@@ -1,5 +1,5 @@
-//! Calls to other processes. Each call uses one bidirectional stream and has a deadline, except for
-//! the calls that [`Caller::open`] leaves to its user.
+//! Calls to other processes. Each call uses one bidirectional stream and has a deadline. A call
+//! that was opened with [`Caller::open`] has none: its user sets one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,7 +67,7 @@ impl CallError {
     }
 
     /// Returns whether no valid answer arrived, so that the call had no effect or an unknown one.
-    /// An error that the other side answered with does not count.
+    /// Returns `false` for an error with which the other side answered.
     pub fn is_unanswered(&self) -> bool {
         !matches!(self, CallError::Failed(_))
     }

@@ -193,7 +193,8 @@ impl Identity {
     }
 }
 
-/// Applies the same rules as a handshake, so that an identity that passes here also passes there.
+/// Applies the same rules as a handshake, so that an identity that passes here also passes the
+/// handshake.
 fn check_issued(
     authority: &CertificateDer<'static>,
     certificate: &CertificateDer<'static>,
@@ -248,8 +249,8 @@ pub(super) fn authority_cluster(cert: &X509Certificate<'_>) -> Result<ClusterId,
         })
 }
 
-/// Returns the URI of a certificate, which must have exactly one. With two, each reader could see
-/// another holder.
+/// Returns the URI of a certificate, which must have exactly one. With two URIs, different readers
+/// could see different holders.
 fn the_uri<'a>(cert: &'a X509Certificate<'_>) -> Result<&'a str, IdentityError> {
     let names = cert.subject_alternative_name().ok().flatten();
     let names = names.as_ref().map_or(&[][..], |names| names.value.general_names.as_slice());

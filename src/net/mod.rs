@@ -44,7 +44,7 @@ pub const ABANDONED: u32 = 0;
 /// The role that a certificate gives to its holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
-    /// A storage node: it may serve calls, and send orders to other nodes.
+    /// A node: it may serve calls, and send orders to other nodes.
     Node,
     /// A client: it may only make client calls.
     Client,
@@ -170,8 +170,8 @@ impl fmt::Display for Address {
     }
 }
 
-/// Checks that `found` is acceptable at `to`: it must be a node, and the expected one if `to` names
-/// one.
+/// Checks that `found` is acceptable at `to`: it must be a node, and the node that `to` names if it
+/// names one.
 fn check_server(to: &Address, found: &Peer) -> Result<(), NetError> {
     if found.role != Role::Node {
         return Err(NetError::Refused {

@@ -26,7 +26,7 @@ pub struct Pool {
     slots: Mutex<BTreeMap<Address, Arc<Slot>>>,
 }
 
-/// The connection of one address. The holder of `last` is connecting or checking the connection.
+/// The connection of one address. The holder of the lock `last` connects, or checks the connection.
 #[derive(Default)]
 struct Slot {
     attempts: AtomicU64,

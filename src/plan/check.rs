@@ -86,7 +86,8 @@ pub enum Goal<'a> {
     Archive,
     /// Repair: these pieces are stored, and no others, over the whole stripe.
     Repair(&'a [u8]),
-    /// Reading: each of these blocks is delivered over one range of grains, whichever it is.
+    /// Reading: each of these blocks is delivered over exactly one range of grains, which may be
+    /// any range.
     Read(&'a [u8]),
 }
 

@@ -19,7 +19,7 @@ use crate::id::{Attempt, NodeId, StripeId};
 /// Maximum number of hops in a plan. A striped star has up to n ranges with up to n hops each, and
 /// n is at most 32.
 pub const MAX_HOPS: usize = 1024;
-/// Maximum number of inputs, and of outputs, of a hop.
+/// Maximum number of inputs of a hop, and maximum number of its outputs.
 pub const MAX_HOP_EDGES: usize = 64;
 
 /// A stream between two hops, numbered within its plan.
@@ -97,13 +97,14 @@ pub struct Traffic {
 }
 
 impl Plan {
-    /// Returns the payload bytes of grains `range` of a stream as long as a block.
+    /// Returns the number of payload bytes that the grains in `range` take in a stream that is as
+    /// long as a block.
     pub fn stream_bytes(&self, range: Range<u64>) -> u64 {
         let end = |grain: u64| (grain * crate::units::GRAIN_BYTES).min(self.cut.block_bytes);
         end(range.end).saturating_sub(end(range.start))
     }
 
-    /// Returns the bytes that `node` receives and sends when the plan runs.
+    /// Returns the numbers of bytes that `node` receives and sends when the plan runs.
     pub fn traffic(&self, node: NodeId) -> Traffic {
         let mut traffic = Traffic::default();
         for hop in self.hops.iter().filter(|hop| hop.node == Some(node)) {

@@ -130,7 +130,7 @@ impl BlockWriter {
     }
 
     /// Makes the replica durable under its name. `expected_root` is the root that the sender
-    /// announced.
+    /// announced, if it announced one.
     ///
     /// # Errors
     /// [`StoreError::Root`] if the root differs from the announced one, and [`StoreError::Misuse`]

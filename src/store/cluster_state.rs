@@ -1,5 +1,6 @@
-//! The records in which a node remembers its cluster: the highest epoch, the catalogue server that
-//! claimed it, and the other nodes (docs/semantics.md, 8).
+//! The records in which a node remembers its cluster: the highest epoch and the catalogue server
+//! that claimed it, the last catalogue revision, the nodes, the ring changes, and whether the node
+//! has caught up (docs/semantics.md, 8).
 
 use super::StoreError;
 use super::data_folder::{EPOCH, Store};
@@ -28,16 +29,16 @@ impl Store {
         self.open_sealed_record(HEARD, RecordKind::Heard).ok().flatten()
     }
 
-    /// Returns the last revision that this node knows of the catalogue database of its epoch; 0 if
-    /// it knows none.
+    /// Returns the last revision that this node knows of the catalogue database of the highest seen
+    /// epoch; 0 if it knows none.
     pub fn revision_of_current_db(&self) -> u64 {
         let (map, heard) = (self.db_id_of_highest_epoch(), *self.lock_last_revision());
         heard.filter(|heard| map == Some(heard.map)).map_or(0, |heard| heard.revision)
     }
 
     /// Returns the last catalogue revision that this node knows, of any catalogue database;
-    /// revisions grow from one database to the next. The node's list of members is at least as new.
-    /// Returns 0 if it knows none.
+    /// revisions grow from one database to the next. The stored list of members is at least as new
+    /// as this revision. Returns 0 if it knows none.
     pub fn revision_of_any_db(&self) -> u64 {
         self.lock_last_revision().map_or(0, |heard| heard.revision)
     }
@@ -155,8 +156,8 @@ impl Store {
     /// # Errors
     /// [`StoreError::StaleEpoch`] if a later epoch than `epoch` was seen.
     pub fn record_caught_up(&self, epoch: Epoch, registered: u64) -> Result<(), StoreError> {
-        // Held during the write, so that a concurrent claim comes after it and its rebuild finds
-        // the record.
+        // The lock on the seen epoch is held during the write. A concurrent claim of a later epoch
+        // therefore comes after the write, and the rebuild that follows the claim finds the record.
         let seen = self.lock_seen_epoch();
         refuse_older_epoch(&seen, epoch)?;
         let record = CatchUp { registered: Some(registered) };

@@ -29,7 +29,7 @@ const LOGGED: usize = 8;
 pub enum FileCheck {
     /// There is no such file, or another file took its name during the check.
     Gone,
-    /// The file is whole and counts.
+    /// The file is complete and undamaged.
     Whole,
     /// The file is damaged and has a damage note.
     Damaged(Arc<Damage>),
@@ -38,14 +38,15 @@ pub enum FileCheck {
     Misplaced(String),
 }
 
-/// A file of a stripe from which grains can be read, whether or not it counts.
+/// A file of a stripe from which grains can be read, whether or not it is damaged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GrainSource {
     /// Its name.
     pub file: FileName,
     /// The length of its data in bytes and their BLAKE3 hash, if its tail is good.
     pub content: Option<(u64, Hash)>,
-    /// The grains that are known to be damaged; `None` if the file counts.
+    /// The grains that are known to be damaged; `None` if the file counts as a copy: it is in the
+    /// index and has no damage note.
     pub damaged: Option<GrainSet>,
 }
 
@@ -62,8 +63,8 @@ pub(super) fn parse_damage_note_name(name: &str) -> Option<FileName> {
     ["rep", "pc"].iter().find_map(|end| format!("{stem}.{end}").parse().ok())
 }
 
-/// Returns whether an error from the tail of a file is damage, and not, for example, the format of
-/// a later release.
+/// Returns whether an error of reading the tail of a file means that the file is damaged, and not,
+/// for example, that a later release wrote it.
 pub(super) fn is_damage_error(error: &StoreError) -> bool {
     match error {
         StoreError::Misplaced { .. } => false,
@@ -77,12 +78,12 @@ impl Store {
         self.damage_notes_mutex().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the file has a damage note and therefore does not count.
+    /// Returns whether the file has a damage note and therefore does not count as a copy.
     pub fn is_damaged(&self, key: FileKey) -> bool {
         self.lock_damage_notes().contains_key(&key)
     }
 
-    /// Returns all files that do not count because they are damaged, in order.
+    /// Returns all files that have a damage note, each with its damage, ordered by key.
     pub fn damaged_files(&self) -> Vec<(FileKey, Arc<Damage>)> {
         let notes = self.lock_damage_notes();
         notes.iter().map(|(key, noted)| (*key, noted.damage.clone())).collect()
@@ -99,11 +100,11 @@ impl Store {
             .collect()
     }
 
-    /// Opens a file to read grains from, whether or not it counts.
+    /// Opens a file to read grains from, whether or not it has a damage note.
     ///
     /// # Errors
-    /// [`DiskError::NotFound`] if there is none, [`StoreError::Misplaced`] if its header names another
-    /// file, and the error of opening it if that error is not damage of the tail.
+    /// [`DiskError::NotFound`] if there is none, [`StoreError::Misplaced`] if its header names
+    /// another file, or another error that does not mean that the tail is damaged.
     pub fn open_grain_source(&self, key: FileKey) -> Result<UnverifiedFile, StoreError> {
         let file = self.disk().open(&file_path(key))?;
         let tail = match self.read_checked_tail(&*file, key) {
@@ -130,7 +131,7 @@ impl Store {
         Ok((header, tree))
     }
 
-    /// Returns the files of a stripe that do not count because they have a damage note.
+    /// Returns the files of a stripe that have a damage note.
     pub fn damaged_files_of_stripe(&self, stripe: StripeId) -> Vec<FileName> {
         let from = FileKey { stripe, name: FileName::Replica { block: 0 } };
         let notes = self.lock_damage_notes();
@@ -147,7 +148,7 @@ impl Store {
     }
 
     /// Returns every file in a stripe's folder that can be a source of grains, ordered by name. A
-    /// file that is not in the index yet does not count: it has to be checked first.
+    /// file that is not in the index yet does not count as a copy until it is checked.
     pub fn list_grain_sources(&self, stripe: StripeId) -> Result<Vec<GrainSource>, StoreError> {
         let listed = self.list_undamaged_files(stripe)?;
         let mut sources = Vec::new();
@@ -202,7 +203,7 @@ impl Store {
                     return Ok(FileCheck::Whole);
                 }
                 // The file stays open until the note is written, so that no other file can get its
-                // number.
+                // inode number.
                 Ok(self.record_damage(key, Damage { number, has_tail: true, grains }))
             }
             Err(error @ StoreError::Misplaced { .. }) => {
@@ -215,9 +216,9 @@ impl Store {
         }
     }
 
-    /// Writes a damage note for the checked file if that file still has the name. From then on the file
-    /// does not count. `damage.number` is 0 for a file that could not be opened. Returns the result of
-    /// the check.
+    /// Writes a damage note for the checked file if that file still has the name. From then on the
+    /// file does not count as a copy. `damage.number` is 0 for a file that could not be opened.
+    /// Returns the result of the check.
     fn record_damage(&self, key: FileKey, damage: Damage) -> FileCheck {
         match self.put_damage_note(key, damage) {
             Some((damage, (old_bytes, new_bytes))) => {
@@ -304,15 +305,15 @@ impl Store {
         self.disk().open(&file_path(key)).and_then(|file| file.inode_number()).ok()
     }
 
-    /// Returns the number of the file that the note of `key` describes, for a writer that is about
-    /// to take the name.
+    /// Returns the inode number of the file that the note of `key` describes, for a writer that is
+    /// about to take the name.
     pub(super) fn noted_inode_number(&self, key: FileKey) -> Option<u64> {
         self.lock_damage_notes().get(&key).map(|noted| noted.damage.number)
     }
 
-    /// Reads the damage notes of a stripe's folder at start. Removes notes without a file. If a note
-    /// describes another file than the present one or does not parse, or if the present file does not
-    /// open, the file does not count until it is checked again.
+    /// Reads the damage notes of a stripe's folder at start. Removes notes without a file. If a
+    /// note describes another file than the present one or does not parse, or if the present file
+    /// does not open, the file does not count as a copy until it is checked again.
     pub(super) fn load_damage_notes(
         &self,
         stripe: StripeId,

@@ -253,7 +253,7 @@ impl Store {
         self.inner.node
     }
 
-    /// Opens a file that counts as a copy. Checks its header and hash tree; the data is checked
+    /// Opens a file that has no damage note. Checks its header and hash tree; the data is checked
     /// when it is read.
     ///
     /// # Errors
@@ -289,14 +289,15 @@ impl Store {
             |store: &Self| store.open_undamaged_file(key).ok().map(|file| file.index_entry());
         let before = info(self);
         self.index().reconcile_entry(key, before)?;
-        // A file may have been published between the read and the update: it counts.
+        // If a file was published between the read and the update, the index gets its entry here.
         match info(self) {
             after if after != before => self.index().reconcile_entry(key, after),
             _ => Ok(()),
         }
     }
 
-    /// Returns the replica and piece files of a stripe that count, ordered by name, from the index.
+    /// Returns the replica and piece files of a stripe that are in the index and have no damage
+    /// note, ordered by name.
     pub fn list_undamaged_files(&self, stripe: StripeId) -> Result<Vec<FileInfo>, StoreError> {
         let mut found = self.index().list_stripe_files(stripe)?;
         let notes = self.lock_damage_notes();

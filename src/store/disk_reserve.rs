@@ -7,7 +7,7 @@ use super::durable_paths::none_if_not_found;
 
 /// The file in the data folder whose allocated blocks are the reserve.
 const RESERVE: &str = "reserve";
-/// Maximum size of the reserve, and its share (one part in [`RESERVE_PART`]) of a small disk.
+/// The reserve takes one part in [`RESERVE_PART`] of the disk, but at most [`MAX_RESERVE_BYTES`].
 const MAX_RESERVE_BYTES: u64 = 16 << 20;
 const RESERVE_PART: u64 = 16;
 /// The reserve is set aside when this multiple of its size is free.
@@ -27,8 +27,9 @@ pub enum ReserveState {
 /// index and the catalogue), and room for records.
 const OPENING_BYTES: u64 = 2 << 20;
 
-/// Adjusts the reserve before sled opens. Unlike [`create_or_release_reserve`] it also tries to allocate
-/// some space, since a quota refuses writes while the file system has free space.
+/// Adjusts the reserve before sled opens. Unlike [`create_or_release_reserve`], it also tries to
+/// allocate some space and releases the reserve if that fails, because a quota may refuse writes
+/// while the file system has free space.
 pub fn adjust_reserve_probing_space(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let state = create_or_release_reserve(disk)?;
     if state == ReserveState::Absent {
@@ -68,8 +69,8 @@ pub fn release_reserve(disk: &dyn Disk) -> Result<bool, DiskError> {
 }
 
 /// Removes the reserve when less space is free than the reserve allocates, and creates it when four
-/// times as much is free. Returns whether it is in place. A file of the same name that has bytes is
-/// foreign and is left alone.
+/// times its size is free. Returns whether it is in place. A file of the same name that has bytes
+/// is foreign and is left alone.
 pub fn create_or_release_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskError> {
     let space = disk.space()?;
     let bytes = (space.total_bytes / RESERVE_PART).min(MAX_RESERVE_BYTES);
@@ -88,7 +89,7 @@ pub fn create_or_release_reserve(disk: &dyn Disk) -> Result<ReserveState, DiskEr
         tracing::warn!(
             free_bytes = space.free_bytes,
             reserve_bytes = bytes,
-            "the disk is nearly full: the reserve is given up, so that checkpoints can be removed"
+            "the disk is nearly full: the reserve is released, so that checkpoints can be removed"
         );
         return Ok(ReserveState::Absent);
     }

@@ -72,11 +72,11 @@ struct Entry {
 pub struct Totals {
     /// Number of replica files.
     pub replica_files: u64,
-    /// Their bytes, including hash tables and headers.
+    /// Bytes of the replica files, including hash tables and headers.
     pub replica_bytes: u64,
     /// Number of piece files.
     pub piece_files: u64,
-    /// Their bytes, including hash tables and headers.
+    /// Bytes of the piece files, including hash tables and headers.
     pub piece_bytes: u64,
     /// Bytes in small records of shards and stripes.
     pub small_bytes: u64,

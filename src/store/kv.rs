@@ -1,7 +1,7 @@
 //! A small, durable, ordered key-value map: the interface behind the index and the catalogue
 //! database.
 //!
-//! Its contents can be rebuilt from files or from other nodes.
+//! The contents of both can be rebuilt from files or from other nodes.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -100,8 +100,8 @@ pub trait CatalogueStorage: Send + Sync + 'static {
     /// Creates a new, empty database. Moves an existing one aside.
     fn move_aside_and_create(&self) -> Result<Arc<dyn Kv>, KvError>;
 
-    /// Returns whether the database's folder is gone. An open handle on the old database lives only
-    /// as long as this process.
+    /// Returns whether the database's folder is gone. A database that is still open then loses its
+    /// contents when this process ends.
     fn is_folder_gone(&self) -> bool;
 }
 

@@ -10,7 +10,7 @@ pub struct ReconcileCounts {
     pub added: u64,
     /// Index entries that were deleted, because their file is missing or cannot be indexed.
     pub dropped: u64,
-    /// Files whose tail does not open: they got a damage note and do not count.
+    /// Files whose tail does not open: they got a damage note and do not count as copies.
     pub damaged: u64,
     /// Files whose header does not match their name: they were moved to quarantine.
     pub quarantined: u64,
@@ -21,7 +21,7 @@ pub struct ReconcileCounts {
     pub strangers: u64,
 }
 
-/// The findings of the last open, for people.
+/// The findings of the last open, for the status of the node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OpenFindings {
     /// The counts.

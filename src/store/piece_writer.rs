@@ -1,11 +1,11 @@
 //! Writes a piece from grains in any order, and verifies it by reading everything back from the
 //! medium.
 //!
-//! Syncs follow the writer in extents. Each extent is synced and read back while the next one is
-//! written, so that only the last is left when the chain ends. The order is what makes it a proof:
-//! write, sync, read *past the page cache*, compare with the hash of the written bytes, and pass to
-//! the caller, who fingerprints the bytes. The last grain waits for the end, because it can share a
-//! page with the hash table, and that page is written once more.
+//! The grains are synced in extents. Each extent is synced and read back while the next one is
+//! written, so that only the last extent is left after the last grain. The order of the steps makes
+//! the result a proof: write, sync, read *past the page cache*, compare with the hash of the
+//! written bytes, and pass to the caller, who fingerprints the bytes. The last grain waits for the
+//! end, because it can share a page with the hash table, and that page is written once more.
 //!
 //! Neighbouring grains are gathered and written past the page cache. Caching them has no use: the
 //! read-back bypasses the cache, and the next reader comes days later.
@@ -150,7 +150,7 @@ impl PieceWriter {
     }
 
     /// Returns the extent to verify now, while writing continues, or `None` if too few bytes were
-    /// written since the last one.
+    /// written since the last extent was taken.
     pub fn take_extent_to_prove(&mut self) -> Result<Option<Extent>, StoreError> {
         if self.unsynced_bytes < self.min_extent_bytes {
             return Ok(None);
@@ -194,8 +194,8 @@ impl PieceWriter {
         self.temporary.publish_under_key(&tail)
     }
 
-    /// Returns an extent with everything that was written since the last one, except the grain
-    /// `except_grain`.
+    /// Returns an extent with everything that was written since the last extent was taken, except
+    /// the grain `except_grain`.
     fn take_unproven_extent(&mut self, except_grain: Option<u64>) -> Extent {
         let mut written = std::mem::take(&mut self.unsynced);
         self.unsynced_bytes = 0;

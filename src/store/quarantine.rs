@@ -41,7 +41,7 @@ impl Store {
     }
 
     /// Moves a file like [`quarantine_file_if_unchanged`](Self::quarantine_file_if_unchanged), but
-    /// leaves the damage note, the counts and the index to the caller.
+    /// leaves the damage note, the totals and the index to the caller.
     pub(super) fn move_to_quarantine(
         &self,
         key: FileKey,
@@ -66,7 +66,7 @@ impl Store {
         tracing::warn!(%key, aside, why, "moved a file to quarantine");
         let note: String = format!("{key}\n{why}\n").chars().take(MAX_NOTE_CHARS).collect();
         if let Err(error) = self.put_record(&format!("{aside}{NOTE}"), note.as_bytes()) {
-            // The file is in quarantine; it is no failure that its reason is only in the log.
+            // The move has succeeded. Without the note, only the log has the reason.
             tracing::warn!(%key, %error, "cannot write the note of a file in quarantine");
         }
         Ok(true)
@@ -91,8 +91,8 @@ impl Store {
         Ok(names.into_iter().map(told).collect())
     }
 
-    /// Returns the number of files in quarantine, and sets the next number so that none is used
-    /// twice.
+    /// Returns the number of files in quarantine, and sets the next quarantine number so that no
+    /// number is used twice.
     pub(super) fn count_and_resume_numbering(&self) -> Result<u64, StoreError> {
         let entries = self.disk().list(QUARANTINE)?;
         let number = |entry: &DiskEntry| entry.name.split('-').next()?.parse::<u64>().ok();

@@ -1,6 +1,6 @@
 //! The removed-save set: the ids of saves that this node knows to be removed. Most entries follow a
-//! purge. A node that catches up adds ids whose files it may still have until a purge. An id remains
-//! here after the save's tombstone is gone.
+//! purge. A node that catches up also adds the ids of saves whose files it may still hold until it
+//! purges them. An id remains here after the save's tombstone is gone.
 //!
 //! Ids are never taken out again. One small sealed record holds all ids that begin with the same
 //! byte (ids are random, so that the records grow evenly). Each record is replaced as a whole, so
@@ -64,7 +64,8 @@ impl Store {
         epoch: Epoch,
         saves: impl IntoIterator<Item = SaveId>,
     ) -> Result<(), StoreError> {
-        // Held during the writes, so that a claim comes before all of them or after all of them.
+        // The lock on the seen epoch is held during the writes, so that a claim of a later epoch
+        // comes before all writes or after all of them.
         let seen = self.lock_seen_epoch();
         refuse_older_epoch(&seen, epoch)?;
         let saves: BTreeSet<SaveId> = saves.into_iter().collect();

@@ -60,9 +60,9 @@ pub struct SledKv {
 impl SledKv {
     /// Opens the database in the folder `path`, with a cache of `cache_capacity_bytes`.
     ///
-    /// The caller holds the lock of the data folder around it, so that a database which another
-    /// daemon has open is never moved aside. A damaged folder is moved aside and replaced by an
-    /// empty one.
+    /// The caller holds the lock of the data folder that contains `path`, so that a database which
+    /// another daemon has open is never moved aside. A damaged folder is moved aside and replaced
+    /// by an empty one.
     ///
     /// # Errors
     /// [`KvError::InUse`] if another process has the database open; [`KvError::Io`] if the
@@ -131,8 +131,8 @@ pub struct SledCatalogueStorage {
 }
 
 impl SledCatalogueStorage {
-    /// Returns the place of the database at `path`. `_held` is the lock of the data folder around
-    /// it.
+    /// Returns the place of the database at `path`. `_held` is the lock of the data folder that
+    /// contains it.
     pub fn new(_held: &DiskLock, path: PathBuf, cache_capacity_bytes: u64) -> Self {
         Self { path, cache_capacity_bytes, failed: CancellationToken::new() }
     }
@@ -161,7 +161,7 @@ impl CatalogueStorage for SledCatalogueStorage {
     fn move_aside_and_create(&self) -> Result<Arc<dyn Kv>, KvError> {
         if self.path.exists() {
             let moved_to = move_aside(&self.path)?;
-            tracing::warn!(path = ?self.path, ?moved_to, "moved the catalogue database that was here aside");
+            tracing::warn!(path = ?self.path, ?moved_to, "moved the existing catalogue database aside");
         }
         self.open_database()
     }
@@ -197,8 +197,9 @@ fn open_file(path: &Path) -> std::io::Result<File> {
     File::open(path)
 }
 
-/// Refuses a database that another process has open. sled locks its file with `flock`; trying the
-/// same lock tells a folder in use from a broken one.
+/// Waits a few seconds for the database to be released, and refuses it if another process still has
+/// it open. sled locks its file with `flock`; trying the same lock distinguishes a database in use
+/// from a broken one.
 #[allow(clippy::disallowed_methods)] // sled's threads run on the machine's clock
 fn wait_until_unlocked(path: &Path) -> Result<(), KvError> {
     let Ok(file) = open_file(&path.join("db")) else { return Ok(()) };

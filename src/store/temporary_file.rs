@@ -129,10 +129,11 @@ impl TemporaryFile {
         })
     }
 
-    /// Takes the name, unless the file that has it is known to have other content; the tail of a
-    /// damaged file may still tell its content. A file that is corrupt and has no damage note is moved
-    /// to quarantine. Returns whether an undamaged file with the same content was there, and the number
-    /// in the damage note of a file that was replaced.
+    /// Renames the temporary file to its name, unless a file with this name is known to have other
+    /// content (the tail of a damaged file may still state its content). A file that is corrupt and
+    /// has no damage note is moved to quarantine. Returns whether an undamaged file with the same
+    /// content was there, and the inode number in the damage note of the file that was replaced, if
+    /// it had one.
     fn rename_unless_other_content(
         &self,
         header: &FileHeader,

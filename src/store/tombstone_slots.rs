@@ -18,8 +18,8 @@ pub(super) const SLOT_BYTES: usize = 512;
 /// Number of slots.
 pub(super) const SLOT_COUNT: usize = 128;
 
-/// The slots of a data folder. Without the file, no tombstone can be written to a slot; `used` may
-/// still have those of a truncated file.
+/// The slots of a data folder. While `file` is `None`, no tombstone can be written to a slot;
+/// `used` may still hold the tombstones of a truncated file.
 #[derive(Default)]
 pub(super) struct TombstoneSlots {
     pub(super) file: Option<Box<dyn DiskFile>>,

@@ -51,7 +51,7 @@ impl Store {
         }
         *self.lock_slots() = slots;
         if let Err(error) = self.create_slot_file() {
-            tracing::warn!(%error, "cannot create the slots yet: until then removals may fail on a full disk");
+            tracing::warn!(%error, "cannot create the slots yet: until they exist, removals may fail on a full disk");
         }
         Ok(())
     }
@@ -157,9 +157,9 @@ impl Store {
         Ok(())
     }
 
-    /// Creates the file of the slots if it is missing. Then writes each tombstone from its slot to a
-    /// file of its own and frees the slot. The slot of a save in the removed-save set is freed at once.
-    /// Continues after a failure and returns the last error.
+    /// Creates the file of the slots if it is missing. Then writes each tombstone from its slot to
+    /// a file of its own and frees the slot. The slot of a save in the removed-save set is freed
+    /// without such a file. Continues after a failure and returns the last error.
     pub fn move_slots_to_files(&self) -> Result<(), StoreError> {
         let mut result = self.create_slot_file();
         let held: Vec<(SaveId, Vec<u8>)> =

@@ -18,7 +18,8 @@ use crate::id::{
     ShardId, Step, StripeId,
 };
 
-/// The beginning of the note in [`NodeStatusAnswer`] of a catalogue server that is read-only.
+/// The beginning of the note by which a catalogue server reports in [`NodeStatusAnswer`] that its
+/// catalogue is read-only.
 pub const CHANGES_NOTHING: &str = "its catalogue changes nothing";
 
 /// Answer to [`Hello`].
@@ -49,7 +50,8 @@ pub struct StandingAnswer {
     pub epoch: Epoch,
     /// The revision of the last catalogue change that the node knows of, in any database.
     pub revision: u64,
-    /// The storage nodes on the node's list, which is at least as new as `revision`.
+    /// The storage nodes on the node's stored list of members, which is at least as new as
+    /// `revision`.
     pub listed: Vec<PeerName>,
 }
 
@@ -58,7 +60,7 @@ pub struct StandingAnswer {
 pub struct RebuildAnswer {
     /// The new epoch.
     pub epoch: Epoch,
-    /// The name of the daemon that serves it.
+    /// The name of the daemon that serves the catalogue now.
     pub home: String,
     /// Nodes that claimed the epoch and whose inventory was read.
     pub reached: Vec<PeerName>,
@@ -66,7 +68,7 @@ pub struct RebuildAnswer {
     pub missing: Vec<PeerName>,
     /// Number of committed steps.
     pub steps: u32,
-    /// Number of shards of these steps.
+    /// Number of shards of the committed steps.
     pub shards: u32,
     /// Number of saves that will be removed: aborted, superseded, or removed before.
     pub orphans: u32,
@@ -81,9 +83,9 @@ pub struct RebuildAnswer {
 pub struct MoveCatalogueAnswer {
     /// The new epoch.
     pub epoch: Epoch,
-    /// The daemon that serves it.
+    /// The daemon that serves the catalogue now.
     pub home: PeerName,
-    /// The daemon that served it before.
+    /// The daemon that served the catalogue before.
     pub from: PeerName,
     /// Number of entries that were copied.
     pub entries: u64,
@@ -182,7 +184,7 @@ pub struct BeginSaveAnswer {
     pub nodes: Vec<Node>,
 }
 
-/// The part of a writer in a joint save, in [`JoinSave`].
+/// A writer's report on its part of a joint save, sent in [`JoinSave`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WriterReport {
     /// The writer takes part, and does not know its shards yet.
@@ -191,12 +193,12 @@ pub enum WriterReport {
     Announces {
         /// The save.
         save: SaveId,
-        /// The number of the writer's shards in it.
+        /// How many shards of the save the writer has.
         shards: u32,
         /// The amount of data that the writer has sent, in MiB.
         sent_mib: u32,
     },
-    /// The writer has dropped the step. No save of the launch can have the step any more.
+    /// The writer has dropped the step. The launch cannot save the step any more.
     Drops,
 }
 
@@ -293,7 +295,7 @@ pub struct LaunchView {
 pub struct LabelledStep {
     /// The step.
     pub step: Step,
-    /// The save. It counts only while it is committed as the step.
+    /// The save. Its labels are valid only while it is the committed save of the step.
     pub save: SaveId,
     /// Its labels, ascending.
     pub labels: Vec<Label>,
@@ -344,7 +346,7 @@ pub enum ArchiveEvent {
     Done {
         /// Number of stripes that are archived now.
         stripes: u64,
-        /// Number of these stripes whose replicas are not all confirmed as dropped.
+        /// Number of archived stripes whose replicas are not all confirmed as dropped.
         undropped: u64,
     },
 }
@@ -470,11 +472,11 @@ pub enum RecordName {
     Mark,
 }
 
-/// The first answer to [`PutBlock`]: both holders have reserved memory for the block, and its bytes
-/// may follow.
+/// The first answer to [`PutBlock`]. If `second_refused` is `None`, all holders have reserved
+/// memory for the block, and the client sends its bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockAdmitted {
-    /// Why the second holder did not admit the block: error code
+    /// Set if the second holder did not admit the block: error code
     /// ([`ErrorKind::wire_code`](crate::kind::ErrorKind::wire_code)) and message. Nothing is stored
     /// then, and the call ends here.
     pub second_refused: Option<(u32, String)>,
@@ -515,14 +517,16 @@ pub struct SourceView {
     pub file: FileName,
     /// Number of data bytes and their BLAKE3 hash; `None` if the file's tail is broken.
     pub content: Option<(u64, [u8; 32])>,
-    /// The grains that are known to be damaged; `None` if the file counts.
+    /// The grains that are known to be damaged; `None` if the file counts as a copy: it is complete
+    /// and has no damage note.
     pub damaged: Option<GrainSet>,
 }
 
 /// Answer to [`ExamineStripe`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExamineAnswer {
-    /// The files of the stripe. A file counts if all of it was read and found good.
+    /// The files of the stripe. A file whose `damaged` is `None` was read completely and found
+    /// good.
     pub files: Vec<SourceView>,
     /// The records of the stripe, and those of its shard if they were requested.
     pub records: Vec<RecordView>,
@@ -589,6 +593,6 @@ pub enum GuardedSetAnswer {
 pub struct DropReplicasAnswer {
     /// Number of replica files removed by this call.
     pub files: u32,
-    /// Number of bytes of these files.
+    /// Number of bytes of the removed replica files.
     pub bytes: u64,
 }

@@ -54,7 +54,7 @@ calls! {
         /// The save's id, drawn by the client, so that a repeated call whose first answer was lost
         /// opens no second save.
         save: SaveId,
-        /// Nodes to avoid, if a configured code fits without them.
+        /// Nodes that the save leaves out if the other nodes suffice for a configured code.
         avoid: Vec<NodeId>,
     } -> BeginSaveAnswer;
     /// Renews a lease.
@@ -62,7 +62,7 @@ calls! {
         /// The lease.
         lease: LeaseId,
     } -> ();
-    /// Records one shard of an open save.
+    /// Records that one shard of an open save is complete.
     4 Anyone CompleteShard {
         /// The shard.
         root: ShardRoot,
@@ -130,8 +130,8 @@ calls! {
     12 Anyone ListNodes {} -> Vec<NodeView>;
     /// Returns what this node stores and which resources it uses.
     13 Anyone GetNodeStatus {} -> NodeStatusAnswer;
-    /// Rebuilds a lost catalogue from the contents of the nodes. This daemon serves it afterwards
-    /// (semantics 8).
+    /// Rebuilds a lost catalogue from the contents of the nodes. The called daemon serves it
+    /// afterwards (semantics 8).
     14 Anyone RebuildCatalogue {
         /// Whether to continue if too few nodes are reached or roots are missing.
         accept_loss: bool,
@@ -143,7 +143,7 @@ calls! {
         /// The node's name.
         name: PeerName,
     } -> ();
-    /// Transfers the catalogue from the daemon that serves it to this one (semantics 8).
+    /// Transfers the catalogue from the daemon that serves it to the called one (semantics 8).
     17 Anyone MoveCatalogue {} -> MoveCatalogueAnswer;
     /// Joins the open save of a launch's step, and opens it if there is none (semantics 3). A
     /// repeated call returns the same save.
@@ -162,7 +162,7 @@ calls! {
         report: WriterReport,
         /// The committed save of another launch that this save may replace.
         replace: Option<SaveId>,
-        /// Nodes to avoid when the save is opened, if a configured code fits without them.
+        /// Nodes that a new save leaves out if the other nodes suffice for a configured code.
         avoid: Vec<NodeId>,
     } -> JoinSaveAnswer;
     /// Lists the completed shards of an open save, in order, by pages.
@@ -245,14 +245,14 @@ calls! {
         step: Step,
         /// The options.
         options: RepairOptions,
-        /// Nodes whose pieces are made on other nodes if they do not answer.
+        /// Nodes whose pieces are made on other nodes if those nodes do not answer.
         given_up: Vec<NodeId>,
     } -> RepairEvent;
     /// Returns how many nodes may be lost, and what is repaired automatically (semantics 11).
     39 Anyone GetRepairStatus {} -> RepairStatus;
 
-    /// Stores a block. A first answer, [`BlockAdmitted`], precedes the block's bytes, which a
-    /// [`BlockTrailer`] frame follows.
+    /// Stores a block. The node first answers with [`BlockAdmitted`]. Then the client sends the
+    /// block's bytes and a [`BlockTrailer`] frame, and the node sends its last answer.
     20 Anyone PutBlock {
         /// The stripe.
         stripe: StripeId,
@@ -304,15 +304,16 @@ calls! {
         hashes: bool,
     } -> ReadFileAnswer;
     /// Reports that the bytes of a file seem wrong. The node checks the file and notes damage. It
-    /// mends a damaged replica later, and moves a misplaced file to quarantine. Returns whether the
-    /// file does not count: it is damaged, misplaced or missing.
+    /// mends a damaged replica later, and moves a misplaced file to quarantine. Returns `true` if
+    /// the file is damaged, misplaced or missing, and `false` if it is good.
     25 Anyone VerifyFile {
         /// The stripe.
         stripe: StripeId,
         /// The file.
         file: FileName,
     } -> bool;
-    /// Returns those of the given saves (at most 256) that this node has removed or is to remove.
+    /// Returns those of the given saves (at most 256 per call) that this node has removed or is to
+    /// remove.
     26 Anyone FindRemovedSaves {
         /// The saves.
         saves: Vec<SaveId>,
@@ -390,8 +391,8 @@ calls! {
         lease: LeaseId,
     } -> ();
 
-    /// Sets a key by compare-and-set, if a second key has a given revision in the same moment. The
-    /// change is durable before the answer.
+    /// Sets a key by compare-and-set, but only if a second key has a given revision at the same
+    /// time. The change is durable before the answer.
     47 Nodes CompareAndSetKeyGuarded {
         /// The key.
         key: String,
@@ -412,12 +413,12 @@ calls! {
     } -> ();
     /// Runs a reserved part. The answer comes when its pieces are durable and have been read back.
     51 Nodes RunPart {
-        /// The run.
+        /// The id of the execution, from its [`Order`].
         run: [u8; 16],
     } -> RunReport;
     /// Releases a reservation.
     52 Nodes ReleasePart {
-        /// The run.
+        /// The id of the execution, from its [`Order`].
         run: [u8; 16],
     } -> ();
     /// Stores a sealed commit mark.
@@ -519,9 +520,10 @@ calls! {
         /// The page begins after this save.
         after: Option<SaveId>,
     } -> Vec<SaveId>;
-    /// Makes this node catch up now. The answer comes when it has.
+    /// Makes this node catch up now. The answer comes when the node has caught up.
     69 Nodes CatchUp {
-        /// A node that is about to leave. It is not asked and does not count.
+        /// A node that is about to leave. The called node neither asks it nor counts it as a
+        /// storage node.
         without: Option<PeerName>,
     } -> ();
     /// Lists the saves of which this node has commit marks that do not parse, and none that does.
@@ -536,8 +538,8 @@ calls! {
         /// The repairer's node.
         coordinator: NodeId,
     } -> ();
-    /// Returns what this node has of a shard: its records, and of 1,024 stripes the files and
-    /// records.
+    /// Returns what this node has of a shard: its leaves, its commit mark, and the files and
+    /// records of 1,024 stripes.
     72 Nodes SurveyShard {
         /// The shard.
         shard: ShardId,
@@ -563,7 +565,7 @@ calls! {
     102 Anyone SetMaintenance {
         /// The node.
         node: PeerName,
-        /// How long from now, in seconds, at most seven days; 0 ends it.
+        /// The length of the maintenance from now on, in seconds, at most seven days; 0 ends it.
         seconds: u64,
     } -> ();
 

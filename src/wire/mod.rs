@@ -2,9 +2,9 @@
 //!
 //! A request opens a bidirectional stream with one frame: the call number (one byte), then the call
 //! in postcard. The answer is one frame, for some calls several: `0` and the answer, or `1` and a
-//! [`RemoteError`]. Bulk bytes follow a frame raw; their length is known from the frame. The stream
-//! of a hop is unidirectional: one [`StreamHeader`] frame, then the grains. docs/protocol.md
-//! specifies the bytes.
+//! [`RemoteError`]. Bulk bytes follow a frame without a frame of their own; the frame before them
+//! determines their length. The stream of a hop is unidirectional: one [`StreamHeader`] frame, then
+//! the grains. docs/protocol.md specifies the bytes.
 
 pub mod answers;
 pub mod calls;
@@ -68,7 +68,7 @@ impl NodeAddress {
 pub struct RemoteError {
     /// The error kind, which determines whether a retry makes sense, and the exit code.
     pub kind: ErrorKind,
-    /// The message for people: what happened, to what, and what to do next.
+    /// The message that users see: what happened, to what, and what to do next.
     pub message: String,
 }
 

@@ -44,6 +44,6 @@ pub struct PolicyWait {
     pub step: Step,
     /// Number of consecutive failures.
     pub failures: u32,
-    /// The last failure, as a message for people.
+    /// The message of the last failure, for users.
     pub why: String,
 }

@@ -59,8 +59,7 @@ pub enum RepairEvent {
     Done(RepairSummary),
 }
 
-/// The result of a repair. After a dry run, the counts of what was made are counts of what is to be
-/// made.
+/// The result of a repair. After a dry run, the numbers say what a repair would make.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RepairSummary {
     /// Number of stripes of the step.
@@ -69,11 +68,11 @@ pub struct RepairSummary {
     pub pieces: u64,
     /// Number of replicas that were made.
     pub replicas: u64,
-    /// Number of bytes of these pieces and replicas.
+    /// Number of bytes of the pieces and replicas that were made.
     pub made_bytes: u64,
     /// Number of records that were written.
     pub records: u64,
-    /// Number of stripes of which something could not be made that should be there.
+    /// Number of stripes with a missing piece, replica or record that could not be made.
     pub unrepaired: u64,
     /// The nodes that do not answer, each with the number of pieces and replicas that it should
     /// have.
@@ -115,12 +114,12 @@ pub struct RepairStatus {
     pub survey: Option<SurveyResult>,
     /// The repair that runs now.
     pub running: Option<RunningRepair>,
-    /// The reason why the brake is on, as a message for people; `None` if it is off.
+    /// The reason why the brake is on, in words for the operator; `None` if it is off.
     pub brake: Option<String>,
     /// The nodes in maintenance, each with the seconds that are left.
     pub maintenance: Vec<(PeerName, u64)>,
-    /// Steps that could not be repaired; the first 64. They are tried three times, and again when
-    /// nodes come back, go away or are given up, or something else is missing.
+    /// Steps that could not be repaired; the first 64. Each step is tried three times, and again
+    /// when nodes come back, go away or are given up, or when other parts of the step are missing.
     pub waiting: Vec<PolicyWait>,
 }
 
@@ -131,18 +130,18 @@ pub struct SurveyResult {
     pub age_ms: u64,
     /// Number of committed steps.
     pub steps: u64,
-    /// Number of them that could not be surveyed, because a node did not answer or the step
-    /// changed.
+    /// Number of committed steps that could not be surveyed, because a node did not answer or the
+    /// step changed.
     pub unknown: u64,
-    /// Number of nodes, whichever they are, that may be lost while every step that was surveyed can
-    /// still be read; `None` if one cannot be read from the nodes that answer, or none was
-    /// surveyed.
+    /// The number of nodes, in any selection, that may be lost while every surveyed step can still
+    /// be read; `None` if a surveyed step cannot be read from the nodes that answer, or if no step
+    /// was surveyed.
     pub survives: Option<u32>,
     /// Number of steps of which something is missing.
     pub degraded: u64,
     /// Number of pieces and replicas that are missing.
     pub missing: u64,
-    /// Number of bytes of these pieces and replicas.
+    /// Number of bytes of the missing pieces and replicas.
     pub missing_bytes: u64,
     /// Number of records that nodes lack.
     pub records: u64,
@@ -157,12 +156,12 @@ pub struct DegradedStep {
     pub job: Job,
     /// The step.
     pub step: Step,
-    /// Number of nodes, whichever they are, that may be lost while the step can still be read;
+    /// The number of nodes, in any selection, that may be lost while the step can still be read;
     /// `None` if it cannot be read from the nodes that answer.
     pub survives: Option<u32>,
     /// Number of pieces and replicas that are missing.
     pub missing: u64,
-    /// Number of bytes of these pieces and replicas.
+    /// Number of bytes of the missing pieces and replicas.
     pub missing_bytes: u64,
     /// Number of records that nodes lack.
     pub records: u64,

@@ -1,4 +1,5 @@
-//! The blocks of a table: rows as columns, and back. Each block is read alone.
+//! The blocks of a table: encodes rows as columns, and decodes them. Each block can be read without
+//! the others.
 //!
 //! Deltas are from the row before, in the first row from 0:
 //!
@@ -8,7 +9,8 @@
 //! extents   source delta | shard | gap | length | hash
 //! ```
 //!
-//! Decoding checks all that one block can show, the order of its rows included.
+//! Decoding checks everything that can be checked within one block, including the order of its
+//! rows.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -92,8 +94,8 @@ fn read_type(column: &mut Column<'_>) -> Decoded<(NameKind, ElementType)> {
     Ok((kind, element))
 }
 
-/// Encodes as many of `names` as fit into one block of at most `block_rows`. Returns their number
-/// and the block.
+/// Encodes as many of `names` as fit into one block of at most `block_rows` rows. Returns their
+/// number and the block.
 pub(super) fn encode_names(names: &[Name], block_rows: usize) -> (usize, Vec<u8>) {
     let mut columns: [Vec<u8>; 5] = Default::default();
     let mut types: Vec<(NameKind, &ElementType)> = Vec::new();
@@ -212,8 +214,8 @@ fn read_form(numbers: &mut Column<'_>, contents: &mut Column<'_>) -> Decoded<For
     }
 }
 
-/// Encodes as many of `regions` as fit into one block of at most `block_rows`. Returns their number
-/// and the block.
+/// Encodes as many of `regions` as fit into one block of at most `block_rows` rows. Returns their
+/// number and the block.
 pub(super) fn encode_regions(regions: &[Region], block_rows: usize) -> (usize, Vec<u8>) {
     let mut columns: [Vec<u8>; 4] = Default::default();
     let (mut name_before, mut expected_extent) = (0, 0i64);
@@ -257,8 +259,8 @@ pub(super) fn decode_regions(block: &[u8], rows: usize, out: &mut Vec<Region>) -
     Ok(())
 }
 
-/// Encodes as many of `extents` as fit into one block of at most `block_rows`. Returns their number
-/// and the block.
+/// Encodes as many of `extents` as fit into one block of at most `block_rows` rows. Returns their
+/// number and the block.
 pub(super) fn encode_extents(extents: &[Extent], block_rows: usize) -> (usize, Vec<u8>) {
     let mut columns: [Vec<u8>; 5] = Default::default();
     let mut cursor = Cursor::default();

@@ -35,8 +35,8 @@ pub struct TableBuilder {
     extents: Vec<Extent>,
 }
 
-/// Sorts `rows` and returns them with the new row of each old one. A row that `is_same` as the one
-/// before is dropped.
+/// Sorts `rows`. Returns them, and the new row number of each old row. Drops a row if `is_same`
+/// holds for it and the row before it.
 fn sorted<T>(
     rows: Vec<T>,
     compare: impl Fn(&T, &T) -> std::cmp::Ordering,
@@ -62,8 +62,7 @@ fn sorted<T>(
     (out, new_rows)
 }
 
-/// Sorts extents and drops those that equal the one before. Returns them with the new row of each
-/// old one.
+/// Sorts extents and drops duplicates. Returns the extents, and the new row number of each old row.
 pub(super) fn sorted_extents(extents: Vec<Extent>) -> (Vec<Extent>, Vec<u32>) {
     sorted(extents, |a, b| (a.place(), a.hash).cmp(&(b.place(), b.hash)), |a, b| a == b)
 }

@@ -9,7 +9,8 @@ pub const MAX_REGIONS: usize = 1 << 24;
 pub const MAX_EXTENTS: usize = 1 << 24;
 /// The longest table in bytes, including the footer.
 pub const MAX_TABLE_BYTES: u64 = 1 << 32;
-/// The longest directory in bytes. 768 full blocks with paths of 4 KiB take a quarter of it.
+/// The longest directory in bytes. The largest table in full blocks, 256 of each section, takes
+/// about a quarter of it, even with paths of 4 KiB.
 pub const MAX_DIRECTORY_BYTES: usize = 4 << 20;
 /// Maximum number of rows of one block.
 pub const MAX_BLOCK_ROWS: usize = 65_536;

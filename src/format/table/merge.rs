@@ -12,10 +12,10 @@ use super::{Extent, Name, Path, Region, Space, Table};
 pub struct MergeInput<'a> {
     /// The table.
     pub table: &'a Table,
-    /// The number that is added to the shard of each extent of this save.
+    /// The number that is added to the shard number of each extent of this save (source 0).
     pub shard: u32,
-    /// The number of bytes that is added to the offset of each extent of this save; a multiple of
-    /// 64.
+    /// The number of bytes that is added to the offset of each extent of this save (source 0); a
+    /// multiple of 64.
     pub base_offset_bytes: u64,
 }
 
@@ -47,7 +47,7 @@ fn moved(extent: &Extent, input: &MergeInput<'_>) -> Result<Extent, TableError> 
     }
 }
 
-/// For each input, the new row of each old one.
+/// For each input, the new row number of each old row.
 type NewRows = Vec<Vec<u32>>;
 
 /// The distinct names of the tables so far, each with a number in the order in which it was found.
@@ -77,7 +77,7 @@ impl<'a> DistinctNames<'a> {
     }
 }
 
-/// Merges the names. Returns them with the new row of each old one.
+/// Merges the names. Returns them, and the new row number of each old row.
 fn merge_names(inputs: &[MergeInput<'_>]) -> Result<(Vec<Name>, NewRows), TableError> {
     let count = inputs.iter().map(|input| input.table.names.len()).sum();
     let numbers = HashMap::with_capacity(count);
@@ -180,7 +180,7 @@ fn merge_regions(
 impl Table {
     /// Returns the union of `inputs`. Names with the same space and path must agree in all
     /// properties. Two regions of one name with the same form are an error: each region has one
-    /// owner, and the caller must leave out the copies of other ranks.
+    /// owner, and the caller must leave out the same region of other ranks.
     ///
     /// The extents keep their hashes; an index leaves them out
     /// ([`without_hashes`](Self::without_hashes)). Coverage is not checked

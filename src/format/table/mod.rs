@@ -270,7 +270,7 @@ impl Table {
     }
 
     /// Returns the table with a hash for each extent, in the order of the extents. Returns an error
-    /// when the counts differ.
+    /// when there are more or fewer hashes than extents.
     pub fn with_hashes(mut self, hashes: &[[u8; 32]]) -> Result<Self, TableError> {
         if hashes.len() != self.extents.len() {
             let (row, rows) = (hashes.len() as u32, self.extents.len());

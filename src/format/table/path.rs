@@ -9,8 +9,8 @@
 //! 0x03  position  4 bytes big-endian
 //! ```
 //!
-//! Tags are below 0xFF, so a NUL before another key is never mistaken for an escaped one. The text
-//! form for people is in `path_text`.
+//! Tags are below 0xFF, so a NUL before another key is never mistaken for an escaped one. The
+//! readable text form is in `path_text`.
 
 use std::borrow::Cow;
 

@@ -69,8 +69,8 @@ impl FoundName {
         self.extents.get(at).map(|(_, extent)| extent)
     }
 
-    /// Returns the copies that make up the part `wanted` of this name, as
-    /// [`search`](super::search()) does.
+    /// Returns which bytes of which extents to copy to fill the part `wanted` of this name, with
+    /// the same result as [`search`](super::search()).
     pub fn search(&self, wanted: &Form) -> Result<Vec<ExtentCopy>, SearchError> {
         let extent_bytes = |row| self.extent(row).map(|extent| extent.len_bytes);
         search_regions(&self.name, &self.regions, wanted, extent_bytes)
@@ -170,8 +170,8 @@ impl<R: ReadAt> TableReader<R> {
         Ok(rows)
     }
 
-    /// Reads block `number` of the names. Returns the row of its first name, and its names, which
-    /// are none after the last block.
+    /// Reads block `number` of the names. Returns the row of its first name, and its names. After
+    /// the last block, returns the number of all names, and no names.
     pub fn name_block(&self, number: usize) -> Result<(u32, Vec<Name>), TableError> {
         let blocks = &self.directory.names;
         let names = self.rows(Section::Names, blocks, number, decode_names)?;

@@ -2,8 +2,8 @@
 //! destination.
 //!
 //! An extent holds the elements of its region in row-major order, without gaps. A destination holds
-//! those of the wanted box in the same way, from its byte 0 on. A copy is the part that one region
-//! and the wanted box have in common.
+//! those of the wanted box in the same way, from its byte 0 on. An [`ExtentCopy`] copies the
+//! elements that one region and the wanted box have in common.
 
 use super::coverage::{Area, Defect, find_defect};
 use super::error::{element_text, quoted};
@@ -198,7 +198,8 @@ fn intersection(a: Area<'_>, b: Area<'_>) -> Option<(Vec<u64>, Vec<u64>)> {
     Some((start, size))
 }
 
-/// Returns the copy of `common` from the box `from` to the box `to`, counted in elements.
+/// Returns how to copy the elements of the box `common` from the extent of the box `from` to the
+/// destination of the box `to`. All numbers in the result count elements, not bytes.
 ///
 /// From the innermost dimension on, dimensions are joined into one run, or into one level, as long
 /// as neither side has a gap between them.
@@ -230,8 +231,8 @@ fn copy_elements(extent: u32, from: Area<'_>, to: Area<'_>, common: Area<'_>) ->
     ExtentCopy { extent, from_bytes: from_first, to_bytes: to_first, run_bytes: run, dims }
 }
 
-/// Turns a copy of elements into a copy of bytes. Returns `None` when it does not begin and end at
-/// byte boundaries.
+/// Converts the numbers of `copy` from elements to bytes. Returns `None` when a run does not begin
+/// and end at byte boundaries.
 ///
 /// A single run that ends where the region and the destination end is rounded up to a byte, because
 /// the lengths of both are.
@@ -261,8 +262,8 @@ fn to_bytes(
     Some(ExtentCopy { extent: copy.extent, from_bytes, to_bytes, run_bytes, dims })
 }
 
-/// Returns the copies that make up the part `wanted` of `name`. `regions` must be all regions of
-/// the name, and `extent_bytes` returns the length of an extent.
+/// Returns which bytes of which extents to copy to fill the part `wanted` of `name`. `regions` must
+/// be all regions of the name, and `extent_bytes` returns the length of an extent.
 pub(super) fn search_regions(
     name: &Name,
     regions: &[Region],

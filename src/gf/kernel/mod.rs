@@ -36,15 +36,16 @@ const IN_PLACE_OUTPUTS: usize = 4;
 /// The treatment of the previous content of outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// The result replaces it.
+    /// The result replaces the previous content.
     Overwrite,
-    /// The result is added to it.
+    /// The result is added to the previous content.
     Accumulate,
-    /// The result replaces it in memory, by non-temporal stores that bypass the caches. This is
-    /// faster for outputs of megabytes that this core does not read again soon, and slower
-    /// otherwise. This is the same as [`Mode::Overwrite`] if the outputs start at different offsets in
-    /// their cache lines (for straight-line programs and GF(2^16): anywhere but at the start of one),
-    /// if a matrix has more inputs than one pass takes, or if the portable loops run.
+    /// The result replaces the previous content in memory, by non-temporal stores that bypass the
+    /// caches. This is faster for outputs of megabytes that this core does not read again soon, and
+    /// slower otherwise. This is the same as [`Mode::Overwrite`] if the outputs start at different
+    /// offsets in their cache lines (for straight-line programs and GF(2^16): anywhere but at the
+    /// start of one), if a matrix has more inputs than one pass takes, or if the portable loops
+    /// run.
     Stream,
 }
 

@@ -35,7 +35,7 @@ pub(super) struct Link {
     lag: Option<Lag>,
     paces: Arc<Paces>,
     pub(super) tap: Option<Tap>,
-    /// Set when nothing that the dialler (first) or the listener (second) sends leaves it any more.
+    /// Set while nothing that the dialler (first) or the listener (second) sends is delivered.
     unheard: [AtomicBool; 2],
 }
 
@@ -56,7 +56,7 @@ impl Link {
         if side == Side::Dialler { dialler } else { listener }
     }
 
-    /// Lets nothing that `side` sends leave it from now on.
+    /// Makes everything that `side` sends from now on undeliverable.
     pub(super) fn silence(&self, side: Side) {
         self.unheard(side).store(true, Ordering::Relaxed);
     }
@@ -141,7 +141,7 @@ impl Hold {
         self.link.paces.of(if self.side == Side::Dialler { dialler } else { listener })
     }
 
-    /// Returns whether nothing that this side sends leaves it.
+    /// Returns whether nothing that this side sends is delivered.
     pub(super) fn is_mute(&self) -> bool {
         matches!(self.pace(), Some(Pace::Mute))
     }

@@ -31,7 +31,7 @@ const INITIAL_DATAGRAM_BYTES: u16 = 1200;
 ///
 /// RFC 9002, 7.2 recommends ten datagrams of 1,472 bytes. That equals one and a half of our
 /// datagrams, and the receiver of a single datagram waits 25 ms for a second one before it
-/// acknowledges. Each hop of a chain would begin that much later than the one before.
+/// acknowledges. Each hop of a chain would then begin 25 ms later than the hop before it.
 const INITIAL_WINDOW_BYTES: u64 = 2 * GRAIN_BYTES;
 
 /// Returns quinn's controller for `congestion`. quinn calls its BBR experimental.
@@ -57,11 +57,12 @@ pub struct TransportLimits {
     /// to this per incoming stream while its reader is behind. The bandwidth of a stream is at most
     /// this per round trip. Default 1 MiB.
     pub stream_window_bytes: u32,
-    /// The same for all streams of a connection together. Memory: up to this per connection, which
-    /// is the whole cost of received data whatever the number of streams. Default 16 MiB.
+    /// Maximum number of bytes by which the senders of all streams of a connection together may be
+    /// ahead of their readers. Memory: up to this per connection, which is the whole cost of
+    /// received data whatever the number of streams. Default 16 MiB.
     pub connection_window_bytes: u32,
-    /// The same for a connection that a client made to a node. Clients send less than nodes and are
-    /// more numerous. Default 8 MiB.
+    /// The value that takes the place of `connection_window_bytes` for a connection that a client
+    /// made to a node. Clients send less than nodes and are more numerous. Default 8 MiB.
     pub client_window_bytes: u32,
     /// Maximum number of bytes written but not yet acknowledged. Memory: up to this per connection;
     /// writers wait beyond it. Default 16 MiB.
@@ -69,12 +70,12 @@ pub struct TransportLimits {
     /// Maximum number of bidirectional streams that the peer may have open at once. Memory: about 1
     /// KiB each, in addition to the windows. Default 256.
     pub max_bi_streams: u32,
-    /// Maximum number of unidirectional streams that the peer may have open at once. Memory as
-    /// above. Default 64.
+    /// Maximum number of unidirectional streams that the peer may have open at once. Memory: about
+    /// 1 KiB each, in addition to the windows. Default 64.
     pub max_uni_streams: u32,
-    /// Maximum number of simultaneous connections, in both directions; a further incoming one is
-    /// refused, and a client's already when more than three quarters of this number are open. Memory:
-    /// each may hold both of its windows. Default 1024.
+    /// Maximum number of simultaneous connections, in both directions together. At this number, all
+    /// incoming connections are refused; above three quarters of it, those of clients. Memory: each
+    /// may hold both of its windows. Default 1024.
     pub max_connections: u32,
     /// Time without any packet after which a connection is lost. Default 4 s: a lease holder that
     /// uses the connection must find another daemon before its lease expires.

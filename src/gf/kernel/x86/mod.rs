@@ -93,8 +93,8 @@ struct Task<'a> {
     columns: usize,
     rows: usize,
     bytes: usize,
-    /// The number of columns or rows per buffer. Between two vectors of one of them lie the vectors
-    /// of the others.
+    /// The number of columns or rows per buffer. Between two vectors of one column or row lie the
+    /// vectors of the other columns or rows of the same buffer.
     per_buffer: usize,
     way: Way,
     accumulate: bool,

@@ -74,8 +74,8 @@ impl SaveGateway {
         Self { context, removal }
     }
 
-    /// Opens a save that belongs to no launch: chooses its code and its nodes, and grants it a lease.
-    /// Returns all that the client needs to send blocks.
+    /// Opens a save that belongs to no launch: chooses its code and its nodes, and grants it a
+    /// lease. Returns all that the client needs to send blocks.
     pub(in crate::node) async fn begin_save(
         self: &Arc<Self>,
         call: BeginSave,
@@ -161,8 +161,8 @@ impl SaveGateway {
     /// [`GatewayError::StepCommitted`] if the step is committed; [`GatewayError::StepBeingSaved`]
     /// if another client saves it; [`GatewayError::SaveOver`] if the save is over;
     /// [`GatewayError::TooManyRemovals`] if too many removals of the step are pending;
-    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch may not
-    /// save the step.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch may
+    /// not save the step.
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,

@@ -73,8 +73,8 @@ impl CommittedSteps {
     /// Removes a committed step for a launch. Otherwise as [`remove_step`](Self::remove_step).
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is not the
-    /// newest one of the job.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is
+    /// not the newest one of the job.
     pub(in crate::node) async fn remove_launch_step(
         self: &Arc<Self>,
         call: RemoveLaunchStep,
@@ -251,8 +251,8 @@ impl CommittedSteps {
         }
     }
 
-    /// Returns the ring changes of the catalogue or, if none answers, those that this node stores or has
-    /// heard of from other nodes. If the call wants only the stored ones, returns these.
+    /// Returns the ring changes of the catalogue or, if none answers, those that this node stores
+    /// or has heard of from other nodes. If the call wants only the stored ones, returns these.
     pub(in crate::node) async fn list_ring_changes(
         &self,
         call: ListRingChanges,

@@ -54,8 +54,8 @@ pub(in crate::node) enum GatewayError {
         "the fields of the root of shard {shard} contradict each other or exceed a limit: client and daemon may be of different versions"
     )]
     RootInconsistent { shard: ShardName },
-    /// A node of a shard's ring is not registered, or is leaving and not live: it may have left since the
-    /// save began. Another save gets another ring.
+    /// A node of a shard's ring is not registered, or is leaving and not live: it may have left
+    /// since the save began. Another save gets another ring.
     #[error(
         "node {node} of the ring of shard {shard} is not registered or is about to leave: save again"
     )]

@@ -1,5 +1,5 @@
-//! Saves of several writers: joining a save, the reports of writers, and the list of completed shards
-//! (docs/semantics.md, 3).
+//! Saves of several writers: joining a save, the reports of writers, and the list of completed
+//! shards (docs/semantics.md, 3).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -126,9 +126,9 @@ impl SaveGateway {
         }
     }
 
-    /// Records the report of the writer if the step has an open save of its launch that can still be
-    /// completed. Otherwise ends the save under way, if there is one: publishes it if it is decided, and
-    /// returns the entry of its removal if not.
+    /// Records the report of the writer if the step has an open save of its launch that can still
+    /// be completed. Otherwise ends the save under way, if there is one: publishes it if it is
+    /// decided, and returns the entry of its removal if not.
     async fn resolve_earlier(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -207,8 +207,8 @@ impl SaveGateway {
         Ok(None)
     }
 
-    /// Records the report of a writer in the joint record of an open save. Returns the answer to the
-    /// writer, or `None` if the save can no longer be completed.
+    /// Records the report of a writer in the joint record of an open save. Returns the answer to
+    /// the writer, or `None` if the save can no longer be completed.
     async fn record_report(
         &self,
         catalogue: &dyn Catalogue,
@@ -316,8 +316,8 @@ fn unfit(call: &JoinSave, reason: String) -> RemoteError {
 }
 
 /// Returns the answer to a writer whose launch has no open save of the step, or `None` if a save is
-/// to be opened. The launch may have committed the step. A writer that reports on a save learns that
-/// the save is over.
+/// to be opened. The launch may have committed the step. A writer that reports on a save learns
+/// that the save is over.
 ///
 /// # Errors
 /// [`GatewayError::StepCommitted`] if another save is committed and is not to be replaced.

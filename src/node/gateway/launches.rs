@@ -30,9 +30,9 @@ pub(super) struct AdmittedLaunch {
 }
 
 impl SaveGateway {
-    /// Registers a launch as the newest one of its job, or confirms that it is and lowers its resume
-    /// point. Then publishes the decided saves of later steps than the resume point, and aborts the
-    /// open saves that older launches have of such steps. Repeating it is safe.
+    /// Registers a launch as the newest one of its job, or confirms that it is and lowers its
+    /// resume point. Then publishes the decided saves of later steps than the resume point, and
+    /// aborts the open saves that older launches have of such steps. Repeating it is safe.
     ///
     /// # Errors
     /// [`GatewayError::LaunchReplaced`] if a newer launch has registered;
@@ -73,8 +73,8 @@ impl SaveGateway {
     }
 
     /// Publishes the decided saves of later steps than the launch's resume point, so that it finds
-    /// all of them committed. Aborts the open saves that other launches have of such steps. The other
-    /// launches are older as long as this one is the newest.
+    /// all of them committed. Aborts the open saves that other launches have of such steps. The
+    /// other launches are older as long as this one is the newest.
     async fn end_older_saves(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -247,8 +247,8 @@ async fn check_claim(
                 false => Err(replaced(&call.job, call.launch, order).into()),
             }
         }
-        // The order lists only the last launches. Once it has dropped some, this launch may be one of
-        // those, and is then older than the newest.
+        // The order lists only the last launches. Once it has dropped some, this launch may be one
+        // of those, and is then older than the newest.
         LaunchClaim::Again
             if order.newest().is_some_and(|newest| newest.number > MAX_LAUNCHES as u64) =>
         {

@@ -33,8 +33,8 @@ impl MarkSnapshot {
             .map_err(|too_few| GatewayError::NoQuorum { reason: too_few.to_string() }.into())
     }
 
-    /// Checks `heard` like [`check_quorum`](Self::check_quorum), but counts the nodes of `excluded` as
-    /// missing.
+    /// Checks `heard` like [`check_quorum`](Self::check_quorum), but counts the nodes of `excluded`
+    /// as missing.
     pub(super) fn check_quorum_without(
         &self,
         heard: &[NodeRecord],

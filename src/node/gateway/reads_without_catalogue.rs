@@ -232,7 +232,8 @@ impl OutageReader {
     }
 
     /// Returns the cached snapshot if it is recent enough, or takes a new one. The work runs in a
-    /// task of its own, so that the other waiting calls get its result even if this call is cancelled.
+    /// task of its own, so that the other waiting calls get its result even if this call is
+    /// cancelled.
     async fn get_or_take_snapshot(
         self: &Arc<Self>,
         freshness: Freshness,
@@ -274,8 +275,8 @@ impl OutageReader {
         let (members, hellos) = self.membership.discover_members().await?;
         let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
         let mut standings = fetch_standings(&self.context, &storage.collect::<Vec<_>>()).await;
-        // An empty node proves nothing. It reports that it is behind, unless its program is too old to
-        // report a standing. Then it is recognised here: it has seen no epoch.
+        // An empty node proves nothing. It reports that it is behind, unless its program is too old
+        // to report a standing. Then it is recognised here: it has seen no epoch.
         let been_here = keep_nodes_with_seen_epoch(hellos.clone());
         standings.retain(|(node, answer)| {
             answer.standing != Standing::Unknown
@@ -321,9 +322,9 @@ impl OutageReader {
         Ok(look)
     }
 
-    /// Reads the marks of all nodes in `snapshot.heard`, and removes from it the nodes that do not give
-    /// all of theirs. Returns the marked saves that no node has recorded as removed, and the saves
-    /// of which only damaged marks were seen.
+    /// Reads the marks of all nodes in `snapshot.heard`, and removes from it the nodes that do not
+    /// give all of theirs. Returns the marked saves that no node has recorded as removed, and the
+    /// saves of which only damaged marks were seen.
     async fn read_unremoved_marks(
         &self,
         snapshot: &mut MarkSnapshot,

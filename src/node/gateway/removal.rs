@@ -84,12 +84,12 @@ impl SaveRemoval {
         Ok(found)
     }
 
-    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, for a launch that is the newest
-    /// one of the job.
+    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, for a launch that is the
+    /// newest one of the job.
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is not the
-    /// newest one.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is
+    /// not the newest one.
     pub(super) async fn unpublish_for_launch(
         &self,
         step_ref: StepRef<'_>,
@@ -107,8 +107,8 @@ impl SaveRemoval {
     }
 
     /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, if the key of `guard` has its
-    /// revision in the same moment. Returns `None` if that or the step's record has changed, so that
-    /// nothing was done.
+    /// revision in the same moment. Returns `None` if that or the step's record has changed, so
+    /// that nothing was done.
     pub(in crate::node) async fn unpublish_if(
         &self,
         step_ref: StepRef<'_>,
@@ -308,8 +308,8 @@ impl SaveRemoval {
             read_record::<Checkpoint>(catalogue, &key).await?
         {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
-            // As in `advance_removal`, a rebuilt catalogue may list the save as committed. No node has
-            // anything of the save now.
+            // As in `advance_removal`, a rebuilt catalogue may list the save as committed. No node
+            // has anything of the save now.
             checkpoint.committed.take_if(|saved| saved.save == entry.save);
             let value = if checkpoint == Checkpoint::default() {
                 None
@@ -374,7 +374,8 @@ fn unconfirmed_storage_nodes(directory: &Directory, confirmed: &[NodeId]) -> Vec
     missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
-/// Fences a shard permanently. Returns its last generation; the lowest one if the shard has no state.
+/// Fences a shard permanently. Returns its last generation; the lowest one if the shard has no
+/// state.
 async fn fence_shard_for_deletion(
     catalogue: &dyn Catalogue,
     shard: ShardId,

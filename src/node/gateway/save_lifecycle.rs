@@ -270,8 +270,8 @@ impl SaveGateway {
         let (shard, cluster) = (root.name.clone(), self.context.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
-        // A silent node would cost a timeout for each shard of the save. It is asked only if its mark
-        // is needed.
+        // A silent node would cost a timeout for each shard of the save. It is asked only if its
+        // mark is needed.
         let (silent, others): (Vec<_>, Vec<_>) =
             ring.into_iter().partition(|node| directory.is_silent(*node));
         let (mut marked, mut missed) = self.put_marks(directory, &others, &call).await;
@@ -360,7 +360,8 @@ impl SaveGateway {
     /// Aborts an open save and starts its removal. Does nothing if the step does not have the save.
     ///
     /// # Errors
-    /// [`GatewayError::SaveDecided`] if the save is decided or committed, or was so before its removal.
+    /// [`GatewayError::SaveDecided`] if the save is decided or committed, or was so before its
+    /// removal.
     pub(in crate::node) async fn abort_save(
         self: &Arc<Self>,
         call: AbortSave,
@@ -368,8 +369,8 @@ impl SaveGateway {
         self.abort_save_for(call, None).await
     }
 
-    /// Aborts an open save as [`abort_save`](Self::abort_save) does. With a launch, fails unless this
-    /// launch is the newest one of the job.
+    /// Aborts an open save as [`abort_save`](Self::abort_save) does. With a launch, fails unless
+    /// this launch is the newest one of the job.
     pub(super) async fn abort_save_for(
         self: &Arc<Self>,
         call: AbortSave,

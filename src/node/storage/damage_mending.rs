@@ -287,11 +287,12 @@ impl Mending {
         }
     }
 
-    /// Recreates a damaged replica from the good grains of all sources, the damaged file among them.
+    /// Recreates a damaged replica from the good grains of all sources, the damaged file among
+    /// them.
     ///
     /// # Errors
-    /// If no catalogue answers, if the stripe is archived or the save was removed, or if a grain of the
-    /// block has no good source.
+    /// If no catalogue answers, if the stripe is archived or the save was removed, or if a grain of
+    /// the block has no good source.
     pub(in crate::node) async fn mend_replica(
         &self,
         stripe: StripeId,

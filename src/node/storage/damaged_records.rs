@@ -46,8 +46,9 @@ impl DamagedRecords {
         }
     }
 
-    /// Reads the first damaged records again, and forgets those that are not damaged any more. Returns a
-    /// warning about the rest: their number, and the first `max_names` names; `None` if there are none.
+    /// Reads the first damaged records again, and forgets those that are not damaged any more.
+    /// Returns a warning about the rest: their number, and the first `max_names` names; `None` if
+    /// there are none.
     pub(in crate::node) async fn recheck_and_describe_damage(
         &self,
         context: &NodeContext,

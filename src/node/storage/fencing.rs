@@ -55,8 +55,8 @@ impl Fencing {
         cache.get(&save).copied()
     }
 
-    /// Caches whether the save is removed. A removed save stays removed: a removed-save entry replaces
-    /// its tombstone.
+    /// Caches whether the save is removed. A removed save stays removed: a removed-save entry
+    /// replaces its tombstone.
     pub(in crate::node) fn cache_is_removed(&self, save: SaveId, is_removed: bool) {
         let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         if cache.len() >= MAX_CACHED_TOMBSTONES {

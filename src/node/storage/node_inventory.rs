@@ -129,8 +129,8 @@ fn read_inventory_page(
 }
 
 /// Returns the records and files of a shard on this node, with its stripes after stripe `after`: at
-/// most `stripes_left`, but at least one if there is one. If there may be more, also returns the index
-/// of the last stripe. Reduces `stripes_left` by the number of stripes.
+/// most `stripes_left`, but at least one if there is one. If there may be more, also returns the
+/// index of the last stripe. Reduces `stripes_left` by the number of stripes.
 fn read_shard_holding(
     store: &Store,
     shard: ShardId,
@@ -198,7 +198,8 @@ fn read_stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding,
 }
 
 /// Returns what this node has of a shard, for the stripes from `first` on, at most
-/// [`STRIPES_PER_SURVEY`] of them. A record counts if its file exists: its contents are not read here.
+/// [`STRIPES_PER_SURVEY`] of them. A record counts if its file exists: its contents are not read
+/// here.
 fn read_shard_survey(store: &Store, shard: ShardId, first: u32) -> Result<ShardSurvey, StoreError> {
     let records = store.list_record_files(RecordScope::Shard(shard))?;
     let has_record = |wanted| records.iter().any(|(name, _)| name == wanted);

@@ -163,8 +163,8 @@ impl ShardRecords {
         self.context
             .run_on_store(move |store| {
                 store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
-                // A rebuild may have claimed an epoch meanwhile and read this node before the write.
-                // The call fails then, because its epoch is over.
+                // A rebuild may have claimed an epoch meanwhile and read this node before the
+                // write. The call fails then, because its epoch is over.
                 store.raise_highest_seen_epoch(call.epoch)
             })
             .await?;
@@ -427,10 +427,10 @@ fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
 }
 
 /// Removes the stripe's replicas and what other attempts left. Keeps the replicas that the receipt
-/// ascribes to this node, and all pieces of its attempt: a piece that the receipt does not ascribe may
-/// be one that a repairer has just made here. Also keeps a replica in whose place another node has a
-/// piece: it is a surplus piece ([`remove_surplus_pieces`]). Returns the number and the size of the
-/// removed files.
+/// ascribes to this node, and all pieces of its attempt: a piece that the receipt does not ascribe
+/// may be one that a repairer has just made here. Also keeps a replica in whose place another node
+/// has a piece: it is a surplus piece ([`remove_surplus_pieces`]). Returns the number and the size
+/// of the removed files.
 fn drop_files_outside_receipt(
     store: &Store,
     me: NodeId,
@@ -508,8 +508,8 @@ mod tests {
 
     const STRIPE: StripeId = StripeId { shard: ShardId([7; 16]), index: 0 };
 
-    /// Returns a receipt of the classical (6,4) code: kept replicas and two pieces, each on the node
-    /// with its number.
+    /// Returns a receipt of the classical (6,4) code: kept replicas and two pieces, each on the
+    /// node with its number.
     fn receipt(store: &Store) -> Receipt {
         let piece = |piece: u8| {
             let is_replica = piece < 4;

@@ -44,8 +44,8 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum length of a short request. Short requests have a memory share of their own.
 const SHORT_REQUEST_BYTES: usize = 64 << 10;
 /// Calls whose requests may be longer, because their content grows with the blocks of a stripe or
-/// the stripes of a shard. All others are short: a list takes many times its encoded length when it
-/// is parsed.
+/// the stripes of a shard. The requests of all other calls must be short: a list takes many times
+/// its encoded length in memory when it is parsed.
 const LONG_CALLS: &[u8] = &[
     PutRecord::NUMBER,
     PutLeaves::NUMBER,

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// Whether a catalogue answers this node, and how often one has answered.
 #[derive(Default)]
 pub(in crate::node) struct CatalogueContact {
-    /// Whether no catalogue answered the last registration, nor a read since.
+    /// Whether the last registration got no answer from a catalogue, and no read has got one since.
     is_silent: AtomicBool,
     /// Number of times that a catalogue has answered a registration or a read, or has begun.
     answers: AtomicU64,
@@ -23,7 +23,8 @@ impl CatalogueContact {
         self.is_silent.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether no catalogue answered the last registration, nor a read since.
+    /// Returns whether the last registration got no answer from a catalogue, and no read has got
+    /// one since.
     pub(in crate::node) fn is_silent(&self) -> bool {
         self.is_silent.load(Ordering::Relaxed)
     }

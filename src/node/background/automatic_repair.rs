@@ -481,7 +481,7 @@ impl AutomaticRepair {
             }
             Err(error) => error.to_string(),
         };
-        tracing::warn!(%job, step = %number, why, "an automatic repair did not complete: it is tried again, and after {TRIES} failures when the nodes or the missing parts change, or after an hour");
+        tracing::warn!(%job, step = %number, why, "an automatic repair did not complete: it is tried again; after {TRIES} failures in a row only when the list of nodes or the health of the step changes, or after an hour");
         let now = self.context.clock.now();
         let tries = ledger.retries.record_failure(*save, (job, *number), now, why);
         if tries >= TRIES {

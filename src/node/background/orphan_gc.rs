@@ -262,7 +262,7 @@ impl OrphanGc {
         let known = known_saves(catalogue).await?;
         for (save, key, entry) in found {
             if !known.contains(&save) {
-                tracing::info!(%save, key, "removing a stray key from the catalogue: no step has its save");
+                tracing::info!(%save, key, "removing a stray key from the catalogue: no step's record names its save");
                 catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
             }
         }

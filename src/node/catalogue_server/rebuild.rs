@@ -36,7 +36,7 @@ use crate::wire::calls::{
 use crate::wire::order::Codec;
 use crate::wire::{NodeAddress, RemoteError};
 
-/// Maximum number of incomplete steps that an answer lists, and maximum number of damaged stripes.
+/// Maximum number of incomplete steps, and maximum number of damaged stripes, that an answer lists.
 const MAX_LISTED: usize = 1000;
 
 /// A rebuild under way, after its epoch was claimed.

@@ -178,7 +178,7 @@ impl RpcServer {
             return served.refuse(too_long.into()).await;
         }
         if *who == AllowedCaller::Nodes && served.peer.role != Role::Node {
-            tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
+            tracing::warn!(peer = %served.peer, call = name, "refused a call that only nodes may make: the peer is a client");
             let denied = RpcError::CallerNotNode { call: name, client: served.peer.name.clone() };
             return served.refuse(denied.into()).await;
         }

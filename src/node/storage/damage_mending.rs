@@ -272,7 +272,7 @@ impl Mending {
                         let now = self.context.clock.now();
                         let retry_in = self.mend_queue.requeue_failed(stripe, block, attempt, now);
                         tracing::warn!(
-                            %stripe, block, %error, ?retry_in, "failed to mend a damaged replica: without `retry_in`, the next check of the file tries again"
+                            %stripe, block, %error, ?retry_in, "failed to mend a damaged replica: if `retry_in` is None, the next check of the file tries again"
                         );
                     }
                 }

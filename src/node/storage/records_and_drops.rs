@@ -172,8 +172,8 @@ impl ShardRecords {
     }
 
     /// Stores a receipt. This node must have each piece that the receipt ascribes to it. A receipt
-    /// that parses is replaced only by a receipt whose field `order` is greater, or by one with the
-    /// same bytes. If both have the lowest `order`, any receipt replaces it.
+    /// that parses is replaced only by a receipt with a greater [`Receipt::order`], or by one with
+    /// the same bytes. If both have the lowest order, any receipt replaces it.
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.context.settings.cluster {

@@ -9,7 +9,8 @@ use crate::budget::{Budget, Reservation};
 use crate::clock::deadline;
 use crate::wire::RemoteError;
 
-/// How long a call waits for memory of its share. Then the caller is told that this node is busy.
+/// Maximum time that a call waits for memory of its share. After that the call fails with kind
+/// `Busy`.
 pub(in crate::node) const MEMORY_LIMIT: Duration = Duration::from_secs(6);
 
 /// The shares of a daemon's memory. No share borrows from another.
@@ -49,8 +50,8 @@ pub(in crate::node) fn save_share_bytes(memory_bytes: u64) -> u64 {
 /// Reserves `bytes` of memory from `share`. Returns the reservation.
 ///
 /// # Errors
-/// [`StorageError::NoMemory`] if they are not free in time; [`StorageError::MemoryShareTooSmall`] if
-/// the share is too small.
+/// [`StorageError::NoMemory`] if the bytes are not free within [`MEMORY_LIMIT`];
+/// [`StorageError::MemoryShareTooSmall`] if the whole share is smaller than `bytes`.
 pub(in crate::node) async fn reserve_memory(
     context: &NodeContext,
     share: &Arc<Budget>,

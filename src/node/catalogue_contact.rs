@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// Whether a catalogue answers this node, and how often one has answered.
 #[derive(Default)]
 pub(in crate::node) struct CatalogueContact {
-    /// Whether no catalogue answered the last registration, nor a read since.
+    /// Whether the last registration got no answer from a catalogue, and no read has got one since.
     is_silent: AtomicBool,
-    /// How often a catalogue has answered a registration or a read, or has begun.
+    /// Number of times that a catalogue has answered a registration or a read, or has begun.
     answers: AtomicU64,
 }
 
@@ -23,13 +23,14 @@ impl CatalogueContact {
         self.is_silent.store(true, Ordering::Relaxed);
     }
 
-    /// Returns whether no catalogue answered the last registration, nor a read since.
+    /// Returns whether the last registration got no answer from a catalogue, and no read has got
+    /// one since.
     pub(in crate::node) fn is_silent(&self) -> bool {
         self.is_silent.load(Ordering::Relaxed)
     }
 
-    /// Returns how often a catalogue has answered. What was found while none answered is outdated
-    /// when this number has changed.
+    /// Returns the number of answers so far. Results that were collected without a catalogue are
+    /// outdated as soon as this number has changed.
     pub(in crate::node) fn answers(&self) -> u64 {
         self.answers.load(Ordering::Relaxed)
     }

@@ -41,11 +41,12 @@ pub(super) struct NodeContext {
 }
 
 impl NodeContext {
-    /// Opens the catalogue database of this node, if it has one, and prepares access to the other
-    /// nodes that it remembers.
+    /// Opens the catalogue database of this node, or creates it if the settings say so. Prepares
+    /// access to a catalogue on another node, through the seeds and the nodes that the store
+    /// remembers.
     ///
     /// # Errors
-    /// If the catalogue database fails to open.
+    /// If the catalogue database fails to open or cannot be created.
     pub(super) fn open(settings: NodeSettings, parts: NodeParts) -> Result<Self, CatalogueError> {
         let NodeParts { store, db_location, transport, clock, entropy, workers, .. } = parts;
         let caller = Caller::new(Pool::new(transport, clock.clone()), clock.clone(), CALL_LIMIT);

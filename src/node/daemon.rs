@@ -36,8 +36,8 @@ const CATALOGUE_DIR: &str = "catalogue";
 /// catalogue database. The caches are part of the last sixteenth of the memory, outside of all
 /// budgets.
 const MAX_INDEX_CACHE_BYTES: u64 = 4 << 20;
-/// Divisor of the memory: this part of it bounds an index that is kept in memory because the disk
-/// has no room for it.
+/// Divisor of the daemon's memory limit. The quotient is the maximum size of an index that is kept
+/// in memory because the disk has no room for it.
 const INDEX_IN_MEMORY_PART: u64 = 8;
 /// Bytes of a connection's window that are reserved for everything but admitted streams: messages,
 /// and files that this node reads from the peer.
@@ -46,8 +46,9 @@ const CONTROL_WINDOW_BYTES: u64 = 8 << 20;
 /// are refused, and must not hold up the admitted ones.
 const SPARE_STREAMS: u64 = 64;
 /// Time limit for a seed to tell a new catalogue server whether the cluster has a catalogue
-/// already. The limit is short, because the seeds of a new cluster may not run yet. A seed that is
-/// too late is asked later, when it looks for its catalogue on this daemon.
+/// already. The limit is short, because the seeds of a new cluster may not run yet. A seed that
+/// answers too late introduces itself later, when it looks for its catalogue on this daemon, and is
+/// asked again then.
 const SEED_LIMIT: Duration = Duration::from_millis(500);
 /// Number of threads for blocking work.
 const WORKERS: usize = 8;
@@ -103,8 +104,8 @@ impl NodeError {
     }
 }
 
-/// Stops the node when the index or the catalogue database has failed. What the failed one
-/// answers may differ from what is on disk; the next start repairs that.
+/// Stops the node when the index or the catalogue database has failed. After a failure, its answers
+/// may differ from what is on disk; the next start repairs that.
 async fn stop_on_db_failure(context: Arc<NodeContext>, db_failures: [CancellationToken; 2]) {
     let [index, map] = &db_failures;
     tokio::select! {
@@ -186,8 +187,8 @@ fn use_index_or_memory(
 }
 
 /// Decides whether a daemon may create a catalogue. A daemon that has a new data folder and is
-/// configured to serve the catalogue asks its seeds: if one of them knows an epoch, the catalogue was on
-/// another disk.
+/// configured to serve the catalogue asks its seeds: if one of them knows an epoch, the catalogue
+/// was on another disk.
 async fn decide_new_catalogue(
     config: &NodeConfig,
     store: &Store,

@@ -9,15 +9,15 @@ const LOG_INTERVAL: Duration = Duration::from_secs(600);
 /// The failures in a row of one kind of work, and which of them was logged last.
 #[derive(Debug, Default)]
 pub(in crate::node) struct FailureLog {
-    /// The time of the last log line about the failures in a row, if there are any.
+    /// The time of the last log line about the current failures in a row. `None` after a success.
     logged_at: Option<Duration>,
     /// Number of failures since that line.
     unlogged: u64,
 }
 
 impl FailureLog {
-    /// Records a failure at the time `now` of the node's clock. Returns the number of failures since
-    /// the last line, with this one, if a line is due; otherwise `None`.
+    /// Records a failure at the time `now` of the node's clock. Returns the number of failures
+    /// since the last line, with this one, if a line is due; otherwise `None`.
     pub(in crate::node) fn record_failure(&mut self, now: Duration) -> Option<u64> {
         self.unlogged += 1;
         if self.logged_at.is_some_and(|at| now < at.saturating_add(LOG_INTERVAL)) {
@@ -27,8 +27,8 @@ impl FailureLog {
         Some(std::mem::take(&mut self.unlogged))
     }
 
-    /// Records a success: the next failure is logged at once. Returns whether this ends failures in a
-    /// row.
+    /// Records a success: the next failure is logged at once. Returns whether failures preceded
+    /// this success.
     pub(in crate::node) fn record_success(&mut self) -> bool {
         self.unlogged = 0;
         self.logged_at.take().is_some()

@@ -63,7 +63,7 @@ pub struct NodeSettings {
     /// Whether the node stores data. A node that does not is a gateway, and may serve the
     /// catalogue.
     pub storage: bool,
-    /// The treatment of the catalogue if the data folder is new.
+    /// Whether the node creates a catalogue if its data folder is new.
     pub new_catalogue: NewCatalogue,
     /// Addresses of other daemons, as HOST:PORT, which know where the catalogue is.
     pub seeds: Vec<String>,
@@ -75,7 +75,7 @@ pub struct NodeSettings {
     pub memory_bytes: u64,
     /// Percentage of the disk above which saves are refused.
     pub high_water_percent: u8,
-    /// Duration of a lease. A node counts as live for as long after its last registration.
+    /// Duration of a lease. A node counts as live for this long after its last registration.
     pub lease: Duration,
     /// The policy for committed steps, which the node applies while it serves the catalogue.
     pub policy: Policy,
@@ -88,10 +88,10 @@ pub struct NodeSettings {
 pub enum NewCatalogue {
     /// Another daemon serves the catalogue.
     Never,
-    /// The node creates an empty one.
+    /// The node creates an empty catalogue.
     Create,
-    /// The node should serve the catalogue, but the cluster has one already, of which the daemon at
-    /// `seed` knows. An empty one beside it would hide every checkpoint.
+    /// The node should serve the catalogue, but the cluster has a catalogue already, of which the
+    /// daemon at `seed` knows. An empty catalogue beside it would hide every checkpoint.
     ExistsElsewhere {
         /// The address of the daemon that knows of the other catalogue.
         seed: String,
@@ -150,8 +150,9 @@ impl Node {
         Ok(Arc::new(Self { context, budgets, transport, rpc }))
     }
 
-    /// Stops serving, cancels the work that may be cancelled, closes the transport, and waits for the
-    /// rest, such as a commit under way. Files that cancelled work was writing do not exist afterwards.
+    /// Stops serving, cancels the work that may be cancelled, closes the transport, and waits for
+    /// the rest, such as a commit under way. Files that cancelled work was writing do not exist
+    /// afterwards.
     pub async fn stop(&self) {
         self.context.tasks.stop();
         self.transport.close().await;

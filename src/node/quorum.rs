@@ -121,8 +121,8 @@ impl Quorum {
 pub(super) fn is_on_latest_list(answers: &[(NodeRecord, StandingAnswer)], name: &PeerName) -> bool {
     let lists = answers.iter().map(|(_, answer)| answer);
     let lists = lists.filter(|answer| !answer.listed.is_empty());
-    // The epoch does not tell which list is the latest: a claim raises a node's epoch and brings no
-    // list.
+    // The epoch does not tell which list is the latest: a claim of an epoch raises the epoch that a
+    // node has noted, but brings no list.
     let latest = lists.max_by_key(|answer| answer.revision);
     latest.is_none_or(|latest| latest.listed.contains(name))
 }
@@ -159,7 +159,8 @@ impl fmt::Display for TooFewNodes {
     }
 }
 
-/// Returns the nodes that have been part of the cluster. An empty node has no evidence to offer.
+/// Returns the nodes of `heard` that have noted an epoch of the catalogue. A node without an epoch
+/// is empty, and knows of no commit and no removal.
 pub(in crate::node) fn keep_nodes_with_seen_epoch(
     heard: Vec<(NodeRecord, HelloAnswer)>,
 ) -> Vec<NodeRecord> {
@@ -167,8 +168,9 @@ pub(in crate::node) fn keep_nodes_with_seen_epoch(
     has_seen.map(|(node, _)| node).collect()
 }
 
-/// Returns the number of storage nodes that a rebuild can do without. The others have a mark and
-/// n-k+1 receipts of everything that was committed.
+/// Returns the number of storage nodes that a rebuild can do without: the smallest for any of
+/// `codes`. The other nodes then still have at least one commit mark of each committed shard, and
+/// n-k+1 receipts of each archived stripe.
 pub(in crate::node) fn tolerated_losses(codes: impl IntoIterator<Item = (u8, u8)>) -> usize {
     let of = |(n, k): (u8, u8)| usize::from(n.saturating_sub(k).min(k.saturating_sub(1)));
     codes.into_iter().map(of).min().unwrap_or(0)

@@ -38,12 +38,13 @@ impl CatchUpRequests {
         self.is_due.swap(false, Ordering::Relaxed)
     }
 
-    /// Waits until a round is requested.
+    /// Waits for a call of [`request`](Self::request). A call of
+    /// [`request_later`](Self::request_later) does not end the wait.
     pub(super) async fn wait_for_request(&self) {
         self.wake.notified().await;
     }
 
-    /// Waits until no other round runs. Returns the guard of this one.
+    /// Waits until no other round runs. Returns the guard, which the caller holds during its round.
     pub(super) async fn begin_round(&self) -> MutexGuard<'_, ()> {
         self.round.lock().await
     }
@@ -57,7 +58,8 @@ pub(super) struct Registration {
 }
 
 impl Registration {
-    /// Creates the service. It requests a round from `catching_up` when the node was off the list.
+    /// Creates the service. The service requests a round of catching up from `catching_up` when the
+    /// node was off the list.
     pub(super) fn new(context: Arc<NodeContext>, catching_up: Arc<CatchUpRequests>) -> Self {
         Self { context, catching_up }
     }
@@ -78,10 +80,10 @@ impl Registration {
 
     /// Compares this node's entry in the list of nodes with the entry in its catch-up record. A
     /// node that was taken off the list has missed commits and removals since, so it notes that it
-    /// is behind. A node whose entry was rewritten, for example with another address, cannot tell that
-    /// from an absence and does the same. A rebuilt database has other entries for all nodes. A node
-    /// keeps its record then, because a rebuild lists only nodes that were on the list. In all cases a
-    /// round of catching up becomes due.
+    /// is behind. A node whose entry was rewritten, for example with another address, cannot tell
+    /// that from an absence and does the same. A rebuilt database has other entries for all nodes.
+    /// A node keeps its record then, because a rebuild lists only nodes that were on the list. In
+    /// all of these cases a round of catching up becomes due.
     pub(super) async fn request_catch_up_if_unlisted(&self) -> Result<(), RemoteError> {
         let noted = self
             .context

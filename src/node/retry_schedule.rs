@@ -41,8 +41,9 @@ pub(in crate::node) fn backoff(first_wait: Duration, failures: u32) -> Duration 
     }
 }
 
-/// The schedule of failed work on saves. A round asks for every save that still needs work;
-/// [`RetrySchedule::forget_unseen`] forgets the others.
+/// The schedule of retries of failed work on saves. A round calls
+/// [`RetrySchedule::mark_seen_and_check_due`] for each save that still needs work;
+/// [`RetrySchedule::forget_unseen`] forgets the other saves.
 pub(in crate::node) struct RetrySchedule {
     first: Duration,
     waits: HashMap<SaveId, Retry>,
@@ -92,8 +93,8 @@ impl RetrySchedule {
         failures
     }
 
-    /// Makes all failed work due now, and lets its waits begin anew, because its reason may be gone. A
-    /// try that is under way and fails is repeated after the first wait.
+    /// Makes all failed work due now and sets its failures to 0, because the reason of the failures
+    /// may be gone. If a try that is under way fails, it is repeated after the first wait.
     pub(in crate::node) fn make_all_due(&mut self) {
         for wait in self.waits.values_mut() {
             (wait.due, wait.failures) = (Duration::ZERO, 0);
@@ -111,7 +112,7 @@ impl RetrySchedule {
         self.waits.retain(|_, wait| std::mem::take(&mut wait.is_asked_for));
     }
 
-    /// Returns the work that waits for a retry, for display.
+    /// Returns the failed work that will be retried, as the status calls report it.
     pub(in crate::node) fn pending_retries(&self) -> impl Iterator<Item = PolicyWait> {
         self.waits.values().map(|wait| PolicyWait {
             job: wait.job.clone(),

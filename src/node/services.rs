@@ -1,5 +1,5 @@
-//! The services of a node, and the order in which they are built: a service is given those that it
-//! calls.
+//! The services of a node, and the order in which they are built: the constructor of a service
+//! takes the services that it calls.
 
 use std::sync::Arc;
 

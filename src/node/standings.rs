@@ -1,5 +1,5 @@
-//! The standing of this node and of others: whether they know what is committed and what was removed
-//! (docs/semantics.md, 2).
+//! The standing of this node and of others: whether they know what is committed and what was
+//! removed (docs/semantics.md, 2).
 
 use futures_util::{StreamExt, stream};
 
@@ -13,8 +13,8 @@ use crate::wire::{NodeAddress, RemoteError};
 /// Maximum number of nodes that are asked at once.
 const AT_ONCE: usize = 32;
 
-/// Returns the standing of this node, its epoch and revision, and the storage nodes on its
-/// list.
+/// Returns the standing of this node, the highest epoch and the last revision of a catalogue that
+/// it knows, and the storage nodes on its list of nodes.
 pub(super) async fn get_standing(context: &NodeContext) -> Result<StandingAnswer, RemoteError> {
     context
         .run_on_store(|store| {
@@ -29,8 +29,8 @@ pub(super) async fn get_standing(context: &NodeContext) -> Result<StandingAnswer
         .await
 }
 
-/// Asks `nodes` for their standing. Returns the nodes that answer, in any order. The standing
-/// of a node that does not know the call is unknown.
+/// Asks `nodes` for their standing. Returns the nodes that answer, in any order. A node whose
+/// program does not know the call is returned with the standing `Unknown`.
 pub(super) async fn fetch_standings(
     context: &NodeContext,
     nodes: &[NodeRecord],

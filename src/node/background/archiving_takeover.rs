@@ -17,8 +17,8 @@ use crate::wire::RemoteError;
 
 /// Maximum number of archivings that one daemon takes over at once.
 const TAKEN_AT_ONCE: usize = 4;
-/// An archive request without a live coordinator: its revision, and when this node first saw it
-/// there.
+/// An archive request without a live coordinator: the revision of its key, and the time at which
+/// this node first saw the request at that revision.
 struct ObservedRequest {
     revision: u64,
     first_seen: Duration,
@@ -60,9 +60,10 @@ impl ArchivingTakeover {
     }
 
     /// Takes over archivings whose coordinator's lease is over. Several daemons may try; the
-    /// compare-and-set lets one of them succeed. An archiving that failed is tried again after a
-    /// wait that grows with its failures, counted from when this node first saw it in this state.
-    /// Returns the archive requests that have no live coordinator, by key.
+    /// compare-and-set of the archive request lets one of them succeed. An archiving that failed is
+    /// tried again after a wait that grows with its failures. The wait begins when this node first
+    /// sees the request at its present revision. Returns, by key, the archive requests that have no
+    /// live coordinator or do not parse.
     async fn take_over_archivings(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,

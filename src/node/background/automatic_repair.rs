@@ -41,22 +41,24 @@ const SURVEY_INTERVAL: Duration = Duration::from_secs(10);
 const SURVEY_WAIT: u32 = 20;
 /// The same multiple when the list of nodes has changed or a repair has ended.
 const SOON_SURVEY_WAIT: u32 = 4;
-/// Number of failures in a row after which a step is left alone until the list of nodes or the parts
-/// that the step lacks change, or for [`SETTLED_WAIT`].
+/// Number of failures in a row after which a step is left alone until the list of nodes or the
+/// health of the step changes, but for at most [`SETTLED_WAIT`].
 const TRIES: u32 = 3;
-/// How long a step is left alone after that. A full disk gets room, and a broken link heals, without
-/// any change of the list of nodes.
+/// Maximum time for which a step is left alone after [`TRIES`] failures. A full disk may get room,
+/// or a broken link may heal, without any change of the list of nodes.
 const SETTLED_WAIT: Duration = Duration::from_secs(3600);
-/// Maximum number of degraded steps that are remembered, the worst ones. When these are repaired, a
-/// further survey finds more.
+/// Maximum number of degraded steps that a survey keeps: the first ones in the order of repair.
+/// When these are repaired, a further survey finds more.
 const MAX_DEGRADED: usize = 4096;
-/// Maximum number of degraded and of waiting steps that `status` names.
+/// Maximum number of degraded steps that the repair status names.
 const MAX_WORST: usize = 16;
+/// Maximum number of steps waiting for a retry that the repair status names.
 const MAX_WAITING: usize = 64;
 /// Number of events of a repair that may be queued.
 const EVENTS: usize = 64;
 
-/// One stripe at a time, so that the pauses hold for all of them.
+/// The options of an automatic repair. It repairs one stripe at a time, so that no stripe is worked
+/// on during a pause.
 const OPTIONS: RepairOptions =
     RepairOptions { mode: RepairMode::Repair, plan: RepairPlan::Chain, parallel: 1 };
 
@@ -68,9 +70,10 @@ struct Degraded {
     save: SaveId,
     saved_at: u64,
     health: StepHealth,
-    /// The time since which surveys find it degraded.
+    /// The time at which a survey first found the step degraded.
     since: Duration,
-    /// Whether the last survey could not judge it. It is not repaired then.
+    /// Whether the last survey could not determine the health of the step. Such a step is not
+    /// repaired.
     is_unknown: bool,
 }
 
@@ -81,14 +84,14 @@ impl Degraded {
     }
 }
 
-/// The list of nodes and the health of a step that is left alone until one of the two changes, or for
-/// some time.
+/// The list of nodes and the health of a step that is left alone until one of the two changes, or
+/// for some time.
 struct Settled {
     /// The version of the list of nodes.
     version: u64,
     /// The health of the step before the repair.
     health: StepHealth,
-    /// The time at which it is tried again all the same.
+    /// The time at which the step is tried again even without such a change.
     until: Duration,
 }
 
@@ -133,9 +136,10 @@ struct Rounds {
 struct Running {
     save: SaveId,
     task: JoinHandle<()>,
-    /// Cancelled to end it before its next stripe, plan or copy.
+    /// Cancelled to end the repair before its next stripe, plan or copy.
     stop: CancellationToken,
-    /// Number of losses that the step survived before it.
+    /// Number of node losses that the step survived before the repair; `None` if it could not be
+    /// read.
     survives: Option<u32>,
 }
 
@@ -223,7 +227,7 @@ impl AutomaticRepair {
             self.put_off(next.save);
             return Ok(());
         };
-        // The list is as old as the last survey.
+        // The list of degraded steps is as old as the last survey.
         rounds.set_health(next.save, health);
         if !health.is_degraded() {
             self.lock_ledger().wants_survey = true;
@@ -240,8 +244,8 @@ impl AutomaticRepair {
         Ok(())
     }
 
-    /// Reads the list of nodes. When it or the set of nodes that are given up has changed, steps whose
-    /// repair failed may be tried again, and the repair that runs is stopped.
+    /// Reads the list of nodes. When the list or the set of given-up nodes has changed, steps whose
+    /// repair failed may be tried again, and the running repair is stopped.
     async fn watch_nodes(&self, rounds: &mut Rounds) -> Result<Directory, CatalogueError> {
         let settings = &self.context.settings;
         let directory = Directory::read(&*self.context.catalogue()).await?;
@@ -470,13 +474,14 @@ impl AutomaticRepair {
                 return ledger.retries.forget_finished(*save);
             }
             Ok((_, Some(note))) => note,
-            // The step was removed, is to be archived or has another owner, or the repair was stopped.
+            // The step was removed, is to be archived or has another owner, or the repair was
+            // stopped.
             Err(error) if gives_way(&error) => {
                 return tracing::info!(%job, step = %number, %error, "an automatic repair ended early: after a lease period the step is tried again, if it is still degraded");
             }
             Err(error) => error.to_string(),
         };
-        tracing::warn!(%job, step = %number, why, "an automatic repair did not complete: it is tried again, and after {TRIES} failures when the nodes or the missing parts change, or after an hour");
+        tracing::warn!(%job, step = %number, why, "an automatic repair did not complete: it is tried again; after {TRIES} failures in a row only when the list of nodes or the health of the step changes, or after an hour");
         let now = self.context.clock.now();
         let tries = ledger.retries.record_failure(*save, (job, *number), now, why);
         if tries >= TRIES {
@@ -523,7 +528,8 @@ impl RepairLedger {
     }
 }
 
-/// Puts the steps in the order in which they are repaired, and forgets all but the first ones.
+/// Sorts the steps into the order in which they are repaired, and drops all but the first
+/// [`MAX_DEGRADED`].
 fn keep_worst(degraded: &mut Vec<Degraded>) {
     degraded.sort_by_key(Degraded::priority);
     degraded.truncate(MAX_DEGRADED);

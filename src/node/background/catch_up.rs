@@ -2,8 +2,8 @@
 //! nodes know of every save (docs/semantics.md, 2).
 //!
 //! Catching up only adds: it writes marks of committed saves, and adds the ids of removed saves to
-//! the removed-save set. It removes no file, except those of a save that is removed while its mark is
-//! written.
+//! the removed-save set. It removes no file, except those of a save that is removed while its mark
+//! is written.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ const PAGE_LIMIT: Duration = Duration::from_secs(20);
 /// witness for any save.
 const MAX_DAMAGED: usize = 4096;
 
-/// Longest wait between two tries to catch up.
+/// Longest wait between two tries to catch up, unless the scan interval is longer.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// The saves of which this node has an intact commit mark, and the codes that these marks name.
@@ -110,14 +110,15 @@ impl CatchUpRounds {
         call: CatchUp,
     ) -> Result<(), RemoteError> {
         trace_point(TracePoint::CatchUp, &self.context.settings.name);
-        // `remove-node` and `replace-node` need this node to store the ring change before they return.
+        // `remove-node` and `replace-node` need this node to store the ring change before they
+        // return.
         self.membership.fetch_and_store_members().await?;
         self.run_catch_up_round(call.without.as_ref()).await
     }
 
-    /// Runs one round of catching up, without asking the node `without`. The keys are read
-    /// before the removed-save sets: a removal that the catalogue forgets before its key is read is
-    /// in those sets by then.
+    /// Runs one round of catching up, without asking the node `without`. The catalogue's keys are
+    /// read before the removed-save sets of the other nodes. If the catalogue forgets a removal
+    /// before this round reads its key, the removal is in those sets by then.
     async fn run_catch_up_round(&self, without: Option<&PeerName>) -> Result<(), RemoteError> {
         let _alone = self.catching_up.begin_round().await;
         let catalogue = self.context.catalogue();
@@ -161,9 +162,9 @@ impl CatchUpRounds {
         Ok(())
     }
 
-    /// Writes a mark of each committed or decided save on this node, and records as removed each
-    /// save whose removal is under way, unless it was aborted. Returns the committed and decided
-    /// saves.
+    /// Writes a mark on this node of each committed or decided save that has none here. Records as
+    /// removed each save whose removal is under way, except aborted saves. Returns the committed
+    /// and decided saves.
     async fn mark_committed_and_record_removed(
         &self,
         catalogue: &dyn Catalogue,
@@ -255,9 +256,9 @@ impl CatchUpRounds {
     }
 
     /// Copies the removals that the other storage nodes know, except those of saves that were
-    /// `committed` when the steps were read: such a removal was undone by a rebuild, or began later
-    /// and will reach this node by itself. Returns the witnesses that reported all of their
-    /// removals and whose standing is the same afterwards as before.
+    /// `committed` when the steps were read: a rebuild has undone such a removal, or the removal
+    /// began later and its tombstone is sent to this node. Returns the witnesses that reported all
+    /// of their removals and whose standing is the same afterwards as before.
     async fn copy_removed_ids_from_witnesses(
         &self,
         witnesses: &[(NodeRecord, StandingAnswer)],
@@ -370,8 +371,8 @@ impl CatchUpRounds {
     }
 }
 
-/// Returns the wait before the next look at whether a round is due: at least `look`, which a long
-/// lease period makes longer than [`LONGEST_WAIT`].
+/// Returns the wait before the next check whether a round is due. The wait grows with `failures` up
+/// to [`LONGEST_WAIT`], and is never shorter than the scan interval `look`.
 fn wait_before_round(look: Duration, failures: u32) -> Duration {
     backoff(look, failures).min(LONGEST_WAIT).max(look)
 }

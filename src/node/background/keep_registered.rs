@@ -23,7 +23,8 @@ const LEAST_RENEWAL: Duration = Duration::from_millis(50);
 struct RegistrationProgress {
     /// The time of the last registration, and the id of the database that accepted it.
     last: Option<(Duration, DbId)>,
-    /// The database, and the revision of its list of nodes, that are stored.
+    /// The id of the database whose list of nodes and ring changes this node stored last, and
+    /// [`RegisterAnswer::members`] of that time.
     stored_members: Option<(DbId, u64)>,
     /// Whether the last try succeeded.
     is_registered: bool,
@@ -136,9 +137,9 @@ impl RegistrationRenewal {
         }
     }
 
-    /// After the first registration, and after one that follows failures, logs it and requests a full
-    /// scan for unreferenced files. After the first one, also makes a round of catching up due and
-    /// introduces this node to others.
+    /// After the first registration, and after one that follows failures, logs the registration and
+    /// requests a full scan for unreferenced files. After the first registration, also makes a
+    /// round of catching up due and introduces this node to others.
     fn start_work_after_registration(
         self: &Arc<Self>,
         answer: &RegisterAnswer,
@@ -164,8 +165,8 @@ impl RegistrationRenewal {
         !last_registered.is_some_and(is_safe)
     }
 
-    /// Introduces this node to some of the other nodes. They read the list of nodes seconds later,
-    /// and the catalogue may be down by then.
+    /// Introduces this node to some of the other nodes. Without this, they would learn of it only
+    /// when they next read the list of nodes, seconds later, and the catalogue may be down by then.
     async fn introduce_to_next_nodes(self: Arc<Self>) {
         let Ok(nodes) = self.context.catalogue().list_nodes().await else { return };
         let mut nodes: Vec<_> = nodes.into_iter().map(|view| view.node).collect();

@@ -21,14 +21,14 @@ use crate::node::retry_schedule::backoff;
 use crate::wire::calls::FindRemovedSaves;
 use crate::wire::{NodeAddress, RemoteError};
 
-/// Maximum number of saves without a step that are judged in one round.
+/// Maximum number of saves that no step's record names and that are judged in one round.
 const JUDGED_A_ROUND: usize = 16;
 /// Maximum number of nodes whose saves are compared in one round. The whole inventory of such a
 /// node is read.
 const COMPARED_A_ROUND: usize = 1;
 
-/// The nodes whose saves were compared with the catalogue of an epoch, and those of their saves
-/// that wait for a verdict.
+/// The nodes whose saves were compared with the catalogue of `epoch`, and the saves on them that
+/// wait for a verdict.
 #[derive(Default)]
 struct InventoryComparison {
     epoch: Epoch,
@@ -52,7 +52,7 @@ pub(in crate::node) enum RetainReason {
     /// A node has a commit mark of the save. A rebuild with the nodes that hold the rest of the
     /// save brings it back.
     Marked,
-    /// No node has a commit mark of the save, and nothing shows that the save was given up.
+    /// No node has a commit mark of the save, and nothing shows that the save was aborted.
     Unmarked,
     /// Not all nodes have reported yet whether they have a commit mark of the save.
     NotAllAsked,
@@ -74,7 +74,7 @@ impl fmt::Display for RetainReason {
     }
 }
 
-/// The position of the scan over the keys of shards: the last key read of each prefix.
+/// The position of the scan for stray keys: the last key read of each prefix.
 #[derive(Default)]
 struct StrayKeyScan {
     after: [Option<String>; 3],
@@ -86,12 +86,12 @@ enum OrphanVerdict {
     Retain(RetainReason),
 }
 
-/// The service that removes saves which no step has, and stray keys of the catalogue.
+/// The service that removes orphans, and stray keys of the catalogue.
 pub(in crate::node) struct OrphanGc {
     context: Arc<NodeContext>,
     inventory_reader: Arc<InventoryReader>,
     removal: Arc<SaveRemoval>,
-    /// The saves that no step has and that are kept.
+    /// The saves that no step's record names and that are kept, with the reasons.
     retained: Mutex<BTreeMap<SaveId, RetainReason>>,
 }
 
@@ -105,7 +105,7 @@ impl OrphanGc {
         Self { context, inventory_reader, removal, retained: Mutex::default() }
     }
 
-    /// Returns the saves that no step records and that are retained, with the reasons. Only the
+    /// Returns the saves that no step's record names and that are kept, with the reasons. Only the
     /// catalogue server knows them.
     pub(in crate::node) fn lock_retained(&self) -> MutexGuard<'_, BTreeMap<SaveId, RetainReason>> {
         self.retained.lock().unwrap_or_else(PoisonError::into_inner)
@@ -134,15 +134,15 @@ impl OrphanGc {
         }
     }
 
-    /// Compares the saves on each node with the catalogue: once, and again when a node has come
-    /// back to the list. A catalogue that was rebuilt without a node does not know what that node
-    /// holds.
+    /// Compares the saves on each node with the catalogue: once in an epoch, and again when the
+    /// node has come back to the list of nodes. A catalogue that was rebuilt without a node does
+    /// not know what that node holds.
     ///
     /// A save that no step's record names is an orphan if some node has recorded it as removed. If
-    /// all nodes report that they have no commit mark of it, it is an orphan in every epoch after the
-    /// first, because a rebuilt catalogue begins without the saves that were never decided. In the
-    /// first epoch nothing explains such a save, and it is kept. No save is removed merely because the
-    /// catalogue does not know it.
+    /// all nodes report that they have no commit mark of it, it is an orphan in every epoch after
+    /// the first, because a rebuilt catalogue begins without the saves that were never decided. In
+    /// the first epoch nothing explains such a save, and it is kept. No save is removed merely
+    /// because the catalogue does not know it.
     async fn find_and_record_orphans(
         &self,
         catalogue: &dyn Catalogue,
@@ -179,8 +179,9 @@ impl OrphanGc {
         Ok(())
     }
 
-    /// Compares the saves on a few nodes that have registered since the last comparison with the
-    /// saves of all steps. Saves that no step has wait for a verdict. Returns all storage nodes.
+    /// Compares the saves on up to [`COMPARED_A_ROUND`] nodes with the saves of all steps. It takes
+    /// nodes that were not compared yet or have registered anew since. Saves that no step's record
+    /// names wait for a verdict. Returns all storage nodes.
     async fn queue_saves_unknown_to_catalogue(
         &self,
         catalogue: &dyn Catalogue,
@@ -217,7 +218,7 @@ impl OrphanGc {
         Ok(storage)
     }
 
-    /// Keeps a save that no step has, and judges it again after a wait.
+    /// Keeps a save that no step's record names until it is judged again after a wait.
     fn retain_for_now(
         &self,
         save: SaveId,
@@ -233,9 +234,9 @@ impl OrphanGc {
         unknown.due = self.context.clock.now().saturating_add(wait);
     }
 
-    /// Removes the roots, states and joint records of saves that no step's record names, one page of
-    /// each per round. A gateway that was paused while it completed a shard may write such keys after
-    /// the save is removed and forgotten. The gateway removes them itself, unless it dies.
+    /// Removes the roots, states and joint records of saves that no step's record names, one page
+    /// of each per round. A gateway that was paused while it completed a shard may write such keys
+    /// after the save is removed and forgotten. The gateway removes them itself, unless it dies.
     async fn remove_stray_keys(
         &self,
         catalogue: &dyn Catalogue,
@@ -261,7 +262,7 @@ impl OrphanGc {
         let known = known_saves(catalogue).await?;
         for (save, key, entry) in found {
             if !known.contains(&save) {
-                tracing::info!(%save, key, "removing a stray key from the catalogue: no step has its save");
+                tracing::info!(%save, key, "removing a stray key from the catalogue: no step's record names its save");
                 catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
             }
         }

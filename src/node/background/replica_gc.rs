@@ -32,7 +32,8 @@ use crate::wire::calls::DropReplicas;
 /// stripes counts as one stripe.
 const LOOKED_AT: usize = 256;
 
-/// The position of the scan: behind this shard, or behind this stripe of it.
+/// The position of the scan: after this shard, or after this stripe of it. The default is the
+/// start.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct GcCursor {
     shard: Option<ShardId>,
@@ -55,7 +56,8 @@ pub(in crate::node) struct ReplicaGc {
     context: Arc<NodeContext>,
     shard_records: Arc<ShardRecords>,
     disk_space: Arc<DiskSpace>,
-    /// Whether the node has registered after its start or after failures, and may have missed orders.
+    /// Whether the node has registered after its start or after failures, and may have missed
+    /// orders.
     has_returned: AtomicBool,
 }
 
@@ -118,8 +120,8 @@ impl ReplicaGc {
         }
     }
 
-    /// Drops the unneeded files of these stripes, which all belong to one shard. A stripe whose files
-    /// cannot be dropped does not keep the others from being dropped. Returns the last error then.
+    /// Drops the unneeded files of these stripes, which all belong to one shard. If dropping fails
+    /// for one stripe, continues with the next stripe, and returns the last such error.
     async fn drop_unreferenced_files(&self, stripes: &[StripeId]) -> Result<(), RemoteError> {
         let Some(shard) = stripes.first().map(|stripe| stripe.shard) else { return Ok(()) };
         let catalogue = self.context.catalogue();
@@ -163,8 +165,8 @@ impl ReplicaGc {
         dropped
     }
 
-    /// Drops the files of a stripe by the receipt on this node, or by one that it fetches from
-    /// another node. Returns the number of files dropped.
+    /// Drops the files of a stripe that its receipt does not place on this node. If this node has
+    /// no receipt, fetches it from other nodes first. Returns the number of files dropped.
     async fn drop_files_fetching_missing_receipt(
         &self,
         catalogue: &dyn Catalogue,
@@ -181,7 +183,7 @@ impl ReplicaGc {
             dropped = self.shard_records.drop_replicas(call).await;
         }
         let mut files = dropped?.files;
-        // Pieces of the attempt are dropped only by the receipt that counts.
+        // Pieces of the attempt are dropped only on the evidence of the receipt that is valid now.
         let by = ReceiptFilter::OfAttempt(attempt);
         if self.context.run_on_store(move |store| has_unreferenced_file(store, stripe, by)).await?
             && let Some(counting) = self.find_complete_receipt(catalogue, stripe, archived).await?
@@ -191,8 +193,9 @@ impl ReplicaGc {
         Ok(files)
     }
 
-    /// Returns the receipt of the stripe that counts, if all pieces that it names are where it
-    /// says.
+    /// Returns the valid receipt of an archived stripe, if all pieces that it names are on the
+    /// nodes that it names, and none of these nodes is leaving or has left. Otherwise returns
+    /// `None`.
     async fn find_complete_receipt(
         &self,
         catalogue: &dyn Catalogue,
@@ -209,8 +212,8 @@ impl ReplicaGc {
 }
 
 /// Checks up to `max_stripes` stripes after the position `after`. Returns those with a file on this
-/// node that no receipt selected by `filter` accounts for, and the new position. After the last stripe
-/// that is the start.
+/// node that no receipt selected by `filter` accounts for, and the new position. After the last
+/// stripe, the new position is the start.
 fn scan_unreferenced_stripes(
     store: &Store,
     filter: ReceiptFilter,

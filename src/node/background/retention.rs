@@ -33,15 +33,16 @@ use crate::wire::policy::{PolicyAnswer, PolicyRule, PolicyWait};
 
 /// Maximum number of steps that are retired in one round.
 const RETIRED_AT_ONCE: usize = 8;
-/// Number of archivings on their first try from which on the policy begins no other. Archivings that
-/// have failed before do not count.
+/// The policy begins no archiving while there are this many archive requests that have not failed
+/// yet. Requests that have failed do not count.
 const MAX_OPEN_REQUESTS: usize = 4;
 /// Maximum number of steps whose shards are read in one round.
 const LOOKED_AT_ONCE: usize = 256;
 /// Maximum number of saves that are remembered as archived. Further ones are checked in every
 /// round.
 const MAX_ARCHIVED: usize = 131_072;
-/// Maximum number of waiting saves and archivings that `status` names.
+/// Maximum number of archivings and removals, together, that the policy's status names as waiting
+/// for a retry.
 const MAX_VIEWS: usize = 64;
 
 /// The options with which the policy archives.
@@ -57,11 +58,12 @@ pub(in crate::node) struct CheckpointCounts {
     pub(in crate::node) removing: u64,
 }
 
-/// The state between rounds that only saves work.
+/// The state that a round leaves to the next one to save work. Without it, rounds decide the same.
 #[derive(Default)]
 pub(in crate::node) struct RetentionCache {
     archived: HashSet<SaveId>,
-    /// The step at which the last round reached its limit of steps to read.
+    /// The step at which the last round reached its limit of steps to read. The next round reads
+    /// only later steps.
     cursor: Option<(Job, Step)>,
     archiving: Option<JoinHandle<()>>,
 }
@@ -171,7 +173,7 @@ impl Retention {
         let mut newer = count;
         let mut steps = KeyScan::of_prefix(catalogue, format!("{CHECKPOINTS}{job}/"));
         while let Some((key, entry)) = steps.next().await? {
-            // A record that does not parse is reported by the recovery, and its step stays as it is.
+            // Save recovery reports a record that does not parse. Its step stays as it is.
             let Ok(checkpoint) = parse_record::<Checkpoint>(&key, &entry.value) else { continue };
             let (Some((_, step)), Some(saved)) = (parse_checkpoint_key(&key), checkpoint.committed)
             else {
@@ -205,8 +207,8 @@ impl Retention {
         Ok(())
     }
 
-    /// Reads whether a step is archived already. If it is not, makes it the next step to archive. Does
-    /// nothing once the round has read as many steps as it may.
+    /// Reads whether a step is archived already. If it is not, makes it the next step to archive.
+    /// Does nothing once the round has read as many steps as it may.
     async fn choose_if_unarchived(
         &self,
         catalogue: &dyn Catalogue,
@@ -255,7 +257,8 @@ impl Retention {
         if !has_newer_steps(catalogue, step_ref, u64::from(keep_newest.max(1))).await? {
             return Ok(());
         }
-        // A label that is set from here on changes its record, and then nothing is retired.
+        // If a label is set from here on, the record that `guard` names changes, and nothing is
+        // retired.
         let (label, guard) = match find_label_to_keep(catalogue, step_ref, saved.save).await {
             Ok(found) => found,
             // The damaged record may have a label that keeps the step.
@@ -418,7 +421,8 @@ async fn has_newer_steps(
     let mut newer = 0;
     while newer < min_count {
         let Some((key, entry)) = steps.next().await? else { return Ok(false) };
-        // A step whose record does not parse does not count, so that more is kept.
+        // A step whose record does not parse is not counted, so that too few steps are retired
+        // rather than too many.
         let checkpoint = parse_record::<Checkpoint>(&key, &entry.value);
         newer += u64::from(checkpoint.is_ok_and(|checkpoint| checkpoint.committed.is_some()));
     }

@@ -3,9 +3,9 @@
 //!
 //! It scans all checkpoints several times in a lease period. It aborts an open save when the save's
 //! lease is over. A decided save or a removal has no lease. Its originator has one lease period,
-//! from when this daemon first saw it, to finish it. After that this daemon continues it in a task of
-//! its own, so that work that waits for unreachable nodes holds up no other work. All of this is safe
-//! to repeat, also by several daemons at once.
+//! from when this daemon first saw it, to finish it. After that this daemon continues it in a task
+//! of its own, so that work that waits for unreachable nodes holds up no other work. All of this is
+//! safe to repeat, also by several daemons at once.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -50,8 +50,8 @@ impl RecoveryState {
     }
 }
 
-/// Parses the record of a step. Returns `None` and adds the key to `damaged` if it does not parse: one
-/// damaged record must not end the recovery of all other steps. Logs a key that is not `known`.
+/// Parses the record of a step. Returns `None` and adds the key to `damaged` if it does not parse:
+/// one damaged record must not end the recovery of all other steps. Logs a key that is not `known`.
 fn parse_or_report(
     key: &str,
     value: &[u8],
@@ -190,7 +190,8 @@ impl SaveRecovery {
         Ok(survey)
     }
 
-    /// Notes the live nodes. Makes all removals due if there is a new one: they may wait for it.
+    /// Notes which nodes are live. If a node is live that was not live at the last scan, makes all
+    /// removals due: they may wait for that node.
     async fn note_live_nodes(
         &self,
         catalogue: &dyn Catalogue,

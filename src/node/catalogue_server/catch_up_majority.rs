@@ -19,15 +19,16 @@ use crate::wire::{NodeAddress, RemoteError};
 const CATCH_UP_LIMIT: Duration = Duration::from_secs(60);
 /// Maximum number of nodes that catch up at once.
 const AT_ONCE: usize = 32;
-/// Maximum number of nodes that failed to catch up and that a refusal names.
+/// Maximum number of failed nodes that a refusal names.
 const NAMED: usize = 8;
 
-/// Makes more than half of the storage nodes except `name` catch up and store the ring changes. They
-/// then still overlap with any majority that a reader without a catalogue asks. A node counts if it has
-/// caught up and, should `name` have a ring change, stores that change.
+/// Makes the storage nodes other than `name` catch up and store the ring changes. More than half of
+/// them must succeed: they then still overlap with any majority that a reader without a catalogue
+/// asks. A node succeeds if it has caught up and, if `name` has a ring change, has stored that
+/// change.
 ///
 /// # Errors
-/// Fails with kind `Unavailable` if half or fewer of these nodes count.
+/// Fails with kind `Unavailable` if half or fewer of these nodes succeed.
 pub(super) async fn catch_up_majority_without(
     context: &NodeContext,
     catalogue: &dyn Catalogue,

@@ -207,7 +207,7 @@ impl InventoryReader {
         Ok(Some((save, evidence)))
     }
 
-    /// Calls `visit` with each shard's part of a save on `node`.
+    /// Calls `visit` for each shard of `save` of which `node` holds anything.
     pub(in crate::node) async fn for_each_holding(
         &self,
         node: &NodeRecord,

@@ -119,8 +119,8 @@ pub(in crate::node) enum CatalogueServerError {
         "what nodes have of {job}/{step} is not known: a live node did not answer, or the step is changing; try again"
     )]
     StepNotSurveyed { job: Job, step: Step },
-    /// Too few of the other storage nodes report that they have no commit mark of a save: the node that
-    /// is to be removed may have one.
+    /// Too few of the other storage nodes report that they have no commit mark of a save: the node
+    /// that is to be removed may have one.
     #[error(
         "cannot tell without node {node} whether save {save} was committed: {unmarked} of {all} storage nodes report no commit mark, {needed} must{silent}"
     )]

@@ -31,8 +31,8 @@ impl MaintenanceCalls {
     /// Begins, prolongs or ends the maintenance of a node.
     ///
     /// # Errors
-    /// Fails with kind `NotFound` if the node is not registered, and with kind `Invalid` if the time
-    /// is too long.
+    /// Fails with kind `NotFound` if the node is not registered, and with kind `Invalid` if the
+    /// time is too long.
     pub(in crate::node) async fn set_maintenance(
         &self,
         call: SetMaintenance,
@@ -66,8 +66,8 @@ impl MaintenanceCalls {
 }
 
 /// Returns the nodes that are in maintenance at `now` (seconds since 1970), each with the remaining
-/// seconds. An end that is further away than the longest maintenance was written by a wrong clock,
-/// and counts as over.
+/// seconds. A maintenance whose end is further away than the longest maintenance counts as over,
+/// because a wrong clock has written it.
 ///
 /// # Errors
 /// If the catalogue does not answer.

@@ -23,7 +23,8 @@ const MISSED_ROUNDS: u32 = 2;
 /// Wait between two rounds while the catalogue is read-only.
 const READ_ONLY_ROUND: Duration = Duration::from_millis(500);
 
-/// Maximum number of nodes outside the database that a new catalogue server asks in a round.
+/// Maximum number of nodes that introduced themselves but are not in the database, and that a new
+/// catalogue server asks in a round.
 const MAX_STRANGERS: usize = 16;
 
 /// The service that lets the catalogue change only while a majority of the storage nodes obeys it.
@@ -71,11 +72,13 @@ impl MajorityChecks {
         }
     }
 
-    /// Asks the nodes in the database for their epochs. If a node has noted a later epoch or another
-    /// database of this epoch, notes that, and this server steps down. It also steps down if a node has
-    /// heard of a later revision of this database. Claims the epoch on the nodes that have not heard of
-    /// it: otherwise a daemon on a new disk would serve an empty catalogue beside this one. Returns
-    /// whether more than half of the storage nodes obey this catalogue, or there are none.
+    /// Asks the nodes in the database which epoch, database and revision they have noted. If a node
+    /// has noted a later epoch, or another database of this epoch, records a later epoch on this
+    /// node, which makes this server step down. This server also steps down if a node has heard of
+    /// a later revision of this database. Claims this epoch on the nodes that have not noted it
+    /// with this database: otherwise a daemon on a new disk would serve an empty catalogue beside
+    /// this one. Returns whether more than half of the storage nodes obey this catalogue, or the
+    /// database has no storage nodes.
     pub(in crate::node) async fn claim_majority_or_step_down(
         &self,
         local: &LocalCatalogue,
@@ -147,8 +150,8 @@ impl MajorityChecks {
 
     /// Steps down if this server was created on a new disk beside another catalogue of the cluster.
     /// Returns whether it did. Nodes that look for the catalogue introduce themselves here; the
-    /// server asks them as long as no other node has registered with it. Later such a node is no
-    /// evidence: its own catalogue may be the newer one.
+    /// server asks them as long as no other node has registered with it. After that, a node that
+    /// knows another catalogue proves nothing: the catalogue of this server may be the newer one.
     async fn step_down_if_new_beside_another(
         &self,
         local: &LocalCatalogue,

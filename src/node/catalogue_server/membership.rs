@@ -35,10 +35,11 @@ pub(in crate::node) struct Membership {
     context: Arc<NodeContext>,
     /// The nodes that introduced themselves since the list was stored.
     introduced: Mutex<BTreeMap<PeerName, NodeRecord>>,
-    /// The ring changes that were found when the members were last discovered, on this node and on all
-    /// nodes that answered.
+    /// The ring changes that were found when the members were last discovered, on this node and on
+    /// all nodes that answered.
     heard_changes: Mutex<RingChanges>,
-    /// Held while the list of nodes is read and stored, so that an older one is not stored last.
+    /// Held while the list of nodes is read and stored, so that an older list does not replace a
+    /// newer one.
     storing: tokio::sync::Mutex<()>,
 }
 
@@ -114,8 +115,8 @@ impl Membership {
         answers
     }
 
-    /// Reads the list of nodes and the ring changes from the catalogue, and stores both on this node, to
-    /// be used when no catalogue answers.
+    /// Reads the list of nodes and the ring changes from the catalogue, and stores both on this
+    /// node, to be used when no catalogue answers.
     pub(in crate::node) async fn fetch_and_store_members(&self) -> Result<(), RemoteError> {
         let _alone = self.storing.lock().await;
         let met_before: Vec<PeerName> = {
@@ -166,8 +167,8 @@ impl Membership {
         met.values().cloned().collect()
     }
 
-    /// Returns the ring changes that this node and `nodes` store, and the nodes whose answer failed. A
-    /// node of a version without ring changes stores none.
+    /// Returns the ring changes that this node and `nodes` store, and the nodes whose answer
+    /// failed. A node whose program does not know ring changes counts as storing none.
     pub(in crate::node) async fn collect_ring_changes(
         &self,
         nodes: &[NodeRecord],
@@ -198,7 +199,8 @@ impl Membership {
         (found, failed)
     }
 
-    /// Returns the ring changes that this node stores, and those that it has heard of from other nodes.
+    /// Returns the ring changes that this node stores, and those that it has heard of from other
+    /// nodes.
     pub(in crate::node) async fn list_stored_and_heard_ring_changes(
         &self,
     ) -> Result<RingChanges, RemoteError> {
@@ -208,8 +210,9 @@ impl Membership {
         Ok(found)
     }
 
-    /// Returns all nodes that this node or any reached node has heard of, and the answers of those that
-    /// were reached. Remembers the ring changes that they store: this node may have missed some.
+    /// Returns all nodes that this node or any reached node has heard of, and the answers of those
+    /// that were reached. Remembers the ring changes that they store: this node may have missed
+    /// some.
     pub(in crate::node) async fn discover_members(
         &self,
     ) -> Result<(Vec<NodeRecord>, Vec<(NodeRecord, HelloAnswer)>), RemoteError> {

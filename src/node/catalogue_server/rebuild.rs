@@ -36,7 +36,7 @@ use crate::wire::calls::{
 use crate::wire::order::Codec;
 use crate::wire::{NodeAddress, RemoteError};
 
-/// Maximum number of entries in each list of an answer.
+/// Maximum number of incomplete steps, and maximum number of damaged stripes, that an answer lists.
 const MAX_LISTED: usize = 1000;
 
 /// A rebuild under way, after its epoch was claimed.
@@ -46,9 +46,9 @@ struct Rebuild<'a> {
     sources: &'a [NodeRecord],
     /// The nodes of the new catalogue.
     members: &'a [NodeRecord],
-    /// The storage nodes among them.
+    /// The ids of the storage nodes among `members`.
     listed: BTreeSet<NodeId>,
-    /// The ring changes of all nodes that were read.
+    /// The merged ring changes of all nodes that were read.
     changes: &'a RingChanges,
     accept_loss: bool,
 }
@@ -61,7 +61,7 @@ struct ReadInventory {
 }
 
 /// The service that rebuilds a lost catalogue. It also answers claims of an epoch, and creates and
-/// opens catalogue databases, here and for a move.
+/// opens catalogue databases for rebuilds and moves.
 pub(in crate::node) struct CatalogueRebuild {
     context: Arc<NodeContext>,
     membership: Arc<Membership>,
@@ -81,7 +81,7 @@ impl CatalogueRebuild {
     }
 
     /// Locks out rebuilds and moves of the catalogue on this node. Returns the guard, or `None` if
-    /// one is under way.
+    /// a rebuild or a move is under way.
     pub(in crate::node) fn try_lock_changes(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
         self.change_lock.try_lock().ok()
     }
@@ -128,8 +128,8 @@ impl CatalogueRebuild {
         let generation = Generation { epoch, counter: 0 };
         let reached = keep_nodes_with_seen_epoch(heard);
         ensure_storage_node_known(&members)?;
-        // The inventory is checked once before an epoch is claimed: if steps cannot be brought
-        // back, that is no reason to end an epoch.
+        // The inventory is checked once before an epoch is claimed. If steps cannot be brought
+        // back, the rebuild fails here, and the present epoch goes on.
         drop(self.read_inventory(&members, &reached, generation, accept_loss).await?);
 
         // The database is created before the claim: if there is no room for it, no epoch is
@@ -170,15 +170,16 @@ impl CatalogueRebuild {
         let local = self.open_local_catalogue(database, epoch).await?;
         let is_on_list = |node: &&NodeRecord| rebuild.listed.contains(&NodeId::of(&node.name));
         let claimed_count = rebuild.sources.iter().filter(is_on_list).count();
-        // If no majority has recorded the claim, the other nodes may still obey another catalogue, which
-        // accepts changes.
+        // If no majority has recorded the claim, the other nodes may still obey another catalogue,
+        // which accepts changes.
         local.set_read_only(claimed_count < majority(rebuild.listed.len()));
         self.context.catalogue_server.start_serving(local);
         tracing::warn!(%epoch, steps = answer.steps, "the rebuilt catalogue is served");
         Ok(answer)
     }
 
-    /// Reads what the `reached` nodes have and, unless `accept_loss` is set, checks that it suffices.
+    /// Reads what the `reached` nodes have and, unless `accept_loss` is set, checks that it
+    /// suffices.
     ///
     /// # Errors
     /// If a node cannot be read to the end. Without `accept_loss`, also as
@@ -200,8 +201,8 @@ impl CatalogueRebuild {
         match accept_loss {
             true => Ok(read),
             false => {
-                // More than half of the nodes have each ring change. A node whose ring changes could
-                // not be read does not count as reached.
+                // More than half of the nodes have each ring change. A node whose ring changes
+                // could not be read does not count as reached.
                 let mut reached = reached.to_vec();
                 reached.retain(|node| !failed.contains(&node.name));
                 self.check_inventory_suffices(&read, members, &reached).map(|()| read)
@@ -227,9 +228,9 @@ impl CatalogueRebuild {
         Err(refusal.into())
     }
 
-    /// Writes the entries of the new database: nodes, ring changes, steps with their shards, pending
-    /// removals and orphans. Before a step is written, its missing commit marks are written on the nodes.
-    /// Counts the steps, shards and damaged stripes in `answer`. Returns the writer.
+    /// Writes the entries of the new database: nodes, ring changes, steps with their shards,
+    /// pending removals and orphans. Before a step is written, its missing commit marks are written
+    /// on the nodes. Counts the steps, shards and damaged stripes in `answer`. Returns the writer.
     async fn write_database_and_missing_marks(
         &self,
         rebuild: &Rebuild<'_>,
@@ -263,11 +264,12 @@ impl CatalogueRebuild {
         Ok(writer)
     }
 
-    /// Writes missing commit marks of the step, and checks that a majority of the listed storage nodes
-    /// have one then. A rebuild that accepts losses does without the majority.
+    /// Writes missing commit marks of the step, and checks that a majority of the listed storage
+    /// nodes have one then. A rebuild that accepts losses does without the majority.
     ///
     /// # Errors
-    /// [`CatalogueServerError::TooFewCommitMarks`] if half or fewer have one and no loss was accepted.
+    /// [`CatalogueServerError::TooFewCommitMarks`] if half or fewer have one and no loss was
+    /// accepted.
     async fn put_marks_and_require_majority(
         &self,
         rebuild: &Rebuild<'_>,
@@ -313,8 +315,8 @@ impl CatalogueRebuild {
         Ok(Arc::new(self.context.workers.run(open).await??))
     }
 
-    /// Claims `epoch` for the catalogue database `db_id`, on this node and on `reached`. Returns the
-    /// nodes among `reached` that recorded the claim.
+    /// Claims `epoch` for the catalogue database `db_id`, on this node and on `reached`. Returns
+    /// the nodes among `reached` that recorded the claim.
     ///
     /// # Errors
     /// Fails with kind `Fenced` if a node refuses the epoch, and any failure of this node.
@@ -487,7 +489,8 @@ impl CatalogueRebuild {
     }
 }
 
-/// Returns the code of a stripe whose archiving began and has not ended.
+/// Returns the code of a stripe whose archiving began and has not ended; it ends when the replicas
+/// are dropped.
 fn code_of_unfinished_archiving(state: StripeState) -> Option<CodeId> {
     match state {
         StripeState::Archiving { code, .. }
@@ -518,9 +521,9 @@ pub(in crate::node) fn unreached_storage_nodes<'a>(
     members.iter().filter(move |node| node.storage && !is_reached(node))
 }
 
-/// Changes *leaving* to *left* for each node that is not on the latest list of nodes. A node is taken
-/// off the list only after it has left, but some nodes may store the older state. The state of a node
-/// that was reached stays: the node may have registered again after that list was made.
+/// Changes *leaving* to *left* for each node that is not on the latest list of nodes. A node is
+/// taken off the list only after it has left, but some nodes may store the older state. The state
+/// of a node that was reached stays: the node may have registered again after that list was made.
 fn mark_removed_nodes_left(
     mut changes: RingChanges,
     standings: &[(NodeRecord, StandingAnswer)],
@@ -545,8 +548,8 @@ fn ensure_storage_node_known(members: &[NodeRecord]) -> Result<(), RemoteError> 
 }
 
 /// Returns the first shard whose receipts leave a doubt and whose ring misses more nodes than the
-/// code tolerates, and the nodes that are missing. A node that was reached is missing, too, if it holds
-/// nothing of the shard but its mark.
+/// code tolerates, and the nodes that are missing. A node that was reached is missing, too, if it
+/// holds nothing of the shard but its mark.
 fn find_doubtful_shard<'a>(
     inventory: &'a ClusterInventory,
     directory: &Directory,

@@ -29,10 +29,11 @@ use crate::topology::Directory;
 use crate::wire::RemoteError;
 use crate::wire::calls::{NodeView, RemoveNode};
 
-/// Maximum number of attempts. An attempt begins anew when the node returns or its successors change.
+/// Maximum number of attempts. An attempt begins anew when the node returns or its successors
+/// change.
 const MAX_ATTEMPTS: usize = 10;
-/// Maximum number of times that the saves are listed and surveyed, while some of them are pending or
-/// changing.
+/// Maximum number of times that the saves are listed and surveyed, while some of them are pending
+/// or changing.
 const MAX_PASSES: usize = 30;
 /// The wait before the saves are listed again.
 const PASS_WAIT: Duration = Duration::from_secs(2);
@@ -54,9 +55,9 @@ struct SaveRef {
 /// The saves that may use the node that is being removed.
 #[derive(Default)]
 struct Saves {
-    /// The committed saves that name the node in a ring, or have it as a successor.
+    /// The committed saves with a ring that names the node, or that has it as a successor.
     committed: BTreeSet<SaveRef>,
-    /// The open and decided saves that name the node.
+    /// The open and decided saves with such a ring.
     naming: BTreeSet<SaveRef>,
     /// The open saves whose ring only their clients know.
     unknown: BTreeSet<SaveRef>,
@@ -85,11 +86,11 @@ impl NodeRemoval {
     /// Takes a node off the list of nodes, and out of the rings that name it.
     ///
     /// # Errors
-    /// Fails with kind `Busy` while the node is live, keeps changing, or may be used by a save that is
-    /// under way, and while only the node may know whether a save was committed; with kind `Exists`
-    /// while something of a checkpoint is missing without the node; with kind `Unavailable` if too few
-    /// of the other nodes catch up or answer; and with kind `NotFound` if the node is neither on the
-    /// list nor in a ring.
+    /// Fails with kind `Busy` while the node is live, keeps changing, or may be used by a save that
+    /// is under way, and while only the node may know whether a save was committed; with kind
+    /// `Exists` while something of a checkpoint is missing without the node; with kind
+    /// `Unavailable` if too few of the other nodes catch up or answer; and with kind `NotFound` if
+    /// the node is neither on the list nor in a ring.
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.context.catalogue(), call.name);
         let key = format!("{NODES}{name}");
@@ -118,7 +119,8 @@ impl NodeRemoval {
                 Some(entry) => {
                     trace_point(TracePoint::Unlist, &name);
                     let set = catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
-                    // On a conflict, the node has registered anew, or another caller has removed it.
+                    // On a conflict, the node has registered anew, or another caller has removed
+                    // it.
                     matches!(set, SetOutcome::Set(_))
                 }
             };
@@ -130,8 +132,8 @@ impl NodeRemoval {
         Err(CatalogueServerError::NodeChanging { node: name, attempts: MAX_ATTEMPTS }.into())
     }
 
-    /// Records the node as leaving, checks that nothing is missing without it, and then records it as
-    /// left. Returns `false` if the node came back meanwhile, or if its successors changed.
+    /// Records the node as leaving, checks that nothing is missing without it, and then records it
+    /// as left. Returns `false` if the node came back meanwhile, or if its successors changed.
     async fn leave_rings(
         &self,
         catalogue: &dyn Catalogue,
@@ -150,9 +152,10 @@ impl NodeRemoval {
         Ok(matches!(outcome, SetOutcome::Set(_)))
     }
 
-    /// Checks that the nodes that stay have all parts of the committed saves. Waits for the saves
-    /// under way that name the node, for those that were open `before` it was recorded as leaving, and
-    /// for those that change.
+    /// Checks that nothing is missing without the node of the committed saves whose rings have it.
+    /// Waits for the open and decided saves whose rings have it, for the saves in `before` while
+    /// they are open and their rings are unknown, and for committed saves that cannot be surveyed
+    /// yet.
     async fn wait_until_complete_without(
         &self,
         catalogue: &dyn Catalogue,
@@ -178,7 +181,8 @@ impl NodeRemoval {
             } else if unsettled.is_none() {
                 return Ok(());
             }
-            // Further saves may have ended during the survey, so the list is read once more.
+            // Further saves may have been committed during the survey, so the list is read once
+            // more.
         }
         saves.refuse_if_pending()?;
         match unsettled {
@@ -189,8 +193,8 @@ impl NodeRemoval {
         }
     }
 
-    /// Checks that the nodes that stay have all parts of the save. Returns `false` if this could not
-    /// be determined, because a node did not answer or the step is changing.
+    /// Checks that nothing of the save is missing without the node. Returns `false` if this could
+    /// not be determined, because a node did not answer or the step is changing.
     ///
     /// # Errors
     /// Fails with kind `Exists` if something is missing.
@@ -221,7 +225,7 @@ impl NodeRemoval {
     ///
     /// # Errors
     /// Fails with kind `Busy` if only the node may know whether a save was committed, and with kind
-    /// `Exists` if the rings without the node have too few nodes.
+    /// `Exists` if a ring without the node has too few live storage nodes.
     async fn list_saves(&self, name: &PeerName) -> Result<Saves, RemoteError> {
         let (catalogue, node) = (self.context.catalogue(), NodeId::of(name));
         let catalogue = &*catalogue;
@@ -257,9 +261,9 @@ impl NodeRemoval {
         Ok(saves)
     }
 
-    /// Refuses while an orphan may have been committed and only the node `name` may have its mark. An
-    /// orphan was not committed if enough other storage nodes report no commit mark: the remaining
-    /// nodes are then no majority, and a save is published only with marks on a majority.
+    /// Refuses while an orphan may have been committed and only the node `name` may have its mark.
+    /// An orphan was not committed if enough other storage nodes report no commit mark: the
+    /// remaining nodes are then no majority, and a save is published only with marks on a majority.
     async fn refuse_if_mark_unknown(
         &self,
         catalogue: &dyn Catalogue,
@@ -361,7 +365,8 @@ async fn is_in_ring(
     Ok(is_named)
 }
 
-/// Returns the ring of an open save of a launch. Only the client of another save knows its ring.
+/// Returns the ring of an open joint save. Returns `None` for any other open save: only its client
+/// knows its ring.
 async fn read_joint_ring(
     catalogue: &dyn Catalogue,
     save: SaveId,

@@ -28,8 +28,8 @@ const ASK_LIMIT: Duration = Duration::from_secs(5);
 /// The number of missing parts of a step, and the number of node losses that it survives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::node) struct StepHealth {
-    /// Number of nodes that may be lost, whichever they are; `None` if a stripe cannot be read, or if no
-    /// node has the leaves of a shard or the record of a stripe.
+    /// Number of nodes that may be lost, whichever they are; `None` if a stripe cannot be read, or
+    /// if no node has the leaves of a shard or the record of a stripe.
     pub(in crate::node) survives: Option<u32>,
     /// Whether an archived stripe can still be read, but survives no further loss.
     pub(in crate::node) is_urgent: bool,
@@ -56,7 +56,8 @@ impl StepHealth {
         self.missing > 0 || self.records > 0
     }
 
-    /// Reduces the losses that the step survives to those of a part of it.
+    /// Lowers the number of losses that the step survives to `survives`, the number for one stripe
+    /// or record of it, if that is lower.
     fn limit_losses(&mut self, survives: Option<usize>) {
         let survives = survives.map(|losses| u32::try_from(losses).unwrap_or(u32::MAX));
         self.survives = self.survives.min(survives);
@@ -67,8 +68,8 @@ impl StepHealth {
 #[derive(Debug, Clone)]
 pub(in crate::node) struct StepSurvey {
     pub(in crate::node) health: StepHealth,
-    /// The stripes of which something is missing, by shard. A shard of which only its own records are
-    /// missing is here without stripes.
+    /// The stripes of which something is missing, by shard. A shard of which only its own records
+    /// are missing is here without stripes.
     pub(in crate::node) stripes: StripesByShard,
 }
 
@@ -76,8 +77,8 @@ pub(in crate::node) struct StepSurvey {
 #[derive(Debug, Clone)]
 pub(in crate::node) enum SurveyOutcome {
     Known(StepSurvey),
-    /// A live node did not answer, the state of a shard changed meanwhile, or a record of a shard does
-    /// not parse.
+    /// A live node did not answer, the state of a shard changed meanwhile, or a record of a shard
+    /// does not parse.
     Unknown,
     /// The save was removed.
     Gone,
@@ -144,8 +145,9 @@ struct NodeAnswer {
 }
 
 impl ShardSurveyor<'_> {
-    /// Asks the live nodes of the ring for what they have, and adds what is missing. Returns `false` if
-    /// one of them did not answer, or if the shard's records contradict each other.
+    /// Asks the live nodes of the ring for what they have, and adds what is missing to `survey`.
+    /// Returns `false` if one of the nodes did not answer, or if the shard's records contradict
+    /// each other.
     async fn survey_stripes(
         &mut self,
         state: &ShardState,
@@ -160,7 +162,8 @@ impl ShardSurveyor<'_> {
                 add_shard_records(self.root.shard, &answers, survey);
             }
             let page = states.by_ref().take(STRIPES_PER_SURVEY as usize).collect();
-            // The search for survivable losses may take long for wide codes.
+            // The search for survivable losses may take long for wide codes, so it runs on a worker
+            // thread.
             let nothing = StepSurvey { health: StepHealth::WHOLE, stripes: StripesByShard::new() };
             let (root, known) = (self.root.clone(), std::mem::replace(survey, nothing));
             let known_losses = std::mem::take(cache);
@@ -171,9 +174,10 @@ impl ShardSurveyor<'_> {
         true
     }
 
-    /// Returns what the live nodes of the ring have of a page of stripes, or `None` if one of them
-    /// does not answer. If one has not answered before with this directory, returns `None` at once: its
-    /// lease ends soon, or it hangs, and each call would take its whole time.
+    /// Returns what the live nodes of the ring have of a page of stripes, or `None` if one of the
+    /// nodes does not answer. Returns `None` at once if one of them left an earlier call with this
+    /// directory unanswered: it is down or hangs, and each further call would take its whole time
+    /// limit.
     async fn ask_nodes(&self, first: u32) -> Option<Vec<NodeAnswer>> {
         let directory = self.directory;
         let storage: BTreeSet<NodeId> = directory.storage().into_iter().collect();
@@ -245,8 +249,8 @@ struct SurveyedStripe<'a> {
     root: &'a ShardRoot,
     cut: StripeCut,
     state: StripeState,
-    /// The answers of the nodes that have anything of it, each with whether the node is to store
-    /// data.
+    /// The answers of the nodes that have anything of the stripe, each with whether the node is to
+    /// store data.
     nodes: Vec<(bool, StripeSurvey)>,
 }
 
@@ -340,8 +344,8 @@ impl SurveyedStripe<'_> {
             };
             self.nodes.iter().map(|(_, held)| share(held)).collect()
         };
-        // Replicas of an archived stripe may be dropped at any time. They count only if the pieces
-        // do not suffice.
+        // Replicas of an archived stripe may be dropped at any time. They are taken into account
+        // only if the blocks cannot be computed from the pieces alone.
         let survives = cache
             .survivable_losses(wanted.clone(), Some(code), shares(false))
             .or_else(|| cache.survivable_losses(wanted, Some(code), shares(true)));

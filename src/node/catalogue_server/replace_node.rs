@@ -34,9 +34,10 @@ impl NodeReplacement {
     ///
     /// # Errors
     /// Fails with kind `NotFound` if the successor is not registered, or the node is neither
-    /// registered nor in a ring; with kind `Invalid` if the two are the same or the successor stores
-    /// no data; with kind `Exists` if there are too many ring changes or successors; and with kind
-    /// `Unavailable` if the successor is not live or is leaving itself, or too few nodes catch up.
+    /// registered nor in a ring; with kind `Invalid` if the two are the same or the successor
+    /// stores no data; with kind `Exists` if there are too many ring changes or successors; and
+    /// with kind `Unavailable` if the successor is not live or is leaving itself, or too few nodes
+    /// catch up.
     pub(in crate::node) async fn replace_node(&self, call: ReplaceNode) -> Result<(), RemoteError> {
         let ReplaceNode { node, successor } = call;
         let catalogue = self.context.catalogue();
@@ -85,8 +86,8 @@ async fn is_in_any_ring(catalogue: &dyn Catalogue, name: &PeerName) -> Result<bo
     Ok(false)
 }
 
-/// Records a node as leaving, with a further successor, if any. The state *left* is kept. Returns the
-/// ring change and its revision.
+/// Records a node as leaving, with a further successor, if any. The state *left* is kept. Returns
+/// the ring change and its revision.
 ///
 /// # Errors
 /// Fails with kind `Exists` if there are too many ring changes or successors.

@@ -26,8 +26,9 @@ enum ServingState {
     NotServing(Option<String>),
     /// The daemon should have a database and has none. With the reason.
     Missing(String),
-    /// The daemon has a database. After a restart or a transfer it is read-only until enough nodes have
-    /// reported that no other catalogue has begun. A new or rebuilt one accepts changes at once.
+    /// The daemon has a database. After a restart or a transfer it is read-only until enough nodes
+    /// have reported that no other catalogue has begun. A new one accepts changes at once; so does
+    /// a rebuilt one if a majority of the storage nodes has recorded its epoch.
     Serving(Arc<LocalCatalogue>),
 }
 
@@ -43,13 +44,13 @@ fn lost_with_disk(witness: &dyn fmt::Display) -> String {
 }
 
 impl CatalogueServer {
-    /// Opens the database of this daemon. If there is none, one is created only if `new_catalogue` says
-    /// so and the data folder has never seen an epoch. Returns the server, whether or not it
-    /// serves a catalogue. With a full disk, or a database that is lost, incomplete, damaged or older
-    /// than `seen_epoch`, it serves none.
+    /// Opens the database of this daemon. If there is none, one is created only if `new_catalogue`
+    /// says so and the data folder has never seen an epoch. Returns the server, whether or not it
+    /// serves a catalogue. With a full disk, or a database that is lost, incomplete, damaged or
+    /// older than `seen_epoch`, it serves none.
     ///
     /// # Errors
-    /// If the database cannot be created, or cannot be opened for another reason than these.
+    /// If the database cannot be created, or cannot be opened for any other reason.
     pub(in crate::node) fn open_or_create(
         maps: Arc<dyn CatalogueStorage>,
         new_catalogue: &NewCatalogue,
@@ -157,16 +158,16 @@ impl CatalogueServer {
         *self.lock_state() = ServingState::NotServing(Some(why));
     }
 
-    /// Steps down because the database was removed under the running daemon. The open database would
-    /// answer for as long as the process lives, but nothing that is written to it would last.
+    /// Steps down because the database was removed under the running daemon. The open database
+    /// would answer for as long as the process lives, but nothing that is written to it would last.
     pub(super) fn step_down_as_lost(&self) {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; rebuild it with `rapidraid catalogue rebuild`";
         tracing::error!(why, "this daemon stops serving the catalogue");
         *self.lock_state() = ServingState::Missing(why.to_owned());
     }
 
-    /// Steps down because the catalogue here was created on a new disk, and `node` belongs to another
-    /// one.
+    /// Steps down because the catalogue here was created on a new disk, and `node` belongs to
+    /// another one.
     pub(super) fn step_down_as_new(&self, node: &PeerName) {
         let why = lost_with_disk(node);
         tracing::error!(why, "this daemon stops serving the catalogue");

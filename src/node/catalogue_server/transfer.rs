@@ -173,9 +173,10 @@ impl CatalogueTransfer {
     /// which any node has heard.
     ///
     /// # Errors
-    /// Fails with kind `Busy` if this node has not noted that catalogue yet, with kind `Fenced` if a
-    /// node has heard of a later one, and with kind `Unavailable` if half or fewer of the storage nodes
-    /// answer: without more than half, this daemon could change nothing afterwards.
+    /// Fails with kind `Busy` if this node has not noted that catalogue yet, with kind `Fenced` if
+    /// a node has heard of a later catalogue or of another one of the same epoch, and with kind
+    /// `Unavailable` if half or fewer of the storage nodes answer: without more than half, this
+    /// daemon could change nothing afterwards.
     async fn check_and_choose_epoch(&self, old_server: &NodeAddress) -> Result<Epoch, RemoteError> {
         let (members, heard) = self.membership.discover_members().await?;
         let hello = self.context.caller.call(old_server, &Hello { me: None }).await?;

@@ -1,4 +1,4 @@
-//! The begin of a save: a code and nodes are chosen, and the step's record names the save
+//! Beginning a save: a code and nodes are chosen, and the step's record then names the save
 //! (docs/semantics.md, 3.1).
 
 use std::collections::HashSet;
@@ -26,10 +26,10 @@ use crate::wire::calls::{BeginLaunchSave, BeginSave, BeginSaveAnswer};
 /// Maximum number of pending removals of one step.
 const MAX_REMOVING: usize = 32;
 
-/// The fate of the save that was under way for a step when another save of it begins.
+/// The fate of the save that was under way for a step when another save of that step begins.
 pub(super) enum EarlierSave {
     None,
-    /// A duplicate of the call has opened the save already.
+    /// The save under way is the caller's: an earlier copy of the same call has opened it.
     IsThisOne {
         generation: Generation,
         lease: LeaseId,
@@ -43,9 +43,9 @@ pub(super) enum EarlierSave {
 /// A client that is about to open a save.
 #[derive(Clone, Copy)]
 pub(super) struct SaveCaller<'a> {
-    /// The id of its save, if it has drawn one.
+    /// The id of the client's save, if the client has drawn one.
     pub(super) save: Option<SaveId>,
-    /// The launch of its save, if it belongs to one.
+    /// The launch that the save belongs to, if any.
     pub(super) launch: Option<&'a AdmittedLaunch>,
 }
 
@@ -74,8 +74,8 @@ impl SaveGateway {
         Self { context, removal }
     }
 
-    /// Opens a save that belongs to no launch: chooses its code and its nodes, and grants it a lease.
-    /// Returns all that the client needs to send blocks.
+    /// Opens a save that belongs to no launch: chooses its code and its nodes, and grants it a
+    /// lease. Returns all that the client needs to send blocks.
     pub(in crate::node) async fn begin_save(
         self: &Arc<Self>,
         call: BeginSave,
@@ -122,7 +122,7 @@ impl SaveGateway {
     }
 
     /// Returns the code of a new save, as (n, k), and the nodes that it may use: the live storage
-    /// nodes, without those to avoid if a code fits without them.
+    /// nodes, without those in `avoid` if enough others are left for a code.
     pub(super) async fn choose_code_and_nodes(
         &self,
         avoid: &[NodeId],
@@ -154,15 +154,15 @@ impl SaveGateway {
         Err(GatewayError::TooFewStorageNodes { live: live_nodes, needed }.into())
     }
 
-    /// Opens the save under `lease`. Returns its generation and its lease. If a duplicate of this
-    /// call has opened it already, that is the other call's lease.
+    /// Opens the save under `lease`. Returns its generation and its lease. If an earlier copy of
+    /// this call has opened the save already, the returned lease is the one of that call.
     ///
     /// # Errors
     /// [`GatewayError::StepCommitted`] if the step is committed; [`GatewayError::StepBeingSaved`]
     /// if another client saves it; [`GatewayError::SaveOver`] if the save is over;
     /// [`GatewayError::TooManyRemovals`] if too many removals of the step are pending;
-    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch may not
-    /// save the step.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch may
+    /// not save the step.
     async fn open_save(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,

@@ -73,8 +73,8 @@ impl CommittedSteps {
     /// Removes a committed step for a launch. Otherwise as [`remove_step`](Self::remove_step).
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is not the
-    /// newest one of the job.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is
+    /// not the newest one of the job.
     pub(in crate::node) async fn remove_launch_step(
         self: &Arc<Self>,
         call: RemoveLaunchStep,
@@ -232,8 +232,8 @@ impl CommittedSteps {
     }
 
     /// Returns the nodes of the cluster. A node that asks is answered only from the catalogue
-    /// database that this daemon serves. A client may also receive the members known to this
-    /// daemon.
+    /// database that this daemon serves. A client gets the nodes from the catalogue or, if none
+    /// answers, the members that this daemon knows.
     pub(in crate::node) async fn list_nodes(
         self: &Arc<Self>,
         caller_role: Role,
@@ -251,8 +251,9 @@ impl CommittedSteps {
         }
     }
 
-    /// Returns the ring changes of the catalogue or, if none answers, those that this node stores or has
-    /// heard of from other nodes. If the call wants only the stored ones, returns these.
+    /// Returns the ring changes of the catalogue or, if none answers, those that this node stores
+    /// or has heard of from other nodes. If the call asks only for stored ones, returns those that
+    /// this node stores.
     pub(in crate::node) async fn list_ring_changes(
         &self,
         call: ListRingChanges,

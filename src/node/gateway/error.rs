@@ -41,7 +41,8 @@ pub(in crate::node) enum GatewayError {
     /// The launch is not known: it never registered, or the catalogue was rebuilt.
     #[error("launch {launch} of job {job} is not registered: it may save no step")]
     LaunchUnregistered { launch: LaunchId, job: Job },
-    /// A launch that was registered before has been overtaken by another one.
+    /// A launch that registers again was overtaken: another launch has committed a later step than
+    /// its resume point.
     #[error(
         "launch {launch} of job {job} is over: launch {other} has committed step {step}, which launch {launch} has not loaded"
     )]
@@ -54,8 +55,8 @@ pub(in crate::node) enum GatewayError {
         "the fields of the root of shard {shard} contradict each other or exceed a limit: client and daemon may be of different versions"
     )]
     RootInconsistent { shard: ShardName },
-    /// A node of a shard's ring is not registered, or is leaving and not live: it may have left since the
-    /// save began. Another save gets another ring.
+    /// A node of a shard's ring is not registered, or is leaving and not live: it may have left
+    /// since the save began. Another save gets another ring.
     #[error(
         "node {node} of the ring of shard {shard} is not registered or is about to leave: save again"
     )]
@@ -75,7 +76,7 @@ pub(in crate::node) enum GatewayError {
     /// Two shards of the save have one name.
     #[error("two shards of save {save} are called {shard}: give each shard a name of its own")]
     ShardNamesEqual { shard: ShardName, save: SaveId },
-    /// A writer of a joint save contradicts what the save is.
+    /// A writer's call contradicts the record of its joint save, or exceeds a limit.
     #[error(
         "writer {writer} contradicts the save of {job}/{step}: {reason}; start the job again on all hosts"
     )]

@@ -1,5 +1,5 @@
-//! Saves of several writers: joining a save, the reports of writers, and the list of completed shards
-//! (docs/semantics.md, 3).
+//! Saves of several writers: joining a save, the reports of writers, and the list of completed
+//! shards (docs/semantics.md, 3).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,17 +29,17 @@ use crate::wire::calls::{
     CompletedShards, JoinSave, JoinSaveAnswer, JoinedSave, ListCompletedShards, WriterReport,
 };
 
-/// How often the joint record of an open save is looked for, and the pause between two looks. It is
-/// written right after the step's record.
+/// Number of times that the joint record of an open save is looked for, and the pause between two
+/// looks. The joint record is written right after the step's record, and may not be there yet.
 const RECORD_LOOKS: (u32, Duration) = (20, Duration::from_millis(50));
 
 /// The fate of the save that was under way for a step when a writer joins.
 enum EarlierJoint {
-    /// The writer's launch has it open, and the writer has joined it.
+    /// The save belongs to the writer's launch, and the writer has joined it.
     Joined(JoinSaveAnswer),
-    /// It was decided, and is committed now.
+    /// The save was decided, and is committed now.
     Published,
-    /// There was none, or it can no longer be completed and is removed.
+    /// There was no save, or the save can no longer be completed and is removed.
     Ended(Option<Removing>),
 }
 
@@ -126,9 +126,9 @@ impl SaveGateway {
         }
     }
 
-    /// Records the report of the writer if the step has an open save of its launch that can still be
-    /// completed. Otherwise ends the save under way, if there is one: publishes it if it is decided, and
-    /// returns the entry of its removal if not.
+    /// Records the report of the writer if the step has an open save of its launch that can still
+    /// be completed. Otherwise takes the save under way, if there is one, out of `checkpoint`:
+    /// publishes it if it is decided, or returns the entry of its removal if it may be aborted.
     async fn resolve_earlier(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -141,7 +141,7 @@ impl SaveGateway {
         {
             return Ok(match self.record_report(catalogue, call, joint, &removing).await? {
                 Some(answer) => EarlierJoint::Joined(answer),
-                // Its lease or its epoch is over, or a node of its ring is gone.
+                // The lease or the epoch of the save is over, or a node of its ring is gone.
                 None => EarlierJoint::Ended(Some(removing)),
             });
         }
@@ -179,8 +179,9 @@ impl SaveGateway {
         })
     }
 
-    /// Returns the record of the step's open save if it is one of the caller's launch, with the
-    /// entry by which the save would be removed. Waits for a record that is about to be written.
+    /// Returns the joint record of the step's open save if the save belongs to the caller's launch,
+    /// with the entry by which the save would be removed. Waits for a while if the joint record is
+    /// not written yet.
     async fn find_own_open_save(
         &self,
         catalogue: &dyn Catalogue,
@@ -207,8 +208,8 @@ impl SaveGateway {
         Ok(None)
     }
 
-    /// Records the report of a writer in the joint record of an open save. Returns the answer to the
-    /// writer, or `None` if the save can no longer be completed.
+    /// Records the report of a writer in the joint record of an open save. Returns the answer to
+    /// the writer, or `None` if the save can no longer be completed.
     async fn record_report(
         &self,
         catalogue: &dyn Catalogue,
@@ -244,7 +245,7 @@ impl SaveGateway {
     }
 
     /// Lists the completed shards of an open save from number `first` on, and says whether the save
-    /// is open, committed or over.
+    /// is open, committed or over. Publishes the save first if it is decided.
     pub(in crate::node) async fn list_completed_shards(
         self: &Arc<Self>,
         call: ListCompletedShards,
@@ -274,7 +275,7 @@ impl SaveGateway {
 }
 
 /// Enters the report of a writer into the record. Returns whether that has changed it. A report on
-/// another save has no effect: the writer learns the current one.
+/// another save has no effect: the answer names the present save.
 fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteError> {
     if joint.writers.len() != call.writers as usize {
         let (has, says) = (joint.writers.len(), call.writers);
@@ -295,7 +296,7 @@ fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteEr
             if shards != known {
                 return Err(unfit(call, format!("it announced {known} shards, and now {shards}")));
             }
-            // A writer that was restarted counts anew.
+            // A writer that was restarted counts its sent bytes anew.
             WriterState::Announced { shards, sent_mib }
         }
     };
@@ -316,8 +317,8 @@ fn unfit(call: &JoinSave, reason: String) -> RemoteError {
 }
 
 /// Returns the answer to a writer whose launch has no open save of the step, or `None` if a save is
-/// to be opened. The launch may have committed the step. A writer that reports on a save learns that
-/// the save is over.
+/// to be opened. If the launch has committed the step, the answer says so. If the writer reports on
+/// a save, the answer says that the save is over.
 ///
 /// # Errors
 /// [`GatewayError::StepCommitted`] if another save is committed and is not to be replaced.

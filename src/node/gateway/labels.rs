@@ -24,8 +24,8 @@ impl CommittedSteps {
     ///
     /// # Errors
     /// [`GatewayError::StepNotCommitted`] if nothing is committed as the step;
-    /// [`GatewayError::StepLabelledLate`] if another save is; [`GatewayError::TooManyLabels`] if the
-    /// save has as many labels as it may.
+    /// [`GatewayError::StepLabelledLate`] if another save of the step is committed;
+    /// [`GatewayError::TooManyLabels`] if the save has as many labels as it may.
     pub(in crate::node) async fn label_step(
         self: &Arc<Self>,
         call: LabelStep,
@@ -103,8 +103,9 @@ async fn require_committed(
     }
 }
 
-/// Returns a label of a committed save that no newer committed save of the job has, or `None`. A save
-/// with such a label is not retired. Also returns the condition that the save's labels are unchanged.
+/// Returns a label of a committed save that no committed save of a later step of the job has, or
+/// `None`. A save with such a label is not retired. Also returns the condition that the save's
+/// labels are unchanged.
 pub(in crate::node) async fn find_label_to_keep(
     catalogue: &dyn Catalogue,
     step_ref: StepRef<'_>,

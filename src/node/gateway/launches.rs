@@ -25,14 +25,16 @@ use crate::wire::calls::{AbortSave, LaunchClaim, LaunchView, ListLaunches, Regis
 pub(super) struct AdmittedLaunch {
     launch: LaunchId,
     order: LaunchOrder,
-    /// The condition for a change that the launch makes.
+    /// The condition for changes that the launch makes: the order of the job's launches is
+    /// unchanged.
     pub(super) guard: Guard,
 }
 
 impl SaveGateway {
-    /// Registers a launch as the newest one of its job, or confirms that it is and lowers its resume
-    /// point. Then publishes the decided saves of later steps than the resume point, and aborts the
-    /// open saves that older launches have of such steps. Repeating it is safe.
+    /// Registers a launch as the newest one of its job. If it is the newest one already, lowers its
+    /// resume point if the call names an earlier one. Then publishes the decided saves of later
+    /// steps than the resume point, and aborts the open saves that older launches have of such
+    /// steps. Repeating it is safe.
     ///
     /// # Errors
     /// [`GatewayError::LaunchReplaced`] if a newer launch has registered;
@@ -72,9 +74,9 @@ impl SaveGateway {
         self.end_older_saves(&*catalogue, &call).await
     }
 
-    /// Publishes the decided saves of later steps than the launch's resume point, so that it finds
-    /// all of them committed. Aborts the open saves that other launches have of such steps. The other
-    /// launches are older as long as this one is the newest.
+    /// Publishes the decided saves of later steps than the launch's resume point, so that the
+    /// launch finds all of them committed. Aborts the open saves that other launches have of such
+    /// steps. The other launches are older as long as this one is the newest.
     async fn end_older_saves(
         self: &Arc<Self>,
         catalogue: &dyn Catalogue,
@@ -110,7 +112,7 @@ impl SaveGateway {
                 }
             };
             let Err(error) = ended else { continue };
-            // Another daemon may have ended the save meanwhile.
+            // Another daemon may have published or aborted the save meanwhile.
             let now = read_record::<Checkpoint>(catalogue, &key).await?;
             if now.is_some_and(|(now, _)| now.writing.as_ref() == Some(&writing)) {
                 return Err(error);
@@ -232,7 +234,8 @@ impl AdmittedLaunch {
     }
 }
 
-/// Checks the claim of a launch that is not in `order` to be the newest one.
+/// Checks whether a launch that is not in `order` may register as the newest one, by the claim in
+/// its call.
 async fn check_claim(
     catalogue: &dyn Catalogue,
     call: &RegisterLaunch,
@@ -247,8 +250,8 @@ async fn check_claim(
                 false => Err(replaced(&call.job, call.launch, order).into()),
             }
         }
-        // The order lists only the last launches. Once it has dropped some, this launch may be one of
-        // those, and is then older than the newest.
+        // The order lists only the last launches. Once it has dropped some, this launch may be one
+        // of those, and is then older than the newest.
         LaunchClaim::Again
             if order.newest().is_some_and(|newest| newest.number > MAX_LAUNCHES as u64) =>
         {
@@ -258,8 +261,8 @@ async fn check_claim(
     }
 }
 
-/// Refuses a launch if another one has committed a later step than its resume point, and the newest
-/// of these steps is not its own.
+/// Refuses a launch that was overtaken. Of the committed steps after its resume point, the last one
+/// that belongs to any launch decides: it must be one of this launch.
 async fn refuse_if_overtaken(
     catalogue: &dyn Catalogue,
     call: &RegisterLaunch,
@@ -277,7 +280,7 @@ async fn refuse_if_overtaken(
         let last = shard_root_key(saved.save, saved.shards.saturating_sub(1));
         let root = read_record::<ShardRoot>(catalogue, &last).await?;
         match root.and_then(|(root, _)| launch_of_index(&root.name)) {
-            // A save of no launch says nothing.
+            // A save that belongs to no launch proves nothing.
             None => {}
             Some(launch) if launch == call.launch => return Ok(()),
             Some(other) => {

@@ -11,7 +11,8 @@ use crate::node::quorum::{Quorum, TooFewNodes};
 use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
 
-/// How long a snapshot of the nodes' commit marks serves the further pages of an answer.
+/// How long a snapshot of the nodes' commit marks is kept after its collection, to serve calls that
+/// waited for it and further pages of an answer.
 const SNAPSHOT_LASTS: Duration = Duration::from_secs(5);
 
 /// A snapshot of the nodes, and of the committed steps that they have marks of.
@@ -33,8 +34,8 @@ impl MarkSnapshot {
             .map_err(|too_few| GatewayError::NoQuorum { reason: too_few.to_string() }.into())
     }
 
-    /// Checks `heard` like [`check_quorum`](Self::check_quorum), but counts the nodes of `excluded` as
-    /// missing.
+    /// Checks `heard` like [`check_quorum`](Self::check_quorum), but counts the nodes of `excluded`
+    /// as missing.
     pub(super) fn check_quorum_without(
         &self,
         heard: &[NodeRecord],
@@ -59,10 +60,11 @@ pub(super) enum Cursor {
 #[derive(Clone)]
 pub(super) struct Freshness {
     /// The time at which the call arrived. A snapshot whose collection began later has every save
-    /// whose commit was reported before the call, and none whose removal was.
+    /// whose commit was reported before the call, and no save whose removal was reported before the
+    /// call.
     pub(super) asked_at: Duration,
-    /// The cursor of a call for a further page. The snapshot that gave the page before serves it,
-    /// too.
+    /// The cursor of a call for a further page. The snapshot that gave the page before serves this
+    /// call, too.
     pub(super) cursor: Option<Cursor>,
 }
 
@@ -74,21 +76,21 @@ pub(super) struct SnapshotCache {
     pub(super) collecting: tokio::sync::Mutex<()>,
 }
 
-/// The result of a collection, the times at which it began and ended, and how often a catalogue had
-/// answered before it began.
+/// The result of a collection, the times at which it began and ended, and the number of times that
+/// a catalogue had answered before it began.
 pub(super) struct CachedSnapshot {
     pub(super) started_at: Duration,
     pub(super) ended_at: Duration,
     pub(super) catalogue_answers: u64,
     pub(super) result: Result<Arc<MarkSnapshot>, RemoteError>,
-    /// The ends of the pages that were answered from it.
+    /// The ends of the pages that were answered from this snapshot.
     pub(super) cursors: BTreeSet<Cursor>,
 }
 
 impl SnapshotCache {
-    /// Returns the result of the last collection if it is recent enough: it began after the call,
-    /// or it gave the page before and no catalogue has answered since. `catalogue_answers` is how
-    /// often one has answered by `now`.
+    /// Returns the result of the last collection if it is recent enough: it began after the call
+    /// arrived, or it gave the page before and no catalogue has answered since. `catalogue_answers`
+    /// is the number of times that a catalogue has answered by `now`.
     pub(super) fn get(
         &self,
         freshness: &Freshness,

@@ -74,8 +74,8 @@ async fn describe(
     })
 }
 
-/// Returns the writers that have not announced their shards. When all have, returns those that have
-/// not completed theirs.
+/// Returns the writers that have not announced their shards. If all have announced theirs, returns
+/// the writers that have not completed theirs.
 fn find_late_writers(joint: &JointSave, complete: &BTreeSet<u32>) -> Vec<u32> {
     let unknown = joint.unknown_writers();
     if !unknown.is_empty() {

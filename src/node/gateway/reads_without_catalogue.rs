@@ -37,9 +37,9 @@ use crate::wire::{NodeAddress, RemoteError};
 const SAVE_LASTS: Duration = Duration::from_secs(60);
 /// How long a reader waits for a catalogue to answer the probe.
 const CATALOGUE_LIMIT: Duration = Duration::from_secs(3);
-/// How long no other probe is made after one that failed.
+/// How long after a failed probe no other probe is made.
 const PROBE_PAUSE: Duration = Duration::from_secs(5);
-/// The key read to find out whether a catalogue answers. It does not exist.
+/// The key that is read to find out whether a catalogue answers. No catalogue has it.
 const PROBE: &str = "probe";
 /// Time limit for one page of marks.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
@@ -66,14 +66,15 @@ struct CollectedSave {
     committed: Arc<Committed>,
 }
 
-/// The service that answers reads while no catalogue does.
+/// The service that answers reads while no catalogue answers.
 pub(in crate::node) struct OutageReader {
     context: Arc<NodeContext>,
     fencing: Arc<Fencing>,
     membership: Arc<Membership>,
     inventory_reader: Arc<InventoryReader>,
     snapshots: SnapshotCache,
-    /// The time at which the last probe failed, and how often a catalogue had answered by then.
+    /// The time at which the last probe failed, and the number of times that a catalogue had
+    /// answered by then.
     failed_probe: Mutex<Option<(Duration, u64)>>,
     collected_save: tokio::sync::Mutex<Option<CollectedSave>>,
 }
@@ -97,8 +98,9 @@ impl OutageReader {
         }
     }
 
-    /// Runs `catalogue_read`. Returns its result, or `None` if no catalogue answers, or none
-    /// answered the last registration or a probe a moment ago.
+    /// Runs `catalogue_read` if a catalogue answers. Returns its result. Returns `None` if no
+    /// catalogue answers; if none answered the last registration or a recent probe, returns `None`
+    /// without asking.
     pub(in crate::node) async fn read_if_catalogue_answers<T>(
         &self,
         catalogue_read: impl Future<Output = Result<T, RemoteError>>,
@@ -199,8 +201,8 @@ impl OutageReader {
     }
 
     /// Returns the state of a shard according to the receipts, or `None` if its save is not
-    /// committed. The caller found no way to read in the state that it knew, so an answer collected
-    /// before this call is not used: it could be the same state.
+    /// committed. The caller found no way to read in the state that it knew, so evidence collected
+    /// before this call is not used: it could give the same state.
     pub(in crate::node) async fn read_shard_state_from_receipts(
         self: &Arc<Self>,
         call: GetShardState,
@@ -215,7 +217,8 @@ impl OutageReader {
         Ok(shard.map(|shard| shard.state.clone()))
     }
 
-    /// Returns the members that this node knows, with those marked live that answer.
+    /// Returns the members that this node and the nodes it reaches know. A member is live if it
+    /// answers.
     pub(in crate::node) async fn list_members_with_liveness(
         self: &Arc<Self>,
     ) -> Result<Vec<NodeView>, RemoteError> {
@@ -224,7 +227,8 @@ impl OutageReader {
         Ok(members.into_iter().map(|node| NodeView { live: live(&node), node }).collect())
     }
 
-    /// Returns the ring changes that this node has heard of.
+    /// Returns the ring changes that this node stores, and those that it has heard of from other
+    /// nodes.
     pub(in crate::node) async fn list_stored_and_heard_ring_changes(
         &self,
     ) -> Result<RingChanges, RemoteError> {
@@ -232,7 +236,8 @@ impl OutageReader {
     }
 
     /// Returns the cached snapshot if it is recent enough, or takes a new one. The work runs in a
-    /// task of its own, so that the other waiting calls get its result even if this call is cancelled.
+    /// task of its own, so that the other waiting calls get its result even if this call is
+    /// cancelled.
     async fn get_or_take_snapshot(
         self: &Arc<Self>,
         freshness: Freshness,
@@ -274,8 +279,8 @@ impl OutageReader {
         let (members, hellos) = self.membership.discover_members().await?;
         let storage = hellos.iter().map(|(node, _)| node.clone()).filter(|node| node.storage);
         let mut standings = fetch_standings(&self.context, &storage.collect::<Vec<_>>()).await;
-        // An empty node proves nothing. It reports that it is behind, unless its program is too old to
-        // report a standing. Then it is recognised here: it has seen no epoch.
+        // An empty node proves nothing. It reports that it is behind, unless its program is too old
+        // to report a standing. Then it is recognised here: it has seen no epoch.
         let been_here = keep_nodes_with_seen_epoch(hellos.clone());
         standings.retain(|(node, answer)| {
             answer.standing != Standing::Unknown
@@ -321,9 +326,9 @@ impl OutageReader {
         Ok(look)
     }
 
-    /// Reads the marks of all nodes in `snapshot.heard`, and removes from it the nodes that do not give
-    /// all of theirs. Returns the marked saves that no node has recorded as removed, and the saves
-    /// of which only damaged marks were seen.
+    /// Reads the marks of all nodes in `snapshot.heard`, and removes from `snapshot.heard` the
+    /// nodes that do not return all of their marks. Returns the marked saves that no node has
+    /// recorded as removed, and the saves of which only damaged marks were seen.
     async fn read_unremoved_marks(
         &self,
         snapshot: &mut MarkSnapshot,
@@ -358,7 +363,7 @@ impl OutageReader {
             let known = removed.len();
             removed.extend(self.fetch_removed_among_marked(snapshot, &marked, &damaged).await);
             // If a step was replaced meanwhile, its new mark may be on a node that was read before.
-            // Read again unless this round found no further removal.
+            // If this round found a further removal, all marks are read again.
             if removed.len() == known {
                 marked.retain(|save, _| !removed.contains(save));
                 damaged.retain(|save, _| !removed.contains(save));
@@ -397,9 +402,9 @@ impl OutageReader {
         }
     }
 
-    /// Returns which of the marked saves some node has recorded as removed. A reported removal has
-    /// left a tombstone or a removed-save entry on one of the nodes heard. A node that does not
-    /// answer is removed from `snapshot.heard`.
+    /// Returns which of the marked saves some node has recorded as removed. A removal that was
+    /// confirmed to its caller has left a tombstone or a removed-save entry on at least one of the
+    /// nodes that were heard. A node that does not answer is removed from `snapshot.heard`.
     async fn fetch_removed_among_marked(
         &self,
         snapshot: &mut MarkSnapshot,

@@ -64,7 +64,8 @@ impl SaveRemoval {
     }
 
     /// Makes `save` invisible, if it is the committed save of the step, by one compare-and-set.
-    /// From then on it is being removed. Returns what the step's record says about it.
+    /// From then on the save is being removed. Returns what the step's record then says about the
+    /// save.
     pub(in crate::node) async fn unpublish(
         &self,
         step_ref: StepRef<'_>,
@@ -84,12 +85,12 @@ impl SaveRemoval {
         Ok(found)
     }
 
-    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, for a launch that is the newest
-    /// one of the job.
+    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, for a launch that is the
+    /// newest one of the job.
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is not the
-    /// newest one.
+    /// [`GatewayError::LaunchReplaced`] or [`GatewayError::LaunchUnregistered`] if the launch is
+    /// not the newest one.
     pub(super) async fn unpublish_for_launch(
         &self,
         step_ref: StepRef<'_>,
@@ -106,9 +107,9 @@ impl SaveRemoval {
         }
     }
 
-    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, if the key of `guard` has its
-    /// revision in the same moment. Returns `None` if that or the step's record has changed, so that
-    /// nothing was done.
+    /// Makes `save` invisible as [`unpublish`](Self::unpublish) does, if the key of `guard` still
+    /// has the revision of `guard` at that moment. Returns `None`, and changes nothing, if that key
+    /// or the step's record has changed.
     pub(in crate::node) async fn unpublish_if(
         &self,
         step_ref: StepRef<'_>,
@@ -132,7 +133,7 @@ impl SaveRemoval {
         Ok(matches!(set.await?, RecordSetOutcome::Set(_)).then_some(outcome))
     }
 
-    /// Carries out one removal of a save of a step, as far as it can go now. Returns its progress.
+    /// Carries out the removal of a save of a step, as far as possible now. Returns its progress.
     /// Repeating it is safe.
     pub(in crate::node) async fn advance_removal(
         &self,
@@ -146,7 +147,7 @@ impl SaveRemoval {
             // marks.
             self.unpublish(step_ref, entry.save, entry.reason).await?;
             // Earlier committed saves of the step come first. Without tombstones, their marks would
-            // speak for the step as soon as the marks of the newer save are gone.
+            // make them look committed as soon as the marks of the newer save are gone.
             for older in self.find_older_removals(step_ref, entry).await? {
                 self.unpublish(step_ref, older.save, older.reason).await?;
                 self.fence_and_put_tombstones(&what, &older).await?;
@@ -160,8 +161,8 @@ impl SaveRemoval {
         Ok(RemovalOutcome { answer, is_complete })
     }
 
-    /// Removes a save that no step records, as far as it can go now. Returns whether all nodes have
-    /// purged it.
+    /// Removes a save that no step's record names, as far as possible now. Returns whether all
+    /// nodes have purged it.
     pub(in crate::node) async fn advance_orphan_removal(
         &self,
         entry: &Removing,
@@ -201,8 +202,8 @@ impl SaveRemoval {
         Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
     }
 
-    /// Fences the shards and writes tombstones to all storage nodes. Returns the nodes that have
-    /// one, with the directory they were looked up in.
+    /// Fences the shards and writes tombstones to all storage nodes. Returns the directory of the
+    /// nodes, and the nodes that have a tombstone.
     ///
     /// # Errors
     /// [`GatewayError::TombstonesMissing`] if too few nodes have a tombstone.
@@ -308,8 +309,8 @@ impl SaveRemoval {
             read_record::<Checkpoint>(catalogue, &key).await?
         {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
-            // As in `advance_removal`, a rebuilt catalogue may list the save as committed. No node has
-            // anything of the save now.
+            // As in `advance_removal`, a rebuilt catalogue may list the save as committed. No node
+            // has anything of the save now.
             checkpoint.committed.take_if(|saved| saved.save == entry.save);
             let value = if checkpoint == Checkpoint::default() {
                 None
@@ -358,7 +359,7 @@ fn move_to_removing(
 }
 
 /// Records that the catalogue no longer knows every removal. Nodes that catch up from now on ask
-/// the other nodes (docs/semantics.md, 2).
+/// the other nodes for removals (docs/semantics.md, 2).
 pub(in crate::node) async fn record_removal_history_incomplete(
     catalogue: &dyn Catalogue,
 ) -> Result<(), RemoteError> {
@@ -374,7 +375,8 @@ fn unconfirmed_storage_nodes(directory: &Directory, confirmed: &[NodeId]) -> Vec
     missing.filter_map(|node| directory.peer_name(node)).collect()
 }
 
-/// Fences a shard permanently. Returns its last generation; the lowest one if the shard has no state.
+/// Fences a shard permanently. Returns its last generation; the lowest one if the shard has no
+/// state.
 async fn fence_shard_for_deletion(
     catalogue: &dyn Catalogue,
     shard: ShardId,

@@ -174,8 +174,8 @@ impl SaveGateway {
         generation: Generation,
     ) -> Result<Saved, RemoteError> {
         let roots = list_shard_roots(&*self.context.catalogue(), call.save).await?;
-        // Every checkpoint has a shard. Without this check, a commit of zero shards would decide a
-        // save that has just been opened.
+        // Every checkpoint has at least one shard. Without this check, a commit of zero shards
+        // would decide a save that has just been opened.
         let complete = call.shards > 0
             && roots.len() == call.shards as usize
             && (0..)
@@ -270,8 +270,8 @@ impl SaveGateway {
         let (shard, cluster) = (root.name.clone(), self.context.settings.cluster);
         let mark = CommitMark { cluster, saved: saved.clone(), root };
         let call = PutMark { bytes: mark.to_bytes()?, epoch };
-        // A silent node would cost a timeout for each shard of the save. It is asked only if its mark
-        // is needed.
+        // A silent node would cost a timeout for each shard of the save. It is asked only if its
+        // mark is needed.
         let (silent, others): (Vec<_>, Vec<_>) =
             ring.into_iter().partition(|node| directory.is_silent(*node));
         let (mut marked, mut missed) = self.put_marks(directory, &others, &call).await;
@@ -288,8 +288,8 @@ impl SaveGateway {
     }
 
     /// Writes marks of a save's first shard to nodes that have no mark of the save, until more than
-    /// half of the storage nodes have one. A reader without a catalogue asks as many
-    /// (docs/semantics.md, 2).
+    /// half of the storage nodes have one. A reader without a catalogue asks more than half of
+    /// them, too, and so finds a mark (docs/semantics.md, 2).
     ///
     /// # Errors
     /// [`GatewayError::MajorityMarksMissing`] if too few nodes have a mark.
@@ -360,7 +360,8 @@ impl SaveGateway {
     /// Aborts an open save and starts its removal. Does nothing if the step does not have the save.
     ///
     /// # Errors
-    /// [`GatewayError::SaveDecided`] if the save is decided or committed, or was so before its removal.
+    /// [`GatewayError::SaveDecided`] if the save is decided or committed, or was committed before
+    /// its removal.
     pub(in crate::node) async fn abort_save(
         self: &Arc<Self>,
         call: AbortSave,
@@ -368,8 +369,8 @@ impl SaveGateway {
         self.abort_save_for(call, None).await
     }
 
-    /// Aborts an open save as [`abort_save`](Self::abort_save) does. With a launch, fails unless this
-    /// launch is the newest one of the job.
+    /// Aborts an open save as [`abort_save`](Self::abort_save) does. With a `launch`, fails if that
+    /// launch is not the newest one of the job.
     pub(super) async fn abort_save_for(
         self: &Arc<Self>,
         call: AbortSave,

@@ -43,9 +43,9 @@ const MAX_STREAM_HEADER_BYTES: usize = 64;
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum length of a short request. Short requests have a memory share of their own.
 const SHORT_REQUEST_BYTES: usize = 64 << 10;
-/// Calls whose requests may be longer, because their content grows with the blocks of a stripe or the
-/// stripes of a shard. All others are short: a list takes many times its encoded length when it is
-/// parsed.
+/// Calls whose requests may be longer, because their content grows with the blocks of a stripe or
+/// the stripes of a shard. The requests of all other calls must be short: a list takes many times
+/// its encoded length in memory when it is parsed.
 const LONG_CALLS: &[u8] = &[
     PutRecord::NUMBER,
     PutLeaves::NUMBER,
@@ -178,7 +178,7 @@ impl RpcServer {
             return served.refuse(too_long.into()).await;
         }
         if *who == AllowedCaller::Nodes && served.peer.role != Role::Node {
-            tracing::warn!(peer = %served.peer, call = name, "refused: a node's call by a client");
+            tracing::warn!(peer = %served.peer, call = name, "refused a call that only nodes may make: the peer is a client");
             let denied = RpcError::CallerNotNode { call: name, client: served.peer.name.clone() };
             return served.refuse(denied.into()).await;
         }

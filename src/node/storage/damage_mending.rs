@@ -33,8 +33,8 @@ use crate::units::grains;
 use crate::wire::RemoteError;
 use crate::wire::calls::{ListSources, SourceView, VerifyFile};
 
-/// Maximum number of replicas that wait to be mended, and of files that wait to be checked. Others
-/// are queued when they are reported again.
+/// Maximum number of replicas that wait to be mended, and maximum number of files that wait to be
+/// checked. Further ones are queued when they are reported again.
 const MAX_WAITING: usize = 4096;
 /// Maximum number of times that the sources of a block are looked up again after the known ones
 /// have failed.
@@ -51,7 +51,7 @@ const MAX_MEND_FAILURES: u32 = 9;
 /// The queues of a node: files to check and damaged replicas to mend.
 #[derive(Default)]
 pub(in crate::node) struct MendQueue {
-    /// Held during a check. Checks read whole files, and a later one must not overtake an earlier
+    /// Held during a check. Checks read whole files, and a later check must not overtake an earlier
     /// one.
     check_lock: Arc<tokio::sync::Mutex<()>>,
     mends: Mutex<BTreeMap<(StripeId, u8), QueuedMend>>,
@@ -69,7 +69,7 @@ struct QueuedMend {
 }
 
 impl MendQueue {
-    /// Queues a replica that was reported. It is due at once.
+    /// Queues a replica that was reported as damaged. It is due at once.
     fn queue_replica(&self, stripe: StripeId, block: u8) {
         self.insert_with_earliest_due(
             stripe,
@@ -102,7 +102,8 @@ impl MendQueue {
         Some(wait)
     }
 
-    /// Queues a replica. One that is queued already is due at the earlier of both times.
+    /// Queues a replica. If the replica is queued already, the entry with the earlier due time
+    /// stays. A full queue takes no further replica.
     fn insert_with_earliest_due(&self, stripe: StripeId, block: u8, attempt: QueuedMend) {
         let mut waiting = self.mends.lock().unwrap_or_else(PoisonError::into_inner);
         let is_full = waiting.len() >= MAX_WAITING;
@@ -175,7 +176,7 @@ impl Mending {
         }
     }
 
-    /// Returns all files of a stripe that grains can be read from, whether they count or not.
+    /// Returns all files of a stripe on this node that grains can be read from, damaged or not.
     pub(in crate::node) async fn list_sources(
         &self,
         call: ListSources,
@@ -215,8 +216,8 @@ impl Mending {
     }
 
     /// Verifies a file in which a reader found a fault. A damaged replica is queued to be mended; a
-    /// file whose content is not that of its name is moved to quarantine. Returns whether the file
-    /// does not count: it is damaged, misplaced or missing.
+    /// file whose content is not that of its name is moved to quarantine. Returns `true` if the
+    /// file is damaged, misplaced or missing.
     pub(in crate::node) async fn check_file_and_handle_damage(
         &self,
         call: VerifyFile,
@@ -271,7 +272,7 @@ impl Mending {
                         let now = self.context.clock.now();
                         let retry_in = self.mend_queue.requeue_failed(stripe, block, attempt, now);
                         tracing::warn!(
-                            %stripe, block, %error, ?retry_in, "failed to mend a damaged replica: without `retry_in`, the next check of the file tries again"
+                            %stripe, block, %error, ?retry_in, "failed to mend a damaged replica: if `retry_in` is None, the next check of the file tries again"
                         );
                     }
                 }
@@ -287,11 +288,12 @@ impl Mending {
         }
     }
 
-    /// Recreates a damaged replica from the good grains of all sources, the damaged file among them.
+    /// Recreates a damaged replica from the good grains of all sources, the damaged file among
+    /// them.
     ///
     /// # Errors
-    /// If no catalogue answers, if the stripe is archived or the save was removed, or if a grain of the
-    /// block has no good source.
+    /// If no catalogue answers, if the stripe is archived or the save was removed, or if a grain of
+    /// the block has no good source.
     pub(in crate::node) async fn mend_replica(
         &self,
         stripe: StripeId,

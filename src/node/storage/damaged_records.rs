@@ -18,8 +18,8 @@ const MAX_REMEMBERED: usize = 4096;
 /// rewritten.
 const MAX_READ_AGAIN: usize = 64;
 
-/// The damaged records found since the start, by the names printed for people. They are kept in
-/// memory only: the next read of such a record finds the damage again.
+/// The damaged records found since the start, by the names that log lines and warnings print. They
+/// are kept in memory only: after a restart, the next read of such a record finds the damage again.
 #[derive(Default)]
 pub(in crate::node) struct DamagedRecords(Mutex<BTreeMap<String, (ShardId, RecordName)>>);
 
@@ -46,8 +46,9 @@ impl DamagedRecords {
         }
     }
 
-    /// Reads the first damaged records again, and forgets those that are not damaged any more. Returns a
-    /// warning about the rest: their number, and the first `max_names` names; `None` if there are none.
+    /// Reads the first damaged records again, and forgets those that are not damaged any more.
+    /// Returns a warning about the rest: their number, and the first `max_names` names; `None` if
+    /// there are none.
     pub(in crate::node) async fn recheck_and_describe_damage(
         &self,
         context: &NodeContext,
@@ -70,7 +71,7 @@ impl DamagedRecords {
     }
 }
 
-/// Returns the name of a record as printed for people.
+/// Returns the name of a record as log lines and warnings print it.
 fn record_display_name(shard: ShardId, record: RecordName) -> String {
     match record_location(shard, record) {
         (RecordScope::Shard(shard), name) => format!("{shard}/{name}"),
@@ -105,7 +106,8 @@ pub(super) fn read_record_digest(
     }
 }
 
-/// Returns whether the bytes of a record are damaged. A record of a later version is not.
+/// Returns whether the bytes of a record are damaged. A record of a later format version does not
+/// count as damaged.
 pub(in crate::node) fn is_damaged_record(record: RecordName, bytes: &[u8]) -> bool {
     match parse_record_digest(record, bytes) {
         Ok(digest) => digest.is_none(),

@@ -108,7 +108,7 @@ pub(in crate::node) enum StorageError {
     /// The catalogue has no root of the shard.
     #[error("shard {shard} is gone")]
     ShardGone { shard: ShardId },
-    /// This node has no receipt of the attempt that the order names.
+    /// This node has no intact receipt of the attempt that the order names.
     #[error("this node has no receipt of stripe {stripe}")]
     NoReceipt { stripe: StripeId },
 

@@ -15,18 +15,19 @@ use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
 
-/// Maximum number of cached tombstone look-ups, and of cached fences. A full cache is cleared; the
-/// disk has all of them.
+/// Maximum number of cached tombstone look-ups, and maximum number of cached fences. A full cache
+/// is cleared; the disk has all tombstones and fences.
 const MAX_CACHED_TOMBSTONES: usize = 65_536;
+/// The name of the record with the fence of a shard.
 pub(in crate::node) const FENCE: &str = "fence";
-/// The fencing service: decides which writes this node still accepts for a shard, and removes those
-/// that came too late. It caches tombstones and fences, and makes a newer fence durable before an
-/// order is obeyed.
+/// The service that decides which writes this node still accepts for a shard, and that removes
+/// files which were written too late. It caches look-ups of tombstones and fences. It makes a newer
+/// fence durable before the order that raised it is obeyed.
 pub(in crate::node) struct Fencing {
     pub(super) context: Arc<NodeContext>,
     fences: Mutex<HashMap<ShardId, Fence>>,
     tombstones: Mutex<HashMap<SaveId, bool>>,
-    /// Held while a fence is read and raised. Two orders must not both read the old one.
+    /// Held while a fence is read and raised. Two orders must not both read the old fence.
     fence_lock: Arc<Mutex<()>>,
     registration: Arc<Registration>,
     pub(super) purging: ActiveSaves,
@@ -55,8 +56,8 @@ impl Fencing {
         cache.get(&save).copied()
     }
 
-    /// Caches whether the save is removed. A removed save stays removed: a removed-save entry replaces
-    /// its tombstone.
+    /// Caches whether the save is removed. A removed save stays removed: a removed-save entry
+    /// replaces its tombstone.
     pub(in crate::node) fn cache_is_removed(&self, save: SaveId, is_removed: bool) {
         let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
         if cache.len() >= MAX_CACHED_TOMBSTONES {
@@ -179,8 +180,8 @@ impl Fencing {
     }
 }
 
-/// Raises a shard's durable fence to `next` unless it is at least as high. Returns the resulting
-/// fence.
+/// Raises a shard's durable fence to `next`. A present fence that is at least as high stays.
+/// Returns the resulting fence.
 fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, RemoteError> {
     let scope = RecordScope::Shard(shard);
     if let Some(bytes) = store.get_record_file(scope, FENCE)? {

@@ -75,8 +75,8 @@ impl DiskSpace {
         }
     }
 
-    /// Returns the warning that saves are refused here, if they are. A disk that saves have filled
-    /// ends just below the mark, so the size of a block counts.
+    /// Returns the warning that saves are refused here, if they are. Saves fill a disk up to just
+    /// below the high-water mark, so the check includes the size of one more block.
     fn high_water_warning(&self) -> Option<String> {
         let settings = &self.context.settings;
         let (block_bytes, percent) = (settings.block_bytes, settings.high_water_percent);

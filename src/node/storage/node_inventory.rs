@@ -15,9 +15,10 @@ use crate::wire::calls::{
     ShardHolding, ShardSurvey, StripeHolding, StripeSurvey, SurveyShard,
 };
 
-/// Maximum number of shards in a page.
+/// Maximum number of shards that begin in a page of the inventory. The page may also have the rest
+/// of a shard that began in the page before.
 const SHARDS_PER_PAGE: usize = 64;
-/// Maximum number of stripes in a page.
+/// Maximum number of stripes in a page of the inventory.
 const STRIPES_PER_PAGE: usize = 1024;
 /// Maximum number of shards whose marks are read for a page of marks. Once a shard of a save has a
 /// mark, the other shards of that save are skipped.
@@ -70,7 +71,7 @@ pub(in crate::node) fn read_marked_saves_page(
     Ok(MarkedSavesPage { saves, next: None })
 }
 
-/// Returns the saves that have marks on this node of which none is good.
+/// Returns the saves that have damaged marks on this node and no good one.
 pub(in crate::node) fn find_damaged_mark_saves(store: &Store) -> Result<Vec<SaveId>, StoreError> {
     let (mut damaged, mut good) = (Vec::new(), None);
     for shard in store.shards_after(None)? {
@@ -129,8 +130,9 @@ fn read_inventory_page(
 }
 
 /// Returns the records and files of a shard on this node, with its stripes after stripe `after`: at
-/// most `stripes_left`, but at least one if there is one. If there may be more, also returns the index
-/// of the last stripe. Reduces `stripes_left` by the number of stripes.
+/// most `stripes_left`, but at least one if the shard has one. If the shard may have more, also
+/// returns the index of the last stripe returned. Reduces `stripes_left` by the number of stripes
+/// returned.
 fn read_shard_holding(
     store: &Store,
     shard: ShardId,
@@ -198,7 +200,8 @@ fn read_stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding,
 }
 
 /// Returns what this node has of a shard, for the stripes from `first` on, at most
-/// [`STRIPES_PER_SURVEY`] of them. A record counts if its file exists: its contents are not read here.
+/// [`STRIPES_PER_SURVEY`] of them. A record is reported as present if its file exists: its contents
+/// are not read here.
 fn read_shard_survey(store: &Store, shard: ShardId, first: u32) -> Result<ShardSurvey, StoreError> {
     let records = store.list_record_files(RecordScope::Shard(shard))?;
     let has_record = |wanted| records.iter().any(|(name, _)| name == wanted);

@@ -70,8 +70,8 @@ impl PlanParts {
     }
 
     /// Runs a part of a plan, and purges the save if it was removed meanwhile. After a failure,
-    /// quarantines a piece of the same attempt that has other content, and verifies the files that may
-    /// be damaged.
+    /// quarantines a piece of the same attempt that has other content, and verifies the files that
+    /// may be damaged.
     async fn run_part_and_handle_failure(
         &self,
         run: [u8; 16],
@@ -107,8 +107,8 @@ impl PlanParts {
         Ok(result?)
     }
 
-    /// Moves the piece `key` to quarantine, unless the receipt on this node says that this piece was
-    /// proven. The run has made another piece of that name, and the next run needs the name.
+    /// Moves the piece `key` to quarantine, unless the receipt on this node says that this piece
+    /// was proven. The run has made another piece of that name, and the next run needs the name.
     async fn quarantine_unproven_piece(&self, key: FileKey) -> Result<(), RemoteError> {
         let FileName::Piece { piece, attempt } = key.name else { return Ok(()) };
         self.context

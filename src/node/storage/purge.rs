@@ -17,8 +17,9 @@ const PURGE_WAIT: Duration = Duration::from_millis(100);
 const PAGE: usize = 1024;
 
 impl Fencing {
-    /// Removes the files of a tombstoned save. Returns their size in bytes. One purge runs at a
-    /// time per save; a caller that waited too long asks again.
+    /// Removes the files of a save that has a tombstone or a removed-save entry on this node.
+    /// Returns their size in bytes. One purge of a save runs at a time: a further caller waits for
+    /// it, and fails if the wait is too long.
     ///
     /// # Errors
     /// [`StorageError::PurgeRunning`] if another purge of the save still runs;

@@ -1,4 +1,5 @@
-//! Stores blocks: a client or node sends one, and this node forwards it while it stores it.
+//! Stores blocks. A client sends a block to its first holder, which stores it and at the same time
+//! forwards it to the second holder.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -26,7 +27,7 @@ use crate::units::{GRAIN_BYTES, MAX_BLOCK_BYTES};
 use crate::wire::calls::{BlockAdmitted, BlockTrailer, PutBlock, PutBlockAnswer};
 use crate::wire::{BULK_CHUNK_BYTES, NodeAddress, RemoteError, message_to_bytes, parse_message};
 
-/// Time without progress after which a peer has failed.
+/// Time without progress after which a peer counts as failed.
 pub(super) const STALL_LIMIT: Duration = Duration::from_secs(15);
 /// Maximum time that the first holder of a block waits until the second has admitted it. It is
 /// longer than [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT), so that the second holder's
@@ -48,7 +49,8 @@ struct AdmittedBlock {
     forward: Option<BlockForward>,
 }
 
-/// The service that stores blocks which clients send, and forwards them to their second holders.
+/// The service that stores blocks which clients or first holders send, and forwards them to their
+/// second holders.
 pub(in crate::node) struct BlockWrites {
     context: Arc<NodeContext>,
     fencing: Arc<Fencing>,
@@ -75,8 +77,8 @@ impl BlockWrites {
         Ok(deadline(&*self.context.clock, STALL_LIMIT, recv.read_exact(want)).await??)
     }
 
-    /// Stores a block that a client sends, and forwards it to its second holder if the call names
-    /// one.
+    /// Stores a block that a client or its first holder sends, and forwards it to its second holder
+    /// if the call names one.
     pub(in crate::node) async fn put_block(
         self: &Arc<Self>,
         request: Request,
@@ -116,8 +118,8 @@ impl BlockWrites {
         Ok(())
     }
 
-    /// Admits and stores a block. Returns `None` if the block was not admitted: the sender has the
-    /// answer already, or is gone.
+    /// Admits and stores a block. Returns `None` if the second holder did not admit the block,
+    /// which the sender has been told, or if the sender is gone.
     async fn receive_and_store_block(
         self: &Arc<Self>,
         call: PutBlock,
@@ -251,8 +253,8 @@ impl BlockWrites {
     }
 }
 
-/// The call that forwards a block to its second holder. Its failure does not prevent the first copy
-/// from being stored.
+/// The call that forwards a block to its second holder. Once both holders have admitted the block,
+/// a failure of this call does not prevent the first holder from storing it.
 struct BlockForward {
     exchange: Result<Exchange, String>,
 }

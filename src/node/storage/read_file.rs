@@ -19,7 +19,8 @@ use crate::wire::{BULK_CHUNK_BYTES, RemoteError};
 /// Working memory of one read, in bytes.
 const READ_MEMORY_BYTES: u64 = 4 * BULK_CHUNK_BYTES as u64;
 
-/// A part of a file that is sent to a reader, from byte `from` up to `end`.
+/// A range of a file that is sent to a reader: from byte `from` up to, but not including, byte
+/// `end`.
 struct OpenFileRange {
     file: Arc<UnverifiedFile>,
     from: u64,
@@ -27,7 +28,7 @@ struct OpenFileRange {
     memory: Reservation,
 }
 
-/// The service that sends parts of this node's files.
+/// The service that sends ranges of this node's files.
 pub(in crate::node) struct FileReads {
     context: Arc<NodeContext>,
     budgets: Arc<Budgets>,
@@ -39,7 +40,7 @@ impl FileReads {
         Self { context, budgets }
     }
 
-    /// Sends a part of a file that counts.
+    /// Sends a range of a file that is not known to be damaged.
     pub(in crate::node) async fn read_file(
         self: &Arc<Self>,
         request: Request,
@@ -52,7 +53,7 @@ impl FileReads {
         self.send_unverified_range(prepared, served).await;
     }
 
-    /// Sends a part of a file that may be damaged.
+    /// Sends a range of a file that may be damaged.
     pub(in crate::node) async fn read_source(
         self: &Arc<Self>,
         request: Request,
@@ -98,7 +99,8 @@ impl FileReads {
         let _ = served.send.finish().await;
     }
 
-    /// Opens a file that counts and reserves memory. Returns the open read and its answer.
+    /// Opens a file that is not known to be damaged, and reserves memory. Returns the open read and
+    /// its answer.
     async fn open_file_range(
         &self,
         call: ReadFile,
@@ -119,7 +121,7 @@ impl FileReads {
         Ok((sending, ReadFileAnswer { len_bytes, hashes }))
     }
 
-    /// Opens a file that may be damaged and reserves memory. Returns the open read and its answer.
+    /// Opens a file that may be damaged, and reserves memory. Returns the open read and its answer.
     async fn open_source_range(
         &self,
         call: ReadSource,
@@ -141,7 +143,7 @@ impl FileReads {
         Ok((OpenFileRange { file: Arc::new(file), from, end, memory }, answer))
     }
 
-    /// Returns the files of a stripe that count.
+    /// Returns the files of a stripe that are not known to be damaged.
     pub(in crate::node) async fn list_files(
         &self,
         call: ListFiles,

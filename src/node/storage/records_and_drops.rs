@@ -163,8 +163,8 @@ impl ShardRecords {
         self.context
             .run_on_store(move |store| {
                 store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
-                // A rebuild may have claimed an epoch meanwhile and read this node before the write.
-                // The call fails then, because its epoch is over.
+                // A rebuild may have claimed an epoch meanwhile and read this node before the
+                // write. The call fails then, because its epoch is over.
                 store.raise_highest_seen_epoch(call.epoch)
             })
             .await?;
@@ -172,8 +172,8 @@ impl ShardRecords {
     }
 
     /// Stores a receipt. This node must have each piece that the receipt ascribes to it. A receipt
-    /// that parses is replaced only by one of a greater order or by an equal one; a receipt of the
-    /// lowest order also by any other receipt of the lowest order.
+    /// that parses is replaced only by a receipt with a greater [`Receipt::order`], or by one with
+    /// the same bytes. If both have the lowest order, any receipt replaces it.
     pub(in crate::node) async fn put_receipt(&self, call: PutReceipt) -> Result<(), RemoteError> {
         let receipt = Receipt::parse(&call.bytes)?;
         if receipt.cluster != self.context.settings.cluster {
@@ -248,8 +248,9 @@ impl ShardRecords {
         Err(StorageError::StripeArchived { stripe }.into())
     }
 
-    /// Drops this node's replicas of an archived stripe, on the evidence of the catalogue and the
-    /// receipt (semantics 4.8). Returns the number and the size of the removed files.
+    /// Drops this node's replicas of an archived stripe and the files of other attempts, on the
+    /// evidence of the catalogue and the receipt (semantics 4.8). Returns the number and the size
+    /// of the removed files.
     pub(in crate::node) async fn drop_replicas(
         &self,
         call: DropReplicas,
@@ -261,8 +262,8 @@ impl ShardRecords {
             return Ok(DropReplicasAnswer { files: 0, bytes: 0 });
         }
         let catalogue = self.context.catalogue();
-        // Read before the answer arrives: a claim that comes meanwhile raises it, and the answer
-        // would pass for one of the new catalogue.
+        // The epoch is read before the catalogue answers: a claim that arrives meanwhile raises it,
+        // and an answer of the old catalogue would then pass for one of the new catalogue.
         let asked = catalogue.epoch();
         let state = read_record::<ShardState>(&*catalogue, &shard_state_key(stripe.shard)).await?;
         let archived = state.and_then(|(state, _)| state.stripe(stripe.index));
@@ -297,8 +298,8 @@ impl ShardRecords {
 }
 
 impl ShardRecords {
-    /// Stores a receipt on this node, which has none or a damaged one. If a receipt has arrived
-    /// meanwhile, from a repairer, that one stays and the call fails.
+    /// Stores a receipt on this node, which has none or a damaged one. If a repairer has stored a
+    /// receipt here meanwhile, that receipt stays and the call fails.
     pub(in crate::node) async fn store_missing_receipt(
         &self,
         receipt: Receipt,
@@ -322,9 +323,9 @@ impl ShardRecords {
         self.fencing.purge_and_refuse_if_removed(save).await
     }
 
-    /// Drops the pieces of the committed attempt that neither this node's receipt nor `counting`,
-    /// the receipt that counts, ascribes to it. All pieces that `counting` names must have been
-    /// found on their nodes. Returns the number of removed files.
+    /// Drops the pieces of the committed attempt that neither this node's own receipt nor
+    /// `counting`, the valid receipt of the stripe, ascribes to this node. All pieces that
+    /// `counting` names must have been found on their nodes. Returns the number of removed files.
     pub(in crate::node) async fn drop_surplus_pieces(
         &self,
         counting: Receipt,
@@ -393,7 +394,8 @@ fn has_mark_of_save(store: &Store, save: SaveId) -> Result<bool, RemoteError> {
     Ok(false)
 }
 
-/// Checks that this node has the pieces that `receipt` ascribes to it, and that they count.
+/// Checks that this node has the pieces that `receipt` ascribes to it, and that they are not known
+/// to be damaged.
 ///
 /// # Errors
 /// [`StorageError::PieceMismatch`] if a file has another root; the store's error if it does not
@@ -418,7 +420,7 @@ fn check_own_pieces(store: &Store, me: NodeId, receipt: &Receipt) -> Result<(), 
     Ok(())
 }
 
-/// Returns whether `receipt`, sealed as `bytes`, may replace the receipt `old` of its attempt.
+/// Returns whether `receipt`, encoded as `bytes`, may replace the receipt `old` of its attempt.
 fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
     let is_lowest = receipt.order == Generation::default();
     Receipt::parse(old).map_or(true, |known| {
@@ -426,11 +428,11 @@ fn may_replace_receipt(old: &[u8], receipt: &Receipt, bytes: &[u8]) -> bool {
     })
 }
 
-/// Removes the stripe's replicas and what other attempts left. Keeps the replicas that the receipt
-/// ascribes to this node, and all pieces of its attempt: a piece that the receipt does not ascribe may
-/// be one that a repairer has just made here. Also keeps a replica in whose place another node has a
-/// piece: it is a surplus piece ([`remove_surplus_pieces`]). Returns the number and the size of the
-/// removed files.
+/// Removes the stripe's replicas, and the pieces and receipts of other attempts. Keeps the replicas
+/// that the receipt ascribes to this node, and all pieces of its attempt: a piece that the receipt
+/// does not ascribe may be one that a repairer has just made here. Also keeps a replica in whose
+/// place another node has a piece: it is a surplus piece ([`remove_surplus_pieces`]). Returns the
+/// number and the size of the removed files.
 fn drop_files_outside_receipt(
     store: &Store,
     me: NodeId,
@@ -508,8 +510,8 @@ mod tests {
 
     const STRIPE: StripeId = StripeId { shard: ShardId([7; 16]), index: 0 };
 
-    /// Returns a receipt of the classical (6,4) code: kept replicas and two pieces, each on the node
-    /// with its number.
+    /// Returns a receipt of the classical (6,4) code: kept replicas and two pieces, each on the
+    /// node with its number.
     fn receipt(store: &Store) -> Receipt {
         let piece = |piece: u8| {
             let is_replica = piece < 4;

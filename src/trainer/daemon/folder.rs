@@ -475,7 +475,7 @@ impl Folder {
             .and_then(|mut file| io::Write::write_all(&mut file, bytes))
             .and_then(|()| fs::rename(&temporary, path));
         written.map_err(|error| {
-            // On a full file system a part of the file would take the space that records need.
+            // On a full file system the incomplete file would take the space that records need.
             let _ = fs::remove_file(&temporary);
             during("writing", path)(error)
         })

@@ -60,7 +60,7 @@ enum Job<'a> {
     /// Copy bytes of several extents whose ranges are strided, or overlap in the destination. One
     /// thread copies them all, because such a destination cannot be divided among threads.
     CopyRuns { copies: Vec<ExtentCopy>, to: &'a mut [u8] },
-    /// Hash a part of an extent that is not hashed by [`Job::Copy`], because no job copies the
+    /// Hash a part of an extent that is not hashed by [`Job::Copy`], because no such job copies the
     /// whole extent.
     Hash { from: &'a [u8], part: PartOf },
 }
@@ -165,7 +165,8 @@ impl<'a> Work<'a> {
         Ok(Some(self.verifications.len() - 1))
     }
 
-    /// Adds jobs that hash the extents of which bytes are copied without being hashed on the way.
+    /// Adds jobs that hash the extents of which bytes are copied without being hashed on the way,
+    /// unless another copy of them is hashed.
     fn add_hash_jobs(&mut self) -> Result<(), StagingError> {
         for row in std::mem::take(&mut self.copied_unhashed) {
             let Some(verification) = self.verification(row)? else { continue };

@@ -273,8 +273,8 @@ pub struct JobState {
     /// The most recently dropped fillings. A header that names one of them does not bring its step
     /// back.
     pub dropped: VecDeque<FillId>,
-    /// For each of the last launches: the launch that was the job's newest in the cluster when the
-    /// former began.
+    /// Pairs of one of the last launches, and the launch that was the job's newest in the cluster
+    /// when the first of the two began.
     predecessors: VecDeque<(LaunchId, Option<LaunchId>)>,
     /// Abandoned saves that are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,

@@ -74,7 +74,7 @@ impl StagingDaemon {
                 if let Some(hosts) = core.hosts_of(&key).cloned() {
                     core.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
                 }
-                tracing::warn!(job = %key.job, step = %key.step, "the step is no longer in memory, because one of its segments is gone or was filled again, or because it was dropped: a committed step is loaded from the cluster, another one is lost");
+                tracing::warn!(job = %key.job, step = %key.step, "the step is no longer in memory, because one of its segments is gone or was filled again, or because it was dropped: a committed step is loaded from the cluster, an uncommitted step is lost");
                 self.folder.forget_step(&key);
             }
             for (key, staged) in headers {

@@ -90,7 +90,7 @@ def read_dcp_metadata(folder: Path) -> Any:
 
     Raises:
         NotFoundError: The folder has no ``.metadata``.
-        CorruptError: The metadata is damaged, or names what it should not.
+        CorruptError: The metadata is damaged, or names a class, a file or a range of bytes that it may not name.
 
     """
     from torch.distributed.checkpoint.metadata import Metadata
@@ -143,7 +143,7 @@ def _check_files(folder: Path, metadata: Any) -> int:
 
 
 def _check_tensors(metadata: Any, len_bytes: int) -> None:
-    """Checks that the chunks of each tensor are its whole, that each is stored, and that all fit into the files."""
+    """Checks that the chunks of a tensor together are the tensor, that each chunk is stored, and that all tensors fit into the files."""
     import torch
     from torch.distributed.checkpoint.default_planner import _validate_global_plan
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
@@ -235,7 +235,7 @@ def load_dcp_folder(folder: Path, *, allow_pickle: bool = False) -> dict[str, An
 
 
 def import_dcp(folder: Path, step_name: str, *, allow_pickle: bool = False, **settings: Any) -> int:
-    """Saves a folder of DCP as ``JOB/STEP``, under the names that :class:`rapidraid.torch.Reader` gives it back.
+    """Saves a folder of DCP as ``JOB/STEP``, under the names by which :class:`rapidraid.torch.Reader` finds its entries.
 
     Returns the step, once it is committed. The whole state must fit into this process's memory.
     """

@@ -1,7 +1,8 @@
 """Translates between plans of ``torch.distributed.checkpoint`` (DCP) and the leaves of a state.
 
-DCP names an entry by the keys of its path, joined by dots. It is stored under the path itself, so that a
-:class:`~rapidraid.Checkpointer` finds it in a state of the same structure, and the other way round.
+DCP names an entry by the keys of its path, joined by dots. The entry is stored under the path itself. So a
+:class:`~rapidraid.Checkpointer` loads what DCP has saved from a state of the same structure, and DCP loads what a
+Checkpointer has saved.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .errors import InvalidError, NotFoundError
 from .state import FLAG_ARRAY, SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
 from .tensors import Parts, Piece, new_tensor
 
-#: The version of DCP's metadata, from the torch version on that has it.
+#: The version of DCP's metadata, if this version of torch has one.
 _VERSION = {"version": filesystem.CURRENT_DCP_VERSION} if hasattr(filesystem, "CURRENT_DCP_VERSION") else {}
 #: The path of each entry, by DCP's name of it.
 Mappings = Mapping[str, tuple[str | int, ...]]
@@ -84,7 +85,7 @@ def _is_plain(planner: SavePlanner) -> bool:
 def flatten_plan(items: list[WriteItem], mappings: Mappings, planner: SavePlanner) -> Flat:
     """Returns the leaves that a plan of this rank saves.
 
-    DCP takes everything that it does not shard to be the same on all ranks, so one of them stores it.
+    DCP takes everything that it does not shard to be the same on all ranks, so one rank stores it.
     """
     flat = Flat()
     is_plain = _is_plain(planner)
@@ -176,7 +177,7 @@ def _named(names: Names, rank: int) -> dict[str, tuple[int, Name]]:
 
 
 def metadata_of(names: Names, rank: int, meta: StorageMeta) -> Metadata:
-    """Returns DCP's metadata of a step. It grows with its tensors, not with the ranks that saved it."""
+    """Returns DCP's metadata of a step. Its size depends on the number of tensors, not on the number of ranks that saved the step."""
     rows = {text: name for text, (_, name) in _named(names, rank).items()}
     paths = {text: tuple(key if tag == 2 else str(key) for tag, key in name[1]) for text, name in rows.items()}
     return Metadata(_Entries(rows), planner_data=paths, storage_meta=meta, **_VERSION)  # type: ignore[arg-type]

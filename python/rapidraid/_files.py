@@ -19,9 +19,9 @@ from .errors import ExistsError, InvalidError, NoFileError
 from .state import Flat, Keys, Leaf
 from .tensors import Parts, Piece
 
-#: The entry of a state that has the files.
+#: The top key of the paths under which the files of a step are stored.
 FILES = "files"
-#: The length of the pieces of a file, in bytes. It is the least that is read from the cluster of a longer file.
+#: The length of the pieces of a file, in bytes. A read of a longer file reads whole pieces from the cluster.
 PIECE_BYTES = 1 << 20
 #: The file that DCP writes last.
 METADATA = ".metadata"

@@ -49,7 +49,7 @@ def parse_step_name(text: str | os.PathLike[str]) -> StepName:
     return StepName(job, int(step[1]) if step else None)
 
 
-#: Settings that count from the first save on.
+#: Settings that take effect at the first save, and may be changed until then.
 _LATE = ("keep", "abandon_later")
 
 
@@ -100,7 +100,7 @@ def shared_checkpointer(job: str, settings: Mapping[str, Any]) -> Checkpointer:
 def resumed_steps(alone: bool) -> dict[str, tuple[int | None, int | None]]:
     """Returns for each job of this process what :attr:`Checkpointer.resumed` says.
 
-    ``alone`` chooses the Checkpointers of one rank.
+    With ``alone``, only Checkpointers of one rank are considered; without it, only the others.
     """
     with _lock:
         return {key[0]: checkpointer.resumed for key, (checkpointer, _) in _opened.items() if key[3] == alone}

@@ -56,7 +56,7 @@ class Reader:
 
     session: _native.Session
     loaded: _native.LoadedStep
-    #: Number of processes that load the same at the same time.
+    #: Number of processes that load the same step at the same time.
     readers: int
     #: The deadline of the load, by the monotonic clock.
     until: float
@@ -77,7 +77,7 @@ class Reader:
     def windows(self, targets: list[Target], names: list[int]) -> Iterator[list[int]]:
         """Reads the targets and names window by window.
 
-        Yields the indexes of those that have bytes in the current window.
+        Yields for each window the indexes of the targets and names that have bytes in it.
         """
         for extents, places in self.loaded.windows(targets, names):
             if self.loaded.by_ranges[0]:
@@ -183,12 +183,12 @@ class Stages:
     def elsewhere(self, names: Names, room: Room) -> set[Keys]:
         """Returns the shared names that this rank's state has no place for, and that of another rank has.
 
-        Raises :class:`InvalidError` on all ranks if the loads of some ranks only are strict.
+        Raises :class:`InvalidError` on all ranks if some ranks load with ``strict`` and others without.
         """
         if self._elsewhere is None:
             # A collective that fails is not tried again.
             self._elsewhere = set()
-            # The ranks load one step, so a bit for each name is enough: its place among all of them in order.
+            # The ranks load one step, so one bit for each name is enough. The bits are in the order of the sorted names.
             shared = sorted(names.shared)
             lacking = "".join("01"[not room.accepts(keys)] for keys in shared)
             step = (names.step, len(shared))
@@ -196,7 +196,7 @@ class Stages:
             said = {other[2]: rank for rank, other in enumerate(told) if other is not None}
             if len(said) > 1:
                 raise InvalidError(f"rank {said[True]} loads with strict=True, rank {said[False]} with strict=False", "give all ranks one")
-            # A rank that failed before it knew its names may have all of them. One that loads another step has none.
+            # A rank that failed before it knew its names may have a place for all of them. A rank that loads another step is left out.
             bits = [0 if other is None else other[1] for other in told if other is None or other[0] == step]
             by_all = f"{functools.reduce(operator.and_, bits):0{len(shared)}b}"
             self._elsewhere = {keys for keys, here, all_ in zip(shared, lacking, by_all, strict=False) if here > all_}
@@ -293,7 +293,7 @@ class _Matched:
 
 
 def _match(names: Names, flat: Flat, room: Room, source: int | None, choices: LoadChoices) -> _Matched:
-    """Matches the names of a step to a state. ``source`` is the rank whose private names count."""
+    """Matches the names of a step to a state. ``source`` is the rank whose private names are loaded."""
     found: list[tuple[Leaf, _Place]] = []
     unmatched: list[Leaf] = []
     for leaf in flat.leaves:

@@ -31,7 +31,7 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def has_own_state_dict(optimizer: Any) -> bool:
-    """Returns whether an optimizer's class says itself what its state is, so that it may be elsewhere than torch keeps it."""
+    """Returns whether an optimizer's class has a ``state_dict`` of its own, so that its state may not be where torch keeps it."""
     # A class that has only a load_state_dict of its own keeps all that it saves where torch keeps it.
     return type(optimizer).state_dict is not sys.modules["torch"].optim.Optimizer.state_dict
 
@@ -101,7 +101,7 @@ def _spellings(parameters: list[Any], named: Mapping[int, Named]) -> list[list[K
 
 
 def _members(optimizer: Any, named: Mapping[int, Named], stored: set[Key]) -> _Members:
-    """Labels the parameters as the step does that is loaded, of which ``stored`` are the labels, or as a save does."""
+    """Labels the parameters: in a load as the step does, whose labels are ``stored``; otherwise as a save does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group[_MEMBERS]]
     spellings = _spellings(parameters, named)
     labels = max(spellings, key=lambda spelling: len(stored.intersection(spelling)))
@@ -157,7 +157,7 @@ def _check_named(walk: Walk, keys: Keys, members: _Members) -> None:
 def _walk_groups(walk: Walk, keys: Keys, optimizer: Any, members: _Members, is_private: bool | None) -> list[dict[str, Any]]:
     """Adds the settings and the members of the groups. Returns the groups into which a load puts its values.
 
-    A load keeps settings that the step does not have, and accepts others: releases of torch add some.
+    A load keeps settings that only the optimizer has, and adds settings that only the step has: releases of torch add some.
     """
     is_declared = all(member.is_declared or is_dtensor(member.parameter) for member in members.by_id.values())
     default = is_private if is_private is not None else walk.world > 1 and not is_declared
@@ -221,7 +221,7 @@ def _maker_for(parameter: Any) -> Maker:
         torch = sys.modules["torch"]
         key = keys[-1][1]
         if list(parameter.shape) == list(shape) and (shape or key != "step"):
-            # It has the placements of the parameter too.
+            # The new tensor has the placements of the parameter too.
             return torch.empty_like(parameter.detach(), dtype=dtype_of(element))
         # The settings of the group may be loaded too, so `_finish` applies them.
         return torch.empty(shape, dtype=dtype_of(element), device=state_device(key, parameter, {}))

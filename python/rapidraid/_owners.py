@@ -40,7 +40,7 @@ def digest_of_layout(
     """Returns a hash of the names, types, shapes and placements of the shared leaves.
 
     Returns ``None`` if placements do not say which ranks hold the parts of a tensor. The ranks must have the numbers of
-    the default group, because meshes have these.
+    the default group, because meshes use these numbers.
     """
     hasher = hashlib.blake2b(digest_size=16)
     meshes: dict[int, str] = {}
@@ -65,9 +65,9 @@ def choose_owners_by_placement(
 ) -> tuple[Owners, set[Part]]:
     """Decides as :func:`choose_owners` for layouts of one digest, for the parts that this rank holds.
 
-    The owner of a part is the one of its holders that has the fewest bytes so far: private ones, and those of its parts with
-    the same holders. So the holders come to the same decision, although each rank sees only its own parts. The hash of its
-    name chooses the owner of a plain value.
+    The owner of a part is the one of its holders that stores the fewest bytes so far. Only private bytes and the bytes of
+    parts with the same holders are counted. So all holders come to the same decision, although each rank sees only its own
+    parts. The owner of a plain value follows from the hash of its name.
     """
     owners: Owners = {}
     replicated: set[Part] = set()

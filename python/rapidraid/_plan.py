@@ -20,9 +20,9 @@ from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_
 SLACK_BYTES = 256 << 10
 #: Each rank hashes one part in ``SAMPLE_PARTS * world`` of the replicated content.
 SAMPLE_PARTS = 50
-#: Average room for the samples of one save in their message, in bytes, and the length of one sample
-#: without its name.
+#: Average room for the samples of one save in their message, in bytes.
 MAX_SAMPLE_BYTES = 64 << 10
+#: The length of one sample without its name, in bytes.
 SAMPLE_ENTRY_BYTES = 24
 #: The hint of the errors for a state that has changed.
 _PREPARE = "call prepare(state) again, on all ranks"
@@ -129,7 +129,7 @@ class Plan:
         buffer = memoryview(segment)
         views = [view_of(buffer, owned.offset, layout) for owned, layout in zip(self.owned, self.layouts, strict=True)]
         unregister = register(buffer) if any(layout.is_on_cuda for layout in self.layouts) else None
-        # All at once: an exception in the middle must not leave another segment at this index of one of several lists.
+        # One list for all: with several lists, an exception in the middle would leave the lists out of step.
         self.mapped.append(Mapped(segment, buffer, views, unregister))
 
     def sources_if_fitting(self, flat: Flat, allow_pickle: bool) -> Sources | None:

@@ -15,7 +15,8 @@ from .errors import DeadlineError, NoDaemonError, NotFoundError
 def find_config(config: str | os.PathLike[str] | None) -> Path:
     """Returns the client's configuration file.
 
-    The candidates are, in this order: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, and the user's.
+    The candidates are, in this order: the argument, ``RAPIDRAID_CONFIG``, ``./rapidraid.toml``, and
+    ``rapidraid/rapidraid.toml`` in the user's configuration folder.
     """
     if config is None:
         config = os.environ.get("RAPIDRAID_CONFIG") or None

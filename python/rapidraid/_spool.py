@@ -157,7 +157,7 @@ class Spool:
             _let_go(folder)
 
     def drop_until(self, job: str, step: int) -> None:
-        """Removes the steps of this launch up to one. They cannot be saved any more, because steps are saved in order."""
+        """Removes the folders of this launch's steps up to ``step``: these cannot be saved any more, as steps are saved in order."""
         for name in self._names(job):
             number = name.removeprefix("step-")
             if number.isdecimal() and int(number) <= step:
@@ -166,7 +166,7 @@ class Spool:
                     self.drop(folder)
 
     def sweep(self) -> None:
-        """Removes all folders whose owners have no living process. Lets go of those that another rank has removed."""
+        """Removes all folders whose owners have no living process. Closes the folders of this process that another rank has removed."""
         with _lock:
             for folder in [folder for folder in _held.values() if not folder.is_current]:
                 _let_go(folder)

@@ -156,7 +156,7 @@ def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[
 def flatten_first(state: Mapping[Any, Any], rank: int, world: int) -> Flat:
     """Returns the leaves of a state. Rank 0 alone stores what is not declared, as frameworks do that save on rank 0.
 
-    Raises :class:`InvalidError` for a module that DDP keeps equal only on some ranks: rank 0 does not have those of the others.
+    Raises :class:`InvalidError` for a module that DDP keeps equal only on some ranks: rank 0 does not have the other ranks' module.
     """
     flat = flatten(state, world)
     if flat.partial:

@@ -301,7 +301,7 @@ class Checkpointer:
             len(self._hosts.ranks),
             self._hosts.ranks.index(self.rank),
             segment_bytes=plan.segment_bytes,
-            # It stays the same if this rank alone makes longer segments: the other ranks keep what was promised to them.
+            # The sum stays the same if this rank alone makes longer segments: the other ranks keep the memory reserved for them.
             launch_bytes=max(plan.segment_bytes, sum(plan.rank_bytes[rank] for rank in self._hosts.ranks)),
             born_ns=self._born_ns,
             loaded=self._loaded,
@@ -378,7 +378,7 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
         is_changed = sources is None
-        # Without a plan, all ranks are about to meet anyway.
+        # Without a plan, all ranks prepare together below anyway.
         if may_gather or plan is None:
             told = self._group.gather((is_changed, refusal_of(failed)))
             raise_together(failed, self.rank, [refusal for _, refusal in told])
@@ -529,7 +529,7 @@ class Checkpointer:
     def wait_for(self, step: int, timeout: float) -> list[str]:
         """Waits until ``step`` is committed, for frameworks. Returns remarks about its save.
 
-        It raises the error of this step alone, and leaves those of others to their own waits.
+        Raises the error of this step only. Errors of other steps are raised by the waits for those steps.
         """
         save, notes = self._wait(step, timeout)
         for note in notes:
@@ -605,7 +605,7 @@ class Checkpointer:
         stages.finish()
         refusals = self._group.gather(refusal_of(failed))
         if failed is not None:
-            # It says what is wrong on this rank, and the ranks may have failed for one reason.
+            # Each rank that failed raises its own error, which says what is wrong on this rank.
             raise failed
         raise_together(None, self.rank, refusals)
         return number
@@ -668,7 +668,7 @@ class Checkpointer:
         """Opens a step, by default the resume point. Returns the result of ``read``, or ``None`` if the job has no step.
 
         The launch does not continue from the step, unless ``step`` is ``None`` and the launch has prepared: then the daemon
-        counts the step as loaded. If ``step`` is ``None``, all ranks must call it.
+        records the step as the one that the launch has loaded. If ``step`` is ``None``, all ranks must call it.
         """
         limit = self.timeout * 10
         if step is not None:
@@ -848,7 +848,7 @@ class Checkpointer:
             self._loaded, self._newest_seen = loaded, newest_seen
 
     def set_before_first_save(self, settings: Mapping[str, Any]) -> bool:
-        """Sets ``keep`` and ``abandon_later``, which count from the first save on. Returns whether they are set."""
+        """Sets ``keep`` and ``abandon_later``, unless this process has prepared or saved. Returns whether they have these values now."""
         keep, abandon_later = settings.get("keep") or 0, bool(settings.get("abandon_later"))
         if (keep, abandon_later) == (self._keep, self._abandon_later):
             return True
@@ -921,7 +921,7 @@ _sessions: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 #: How long a fork waits until no other thread uses a session, in seconds. The child could not
-#: release one in use.
+#: release a session that another thread uses.
 FORK_S = 5.0
 _held_for_fork: list[Checkpointer] = []
 

@@ -25,7 +25,7 @@ from . import _native
 from ._program import program
 from .errors import DeadlineError, NoDaemonError, RapidraidError, UnavailableError
 
-#: Maximum time until all daemons are ready, in seconds.
+#: Maximum time of each wait for a daemon, and of each command of the program, in seconds.
 READY_S = 60.0
 #: The line between the configuration of a client and the staging settings of a training host.
 _STAGING_TABLE = "\n[staging]\n"

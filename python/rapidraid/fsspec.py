@@ -108,7 +108,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # Reading
 
     def look_into(self, place: Place, look: Callable[[Reader], tuple[_T, str | None]]) -> _T:
-        """Opens the committed step of a place, and once more if its bytes are damaged. Returns the first result of ``look``."""
+        """Opens the committed step of a place, and once more if its bytes are damaged. Returns the first element that ``look`` returns."""
         if place.step is None:
             raise NoFileError(f"there is no {place}", FORM)
 
@@ -190,14 +190,14 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return list_all(name, place, self._sizes(place))[name]
 
     def _type(self, path: str) -> str | None:
-        """Returns the type of a file or folder, or ``None`` if there is none. Raises other errors than that."""
+        """Returns the type of a file or folder, or ``None`` if there is none. Any other error is raised."""
         try:
             return str(self.info(path)["type"])
         except (NoFileError, InvalidError):
             return None
 
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """Returns whether there is a file or folder. Raises other errors than that there is none."""
+        """Returns whether there is a file or folder. Any other error is raised."""
         return self._type(path) is not None
 
     def isdir(self, path: str) -> bool:
@@ -239,7 +239,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_ranges(
         self, paths: list[str], starts: Any, ends: Any, max_gap: int | None = None, on_error: str = "return", **kwargs: Any
     ) -> list[Any]:
-        """Returns the bytes of ranges. Those of one step are read together."""
+        """Returns the bytes of ranges. Ranges of one step are read together."""
         starts = starts if isinstance(starts, list) else [starts] * len(paths)
         ends = ends if isinstance(ends, list) else [ends] * len(paths)
         if not len(paths) == len(starts) == len(ends):
@@ -313,8 +313,8 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
         """Renames a file or folder of the spool.
 
-        Saves the step if ``.metadata`` gets its name, or a temporary folder that of the step. If this fails, nothing is
-        renamed, and it can be tried again.
+        Saves the step if a file is renamed to ``.metadata``, or a temporary folder to the step. If the save fails, nothing
+        is renamed, and the rename can be tried again.
         """
         source, target = self._place(path1), self._place(path2)
         if source == target:

@@ -125,7 +125,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             raise ExistsError(f"step {step} of {self.job} is saved already, with other weights", "save to another job, or train on first")
 
     def _point(self, path: _Path, step: int) -> None:
-        """Writes a pointer in place of a checkpoint's file. The step that it named before is removed if no other path names it."""
+        """Writes a pointer in place of a checkpoint's file. The step that the old pointer named is removed if no other path names it."""
         fs, place = url_to_fs(os.fspath(path))
         self._learn(fs, os.path.dirname(place))
         before = self._steps.get(place)

@@ -191,8 +191,8 @@ def _cuts(tensor: Any) -> list[tuple[int, int, int, int]]:
     """Returns the cuts of a ``DTensor`` in their order: dimension of the mesh and of the tensor, number of chunks, split factor.
 
     FSDP2 cuts what tensor parallelism to its right in the mesh has left on each rank. It says so by a strided shard whose
-    split factor is the number of those parts, so that shard is a plain cut after them. For dimensions that divide evenly this
-    is the same as a cut of each part.
+    split factor is the number of those parts, so such a shard is a plain cut after the cuts of tensor parallelism. For
+    dimensions that divide evenly this is the same as a cut of each part.
     """
     cuts: list[tuple[int, int, int, int]] = []
     # The dimensions with a strided shard that is no plain cut.
@@ -229,7 +229,7 @@ def _chunk(runs: list[Run], count: int, own: int) -> list[Run]:
 
 
 def _join(runs: list[Run]) -> list[Run]:
-    """Returns the runs with those in one that follow each other without a gap."""
+    """Returns the runs. Runs that follow each other without a gap are joined."""
     joined: list[Run] = []
     for start, size in runs:
         if joined and sum(joined[-1]) == start:

@@ -65,7 +65,7 @@ class _Adapter:
         self._resumed: dict[str, tuple[int | None, int | None]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a save or a load. Without an id, the one of the constructor counts."""
+        """Begins a save or a load. Without an id, that of the constructor is used."""
         if checkpoint_id is not None:
             parse_step_name(checkpoint_id)
         self._local.__dict__.clear()
@@ -240,7 +240,7 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
 
 
 class _Copy(dict[str, Any]):
-    """A copy of a state, whose end can be seen by a weak reference."""
+    """A copy of a state, to which a weak reference is possible."""
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, (dict(self),)
@@ -396,7 +396,7 @@ def async_save(
 def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str], *, reader: Reader | None = None, **settings: Any) -> int:
     """Loads ``JOB/STEP``, or the step that ``JOB`` resumes from, into a state, in place. Returns the step.
 
-    It does as ``dcp.load`` with the default planner, without the time that DCP takes to plan.
+    Does the same as ``dcp.load`` with the default planner, without the time that DCP takes to plan.
 
     Args:
         state_dict: As for ``dcp.load``.

@@ -8,7 +8,7 @@ One argument turns it on:
     >>> manager.save("gpt/100", {"model": model.state_dict()})
     >>> manager.load("gpt/100", into={"model": model.state_dict()})
 
-A checkpoint is written below a temporary folder, and saved as one step when that is renamed.
+A checkpoint is written below a temporary folder, and saved as one step when the folder is renamed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RapidraidStorage(Storage):
         self._fs.rm_file(self.remap_path(path))
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Makes a folder. One without files is not saved."""
+        """Makes a folder. A folder without files is not saved."""
         self._fs.makedirs(self._check_temporary(path), exist_ok=recursive)
 
     def rmdir(self, path: Path) -> None:
@@ -124,7 +124,7 @@ class RapidraidStorage(Storage):
         self._fs.rm(self.remap_path(path), recursive=True)
 
     def rename(self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False) -> None:
-        """Renames a file or folder. Saves the step if a temporary folder gets its name, and returns when it is committed.
+        """Renames a file or folder. If a temporary folder is renamed to a step, saves the step and returns when it is committed.
 
         Raises:
             ExistsError: The step is saved already.
@@ -133,7 +133,7 @@ class RapidraidStorage(Storage):
         try:
             self._fs.mv(self.remap_path(src_path), self.remap_path(dst_path))
         except (ExistsError, InvalidError):
-            # It can never be saved, and its files hold memory.
+            # The step can never be saved, and its files hold memory.
             if is_directory and self._fs.isdir(self.remap_path(src_path)):
                 self._fs.rm(self.remap_path(src_path), recursive=True)
             raise

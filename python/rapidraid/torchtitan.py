@@ -101,7 +101,7 @@ class RapidraidManager(CheckpointManager):
     ) -> Future[None] | None:
         """Stages a state before it returns, and waits for its commit if ``async_mode`` is ``DISABLED``.
 
-        Returns a future that is done when the step is committed, or ``None`` if it is. Hugging Face files are written by
+        Returns a future that is done when the step is committed, or ``None`` if it is committed already. Hugging Face files are written by
         TorchTitan.
         """
         if to_hf:

@@ -57,8 +57,8 @@ pub fn run(options: &AddNode) -> Outcome {
         ));
     };
     check(&options.nodes, &known)?;
-    // Some of the folders may be of nodes that were removed from the cluster, so a few of them are not
-    // enough.
+    // Some of the folders may be of nodes that were removed from the cluster. So a new node gets
+    // more seeds than `cluster init` gives to a node.
     let seeds: Vec<String> =
         known.iter().take(MAX_SEEDS).map(|node| node.address.as_str().to_owned()).collect();
     let mut settings = like.settings.clone();

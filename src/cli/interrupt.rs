@@ -1,7 +1,8 @@
 //! Interrupts: the signals that end a command, and what a command does first.
 //!
-//! A command that changes nothing durable simply ends. A save aborts what it began, or ends its
-//! commit; an archiving goes on without its watcher; a restore removes its temporary files.
+//! A command that changes nothing durable simply ends. A `save` aborts its save, or waits for the
+//! end of the commit that it has requested; after an `archive` the nodes continue to archive; a
+//! `restore` removes its temporary files.
 
 use std::io;
 use std::path::Path;
@@ -23,8 +24,8 @@ use crate::entropy::{Entropy, SystemEntropy};
 use crate::id::SaveId;
 use crate::kind::ErrorKind;
 
-/// How long an interrupted save tries to abort what it began: long enough to find another gateway.
-/// After that its lease ends it.
+/// How long the interrupted command `save` tries to abort its save: long enough to find another
+/// gateway. A save that was not aborted ends with its lease.
 const ABORT_LIMIT: Duration = Duration::from_secs(15);
 
 /// The name of the signal that Ctrl-C sends.
@@ -106,8 +107,8 @@ impl Signals {
     }
 }
 
-/// Returns whether this process ignores SIGHUP, which is the first bit of the mask. Where the system
-/// does not say so, the signal is not caught.
+/// Returns whether this process ignores SIGHUP, the lowest bit of the mask of ignored signals.
+/// Returns true if the system does not show the mask, so that the signal is not caught then.
 fn is_hang_up_ignored() -> bool {
     let status = files::read_text(Path::new("/proc/self/status"), MAX_STATUS_BYTES);
     let status = status.unwrap_or_default();
@@ -142,7 +143,7 @@ pub struct InterruptibleSave {
     progress: Mutex<SaveProgress>,
 }
 
-/// The end of an interrupted save.
+/// The outcome of an interrupted save.
 pub enum InterruptedSave<T> {
     /// The save ended by itself with this result.
     Ended(T),
@@ -172,8 +173,8 @@ impl InterruptibleSave {
         progress.phase
     }
 
-    /// Ends `saving` after `signal_name`: aborts the save, or lets its commit end. A second signal
-    /// ends the wait.
+    /// Ends `saving` after the signal `signal_name`: aborts the save or, if its commit was
+    /// requested, waits for the end of the commit. A second signal ends the wait.
     pub async fn end<T>(
         &self,
         client: &Client,

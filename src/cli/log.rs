@@ -11,7 +11,8 @@ use crate::config::{LogFormat, NodeConfig};
 
 /// The variable that selects log lines by module and level. It overrides all other settings.
 const FILTER: &str = "RUST_LOG";
-/// A filter that shows all lines of this program and the trace points of operations.
+/// A filter that shows the lines of this program from level info on, and the trace points of
+/// operations.
 const EXAMPLE: &str = "warn,rapidraid=info,rapidraid::stage=debug";
 
 /// Starts the log of a node.

@@ -18,8 +18,8 @@ use crate::kind::ErrorKind;
 use crate::node::{Daemon, NodeError};
 use crate::store::{DiskError, StoreError};
 
-/// How long a daemon may take to stop. After that the process ends as in a crash, which the daemon
-/// survives.
+/// How long a daemon may take to stop. After that the process ends as in a crash. No acknowledged
+/// data is lost.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
 /// The output of a daemon that stopped in order. Its text is empty.
@@ -97,7 +97,7 @@ pub async fn run(front: &mut Front, options: NodeOptions) -> Outcome {
             let message = format!("node {name} stopped by itself: its log above says why");
             return Err(CommandFailure::new(ErrorKind::Unavailable, message).with_hint("correct the cause, then start it again"));
         }
-        which = signals.next() => tracing::info!(signal = which, "stopping; a second signal ends at once"),
+        which = signals.next() => tracing::info!(signal = which, "stopping; a second signal ends the process at once"),
         () = starter_gone => tracing::info!("stdin ended, the process that started this node is gone: stopping"),
     }
     let clock = SystemClock::new();

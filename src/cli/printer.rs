@@ -73,8 +73,9 @@ impl CommandFailure {
         Self::new(kind, message)
     }
 
-    /// Returns the failure without the default hint of its kind, if the message is an answer of a
-    /// daemon. The default hints of these kinds speak of the caller's own names, files and disk.
+    /// Adapts a failure whose message is an answer of a daemon: removes the default hint of the
+    /// kinds `NotFound`, `Exists` and `Io`, because it speaks of the caller's own names, files and
+    /// disk.
     pub fn as_told_by_daemon(self) -> Self {
         match self.kind {
             ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Io => self.with_hint(""),
@@ -90,7 +91,7 @@ impl CommandFailure {
     /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         match (self.signal, self.kind) {
-            // As shells report a process that a signal ended.
+            // Shells report the end of a process by a signal in the same way.
             (Some(signal), _) => signal.saturating_add(128),
             (None, ErrorKind::Invalid) => 2,
             (None, _) => 1,

@@ -20,7 +20,7 @@ use crate::id::{ClusterId, PeerName};
 use crate::kind::ErrorKind;
 use crate::net::Role;
 
-/// Maximum number of folders of nodes, and of clients.
+/// Maximum number of entries of the folder `nodes`, and of the folder `clients`.
 const MAX_FOLDERS: usize = 4096;
 
 /// The folders that were created.
@@ -32,7 +32,7 @@ struct Renewed {
     clients: Vec<PeerName>,
 }
 
-/// The members whose folders are read, with their future files.
+/// The members that were read, with the configurations to write.
 #[derive(Default)]
 struct Members {
     texts: Vec<Text>,

@@ -99,7 +99,7 @@ async fn repair_steps(
         let (result, took) = (result.map_err(failure), clock.now() - begun_at);
         results.push(StepResult { job, step, took, result });
         if is_last {
-            // Each further checkpoint would fail in the same way.
+            // Without a catalogue each further checkpoint would fail in the same way.
             return Ok((results, count - number));
         }
     }

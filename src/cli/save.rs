@@ -163,7 +163,8 @@ async fn is_being_saved(
 ) -> bool {
     let is_refused = saved.as_ref().is_err_and(|error| error.kind() == ErrorKind::Exists);
     let (job, step) = (&options.step.job, options.step.step);
-    // A step that is already committed is refused as well, and waiting would not help.
+    // Without `--replace`, a save of a committed step is refused as well, and waiting would not
+    // help.
     is_refused
         && (options.replace
             || client

@@ -30,7 +30,7 @@ use crate::trainer::session::{Session, Wait, default_dir};
 use crate::units::ByteCount;
 use crate::workers::Workers;
 
-/// Default limit of all segments, in percent of the file system that holds the staging folder.
+/// Default memory limit, in percent of the size of the file system that holds the staging folder.
 const MEMORY_PERCENT: u64 = 80;
 /// Maximum length of a token.
 const MAX_TOKEN_BYTES: usize = 4096;
@@ -38,7 +38,8 @@ const MAX_TOKEN_BYTES: usize = 4096;
 const ASK_LIMIT: Duration = Duration::from_secs(10);
 /// Number of threads for hashing. The daemon yields to training, so more threads would only wait.
 const WORKERS: usize = 4;
-/// A daemon started by `--detach` ends after this time without a connection and without a segment.
+/// A daemon started by `--detach` ends after this time without a connection and without used
+/// memory.
 const IDLE: Duration = Duration::from_secs(60);
 /// How long the daemon continues to save after its folder was removed.
 const LOST_LIMIT: Duration = Duration::from_secs(60);

@@ -130,7 +130,7 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
 
 /// The checkpoint that a restore reads.
 enum RestoreSource {
-    /// The one that a save record names.
+    /// The save that the record names.
     Record(SaveRecord),
     /// A step, which the catalogue finds.
     Catalogue(AnyStep),

@@ -50,8 +50,8 @@ async fn verify_all(
         let result = verified.map_err(|error| connect::failure(&error));
         results.push(StepResult { job, step, result });
         if is_away {
-            // Nodes that do not answer are part of a report. So this is the cluster as a whole, and the
-            // next checkpoint would fail in the same way.
+            // A node that does not answer causes no error: the report lists it. So this error
+            // concerns the cluster as a whole, and the next checkpoint would fail in the same way.
             return Ok((results, count - number));
         }
     }
@@ -96,8 +96,8 @@ impl AllVerified {
         self.steps.iter().filter(|step| step.is_bad()).count()
     }
 
-    /// Returns how many more nodes may be lost before one of the checkpoints is lost. `None` sorts
-    /// first: a checkpoint that may not be readable decides.
+    /// Returns how many more nodes may be lost without the loss of any checkpoint. Returns `None`
+    /// if a checkpoint may not be readable: `None` is less than any number.
     fn survives(&self) -> Option<usize> {
         self.steps.iter().map(StepResult::survives).min().flatten()
     }

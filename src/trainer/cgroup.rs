@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 const MEMBERSHIP: &str = "/proc/self/cgroup";
 const MOUNT: &str = "/sys/fs/cgroup";
-/// Version 1 expresses "no limit" as a number near the largest one. Limits from this on count as
-/// none.
+/// Version 1 expresses "no limit" as a number near the largest one. A limit of at least this value
+/// is treated as no limit.
 const NO_LIMIT_BYTES: u64 = 1 << 60;
 
 /// Returns how many more bytes of memory this process may use, or `None` if no group has a limit.
@@ -52,8 +52,8 @@ fn room(group: &Path) -> Option<u64> {
         let value = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         value.and_then(|value| value.parse::<u64>().ok())
     };
-    // The kernel evicts pages of files when the group needs memory. Version 1 counts those of
-    // nested groups under another name.
+    // The kernel evicts pages of files when the group needs memory. Version 1 has lines that
+    // include the pages of nested groups; their names begin with `total_`.
     let file = ["inactive_file", "active_file"]
         .map(|name| of(&format!("total_{name}")).or_else(|| of(name)).unwrap_or(0));
     Some(limit.saturating_sub(used.saturating_sub(file[0].saturating_add(file[1]))))

@@ -57,10 +57,11 @@ struct PartOf {
 enum Job<'a> {
     /// Copy bytes of an extent. If they are a part of a verification, hash the copy.
     Copy { from: &'a [u8], to: &'a mut [u8], hash_as: Option<PartOf> },
-    /// Do copies that are strided or overlap, so that their destination is not divided among
-    /// threads.
+    /// Copy bytes of several extents whose ranges are strided, or overlap in the destination. One
+    /// thread copies them all, because such a destination cannot be divided among threads.
     CopyRuns { copies: Vec<ExtentCopy>, to: &'a mut [u8] },
-    /// Hash a part of an extent that no job copies whole.
+    /// Hash a part of an extent that is not hashed by [`Job::Copy`], because no such job copies the
+    /// whole extent.
     Hash { from: &'a [u8], part: PartOf },
 }
 
@@ -129,7 +130,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Adds jobs for a copy of one run.
+    /// Adds the jobs that copy one contiguous range of bytes to `to`.
     fn add_copy(&mut self, copy: &ExtentCopy, to: &'a mut [u8]) -> Result<(), StagingError> {
         let (extent, bytes) = self.step.extent(copy.extent)?;
         let from = range(bytes, copy.from_bytes, copy.run_bytes)?;
@@ -164,7 +165,8 @@ impl<'a> Work<'a> {
         Ok(Some(self.verifications.len() - 1))
     }
 
-    /// Adds jobs that hash the used extents which no copy hashes.
+    /// Adds jobs that hash the extents of which bytes are copied without being hashed on the way,
+    /// unless another copy of them is hashed.
     fn add_hash_jobs(&mut self) -> Result<(), StagingError> {
         for row in std::mem::take(&mut self.copied_unhashed) {
             let Some(verification) = self.verification(row)? else { continue };
@@ -293,8 +295,8 @@ fn parts(bytes: &[u8]) -> std::slice::Chunks<'_, u8> {
     bytes.chunks(PART_BYTES)
 }
 
-/// Returns whether each copy is one run, and none begins before the end of the one before it. The
-/// copies are sorted by their destination.
+/// Returns whether each element of `copies` is one contiguous range, and their destinations do not
+/// overlap. `copies` must be sorted by destination.
 fn are_apart(copies: &[ExtentCopy]) -> bool {
     let is_run = copies.iter().all(|copy| copy.dims.is_empty());
     let ends = copies.iter().map(|copy| copy.to_bytes.saturating_add(copy.run_bytes));

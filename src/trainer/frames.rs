@@ -134,7 +134,7 @@ impl Outgoing {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         self.sent +=
             sendmsg(socket, &[IoSlice::new(&self.bytes[self.sent..])], &mut ancillary, flags)?;
-        // The kernel sent them with the first byte.
+        // The kernel sent the descriptors with the first byte of the frame.
         self.descriptors.clear();
         Ok(self.sent == self.bytes.len())
     }

@@ -64,7 +64,8 @@ impl OwnPart {
     }
 }
 
-/// Returns the part that contains an extent. `parts` are sorted by place and do not overlap.
+/// Returns the part that contains an extent. `parts` are sorted by shard and offset, and do not
+/// overlap.
 fn part_of<'a>(parts: &'a [MappedPart], extent: &Extent) -> Option<&'a MappedPart> {
     let key = (extent.shard, extent.offset_bytes);
     let behind =
@@ -323,9 +324,9 @@ impl LoadedStep {
     }
 
     /// Divides the wanted extents into windows for [`Session::read_extents`], in the order of the
-    /// shards. `wanted` has a list of extents for each destination. The first window has no extents
-    /// if some of them are in this host's memory. A step that is not loaded by ranges is one window
-    /// without extents.
+    /// shards. `wanted` has a list of extents for each destination. If some of the wanted extents
+    /// are in this host's memory, the first window stands for them, and its `extents` is empty. A
+    /// step that is not loaded by ranges is one window without extents.
     pub fn windows(&self, wanted: &[Vec<u32>]) -> Vec<ReadWindow> {
         if !self.is_by_ranges() {
             return vec![ReadWindow { extents: Vec::new(), wanted: (0..wanted.len()).collect() }];
@@ -436,7 +437,7 @@ impl LoadedStep {
         let extent = self.table.extents().get(row as usize).ok_or_else(unknown)?;
         let is_good = extent.hash.as_ref() == Some(hash);
         if let Some(known) = self.verified.get(row as usize) {
-            // A copy at the same time may have compared the extent, too.
+            // Another call at the same time may have compared the extent, too.
             let _ = known.set(is_good);
         }
         self.ensure_intact(row, is_good)

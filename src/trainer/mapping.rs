@@ -174,9 +174,9 @@ impl Writable {
             while let Some((offset, bytes)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let to = self.0.as_mut_ptr().wrapping_add(*offset);
                 // SAFETY: the loop above checked that the target is inside the mapping, which lives
-                // as long as `self`, and that no two targets overlap. Each is taken by one thread.
-                // No source overlaps it, because no reference into a writable mapping is ever
-                // handed out.
+                // as long as `self`, and that no two targets overlap. Each target is taken by one
+                // thread. No source overlaps a target, because no reference into a writable mapping
+                // is ever handed out.
                 unsafe { copy_past_caches(bytes, to) };
             }
         };

@@ -49,7 +49,7 @@ pub struct StagingHello {
     /// The newest version that the trainer speaks.
     pub newest: u16,
     /// A random id that the process drew when it made its checkpointer. All its connections use the
-    /// same one.
+    /// same id.
     pub member: MemberId,
     /// The process id, for messages to people.
     pub pid: u32,
@@ -243,8 +243,8 @@ pub struct Prepare {
     pub place: Place,
     /// Length of each segment, in bytes.
     pub segment_bytes: u64,
-    /// Sum of the length of one segment over all ranks of the launch on this host, in bytes. They all
-    /// get memory, or none does.
+    /// Sum of the length of one segment over all ranks of the launch on this host, in bytes. Either
+    /// all these ranks get memory, or none does.
     pub launch_bytes: u64,
     /// When rank 0 made the launch, in nanoseconds since the host's boot. An older launch never
     /// replaces a newer one.
@@ -264,8 +264,9 @@ pub struct Resumed {
     pub loaded: Option<Step>,
     /// The newest committed step that the launch saw when it loaded.
     pub newest_seen: Option<Step>,
-    /// Whether to remove the committed steps later than `loaded`, and to drop those that older
-    /// launches have staged on this host. Otherwise the launch may fill no step if there are any.
+    /// Whether to remove the committed steps later than `loaded`, and to drop the later steps that
+    /// older launches have staged on this host. If false, the launch may fill no step while there
+    /// are such later steps.
     pub abandon_later: bool,
 }
 
@@ -426,7 +427,8 @@ pub struct Loadable {
     pub step: Step,
     /// Length of the table, in bytes.
     pub table_bytes: u64,
-    /// Number of parts. In a load by ranges these are what this host's memory has of the step.
+    /// Number of parts. In a load by ranges these are the parts of the step that are in this host's
+    /// memory.
     pub parts: u32,
     /// The source of the bytes.
     pub source: LoadSource,
@@ -454,7 +456,7 @@ pub enum LoadSource {
     Ranges,
 }
 
-/// A range of a shard that is in a range of a file.
+/// A range of a shard, and the range of a file that holds its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// The number of the shard in the table.
@@ -467,8 +469,8 @@ pub struct Part {
     pub len_bytes: u64,
     /// Length of the file's prefix that has memory, in bytes.
     pub file_bytes: u64,
-    /// The filling that the file must hold, if it is a segment. A reader compares it with the
-    /// header after it has copied.
+    /// The filling that the file must hold, if it is a segment. A reader compares this id with that
+    /// in the segment's header after it has copied the bytes.
     pub fill: Option<FillId>,
 }
 

@@ -199,8 +199,8 @@ impl Session {
         };
         let frame = exchange(&mut connection, what, &to_bytes(request)?, Vec::new(), wait)?;
         let answer = parse(&frame.bytes)?;
-        // Keep the connection only on success. After an earlier failure it could still deliver a
-        // stale answer, so it is not reused.
+        // Keep the connection only on success. After a failure it could still deliver the answer to
+        // the failed request, so it is not used again.
         self.connection = Some(connection);
         match answer {
             Answer::Failed(failure) => Err(failure.into()),
@@ -229,7 +229,7 @@ impl Session {
     }
 
     /// Makes the segments of a rank: reserves their memory, charged to this process, and maps it.
-    /// `hosts` are those of the launch if it runs on several.
+    /// `hosts` names the hosts of the launch if it runs on several.
     pub fn prepare(
         &mut self,
         prepare: &Prepare,
@@ -475,7 +475,8 @@ fn connect(
 }
 
 /// Returns the user id of the process at the other end. The process id is not read: it is 0 if the
-/// process belongs to another container, which the result of rustix's `socket_peercred` cannot represent.
+/// process belongs to another container, which the result of rustix's `socket_peercred` cannot
+/// represent.
 pub(crate) fn user_of_peer(socket: &impl AsFd) -> std::io::Result<Uid> {
     let peer = nix::sys::socket::getsockopt(socket, PeerCredentials)?;
     Ok(Uid::from_raw(peer.uid()))
@@ -544,7 +545,7 @@ fn ready(
     wait: &mut Wait<'_>,
 ) -> Result<(), StagingError> {
     // The daemon may delay an answer until the caller's deadline, so the answer may arrive a little
-    // later. This is how long after the start of the wait it still counts.
+    // later. It is accepted up to this long after the start of the wait.
     const GRACE: Duration = Duration::from_secs(2);
     let started = Instant::now();
     loop {

@@ -125,7 +125,7 @@ impl Daemons {
         Ok(())
     }
 
-    /// Kills these nodes, which for the processes is like a power cut.
+    /// Kills the processes of these nodes with SIGKILL, so that they do not stop in order.
     pub fn kill(&mut self, names: &[PeerName]) {
         for node in self.nodes.iter_mut().filter(|node| names.contains(&node.name)) {
             end(&mut node.child);
@@ -148,8 +148,7 @@ impl Drop for Daemons {
     }
 }
 
-/// Kills a child and collects its exit status, so that its process id is not reused before. A child
-/// that has already ended is left alone.
+/// Kills a child and waits for its end. A child that has already ended is not signalled.
 fn end(child: &mut Child) {
     let _ = child.kill();
     let _ = child.wait();

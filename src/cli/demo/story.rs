@@ -34,7 +34,7 @@ use crate::wire::order::Codec;
 const LOSSES: usize = 5;
 const STEP: Step = Step(1);
 
-/// Tells the story. Returns its results.
+/// Runs all chapters of the demo. Returns their results.
 pub async fn tell(front: &mut Front, options: &Demo) -> Result<DemoReport, CommandFailure> {
     let folder = stage::folder(options)?;
     let job: Job = "demo".parse().map_err(|_| defect("the demo's job"))?;

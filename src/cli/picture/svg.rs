@@ -1,5 +1,5 @@
-//! The same pictures as SVG, for pages. The SVG has no font, script or link, and is readable on
-//! light and dark pages.
+//! The pictures of the chain and of the times of its hops as SVG, for pages. The SVG has no font,
+//! script or link, and is readable on light and dark pages.
 
 use std::fmt::Write;
 

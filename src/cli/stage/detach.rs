@@ -24,7 +24,8 @@ use crate::trainer::session::{Session, Wait};
 const NOFOLLOW: i32 = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
 /// Maximum time for a daemon to become ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);
-/// Length from which on the log is emptied when a daemon starts. It lies in memory, beside the segments.
+/// Length from which on the log is emptied when a daemon starts. The log lies in memory, beside the
+/// staging folder.
 const MAX_LOG_BYTES: u64 = 1 << 20;
 const POLL: Duration = Duration::from_millis(20);
 /// Maximum time for one attempt to reach a daemon.
@@ -104,8 +105,8 @@ fn start(log: &Path, from: &Connect) -> Result<std::process::Child, CommandFailu
     command.spawn().map_err(|e| failed("cannot start the staging daemon", e))
 }
 
-/// Opens the log, and empties it if it is longer than [`MAX_LOG_BYTES`]. A daemon that still writes to it
-/// appends, so its lines are not lost in a hole.
+/// Opens the log, and empties the log if it is longer than [`MAX_LOG_BYTES`]. A daemon that still
+/// writes to it appends, so its lines are not lost in a hole.
 fn open_log(path: &Path, options: &OpenOptions) -> std::io::Result<File> {
     let log = options.open(path)?;
     if log.metadata()?.len() > MAX_LOG_BYTES {

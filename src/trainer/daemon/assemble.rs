@@ -130,14 +130,15 @@ pub fn parts_of(parts: &[RankPart]) -> Vec<Part> {
 /// The part of a step that the segments of this host have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Coverage {
-    /// The whole step: every tensor must be there whole.
+    /// The whole step: the segments must hold every tensor completely.
     Whole,
-    /// The part of this host's ranks. The tables of all hosts are compared when they are merged.
+    /// The part of this host's ranks. Completeness is checked later, when the tables of all hosts
+    /// are merged.
     OfOneHost,
 }
 
 /// Maps the segments of a step and merges their tables. `segments` has for each rank the segment, a
-/// share in it, and its length in bytes.
+/// [`Hold`] on it, and its length in bytes.
 pub fn assemble(
     folder: &Folder,
     key: &StepKey,
@@ -209,8 +210,8 @@ struct ExtentPart {
     index: u64,
 }
 
-/// Hashes each extent with BLAKE3 and reports each group of parts that it has hashed. Returns the
-/// hashes in the order of the table.
+/// Hashes each extent with BLAKE3. Calls `report_progress` for each group of parts that is hashed.
+/// Returns the hashes in the order of the table.
 pub async fn hash(
     step: &Assembled,
     workers: &Workers,
@@ -253,7 +254,7 @@ fn hash_part(bytes: &Pieces, part: &ExtentPart) -> Hash {
     let len_bytes = part.extent.len_bytes.saturating_sub(from).min(HASH_PART_BYTES);
     // An extent is always inside the memory of one rank.
     let found = bytes.bytes_in_memory(part.extent.offset_bytes + from, len_bytes as usize);
-    // A hash that no bytes have: the extent counts as changed.
+    // No bytes have this hash, so the extent is treated as changed.
     let Some(found) = found else { return Hash::default() };
     let mut hasher = PartHasher::new(part.extent.len_bytes, HASH_PART_BYTES, part.index);
     hasher.update(&found);

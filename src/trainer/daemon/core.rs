@@ -50,13 +50,13 @@ pub struct StepKey {
 }
 
 impl StepKey {
-    /// Returns the step, whichever filling of it is meant.
+    /// Returns the step of the launch, without the filling.
     pub fn step_of_launch(&self) -> StepOfLaunch {
         StepOfLaunch { job: self.job.clone(), step: self.step, launch: self.launch }
     }
 }
 
-/// A step of one launch, whichever of its fillings is meant.
+/// A step of one launch, regardless of the filling.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StepOfLaunch {
     /// The job.
@@ -77,7 +77,7 @@ pub enum Effect {
     MarkFree(SegmentId),
     /// Unlink the segment's files as soon as no process maps the segment.
     Unlink(SegmentId),
-    /// Write the step's record, in the state before any save.
+    /// Write the step's record. It says that no save of the step has begun.
     KeepStep(StepKey),
     /// Save the step, or resume its save.
     Save(StepKey),
@@ -91,10 +91,9 @@ pub enum Effect {
     ForgetHosts(LaunchId),
     /// Abort these saves of the step if they are open. Committed ones stay.
     AbortIfOpen(StepKey, Vec<SaveId>),
-    /// Tell the other hosts of the step's launch that this one has dropped the step.
+    /// Tell the other hosts of the step's launch that this host has dropped the step.
     DropOnOtherHosts(StepOfLaunch, Hosts),
-    /// Find out the outcome of the saves that the job has abandoned, and remove those that are
-    /// committed.
+    /// Abort the saves that the job has abandoned, and remove those of them that are committed.
     Settle(Job),
 }
 
@@ -195,8 +194,8 @@ pub struct StagedStep {
     pub trouble: Option<String>,
     /// The hosts that the save of the step waits for, for messages; empty if there are none.
     pub missing: String,
-    /// When the first rank began to fill the step, or it was last hashed or sent in part. Zero for a
-    /// step that was restored at the daemon's start.
+    /// When the step last made progress: the first rank began to fill it, or a part of it was
+    /// hashed or sent. Zero for a step that was restored at the daemon's start.
     pub progressed_at: Duration,
     /// The number of saves that ended because other hosts made no progress.
     pub stalls: u32,
@@ -221,7 +220,7 @@ impl StagedStep {
 #[derive(Debug, Clone)]
 struct Skipped {
     why: String,
-    /// The ranks that have received this answer.
+    /// The ranks that were told to skip the step.
     told: BTreeSet<u32>,
 }
 
@@ -239,10 +238,11 @@ pub struct Launch {
     /// Steps that were committed when the launch began to write and that it did not abandon. `None`
     /// until the resume point is compared with the cluster.
     pub committed_before: Option<BTreeSet<Step>>,
-    /// The hosts of the launch if it runs on several. The ranks here are numbered within this host
-    /// then.
+    /// The hosts of the launch if it runs on several. In that case `world` and the numbers of the
+    /// ranks count the ranks of this host.
     pub hosts: Option<Hosts>,
-    /// The reason why the launch may no longer write, although no newer one is known on this host.
+    /// The reason why the launch may no longer write, although no newer launch is known on this
+    /// host.
     fenced: Option<Failure>,
     /// The latest step that the launch has begun to fill on this host, kept for a launch of several
     /// hosts.
@@ -253,13 +253,13 @@ pub struct Launch {
     launch_bytes: u64,
     /// Reserved memory that the ranks have not taken yet, in bytes.
     reserved_bytes: u64,
-    /// The ranks that have taken their share.
+    /// The ranks that have taken their share of the reserved memory.
     taken: BTreeSet<u32>,
     /// The last steps that the launch skipped.
     skipped: BTreeMap<Step, Skipped>,
     /// The number of each rank's last load.
     loads: BTreeMap<u32, u32>,
-    /// The outcomes of the last steps, for ranks that ask for them.
+    /// The outcomes of the last steps that were committed or dropped, for ranks that ask for them.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
 }
 
@@ -273,7 +273,8 @@ pub struct JobState {
     /// The most recently dropped fillings. A header that names one of them does not bring its step
     /// back.
     pub dropped: VecDeque<FillId>,
-    /// For each of the last launches: the newest launch of the job in the cluster when it began.
+    /// Pairs of one of the last launches, and the launch that was the job's newest in the cluster
+    /// when the first of the two began.
     predecessors: VecDeque<(LaunchId, Option<LaunchId>)>,
     /// Abandoned saves that are still to be aborted, or removed if they are committed.
     pub abandoned: Vec<(Step, SaveId)>,
@@ -282,8 +283,9 @@ pub struct JobState {
     launches: BTreeMap<LaunchId, Launch>,
     /// The last launches whose loads waited for steps of older launches, and since when.
     awaited_since: VecDeque<(LaunchId, Duration)>,
-    /// Number of commits and removals by this daemon, and of abandoned saves that it has settled. A list of
-    /// committed steps that was requested before the last change may be outdated.
+    /// Number of commits and removals by this daemon, and of abandoned saves that it has aborted or
+    /// removed. A list of committed steps that was requested before the last change may be
+    /// outdated.
     changes: u64,
     /// The steps in memory.
     pub steps: BTreeMap<(Step, LaunchId), StagedStep>,
@@ -444,7 +446,7 @@ impl Core {
         self.members.get(&member).map(|member| &member.place)
     }
 
-    /// Returns a share in a segment, and the segment's length in bytes.
+    /// Returns a hold on a segment, and the segment's length in bytes.
     pub fn hold(&self, segment: SegmentId) -> Option<(Hold, u64)> {
         self.segments.get(&segment).map(|found| (found.holds.hold(), found.len_bytes))
     }

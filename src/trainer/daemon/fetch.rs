@@ -37,8 +37,8 @@ pub enum FetchScope {
 
 /// How long a fetch waits for memory that loads hold.
 const ROOM_PATIENCE: Duration = Duration::from_secs(5);
-/// How long a step that did not fit is not tried again. Processes that wait for a part of it ask
-/// every two seconds.
+/// How long a step that did not fit into memory is not fetched again. Processes that wait for a
+/// part of it ask every two seconds.
 const REFUSED_KEPT: Duration = Duration::from_secs(5);
 
 /// The steps that are being read from the cluster or are kept after that, by job, step, save and
@@ -255,7 +255,7 @@ impl StagingDaemon {
         found.is_some_and(|fetch| !matches!(fetch.end(), Some(Err(_))))
     }
 
-    /// Makes room for a fetch and counts its memory in the same critical section. Returns whether
+    /// Makes room for a fetch and reserves its memory in the same critical section. Returns whether
     /// there is room.
     fn take_room(self: &Arc<Self>, fetch: &Fetch, len_bytes: u64) -> bool {
         let fetches = self.fetches();
@@ -287,7 +287,8 @@ impl StagingDaemon {
         }
     }
 
-    /// Removes the fetched files that are no longer wanted, and counts the memory of the others.
+    /// Removes the fetched files that are no longer wanted, and updates the memory that the core
+    /// counts for fetches.
     pub(super) fn account_fetches(&self) {
         let now = self.clock.now();
         let mut fetches = self.fetches();
@@ -320,8 +321,8 @@ impl StagingDaemon {
         self.count_fetches(&fetches);
     }
 
-    /// Counts the memory of all fetches. The caller holds the lock of the fetches, so that the
-    /// count agrees with them.
+    /// Sets the memory that the core counts for fetches to the sum over `fetches`, whose lock the
+    /// caller holds.
     fn count_fetches(&self, fetches: &Fetches) {
         let bytes = fetches.values().map(|fetch| fetch.progress().1).sum();
         lock(&self.core).set_fetched_bytes(bytes);

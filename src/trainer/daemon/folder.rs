@@ -138,7 +138,7 @@ impl Folder {
         let mut record = folder.read_record::<InstanceRecord>(&at)?;
         if record.as_ref().is_some_and(|record| record.boot != boot) {
             tracing::warn!(
-                "the host was booted since the staging folder was used: the segments and steps in it are removed"
+                "the host was rebooted since the staging folder was last used: the segments and steps in it are removed"
             );
             folder.clear()?;
             record = None;
@@ -257,7 +257,7 @@ impl Folder {
                 "seg" => match self.read_record::<OwnerRecord>(&owner) {
                     Ok(Some(record)) => found.push((id, record)),
                     _ => {
-                        tracing::warn!(segment = %id, "removing a segment that has no owner record");
+                        tracing::warn!(segment = %id, "removing a segment that has no readable owner record");
                         let _ = fs::remove_file(&path);
                         let _ = fs::remove_file(&owner);
                     }
@@ -475,7 +475,7 @@ impl Folder {
             .and_then(|mut file| io::Write::write_all(&mut file, bytes))
             .and_then(|()| fs::rename(&temporary, path));
         written.map_err(|error| {
-            // On a full file system a part of the file would take the space that records need.
+            // On a full file system the incomplete file would take the space that records need.
             let _ = fs::remove_file(&temporary);
             during("writing", path)(error)
         })

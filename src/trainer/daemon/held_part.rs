@@ -28,7 +28,7 @@ pub struct HeldPart {
     _holds: Vec<Hold>,
 }
 
-/// The parts that are being loaded, which the ranks of a launch share.
+/// The held parts that loads use now, by save. The ranks of a launch share them.
 pub type HeldParts = BTreeMap<SaveId, Weak<HeldPart>>;
 
 impl StagingDaemon {
@@ -40,7 +40,7 @@ impl StagingDaemon {
         let mut known = self.held_parts.lock().await;
         known.retain(|_, part| part.strong_count() > 0);
         let (job, step, save) = (&fetched.job, fetched.step, fetched.save);
-        // A part that was given up is no longer found here, though other ranks may still have it.
+        // A part that was given up must not be found again, although other ranks may still hold it.
         let key = self.with(|core| core.find_committed_part(job, step, save))?;
         let shared = known.get(&save).and_then(Weak::upgrade);
         if let Some(part) = shared.filter(|part| part.key == key) {

@@ -39,7 +39,7 @@ pub struct Holds {
     bell: Bell,
 }
 
-/// A share in a segment. Dropping it rings the bell.
+/// A claim on the bytes of a segment. Dropping it rings the bell.
 #[derive(Debug)]
 pub struct Hold {
     token: Option<Arc<()>>,
@@ -65,7 +65,7 @@ impl Holds {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // Release the share before ringing, so that every woken task sees it released.
+        // Release the hold before ringing, so that every woken task sees it released.
         self.token = None;
         self.bell.ring();
     }

@@ -25,8 +25,9 @@ use crate::trainer::protocol::{Failure, Hosts};
 /// The number of saves of a step that may end because other hosts made no progress. The step is
 /// dropped after the last one.
 const MAX_STALLS: u32 = 2;
-/// How long a host tells the others that it has dropped a step, and the pause between two attempts.
+/// How long a host keeps trying to tell the others that it has dropped a step.
 const DROP_LIMIT: Duration = Duration::from_secs(60);
+/// Pause between two attempts to tell the others.
 const DROP_INTERVAL: Duration = Duration::from_secs(2);
 
 impl StagingDaemon {
@@ -41,7 +42,7 @@ impl StagingDaemon {
             return Attempt::Later("an earlier step of the launch is being saved".into());
         }
         let now = self.clock.now();
-        // A failed attempt is no progress, and neither is the next one until it gets further.
+        // An attempt after a failed one is not progress by itself.
         self.with(|core| {
             core.note_missing(key, String::new());
             if core.step(key).is_some_and(|step| step.trouble.is_none()) {
@@ -132,7 +133,8 @@ impl StagingDaemon {
             .client
             .save_jointly(key.job.at(key.step), writer, replace, decisions, progress)
             .await;
-        // An error keeps them: a host that is waited for may be why another one drops the step.
+        // After an error the missing hosts stay noted: they may be the reason why another host
+        // drops the step.
         let save = saved?;
         self.with(|core| core.note_missing(key, String::new()));
         Ok(Attempt::Committed { save, notes: Vec::new() })
@@ -147,8 +149,8 @@ impl StagingDaemon {
         }
     }
 
-    /// Tells the other hosts that this one has dropped its part of a step. Repeats this until all
-    /// have dropped the step, it is committed, another launch saves it or has taken over, or
+    /// Tells the other hosts that this host has dropped its part of a step. Repeats this until all
+    /// hosts have dropped the step, it is committed, another launch saves it or has taken over, or
     /// [`DROP_LIMIT`] has passed. A host that stages the step later notices after a stall period.
     pub(super) async fn drop_on_other_hosts(self: Arc<Self>, dropped: StepOfLaunch, hosts: Hosts) {
         self.report_drop_until_known(&dropped, &hosts).await;

@@ -20,7 +20,7 @@ use crate::wire::calls::LaunchClaim;
 const ORDER_LIMIT: Duration = Duration::from_secs(5);
 /// Maximum number of times that an outdated list of committed steps is read again.
 const LIST_TRIES: u32 = 3;
-/// Interval between two looks whether the first host has registered the launch.
+/// Interval at which a host checks whether the first host has registered the launch.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
 /// The committed and staged steps, divided at the step from which a launch resumed.
@@ -55,9 +55,9 @@ impl StagingDaemon {
             return Ok(None);
         }
         self.check_keep(&place).await?;
-        // Compare before the launch is registered, so that a launch that cannot continue replaces no
-        // other one. Compare again afterwards, because only then can older launches commit no later
-        // step any more.
+        // Compare before the launch is registered, so that a launch that cannot continue replaces
+        // no other one. Compare again afterwards, because older launches can commit later steps
+        // until the launch is registered.
         self.find_later_steps(&place, resumed).await?;
         if let Some(what) = self.register_launch(&place, resumed, until).await? {
             return Ok(Some(what));
@@ -93,7 +93,8 @@ impl StagingDaemon {
                 let at = saves.binary_search_by_key(&step, |save| save.0).ok()?;
                 saves.get(at).map(|save| save.1)
             };
-            // With an outdated list nothing is released, and the step would count as a later one.
+            // With an outdated list nothing is released, and a removed or replaced step in memory
+            // would be taken for a later step.
             if self.with(|core| core.drop_replaced(&place.job, changes, &save_of))
                 || tries.next().is_none()
             {
@@ -231,8 +232,9 @@ impl StagingDaemon {
     }
 
     /// Returns the launch that the launch of `place` claims to follow: the one that was the newest
-    /// when it began. If the newest launch now has run on this host, returns that one: it is older
-    /// even if it has registered since, which it does after the catalogue was rebuilt.
+    /// when it began. If the launch that is the newest now has run on this host, returns that one:
+    /// it is older than the launch of `place` even if it has registered later, as launches do after
+    /// the catalogue was rebuilt.
     fn choose_predecessor(
         self: &Arc<Self>,
         place: &Place,
@@ -257,7 +259,7 @@ impl StagingDaemon {
             return Attempt::Later(reason);
         }
         let mut failure = launch_over_failure(key, &order);
-        // A launch without living ranks registers only if there is no other one.
+        // A launch without living ranks registers again only if the job has no other launch.
         let registers_again = order.rank_of(launch) == LaunchRank::Unknown
             && (order.launches.is_empty() || self.with(|core| core.has_members(job, launch)));
         if registers_again {

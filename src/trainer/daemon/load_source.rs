@@ -20,7 +20,7 @@ pub enum Source {
     Memory {
         /// The step.
         step: Arc<Assembled>,
-        /// Shares in its segments.
+        /// Holds on the segments of the step.
         _holds: Vec<Hold>,
     },
     /// Files that were read from the cluster. A load by ranges has no files, only the table and the

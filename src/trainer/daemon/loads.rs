@@ -85,7 +85,8 @@ impl StagingDaemon {
         }
         let limit = Duration::from_millis(load.limit_ms.into()).min(MAX_HELD_BACK);
         let until = self.clock.now() + limit;
-        // Headers of dead ranks count too, so read them before the step to load is chosen.
+        // Ranks that have died may have staged a part without reporting it. Read the headers before
+        // the step to load is chosen.
         self.accept_headers(None);
         if let Some(what) = self.wait_for_older_steps(load, from, until).await {
             return pending(what, (0, 0));
@@ -131,8 +132,8 @@ impl StagingDaemon {
                 match self.read_from_cluster(load, step, save, until).await? {
                     Ok((fetched, why)) => {
                         why_by_ranges = why;
-                        // A segment that a reader holds cannot be filled again. Only ranks of a
-                        // launch get such segments; other readers would delay the trainers.
+                        // A segment that a reader holds cannot be filled again. So only ranks of a
+                        // launch read from segments here; other readers would delay the trainers.
                         let is_partial = from == LoadFrom::Cluster && fetched.files.is_empty();
                         let held = match is_partial && load.launch.is_some() {
                             true => self.find_held_part(&fetched).await,

@@ -278,8 +278,8 @@ impl StagingDaemon {
     }
 
     /// Accepts parts of steps whose headers say *staged* although their owners have not reported
-    /// it. Reads the headers of the segments that are being filled, of member `of` if given. After
-    /// an owner has died, its header says what a daemon that starts now would find.
+    /// it. Reads the headers of the segments that are being filled, only those of member `of` if
+    /// given. A daemon that is started again would accept the same parts.
     fn accept_headers(self: &Arc<Self>, of: Option<MemberId>) {
         for (segment, key, rank) in self.with(|core| core.filling(of)) {
             let Some((_, len_bytes)) = self.with(|core| core.hold(segment)) else { continue };
@@ -308,7 +308,8 @@ impl StagingDaemon {
         self.note_progress(key);
     }
 
-    /// Notes that the step is being saved, so that a load that waits for it goes on waiting.
+    /// Notes that the save of the step makes progress, so that a load that waits for the step goes
+    /// on waiting.
     fn note_progress(self: &Arc<Self>, key: &StepKey) {
         let now = self.clock.now();
         self.with(|core| core.note_progress(key, now));
@@ -360,9 +361,10 @@ impl Running {
         self.daemon.folder.instance()
     }
 
-    /// Waits until no step is in progress and all drops are known to the other hosts, or until `limit` has passed. Returns descriptions of the
-    /// steps that are left. Trainers that are being terminated save once more, so new steps may
-    /// still begin; the wait therefore ends only after a short time without any.
+    /// Waits until no step is in progress and all other hosts know of the steps that this host
+    /// dropped, or until `limit` has passed. Returns descriptions of the steps that are left.
+    /// Trainers that are being terminated save once more, so new steps may still begin; the wait
+    /// therefore ends only after a short time without any.
     pub async fn quiet(&self, limit: Duration) -> Vec<String> {
         let daemon = &self.daemon;
         let until = daemon.clock.now() + limit;

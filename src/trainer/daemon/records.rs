@@ -109,8 +109,8 @@ pub struct LaunchHosts {
     pub launch: LaunchId,
     /// The hosts, and which of them this one is.
     pub hosts: Hosts,
-    /// The latest step that a rank of this host was ordered to fill. No step up to it is filled
-    /// again.
+    /// The latest step that a rank of this host was ordered to fill. No step up to and including it
+    /// is begun again.
     pub filled: Option<Step>,
 }
 

@@ -19,8 +19,8 @@ use crate::trainer::segment::read_header;
 const REMOVE_AGAIN: Duration = Duration::from_secs(5);
 
 impl StagingDaemon {
-    /// Restores the state in the staging folder. Steps that all ranks had staged are resumed;
-    /// unfinished fillings are dropped.
+    /// Restores the state in the staging folder. Steps that all ranks had staged are restored, and
+    /// saved unless they are committed; unfinished fillings are dropped.
     pub(super) fn recover(self: &Arc<Self>) -> Result<(), FolderError> {
         let (jobs, steps) = (self.folder.jobs()?, self.folder.steps()?);
         let hosts = self.folder.hosts()?;
@@ -74,7 +74,7 @@ impl StagingDaemon {
                 if let Some(hosts) = core.hosts_of(&key).cloned() {
                     core.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
                 }
-                tracing::warn!(job = %key.job, step = %key.step, "the step is no longer in memory, because one of its segments is gone or was filled again, or because it was dropped: a committed step is loaded from the cluster, another one is lost");
+                tracing::warn!(job = %key.job, step = %key.step, "the step is no longer in memory, because one of its segments is gone or was filled again, or because it was dropped: a committed step is loaded from the cluster, an uncommitted step is lost");
                 self.folder.forget_step(&key);
             }
             for (key, staged) in headers {
@@ -100,7 +100,7 @@ impl StagingDaemon {
         Ok(())
     }
 
-    /// Settles the abandoned saves of a job, retrying until it succeeds.
+    /// Aborts or removes the abandoned saves of a job, retrying until all are done.
     pub(super) async fn remove_abandoned(self: Arc<Self>, job: Job) {
         while let Err((step, error)) = self.settle_abandoned(&job).await {
             tracing::warn!(%job, %step, %error, "cannot abort or remove an abandoned save: retrying");
@@ -109,8 +109,8 @@ impl StagingDaemon {
     }
 
     /// Aborts the saves that the job has abandoned and removes those that are committed, newest
-    /// first. They stay on record until they are removed, so that nothing resumes from them after a
-    /// crash.
+    /// first. Each stays on record until it is aborted or removed, so that nothing resumes from it
+    /// after a crash.
     pub(super) async fn settle_abandoned(
         self: &Arc<Self>,
         job: &Job,

@@ -336,8 +336,8 @@ impl StagingDaemon {
         let until = self.clock.now() + limit;
         let is_unmapped = |id: SegmentId| self.folder.is_unmapped(id);
         let mut new_id = || SegmentId(self.entropy.id());
-        // Accept the parts that ranks of older launches have staged before those launches are
-        // ended.
+        // `prepare` ends older launches. Before that, accept the parts that their ranks have
+        // staged.
         self.accept_headers(None);
         let mut heard = self.bell.listen();
         if let Some(hosts) = hosts {
@@ -350,7 +350,8 @@ impl StagingDaemon {
             });
             match made {
                 Ok(segments) => break segments,
-                // Files that are only kept for possible later readers make room.
+                // Free the fetched files that are kept only for possible later readers, and try
+                // again.
                 Err(failure)
                     if failure.kind() == ErrorKind::Busy && self.free_fetches(None) > 0 => {}
                 Err(failure) if failure.kind() == ErrorKind::Busy => {

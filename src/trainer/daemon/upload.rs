@@ -46,8 +46,8 @@ pub(super) enum Committed {
     Replaceable(SaveId),
     /// Any other origin.
     Other,
-    /// No committed save can be shown now, or the save is being removed. The step is tried again
-    /// later.
+    /// The committed save cannot be read now, or it is being removed. A later attempt to save the
+    /// step may succeed.
     Unknown,
 }
 
@@ -150,7 +150,8 @@ impl StagingDaemon {
                     Err(error) => self.judge(key, &error),
                     Ok(committed) => committed,
                 },
-                // All saves of this filling are known and settled: this is one of another filling.
+                // All saves of this filling were aborted, so the committed save is of another
+                // filling.
                 Committed::Own(_) | Committed::Other => {
                     Attempt::Failed(failure(key, &error, "save another step, or remove that one"))
                 }
@@ -263,7 +264,7 @@ impl StagingDaemon {
         Ok(Some(Arc::new(step)))
     }
 
-    /// Returns whether this host has all ranks of a step's launch.
+    /// Returns [`Coverage::Whole`] if this host has all ranks of the step's launch.
     pub(super) fn coverage_of(self: &Arc<Self>, key: &StepKey) -> Coverage {
         match self.with(|core| core.hosts_of(key).is_none()) {
             true => Coverage::Whole,

@@ -34,9 +34,9 @@ impl Launch {
         self.hosts.is_some()
     }
 
-    /// Fails unless the launch may fill the step. A launch of several hosts fills each step once and
-    /// in ascending order: a step that was dropped here may be part of a save that other hosts still
-    /// write. `is_begun` says that other ranks of this host fill the step already.
+    /// Fails unless the launch may fill the step. A launch of several hosts fills each step once
+    /// and in ascending order: a step that was dropped here may be part of a save that other hosts
+    /// still write. `is_begun` says that a rank of this host has already begun to fill the step.
     pub(super) fn check_may_fill(
         &self,
         place: &Place,
@@ -141,8 +141,8 @@ impl Core {
         }
     }
 
-    /// Counts a save of the step that ended because other hosts made no progress. Returns how many
-    /// did.
+    /// Counts one more save of the step that ended because other hosts made no progress. Returns
+    /// the number of such saves of the step.
     pub fn count_stall(&mut self, key: &StepKey) -> u32 {
         let Some(step) = self.step_mut(key) else { return 0 };
         step.stalls += 1;
@@ -150,8 +150,8 @@ impl Core {
     }
 
     /// Returns whether the launch of the step has an earlier step here that is not committed. The
-    /// hosts of a launch save their steps in order: each would otherwise wait for the other in
-    /// another step.
+    /// hosts of a launch save their steps in order. Otherwise two hosts could wait for each other,
+    /// each in the save of another step.
     pub fn has_earlier_uncommitted(&self, key: &StepKey) -> bool {
         let Some(state) = self.jobs.get(&key.job) else { return false };
         let earlier = state.keys(&key.job, |step, launch, found| {
@@ -160,9 +160,9 @@ impl Core {
         !earlier.is_empty()
     }
 
-    /// Returns the progress of an older launch's step for which a load of `launch` should wait.
-    /// `counts` says which older launches count. Returns `None` if none of their steps makes
-    /// progress.
+    /// Returns a description of the first uncommitted step of another launch for which a load of
+    /// `launch` should wait. `counts` says which launches are considered. Returns `None` if none of
+    /// their uncommitted steps makes progress.
     pub fn describe_awaited_step(
         &mut self,
         job: &Job,
@@ -176,8 +176,8 @@ impl Core {
             of != launch && counts && step.is_uncommitted()
         });
         let first = awaited.first()?;
-        // This daemon may have been started again just now, by the launch that loads, so the wait
-        // counts from the launch's first request.
+        // This daemon may have been started again just now, by the launch that loads, so a step has
+        // the full [`PROGRESS_PATIENCE`] from the launch's first request on.
         let known = state.awaited_since.iter().find(|(of, _)| *of == launch);
         let since = known.map_or(now, |(_, since)| *since);
         if known.is_none() {

@@ -207,7 +207,8 @@ impl Core {
         Ok(())
     }
 
-    /// Makes a launch the newest of its job, and ends whatever older launches were filling.
+    /// Makes a launch the newest of its job, and drops the steps that older launches were filling.
+    /// Fails if the launch is older than the newest one.
     fn take_over(&mut self, prepare: &Prepare, hosts: Option<&Hosts>) -> Result<(), Failure> {
         let place = &prepare.place;
         let job = self.jobs.entry(place.job.clone()).or_default();
@@ -348,8 +349,8 @@ impl Core {
         }
     }
 
-    /// Notes the newest launch of the job in the cluster when `launch` began. Only the first note
-    /// counts.
+    /// Notes which launch was the job's newest in the cluster when `launch` began. Later calls for
+    /// the same `launch` have no effect.
     pub fn note_predecessor(&mut self, job: &Job, launch: LaunchId, newest: Option<LaunchId>) {
         if self.predecessor(job, launch).is_some() {
             return;
@@ -361,8 +362,8 @@ impl Core {
         known.push_back((launch, newest));
     }
 
-    /// Returns the newest launch of the job in the cluster when `launch` began. The outer value is
-    /// `None` if it was not noted.
+    /// Returns the launch that was the job's newest in the cluster when `launch` began; the inner
+    /// `None` means that the job had no launch. The outer `None` means that it was not noted.
     pub fn predecessor(&self, job: &Job, launch: LaunchId) -> Option<Option<LaunchId>> {
         let known = &self.jobs.get(job)?.predecessors;
         known.iter().find(|(of, _)| *of == launch).map(|(_, newest)| *newest)
@@ -382,14 +383,15 @@ impl Core {
     }
 
     /// Drops the staged steps that their launches may no longer save, because other launches have
-    /// registered since. Their saves are aborted if they are open, and never removed.
+    /// registered since. Their open saves are aborted; committed ones are not removed.
     pub fn drop_unsavable_steps(&mut self, job: &Job, order: &LaunchOrder) {
         if order.launches.is_empty() {
             return;
         }
         let Some(state) = self.jobs.get(job) else { return };
         let overtaken = state.keys(job, |step, launch, found| {
-            // The newest launch here may be unknown because the catalogue was rebuilt.
+            // If the catalogue was rebuilt, it may not know the newest launch of this host, which
+            // then registers again.
             let can_register_again =
                 state.newest == Some(launch) && order.rank_of(launch) == LaunchRank::Unknown;
             found.is_uncommitted() && !order.may_save(launch, step) && !can_register_again
@@ -451,7 +453,8 @@ impl Core {
         launches.and_then(|launches| launches.get(&place.launch)).map_or(0, |launch| launch.keep)
     }
 
-    /// Records which committed steps the launch found and did not abandon, and the newest of all.
+    /// Records which committed steps the launch found and did not abandon, and the newest committed
+    /// step that it found.
     pub fn checked(&mut self, place: &Place, committed: BTreeSet<Step>, newest: Option<Step>) {
         if let Some(launch) = self.launch_mut(place) {
             launch.committed_before = Some(committed);

@@ -28,16 +28,17 @@ impl Core {
         answer.step
     }
 
-    /// Returns how often this daemon has committed or removed a step of the job, or settled an
-    /// abandoned save of it.
+    /// Returns how often this daemon has committed or removed a step of the job, or aborted or
+    /// removed an abandoned save of the job.
     pub fn changes(&self, job: &Job) -> u64 {
         self.jobs.get(job).map_or(0, |state| state.changes)
     }
 
     /// Releases the committed steps in memory whose saves are no longer the committed ones, because
-    /// they were removed or replaced. Steps that an upload or a reader uses stay, but no new load gets
-    /// them. `changes` is the value of [`Core::changes`] when the list of committed steps was requested. Returns whether
-    /// the list is valid: it is outdated, and nothing is released, if a change happened since.
+    /// the saves were removed or replaced. Steps that an upload or a reader uses stay, but no new
+    /// load gets them. `changes` is the value of [`Core::changes`] when the list of committed steps
+    /// was requested. Returns whether the list is valid: it is outdated, and nothing is released,
+    /// if a change happened since.
     pub fn drop_replaced(
         &mut self,
         job: &Job,

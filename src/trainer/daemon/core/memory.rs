@@ -73,8 +73,9 @@ impl Core {
         self.segments.values().any(|s| is_in_use(s) || is_of_older(s)) || !self.unsaved().is_empty()
     }
 
-    /// Returns the committed steps that no process maps and no job would resume from, each with the
-    /// length of its segments in bytes, in the order of their commits.
+    /// Returns the committed steps that may be evicted: no process maps them, no upload or reader
+    /// uses them, and [`protected`] does not name them. Each is returned with the length of its
+    /// segments in bytes, in the order of their commits.
     fn victims(&self, is_unmapped: &dyn Fn(SegmentId) -> bool) -> Vec<(u64, StepKey)> {
         let mut found = Vec::new();
         for (job, state) in &self.jobs {
@@ -233,8 +234,10 @@ fn is_committed(phase: &Phase) -> bool {
     matches!(phase, Phase::Committed { .. })
 }
 
-/// Returns the latest step for which `is_it` holds. Of several launches' steps of one number it is
-/// that of the newest launch, as in [`Core::complete_step`]: the ranks of a launch ask by either.
+/// Returns the latest step whose phase fulfils `is_it`. Replaced steps and steps of which other
+/// hosts have a part do not count. If several launches have staged this step, prefers that of the
+/// newest launch, as [`Core::complete_step`] does: some ranks of a load get the step from this
+/// function and others from that one, and all must get the same.
 fn newest(job: &Job, state: &JobState, is_it: impl Fn(&Phase) -> bool) -> Option<StepKey> {
     let is_it = |launch: LaunchId, step: &StagedStep| {
         is_it(&step.phase) && !step.is_replaced && state.has_whole_steps(launch)

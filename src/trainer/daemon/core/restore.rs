@@ -189,7 +189,7 @@ impl Core {
         })
     }
 
-    /// Returns a share in each segment of a step that all ranks have staged, with the segment's
+    /// Returns a hold on each segment of a step that all ranks have staged, with the segment's
     /// length in bytes, in the order of the ranks.
     pub fn hold_step(&self, key: &StepKey) -> Option<Vec<(SegmentId, Hold, u64)>> {
         let step = self.step(key).filter(|step| step.phase.is_complete())?;

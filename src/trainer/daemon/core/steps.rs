@@ -22,9 +22,9 @@ const MAX_WHY_CHARS: usize = 1000;
 /// The fate of the saves of a step that is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SavesOfDropped {
-    /// They are aborted, and removed if they are committed.
+    /// Open saves are aborted, and committed ones are removed.
     Remove,
-    /// They are aborted if they are open.
+    /// Open saves are aborted, and committed ones stay.
     AbortIfOpen,
 }
 
@@ -318,8 +318,8 @@ impl Core {
         Ok(())
     }
 
-    /// Counts a part of a step as staged. Does nothing if the step was dropped meanwhile; the
-    /// segment then is free or being filled with another step.
+    /// Records that a rank's part of a step is staged in `segment`. Does nothing if the step was
+    /// dropped meanwhile; the segment then is free or being filled with another step.
     pub fn hold_part(
         &mut self,
         key: &StepKey,
@@ -378,7 +378,7 @@ impl Core {
                 &key,
                 Failure::new(ErrorKind::Unavailable, message, "save the next step"),
             );
-            // Its next call must not fail with its own reason.
+            // The next call of this member must not fail with the reason that it gave itself.
             if let Some(member) = self.members.get_mut(&member) {
                 member.notices.retain(|notice| notice.step != step);
             }
@@ -437,7 +437,8 @@ impl Core {
         if !saves.is_empty() {
             self.effects.push(Effect::Settle(key.job.clone()));
         }
-        // A newer launch has begun on the other hosts too, and drops the step there.
+        // If a newer launch has begun, the other hosts drop the step because of it, and need not be
+        // told.
         if why.kind() != ErrorKind::Fenced
             && let Some(hosts) = hosts
         {

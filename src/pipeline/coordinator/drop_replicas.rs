@@ -111,7 +111,7 @@ impl OwnedStripe<'_> {
             // The change does not fit into the shard's state now. A later run orders the drop
             // again.
             Err(error @ CoordinatorError::Format(_)) => {
-                tracing::info!(%error, "a drop was not recorded: a later run tries again");
+                tracing::info!(%error, "the drop of a stripe's replicas was not recorded: a later run orders it again");
                 Ok(())
             }
             recorded => recorded,

@@ -530,7 +530,7 @@ impl StripeReader {
             deprioritized.insert(node);
             if self.sources.reading.directory.heard(node, false) {
                 let node = self.sources.reading.directory.name(node);
-                tracing::info!(node, "a slow node: others are read first");
+                tracing::info!(node, "a node is slow: other nodes are read first");
             }
         }
     }

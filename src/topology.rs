@@ -55,8 +55,8 @@ impl Directory {
     }
 
     /// Returns the current ring of a shard: the nodes that have the shard's records or are to get
-    /// them, and that may get blocks and pieces of it. The ring contains the successors of a node
-    /// that has left, and not the node itself.
+    /// them, and that may get blocks and pieces of it. These are the nodes of the root's ring
+    /// without those that have left, and the successors of nodes that are leaving or have left.
     pub fn current_ring(&self, root: &ShardRoot) -> Vec<RingNode> {
         let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let mut ring = root.ring.clone();

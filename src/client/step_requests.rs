@@ -50,7 +50,8 @@ impl Client {
         }
     }
 
-    /// Returns the saves of a job (`None`: of all jobs) that are not committed yet, at most 64.
+    /// Returns the first saves of a job (`None`: of all jobs) that are not committed yet, at most
+    /// 64 in total.
     pub async fn list_open_saves(
         &self,
         job: Option<&Job>,

@@ -1,6 +1,6 @@
 //! The storage nodes that are away, as the catalogue server sees them, and those that are given up:
-//! their parts are made on other nodes. While many nodes are away together, a brake restricts this
-//! to the pieces of stripes that survive no further loss (docs/semantics.md, 11).
+//! their pieces and replicas are made on other nodes. While many nodes are away together, a brake
+//! restricts this to the pieces of stripes that survive no further loss (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -18,8 +18,8 @@ pub const MAX_BRAKE: Duration = Duration::from_secs(6 * 3600);
 /// replicas, and a stripe with pieces survives more losses.
 pub const PIECES_GRACES: u32 = 5;
 
-/// The nodes that are given up. Their parts are made on other nodes, except for the parts of a node
-/// that answers after all.
+/// The nodes that are given up. Their pieces and replicas are made on other nodes, except those of
+/// a node that answers after all.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GivenUp {
     /// Nodes whose replicas are put on spares.

@@ -54,8 +54,8 @@ impl JointWriter {
 /// calls them again if the save starts again.
 #[async_trait]
 pub trait JointDecisions: Send + Sync {
-    /// Records that the writer takes part in `save`. If this returns an error, the writer saves
-    /// nothing.
+    /// Records that the writer takes part in `save`. An error of this method ends the writer's
+    /// attempt to save the step.
     fn note_save(&self, save: SaveId) -> io::Result<()>;
 
     /// Cuts the writer's content into shards that fit the code. The same content and code must give

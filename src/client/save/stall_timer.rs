@@ -8,9 +8,9 @@ use crate::clock::Clock;
 
 /// The pauses between two checks of the other writers' progress: the first pause, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
-/// Number of times that writers may start again, and that the bytes which they then send once more
-/// count as progress. The number starts anew when the save gets further than ever before. Without
-/// this limit, a writer that is killed again and again would keep all others waiting.
+/// Maximum number of restarts of writers after which the bytes that they send once more count as
+/// progress. Restarts are counted anew when the save gets further than ever before. Without this
+/// limit, a writer that is killed again and again would keep all others waiting.
 const MAX_REPEATS: u32 = 3;
 
 /// The progress of all writers of the save, this one included.

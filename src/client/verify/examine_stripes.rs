@@ -313,8 +313,8 @@ impl Verification<'_> {
         Ok(examined.judge_stripe(&mut lock(&self.survivable_cache)))
     }
 
-    /// Returns the receipt of an archived stripe that counts. If the receipts contradict each
-    /// other, returns the one that the most nodes have.
+    /// Returns the receipt that says where the pieces of an archived stripe are. If the receipts
+    /// contradict each other, returns the one that the most nodes have.
     async fn fetch_receipt_that_counts(
         &self,
         part: &ShardSelection,

@@ -14,7 +14,7 @@ use crate::pipeline::record_fetch::StripeInfo;
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{ExamineAnswer, RecordName, SourceView};
 
-/// A kind of file or record of a checkpoint that a node holds.
+/// A file or record of a checkpoint that a node may hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum HeldItem {
     /// A replica of a block, from 0.
@@ -350,7 +350,7 @@ impl ExaminedStripe<'_> {
     /// Returns the number of further nodes that may be lost, judged by the files alone, or `None`
     /// if the stripe cannot be read. Grains of one number are read together, and damage in other
     /// grains does not matter. For each grain number at which some file is damaged, this therefore
-    /// judges the files that are good at that grain; the worst result counts.
+    /// judges the files that are good at that grain, and returns the worst result.
     fn count_survivable_losses(
         &self,
         readable: &[ReadableFile<'_>],

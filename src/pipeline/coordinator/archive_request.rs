@@ -139,7 +139,7 @@ impl Coordinator {
         Directory::read(&*self.catalogue).await
     }
 
-    /// Returns the nodes that may hold parts of a shard ([`Directory::nodes_to_ask`]).
+    /// Returns the nodes that may hold data or records of a shard ([`Directory::nodes_to_ask`]).
     pub(super) async fn fetch_nodes_to_ask(
         &self,
         shard: &OwnedShard,

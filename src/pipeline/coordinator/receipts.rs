@@ -1,5 +1,5 @@
-//! The receipts of a stripe: storing them on the nodes of the pieces, choosing the one that counts,
-//! and finding one whose pieces are all in place.
+//! The receipts of a stripe: storing them on the nodes of the pieces, choosing the one that says
+//! where the pieces are, and finding one whose pieces are all in place.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -120,7 +120,7 @@ pub(crate) struct ArchivedAttempt {
 /// not name. All nodes that the later receipt names got it before the stripe was committed as
 /// archived. So a receipt does not count if a node that it names has a different receipt of that
 /// order. If several receipts remain, the one on the most nodes counts. Returns `None` if no
-/// receipt remains, or if two are on equally many nodes.
+/// receipt remains, or if several share the greatest number of nodes.
 pub(crate) fn choose_receipt_that_counts(
     found: &BTreeMap<NodeId, Receipt>,
     archived: ArchivedAttempt,
@@ -155,8 +155,9 @@ pub(crate) fn choose_receipt_that_counts(
 }
 
 impl Coordinator {
-    /// Returns the receipt that counts of an archived stripe, if all of its pieces are on their nodes
-    /// now and none of these nodes is leaving or has left.
+    /// Returns the receipt that says where the pieces of an archived stripe are. Returns `None` if
+    /// no receipt does, if some piece is not on its node now, or if the node of some piece is
+    /// leaving or has left.
     pub(crate) async fn find_complete_receipt(
         &self,
         root: &ShardRoot,

@@ -150,9 +150,10 @@ impl Coordinator {
         Ok(true)
     }
 
-    /// Sends the shard's commit mark to the nodes of the ring that answer and lack the mark. Sends the
-    /// leaves to those that lack the leaves and are not in `lacking`, the nodes that may lack a part of
-    /// a stripe: a rebuild assumes that a node with the leaves has all that it should have.
+    /// Sends the shard's commit mark to the nodes of the ring that answer and lack the mark. Sends
+    /// the leaves to those that lack the leaves and are not in `lacking`, the nodes that may lack a
+    /// piece, replica or record of a stripe: a rebuild assumes that a node with the leaves has all
+    /// that it should have.
     pub(super) async fn repair_shard_records(
         &self,
         shard: &OwnedShard,

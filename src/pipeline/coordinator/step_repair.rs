@@ -321,7 +321,7 @@ impl StepRepair<'_> {
         let (coordinator, task) = (self.coordinator, self.task);
         coordinator.ensure_may_go_on(shard, task).await?;
         // An automatic repair opens only the stripes that its survey lists. If it lists any, each
-        // node of the ring may lack a part of one, so no node gets the leaves.
+        // node of the ring may lack data of one of them, so no node gets the leaves.
         let stripes = task.limits().and_then(|only| only.stripes.get(&shard.root.shard));
         let mut lacking = lacking.clone();
         if stripes.is_some_and(|stripes| !stripes.is_empty()) {

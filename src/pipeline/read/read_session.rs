@@ -22,9 +22,9 @@ use crate::workers::Workers;
 /// bad files no longer helps.
 pub(super) const MAX_BAD_FILES: usize = 65_536;
 
-/// A source that delivers each grain within this time, at about 1 MB/s, is never slow. If the
-/// average time for a grain is long, because the reader's own link is slow, the limit is
-/// [`SLOW_FACTOR`] times that average.
+/// A source that delivers each grain within this time (about 1 MB/s) is never slow. If the average
+/// time for a grain is long, because the reader's own link is slow, the limit is [`SLOW_FACTOR`]
+/// times that average.
 const SLOW_PACE: Duration = Duration::from_millis(64);
 /// A source is slow only if a grain takes more than this many times the average time.
 const SLOW_FACTOR: u32 = 4;

@@ -1,5 +1,5 @@
 //! The only source of time is a [`Clock`], so that a simulated run controls time.
-#![allow(clippy::disallowed_methods)] // the only place that asks the system
+#![allow(clippy::disallowed_methods)] // the only place that reads the system's clocks
 
 use std::future::Future;
 use std::sync::Arc;
@@ -7,20 +7,21 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 
-/// A monotonic clock, a way to wait on it, and the date for people.
+/// A monotonic clock, a way to wait on it, and the wall-clock time.
 #[async_trait]
 pub trait Clock: Send + Sync + 'static {
     /// Returns the time since a fixed moment in the life of this process. It never goes back.
     /// Leases and deadlines use this time alone.
     fn now(&self) -> Duration;
 
-    /// Returns when `duration` has passed.
+    /// Waits until `duration` has passed.
     async fn sleep(&self, duration: Duration);
 
-    /// Returns seconds since 1970 by the machine's date, which may jump in both directions.
+    /// Returns the seconds since 1970 by the machine's wall clock, which may jump in both
+    /// directions.
     ///
-    /// The value is shown to people. It decides only when a maintenance ends, and the order of equally
-    /// urgent repairs.
+    /// The value is recorded and displayed. Two decisions depend on it: when a maintenance ends,
+    /// and the order of equally urgent repairs.
     fn wall_seconds(&self) -> u64;
 }
 
@@ -52,7 +53,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// The error for work that did not end within its limit.
+/// The error for work that did not end within its time limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("no answer within {limit:?}")]
 pub struct Elapsed {

@@ -70,7 +70,8 @@ random_id!(
     ClusterId, 16, "cluster id"
 );
 random_id!(
-    /// The identifier of one catalogue database. Two databases of the same epoch differ in it.
+    /// The identifier of one catalogue database. Two databases of the same epoch have different
+    /// ids.
     DbId, 16, "database id"
 );
 random_id!(
@@ -105,7 +106,7 @@ random_id!(
 );
 random_id!(
     /// The identifier of one filling: one writing of one step by the ranks of a launch on one host.
-    /// A step that is dropped and filled again gets a new id, so parts of two fillings never mix.
+    /// A step that is dropped and filled again gets a new id, so data of two fillings never mixes.
     FillId, 16, "fill id"
 );
 random_id!(
@@ -119,8 +120,8 @@ random_id!(
 );
 
 impl ShardId {
-    /// Returns the id of shard `index` of `save`. The number `u32::MAX` is no shard: under it, nodes
-    /// store the records that belong to the save as a whole.
+    /// Returns the id of shard `index` of `save`. No shard has the number `u32::MAX`: nodes store
+    /// the records of the save as a whole under the id with this number.
     pub fn new(save: SaveId, index: u32) -> Self {
         let mut bytes = [0; 16];
         bytes[..12].copy_from_slice(&save.0);
@@ -338,7 +339,7 @@ impl Epoch {
     }
 
     /// Returns whether a node that has seen `seen` accepts this epoch as plausible. Without this
-    /// check, a number with one flipped bit would exhaust the epochs for good.
+    /// check, one flipped bit could raise the epoch so far that hardly any higher epoch is left.
     pub fn is_near(self, seen: Epoch) -> bool {
         self.0 <= seen.0.saturating_add(Self::NEAR)
     }
@@ -350,8 +351,8 @@ impl fmt::Display for Epoch {
     }
 }
 
-/// The fencing token of a shard. Every new owner of the shard raises it, and nodes refuse lower
-/// ones.
+/// The fencing token of a shard. Every new owner of the shard raises it, and a node refuses
+/// generations lower than the highest that it has seen for the shard.
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]

@@ -11,10 +11,11 @@
 //! - Positions rotate over the stripes, so that load spreads.
 //! - Within a domain the chain visits nodes in the ring's order. Without domains, the chains of all
 //!   stripes therefore pass from each node to the same next node. However many chains run at once,
-//!   a node sends to one node and receives from one, and no two senders share a receiver's port.
+//!   each node sends to one node only and receives from one node only, so no two senders share a
+//!   receiver's network link.
 //!
-//! A replica may lie elsewhere, because a node was down. The stripe record's places then say so,
-//! and the file found on a node decides.
+//! A replica may be on another node than this function says, because a node was down. The places in
+//! the stripe's record then name that node. They are a hint: the files found on the nodes decide.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -43,9 +44,9 @@ impl PlacementError {
     }
 }
 
-/// Returns the nodes that a save may use: all of `nodes`, or [`MAX_RING`] of them. The choice follows
-/// from the id of the save and takes evenly from all domains, so that the saves of a large cluster
-/// use all of its nodes.
+/// Returns the nodes that a save may use: all of `nodes` if they are at most [`MAX_RING`], or else
+/// [`MAX_RING`] of them. The choice follows from the id of the save and takes evenly from all
+/// domains, so that the saves of a large cluster use all of its nodes.
 pub fn nodes_of_save(mut nodes: Vec<Node>, save: SaveId) -> Vec<Node> {
     if nodes.len() <= MAX_RING {
         return nodes;

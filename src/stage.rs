@@ -47,13 +47,13 @@ stages! {
     Block = "block",
     /// Save, holder: the record of a stripe is written.
     Record = "record",
-    /// Save, ring: the leaves of a shard are written.
+    /// Save, node of the ring: the leaves of a shard are written.
     Leaves = "leaves",
     /// Save, gateway: the shard root and the shard state are written to the catalogue.
     Seal = "seal",
     /// Save, gateway: the compare-and-set that commits.
     Decide = "decide",
-    /// Save, ring: a commit mark is written.
+    /// Save, node of the ring: a commit mark is written.
     Mark = "mark",
     /// Save, gateway: the step becomes visible.
     Publish = "publish",
@@ -105,8 +105,8 @@ stages! {
     Map = "map",
     /// Replacement and removal of a node, gateway: the node is recorded as leaving.
     Leaving = "leaving",
-    /// Replacement and removal of a node, another node: the ring changes are stored, and the node
-    /// catches up.
+    /// Replacement and removal of a node, on another node: that other node stores the ring changes
+    /// and catches up.
     CatchUp = "catchup",
     /// Removal of a node, gateway: the compare-and-set that records that the node has left.
     Left = "left",

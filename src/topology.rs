@@ -45,8 +45,8 @@ impl Directory {
         Ok(Self::new(views, ring_changes))
     }
 
-    /// Returns the nodes that may hold parts of a shard: those of its root's ring and all their
-    /// successors, without nodes that have left (docs/semantics.md, 10).
+    /// Returns the nodes that may hold data or records of a shard: the nodes of its root's ring and
+    /// all their successors, without nodes that have left (docs/semantics.md, 10).
     pub fn nodes_to_ask(&self, root: &ShardRoot) -> impl Iterator<Item = NodeId> + use<> {
         let mut nodes: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         nodes.extend(self.all_successors_of(&nodes));
@@ -54,8 +54,9 @@ impl Directory {
         nodes.into_iter()
     }
 
-    /// Returns the current ring of a shard: the nodes that have its records, or are to get them, and
-    /// may get parts of it. A node that has left is not in it, and its successors are.
+    /// Returns the current ring of a shard: the nodes that have the shard's records or are to get
+    /// them, and that may get blocks and pieces of it. These are the nodes of the root's ring
+    /// without those that have left, and the successors of nodes that are leaving or have left.
     pub fn current_ring(&self, root: &ShardRoot) -> Vec<RingNode> {
         let named: Vec<NodeId> = root.ring.iter().map(|member| member.node).collect();
         let mut ring = root.ring.clone();
@@ -111,7 +112,8 @@ impl Directory {
         found
     }
 
-    /// Returns whether a node has left the rings that name it. What it had is not expected back.
+    /// Returns whether a node has left the rings that name it. The data that it stored is not
+    /// expected back.
     pub fn has_left(&self, node: NodeId) -> bool {
         self.leave_state_of(node) == Some(LeaveState::Left)
     }
@@ -130,7 +132,8 @@ impl Directory {
         }
     }
 
-    /// Returns whether a node may receive data: it is live, stores data, and is not leaving.
+    /// Returns whether a node may receive data: it is live, stores data, and neither is leaving nor
+    /// has left.
     pub fn can_receive_data(&self, node: NodeId) -> bool {
         let stores = |view: &NodeView| view.node.storage;
         self.is_live(node)
@@ -189,8 +192,8 @@ impl Directory {
         self.silent.lock().unwrap_or_else(PoisonError::into_inner).contains(&node)
     }
 
-    /// Returns the storage nodes that new saves may use: their leases are alive, and they are not
-    /// leaving. Silent ones are included.
+    /// Returns the storage nodes that new saves may use: their leases are alive, and they neither
+    /// are leaving nor have left. Silent nodes are included.
     pub fn storage_for_saves(&self) -> Vec<Node> {
         let live = self.nodes.iter().filter(|(_, view)| view.live && view.node.storage);
         let staying = live.filter(|(node, _)| !self.is_leaving_or_left(**node));
@@ -203,7 +206,7 @@ impl Directory {
         storage.map(|(id, _)| *id).collect()
     }
 
-    /// Returns the registered nodes of a ring, by name.
+    /// Returns the registered nodes of a ring, sorted by name.
     pub fn list_ring_nodes(&self, ring: &[RingNode]) -> Vec<Node> {
         let found = ring.iter().filter_map(|member| self.nodes.get(&member.node));
         let mut nodes: Vec<Node> = found.map(|view| view.node.clone()).collect();

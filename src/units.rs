@@ -1,4 +1,4 @@
-//! Sizes: the grain, and byte counts as people write them.
+//! The lengths of grains and blocks, and the text forms of byte counts and dates.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,13 +8,13 @@ use serde::{Deserialize, Serialize};
 /// The length of a grain in bytes. A grain is the unit of hashing, fingerprinting and verification;
 /// its length is part of the format.
 pub const GRAIN_BYTES: u64 = 64 * 1024;
-/// The divisor of every padded block length, in bytes. Vector kernels process steps of this length,
-/// so no grain of a padded block has a partial step.
+/// The length of every padded block is a multiple of this number of bytes. Vector kernels process
+/// steps of this length, so no grain of a padded block has a partial step.
 pub const BLOCK_ALIGN_BYTES: u64 = 128;
 /// The default length of a full block, in bytes.
 pub const DEFAULT_BLOCK_BYTES: u64 = 64 * MIB;
-/// The longest block that a cluster can be configured for, in bytes. It bounds every record and
-/// message.
+/// The longest block that a cluster can be configured for, in bytes. The limits of the records and
+/// messages about a block follow from it.
 pub const MAX_BLOCK_BYTES: u64 = 128 * MIB;
 /// The block lengths that [`is_block_length`] accepts, as text for error messages.
 pub const BLOCK_LENGTHS: &str = "a multiple of 64KiB between \"64KiB\" and \"128MiB\"";

@@ -2,8 +2,8 @@
 //!
 //! An entry, the revision counter and a sum over all entries change in one durable batch. The sum
 //! is checked at the start, because a database that silently lost entries must not be served; sled
-//! can lose entries when its log is damaged. Functions that access entries block, and changes block
-//! until they are durable.
+//! can lose entries when its log is damaged. Functions that read or change entries block the
+//! thread, and changes block until they are durable.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -57,8 +57,9 @@ impl Database {
             kv,
             is_read_only: AtomicBool::new(false),
             revision: AtomicU64::new(revision),
-            // The last change of these records may be older. A value that was reported before any
-            // such change must not be reported again, and revisions only grow.
+            // The revision of the last change of these records is not stored. The database's
+            // revision is not lower, so it differs from every value that was reported before that
+            // change.
             members_revision: AtomicU64::new(revision),
             writer: Mutex::new(WriterState { revision, sum, is_transferred: false }),
         })
@@ -90,8 +91,8 @@ impl Database {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner).checksum()
     }
 
-    /// Ends all changes if `copy_checksum` is the checksum of the current entries. Returns an error
-    /// of kind `Exists` if it is not.
+    /// Refuses changes from now on, provided that `copy_checksum` is the checksum of the current
+    /// entries. Returns an error of kind `Exists` if it is not.
     pub(super) fn stop_writes_for_transfer(
         &self,
         copy_checksum: DbChecksum,

@@ -2,7 +2,7 @@
 //!
 //! `k/KEY` holds a revision and a value. `m/revision`, `m/sum` and `m/epoch` belong to the database
 //! as a whole. A database without an epoch is not a catalogue: an interrupted rebuild or transfer
-//! leaves one. [`DbWriter::finish`] writes the epoch last.
+//! leaves such a database. [`DbWriter::finish`] writes the epoch last.
 
 use std::sync::Arc;
 
@@ -18,12 +18,12 @@ pub(super) const DATA: &str = "k/";
 
 /// Number of entries that are made durable in one batch.
 const BATCH_ENTRIES: usize = 256;
-/// A rebuilt database counts its revisions from its epoch times this number. No revision that was
-/// read before the rebuild fits an entry after it.
+/// A rebuilt database counts its revisions from its epoch times this number, so a revision that was
+/// read before the rebuild matches no entry of the rebuilt database.
 pub const REVISIONS_PER_EPOCH: u64 = 1 << 40;
 
-/// Returns the part of an entry in the database's sum: the first 16 bytes of BLAKE3 over the key
-/// and the stored bytes.
+/// Returns the contribution of an entry to the database's sum: the first 16 bytes of BLAKE3 over
+/// the key and the stored bytes.
 pub(super) fn entry_checksum(key: &str, stored: &[u8]) -> u128 {
     let mut hasher = blake3::Hasher::new_derive_key("rapidraid catalogue sum v1");
     hasher.update(&(key.len() as u64).to_le_bytes()).update(key.as_bytes()).update(stored);
@@ -102,8 +102,8 @@ impl DbWriter {
         Self { kv, revision, sum: 0, batch: Batch::new(), batch_entries: 0 }
     }
 
-    /// Returns a writer of a copy of another database, whose last revision is `revision`, in `kv`,
-    /// which must be empty.
+    /// Returns a writer that fills `kv`, which must be empty, with a copy of another database.
+    /// `revision` is the last revision of the other database.
     pub fn for_copy(kv: Arc<dyn Kv>, revision: u64) -> Self {
         Self { kv, revision, sum: 0, batch: Batch::new(), batch_entries: 0 }
     }

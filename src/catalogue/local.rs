@@ -1,8 +1,8 @@
 //! The engine inside the catalogue server, over its key-value store.
 //!
 //! Work on the entries runs on worker threads, off the network's threads. Leases exist only in
-//! memory and follow this process's monotonic clock. After a start every lease that the records
-//! name counts as alive for one full period, so that a restart of the server ends no lease.
+//! memory and follow this process's monotonic clock. After a start, every lease that is not in
+//! memory counts as alive for one full lease period, so that a restart of the server ends no lease.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -55,8 +55,9 @@ pub struct LocalCatalogue {
 }
 
 impl LocalCatalogue {
-    /// Opens the catalogue in `kv`, or begins one of epoch 1. `lease_period` is the lifetime of
-    /// leases. The engine's work runs beside that of `workers`.
+    /// Opens the catalogue in `kv`. If `kv` has none and `seen_epoch` is 0, creates one of epoch 1.
+    /// `lease_period` is the lifetime of leases. The engine gets worker slots of its own, beside
+    /// those of `workers`.
     ///
     /// A node that has seen an epoch was part of a cluster. An empty or older database is then
     /// not the cluster's, and is refused with [`CatalogueError::StaleDatabase`]. A database whose
@@ -141,8 +142,9 @@ impl LocalCatalogue {
         self.clock.now() < until
     }
 
-    /// Sets the ring change of a node that registers to *returned* if the node has left, or if it is
-    /// leaving and `lease_had_ended`. A removal that is under way begins anew.
+    /// Sets the ring change of a node that registers to *returned* if the node has left, or if it
+    /// is leaving and `lease_had_ended`. If the node is being removed at that time, its removal
+    /// begins anew.
     async fn record_return(
         &self,
         name: &PeerName,
@@ -162,9 +164,9 @@ impl LocalCatalogue {
         Ok(())
     }
 
-    /// Waits until changes are no longer paused. A transfer completes soon or not at all, so because
-    /// of this wait few callers have to be told to retry. Returns an error of kind `Busy` if the pause
-    /// outlasts [`PAUSE_LIMIT`].
+    /// Waits until changes are no longer paused. A transfer completes or fails soon, so this wait
+    /// spares most callers a retry. Returns an error of kind `Busy` if the pause outlasts
+    /// [`PAUSE_LIMIT`].
     async fn wait_while_paused(&self) -> Result<(), CatalogueError> {
         let until = self.clock.now() + PAUSE_LIMIT;
         loop {
@@ -179,7 +181,8 @@ impl LocalCatalogue {
         }
     }
 
-    /// Ends all changes for a transfer, if `copy_checksum` is the checksum of the current entries.
+    /// Refuses changes from now on, for a transfer, provided that `copy_checksum` is the checksum
+    /// of the current entries.
     ///
     /// # Errors
     /// Fails with kind `Exists` if the copy differs from this database. Nothing has changed here
@@ -215,7 +218,7 @@ impl LocalCatalogue {
 
     fn is_lease_expired(&self, lease_end: Option<&Duration>) -> bool {
         // A lease that is not in memory was granted before this start, or has expired and was
-        // forgotten. The former gets one full period from the start; none is forgotten earlier.
+        // forgotten. The former gets one full period from the start; no lease is forgotten earlier.
         let until = lease_end.copied().unwrap_or(self.started + self.lease_period);
         self.clock.now() >= until
     }
@@ -286,8 +289,8 @@ impl Catalogue for LocalCatalogue {
         self.database.refuse_if_read_only()?;
         let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
         let now = self.clock.now();
-        // During the first period after the start, unknown leases count as alive. Revoked ones must
-        // stay known until it has passed.
+        // During the first period after the start, unknown leases count as alive. Revoked leases
+        // must stay in memory until that period has passed.
         if now >= self.started + self.lease_period {
             leases.retain(|_, until| *until > now);
         }

@@ -50,7 +50,7 @@ pub enum SetOutcome {
     /// The change is durable. Holds the key's new revision, or 0 if a repeated removal found the key
     /// gone.
     Set(u64),
-    /// The key is not as expected, and nothing was changed. The key's current entry.
+    /// The key is not as expected, and nothing was changed. Holds the key's current entry.
     Conflict(Option<Entry>),
 }
 
@@ -66,9 +66,9 @@ pub struct Guard {
 /// The outcome of a compare-and-set with a [`Guard`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuardedOutcome {
-    /// The change is durable. The key's new revision.
+    /// The change is durable. Holds the key's new revision.
     Set(u64),
-    /// The key is not as expected, and nothing was changed. The key's current entry.
+    /// The key is not as expected, and nothing was changed. Holds the key's current entry.
     Conflict(Option<Entry>),
     /// The key is as expected and the guard is not. Nothing was changed.
     GuardConflict,
@@ -117,7 +117,7 @@ pub enum CatalogueError {
         /// Description of the damage.
         why: String,
     },
-    /// The database is not the one that this node's cluster had.
+    /// The database is empty, or older than an epoch that this node has seen.
     #[error(
         "the catalogue database here is of epoch {found}, this node has seen epoch {seen}: the database was lost or is an old copy, and is not served; if no other daemon serves the catalogue, rebuild it with `rapidraid catalogue rebuild`. Nothing is deleted"
     )]
@@ -181,8 +181,9 @@ pub trait Catalogue: Send + Sync + 'static {
     /// Reads a key. Returns `None` if it does not exist.
     async fn get(&self, key: &str) -> Result<Option<Entry>, CatalogueError>;
 
-    /// Sets (`Some`) or removes (`None`) a key if its revision is `expected` (`None`: if it does
-    /// not exist). Returns the new revision, or the entry that is there instead.
+    /// Sets a key to `value` (`None`: removes the key), provided that the key's revision is
+    /// `expected` (`None`: that the key does not exist). Returns the new revision, or the key's
+    /// current entry if the revision differs.
     async fn compare_and_set(
         &self,
         key: &str,
@@ -190,9 +191,9 @@ pub trait Catalogue: Send + Sync + 'static {
         value: Option<Vec<u8>>,
     ) -> Result<SetOutcome, CatalogueError>;
 
-    /// Sets a key as [`compare_and_set`](Self::compare_and_set) does, if the key of `guard` has its
-    /// revision in the same moment. The key itself is compared first, so that a repeated call
-    /// recognises its own effect.
+    /// Sets a key as [`compare_and_set`](Self::compare_and_set) does, provided that at the same
+    /// moment the key in `guard` has the revision in `guard`. The key itself is compared first, so
+    /// that a repeated call recognises its own effect.
     async fn compare_and_set_guarded(
         &self,
         key: &str,
@@ -201,8 +202,8 @@ pub trait Catalogue: Send + Sync + 'static {
         guard: &Guard,
     ) -> Result<GuardedOutcome, CatalogueError>;
 
-    /// Returns the keys of `prefix` after `after` with their entries, in order. Returns at most
-    /// `limit` and at most [`MAX_PAGE`] entries.
+    /// Returns the keys that begin with `prefix` and follow `after`, with their entries, in key
+    /// order. Returns at most `limit` and at most [`MAX_PAGE`] entries.
     async fn list_entries(
         &self,
         prefix: &str,

@@ -70,7 +70,8 @@ pub fn joint_save_key(save: SaveId) -> String {
     format!("{JOINT_SAVES}{save}")
 }
 
-/// Prefix of the orders of launches.
+/// Prefix of the keys of the launch orders. The launch order of a job lists its launches in the
+/// order of their registration.
 pub const LAUNCH_ORDERS: &str = "l/";
 
 /// Returns the key of the order of a job's launches.
@@ -113,7 +114,7 @@ pub fn ring_change_key(node: &PeerName) -> String {
 /// Reads all ring changes.
 ///
 /// # Errors
-/// If the catalogue does not answer, or if one of them does not parse.
+/// If the catalogue does not answer, or if a ring change does not parse.
 pub async fn read_ring_changes(catalogue: &dyn Catalogue) -> Result<RingChanges, CatalogueError> {
     let mut found = RingChanges::default();
     let mut scan = KeyScan::of_prefix(catalogue, RING_CHANGES);
@@ -216,9 +217,9 @@ fn encode_record<R: Record>(key: &str, record: &R) -> Result<Vec<u8>, CatalogueE
 /// The outcome of a typed compare-and-set.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RecordSetOutcome<R> {
-    /// The change is durable. The key's new revision.
+    /// The change is durable. Holds the key's new revision.
     Set(u64),
-    /// The key is not as expected. Its current record and revision.
+    /// The key is not as expected. Holds its current record and revision.
     Conflict(Option<(R, u64)>),
 }
 
@@ -236,9 +237,9 @@ pub async fn compare_and_set_record<R: Record>(
     }
 }
 
-/// Writes a record by compare-and-set as [`compare_and_set_record`] does. With a guard, the guard's
-/// key must have its revision in the same moment; otherwise the outcome is a conflict with the
-/// record as it is now.
+/// Writes a record by compare-and-set as [`compare_and_set_record`] does. With a guard, the key in
+/// the guard must have the revision in the guard at the same moment; otherwise the outcome is a
+/// conflict with the record as it is now.
 pub async fn compare_and_set_record_guarded<R: Record>(
     catalogue: &dyn Catalogue,
     key: &str,

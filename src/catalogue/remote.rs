@@ -25,16 +25,16 @@ use crate::wire::{Call, NodeAddress, RemoteError};
 
 /// Number of attempts to find and ask the catalogue server before an operation fails.
 const ATTEMPTS: u32 = 4;
-/// Time limit for all attempts together. It is shorter than the limits of callers that wait on
-/// behalf of others, so that these receive the reason.
+/// Time limit for all attempts together. It is shorter than the time limits of clients whose
+/// requests make a daemon ask the catalogue, so that a client receives the reason of a failure.
 const ASK_LIMIT: Duration = Duration::from_secs(9);
 /// Wait before the second attempt. It doubles with each further attempt.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
-/// Time limit for one attempt to renew or check a lease, or to renew a registration. Several attempts
-/// fit into a lease, even while the connection to a dead server seems alive.
+/// Time limit for one attempt to renew or check a lease, or to renew a registration. Several
+/// attempts fit into a lease period, even while the connection to a dead server seems alive.
 const LEASE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Time limit for a node to say where the catalogue is. A later answer does not count.
+/// Time limit for a node to say where the catalogue is. A later answer is ignored.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
 /// Number of nodes asked at once.
 const ASK_AT_ONCE: usize = 16;
@@ -194,7 +194,7 @@ impl RemoteCatalogue {
     }
 
     /// Asks the nodes at `addresses` for the catalogue server. Returns the answer of the highest
-    /// epoch. Within an epoch the server's own answer counts before those of other nodes.
+    /// epoch. Within an epoch, the server's own answer takes precedence over those of other nodes.
     async fn ask_for_server(
         &self,
         addresses: Vec<Address>,
@@ -227,7 +227,8 @@ impl RemoteCatalogue {
         self.call_server_within(call, self.caller.limit()).await
     }
 
-    /// Makes a call to the catalogue server. Each attempt may take `limit`.
+    /// Makes a call to the catalogue server. Each attempt may take `limit`, and all attempts
+    /// together [`ASK_LIMIT`].
     async fn call_server_within<C: Call>(
         &self,
         call: &C,
@@ -246,8 +247,8 @@ impl RemoteCatalogue {
         CatalogueError::Unreachable { seeds: self.seeds.join(", "), reason }
     }
 
-    /// Makes the attempts of a call. `last_error` receives the reason of each failed attempt, and
-    /// keeps it if a time limit cancels the next one.
+    /// Makes the attempts of a call. `last_error` receives the reason of each failed attempt. The
+    /// caller still has the last reason if its time limit cancels these attempts.
     async fn call_with_retries<C: Call>(
         &self,
         call: &C,
@@ -400,8 +401,8 @@ impl Catalogue for RemoteCatalogue {
         let answer =
             self.call_server_within(&RegisterNode { node: node.clone() }, LEASE_LIMIT).await?;
         self.raise_known_epoch(answer.epoch);
-        // A server that had just begun its epoch answered `Hello` with the epoch before. Correct the
-        // epoch that is known of it.
+        // A server that had just begun its epoch may have answered `Hello` with the previous epoch.
+        // Correct the epoch that is recorded for the server.
         if let Some((found, _)) = &mut *self.server.lock().unwrap_or_else(PoisonError::into_inner) {
             *found = answer.epoch.max(*found);
         }

@@ -100,8 +100,9 @@ pub struct CommittedShard {
     pub holders: BTreeSet<NodeId>,
     /// Indices of the stripes of which too little was found to read them.
     pub damaged: Vec<u32>,
-    /// Whether the receipts of some stripe leave a doubt: no attempt has receipts on enough nodes, and
-    /// there are receipts of several attempts, or too little was found to read the stripe.
+    /// Whether the receipts of some stripe leave a doubt. This is so if no attempt has its receipt
+    /// on enough nodes and, in addition, receipts of several attempts were found or too little was
+    /// found to read the stripe.
     pub is_doubtful: bool,
 }
 
@@ -230,8 +231,8 @@ impl StripeEvidence {
         }
     }
 
-    /// Returns whether enough nodes have the receipt of some attempt that it counts, whatever the
-    /// missing nodes hold.
+    /// Returns whether the receipt of some attempt is on so many nodes that it is valid whatever
+    /// the nodes that did not answer hold.
     fn has_enough_receipts(&self, root: &ShardRoot) -> bool {
         self.receipts.values().any(|(_, _, nodes)| is_on_enough_nodes(root, *nodes))
     }
@@ -303,7 +304,7 @@ fn judge_stripe(
     let is_there = |block: &u8| empty_blocks.contains(block) || stripe.blocks.contains(block);
     let has_all_blocks = (0..root.k).all(|block| is_there(&block));
     // An older attempt may have left receipts, and a newer one that was never committed may have
-    // left a few. A receipt that enough nodes have counts first.
+    // left a few. A receipt that enough nodes have takes precedence.
     let is_enough = |nodes| is_on_enough_nodes(root, nodes);
     let best = stripe
         .receipts

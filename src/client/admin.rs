@@ -49,7 +49,8 @@ impl Client {
     }
 
     /// Does the same as [`rebuild_catalogue`](Self::rebuild_catalogue), even if fewer nodes are
-    /// reached than it needs, or roots are missing. The rebuilt catalogue has no step that was lost.
+    /// reached than that function requires, or if shard roots are missing. The rebuilt catalogue
+    /// lacks the steps that were lost.
     pub async fn rebuild_catalogue_despite_loss(
         &self,
         daemon: Option<&Address>,
@@ -83,8 +84,9 @@ impl Client {
         self.call_gateway_once(&RemoveNode { name: name.clone() }, REBUILD_LIMIT).await
     }
 
-    /// Records `node` as leaving, with the storage node `successor` as its successor in the rings of
-    /// shards (docs/semantics.md, 10). A repair that gives `node` up makes its parts again.
+    /// Records `node` as leaving, with the storage node `successor` as its successor in the rings
+    /// of shards (docs/semantics.md, 10). A repair that gives `node` up makes the node's pieces and
+    /// replicas on other nodes.
     pub async fn replace_node(
         &self,
         node: &PeerName,
@@ -102,7 +104,7 @@ impl Client {
     }
 
     /// Returns the state of the cluster. Asks the nodes themselves, so that the call also works
-    /// while no catalogue answers, or a read-only one.
+    /// while no catalogue answers, or while the catalogue is read-only.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
         let nodes = self.fetch_node_reports(self.fetch_known_nodes().await?).await;
         let hello = self.call_gateway(&Hello { me: None }).await?;

@@ -1,5 +1,5 @@
-//! The roots of a committed step's shards, and the record of its save, with which a restore needs no
-//! catalogue (docs/semantics.md, 6). No node is asked whether it answers.
+//! The roots of a committed step's shards, and the record of its save, with which a restore needs
+//! no catalogue (docs/semantics.md, 6). These calls do not probe which nodes answer.
 
 use std::collections::BTreeSet;
 

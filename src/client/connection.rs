@@ -183,7 +183,7 @@ impl Client {
         &self.inner.gateways
     }
 
-    /// Notes the id of the cluster. The first one that a daemon has reported counts.
+    /// Records the id of the cluster. Later calls have no effect.
     pub(super) fn note_cluster(&self, cluster: ClusterId) {
         let _ = self.inner.cluster.set(cluster);
     }
@@ -194,9 +194,10 @@ impl Client {
         self.call_gateway(&ListMembers {}).await
     }
 
-    /// Sends a call to the gateway, and again if that gateway does not answer. If it answers that
-    /// something is unavailable, sends the call to another gateway, if there is one that has not
-    /// failed lately. Each attempt may take `limit`.
+    /// Sends a call to the gateway. If the gateway does not answer, sends the call once more, to
+    /// the gateway that is found then. If the gateway answers that something is unavailable, sends
+    /// the call once more only if a gateway is found that has not failed lately. Each attempt may
+    /// take `limit`.
     pub(super) async fn call_any_gateway_within<C: Call>(
         &self,
         call: &C,
@@ -233,8 +234,8 @@ impl Client {
         Ok(answer?)
     }
 
-    /// Makes a call to one gateway, once, that answers with events. `on_event` gets each of them,
-    /// and returns a result with the last one.
+    /// Makes a call that is answered with events, once, to one gateway. Passes each event to
+    /// `on_event`, until `on_event` returns a result.
     pub(super) async fn watch_gateway_call<C: Call, R>(
         &self,
         call: &C,

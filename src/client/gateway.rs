@@ -24,7 +24,8 @@ const NEXT_SEEDS: Duration = Duration::from_millis(250);
 const MAX_ASKED: usize = 128;
 /// How long a daemon that has failed a call is passed over as a gateway while others answer.
 const AVOID_PERIOD: Duration = Duration::from_secs(60);
-/// How long the other seeds have to answer before such a daemon is used all the same.
+/// How long the other seeds have to answer before a daemon that has failed a call is used all the
+/// same.
 const OTHERS_WAIT: Duration = Duration::from_secs(1);
 /// Maximum number of daemons that are remembered because they have failed.
 const MAX_AVOIDED: usize = 128;
@@ -92,9 +93,9 @@ impl Client {
     /// that the call may be made again at another one.
     ///
     /// A gateway that does not answer is given up. One that answers that something is unavailable
-    /// may be the only daemon that does not reach the catalogue, so it is given up, too. The cause may
-    /// also be another one, for example that too few nodes are live. Therefore no more than
-    /// [`MAX_UNAVAILABLE`] are given up for it.
+    /// may be the only daemon that does not reach the catalogue, so it is given up, too. The cause
+    /// may also be another one, for example that too few nodes are live. Therefore at most
+    /// [`MAX_UNAVAILABLE`] gateways are given up for such an answer within [`AVOID_PERIOD`].
     pub(super) fn give_up_gateway(&self, gateway: &NodeAddress, error: &CallError) -> bool {
         let is_unanswered = error.is_unanswered();
         if !is_unanswered && !matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Timeout) {

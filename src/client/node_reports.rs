@@ -1,5 +1,5 @@
-//! Requests to the nodes themselves, which show which of them answer. Leases do not show it while
-//! the catalogue renews none.
+//! Requests to the nodes themselves, which show which nodes answer. The nodes' leases do not show
+//! this while no catalogue renews them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -101,8 +101,8 @@ impl Client {
         nodes
     }
 
-    /// Asks the live storage nodes among `nodes` which files of a stripe they have, damaged files
-    /// apart. A node that does not answer within three seconds is left out.
+    /// Asks the live storage nodes among `nodes` which files of a stripe they have. Damaged files
+    /// are not listed. A node that does not answer within three seconds is left out.
     pub async fn list_stripe_files(&self, stripe: StripeId, nodes: &[NodeView]) -> StripeFiles {
         let asks = nodes.iter().filter(|view| view.live && view.node.storage).map(|view| {
             let to = NodeAddress::of(&view.node);

@@ -50,7 +50,8 @@ impl Client {
         }
     }
 
-    /// Returns the saves of a job (`None`: of all jobs) that are not committed yet, at most 64.
+    /// Returns the first saves of a job (`None`: of all jobs) that are not committed yet, at most
+    /// 64 in total.
     pub async fn list_open_saves(
         &self,
         job: Option<&Job>,
@@ -58,8 +59,8 @@ impl Client {
         self.call_gateway(&ListOpenSaves { job: job.cloned() }).await
     }
 
-    /// Registers a launch as the newest one of its job, or confirms that it is (docs/semantics.md, 3).
-    /// `resumed` is the step that it loaded.
+    /// Registers a launch as the newest one of its job, or confirms that it is (docs/semantics.md,
+    /// 3). `resumed` is the step that the launch loaded.
     ///
     /// # Errors
     /// Fails with kind `Fenced` if another launch is newer.
@@ -252,7 +253,7 @@ impl Client {
     }
 
     /// Returns how many of a job's newest steps the cluster's policy keeps, or `None` if the policy
-    /// retires none of them.
+    /// retires no step of the job.
     pub async fn fetch_keep_newest(&self, job: &Job) -> Result<Option<u32>, ClientError> {
         let hello = self.call_gateway(&Hello { me: None }).await?;
         let home = hello.catalogue.ok_or(ClientError::NoCatalogue)?;

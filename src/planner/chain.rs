@@ -1,5 +1,5 @@
-//! The chain plan: each node adds its blocks to the incoming stream, stores one piece and forwards
-//! the rest.
+//! The chain plan: each node combines its blocks with the incoming stream. It stores one
+//! combination as its piece and forwards another.
 //!
 //! Hop i stores `c_i = x_{i-1} + sum xi o_j` and forwards `x_i = x_{i-1} + sum psi o_j` (paper,
 //! section IV). The plan moves n-1 blocks over the network: one into each node but the head, and one

@@ -3,9 +3,9 @@
 //! In a *chain*, each node of a source adds its piece or replica, times its coefficients, to one
 //! stream for each missing piece, and the last of these nodes sends each stream to the node of its
 //! piece. Every link carries at most one block for each missing piece, and all links work at the
-//! same time, so that one piece takes about the time of one block. (ECPipe: Li et al., *Repair
-//! Pipelining for Erasure-Coded Storage*, USENIX ATC 2017.) In a *star*, the node of the first
-//! missing piece receives all sources, which takes k times as long on its link.
+//! same time, so that making one piece takes about as long as sending one block. (ECPipe: Li et
+//! al., *Repair Pipelining for Erasure-Coded Storage*, USENIX ATC 2017.) In a *star*, the node of
+//! the first missing piece receives all sources, which takes k times as long on its link.
 
 use super::PlannerError;
 use crate::code::{Code, StripePart, combine_pieces};

@@ -136,8 +136,8 @@ pub fn naive_star(subject: &Subject<'_>, coder: usize) -> Result<Plan, PlannerEr
     Ok(builder.finish(&homes))
 }
 
-/// Returns the positions on which the coder of a best star may run: those that hold two blocks.
-/// With n = 2k no position holds two; then the first k positions, which hold one each.
+/// Returns the positions on which the coder of a best star may run: those that hold two blocks. If
+/// n = 2k, no position holds two, and the first k positions, which hold one each, are returned.
 fn coders(layout: Layout) -> Vec<usize> {
     let holding = |count| (0..layout.k()).filter(move |&at| layout.blocks_at(at).count() == count);
     let two: Vec<usize> = holding(2).collect();

@@ -1,6 +1,6 @@
 //! The storage nodes that are away, as the catalogue server sees them, and those that are given up:
-//! their parts are made on other nodes. While many nodes are away together, a brake restricts this
-//! to the pieces of stripes that survive no further loss (docs/semantics.md, 11).
+//! their pieces and replicas are made on other nodes. While many nodes are away together, a brake
+//! restricts this to the pieces of stripes that survive no further loss (docs/semantics.md, 11).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,14 +12,14 @@ use crate::wire::calls::NodeView;
 
 /// Nodes that went away within this time of one another went away together.
 const TOGETHER: Duration = Duration::from_secs(3600);
-/// The brake ends this long after the last of the nodes that it counts went away.
+/// The brake ends this long after the last of the nodes that put it on went away.
 pub const MAX_BRAKE: Duration = Duration::from_secs(6 * 3600);
 /// The pieces of a node are given up after this many graces. They cost more to make again than
 /// replicas, and a stripe with pieces survives more losses.
 pub const PIECES_GRACES: u32 = 5;
 
-/// The nodes that are given up. Their parts are made on other nodes, except for the parts of a node
-/// that answers after all.
+/// The nodes that are given up. Their pieces and replicas are made on other nodes, except those of
+/// a node that answers after all.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GivenUp {
     /// Nodes whose replicas are put on spares.
@@ -56,9 +56,10 @@ pub struct AwayNodes {
 }
 
 impl AwayNodes {
-    /// Takes over the present list of nodes. Graces begin again when the brake ends, when a node that
-    /// put the brake on is no longer away, and after a gap between updates that is longer than both
-    /// `max_gap` and a grace: the server did not see which nodes were live in the gap.
+    /// Replaces the list of nodes by `views`, and decides anew on the brake and on the nodes to
+    /// give up. Graces begin again when the brake ends, when a node that put the brake on is no
+    /// longer away, and after a gap between updates that is longer than both `max_gap` and a grace:
+    /// the server did not see which nodes were live in the gap.
     pub fn update(
         &mut self,
         views: &[NodeView],
@@ -163,9 +164,10 @@ impl AwayNodes {
         }
     }
 
-    /// Returns the reason for the brake, if it is on, and the nodes that put it on. These nodes went
-    /// away together. They are more than one node and more than `percent` of all storage nodes, or
-    /// they lie in several failure domains, or they are all members of a domain of several nodes.
+    /// Returns the reason for the brake, if it is on, and the nodes that put it on. These nodes
+    /// went away together. They are more than one node and more than `percent` of all storage
+    /// nodes, or they lie in several failure domains, or they include every storage node of a
+    /// failure domain that has more than one.
     fn find_brake(&self, now: Duration, percent: u8) -> Option<(String, BTreeSet<NodeId>)> {
         let storage = || self.nodes.values().filter(|node| node.is_storage);
         let all = storage().count();

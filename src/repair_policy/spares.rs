@@ -41,10 +41,11 @@ pub struct SparesOfStripe {
 }
 
 impl SparesOfStripe {
-    /// Creates the state for the choice of spares of one stripe. `piece_nodes` has the node to which
-    /// the receipt ascribes each piece. A spare is a node of the ring that answers, can receive data,
-    /// is not one of `piece_nodes`, and has no piece that is missing on the node of the receipt. The
-    /// first spare rotates with `rotation`, so that the load spreads.
+    /// Creates the state for the choice of spares of one stripe. `piece_nodes` has the node to
+    /// which the receipt ascribes each piece. A spare is a node of the ring that answers, can
+    /// receive data, is not one of `piece_nodes`, and has no piece that is missing on the node to
+    /// which the receipt ascribes it. The first spare rotates with `rotation`, so that the load
+    /// spreads.
     pub fn new(
         ring: &[RingNode],
         piece_nodes: &[NodeId],
@@ -78,8 +79,9 @@ impl SparesOfStripe {
         Self { free, leaving, used, domains, pieces }
     }
 
-    /// Returns the spare for a piece: a node that has the piece and is not yet used, or else a free
-    /// node of the failure domain with the fewest pieces, and of these the one with the least load.
+    /// Takes the spare for a piece: a node that has the piece and is not yet used, or else a free
+    /// node. A node that cannot receive data is taken only if it has the piece and no node is free.
+    /// Among the free nodes, prefers a failure domain with the fewest pieces, then the least load.
     /// Returns `None` if no node is left.
     pub fn take(
         &mut self,

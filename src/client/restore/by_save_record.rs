@@ -19,7 +19,8 @@ use crate::wire::{Call, NodeAddress};
 
 /// Time limit for a node to answer `Hello`. A node that takes longer counts as unreachable.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
-/// Time limit for a node that answers to report the current addresses of the others.
+/// Time limit for a node to report the ring changes, or the addresses of other nodes, that it
+/// knows.
 const NEWS_LIMIT: Duration = Duration::from_secs(3);
 /// Maximum number of addresses that are tried for nodes that have moved.
 const MAX_RELOCATED: usize = 1024;
@@ -30,9 +31,9 @@ const AT_ONCE: usize = 32;
 const BY_RECORD: &str = "restored by its record: no catalogue was asked";
 
 impl Client {
-    /// Restores the save of `record` into a folder. Writes nothing unless everything can be read.
-    /// If the step was replaced meanwhile, this still restores the save of the record, or nothing.
-    /// Returns [`ClientError::Removed`] if a node knows that the save was removed.
+    /// Restores the save of `record` into a folder. Writes only if everything can be read. If the
+    /// step was replaced meanwhile, this still restores the save of the record, or nothing. Returns
+    /// [`ClientError::Removed`] if a node knows that the save was removed.
     pub async fn restore_by_record(
         &self,
         record: &SaveRecord,

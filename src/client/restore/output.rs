@@ -136,7 +136,7 @@ impl<'a> TemporaryFiles<'a> {
 impl Drop for TemporaryFiles<'_> {
     fn drop(&mut self) {
         for part in &self.parts {
-            // A file that has its final name is not there any more, so the removal fails for it.
+            // A file that has its final name has no temporary name any more, so this removal fails.
             let _ = self.out.map(|out| out.remove(&part.temporary));
         }
     }

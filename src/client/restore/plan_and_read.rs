@@ -79,8 +79,8 @@ struct PlannedStripe {
 }
 
 impl Client {
-    /// Restores a committed step (`None`: the latest) into a folder. Writes nothing unless
-    /// everything can be read.
+    /// Restores a committed step (`None`: the latest) into a folder. Writes only if everything can
+    /// be read.
     pub async fn restore(
         &self,
         job: &Job,
@@ -103,7 +103,7 @@ impl Client {
     }
 
     /// Reads ranges of the shards of a committed step (`None`: the latest) into their sinks,
-    /// verified as in a restore. Delivers nothing unless everything can be read. If the call fails
+    /// verified as in a restore. Delivers bytes only if everything can be read. If the call fails
     /// later, the delivered bytes are incomplete. A step that is replaced meanwhile is read again
     /// from the new save, so bytes may be delivered twice.
     pub async fn read_ranges(
@@ -370,8 +370,8 @@ impl Client {
         }
     }
 
-    /// Returns the state that a stripe has reached since it was `known`, or `None` if it is
-    /// unchanged or unknown.
+    /// Returns the present state of a stripe if it differs from `known`. Returns `None` if the
+    /// state is unchanged, or cannot be found out.
     pub(in crate::client) async fn find_changed_state(
         &self,
         reading: &Arc<ReadSession>,
@@ -480,7 +480,7 @@ impl Client {
     }
 
     /// Reads a slice. If its sources fail, plans the stripe again: it may have been archived
-    /// meanwhile, and the first plan may not have needed all sources that exist.
+    /// meanwhile, and the first plan may have left out sources that it did not need.
     async fn read_slice(
         &self,
         reading: &Arc<ReadSession>,

@@ -96,8 +96,8 @@ fn slice_for_range(stripe: u32, cut: &StripeCut, range: &Range<u64>) -> Option<S
     Some(StripeSlice { stripe, blocks: (first as u8..=last as u8).collect(), grains })
 }
 
-/// A slice that is to be planned, and the number of its part. The slices of a part share its leaves,
-/// which are dropped with the last of them.
+/// A slice that is to be planned, and the number of its part. The slices of a part share its
+/// leaves, which are dropped with the last of these slices.
 pub(super) struct PartSlice {
     pub(super) at: usize,
     pub(super) slice: StripeSlice,

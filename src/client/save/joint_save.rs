@@ -50,11 +50,12 @@ impl JointWriter {
     }
 }
 
-/// The decisions of a writer of a joint save. [`Client::save_jointly`] asks for each, and again if the
-/// save starts again.
+/// The decisions of a writer of a joint save. [`Client::save_jointly`] calls these methods, and
+/// calls them again if the save starts again.
 #[async_trait]
 pub trait JointDecisions: Send + Sync {
-    /// Notes that the writer takes part in `save`. An error ends the save of this writer.
+    /// Records that the writer takes part in `save`. An error of this method ends the writer's
+    /// attempt to save the step.
     fn note_save(&self, save: SaveId) -> io::Result<()>;
 
     /// Cuts the writer's content into shards that fit the code. The same content and code must give
@@ -73,11 +74,11 @@ pub trait JointDecisions: Send + Sync {
     fn ensure_wanted(&self) -> Result<(), String>;
 
     /// Notes that the save waits for `writers`, and for how long none of the writers has made
-    /// progress. If the list is empty, it waits for none.
+    /// progress. If `writers` is empty, the save waits for no writer.
     fn note_missing(&self, writers: &[u32], unchanged: Duration);
 
-    /// Returns the index of the save. It depends only on the data shards, whose roots are given in
-    /// order.
+    /// Returns the index of the save. The index must depend only on the data shards; `data` has
+    /// their roots in order.
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError>;
 }
 
@@ -109,9 +110,10 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::WritersMissing`] if the writers made no progress for too long,
-    /// [`ClientError::WriterDropped`] if one has dropped the step, and [`ClientError::JointSaveOver`]
-    /// if each attempt ended without a commit. Once `note_save` has returned, an error aborts the
-    /// save if it is open, except `WriterDropped` and errors of kind `Fenced`.
+    /// [`ClientError::WriterDropped`] if a writer has dropped the step, and
+    /// [`ClientError::JointSaveOver`] if each attempt ended without a commit. Once `note_save` has
+    /// returned, an error aborts the save if it is open, except `WriterDropped` and errors of kind
+    /// `Fenced`.
     pub async fn save_jointly(
         &self,
         step_ref: StepRef<'_>,
@@ -166,8 +168,8 @@ impl Client {
         }
     }
 
-    /// Tells the other writers of a launch that this one has given the step up. Returns `true` if
-    /// no further call is needed: all writers have given the step up, or its save is committed or
+    /// Tells the other writers of a launch that this writer has dropped the step. Returns `true` if
+    /// no further call is needed: all writers have dropped the step, or its save is committed or
     /// over. Returns `false` if the call has to be repeated.
     pub async fn report_step_dropped(
         &self,
@@ -284,7 +286,8 @@ impl SaveSession {
             Either::Left((roots, _)) => roots?,
             Either::Right((end, _)) => return end,
         };
-        // Another writer commits as soon as all shards are complete.
+        // Ask before the shards are completed: another writer commits as soon as all shards are
+        // complete.
         decisions.approve_shards().await.map_err(|why| ClientError::CalledOff { why })?;
         for root in roots {
             session.complete_shard(root).await?;
@@ -292,7 +295,8 @@ impl SaveSession {
         session.commit_when_complete(work, &joint, own_count, total).await
     }
 
-    /// Reports what this writer has, and returns the save's record, or the end of the save.
+    /// Reports the number of this writer's shards and of the MiB that it has sent. Returns the
+    /// save's record, or the end of the save.
     async fn report(
         &self,
         work: &JointWork<'_>,
@@ -306,8 +310,8 @@ impl SaveSession {
             JoinSaveAnswer::Open(joined) => joined.joint,
             JoinSaveAnswer::Over => return Ok(Err(AttemptEnd::Over)),
         };
-        // This counts even if `joint` is another save: a writer that drops a step marks whichever
-        // save is open.
+        // This applies even if `joint` is the record of another save: a writer that drops a step
+        // marks the save that is open then.
         if let Some(writer) = joint.dropped_writer() {
             return Err(ClientError::WriterDropped { writer });
         }
@@ -345,7 +349,7 @@ impl SaveSession {
     }
 
     /// Reports the progress of this writer from time to time. Returns only when the save is over
-    /// for it.
+    /// for this writer.
     async fn report_progress_until_end(
         &self,
         work: &JointWork<'_>,
@@ -365,8 +369,8 @@ impl SaveSession {
     }
 
     /// Waits until all data shards are complete, saves the index, and commits. Writer 0 does so at
-    /// once. Writer i does so after i lease periods without progress, at most half a stall period.
-    /// Returns the end of the save.
+    /// once. Writer i does so after i lease periods without progress, or after half a stall period
+    /// if that is shorter. Returns the end of the save.
     async fn commit_when_complete(
         &self,
         work: &JointWork<'_>,
@@ -459,7 +463,7 @@ impl SaveSession {
     /// because nodes refuse that epoch.
     ///
     /// # Errors
-    /// The error of the question whether the save is still open.
+    /// The error of the call that asks whether the save is still open.
     async fn find_end_after_failure(
         &self,
         work: &JointWork<'_>,
@@ -479,16 +483,17 @@ impl SaveSession {
     }
 }
 
-/// Returns the error of a save that failed with `failed`, if the question for its end failed with
-/// `unknown`. The other writers may have committed the save. So a caller that would give the step up
-/// after `failed` must hear that it has to ask again.
+/// Returns the error of a save that failed with `failed`, if the call that asks how the save ended
+/// failed with `unknown`. The other writers may have committed the save. So if the caller would
+/// drop the step after `failed`, and `unknown` is transient, this returns `unknown`, after which
+/// the caller asks again.
 fn error_while_unknown(failed: ClientError, unknown: ClientError) -> ClientError {
     let is_stall = matches!(failed, ClientError::WritersMissing { .. });
     let is_final = is_stall || !failed.kind().is_transient();
     if is_final && unknown.kind().is_transient() { unknown } else { failed }
 }
 
-/// Returns the writer of the first shard that is not complete, in a list of one.
+/// Returns the writer of the first shard that is not complete, as a list of at most one writer.
 fn find_first_incomplete_writer(joint: &JointSave, complete: &[ShardRoot]) -> Vec<u32> {
     let next = complete.len() as u32;
     let ends_after =

@@ -20,8 +20,8 @@ pub struct NewShard {
     pub source: Arc<dyn ShardSource>,
 }
 
-/// The decisions of a save's caller. [`crate::client::Client::save_with_decisions`] asks for each, and again if
-/// the save starts again.
+/// The decisions of a save's caller. [`crate::client::Client::save_with_decisions`] calls these
+/// methods, and calls them again if the save starts again.
 #[async_trait]
 pub trait SaveDecisions: Send + Sync {
     /// Returns the id of attempt `attempt` (from 0). Every attempt needs an id of its own. To learn
@@ -61,7 +61,7 @@ impl SaveCode {
     }
 }
 
-/// The fate of a save whose client does not know it.
+/// The fate of a save, for a client that does not know whether the save was committed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveFate {
     /// The save is committed, or was committed and has been removed or replaced since.

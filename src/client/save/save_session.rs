@@ -38,18 +38,19 @@ pub(super) const SHARDS_AT_ONCE: usize = 4;
 /// Each block keeps in memory two chunks of 256 KiB, unless the source hands out its own memory,
 /// and the bytes that the receiver has not acknowledged.
 pub(super) const STRIPES_AT_ONCE: usize = 4;
-/// Time limit for a node to report its epoch. A later answer does not count when a save checks
-/// whether its epoch is over.
+/// Time limit for a node to report its epoch. A save that checks whether its epoch is over ignores
+/// a later answer.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
-/// How long a save waits for the end of a catalogue transfer that it has met, and then for the new
-/// catalogue server.
+/// How long a save waits for the end of a catalogue transfer that is under way; afterwards, how
+/// long it waits for the new catalogue server.
 const MOVE_LIMIT: Duration = Duration::from_secs(10);
 /// Interval between two checks whether a catalogue transfer has ended.
 const MOVE_LOOK: Duration = Duration::from_millis(250);
 /// How long an uploaded shard or save waits for a catalogue server that is away, for example because
 /// its machine restarts.
 const CATALOGUE_LIMIT: Duration = Duration::from_secs(120);
-/// The time limit of a question whether the server is back, and the pause before the next one.
+/// The time limit of a call that asks whether the server is back, and the pause before the next
+/// such call.
 const CATALOGUE_LOOK: Duration = Duration::from_secs(2);
 /// Number of nodes that are asked for their epoch at once.
 const HELLOS_AT_ONCE: usize = 32;
@@ -119,7 +120,7 @@ pub(super) struct SaveSession {
     pub(super) step: Step,
     cluster: ClusterId,
     pub(super) begun: BeginSaveAnswer,
-    /// The roots of the shards that are completed, or may be.
+    /// The roots of the shards whose completion was requested, whether or not the gateway answered.
     roots: Mutex<BTreeMap<u32, ShardRoot>>,
     pub(super) directory: Directory,
     pub(super) failures: Arc<FailedNodes>,
@@ -199,8 +200,9 @@ impl Client {
         }
     }
 
-    /// Determines the fate of a save whose client does not know it. Aborts a save that is still
-    /// open, and publishes one that is decided. An id that no gateway ever saw counts as aborted.
+    /// Determines the fate of a save, for a client that does not know whether the save was
+    /// committed. Aborts a save that is still open, and publishes one that is decided. An id that
+    /// no gateway ever saw counts as aborted.
     pub async fn settle_save(
         &self,
         step_ref: StepRef<'_>,
@@ -308,9 +310,10 @@ fn can_be_server_outage(kind: ErrorKind) -> bool {
 #[derive(Default)]
 pub(super) struct SaveRestarts {
     pub(super) count: u32,
-    /// Nodes that refused, which the next begin leaves out if a code fits without them.
+    /// Nodes that refused blocks. The next [`BeginSave`] leaves them out if a code of the cluster
+    /// fits without them.
     pub(super) avoid: Vec<NodeId>,
-    /// The error of the last try, if nodes only refused.
+    /// The error of the last try, if every node that failed in it refused.
     refused: Option<ClientError>,
 }
 
@@ -366,10 +369,10 @@ impl SaveSession {
         self.repeat_after_catalogue_is_back(|| self.commit_save(shards.len())).await
     }
 
-    /// Makes a call that may be made twice. If it fails while the catalogue server is away, makes it
-    /// again once the server answers: leases, and with them the save, outlive a restart of the server.
-    /// Waits at most [`CATALOGUE_LIMIT`] in all, and not beyond the epoch, in whose successor the
-    /// caller ends the save.
+    /// Makes a call that may be made twice. If it fails while the catalogue server is away, makes
+    /// it again once the server answers: leases, and with them the save, outlive a restart of the
+    /// server. Waits for at most [`CATALOGUE_LIMIT`] in all. Stops waiting when the save's epoch is
+    /// over; the caller then ends the save in the later epoch.
     async fn repeat_after_catalogue_is_back<A, F>(
         &self,
         call: impl Fn() -> F,
@@ -381,7 +384,7 @@ impl SaveSession {
         let mut answered = false;
         loop {
             match call().await {
-                // A server that answered just before refuses for another reason than its absence.
+                // If the server answered just before, the cause of the error is not its absence.
                 Err(error) if can_be_server_outage(error.kind()) && !answered => {
                     answered = self.wait_for_catalogue(until, &error).await;
                     if !answered {
@@ -415,8 +418,9 @@ impl SaveSession {
     }
 
     /// Returns whether some node knows a later epoch, and so refuses what was begun in this one.
-    /// During a transfer no node knows one yet, and callers that want to change a key receive
-    /// `Busy`. If `failed` is `Busy`, this therefore waits up to [`MOVE_LIMIT`] for a later epoch.
+    /// During a transfer no node knows a later epoch yet, and callers that want to change a key
+    /// receive `Busy`. If `failed` is `Busy`, this therefore waits up to [`MOVE_LIMIT`] for a later
+    /// epoch.
     pub(super) async fn has_epoch_ended(&self, failed: ErrorKind) -> bool {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;
@@ -504,7 +508,7 @@ impl SaveSession {
     }
 
     /// Aborts the save, and prepares a restart if nodes failed and no spare was left. The next
-    /// begin counts the live nodes and may choose a smaller code.
+    /// [`BeginSave`] counts the live nodes and may choose a smaller code.
     ///
     /// # Errors
     /// The save's `error`, if a restart would not help.
@@ -521,8 +525,9 @@ impl SaveSession {
         if !has_no_holders || restarts.count > RESTARTS {
             return Err(error);
         }
-        // A node that refused, for example because its disk is full, is not counted. A node that
-        // is down counts as live until its lease is over, so wait for that long.
+        // The next `BeginSave` does not count a node that refused, for example because its disk is
+        // full. It counts a node that is down as live until the node's lease is over, so wait for a
+        // lease period.
         restarts.avoid.extend(self.failures.refused_nodes());
         if self.failures.has_only_refusals() {
             restarts.refused = Some(error);

@@ -94,7 +94,7 @@ impl SaveSession {
         Ok(root)
     }
 
-    /// Returns an error if the shard's source has changed since the save began.
+    /// Returns an error if the shard's source has changed since it was opened.
     async fn ensure_unchanged(&self, shard: &NewShard) -> Result<(), ClientError> {
         let (source, name) = (shard.source.clone(), shard.name.to_string());
         match self.client.workers().run(move || source.is_unchanged()).await? {

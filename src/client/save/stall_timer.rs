@@ -6,11 +6,11 @@ use std::time::Duration;
 use crate::client::ClientError;
 use crate::clock::Clock;
 
-/// The pauses between two looks at what the other writers have done: the first, and the longest.
+/// The pauses between two checks of the other writers' progress: the first pause, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
-/// How often writers may start again and send the same bytes once more, so that this counts as
-/// progress, until the save gets further than before. A writer that is killed again and again would
-/// otherwise keep all others waiting.
+/// Maximum number of restarts of writers after which the bytes that they send once more count as
+/// progress. Restarts are counted anew when the save gets further than ever before. Without this
+/// limit, a writer that is killed again and again would keep all others waiting.
 const MAX_REPEATS: u32 = 3;
 
 /// The progress of all writers of the save, this one included.
@@ -22,7 +22,7 @@ pub(super) struct SaveProgress {
 }
 
 impl SaveProgress {
-    /// Returns whether something is more than in `other`.
+    /// Returns whether any of the numbers is greater than in `other`.
     fn exceeds(&self, other: &Self) -> bool {
         self.announced > other.announced
             || self.sent_mib > other.sent_mib
@@ -42,11 +42,11 @@ impl SaveProgress {
 pub(super) struct StallTimer {
     clock: Arc<dyn Clock>,
     limit: Duration,
-    /// The most that was seen of each.
+    /// The greatest value that was seen of each number.
     most: Option<SaveProgress>,
-    /// The MiB that were seen last. They fall when a writer starts again.
+    /// The number of MiB sent by all writers, as seen last. It falls when a writer starts again.
     last_sent_mib: u64,
-    /// How often they have fallen since there was more of anything than ever before.
+    /// How often `last_sent_mib` has fallen since some number last exceeded its greatest value.
     falls: u32,
     since: Duration,
     pause: Duration,
@@ -80,7 +80,7 @@ impl StallTimer {
         seen.sent_mib != before && self.falls <= MAX_REPEATS
     }
 
-    /// Pauses before the next look.
+    /// Pauses before the next check of the progress.
     ///
     /// # Errors
     /// [`ClientError::WritersMissing`] if there was no progress for too long.

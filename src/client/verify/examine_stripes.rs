@@ -32,7 +32,8 @@ const ASK_AGAIN: Duration = Duration::from_secs(10);
 const NODES_AT_ONCE: usize = 32;
 /// Time limit of one [`ExamineStripe`], including the time in the node's queue.
 pub(super) const EXAMINE_LIMIT: Duration = Duration::from_secs(1200);
-/// Maximum number of faults that a report names. All faults are counted.
+/// Maximum number of entries in each list of a report. The number of faults is counted without this
+/// limit.
 const MAX_FAULTS: usize = 10_000;
 
 /// The treatment of a replica that is found damaged.
@@ -72,7 +73,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Client {
     /// Makes the nodes check every replica, piece and record that they hold of a committed step
-    /// (`None`: the latest). The nodes note damage. Returns the report.
+    /// (`None`: the latest). The nodes record the damage that they find. Returns the report.
     ///
     /// # Errors
     /// If the step is not committed, or no node can be asked. Damaged and lost data is no error;
@@ -214,8 +215,9 @@ impl Verification<'_> {
         }
     }
 
-    /// Examines again the stripes whose judgement counts a node that has become unreachable since,
-    /// or misses a node that is reachable: it answers again, or failed to examine the stripe.
+    /// Examines again the stripes whose judgement is out of date. Such a judgement counts a node
+    /// that has become unreachable since; or it lacks a node that is reachable, because the node
+    /// answers again, or because it failed to examine the stripe.
     async fn reexamine_stale(&self, exams: &mut [StripeExam<'_>]) -> Result<(), ClientError> {
         for of_shard in exams.chunk_by_mut(|a, b| a.part.root.shard == b.part.root.shard) {
             let Some(part) = of_shard.first().map(|exam| exam.part) else { continue };
@@ -311,8 +313,8 @@ impl Verification<'_> {
         Ok(examined.judge_stripe(&mut lock(&self.survivable_cache)))
     }
 
-    /// Returns the receipt of an archived stripe that counts. If the receipts contradict each
-    /// other, returns the one that the most nodes have.
+    /// Returns the receipt that says where the pieces of an archived stripe are. If the receipts
+    /// contradict each other, returns the one that the most nodes have.
     async fn fetch_receipt_that_counts(
         &self,
         part: &ShardSelection,
@@ -392,7 +394,7 @@ impl Verification<'_> {
                 Err(error) => break error,
             }
         };
-        tracing::debug!(node = %address.name, %error, "not examined");
+        tracing::debug!(node = %address.name, %error, "a node did not examine a stripe");
         if error.is_unanswered() || error.kind() == ErrorKind::Invalid {
             let reason = match error.is_unanswered() {
                 true => "no answer".to_owned(),

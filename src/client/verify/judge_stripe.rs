@@ -14,7 +14,7 @@ use crate::pipeline::record_fetch::StripeInfo;
 use crate::units::GRAIN_BYTES;
 use crate::wire::calls::{ExamineAnswer, RecordName, SourceView};
 
-/// A part of a checkpoint that a node holds.
+/// A file or record of a checkpoint that a node may hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum HeldItem {
     /// A replica of a block, from 0.
@@ -44,16 +44,16 @@ impl fmt::Display for HeldItem {
     }
 }
 
-/// A defect of a part.
+/// A defect of a file or record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Problem {
     /// This number of grains is damaged. The others are good.
     Grains(u64),
     /// The record does not parse, or the tail of the file is broken, or the file cannot be opened.
     Damaged,
-    /// The part is intact, but its contents are not those that were committed.
+    /// The file or record is intact, but its contents are not those that were committed.
     Other,
-    /// The node does not have the part.
+    /// The node does not have the file or record.
     Missing,
 }
 
@@ -69,7 +69,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A defective or missing part on a node that answers.
+/// A defective or missing file or record on a node that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::client) struct JudgedFault {
     pub node: NodeId,
@@ -131,8 +131,8 @@ impl ExaminedStripe<'_> {
         let mut exam = StripeJudgement { answered, ..StripeJudgement::default() };
         let readable = self.judge_files(&mut exam);
         let least_copies = self.judge_records_and_count_copies(&mut exam);
-        // Replicas of an archived stripe may be dropped at any time. They are read only if the
-        // pieces do not suffice.
+        // Replicas of an archived stripe may be dropped at any time. They are taken into account
+        // only if the pieces do not suffice.
         let lasting: Vec<ReadableFile<'_>> =
             readable.iter().filter(|file| !file.is_extra).copied().collect();
         let of_data = self
@@ -147,8 +147,8 @@ impl ExaminedStripe<'_> {
         self.root.len_bytes > 0
     }
 
-    /// Returns the attempt whose pieces count and its code, if this program has the code and it
-    /// fits the shard.
+    /// Returns the attempt by which the stripe is archived, and its code, if this program has the
+    /// code and the code fits the shard.
     fn archived_attempt_and_code(&self) -> Option<(Attempt, Code)> {
         let StripeState::Archived { attempt, code, .. } = self.state else { return None };
         let code = table::by_id(code)?;
@@ -214,7 +214,8 @@ impl ExaminedStripe<'_> {
                         Some((counts, _)) if *counts == attempt => {
                             (HeldItem::Piece(piece), self.root_of_piece(piece))
                         }
-                        // The piece belongs to an attempt that does not count.
+                        // The piece belongs to another attempt than the one by which the stripe is
+                        // archived.
                         _ => continue,
                     },
                 };
@@ -338,7 +339,8 @@ impl ExaminedStripe<'_> {
         }
     }
 
-    /// Returns the kind of a record, if the record counts.
+    /// Returns the kind of a record, or `None` for a receipt of another attempt than the one by
+    /// which the stripe is archived.
     fn held_item_of_record(&self, record: RecordName) -> Option<HeldItem> {
         match record {
             RecordName::Leaves => Some(HeldItem::Leaves),
@@ -354,7 +356,7 @@ impl ExaminedStripe<'_> {
     /// Returns the number of further nodes that may be lost, judged by the files alone, or `None`
     /// if the stripe cannot be read. Grains of one number are read together, and damage in other
     /// grains does not matter. For each grain number at which some file is damaged, this therefore
-    /// judges the files that are good at that grain; the worst result counts.
+    /// judges the files that are good at that grain, and returns the worst result.
     fn count_survivable_losses(
         &self,
         readable: &[ReadableFile<'_>],
@@ -411,8 +413,8 @@ fn judge_file(view: &SourceView, root: Option<[u8; 32]>) -> Option<Problem> {
         (None, _) => Some(Problem::Damaged),
         (Some((_, found)), _) if root.is_some_and(|root| root != *found) => Some(Problem::Other),
         (Some(_), None) => None,
-        // The file does not count, and no grain is known to be damaged: it cannot be opened,
-        // perhaps only for now.
+        // The file does not count as a copy, although no grain of it is known to be damaged: it
+        // cannot be opened, perhaps only for now.
         (Some(_), Some(grains)) if grains.is_empty() => Some(Problem::Damaged),
         (Some(_), Some(grains)) => Some(Problem::Grains(grains.len() as u64)),
     }

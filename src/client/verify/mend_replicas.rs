@@ -12,8 +12,8 @@ use crate::id::StripeId;
 use crate::wire::NodeAddress;
 use crate::wire::calls::{ListSources, VerifyFile};
 
-/// How long the client waits for replicas to be mended, plus 1 s for each [`MEND_PACE_BYTES`] of
-/// them. Replicas that are not mended by then stay in the report.
+/// Time for which the client waits until all replicas are mended, to which 1 s is added for each
+/// [`MEND_PACE_BYTES`] of them. Replicas that are not mended by then stay in the report.
 const MEND_LIMIT: Duration = Duration::from_secs(30);
 const MEND_PACE_BYTES: u64 = 4 << 20;
 /// Interval between checks whether a replica is mended.
@@ -72,7 +72,7 @@ impl Verification<'_> {
         Ok(mended)
     }
 
-    /// Waits until a replica counts on its node, or until `end`.
+    /// Waits until the node lists the replica without damage, or until `end`.
     async fn wait_until_mended(
         &self,
         node: &NodeAddress,

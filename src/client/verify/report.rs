@@ -3,7 +3,7 @@
 use super::judge_stripe::{HeldItem, Problem};
 use crate::id::{Job, PeerName, ShardName, Step};
 
-/// A defective or missing part of a checkpoint, on a node that answers.
+/// A defective or missing file or record of a checkpoint, on a node that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     /// The node.
@@ -12,7 +12,7 @@ pub struct Fault {
     pub shard: ShardName,
     /// The stripe; `None` for a record of the shard.
     pub stripe: Option<u32>,
-    /// The part.
+    /// The file or record.
     pub held: HeldItem,
     /// The defect.
     pub wrong: Problem,
@@ -60,8 +60,8 @@ pub struct VerifyReport {
     /// The defects that were mended; at most 10,000.
     pub mended: Vec<Fault>,
     /// The largest number m such that every stripe can still be read after the loss of any m of the
-    /// nodes that answered. `None` if the parts found good do not prove that every stripe can be
-    /// read.
+    /// nodes that answered. `None` if the files and records found good do not prove that every
+    /// stripe can be read.
     pub survives: Option<usize>,
     /// The first stripe that survives no more losses than that: its shard and index.
     pub weakest: Option<(ShardName, u32)>,

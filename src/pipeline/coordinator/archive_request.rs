@@ -29,14 +29,14 @@ use crate::wire::calls::{ArchiveEvent, ArchiveOptions};
 
 /// Number of stripes that are archived at once unless the request sets another number.
 const DEFAULT_PARALLEL: usize = 4;
-/// Maximum number of stripes that a request may have archived at once.
+/// Maximum number of stripes of one request that are archived at the same time.
 const MAX_PARALLEL: usize = 64;
 
 /// How long an archiving waits for the owner of a shard, for example a repairer, to give the shard
 /// back. A repairer looks for an archive request before each run of a plan and each copy of a block.
 const REPAIRER_WAIT: Duration = Duration::from_secs(600);
-/// Interval at which an archiving looks again while another owner has a shard, or another coordinator
-/// the request.
+/// Wait before an archiving tries again to take a shard that has another owner, or a request that
+/// another coordinator runs.
 const OWNER_POLL: Duration = Duration::from_millis(250);
 
 /// The coordinator of one daemon. It runs archive requests and repairs steps on behalf of this
@@ -139,7 +139,7 @@ impl Coordinator {
         Directory::read(&*self.catalogue).await
     }
 
-    /// Returns the nodes that may hold parts of a shard ([`Directory::nodes_to_ask`]).
+    /// Returns the nodes that may hold data or records of a shard ([`Directory::nodes_to_ask`]).
     pub(super) async fn fetch_nodes_to_ask(
         &self,
         shard: &OwnedShard,
@@ -153,8 +153,9 @@ impl Coordinator {
     /// The archive request is recorded in the catalogue before any work starts, so that another
     /// daemon resumes it if this one vanishes.
     ///
-    /// If another live coordinator runs the request, this coordinator reports its progress. It takes
-    /// the request over if the other coordinator vanishes before all stripes are archived.
+    /// If another live coordinator runs the request, this coordinator reports the progress of the
+    /// other. It takes the request over if the other coordinator vanishes before all stripes are
+    /// archived.
     ///
     /// # Errors
     /// [`CoordinatorError::NotFound`] if the step is not committed; [`CoordinatorError::Owned`] if

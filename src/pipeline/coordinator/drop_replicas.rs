@@ -17,10 +17,10 @@ use crate::wire::NodeAddress;
 use crate::wire::calls::{DropReplicas, PutReceipt};
 
 impl OwnedStripe<'_> {
-    /// Orders all nodes that may hold replicas of the stripe to drop them: the possible holders, to
-    /// which `places` adds the nodes of this run's plan, and the other live nodes of the ring. If a
-    /// possible holder does not confirm and has not left the cluster, the stripe's state stays "not
-    /// dropped", and a later run orders the drop again.
+    /// Orders all nodes that may hold replicas of the stripe to drop them: the possible holders,
+    /// which include `places`, the nodes of this run's plan; and also the other live nodes of the
+    /// ring. If a possible holder does not confirm and has not left the cluster, the stripe's state
+    /// stays "not dropped", and a later run orders the drop again.
     pub(super) async fn drop_replicas(
         &self,
         receipt: &Receipt,
@@ -75,9 +75,9 @@ impl OwnedStripe<'_> {
         Ok(holders)
     }
 
-    /// Orders one node to drop its replicas. A node that refuses because it has no receipt, as one
-    /// without a piece may, gets the receipt and is ordered again. Returns whether the node has
-    /// dropped its replicas.
+    /// Orders one node to drop its replicas. A node that refuses because it has no receipt gets the
+    /// receipt and is ordered again; a node without a piece may have none. Returns whether the node
+    /// has dropped its replicas.
     async fn order_node_drop(
         &self,
         address: &NodeAddress,
@@ -111,7 +111,7 @@ impl OwnedStripe<'_> {
             // The change does not fit into the shard's state now. A later run orders the drop
             // again.
             Err(error @ CoordinatorError::Format(_)) => {
-                tracing::info!(%error, "a drop was not recorded: a later run tries again");
+                tracing::info!(%error, "the drop of a stripe's replicas was not recorded: a later run orders it again");
                 Ok(())
             }
             recorded => recorded,

@@ -231,7 +231,7 @@ impl OwnedStripe<'_> {
         Ok(caller.call_within(&address(&target), &call, FETCH_LIMIT).await?)
     }
 
-    /// Writes the stripe's record with its new places to n-k+1 of them.
+    /// Writes the stripe's record with its new places to the nodes of n-k+1 of these places.
     async fn update_record_places(&self, places: &[NodeId]) -> Result<(), CoordinatorError> {
         let format =
             |error: crate::format::FormatError| CoordinatorError::Format(error.to_string());

@@ -66,7 +66,7 @@ pub enum CoordinatorError {
         /// The node that does not answer, in words.
         missing: String,
     },
-    /// The archiving of the step was asked for while it was repaired.
+    /// The archiving of the step was requested while the step was being repaired.
     #[error(
         "an archiving of {what} was requested, so the repair has ended: run the repair again after the archiving"
     )]
@@ -81,8 +81,8 @@ pub enum CoordinatorError {
         /// The step.
         what: String,
     },
-    /// No receipt counts: the receipts on the nodes contradict each other, or none is of the archived
-    /// attempt, or there is none.
+    /// No receipt says reliably where the pieces are: the receipts on the nodes contradict each
+    /// other, or none belongs to the archived attempt, or no receipt was found.
     #[error(
         "stripe {stripe}: {found} different receipts were found and do not say where its pieces are{}; nothing was written. `rapidraid verify` shows what the nodes have",
         format_away(away)

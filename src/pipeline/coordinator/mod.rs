@@ -3,18 +3,19 @@
 //! (section 11).
 //!
 //! `archive_request` runs an archive request, and `watch_request` watches one that another
-//! coordinator runs; `error` defines the errors that stop it;
-//! `owned_shard` owns a shard and commits its stripes; `owned_stripe` is one of its stripes;
-//! `stripe_archiving` archives it. Its steps: `ensure_replicas` recreates missing replicas;
-//! `orders_and_proofs` turns a plan into orders and verifies the proofs; `plan_execution` runs
-//! them; `receipts` stores and finds receipts; `drop_replicas` drops the replicas.
+//! coordinator runs; `error` defines the errors that stop an archiving or a repair; `owned_shard`
+//! owns a shard and commits its stripes; `owned_stripe` is one stripe of an owned shard;
+//! `stripe_archiving` archives such a stripe. The steps of that archiving: `ensure_replicas`
+//! recreates missing replicas; `orders_and_proofs` turns a plan into orders and verifies the
+//! proofs; `plan_execution` runs them; `receipts` stores and finds receipts; `drop_replicas` drops
+//! the replicas.
 //!
 //! `step_repair` repairs the shards of a step. `stripe_repair` repairs one stripe. `piece_repair`
 //! makes the missing pieces of an archived stripe. `replica_repair` copies the missing replicas of
 //! a stripe that is not archived. `record_repair` sends nodes the records that they lack. `moves`
 //! chooses other nodes for pieces whose nodes are given up. `node_loads` counts the hops that a
-//! repair has given to each node, so that plans prefer nodes with few. `lease_keeper` keeps the
-//! lease under which a coordinator owns requests and shards.
+//! repair has given to each node, so that plans prefer nodes with few hops. `lease_keeper` keeps
+//! the lease under which a coordinator owns requests and shards.
 
 mod archive_request;
 mod drop_replicas;

@@ -1,5 +1,5 @@
-//! The choice of other nodes for the pieces of nodes that are given up, and of pieces in the place
-//! of lost kept replicas (docs/semantics.md, 11, *On another node*).
+//! The moves of a repair: it chooses other nodes for the pieces of nodes that are given up, and
+//! replaces lost kept replicas by pieces (docs/semantics.md, 11, *On another node*).
 
 use std::collections::BTreeSet;
 
@@ -14,9 +14,9 @@ use crate::repair_policy::{PiecesByNode, SparesOfStripe};
 use crate::wire::calls::FileView;
 
 impl Receipt {
-    /// Returns this receipt with `entries` in the place of the entries with the same numbers, and
-    /// with the generation of the repairer as its order. Without entries, returns the receipt
-    /// unchanged.
+    /// Returns this receipt with `entries` in the place of the entries with the same piece numbers,
+    /// and with the generation of the repairer as its order. Returns the receipt unchanged if
+    /// `entries` is empty.
     pub(super) fn with_entries(&self, entries: &[ReceiptPiece], repairer: Generation) -> Receipt {
         let mut receipt = self.clone();
         for new in entries {
@@ -30,10 +30,11 @@ impl Receipt {
 }
 
 impl OwnedStripe<'_> {
-    /// Returns new entries of the receipt: a piece on a spare for each part whose node does not
-    /// answer and is given up, or is leaving and lacks the part, as long as there are spares; and a
-    /// piece on the same node for each kept replica that its node has lost. A new entry keeps the
-    /// root of the entry that it replaces. The `refused` nodes have failed to take a piece.
+    /// Returns the entries that are to replace entries of the receipt. A piece or kept replica
+    /// becomes a piece on a spare if its node does not answer and is given up, or if its node is
+    /// leaving, answers, and lacks it, as long as there are spares. A kept replica that its node
+    /// has lost becomes a piece on the same node. A new entry keeps the root of the entry that it
+    /// replaces. The `refused` nodes have failed to take a piece and get none.
     ///
     /// # Errors
     /// [`CoordinatorError::ReceiptUnanswered`] if a node answers which files of the stripe it has and
@@ -89,8 +90,9 @@ impl OwnedStripe<'_> {
         Ok(self.choose_nodes(receipt, &lost, (&held, &for_spares), refused, task))
     }
 
-    /// Returns the new entries of lost parts. `held` has the pieces by the receipt, `for_spares`
-    /// those that keep a node from being a spare.
+    /// Returns the new entries for the lost pieces and replicas. `held` has, for each node, the
+    /// pieces of the receipt that it has. `for_spares` has the pieces that keep a node from being a
+    /// spare for another piece.
     fn choose_nodes(
         &self,
         receipt: &Receipt,
@@ -119,9 +121,9 @@ impl OwnedStripe<'_> {
         entries.collect()
     }
 
-    /// Adds the good replicas of a stripe of a classical code, each of which is the piece with the
-    /// number of its block, also where the receipt names a piece in its place. So a node with such
-    /// a replica is no spare for another piece.
+    /// Adds the good replicas of a stripe of a classical code to `held`, each as the piece with the
+    /// number of its block. A replica is added even if the receipt names a piece file in its place.
+    /// So a node with such a replica is no spare for another piece.
     fn with_replaced_replicas(&self, mut held: PiecesByNode, files: &FilesByNode) -> PiecesByNode {
         for (node, pieces) in &mut held.0 {
             let blocks = 0..self.info.fixed.blocks.len();
@@ -154,7 +156,8 @@ fn is_kept_replica(piece: &ReceiptPiece) -> bool {
     piece.form != PieceForm::File
 }
 
-/// Returns, for each node that answers, the parts of the receipt that it has with the right root.
+/// Returns, for each node that answers, the numbers of the receipt's pieces that the node has with
+/// the right root.
 pub(super) fn find_pieces(held: &FilesByNode, receipt: &Receipt) -> PiecesByNode {
     let pieces = |files: &Vec<FileView>| {
         let is_it = |piece: &&ReceiptPiece, view: &FileView| {

@@ -1,4 +1,4 @@
-//! The number of hops that a repair has given to each node. Plans prefer nodes with few.
+//! The number of hops that a repair has given to each node. Plans prefer nodes with few hops.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

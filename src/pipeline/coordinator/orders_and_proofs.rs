@@ -74,8 +74,8 @@ impl OwnedStripe<'_> {
     /// Returns this node, and the root that it proved.
     ///
     /// # Errors
-    /// [`CoordinatorError::Unproven`] if there is no proof, or if a fingerprint is not that of the
-    /// code.
+    /// [`CoordinatorError::Unproven`] if there is no proof, or if a fingerprint is not the one that
+    /// the code prescribes.
     pub(super) fn verify_piece(
         &self,
         plan: &Plan,

@@ -76,9 +76,9 @@ fn begin_archiving(state: &mut ShardState, attempt: Attempt, code: CodeId, gener
 }
 
 impl OwnedShard {
-    /// Takes ownership of the shard. The same compare-and-set changes to `Archiving` with this code
-    /// the stripes that are replicated or are being archived with another code. Returns the owned
-    /// shard.
+    /// Takes ownership of the shard. The same compare-and-set marks stripes as `Archiving` with
+    /// this code: those that are replicated, and those that are being archived with another code.
+    /// Returns the owned shard.
     pub async fn take_ownership_and_mark_archiving(
         coordinator: &Coordinator,
         root: ShardRoot,

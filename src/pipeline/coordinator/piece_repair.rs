@@ -34,13 +34,13 @@ const MOVE_ROUNDS: u32 = 3;
 /// of its node.
 const PIECES_AT_ONCE: usize = 8;
 
-/// An archived stripe, by the receipt that is to count.
+/// An archived stripe, and the receipt that is to describe it after the repair.
 struct ArchivedStripe<'a> {
     stripe: &'a OwnedStripe<'a>,
     receipt: Receipt,
     /// The pieces that no node has proven yet: each takes the place of a kept replica that was
-    /// shorter than a piece. Until then the entry holds the replica's root, which no piece file can
-    /// match, so the piece counts as missing.
+    /// shorter than a piece. Until a node proves such a piece, its entry holds the replica's root.
+    /// No piece file can match this root, so the piece is treated as missing.
     unproven: BTreeSet<u8>,
     code: &'a Code,
     task: RepairTask<'a>,
@@ -63,7 +63,7 @@ struct PieceSurvey {
 /// The result of making the pieces of one survey.
 #[derive(Default)]
 struct RoundResult {
-    /// Whether some try failed, after which more may be known to be missing.
+    /// Whether some try failed. A failed try may show that further pieces are missing.
     has_failed_tries: bool,
     /// The pieces that could not be made: the node of each, and the message.
     problems: Vec<(NodeId, String)>,
@@ -138,8 +138,8 @@ impl OwnedStripe<'_> {
 }
 
 impl ArchivedStripe<'_> {
-    /// Returns the receipt's entries for the moves whose node has the piece now, and those for the
-    /// other moves. In a dry run, returns none.
+    /// Returns two lists of the receipt's entries: those for the moves whose node has the piece
+    /// now, and those for the other moves. In a dry run, both are empty.
     async fn split_by_success(
         &self,
         moves: &[ReceiptPiece],
@@ -153,8 +153,8 @@ impl ArchivedStripe<'_> {
         entries.cloned().partition(|entry| held.has(entry.node, entry.piece))
     }
 
-    /// Adds a problem for each failed move whose node is neither away nor has a problem: it proved
-    /// its piece and does not list it.
+    /// Adds a problem for each failed move whose node is neither away nor has a problem: such a
+    /// node proved its piece and does not list it.
     fn report_unlisted(&self, failed: &[ReceiptPiece], made: &mut StripeOutcome) {
         for &ReceiptPiece { piece, node, .. } in failed {
             if !made.lacking.contains(&node) && !made.away.contains_key(&node) {
@@ -239,8 +239,9 @@ impl ArchivedStripe<'_> {
 
     /// Makes the missing pieces, or counts them in a dry run.
     ///
-    /// A run may find that a source is damaged, so that this piece is missing, too. Therefore the
-    /// stripe is surveyed again as long as rounds make pieces and some try failed.
+    /// A failed try may have found a damaged source, which is then a missing piece, too. Therefore
+    /// the stripe is surveyed again after each round that made a piece and in which some try
+    /// failed.
     async fn make_all_missing_pieces(
         &mut self,
         outcome: &mut StripeOutcome,
@@ -391,8 +392,9 @@ impl ArchivedStripe<'_> {
         })
     }
 
-    /// Returns the place of a source among others: copies of pieces on other nodes than the receipt
-    /// says come first, because a copy costs one transfer, and replicas come last.
+    /// Returns the rank of a source; plans prefer sources of lower rank. Pieces on other nodes than
+    /// the receipt names come first, because to copy such a piece costs one transfer. Pieces on the
+    /// receipt's nodes come next, and replicas come last.
     fn source_preference(&self, source: &RepairSource) -> u8 {
         match source.part {
             StripePart::Piece(piece) => {
@@ -403,8 +405,8 @@ impl ArchivedStripe<'_> {
         }
     }
 
-    /// Makes these pieces by one plan, and proves them. Enters the roots of those that were
-    /// unproven in the receipt.
+    /// Makes these pieces by one plan, and proves them. Enters in the receipt the roots of the
+    /// pieces that were unproven.
     async fn make_pieces(
         &mut self,
         sources: &[RepairSource],

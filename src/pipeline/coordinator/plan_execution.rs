@@ -57,8 +57,8 @@ impl Coordinator {
         }
     }
 
-    /// Reserves in node-id order, on all nodes or none. A plan that holds a node waits only for
-    /// nodes with greater ids, so that plans never wait for one another in a circle
+    /// Reserves in node-id order, on all nodes or none. A plan with a reservation on a node waits
+    /// only for nodes with greater ids, so that plans never wait for one another in a circle
     /// (docs/semantics.md, 7).
     async fn try_reserve_parts(&self, orders: &[NodeOrder]) -> Result<(), CallError> {
         debug_assert!(orders.is_sorted_by_key(|order| order.node));

@@ -1,5 +1,5 @@
-//! The receipts of a stripe: storing them on the nodes of the pieces, choosing the one that counts,
-//! and finding one whose pieces are all in place.
+//! The receipts of a stripe: storing them on the nodes of the pieces, choosing the one that says
+//! where the pieces are, and finding one whose pieces are all in place.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -111,15 +111,16 @@ pub(crate) struct ArchivedAttempt {
     pub code: CodeId,
 }
 
-/// Chooses, from the receipts of an attempt on the nodes of a stripe, the one that says where its
-/// pieces are.
+/// Chooses the receipt that counts: of the receipts of an attempt on the nodes of a stripe, the one
+/// that says where the stripe's pieces are now.
 ///
 /// The receipt with the greatest order counts. Several receipts may have that order: archivings
 /// give the lowest order unless they find a greater one. So an attempt that was continued on other
 /// nodes may have an earlier receipt of the same order, left on nodes that the later receipt does
 /// not name. All nodes that the later receipt names got it before the stripe was committed as
-/// archived. So a receipt does not count if a node that it names has another one of that order. If
-/// several receipts remain, the one on the most nodes counts. Returns `None` if that does not decide.
+/// archived. So a receipt does not count if a node that it names has a different receipt of that
+/// order. If several receipts remain, the one on the most nodes counts. Returns `None` if no
+/// receipt remains, or if several share the greatest number of nodes.
 pub(crate) fn choose_receipt_that_counts(
     found: &BTreeMap<NodeId, Receipt>,
     archived: ArchivedAttempt,
@@ -154,8 +155,9 @@ pub(crate) fn choose_receipt_that_counts(
 }
 
 impl Coordinator {
-    /// Returns the receipt that counts of an archived stripe, if all of its pieces are on their nodes
-    /// now and none of these nodes is leaving or has left.
+    /// Returns the receipt that says where the pieces of an archived stripe are. Returns `None` if
+    /// no receipt does, if some piece is not on its node now, or if the node of some piece is
+    /// leaving or has left.
     pub(crate) async fn find_complete_receipt(
         &self,
         root: &ShardRoot,
@@ -170,7 +172,7 @@ impl Coordinator {
         let found = self.fetch_all_receipts(&info, &directory, root, archived.attempt).await;
         let counting = choose_receipt_that_counts(&found.by_node, archived);
         let Some(receipt) = counting else { return Ok(None) };
-        // The parts of a leaving node may be gone soon.
+        // The pieces and replicas of a leaving node may be gone soon.
         let is_file = |piece: &&ReceiptPiece| match piece.form {
             PieceForm::Replica { block } => info.fixed.cut.block_len(block) > 0,
             PieceForm::File => true,

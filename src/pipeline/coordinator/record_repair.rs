@@ -23,7 +23,8 @@ const ASK_AT_ONCE: usize = 8;
 
 impl OwnedStripe<'_> {
     /// Sends the stripe's record with these places to those of `holders` that answer and lack it. A
-    /// record with other places is replaced only if these places are new.
+    /// record with other places is replaced only if `places` differ from those of the record that
+    /// the repair read.
     pub(super) async fn put_missing_stripe_records(
         &self,
         places: &[NodeId],
@@ -57,7 +58,7 @@ impl OwnedStripe<'_> {
 
     /// Sends the receipt to the nodes that it names, that answer, and that lack it: first to the
     /// `spares`, which have pieces that no older receipt names there, and to the others only if all
-    /// of these have it. A receipt that parses is replaced only by one of a greater order. `found`
+    /// spares have it. A receipt that parses is replaced only by one of a greater order. `found`
     /// are the receipts that nodes had before.
     pub(super) async fn put_missing_receipts(
         &self,
@@ -149,9 +150,10 @@ impl Coordinator {
         Ok(true)
     }
 
-    /// Sends the shard's commit mark to the nodes of the ring that answer and lack the mark. Sends the
-    /// leaves to those that lack the leaves and are not in `lacking`, the nodes that may lack a part of
-    /// a stripe: a rebuild assumes that a node with the leaves has all that it should have.
+    /// Sends the shard's commit mark to the nodes of the ring that answer and lack the mark. Sends
+    /// the leaves to those that lack the leaves and are not in `lacking`, the nodes that may lack a
+    /// piece, replica or record of a stripe: a rebuild assumes that a node with the leaves has all
+    /// that it should have.
     pub(super) async fn repair_shard_records(
         &self,
         shard: &OwnedShard,

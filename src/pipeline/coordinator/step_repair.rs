@@ -27,7 +27,7 @@ use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
 const DEFAULT_PARALLEL: usize = 4;
 /// Maximum number of stripes that are repaired at once.
 const MAX_PARALLEL: usize = 64;
-/// Maximum number of notes about one step that are sent. All are logged.
+/// Maximum number of notes about one step that are sent as events. All notes are logged.
 const MAX_NOTES: u64 = 1000;
 
 /// The channel for the events of a repair. If no receiver listens, the events are lost and the work
@@ -135,7 +135,7 @@ struct RepairTally {
 }
 
 impl Coordinator {
-    /// Makes again what nodes have lost of a committed step, or counts it. Sends
+    /// Makes again what nodes have lost of a committed step, or, in a dry run, counts it. Sends
     /// [`RepairEvent::Done`] at the end, also if some stripes could not be repaired.
     ///
     /// # Errors
@@ -233,8 +233,8 @@ impl StepRepair<'_> {
         Ok(stripes.filter_map(|at| Some((at, geometry.stripe(at)?.len_bytes))).collect())
     }
 
-    /// Repairs a shard: these of its stripes, and then its records. The shard has no owner during
-    /// pauses.
+    /// Repairs these stripes of a shard, and then the shard's records. The shard has no owner
+    /// during pauses.
     async fn repair_shard(
         &self,
         root: ShardRoot,
@@ -268,8 +268,8 @@ impl StepRepair<'_> {
     }
 
     /// Repairs stripes from the front of `stripes`, and removes them from it, until a pause is due.
-    /// Returns the length of the pause, or `None` if no pause is due. Adds the nodes that still
-    /// lack something to `lacking`.
+    /// Returns the length of the pause, or `None` if no stripe is left and no pause is due. Adds
+    /// the nodes that still lack something to `lacking`.
     async fn repair_until_pause(
         &self,
         shard: &OwnedShard,
@@ -321,7 +321,7 @@ impl StepRepair<'_> {
         let (coordinator, task) = (self.coordinator, self.task);
         coordinator.ensure_may_go_on(shard, task).await?;
         // An automatic repair opens only the stripes that its survey lists. If it lists any, each
-        // node of the ring may lack a part of one, so no node gets the leaves.
+        // node of the ring may lack data of one of them, so no node gets the leaves.
         let stripes = task.limits().and_then(|only| only.stripes.get(&shard.root.shard));
         let mut lacking = lacking.clone();
         if stripes.is_some_and(|stripes| !stripes.is_empty()) {
@@ -427,7 +427,7 @@ impl Coordinator {
         }
         shard.confirm_ownership(self).await?;
         let now = self.find_archive_request(task.step_ref).await?.map(|(_, revision)| revision);
-        // A request that has ended asks for nothing.
+        // A request that is no longer in the catalogue has ended, and does not stop the repair.
         match now.is_some() && now != task.request_revision {
             true => Err(CoordinatorError::ArchivingRequested { what: task.step_ref.to_string() }),
             false => Ok(()),

@@ -26,8 +26,8 @@ const TRIES: u32 = 4;
 /// Wait before the second try. It doubles for each further try.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 
-/// Whether the receipt of an earlier owner may replace a run of the plan. Only the first try
-/// reuses one: if its nodes reject it after all, the next try makes the pieces anew.
+/// Whether the receipt of an earlier owner may replace a run of the plan. Only the first try may
+/// reuse such a receipt: if nodes reject it after all, the next try makes the pieces anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ReceiptReuse {
     Allowed,
@@ -35,7 +35,8 @@ enum ReceiptReuse {
 }
 
 impl Coordinator {
-    /// Archives stripe `index`. Only completes the drop if the stripe is archived already.
+    /// Archives stripe `index`. If the stripe is archived already, only completes the drop of its
+    /// replicas.
     pub(super) async fn archive_stripe(
         &self,
         shard: &OwnedShard,
@@ -228,8 +229,8 @@ impl<'a> StripeArchiving<'a> {
         Ok(build_plan(&subject, self.options.plan, &*coordinator.entropy)?)
     }
 
-    /// Returns proven pieces: those of an earlier owner's receipt if it stands, or else those that
-    /// a run of the plan makes.
+    /// Returns proven pieces: those of an earlier owner's receipt if it can be reused, or else
+    /// those that a run of the plan makes.
     async fn reuse_or_run_plan(
         &self,
         plan: &Plan,

@@ -15,10 +15,11 @@ use crate::id::NodeId;
 /// The waits before a node that is live and does not answer is asked again for its files.
 const ASK_AGAIN_AFTER: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(1)];
 
-/// The result of the repair of one stripe.
+/// The result of the repair of one stripe. After a dry run, the numbers say what a repair would
+/// make.
 #[derive(Debug, Default)]
 pub(super) struct StripeOutcome {
-    /// Number of pieces that were made, or are to be made after a dry run.
+    /// Number of pieces that were made.
     pub pieces: u64,
     /// Number of replicas that were made.
     pub replicas: u64,
@@ -35,8 +36,9 @@ pub(super) struct StripeOutcome {
 }
 
 impl StripeOutcome {
-    /// Adds the result of a further round. Its reasons replace the earlier ones, because what they
-    /// were about is made elsewhere or was tried again.
+    /// Adds the result of a further round. Its nodes and problems replace those of the earlier
+    /// rounds, because the pieces that the earlier problems were about were made elsewhere or tried
+    /// again.
     pub fn add_round(&mut self, round: StripeOutcome) {
         self.pieces += round.pieces;
         self.made_bytes += round.made_bytes;
@@ -51,7 +53,7 @@ impl StripeOutcome {
 }
 
 impl Coordinator {
-    /// Makes again what nodes have lost of stripe `index`, or counts it.
+    /// Makes again what nodes have lost of stripe `index`, or, in a dry run, counts it.
     ///
     /// # Errors
     /// Returns the error that kept the stripe from being examined, or that ends the repair of the

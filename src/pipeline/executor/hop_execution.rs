@@ -33,9 +33,9 @@ pub const STREAM_WINDOW_BYTES: u64 = 512 << 10;
 /// Number of bytes that an outgoing stream may have in flight. Its receiver grants no more.
 pub const SEND_BYTES: u64 = STREAM_WINDOW_BYTES;
 
-/// Number of grains of a stream that may wait for work, and number that may wait to be sent. With
-/// these numbers, the coder of the widest star, with 31 streams, fits into the archive share of the
-/// smallest memory.
+/// Number of grains of each incoming stream that may wait for work, and of each outgoing stream
+/// that may wait to be sent. With these numbers, the coder of the widest star, with 31 streams,
+/// fits into the archive share of the smallest memory.
 const QUEUED_GRAINS: usize = 3;
 /// Maximum number of grains that one job works on.
 const BATCH_GRAINS: usize = 3;
@@ -243,7 +243,7 @@ pub(in crate::pipeline) async fn with_stall_limit<T>(
 ///
 /// Receiving, working and sending run side by side. A job takes all grains that have arrived by
 /// then, up to `BATCH_GRAINS`. On a busy machine a job waits long for a processor, and a hop that
-/// is late must not wait so for each grain.
+/// is behind must not have such a wait for each grain.
 pub async fn run_hop(
     shared: Arc<HopContext>,
     hop_index: u32,

@@ -272,8 +272,8 @@ impl Executor {
     /// Checks whether the disk has room for a recreated replica of `len_bytes` bytes.
     ///
     /// # Errors
-    /// [`RunError::NoRoom`] if the replica would leave less room than `len_bytes` and the space that is
-    /// promised to admitted parts.
+    /// [`RunError::NoRoom`] if the replica would leave less free space than `len_bytes` plus the
+    /// space that is promised to admitted parts.
     pub fn check_replica_room(&self, len_bytes: u64) -> Result<(), RunError> {
         let (free_bytes, room_bytes) = (self.store.disk_space()?.free_bytes, 2 * len_bytes);
         match free_bytes < self.lock_table().reserved_disk_bytes().saturating_add(room_bytes) {
@@ -315,8 +315,9 @@ impl Executor {
     /// Runs an admitted part to its end. Returns the report with the times of its hops and the
     /// proofs of its pieces.
     ///
-    /// When `given_up` is cancelled, the hops end where they are. Once all hops have ended, the pieces
-    /// are finished all the same, so that no file appears after this has returned.
+    /// If `given_up` is cancelled while hops run, they end where they are. After all hops have
+    /// ended, a cancellation has no effect: the pieces are finished, so that no file appears after
+    /// this function has returned.
     ///
     /// # Errors
     /// [`RunError::Unknown`] if the run is not admitted; [`RunError::GivenUp`] if it was cancelled

@@ -20,11 +20,11 @@ use crate::wire::calls::{FileView, ListFiles, ListSources, SourceView, VerifyFil
 /// Longest wait for the next answer of a probe. After this, the nodes that are still silent are
 /// skipped if the files of the others are enough.
 const SLOW_PROBE_LIMIT: Duration = Duration::from_millis(500);
-/// Shortest such wait, for a probe in which other nodes answered at once. It leaves a node that is
-/// farther away, or busy, time for a handshake and an answer.
+/// Shortest wait for the next answer of a probe, if other nodes answered at once. It leaves a node
+/// that is farther away, or busy, time for a handshake and an answer.
 const QUICK_PROBE_LIMIT: Duration = Duration::from_millis(200);
-/// The wait is this many times the time from the start of the probe to the most recent answer with
-/// files, but at least [`QUICK_PROBE_LIMIT`] and at most [`SLOW_PROBE_LIMIT`].
+/// The wait for the next answer is this many times the time from the start of the probe to the most
+/// recent answer with files, but at least [`QUICK_PROBE_LIMIT`] and at most [`SLOW_PROBE_LIMIT`].
 const SLOW_FACTOR: u32 = 4;
 /// Time limit for a node's answer in the first probe of a stripe. The read continues without a node
 /// that exceeds it. If the other nodes have too few files, the node is asked again with
@@ -44,7 +44,7 @@ pub(super) struct FoundFile {
     pub file: FileName,
     /// The length of the data in bytes, and its BLAKE3 hash; `None` when the file's tail is broken.
     pub content: Option<(u64, [u8; 32])>,
-    /// Whether the file counts as a copy: its node knows of no damage to it.
+    /// Whether the file's node knows of no damage to it. Such a file counts as a full copy.
     pub counts_as_copy: bool,
 }
 
@@ -57,7 +57,7 @@ impl From<FileView> for FoundFile {
 /// The kind of files that a probe asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WantedFiles {
-    /// The files that count as copies, from the node's index.
+    /// The files of which the node knows no damage, as its index lists them.
     GoodCopies,
     /// All files that grains can be read from, damaged ones included, from the stripe's folder.
     Sources,

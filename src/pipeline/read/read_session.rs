@@ -22,15 +22,15 @@ use crate::workers::Workers;
 /// bad files no longer helps.
 pub(super) const MAX_BAD_FILES: usize = 65_536;
 
-/// Time for one grain within which a source is never slow while it is waited for: 1 MB/s. If all
-/// sources are slow, because the reader's own link is, the limit is [`SLOW_FACTOR`] times their
-/// average time.
+/// A source that delivers each grain within this time (about 1 MB/s) is never slow. If the average
+/// time for a grain is long, because the reader's own link is slow, the limit is [`SLOW_FACTOR`]
+/// times that average.
 const SLOW_PACE: Duration = Duration::from_millis(64);
-/// A source is slow only if it takes at least this many times as long as the others.
+/// A source is slow only if a grain takes more than this many times the average time.
 const SLOW_FACTOR: u32 = 4;
 /// Number of the latest grains over which the average is taken.
 const WAITS_KEPT: u64 = 16;
-/// How long a node is not waited for after it failed to list its files within the longest limit. A
+/// How long a node is not asked again after it failed to list its files within the longest limit. A
 /// restore has thousands of stripes and must not wait for the node in each of them.
 const UNREACHED_LIMIT: Duration = Duration::from_secs(10);
 
@@ -67,8 +67,8 @@ pub struct ReadSession {
     /// The average wait for a grain, over the latest grains, in microseconds.
     pub(super) grain_wait_us: AtomicU64,
     /// The stripes with a replica that its node listed although it was gone. A node takes a file
-    /// off its list after the file is gone. So the lists mislead while replicas are dropped, and
-    /// pieces come first from then on.
+    /// off its list after the file is gone. So the lists mislead while replicas are dropped. From
+    /// then on, reads of such a stripe prefer pieces.
     pub(super) replicas_dropping: Mutex<BTreeSet<StripeId>>,
 }
 

@@ -26,12 +26,13 @@ use crate::wire::calls::{ReadFile, ReadFileAnswer, ReadSource};
 /// ([`ReadSession::slow_threshold`](super::ReadSession::slow_threshold)), before it is
 /// deprioritized in favour of others that may be enough.
 const SLOW_LIMIT: Duration = Duration::from_secs(1);
-/// The same limit for the answer to an open.
+/// The same limit for a node's answer to the request that opens a file.
 const SLOW_OPEN_LIMIT: Duration = Duration::from_secs(2);
 /// How long a source may send nothing, when it was deprioritized and is needed all the same, before
 /// it is excluded.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
-/// The same limit for the answer to an open. A busy node may let a reader wait for memory.
+/// The same limit for a node's answer to the request that opens a file. A busy node may let a
+/// reader wait for memory.
 const OPEN_LIMIT: Duration = Duration::from_secs(12);
 
 /// An open file, which is read grain by grain. A block past the shard's end has no file, and is all
@@ -40,8 +41,8 @@ pub(super) struct OpenFile {
     holding: RemoteFile,
     /// Whether the node was deprioritized before, so that the longer time limits apply.
     is_patient: bool,
-    /// How far the source is behind the pace. `None` if its node was silent or slow before it was
-    /// opened, and is needed all the same.
+    /// How far the source is behind the pace. `None` if the node was silent or slow before the file
+    /// was opened, and is needed all the same.
     behind: Option<Duration>,
     open: Option<(Exchange, GrainVerifier)>,
 }

@@ -29,7 +29,7 @@ pub(super) struct RemoteFile {
     pub file: FileName,
     /// The BLAKE3 hash that the file must have, if it is known.
     pub root: Option<[u8; 32]>,
-    /// Whether the file counts as a copy: its node knows of no damage to it.
+    /// Whether the file's node knows of no damage to it. Such a file counts as a full copy.
     pub counts_as_copy: bool,
 }
 
@@ -38,14 +38,14 @@ pub(super) struct RemoteFile {
 pub(super) struct CodedPieces {
     pub code: Code,
     pub attempt: Attempt,
-    /// The holders of each piece, files that count as copies first.
+    /// The holders of each piece, those of files without known damage first.
     pub pieces: BTreeMap<usize, Vec<RemoteFile>>,
 }
 
 /// The sources of a stripe.
 #[derive(Debug, Clone)]
 pub(super) struct SourceSet {
-    /// The holders of the replicas of each wanted block, files that count as copies first.
+    /// The holders of the replicas of each wanted block, those of files without known damage first.
     pub replicas: BTreeMap<u8, Vec<RemoteFile>>,
     /// The pieces, if the stripe is archived.
     pub coded: Option<CodedPieces>,
@@ -96,7 +96,8 @@ pub(super) struct ReadRequest<'a> {
 
 impl ReadRequest<'_> {
     /// Returns the sources among the files in `held` from which the stripe can be read. Returns
-    /// `None` if, given the known `damage`, a wanted grain is good in no source.
+    /// `None` if, given the known `damage`, some wanted grain is good in no replica and cannot be
+    /// decoded from good pieces.
     pub(super) fn find_sources(
         &self,
         damage: &StripeDamage,
@@ -144,7 +145,8 @@ impl ReadRequest<'_> {
         all.filter(|grain| self.grains.contains(grain)).collect()
     }
 
-    /// Returns the wanted blocks for which no source has grain `grain` good.
+    /// Returns the wanted blocks whose grain `grain` is good in no replica and cannot be decoded
+    /// from good pieces.
     fn unreadable_blocks(&self, damage: &StripeDamage, sources: &SourceSet, grain: u64) -> Vec<u8> {
         let is_good = |holding: &RemoteFile| {
             let damaged = damage.get(&(holding.node, holding.file));
@@ -289,8 +291,8 @@ impl ReadRequest<'_> {
 }
 
 /// For each block, moves to the front the holder that is first for the fewest blocks so far. Blocks
-/// are read at once, and two blocks from one node take twice as long. Only files that count as
-/// copies are moved to the front.
+/// are read at once, and two blocks from one node take twice as long. Only holders of files without
+/// known damage are moved to the front.
 fn spread_first_holders(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
     let mut firsts: BTreeMap<NodeId, usize> = BTreeMap::new();
     for holders in replicas.values_mut() {
@@ -304,7 +306,7 @@ fn spread_first_holders(replicas: &mut BTreeMap<u8, Vec<RemoteFile>>) {
     }
 }
 
-/// Returns the replicas of a block, files that count as copies first. The first holder depends on
+/// Returns the replicas of a block, files without known damage first. The first holder depends on
 /// the stripe and the block, so that the load is spread.
 fn replicas_of_block(info: &StripeInfo, block: u8, held: &HeldFiles) -> Vec<RemoteFile> {
     let Some(expected) = info.fixed.blocks.get(usize::from(block)) else { return Vec::new() };

@@ -54,9 +54,9 @@ impl StripeReader {
     /// Finds the sources for grains `grains` of `blocks` of the stripe.
     ///
     /// # Errors
-    /// [`ReadError::Lost`] if sources are missing; it names them. [`ReadError::Busy`] if it is
-    /// unknown whether the stripe can be read until a busy node answers. [`ReadError::UnknownCode`]
-    /// if only pieces of an unknown code are left.
+    /// [`ReadError::Lost`] if too few sources are found; the error names the missing ones.
+    /// [`ReadError::Busy`] if it is unknown whether the stripe can be read until a busy node
+    /// answers. [`ReadError::UnknownCode`] if only pieces of an unknown code are left.
     #[expect(clippy::too_many_arguments, reason = "a stripe is many things")]
     pub async fn probe_and_plan(
         reading: Arc<ReadSession>,
@@ -176,8 +176,9 @@ impl StripeReader {
         Ok(())
     }
 
-    /// Returns the sources of a block that have the next grain good, the best first: nodes that are
-    /// not busy, then files that count as copies, then files with the least damage.
+    /// Returns the sources of a block that have the next grain good, the best first: sources on
+    /// nodes that are not busy come first; among these, files without known damage; then files with
+    /// the fewest damaged grains.
     fn ranked_replicas(&self, block: u8, progress: &ReadCursor) -> Vec<RemoteFile> {
         let sources = self.sources.found.replicas.get(&block).into_iter().flatten().copied();
         let is_good =
@@ -301,9 +302,9 @@ impl StripeReader {
         self.read_grains(files, Some(program), blocks, progress, target).await
     }
 
-    /// Fetches the remaining grains one by one. While the next grain comes, the grains that have
-    /// come are decoded, verified and written, each on a core of its own. Without a `program`, the
-    /// files are replicas of `blocks`.
+    /// Fetches the remaining grains one by one. While the next grain arrives, the grains that have
+    /// arrived are decoded, verified and written, each on a core of its own. Without a `program`,
+    /// the files are replicas of `blocks`.
     ///
     /// Returns early, with grains left in `progress`, after [`MAX_REPAIRED_GRAINS`] grains had to
     /// be read from other sources.
@@ -529,7 +530,7 @@ impl StripeReader {
             deprioritized.insert(node);
             if self.sources.reading.directory.heard(node, false) {
                 let node = self.sources.reading.directory.name(node);
-                tracing::info!(node, "a slow node: others are read first");
+                tracing::info!(node, "a node is slow: other nodes are read first");
             }
         }
     }

@@ -55,7 +55,8 @@ impl StripeSources {
         (self.info.fixed.stripe, source.node, source.file)
     }
 
-    /// Returns whether no fault is known of the source, or of this grain in it.
+    /// Returns whether this grain can be read from the source: the source is not excluded, and the
+    /// grain is not known to be damaged in its file.
     pub(super) fn has_good_grain(&self, source: &RemoteFile, grain: u64) -> bool {
         !lock(&self.excluded).contains(source)
             && !self.reading.is_grain_damaged(self.node_file_key(source), grain)
@@ -128,8 +129,9 @@ impl StripeSources {
             self.reading.record_incident(format!(
                 "{file} of stripe {stripe} on {name} is damaged: {detail}"
             ));
-            // The node of a file that does not count already knows of the damage. Two nodes that
-            // mend their files from each other would otherwise send each other reports for ever.
+            // The node of a file that does not count as a copy already knows of the damage. Two
+            // nodes that mend their files from each other would otherwise send each other reports
+            // for ever.
             if holding.counts_as_copy {
                 self.spawn_damage_report(holding);
             }

@@ -25,7 +25,7 @@ use super::stripe_uploader::StripeUploader;
 
 /// Number of bytes that are read from the source, and sent, at a time.
 const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
-/// How long a holder may take or answer nothing before it counts as failed.
+/// How long a holder may accept no bytes, or give no answer, before it counts as failed.
 const STALL_LIMIT: Duration = Duration::from_secs(20);
 
 struct HashedChunk {
@@ -110,7 +110,7 @@ impl StripeUploader {
         Ok(exchange)
     }
 
-    /// Waits for the first holder's next answer, but not longer than a stall may last.
+    /// Waits for the first holder's next answer, for at most [`STALL_LIMIT`].
     async fn await_answer<A: DeserializeOwned>(
         &self,
         exchange: &mut Exchange,

@@ -56,7 +56,8 @@ impl FailedNodes {
         nodes.iter().filter(|(_, refused)| **refused).map(|(node, _)| *node).collect()
     }
 
-    /// Returns whether nodes failed and each of them refused. False if any did not answer.
+    /// Returns whether at least one node failed, and all nodes that failed refused. Returns `false`
+    /// if any of them did not answer.
     pub fn has_only_refusals(&self) -> bool {
         let nodes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         !nodes.is_empty() && nodes.values().all(|refused| *refused)

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use rapidraid::trainer::fill::Segment;
 use rapidraid::trainer::segment::HEADER_BYTES;
-use rapidraid::trainer::session::Segment;
 
 /// The data of a segment, after its header. The mapping lives as long as any view of it.
 #[pyclass(frozen, module = "rapidraid._native")]

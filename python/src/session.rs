@@ -11,11 +11,12 @@ use rapidraid::format::step_labels::LabelChange;
 use rapidraid::id::{FillId, IdError, Job, Label, LaunchId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
+use rapidraid::trainer::fill::Segment;
 use rapidraid::trainer::protocol::{
     Answer, Hosts, Load, LoadFrom, Place, Prepare, Request, Resumed, Sample,
 };
 use rapidraid::trainer::segment::{HEADER_BYTES, Header, stage};
-use rapidraid::trainer::session::{Segment, Wait, default_dir};
+use rapidraid::trainer::session::{Wait, default_dir};
 
 use crate::buffer::SegmentBuffer;
 use crate::errors::{of_staging, raise};

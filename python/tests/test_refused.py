@@ -252,6 +252,36 @@ def test_a_forked_child_holds_nothing(cluster: rapidraid.LocalCluster, job: str)
     checkpointer.wait()
 
 
+def test_a_rank_with_memory_for_one_segment_makes_do_with_it(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """The staging folder has room for one segment and not for two. Each save waits for the one before, and none fails."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount")
+    folder, config = tmp_path / "memory", tmp_path / "host.toml"
+    folder.mkdir()
+    config.write_text(cluster.config.read_text().replace(json.dumps(str(cluster.staging)), json.dumps(str(folder / "staging"))))
+    code = (
+        "import sys, torch, rapidraid\n"
+        "with rapidraid.Checkpointer(sys.argv[1], config=sys.argv[2], start=False) as c:\n"
+        "    for step in range(1, 5):\n"
+        "        c.save(step, {'a': torch.full((4 << 20,), float(step))})\n"
+        "    c.wait()\n"
+        "    print('saved', [info.step for info in c.steps()])\n"
+    )
+    script = (
+        f"set -e; mount -t tmpfs -o size=28m none '{folder}'\n"
+        f"'{program()}' stage --config '{config}' & daemon=$!\n"
+        f"until [ -S '{folder}/staging/socket' ]; do kill -0 $daemon; sleep 0.05; done\n"
+        f"'{sys.executable}' -c \"$CODE\" '{job}' '{config}' || result=$?\n"
+        "kill -KILL $daemon; wait $daemon || true; exit ${result:-0}\n"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "--kill-child=KILL", "--fork", "sh", "-c", script],
+        env={**os.environ, "CODE": code}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and "saved [1, 2, 3, 4]" in done.stdout, done.stderr
+    assert "a rank has no memory for another segment" in done.stderr
+
+
 def test_a_signal_asks_the_loop_to_end(cluster: rapidraid.LocalCluster, job: str) -> None:
     """`save_on` sets a flag that the loop polls."""
     code = (

@@ -10,6 +10,7 @@ pub mod copy;
 #[cfg(feature = "cluster")]
 pub mod daemon;
 pub mod error;
+pub mod fill;
 pub mod frames;
 mod labels;
 pub mod load;

@@ -19,13 +19,15 @@ use crate::id::{
 use crate::kind::ErrorKind;
 
 /// The newest version of the protocol.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// The oldest version that the daemon speaks.
 pub const OLDEST: u16 = 1;
 /// The first version in which a launch can run on several hosts.
 pub const HOSTS_SINCE: u16 = 2;
 /// The first version in which steps have labels.
 pub const LABELS_SINCE: u16 = 3;
+/// The first version in which a process can report that it has no memory for another segment.
+pub const NOT_MADE_SINCE: u16 = 4;
 /// Maximum number of bytes of the labels in one answer. Older steps are left out.
 pub const MAX_LABEL_BYTES: usize = 128 << 10;
 /// Maximum length of a message, in bytes.
@@ -210,6 +212,14 @@ pub enum Request {
     ListLabels {
         /// The job.
         job: Job,
+    },
+    /// Reports that the process has no memory for a segment of an [`Answer::Prepared`]. From now on the rank is ordered to make no other. The answer is
+    /// [`Answer::Done`]. Since version 4.
+    NotMade {
+        /// The segment.
+        segment: SegmentId,
+        /// The reason, for the log.
+        why: String,
     },
 }
 

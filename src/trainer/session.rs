@@ -9,23 +9,21 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::sockopt::PeerCredentials;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PidfdFlags, Uid, getpid, pidfd_open};
 
-use super::cgroup;
 use super::error::StagingError;
+use super::fill::Segment;
 use super::frames::{Frame, Incoming, Outgoing};
-use super::mapping::{self, Writable};
 use super::protocol::{
-    Answer, HOSTS_SINCE, Hosts, OLDEST, Place, Prepare, Request, StagingHello, StagingHelloAnswer,
-    VERSION, parse, to_bytes,
+    Answer, OLDEST, Place, Request, StagingHello, StagingHelloAnswer, VERSION, parse, to_bytes,
 };
 use crate::entropy::{Entropy, SystemEntropy};
-use crate::id::{ClusterId, FillId, InstanceId, MemberId, SegmentId, Step};
+use crate::id::{ClusterId, InstanceId, MemberId};
 
 /// The file name of the socket in the staging folder.
 pub const SOCKET: &str = "socket";
@@ -63,7 +61,7 @@ impl<'a> Wait<'a> {
         self.until.saturating_duration_since(Instant::now())
     }
 
-    fn check(&mut self, what: &'static str, state: &str) -> Result<(), StagingError> {
+    pub(super) fn check(&mut self, what: &'static str, state: &str) -> Result<(), StagingError> {
         if !(self.proceed)() {
             return Err(StagingError::Interrupted { what });
         }
@@ -97,21 +95,10 @@ pub struct Session {
     pub(super) hello: StagingHelloAnswer,
     /// The connection; `None` after a failure. The next call then connects again.
     connection: Option<Connection>,
-    place: Option<Place>,
+    pub(super) place: Option<Place>,
     is_forgotten: bool,
     /// The segments that this process made, for [`Session::leave_to_parent`].
-    made: Vec<Weak<Segment>>,
-}
-
-/// A segment that this process fills.
-pub struct Segment {
-    /// The id of the segment.
-    pub id: SegmentId,
-    /// The mapped memory of the segment.
-    pub map: Writable,
-    /// The segment's file, which arrived locked. The lock shows the daemon that a process holds the
-    /// segment.
-    lock: Mutex<Option<File>>,
+    pub(super) made: Vec<Weak<Segment>>,
 }
 
 impl Session {
@@ -175,11 +162,7 @@ impl Session {
     pub fn leave_to_parent(&mut self) {
         self.forget();
         for segment in self.made.drain(..).filter_map(|segment| segment.upgrade()) {
-            // If the parent held this mutex at the time of the fork, the lock stays until the child
-            // ends.
-            if let Ok(mut lock) = segment.lock.try_lock() {
-                *lock = None;
-            }
+            segment.unlock();
         }
     }
 
@@ -228,69 +211,6 @@ impl Session {
         }
     }
 
-    /// Makes the segments of a rank: reserves their memory, charged to this process, and maps it.
-    /// `hosts` names the hosts of the launch if it runs on several.
-    pub fn prepare(
-        &mut self,
-        prepare: &Prepare,
-        hosts: Option<&Hosts>,
-        wait: &mut Wait<'_>,
-    ) -> Result<Vec<Arc<Segment>>, StagingError> {
-        const WHAT: &str = "memory for the segments";
-        if hosts.is_some() && self.hello.version < HOSTS_SINCE {
-            let reason = "it knows no launches of several hosts: upgrade it".into();
-            return Err(StagingError::Refused { dir: self.dir.clone(), reason });
-        }
-        let request = |limit_ms| {
-            let prepare = Prepare { limit_ms, ..prepare.clone() };
-            match hosts {
-                Some(hosts) => Request::PrepareOnHost(prepare, hosts.clone()),
-                None => Request::Prepare(prepare),
-            }
-        };
-        let (answer, descriptors) = self.ask_until(WHAT, request, &mut |_| (), wait)?;
-        let Answer::Prepared { segments } = answer else {
-            return Err(StagingError::Unexpected { what: WHAT });
-        };
-        self.place = Some(prepare.place.clone());
-        let made = make_segments(segments, descriptors, prepare.segment_bytes, wait)?;
-        self.made.retain(|segment| segment.strong_count() > 0);
-        self.made.extend(made.iter().map(Arc::downgrade));
-        Ok(made)
-    }
-
-    /// Asks into which of `segments` the step is to be written, and waits until one is free. The
-    /// daemon may order another segment to be made first; it is appended to `segments`. Returns the
-    /// index of the segment and the id of the filling, or, only with `or_skip`, the reason why all
-    /// ranks skip the step.
-    pub fn fill(
-        &mut self,
-        step: Step,
-        or_skip: bool,
-        segments: &mut Vec<Arc<Segment>>,
-        wait: &mut Wait<'_>,
-    ) -> Result<Result<(usize, FillId), String>, StagingError> {
-        const WHAT: &str = "a segment to fill";
-        let request = |limit_ms| Request::Fill { step, or_skip, limit_ms };
-        loop {
-            match self.ask_until(WHAT, request, &mut |_| (), wait)? {
-                (Answer::Fill { segment, fill }, _) => {
-                    let at = segments.iter().position(|own| own.id == segment);
-                    let filled = at.map(|at| Ok((at, fill)));
-                    return filled.ok_or(StagingError::Unexpected { what: WHAT });
-                }
-                (Answer::Skipped { what }, _) if or_skip => return Ok(Err(what)),
-                (Answer::Prepared { segments: ids }, descriptors) => {
-                    let len_bytes = segments.first().map_or(0, |own| own.map.len()) as u64;
-                    let made = make_segments(ids, descriptors, len_bytes, wait)?;
-                    self.made.extend(made.iter().map(Arc::downgrade));
-                    segments.extend(made);
-                }
-                _ => return Err(StagingError::Unexpected { what: WHAT }),
-            }
-        }
-    }
-
     /// Sends a request whose answer is [`Answer::Done`].
     pub fn tell(
         &mut self,
@@ -323,62 +243,6 @@ impl Session {
         }
         self.hello = hello;
         Ok(connection)
-    }
-}
-
-impl Segment {
-    fn make(
-        id: SegmentId,
-        descriptor: OwnedFd,
-        len_bytes: u64,
-        wait: &mut Wait<'_>,
-    ) -> Result<Self, StagingError> {
-        let failed = |source| StagingError::Io {
-            what: format!("reserving {len_bytes} bytes of shared memory for a segment"),
-            source,
-        };
-        let file = File::from(descriptor);
-        let mut interrupted = None;
-        let mut proceed = || match wait.check("prepare", "") {
-            Ok(()) => Ok(()),
-            Err(error) => {
-                interrupted = Some(error);
-                Err(io::ErrorKind::Interrupted.into())
-            }
-        };
-        let map = mapping::reserve(&file, len_bytes, &mut proceed)
-            .and_then(|()| Writable::map(&file, len_bytes, &mut proceed));
-        match (map, interrupted) {
-            (Ok(map), _) => Ok(Self { id, map, lock: Mutex::new(Some(file)) }),
-            (Err(_), Some(error)) => Err(error),
-            (Err(source), None) => Err(failed(source)),
-        }
-    }
-}
-
-fn make_segments(
-    ids: Vec<SegmentId>,
-    descriptors: VecDeque<OwnedFd>,
-    len_bytes: u64,
-    wait: &mut Wait<'_>,
-) -> Result<Vec<Arc<Segment>>, StagingError> {
-    if ids.len() != descriptors.len() {
-        return Err(StagingError::Unexpected { what: "memory for the segments" });
-    }
-    check_room(len_bytes.saturating_mul(ids.len() as u64), cgroup::room_bytes())?;
-    let made = ids.into_iter().zip(descriptors);
-    made.map(|(id, descriptor)| Segment::make(id, descriptor, len_bytes, wait).map(Arc::new))
-        .collect()
-}
-
-/// Fails if the control groups of this process have no room for `wanted_bytes`. The kernel would
-/// kill the process if it took them anyway.
-fn check_room(wanted_bytes: u64, room_bytes: Option<u64>) -> Result<(), StagingError> {
-    match room_bytes {
-        Some(room_bytes) if wanted_bytes > room_bytes => {
-            Err(StagingError::NoRoom { wanted_bytes, room_bytes })
-        }
-        _ => Ok(()),
     }
 }
 

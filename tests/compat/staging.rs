@@ -91,6 +91,7 @@ fn requests() -> Vec<(&'static str, Request)> {
         ("LabelStep", label(LabelChange::Add)),
         ("LabelStep, remove", label(LabelChange::Remove)),
         ("ListLabels", Request::ListLabels { job: job() }),
+        ("NotMade", Request::NotMade { segment: SEGMENT, why: "no room".into() }),
         ("Remove", Request::Remove { job: job(), step: STEP }),
         ("Status", Request::Status),
         ("Free", Request::Free { job: job(), with_unsaved: true }),

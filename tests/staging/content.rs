@@ -11,11 +11,12 @@ use rapidraid::format::table::{
 use rapidraid::id::{FillId, Step};
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::copy::Target;
+use rapidraid::trainer::fill::Segment;
 use rapidraid::trainer::load::LoadedStep;
 use rapidraid::trainer::mapping::Writable;
 use rapidraid::trainer::protocol::{Load, LoadFrom};
 use rapidraid::trainer::segment::{EXTENT_ALIGN_BYTES, HEADER_BYTES, Header, stage};
-use rapidraid::trainer::session::{Segment, Session, Wait};
+use rapidraid::trainer::session::{Session, Wait};
 
 /// Length of a row of the shared tensor in bytes: 16 elements of 4.
 const ROW_BYTES: u64 = 64;

@@ -11,8 +11,9 @@ use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::id::{LaunchId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::trainer::StagingError;
+use rapidraid::trainer::fill::Segment;
 use rapidraid::trainer::protocol::{Answer, Load, Place, Prepare, Request, Resumed};
-use rapidraid::trainer::session::{Segment, Session, Wait};
+use rapidraid::trainer::session::{Session, Wait};
 use serde_json::{Value, json};
 
 use crate::content::{self, Shape};

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use rapidraid::id::{FillId, LaunchId, Step};
 use rapidraid::trainer::StagingError;
+use rapidraid::trainer::fill::Segment;
 use rapidraid::trainer::load::LoadedStep;
 use rapidraid::trainer::protocol::{
     Answer, Hosts, Load, LoadFrom, Place, Prepare, Request, Resumed, Sample,
 };
-use rapidraid::trainer::session::{Segment, Session, Wait};
+use rapidraid::trainer::session::{Session, Wait};
 use serde_json::{Value, json};
 
 use crate::content::{self, Shape};

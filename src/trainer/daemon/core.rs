@@ -102,6 +102,9 @@ pub enum Effect {
 struct Member {
     place: Place,
     notices: VecDeque<Notice>,
+    /// Whether the process may be ordered to make another segment. It may not once it had no memory
+    /// for one.
+    may_grow: bool,
 }
 
 /// The way in which a member ended.

@@ -262,6 +262,12 @@ impl StagingDaemon {
                 self.with(|core| core.give_up(peer.member, step, fill, &why))?;
                 plain(Answer::Done)
             }
+            Request::NotMade { segment, why } => {
+                if let Some(rank) = self.with(|core| core.stop_growth(peer.member, segment)) {
+                    tracing::warn!(member = %peer.member, rank, %segment, why, "a rank has no memory for another segment: its saves wait until one of its segments is free");
+                }
+                plain(Answer::Done)
+            }
             Request::Wait { step, limit_ms } => self.wait(peer.member, step, limit_ms).await,
             Request::Notices => {
                 plain(Answer::Notices(self.with(|core| core.take_notices(peer.member))))

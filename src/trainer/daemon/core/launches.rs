@@ -192,10 +192,11 @@ impl Core {
         {
             launch.members.insert(place.rank, member);
         }
-        let entry = self
-            .members
-            .entry(member)
-            .or_insert_with(|| Member { place: place.clone(), notices: VecDeque::new() });
+        let entry = self.members.entry(member).or_insert_with(|| Member {
+            place: place.clone(),
+            notices: VecDeque::new(),
+            may_grow: true,
+        });
         if entry.place != *place {
             return fail(
                 ErrorKind::Invalid,

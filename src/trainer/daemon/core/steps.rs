@@ -255,6 +255,7 @@ impl Core {
         let len_bytes =
             own.iter().filter_map(|id| self.segments.get(id)).map(|s| s.len_bytes).max();
         if let Some(len_bytes) = len_bytes
+            && self.members.get(&member).is_some_and(|found| found.may_grow)
             && own.len() < super::SEGMENTS_A_RANK.max(segments_a_rank)
             && self.make_room(len_bytes, is_unmapped)
         {
@@ -278,6 +279,23 @@ impl Core {
     /// Records that a segment of [`FillOutcome::Grow`] could not be made.
     pub fn not_made(&mut self, segment: SegmentId) {
         self.unlink(segment);
+    }
+
+    /// Records that the member has no memory for a segment that it was ordered to make, and unlinks
+    /// the segment. The member is ordered to make no other. Returns the member's rank. Returns `None`
+    /// and changes nothing if the segment is another member's, or is in use.
+    pub fn stop_growth(&mut self, member: MemberId, segment: SegmentId) -> Option<u32> {
+        // The segment is gone if the daemon has seen meanwhile that no process has it.
+        let found = self.segments.get(&segment);
+        let is_unused = |state: &Use| matches!(state, Use::Free | Use::Doomed);
+        if found.is_some_and(|found| found.owner != member || !is_unused(&found.state)) {
+            return None;
+        }
+        let of = self.members.get_mut(&member)?;
+        of.may_grow = false;
+        let rank = of.place.rank;
+        self.unlink(segment);
+        Some(rank)
     }
 
     /// Records that the member's part of the step is staged. A repeated call has no effect.

@@ -212,6 +212,20 @@ fn two_ranks_that_grow_at_once_stay_within_the_memory() {
 }
 
 #[test]
+fn a_rank_without_memory_for_another_segment_waits_for_its_own() {
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 1);
+    world.stage(16, 10);
+    world.stage(16, 20);
+    let Ok(FillOutcome::Grow { segment, .. }) = world.fill(16, 30) else { panic!() };
+    assert_eq!(world.core.stop_growth(member(17), segment), None, "it is another rank's");
+    assert_eq!(world.core.stop_growth(member(16), segment), Some(0));
+    assert!(matches!(world.fill(16, 30), Ok(FillOutcome::Full(_))));
+    world.commit(1, 10);
+    assert!(matches!(world.fill(16, 30), Ok(FillOutcome::Segment(..))));
+}
+
+#[test]
 fn a_dropped_filling_does_not_come_back_by_its_record() {
     let mut world = World::new(64 * MIB);
     fresh(&mut world, 1, 1);

@@ -158,7 +158,7 @@ impl StagingError {
             }
             StagingError::Deadline { .. } => "`rapidraid stage --status` shows what is under way".into(),
             StagingError::NoRoom { .. } => {
-                "give the job (container, Slurm step, unit) as much more memory as twice its state".into()
+                "give the job (container, Slurm step, unit) as much more memory as its state has, or twice as much, so that no save waits for the one before".into()
             }
             StagingError::Forked => "make a Checkpointer in this process".into(),
             StagingError::Stale { .. } => "load once more".into(),

@@ -321,7 +321,7 @@ fn what_is_no_straight_line_is_refused() {
 }
 
 /// The reference implementation of GF(2^16), symbol by symbol.
-fn twin16(matrix: &Matrix16, inputs: &[&[u8]], outputs: &mut [Vec<u8>], mode: Mode) {
+fn reference16(matrix: &Matrix16, inputs: &[&[u8]], outputs: &mut [Vec<u8>], mode: Mode) {
     let len = inputs[0].len();
     let places = |symbol: usize| {
         let group = symbol / 64 * 128;
@@ -353,7 +353,7 @@ fn compare16(rows: usize, cols: usize, len: usize, seed: u64) {
     for mode in [Mode::Overwrite, Mode::Accumulate, Mode::Stream] {
         let mut expected: Vec<Vec<u8>> =
             around.iter().map(|bytes| bytes[offset..][..len].to_vec()).collect();
-        twin16(&matrix, &inputs, &mut expected, mode);
+        reference16(&matrix, &inputs, &mut expected, mode);
         for kernel in Kernel::available() {
             let what = format!("{} {rows}x{cols} {len} {mode:?}", kernel.name());
             assert_written(&what, &around, offset, &expected, |outputs| {

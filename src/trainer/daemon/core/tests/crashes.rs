@@ -213,16 +213,16 @@ fn two_ranks_that_grow_at_once_stay_within_the_memory() {
 
 #[test]
 fn a_rank_without_memory_for_another_segment_waits_for_its_own() {
-    let mut world = World::new(64 * MIB);
-    fresh(&mut world, 1, 1);
+    let mut world = World::new(3 * MIB);
+    fresh(&mut world, 1, 2);
     world.stage(16, 10);
-    world.stage(16, 20);
-    let Ok(FillOutcome::Grow { segment, .. }) = world.fill(16, 30) else { panic!() };
+    world.stage(17, 10);
+    let Ok(FillOutcome::Grow { segment, .. }) = world.fill(16, 20) else { panic!() };
     assert_eq!(world.core.stop_growth(member(17), segment), None, "it is another rank's");
     assert_eq!(world.core.stop_growth(member(16), segment), Some(0));
-    assert!(matches!(world.fill(16, 30), Ok(FillOutcome::Full(_))));
+    assert!(matches!(world.fill(16, 20), Ok(FillOutcome::Full(_))));
     world.commit(1, 10);
-    assert!(matches!(world.fill(16, 30), Ok(FillOutcome::Segment(..))));
+    assert!(matches!(world.fill(16, 20), Ok(FillOutcome::Segment(..))));
 }
 
 #[test]

@@ -110,13 +110,7 @@ fn a_load_waits_while_a_step_makes_progress() {
     assert!(waits(&mut world, 2, 65).is_some(), "a daemon may have been started just now");
     assert_eq!(waits(&mut world, 2, 66), None, "neither of them makes progress");
     world.core.hashed(&first);
-    assert_eq!(world.core.describe_obstacle(&first), None);
-    world.core.troubled(&first, "no progress".into());
-    let tried = world.core.describe_obstacle(&first);
-    assert_eq!(tried.as_deref(), Some("an attempt failed: no progress"));
     world.core.note_missing(&first, "host host-b".into());
-    let waits_for = world.core.describe_obstacle(&first);
-    assert_eq!(waits_for.as_deref(), Some("it waited for host host-b"));
     world.core.note_progress(&first, Duration::from_secs(100));
     assert_eq!(waits(&mut world, 2, 115).as_deref(), Some("step 10 waits for host host-b"));
     assert_eq!(waits(&mut world, 2, 116), None);
@@ -128,6 +122,20 @@ fn a_load_waits_while_a_step_makes_progress() {
     assert!(!world.core.has_earlier_uncommitted(&second));
     world.commit(1, 11);
     assert_eq!(waits(&mut world, 2, 116), None);
+}
+
+#[test]
+fn a_step_that_is_not_saved_says_for_whom_it_waits() {
+    let mut world = world();
+    world.stage(16, 10);
+    let key = world.key(1, 10).unwrap();
+    assert_eq!(world.core.describe_obstacle(&key), None);
+    world.core.troubled(&key, "no progress".into());
+    let tried = world.core.describe_obstacle(&key);
+    assert_eq!(tried.as_deref(), Some("an attempt failed: no progress"));
+    world.core.note_missing(&key, "host host-b".into());
+    let waits_for = world.core.describe_obstacle(&key);
+    assert_eq!(waits_for.as_deref(), Some("it waited for host host-b"));
 }
 
 #[test]

@@ -26,7 +26,6 @@ pub const CELLS: &[Cell] = cells![
     a_process_that_ends_while_it_waits_for_memory_is_forgotten,
     too_many_connections_are_refused,
     a_control_group_without_room_is_told,
-    a_control_group_with_room_for_one_segment_slows_saves_down,
     a_rank_whose_prepare_failed_is_seen_to_end,
     status_and_free_are_told_as_json,
     unsaved_steps_are_freed_by_force_alone,
@@ -254,22 +253,6 @@ fn a_control_group_without_room_is_told(cluster: &Cluster, job: &str) {
     launch.ranks[0].ask(&order).unwrap_err().says("Busy", &says);
     launch.kill();
     stage.until("its memory is given back", || stage.status().used_bytes == 0);
-}
-
-fn a_control_group_with_room_for_one_segment_slows_saves_down(cluster: &Cluster, job: &str) {
-    let Some(group) = Group::make(job, 90 << 20) else {
-        eprintln!("{job}: skipped, because no control group can be made here");
-        return;
-    };
-    let stage = Stage::start(cluster, "256MiB", &[]);
-    let mut launch = Launch::start(&stage, &Plan { rows: 800_000, ..Plan::new(job, 1) });
-    group.take(launch.ranks[0].pid());
-    launch.prepare();
-    launch.save(10);
-    launch.save(20);
-    launch.wait(20);
-    assert!((48 << 20..60 << 20).contains(&stage.status().used_bytes), "it made one segment");
-    launch.kill();
 }
 
 fn a_rank_whose_prepare_failed_is_seen_to_end(cluster: &Cluster, job: &str) {

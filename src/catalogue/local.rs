@@ -1,17 +1,15 @@
 //! The engine inside the catalogue server, over its key-value store.
 //!
-//! Work on the entries runs on worker threads, off the network's threads. Leases exist only in
-//! memory and follow this process's monotonic clock. After a start, every lease that is not in
-//! memory counts as alive for one full lease period, so that a restart of the server ends no lease.
+//! Work on the entries runs on worker threads, off the network's threads.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 
 use super::database::{Database, transfer_error};
 use super::database_format::{DbWriter, read_epoch_and_id};
+use super::leases::Leases;
 use super::record_access::{NODES, NOTHING_FORGOTTEN, parse_record, read_record, ring_change_key};
 use super::{Catalogue, CatalogueError, Entry, Guard, GuardedOutcome, MAX_PAGE, SetOutcome};
 use crate::clock::Clock;
@@ -23,8 +21,6 @@ use crate::store::kv::Kv;
 use crate::wire::calls::{DbChecksum, NodeView, RegisterAnswer};
 use crate::workers::Workers;
 
-/// Maximum number of leases at once: those of saves and archivings in progress.
-const MAX_LEASES: usize = 65_536;
 /// Maximum number of registered nodes.
 const MAX_NODES: usize = 4096;
 /// Number of entries and pages that are read at once.
@@ -47,10 +43,7 @@ pub struct LocalCatalogue {
     entropy: Arc<dyn Entropy>,
     epoch: Epoch,
     db_id: DbId,
-    lease_period: Duration,
-    started: Duration,
-    lease_ends: Mutex<HashMap<LeaseId, Duration>>,
-    node_live_until: Mutex<HashMap<NodeId, Duration>>,
+    leases: Mutex<Leases>,
     paused_until: Mutex<Duration>,
 }
 
@@ -84,7 +77,7 @@ impl LocalCatalogue {
                 return Err(CatalogueError::StaleDatabase { seen: seen_epoch, found });
             }
         };
-        let started = clock.now();
+        let leases = Leases::new(lease_period, clock.now());
         Ok(Self {
             database: Arc::new(Database::open(kv)?),
             write_workers: workers.beside(1),
@@ -93,10 +86,7 @@ impl LocalCatalogue {
             entropy,
             epoch,
             db_id: map,
-            lease_period,
-            started,
-            lease_ends: Mutex::default(),
-            node_live_until: Mutex::default(),
+            leases: Mutex::new(leases),
             paused_until: Mutex::default(),
         })
     }
@@ -134,12 +124,18 @@ impl LocalCatalogue {
         self.run_on_database(&self.write_workers, |table| Ok(table.checksum())).await
     }
 
-    /// Returns whether a registered node is live. A node that has not registered since the start counts
-    /// as live for one lease period from the start.
+    fn leases(&self) -> MutexGuard<'_, Leases> {
+        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records that the server's process runs, so that a time in which it did not run ends no lease.
+    /// The server calls this several times in half a lease period.
+    pub fn note_heartbeat(&self) {
+        self.leases().note_heartbeat(self.clock.now());
+    }
+
     fn is_node_live(&self, node: NodeId) -> bool {
-        let seen = self.node_live_until.lock().unwrap_or_else(PoisonError::into_inner);
-        let until = seen.get(&node).copied().unwrap_or(self.started + self.lease_period);
-        self.clock.now() < until
+        self.leases().is_node_live(node, self.clock.now())
     }
 
     /// Sets the ring change of a node that registers to *returned* if the node has left, or if it
@@ -215,21 +211,6 @@ impl LocalCatalogue {
         let done = workers.run(move || work(&table)).await;
         done.map_err(|died| CatalogueError::Store(died.to_string()))?
     }
-
-    fn is_lease_expired(&self, lease_end: Option<&Duration>) -> bool {
-        // A lease that is not in memory was granted before this start, or has expired and was
-        // forgotten. The former gets one full period from the start; no lease is forgotten earlier.
-        let until = lease_end.copied().unwrap_or(self.started + self.lease_period);
-        self.clock.now() >= until
-    }
-}
-
-fn refuse_if_full(leases: &HashMap<LeaseId, Duration>) -> Result<(), CatalogueError> {
-    if leases.len() < MAX_LEASES {
-        return Ok(());
-    }
-    let message = format!("{MAX_LEASES} saves and archivings are under way: try later");
-    Err(CatalogueError::Refused { kind: ErrorKind::Busy, message })
 }
 
 #[async_trait]
@@ -287,46 +268,22 @@ impl Catalogue for LocalCatalogue {
 
     async fn grant_lease(&self) -> Result<(LeaseId, Duration), CatalogueError> {
         self.database.refuse_if_read_only()?;
-        let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = self.clock.now();
-        // During the first period after the start, unknown leases count as alive. Revoked leases
-        // must stay in memory until that period has passed.
-        if now >= self.started + self.lease_period {
-            leases.retain(|_, until| *until > now);
-        }
-        refuse_if_full(&leases)?;
         let lease = LeaseId(self.entropy.id());
-        leases.insert(lease, now + self.lease_period);
-        Ok((lease, self.lease_period))
+        let mut leases = self.leases();
+        leases.grant(lease, self.clock.now())?;
+        Ok((lease, leases.period()))
     }
 
     async fn renew_lease(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
-        let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.is_lease_expired(leases.get(&lease)) {
-            return Ok(false);
-        }
-        if !leases.contains_key(&lease) {
-            refuse_if_full(&leases)?;
-        }
-        leases.insert(lease, self.clock.now() + self.lease_period);
-        Ok(true)
+        self.leases().renew(lease, self.clock.now())
     }
 
     async fn is_lease_alive(&self, lease: LeaseId) -> Result<bool, CatalogueError> {
-        let leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(!self.is_lease_expired(leases.get(&lease)))
+        Ok(self.leases().is_alive(lease, self.clock.now()))
     }
 
     async fn revoke_lease(&self, lease: LeaseId) -> Result<(), CatalogueError> {
-        let mut leases = self.lease_ends.lock().unwrap_or_else(PoisonError::into_inner);
-        if !leases.contains_key(&lease) {
-            if self.is_lease_expired(None) {
-                return Ok(());
-            }
-            refuse_if_full(&leases)?;
-        }
-        leases.insert(lease, Duration::ZERO);
-        Ok(())
+        self.leases().revoke(lease, self.clock.now())
     }
 
     async fn register_node(&self, node: &Node) -> Result<RegisterAnswer, CatalogueError> {
@@ -368,14 +325,14 @@ impl Catalogue for LocalCatalogue {
                 break;
             }
         }
-        let mut seen = self.node_live_until.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.insert(id, self.clock.now() + self.lease_period);
+        let mut leases = self.leases();
+        leases.renew_node(id, self.clock.now());
         Ok(RegisterAnswer {
             epoch: self.epoch,
             map: self.db_id,
             revision: self.revision(),
             members: self.database.members_revision(),
-            lease_ms: self.lease_period.as_millis() as u64,
+            lease_ms: leases.period().as_millis() as u64,
         })
     }
 

@@ -10,6 +10,7 @@
 mod database;
 pub mod database_format;
 pub(crate) mod key_scan;
+mod leases;
 pub mod local;
 pub mod record_access;
 pub mod remote;

@@ -229,6 +229,7 @@ impl Services {
         tasks.spawn_until_stop(self.takeover.clone().run_archiving_takeover());
         tasks.spawn_until_stop(self.automatic_repair.clone().run_automatic_repair());
         tasks.spawn_until_stop(self.majority_checks.clone().run_majority_checks());
+        tasks.spawn_until_stop(self.majority_checks.clone().run_heartbeats());
         tasks.spawn_until_stop(self.save_recovery.clone().run_recovery_and_retention());
         tasks.spawn_until_stop(self.orphan_gc.clone().run_cluster_orphan_gc());
         tasks.spawn_until_stop(self.replica_gc.clone().run_replica_gc());

@@ -13,7 +13,7 @@ use crate::format::records::Node as NodeRecord;
 use crate::net::call::address;
 use crate::node::context::NodeContext;
 use crate::node::quorum::majority;
-use crate::node::retry_schedule::renewal_interval;
+use crate::node::retry_schedule::{renewal_interval, scan_interval};
 use crate::wire::NodeAddress;
 use crate::wire::calls::ClaimEpoch;
 
@@ -69,6 +69,17 @@ impl MajorityChecks {
                 renewal_interval(self.context.settings.lease)
             };
             self.context.clock.sleep(wait).await;
+        }
+    }
+
+    /// Tells the catalogue, while this node serves it, that this process runs. Runs until the node
+    /// stops.
+    pub(in crate::node) async fn run_heartbeats(self: Arc<Self>) {
+        loop {
+            if let Some(local) = self.context.local_catalogue() {
+                local.note_heartbeat();
+            }
+            self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
         }
     }
 

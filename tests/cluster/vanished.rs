@@ -10,7 +10,7 @@ use rapidraid::id::{NodeId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
 use rapidraid::store::Kv;
-use rapidraid::wire::calls::{CommitSave, CompleteShard, PlanChoice};
+use rapidraid::wire::calls::{CommitSave, CompareAndSetKey, CompleteShard, GrantLease, PlanChoice};
 use tokio::time::Instant;
 
 use world::raw::empty_root;
@@ -203,4 +203,29 @@ async fn removals_that_take_long_hold_up_nothing_else() {
         world.boot(VICTIM);
         tokio::time::sleep(2 * APART).await;
     }
+}
+
+/// The coordinator of an archiving recorded its failure, and could not revoke its lease.
+#[tokio::test(start_paused = true)]
+async fn an_archiving_that_waits_for_a_retry_begins_when_it_is_asked_for() {
+    let world = world().await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(300_000, 1))]).await;
+    let (voice, server) = (world.voice(Role::Node, "node"), world.node_address(0));
+    let (lease, _) = voice.ask(&server, &GrantLease {}).await.unwrap();
+    let failed = ArchiveRequest {
+        node: NodeId::of(&world.machines[VICTIM].name),
+        lease,
+        save: checkpoint(&world, 1).committed.unwrap().save,
+        options: options(PlanChoice::Chain),
+        failures: 3,
+        waiting: Some("a node did not answer".into()),
+    };
+    let key = archive_request_key(job().at(Step(1)));
+    let value = Some(failed.to_bytes().unwrap());
+    let call = CompareAndSetKey { key: key.clone(), expected: None, value };
+    voice.ask(&server, &call).await.unwrap();
+    let chain = options(PlanChoice::Chain);
+    client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await.unwrap();
+    world.until("its end", || record::<ArchiveRequest>(&world, &key).is_none()).await;
 }

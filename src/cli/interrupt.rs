@@ -173,8 +173,9 @@ impl InterruptibleSave {
         progress.phase
     }
 
-    /// Ends `saving` after the signal `signal_name`: aborts the save or, if its commit was
-    /// requested, waits for the end of the commit. A second signal ends the wait.
+    /// Ends `saving` when the signal `signal_name` has arrived: aborts the save or, if its commit
+    /// was requested already, waits for the end of the commit. A second signal ends the wait for
+    /// either.
     pub async fn end<T>(
         &self,
         client: &Client,

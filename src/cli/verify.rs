@@ -104,8 +104,8 @@ fn by_reason(away: &[AbsentNode]) -> Vec<String> {
 }
 
 impl Verified {
-    /// Returns whether something is damaged or missing, could not be examined on a node that
-    /// answers, or may not be readable.
+    /// Returns whether something is damaged or missing, or could not be examined on a node that
+    /// answers, or whether it is not certain that the checkpoint can be read.
     pub(super) fn is_bad(&self) -> bool {
         let report = &self.report;
         report.fault_count > 0 || report.survives.is_none() || !report.failures.is_empty()

@@ -70,7 +70,7 @@ impl StepResult {
         self.result.as_ref().map_or(true, Verified::is_bad)
     }
 
-    /// Returns how many more nodes may be lost, or `None` if the step may not be readable.
+    /// Returns how many more nodes may be lost, or `None` if it is not certain that the step can be read.
     fn survives(&self) -> Option<usize> {
         self.result.as_ref().ok()?.report.survives
     }
@@ -97,7 +97,7 @@ impl AllVerified {
     }
 
     /// Returns how many more nodes may be lost without the loss of any checkpoint. Returns `None`
-    /// if a checkpoint may not be readable: `None` is less than any number.
+    /// if it is not certain that each checkpoint can be read: `None` is less than any number.
     fn survives(&self) -> Option<usize> {
         self.steps.iter().map(StepResult::survives).min().flatten()
     }

@@ -54,7 +54,7 @@ impl Store {
 
     /// Records many saves as removed, but only while no later epoch than `epoch` was seen, because a
     /// rebuild that claimed a later epoch may have read this set already. Writes each record at most
-    /// once, and only syncs a record that has all the ids already.
+    /// once. A record that has all of its ids already is not written again, only synced.
     ///
     /// # Errors
     /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::RemovedSavesFull`]

@@ -22,9 +22,10 @@ use super::kv::{Batch, CatalogueStorage, Kv, KvError, MAX_PAGE, Pair, scan_lower
 /// databases. With this many, the next one is not moved aside, and the opening fails.
 const MAX_ASIDE: u32 = 16;
 
-/// Number of attempts to lock the database, and the wait between two attempts. A dropped database
-/// is not released at once, because sled's threads notice the drop a little later.
+/// Number of attempts to lock the database. A dropped database is not released at once, because
+/// sled's threads notice the drop a little later.
 const LOCK_TRIES: u32 = 300;
+/// The wait between two attempts to lock the database.
 const LOCK_WAIT: Duration = Duration::from_millis(10);
 
 /// The result of opening a database.

@@ -166,8 +166,9 @@ impl Drop for QuicSend {
 struct QuicRecv {
     inner: quinn::RecvStream,
     label: Arc<str>,
-    /// The reason why nothing more can be read, unless the stream ended cleanly. quinn itself
-    /// reports a clean end once the reader has stopped the stream or has learned of its reset.
+    /// The error that every further read returns; `None` while the stream is open and after a clean
+    /// end. It is kept here because quinn itself reports a clean end once the reader has stopped the
+    /// stream or has learned of its reset.
     over: Option<NetError>,
 }
 

@@ -111,8 +111,9 @@ impl OrphanGc {
         self.retained.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes stray keys and orphans, once per lease period, while this daemon serves the
-    /// catalogue. Runs until the node stops.
+    /// Removes orphans, and stray keys (keys of saves that are neither in a step's record nor listed
+    /// as orphans), once per lease period, while this daemon serves the catalogue. Runs until the
+    /// node stops.
     pub(in crate::node) async fn run_cluster_orphan_gc(self: Arc<Self>) {
         let (mut compared, mut stray_keys) =
             (InventoryComparison::default(), StrayKeyScan::default());

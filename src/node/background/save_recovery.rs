@@ -89,8 +89,9 @@ impl SaveRecovery {
         Self { context, saves, removal, retention, recovering: Arc::default() }
     }
 
-    /// Scans for unfinished work, and runs a round of the policy once per lease period, while this
-    /// daemon serves the catalogue. Runs until the node stops.
+    /// Scans for unfinished work [`SCANS_PER_LEASE`] times per lease period, and runs a round of the
+    /// policy once per lease period, while this daemon serves the catalogue. Runs until the node
+    /// stops.
     pub(in crate::node) async fn run_recovery_and_retention(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(RECOVERED_AT_ONCE));
         let mut collector = RecoveryState {

@@ -86,11 +86,12 @@ impl NodeRemoval {
     /// Takes a node off the list of nodes, and out of the rings that name it.
     ///
     /// # Errors
-    /// Fails with kind `Busy` while the node is live, keeps changing, or may be used by a save that
-    /// is under way, and while only the node may know whether a save was committed; with kind
-    /// `Exists` while something of a checkpoint is missing without the node; with kind
-    /// `Unavailable` if too few of the other nodes catch up or answer; and with kind `NotFound` if
-    /// the node is neither on the list nor in a ring.
+    /// Fails with kind `Busy` while the node is live, if it comes back or its successors change
+    /// during each attempt, while a save that is under way may use it, and while only the node may
+    /// know whether a save was committed; with kind `Exists` while something of a checkpoint is
+    /// missing without the node, or a checkpoint's ring has too few live storage nodes without it;
+    /// with kind `Unavailable` if too few of the other nodes catch up or answer; and with kind
+    /// `NotFound` if the node is neither on the list nor in a ring.
     pub(in crate::node) async fn remove_node(&self, call: RemoveNode) -> Result<(), RemoteError> {
         let (catalogue, name) = (self.context.catalogue(), call.name);
         let key = format!("{NODES}{name}");

@@ -107,8 +107,9 @@ impl PlanParts {
         Ok(result?)
     }
 
-    /// Moves the piece `key` to quarantine, unless the receipt on this node says that this piece
-    /// was proven. The run has made another piece of that name, and the next run needs the name.
+    /// Moves the stored piece `key` to quarantine, unless the receipt on this node says that this
+    /// piece was proven. The failed run made other content for a piece of that name and could not
+    /// store it, and the next run needs the name.
     async fn quarantine_unproven_piece(&self, key: FileKey) -> Result<(), RemoteError> {
         let FileName::Piece { piece, attempt } = key.name else { return Ok(()) };
         self.context

@@ -73,8 +73,8 @@ pub struct JobRecord {
     pub job: Job,
     /// The launch that may write.
     pub newest: Option<LaunchRecord>,
-    /// Launches that may no longer write. Their resume points decide whether the steps that they
-    /// staged may replace others.
+    /// Launches that may no longer write. The resume point of each decides whether a step that it
+    /// staged may replace the save that an older launch of this host committed as the same step.
     pub old: Vec<LaunchRecord>,
     /// Fillings that were dropped.
     pub dropped: Vec<FillId>,

@@ -70,7 +70,8 @@ impl StepResult {
         self.result.as_ref().map_or(true, Verified::is_bad)
     }
 
-    /// Returns how many more nodes may be lost, or `None` if it is not certain that the step can be read.
+    /// Returns how many more nodes may be lost. Returns `None` if it is not certain that the step can
+    /// be read.
     fn survives(&self) -> Option<usize> {
         self.result.as_ref().ok()?.report.survives
     }

@@ -155,10 +155,16 @@ class Session:
         hosts: tuple[int, list[str]] | None = None,
         timeout: float = 60.0,
     ) -> int:
-        """Makes segments for a rank of a launch. Returns their number.
+        """Makes the first segment for a rank of a launch. Returns the number of segments.
 
         ``hosts`` has the number of this host and the names of all, if the launch runs on several. ``world`` and ``rank``
         count the ranks of this host then.
+        """
+
+    def make_ordered_segments(self, timeout: float) -> int:
+        """Makes the segments that are ordered and not made yet. Returns the number of segments now.
+
+        Without memory for another one, the rank makes do with those that it has.
         """
 
     def segment(self, at: int) -> SegmentBuffer:

@@ -284,6 +284,12 @@ class Checkpointer:
         except BaseException:
             self._drop_plan()
             raise
+        # Now that all ranks have one segment, none can take the memory of another's first. An error is not one of all
+        # ranks, and the next save meets its cause again.
+        try:
+            self._add_segments(self._daemon.make_ordered_segments(self.timeout))
+        except RapidraidError as error:
+            log.warning("the second segment is not made now: %s", error)
 
     def _drop_plan(self) -> None:
         if self._plan is not None:

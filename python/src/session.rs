@@ -122,7 +122,7 @@ impl Session {
         self.session.daemon_pid()
     }
 
-    /// Makes segments for a rank of a launch. Returns their number.
+    /// Makes the first segment for a rank of a launch. Returns the number of segments.
     #[pyo3(signature = (job, launch, world, rank, *, segment_bytes, launch_bytes, born_ns, loaded=None, newest_seen=None, abandon_later=false, keep=0, hosts=None, timeout=60.0))]
     #[expect(clippy::too_many_arguments, reason = "the package passes them by name")]
     fn prepare(
@@ -161,6 +161,13 @@ impl Session {
         let made = waiting(py, timeout, |wait| session.prepare(&prepare, hosts.as_ref(), wait))?;
         self.segments = made;
         self.place = Some(place);
+        Ok(self.segments.len())
+    }
+
+    /// Makes the segments that are ordered and not made yet. Returns the number of segments now.
+    fn make_ordered_segments(&mut self, py: Python<'_>, timeout: f64) -> PyResult<usize> {
+        let (session, segments) = (&mut self.session, &mut self.segments);
+        waiting(py, timeout, |wait| session.make_ordered_segments(segments, wait))?;
         Ok(self.segments.len())
     }
 

@@ -18,13 +18,15 @@ const MAX_LEASES: usize = 65_536;
 #[derive(Debug)]
 pub(super) struct Leases {
     period: Duration,
-    /// The start of the process. A lease that is not in memory counts as alive for one period from
-    /// then on.
+    /// The time at which this catalogue was opened, or the end of a time in which the process did not
+    /// run, if that began in the first period. A lease that is not in memory counts as alive for one
+    /// period from then on.
     started: Duration,
     /// The end of each lease; zero if it was revoked.
     ends: HashMap<LeaseId, Duration>,
     live_until: HashMap<NodeId, Duration>,
-    /// The last time at which the process is known to have run; `None` before the first heartbeat.
+    /// The last time at which the process is known to have run; `None` before the first heartbeat: a
+    /// catalogue that is not served has none, and its leases end by the clock.
     last_heartbeat: Option<Duration>,
 }
 
@@ -45,18 +47,20 @@ impl Leases {
         self.period
     }
 
-    /// Records that the process runs. The server calls this several times in half a period.
+    /// Records that the process runs. The server calls this four times in each period.
     pub(super) fn note_heartbeat(&mut self, now: Duration) {
         self.extend_if_not_run(now);
         self.last_heartbeat = Some(now);
     }
 
-    /// Extends the leases that were alive at the last heartbeat by one period from `now`, if the
-    /// process has not run since. All functions that look at a lease call this first: after a pause
-    /// a request may be faster than the heartbeat.
+    /// Extends the leases that were alive when the process last ran by one period from `now`, if it
+    /// has not run for more than half a period. All functions that depend on the time call this
+    /// first: after a pause a request may be faster than the heartbeat. A lease that was found to be
+    /// over stays over, because each call shows that the process runs.
     fn extend_if_not_run(&mut self, now: Duration) {
         let Some(last) = self.last_heartbeat else { return };
         let gap = now.saturating_sub(last);
+        self.last_heartbeat = Some(now.max(last));
         if gap <= self.period / 2 {
             return;
         }
@@ -73,7 +77,6 @@ impl Leases {
         if self.started + self.period > last {
             self.started = now;
         }
-        self.last_heartbeat = Some(now);
     }
 
     /// Adds a lease.
@@ -134,8 +137,8 @@ impl Leases {
         self.live_until.insert(node, now + self.period);
     }
 
-    /// Returns whether a registered node is live. A node that has not registered since the start
-    /// counts as live for one period from the start.
+    /// Returns whether a registered node is live. A node that has not registered with this catalogue
+    /// since it was opened counts as live for one period.
     pub(super) fn is_node_live(&mut self, node: NodeId, now: Duration) -> bool {
         self.extend_if_not_run(now);
         now < self.live_until.get(&node).copied().unwrap_or(self.started + self.period)

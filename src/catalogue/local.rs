@@ -129,7 +129,7 @@ impl LocalCatalogue {
     }
 
     /// Records that the server's process runs, so that a time in which it did not run ends no lease.
-    /// The server calls this several times in half a lease period.
+    /// The server calls this four times in each lease period.
     pub fn note_heartbeat(&self) {
         self.leases().note_heartbeat(self.clock.now());
     }

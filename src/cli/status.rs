@@ -61,7 +61,7 @@ fn node_json(report: &NodeReport) -> Value {
     fields
 }
 
-/// Returns the state of a node as text. A catalogue that is read-only renews no lease, so an expired
+/// Returns the state of a node as text. A catalogue that is read-only renews no lease of a node, so an expired
 /// lease does not show then that its node is dead.
 fn state(report: &StatusReport, node: &NodeReport) -> &'static str {
     let has_lease = node.view.live || report.catalogue.read_only_reason.is_some();

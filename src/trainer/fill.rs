@@ -24,17 +24,18 @@ pub struct Segment {
     lock: Mutex<Option<File>>,
 }
 
-/// The segments that the daemon ordered this process to make.
-struct OrderedSegments {
-    ids: Vec<SegmentId>,
-    descriptors: VecDeque<OwnedFd>,
+/// A segment that the daemon has ordered this process to make.
+pub(super) struct OrderedSegment {
+    id: SegmentId,
+    descriptor: OwnedFd,
     len_bytes: u64,
 }
 
 impl Session {
-    /// Makes the segments of a rank: reserves their memory, charged to this process, and maps it.
-    /// Without memory for more than one segment, makes one. `hosts` names the hosts of the launch if
-    /// it runs on several.
+    /// Makes the first segment of a rank: reserves its memory, charged to this process, and maps it.
+    /// Call [`make_ordered_segments`](Self::make_ordered_segments) for the others when all ranks of
+    /// this host have their first one: otherwise a rank could take the memory for another's first
+    /// segment. `hosts` names the hosts of the launch if it runs on several.
     pub fn prepare(
         &mut self,
         prepare: &Prepare,
@@ -58,9 +59,15 @@ impl Session {
             return Err(StagingError::Unexpected { what: WHAT });
         };
         self.place = Some(prepare.place.clone());
-        let ordered = OrderedSegments { ids, descriptors, len_bytes: prepare.segment_bytes };
+        self.ordered.clear();
+        self.order_segments(ids, descriptors, prepare.segment_bytes)?;
+        if self.hello.version < NOT_MADE_SINCE {
+            // The daemon cannot be told that there is memory for one only.
+            let all_bytes = prepare.segment_bytes.saturating_mul(self.ordered.len() as u64);
+            check_room(all_bytes, cgroup::room_bytes())?;
+        }
         let mut made = Vec::new();
-        self.make_segments(ordered, &mut made, wait)?;
+        self.make_next_segment(&mut made, wait)?;
         Ok(made)
     }
 
@@ -78,6 +85,7 @@ impl Session {
         const WHAT: &str = "a segment to fill";
         let request = |limit_ms| Request::Fill { step, or_skip, limit_ms };
         loop {
+            self.make_ordered_segments(segments, wait)?;
             match self.ask_until(WHAT, request, &mut |_| (), wait)? {
                 (Answer::Fill { segment, fill }, _) => {
                     let at = segments.iter().position(|own| own.id == segment);
@@ -87,52 +95,83 @@ impl Session {
                 (Answer::Skipped { what }, _) if or_skip => return Ok(Err(what)),
                 (Answer::Prepared { segments: ids }, descriptors) => {
                     let len_bytes = segments.first().map_or(0, |own| own.map.len()) as u64;
-                    let ordered = OrderedSegments { ids, descriptors, len_bytes };
-                    self.make_segments(ordered, segments, wait)?;
+                    self.order_segments(ids, descriptors, len_bytes)?;
                 }
                 _ => return Err(StagingError::Unexpected { what: WHAT }),
             }
         }
     }
 
-    /// Makes segments and appends them to `segments`. If there is no memory for one of them and
-    /// `segments` is not empty, reports to the daemon the segments that are not made: the process
+    /// Makes the segments that the daemon has ordered and that are not made yet, and appends them to
+    /// `segments`. If there is no memory for one of them and `segments` is not empty, the process
     /// goes on with those that it has.
-    fn make_segments(
+    ///
+    /// # Errors
+    /// Fails without memory for a segment if `segments` is empty, or if the daemon is older than
+    /// version 4 of the protocol.
+    pub fn make_ordered_segments(
         &mut self,
-        ordered: OrderedSegments,
         segments: &mut Vec<Arc<Segment>>,
         wait: &mut Wait<'_>,
     ) -> Result<(), StagingError> {
-        let OrderedSegments { ids, descriptors, len_bytes } = ordered;
+        while !self.ordered.is_empty() {
+            self.make_next_segment(segments, wait)?;
+        }
+        Ok(())
+    }
+
+    fn order_segments(
+        &mut self,
+        ids: Vec<SegmentId>,
+        descriptors: VecDeque<OwnedFd>,
+        len_bytes: u64,
+    ) -> Result<(), StagingError> {
         if ids.len() != descriptors.len() {
             return Err(StagingError::Unexpected { what: "memory for the segments" });
         }
-        self.made.retain(|segment| segment.strong_count() > 0);
-        let mut left = ids.into_iter().zip(descriptors);
-        while let Some((id, descriptor)) = left.next() {
-            let made = check_room(len_bytes, cgroup::room_bytes())
-                .and_then(|()| Segment::make(id, descriptor, len_bytes, wait));
-            match made {
-                Ok(segment) => {
-                    let segment = Arc::new(segment);
-                    self.made.push(Arc::downgrade(&segment));
-                    segments.push(segment);
-                }
-                Err(error @ (StagingError::NoRoom { .. } | StagingError::Io { .. }))
-                    if !segments.is_empty() && self.hello.version >= NOT_MADE_SINCE =>
-                {
-                    let why = error.to_string();
-                    for segment in std::iter::once(id).chain(left.map(|(id, _)| id)) {
-                        let request = Request::NotMade { segment, why: why.clone() };
-                        self.tell("a segment that is not made", &request, wait)?;
-                    }
-                    return Ok(());
-                }
-                Err(error) => return Err(error),
+        let ordered = ids.into_iter().zip(descriptors);
+        let ordered = ordered.map(|(id, descriptor)| OrderedSegment { id, descriptor, len_bytes });
+        self.ordered.extend(ordered);
+        Ok(())
+    }
+
+    /// Makes the next ordered segment, if there is one, and appends it to `segments`. Without memory
+    /// for it, reports to the daemon that neither this one nor the others are made.
+    fn make_next_segment(
+        &mut self,
+        segments: &mut Vec<Arc<Segment>>,
+        wait: &mut Wait<'_>,
+    ) -> Result<(), StagingError> {
+        let Some(OrderedSegment { id, descriptor, len_bytes }) = self.ordered.pop_front() else {
+            return Ok(());
+        };
+        let made = check_room(len_bytes, cgroup::room_bytes())
+            .and_then(|()| Segment::make(id, descriptor, len_bytes, wait));
+        let error = match made {
+            Ok(segment) => {
+                let segment = Arc::new(segment);
+                self.made.retain(|segment| segment.strong_count() > 0);
+                self.made.push(Arc::downgrade(&segment));
+                segments.push(segment);
+                return Ok(());
+            }
+            Err(error) => error,
+        };
+        let left = std::mem::take(&mut self.ordered);
+        let is_out_of_memory =
+            matches!(error, StagingError::NoRoom { .. } | StagingError::Io { .. });
+        if !is_out_of_memory || self.hello.version < NOT_MADE_SINCE {
+            return Err(error);
+        }
+        let why = error.to_string();
+        for segment in std::iter::once(id).chain(left.into_iter().map(|ordered| ordered.id)) {
+            let request = Request::NotMade { segment, why: why.clone() };
+            let told = self.tell("a segment that is not made", &request, wait);
+            if !segments.is_empty() {
+                told?;
             }
         }
-        Ok(())
+        if segments.is_empty() { Err(error) } else { Ok(()) }
     }
 }
 

@@ -213,8 +213,9 @@ pub enum Request {
         /// The job.
         job: Job,
     },
-    /// Reports that the process has no memory for a segment of an [`Answer::Prepared`]. From now on the rank is ordered to make no other. The answer is
-    /// [`Answer::Done`]. Since version 4.
+    /// Reports that the process has no memory for a segment of an [`Answer::Prepared`]. The rank is
+    /// ordered to make no other until it prepares again. The answer is [`Answer::Done`]. Since
+    /// version 4.
     NotMade {
         /// The segment.
         segment: SegmentId,

@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PidfdFlags, Uid, getpid, pidfd_open};
 
 use super::error::StagingError;
-use super::fill::Segment;
+use super::fill::{OrderedSegment, Segment};
 use super::frames::{Frame, Incoming, Outgoing};
 use super::protocol::{
     Answer, OLDEST, Place, Request, StagingHello, StagingHelloAnswer, VERSION, parse, to_bytes,
@@ -99,6 +99,8 @@ pub struct Session {
     is_forgotten: bool,
     /// The segments that this process made, for [`Session::leave_to_parent`].
     pub(super) made: Vec<Weak<Segment>>,
+    /// The segments that the daemon has ordered and that are not made yet.
+    pub(super) ordered: VecDeque<OrderedSegment>,
 }
 
 impl Session {
@@ -119,6 +121,7 @@ impl Session {
             place: None,
             is_forgotten: false,
             made: Vec::new(),
+            ordered: VecDeque::new(),
         })
     }
 
@@ -153,6 +156,7 @@ impl Session {
     pub fn forget(&mut self) {
         self.connection = None;
         self.place = None;
+        self.ordered.clear();
         self.is_forgotten = true;
     }
 

@@ -122,11 +122,7 @@ fn not_idle(status: &Value) -> Vec<String> {
             why.push(format!("{name} is away"));
             continue;
         }
-        // A note about an old catalogue database is no objection: after a rebuild on another node,
-        // the old database may stay in its folder.
-        let is_news =
-            |note: &Value| !note.as_str().unwrap().contains("its folder catalogue/ can be removed");
-        if node["notes"].as_array().unwrap().iter().any(is_news) || node["quarantined"] != 0 {
+        if node["notes"] != Value::Array(Vec::new()) || node["quarantined"] != 0 {
             why.push(format!("{name}: {} ({} set aside)", node["notes"], node["quarantined"]));
         }
         for budget in node["budgets"].as_array().unwrap() {

@@ -308,7 +308,7 @@ impl Admission {
             let (cluster, clock, ready) = (self.cluster, self.clock.clone(), self.ready.clone());
             let (window, refused) = (self.node_window, self.refused.clone());
             let (endpoint, max_clients) =
-                (self.endpoint.clone(), (self.max_connections * 3).div_ceil(4));
+                (self.endpoint.clone(), (self.max_connections * 3 / 4).max(1));
             handshakes.spawn(async move {
                 let admit = async {
                     let connection = admit(incoming, cluster, window).await?;

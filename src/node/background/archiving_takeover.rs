@@ -59,7 +59,7 @@ impl ArchivingTakeover {
         }
     }
 
-    /// Takes over archivings whose coordinator's lease is over. Several daemons may try; the
+    /// Takes over archivings that no live coordinator works on. Several daemons may try; the
     /// compare-and-set of the archive request lets one of them succeed. An archiving that failed is
     /// tried again after a wait that grows with its failures. The wait begins when this node first
     /// sees the request at its present revision. Returns, by key, the archive requests that have no

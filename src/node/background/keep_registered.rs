@@ -109,7 +109,7 @@ impl RegistrationRenewal {
             tracing::error!(%error, "registered, but failed to record the catalogue's epoch and database");
             return;
         }
-        self.context.catalogue_server.clear_missing_state();
+        self.context.catalogue_server.clear_reason();
         self.context.remote.set_expected_epoch(epoch, Some(db_id));
         self.record_members_and_revision(answer, progress).await;
     }

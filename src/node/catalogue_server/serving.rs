@@ -24,8 +24,6 @@ enum ServingState {
     /// The daemon has no database, or one that must not be used. With the reason, if an operator
     /// needs to know it.
     NotServing(Option<String>),
-    /// The daemon should have a database and has none. With the reason.
-    Missing(String),
     /// The daemon has a database. After a restart or a transfer it is read-only until enough nodes
     /// have reported that no other catalogue has begun. A new one accepts changes at once; so does
     /// a rebuilt one if a majority of the storage nodes has recorded its epoch.
@@ -83,7 +81,7 @@ impl CatalogueServer {
             (Ok(None), NewCatalogue::ExistsElsewhere { seed }) => {
                 let why = lost_with_disk(seed);
                 tracing::error!(why, "this daemon serves no catalogue");
-                let state = Mutex::new(ServingState::Missing(why));
+                let state = Mutex::new(ServingState::NotServing(Some(why)));
                 return Ok(Self { state, db_location: maps, heard: Mutex::default() });
             }
             (Err(error), _) => Err(error.into()),
@@ -102,12 +100,7 @@ impl CatalogueServer {
                 | CatalogueError::Damaged { .. }),
             ) => {
                 tracing::error!(%error, "cannot serve the catalogue from the database of this daemon");
-                match error {
-                    CatalogueError::StaleDatabase { found, .. } if found == Epoch::default() => {
-                        ServingState::Missing(error.to_string())
-                    }
-                    _ => ServingState::NotServing(Some(error.to_string())),
-                }
+                ServingState::NotServing(Some(error.to_string()))
             }
             Err(error) => return Err(error),
         };
@@ -163,7 +156,7 @@ impl CatalogueServer {
     pub(super) fn step_down_as_lost(&self) {
         let why = "the folder catalogue/ was removed while this daemon ran: it serves no catalogue any more; rebuild it with `rapidraid catalogue rebuild`";
         tracing::error!(why, "this daemon stops serving the catalogue");
-        *self.lock_state() = ServingState::Missing(why.to_owned());
+        *self.lock_state() = ServingState::NotServing(Some(why.to_owned()));
     }
 
     /// Steps down because the catalogue here was created on a new disk, and `node` belongs to
@@ -171,7 +164,7 @@ impl CatalogueServer {
     pub(super) fn step_down_as_new(&self, node: &PeerName) {
         let why = lost_with_disk(node);
         tracing::error!(why, "this daemon stops serving the catalogue");
-        *self.lock_state() = ServingState::Missing(why);
+        *self.lock_state() = ServingState::NotServing(Some(why));
     }
 
     /// Makes this daemon serve `local` from now on.
@@ -179,12 +172,17 @@ impl CatalogueServer {
         *self.lock_state() = ServingState::Serving(local);
     }
 
-    /// Clears the state [`ServingState::Missing`], because this node is a member of a catalogue
-    /// that another daemon serves. The lack of a database here then needs no repair.
-    pub(in crate::node) fn clear_missing_state(&self) {
+    /// Forgets why this daemon serves no catalogue, because this node has registered with another
+    /// daemon that serves it. Whatever is wrong with the database here then needs no repair.
+    pub(in crate::node) fn clear_reason(&self) {
         let mut state = self.lock_state();
-        if matches!(&*state, ServingState::Missing(_)) {
-            *state = ServingState::NotServing(None);
+        if let ServingState::NotServing(reason) = &mut *state
+            && let Some(why) = reason.take()
+        {
+            tracing::info!(
+                why,
+                "another daemon serves the catalogue: the folder catalogue/ here is not needed"
+            );
         }
     }
 
@@ -196,7 +194,6 @@ impl CatalogueServer {
     pub(in crate::node) fn serving_warning(&self) -> Option<String> {
         match &*self.lock_state() {
             ServingState::NotServing(why) => why.clone(),
-            ServingState::Missing(why) => Some(why.clone()),
             ServingState::Serving(local) if local.is_read_only() => {
                 let (heard, all) = *self.heard.lock().unwrap_or_else(PoisonError::into_inner);
                 let needed = majority(all);

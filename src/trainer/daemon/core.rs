@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+mod deadlines;
 mod hosts;
 mod launches;
 mod loads;
@@ -21,6 +22,7 @@ mod steps;
 pub use hosts::OlderSteps;
 pub use launches::launch_over_failure;
 pub use restore::RestoredStep;
+pub(super) use steps::MAX_WHY_CHARS;
 
 use super::hold::{Bell, Hold, Holds};
 use crate::id::{FillId, Job, LaunchId, MemberId, SaveId, SegmentId, Step};

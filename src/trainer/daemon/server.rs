@@ -10,7 +10,7 @@ use tokio::io::Interest;
 use tokio::net::unix::pipe;
 use tokio::net::{UnixListener, UnixStream};
 
-use super::core::{Ending, FillOutcome};
+use super::core::{Ending, FillOutcome, MAX_WHY_CHARS};
 use super::loads::Tickets;
 use super::records::{LaunchHosts, OwnerRecord};
 use super::trace::{StagingPoint, trace_point};
@@ -263,6 +263,7 @@ impl StagingDaemon {
                 plain(Answer::Done)
             }
             Request::NotMade { segment, why } => {
+                let why: String = why.chars().take(MAX_WHY_CHARS).collect();
                 if let Some(rank) = self.with(|core| core.stop_growth(peer.member, segment)) {
                     tracing::warn!(member = %peer.member, rank, %segment, why, "a rank has no memory for another segment: its saves wait until one of its segments is free");
                 }

@@ -73,6 +73,9 @@ impl Core {
                 "make every Checkpointer of a launch with the same process group",
             );
         }
+        if let Some(found) = self.members.get_mut(&member) {
+            found.may_grow = true;
+        }
         // A member prepares again because its layout changed or it did not get the answer. Its
         // earlier segments are no longer used.
         for segment in self.owned(member) {

@@ -17,7 +17,7 @@ const MAX_OVER: usize = 256;
 /// Maximum number of skipped steps that are remembered per launch.
 const MAX_SKIPPED: usize = 64;
 /// Maximum length of a reason that a rank gives, in characters. All ranks are told the reason.
-const MAX_WHY_CHARS: usize = 1000;
+pub(in crate::trainer::daemon) const MAX_WHY_CHARS: usize = 1000;
 
 /// The fate of the saves of a step that is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -282,8 +282,9 @@ impl Core {
     }
 
     /// Records that the member has no memory for a segment that it was ordered to make, and unlinks
-    /// the segment. The member is ordered to make no other. Returns the member's rank. Returns `None`
-    /// and changes nothing if the segment is another member's, or is in use.
+    /// the segment. The member is ordered to make no other until it prepares again. Returns the
+    /// member's rank. Returns `None` and changes nothing if the process is no member, or if the
+    /// segment is another member's or in use.
     pub fn stop_growth(&mut self, member: MemberId, segment: SegmentId) -> Option<u32> {
         // The segment is gone if the daemon has seen meanwhile that no process has it.
         let found = self.segments.get(&segment);
@@ -487,32 +488,6 @@ impl Core {
         }
     }
 
-    /// Returns whether a step is late, so that [`Core::check_deadlines`] would drop it.
-    pub fn has_late(&self, now: Duration) -> bool {
-        let mut steps = self.jobs.values().flat_map(|job| job.steps.values());
-        steps.any(|step| {
-            !step.phase.is_complete() && now.saturating_sub(step.began_at) > self.limits.fill
-        })
-    }
-
-    /// Drops the steps that not all ranks have staged in time, counted from the first rank that
-    /// began.
-    pub fn check_deadlines(&mut self, now: Duration) {
-        let limit = self.limits.fill;
-        let mut late = Vec::new();
-        for (job, state) in &self.jobs {
-            late.extend(state.keys(job, |_, _, step| {
-                !step.phase.is_complete() && now.saturating_sub(step.began_at) > limit
-            }));
-        }
-        for key in late {
-            let message = format!("{} after {} s", self.progress_of(&key), limit.as_secs());
-            tracing::warn!(job = %key.job, "{message}: the step is dropped");
-            let hint = "see whether the process is stopped; staging.fill_s is the limit";
-            self.drop_step(&key, Failure::new(ErrorKind::Timeout, message, hint));
-        }
-    }
-
     /// Records that the hashes of a step are written.
     pub fn hashed(&mut self, key: &StepKey) {
         if let Some(step) = self.step_mut(key)
@@ -555,6 +530,7 @@ impl Core {
         step.phase = Phase::Committed { save, notes: notes.clone() };
         step.committed_at = now;
         step.trouble = None;
+        step.missing.clear();
         if let Some(job) = self.jobs.get_mut(&key.job) {
             job.changes += 1;
         }

@@ -226,6 +226,29 @@ fn a_rank_without_memory_for_another_segment_waits_for_its_own() {
 }
 
 #[test]
+fn a_rank_that_waits_for_its_only_segment_is_not_late() {
+    const FILL_LIMIT: Duration = Duration::from_secs(10);
+    let mut world = World::new(64 * MIB);
+    fresh(&mut world, 1, 2);
+    let own: Vec<SegmentId> = world.core.owned(member(16));
+    for segment in &own[1..] {
+        assert_eq!(world.core.stop_growth(member(16), *segment), Some(0));
+    }
+    world.stage(16, 10);
+    world.stage(17, 10);
+    assert!(matches!(world.fill(17, 20), Ok(FillOutcome::Segment(..))));
+    assert!(matches!(world.fill(16, 20), Ok(FillOutcome::Full(_))));
+    let late = world.now + 2 * FILL_LIMIT;
+    world.core.check_deadlines(late);
+    assert!(world.phase(1, 20).is_some(), "rank 0 can do nothing about it");
+    world.commit(1, 10);
+    world.core.check_deadlines(late + FILL_LIMIT / 2);
+    assert!(world.phase(1, 20).is_some(), "its time has begun");
+    world.core.check_deadlines(late + 2 * FILL_LIMIT);
+    assert_eq!(world.phase(1, 20), None);
+}
+
+#[test]
 fn a_dropped_filling_does_not_come_back_by_its_record() {
     let mut world = World::new(64 * MIB);
     fresh(&mut world, 1, 1);

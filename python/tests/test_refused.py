@@ -256,7 +256,8 @@ def test_a_rank_with_memory_for_one_segment_makes_do_with_it(cluster: rapidraid.
     """The staging folder has room for one segment and not for two. Each save waits for the one before, and none fails."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount")
-    folder, config = tmp_path / "memory", tmp_path / "host.toml"
+    # The paths of the certificates are relative to the configuration.
+    folder, config = tmp_path / "memory", cluster.config.with_name("one-segment.toml")
     folder.mkdir()
     config.write_text(cluster.config.read_text().replace(json.dumps(str(cluster.staging)), json.dumps(str(folder / "staging"))))
     code = (

@@ -52,10 +52,18 @@ pub struct AwayNodes {
     /// Graces do not begin before this time.
     graces_from: Duration,
     updated_at: Duration,
+    /// The last time at which the server is known to have run between two updates.
+    ran_at: Duration,
     version: u64,
 }
 
 impl AwayNodes {
+    /// Records that the server ran at `now`, so that the time before it is no gap between updates:
+    /// the survey of a large step may take longer than a grace.
+    pub fn note_run(&mut self, now: Duration) {
+        self.ran_at = now;
+    }
+
     /// Replaces the list of nodes by `views`, and decides anew on the brake and on the nodes to
     /// give up. Graces begin again when the brake ends, when a node that put the brake on is no
     /// longer away, and after a gap between updates that is longer than both `max_gap` and a grace:
@@ -68,7 +76,7 @@ impl AwayNodes {
         rules: &RepairRules,
         max_gap: Duration,
     ) {
-        if now > self.updated_at + rules.grace.max(max_gap) {
+        if now > self.updated_at.max(self.ran_at) + rules.grace.max(max_gap) {
             self.graces_from = now;
         }
         self.updated_at = now;

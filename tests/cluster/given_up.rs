@@ -8,10 +8,12 @@ use bytes::Bytes;
 use rapidraid::format::records::{Receipt, Record};
 use rapidraid::id::{Generation, Step};
 use rapidraid::store::Disk;
-use rapidraid::wire::calls::{GetRecord, RepairMode, RepairOptions, ReservePart};
+use rapidraid::wire::calls::{
+    CopyReplica, GetRecord, PlanChoice, RepairMode, RepairOptions, ReservePart,
+};
 use rapidraid::wire::{Call, answer_to_bytes, parse_answer};
 
-use crate::repair::{CHAIN, LEN, archived_world, give_up, repair};
+use crate::repair::{CHAIN, LEN, archive, archived_world, give_up, repair, saved_world};
 use world::between::Change;
 use world::{World, content, job, quiet, read_file, restore};
 
@@ -95,6 +97,57 @@ async fn a_spare_that_is_full_is_left_out() {
         assert_eq!((report.faults, report.survives), (vec![], Some(2)), "node {full}");
     }
     assert!(refusals > 0);
+}
+
+/// A spare whose disk is full takes no replica, neither for a repair nor for an archiving. Another
+/// one takes it.
+#[tokio::test(start_paused = true)]
+async fn replicas_go_to_another_spare_if_one_is_full() {
+    let (mut repairs, mut archivings) = (0, 0);
+    for full in 1..=9 {
+        for is_archived in [false, true] {
+            // A single stripe leaves nodes without replicas.
+            let len = if is_archived { LEN / 2 } else { LEN };
+            let (mut world, client) = saved_world(9, len).await;
+            let had = |world: &World, machine| {
+                world
+                    .files(|path| path.ends_with(".rep"))
+                    .iter()
+                    .filter(|(of, _)| *of == machine)
+                    .count()
+            };
+            // A node of the stripe that is full cannot store its piece.
+            if is_archived && had(&world, full) > 0 {
+                continue;
+            }
+            let others = (1..=9).filter(|machine| *machine != full);
+            let dead = others.max_by_key(|machine| had(&world, *machine)).unwrap();
+            let replicas = had(&world, dead) as u64;
+            kill_all(&mut world, &[dead]).await;
+            let disk = world.machines[full].disk.clone();
+            let space = disk.space().unwrap();
+            disk.set_capacity(space.total_bytes - space.free_bytes);
+            world.requests.listen();
+            if is_archived {
+                archive(&client, 1, PlanChoice::Chain).await;
+            } else {
+                let made = give_up(&client, 1, CHAIN, &[dead]).await;
+                assert_eq!(
+                    made.summary.replicas, replicas,
+                    "node {full} is full: {:?}",
+                    made.notes
+                );
+            }
+            let name = format!("node{full:02}");
+            let asked = world.requests.of::<CopyReplica>();
+            let refusals = asked.iter().filter(|(_, to, _)| *to == name).count();
+            *if is_archived { &mut archivings } else { &mut repairs } += refusals;
+            disk.set_capacity(1 << 30);
+            let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
+            assert_eq!(report.faults, vec![], "node {full}");
+        }
+    }
+    assert!(repairs > 0 && archivings > 0, "{repairs} {archivings}");
 }
 
 /// A proxy that hides its node's receipts of repairs.

@@ -221,8 +221,7 @@ impl AutomaticRepair {
             }
             return Ok(());
         }
-        let surveyed =
-            survey_save(&self.context, next.save, &directory, &mut rounds.losses).await?;
+        let surveyed = self.survey_step(next.save, &directory, rounds).await?;
         let SurveyOutcome::Known(StepSurvey { health, stripes }) = surveyed else {
             self.put_off(next.save);
             return Ok(());
@@ -305,6 +304,17 @@ impl AutomaticRepair {
         Ok(())
     }
 
+    async fn survey_step(
+        &self,
+        save: SaveId,
+        directory: &Directory,
+        rounds: &mut Rounds,
+    ) -> Result<SurveyOutcome, CatalogueError> {
+        let surveyed = survey_save(&self.context, save, directory, &mut rounds.losses).await;
+        rounds.nodes.note_run(self.context.clock.now());
+        surveyed
+    }
+
     /// Surveys all committed steps. Returns the degraded ones, in the order in which they are
     /// repaired, and the result.
     async fn survey_steps(
@@ -331,8 +341,7 @@ impl AutomaticRepair {
             else {
                 continue;
             };
-            let surveyed =
-                survey_save(&self.context, saved.save, &directory, &mut rounds.losses).await?;
+            let surveyed = self.survey_step(saved.save, &directory, rounds).await?;
             let health = match surveyed {
                 SurveyOutcome::Gone => continue,
                 SurveyOutcome::Unknown => {
@@ -469,7 +478,13 @@ impl AutomaticRepair {
         let why = match repaired {
             Ok((RepairSummary { pieces, replicas, records, made_bytes, away, .. }, None)) => {
                 tracing::info!(%job, step = %number, pieces, replicas, records, made_bytes, ?away, "an automatic repair completed; the parts of the nodes in `away`, if there are any, are still missing");
-                let until = Duration::MAX;
+                // If nothing was made and nobody is away, something that a node lacks was not seen, for
+                // example because the node did not answer for a moment.
+                let is_explained = pieces + replicas + records > 0 || !away.is_empty();
+                let until = match is_explained {
+                    true => Duration::MAX,
+                    false => self.context.clock.now().saturating_add(SETTLED_WAIT),
+                };
                 ledger.settled.insert(*save, Settled { version, health: *health, until });
                 return ledger.retries.forget_finished(*save);
             }

@@ -2,7 +2,7 @@
 //! replica is recreated from the other replica, on the same node or on a spare (docs/semantics.md,
 //! 4.2).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -21,6 +21,9 @@ use crate::wire::calls::{CopyReplica, FileView, ListFiles, ListSources, PutPlace
 
 /// Time limit for copying one block between nodes.
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
+
+/// Maximum number of spares that are asked to take the replicas of a node of a stripe.
+pub(super) const MAX_SPARES: usize = 3;
 
 /// The files of a stripe, by node; `None` for a node that does not answer.
 pub(super) type FilesByNode = BTreeMap<NodeId, Option<Vec<FileView>>>;
@@ -82,9 +85,17 @@ impl OwnedStripe<'_> {
         if let Some(&block) = missing.iter().find(|block| !damaged.contains_key(block)) {
             return Err(self.missing_block_error(block, &held));
         }
-        let places = self.replace_absent_nodes(&held)?;
-        for recreation in self.plan_recreations(&places, &held, &damaged) {
-            self.recreate_replica(recreation, &mut held).await?;
+        let mut refused = BTreeSet::new();
+        let mut places = self.replace_absent_nodes(&held, &refused)?;
+        while let Err((node, error)) = self.recreate_replicas(&places, &mut held, &damaged).await {
+            // A spare may be full, or its disk may fail: then another one takes its place.
+            let is_of_spare = !self.info.places.contains(&node)
+                && matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Io);
+            refused.insert(node);
+            match self.replace_absent_nodes(&held, &refused) {
+                Ok(others) if is_of_spare && refused.len() < MAX_SPARES => places = others,
+                _ => return Err(error),
+            }
         }
         if places != self.info.places {
             self.update_record_places(&places).await?;
@@ -144,10 +155,16 @@ impl OwnedStripe<'_> {
     }
 
     /// Returns the stripe's places, with a spare in the place of each node that does not answer or is
-    /// leaving. A leaving node keeps its place if there is no spare.
-    fn replace_absent_nodes(&self, held: &FilesByNode) -> Result<Vec<NodeId>, CoordinatorError> {
+    /// leaving. A leaving node keeps its place if there is no spare. The `refused` nodes are no
+    /// spares.
+    fn replace_absent_nodes(
+        &self,
+        held: &FilesByNode,
+        refused: &BTreeSet<NodeId>,
+    ) -> Result<Vec<NodeId>, CoordinatorError> {
         let mut places = self.info.places.clone();
-        let can_receive_data = |node| self.directory.can_receive_data(node);
+        let can_receive_data =
+            |node| self.directory.can_receive_data(node) && !refused.contains(&node);
         let (ring, layout) = (self.directory.current_ring(&self.shard.root), self.shard.layout);
         let mut spares = Spares::new(&ring, layout, &places, can_receive_data);
         for position in 0..places.len() {
@@ -189,6 +206,21 @@ impl OwnedStripe<'_> {
             }
         }
         recreations
+    }
+
+    /// Recreates the replicas that nodes in `places` lack. Returns the first failure, and the node
+    /// that was to store the replica.
+    async fn recreate_replicas(
+        &self,
+        places: &[NodeId],
+        held: &mut FilesByNode,
+        damaged: &ReplicaSources,
+    ) -> Result<(), (NodeId, CoordinatorError)> {
+        for recreation in self.plan_recreations(places, held, damaged) {
+            let to = recreation.to;
+            self.recreate_replica(recreation, held).await.map_err(|error| (to, error))?;
+        }
+        Ok(())
     }
 
     async fn recreate_replica(

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 
 use super::CoordinatorError;
-use super::ensure_replicas::{FilesByNode, Recreation, find_good_holder, has_good_replica};
+use super::ensure_replicas::{
+    FilesByNode, MAX_SPARES, Recreation, find_good_holder, has_good_replica,
+};
 use super::owned_stripe::OwnedStripe;
 use super::step_repair::{RepairTask, ends_the_repair};
 use super::stripe_repair::StripeOutcome;
@@ -23,6 +25,16 @@ struct ReplicaRepair<'a> {
     /// node that stores the new replica gathers it from the good grains of all nodes.
     damaged: super::ensure_replicas::ReplicaSources,
     task: RepairTask<'a>,
+}
+
+/// The result of making the replicas of a position on a spare.
+enum SpareResult {
+    /// The spare has all blocks of the position.
+    Complete(NodeId),
+    /// None of the spares that were asked has all of them.
+    AllFailed,
+    /// No spare is left.
+    NoSpare,
 }
 
 impl OwnedStripe<'_> {
@@ -121,23 +133,58 @@ impl ReplicaRepair<'_> {
                 *outcome.away.entry(node).or_default() += blocks.len() as u64;
                 continue;
             }
-            let spare = spares.take(&places, position, |_| false);
-            // Without a spare, a leaving node that answers keeps its place.
-            let Some(spare) = spare.or(is_vacated.then_some(node)) else {
-                *outcome.away.entry(node).or_default() += blocks.len() as u64;
-                let name = directory.name(node);
-                let problem = format!(
-                    "stripe {}: {name} does not answer, and no spare is live; the blocks there have one copy less",
-                    self.stripe.index()
-                );
-                outcome.add_problem(None, problem);
-                continue;
-            };
-            if self.make_blocks(spare, &blocks, outcome).await? {
-                places[position] = spare;
+            match self.make_blocks_on_spare(&mut spares, &places, position, outcome).await? {
+                SpareResult::Complete(spare) => places[position] = spare,
+                SpareResult::AllFailed => {}
+                // A leaving node that answers keeps its place.
+                SpareResult::NoSpare if is_vacated => {
+                    self.make_blocks(node, &blocks, outcome).await?;
+                }
+                SpareResult::NoSpare => {
+                    *outcome.away.entry(node).or_default() += blocks.len() as u64;
+                    let name = directory.name(node);
+                    let problem = format!(
+                        "stripe {}: {name} does not answer, and no spare is live; the blocks there have one copy less",
+                        self.stripe.index()
+                    );
+                    outcome.add_problem(None, problem);
+                }
             }
         }
         Ok(places)
+    }
+
+    /// Makes the replicas of a position on a spare. A spare may be full, or its disk may fail: then
+    /// another one is asked. Adds the problems only if all spares failed.
+    async fn make_blocks_on_spare(
+        &mut self,
+        spares: &mut Spares,
+        places: &[NodeId],
+        position: usize,
+        outcome: &mut StripeOutcome,
+    ) -> Result<SpareResult, CoordinatorError> {
+        let blocks = self.blocks_at(position);
+        let mut failed = Vec::new();
+        while failed.len() < MAX_SPARES
+            && let Some(spare) = spares.take(places, position, |_| false)
+        {
+            let mut made = StripeOutcome::default();
+            let is_complete = self.make_blocks(spare, &blocks, &mut made).await?;
+            outcome.replicas += made.replicas;
+            outcome.made_bytes += made.made_bytes;
+            if is_complete {
+                return Ok(SpareResult::Complete(spare));
+            }
+            failed.push(made);
+        }
+        if failed.is_empty() {
+            return Ok(SpareResult::NoSpare);
+        }
+        for StripeOutcome { lacking, problems, .. } in failed {
+            outcome.lacking.extend(lacking);
+            outcome.problems.extend(problems);
+        }
+        Ok(SpareResult::AllFailed)
     }
 
     async fn copy_replica(&self, recreation: Recreation) -> Result<(), CoordinatorError> {

@@ -160,6 +160,44 @@ async fn short_requests_do_not_wait_for_long_ones() {
     world.assert_idle().await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn requests_that_are_announced_and_not_sent_hold_up_only_their_sender() {
+    let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
+    let (silent, other) = (world.voice(Role::Client, "silent"), world.voice(Role::Client, "other"));
+    let to = world.node_address(2);
+    let connection = silent.connection(&to).await;
+    let mut open = Vec::new();
+    for _ in 0..100 {
+        let (mut send, recv) = connection.open_bi().await.unwrap();
+        send.write(Bytes::copy_from_slice(&(64u32 << 10).to_le_bytes())).await.unwrap();
+        open.push((send, recv));
+    }
+    let requests = || world.nodes[&2].used_memory_by_share()[4];
+    world.until("a request has memory", || requests() != 0).await;
+    let began = Instant::now();
+    for _ in 0..20 {
+        other.ask(&to, &Hello { me: None }).await.unwrap();
+    }
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    drop(open);
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_without_calls_is_disconnected_and_comes_back() {
+    let world = World::start(4, &[(4, 2)], 64 << 10).await;
+    let (voice, to) = (world.voice(Role::Client, "quiet"), world.node_address(2));
+    voice.ask(&to, &Hello { me: None }).await.unwrap();
+    let connection = voice.connection(&to).await;
+    tokio::time::sleep(Duration::from_secs(50)).await;
+    voice.ask(&to, &Hello { me: None }).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(50)).await;
+    assert!(!connection.is_closed(), "its last call was 50 s ago");
+    tokio::time::sleep(Duration::from_secs(75)).await;
+    assert!(connection.is_closed());
+    voice.ask(&to, &Hello { me: None }).await.unwrap();
+}
+
 /// Opens slow reads on each of these nodes, until they take all of its memory for reads, and keeps
 /// them open for `held`.
 async fn read_slowly(world: &World, step: u64, nodes: RangeInclusive<usize>, held: Duration) {

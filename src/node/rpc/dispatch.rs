@@ -55,6 +55,13 @@ const LONG_CALLS: &[u8] = &[
 ];
 /// Maximum number of concurrent calls on one connection.
 const CALLS_AT_ONCE: usize = 256;
+/// The short requests of one connection that have memory and have not arrived yet take at most one
+/// such part of the memory for short requests. A peer that announces requests and does not send
+/// them must not take the memory of all others.
+const UNSENT_PART: u64 = 8;
+/// How long the connection of a client stays open without a call; it is closed after twice this time
+/// at the latest. Clients connect again by themselves, and the number of connections is limited.
+const CLIENT_IDLE_LIMIT: Duration = Duration::from_secs(60);
 
 /// The service that accepts connections and dispatches calls to the other services.
 pub(in crate::node) struct RpcServer {
@@ -92,7 +99,10 @@ impl RpcServer {
         let peer = connection.peer().clone();
         tracing::debug!(%peer, "connected");
         let slots = Arc::new(Semaphore::new(CALLS_AT_ONCE));
+        let unsent = self.budgets.requests.total_bytes() / SHORT_REQUEST_BYTES as u64 / UNSENT_PART;
+        let unsent = Arc::new(Semaphore::new(unsent.max(1) as usize));
         loop {
+            let is_idle = peer.role == Role::Client && slots.available_permits() == CALLS_AT_ONCE;
             tokio::select! {
                 biased;
                 stream = connection.accept_uni() => {
@@ -107,16 +117,23 @@ impl RpcServer {
                     let Ok(slot) = slots.clone().acquire_owned().await else { break };
                     let (server, connection) = (self.clone(), connection.clone());
                     let (context, peer) = (self.context.clone(), peer.clone());
+                    let unsent = unsent.clone();
                     self.context.tasks.spawn_until_stop(async move {
                         let recv = FramedRecv::new(recv);
                         let served = IncomingCall { context, peer, send, recv };
                         tokio::select! {
                             biased;
                             () = connection.closed() => {}
-                            () = server.serve_call(served) => {}
+                            () = server.serve_call(served, &unsent) => {}
                         }
                         drop(slot);
                     });
+                }
+                () = self.context.clock.sleep(CLIENT_IDLE_LIMIT), if peer.role == Role::Client => {
+                    if is_idle && slots.available_permits() == CALLS_AT_ONCE {
+                        connection.close(ErrorKind::Timeout.wire_code(), "no call for a while");
+                        break;
+                    }
                 }
             }
         }
@@ -149,10 +166,9 @@ impl RpcServer {
     }
 
     /// Reads a request, checks the caller's permission and dispatches the call.
-    async fn serve_call(self: &Arc<Self>, mut served: IncomingCall) {
-        let read =
-            deadline(&*self.context.clock, REQUEST_LIMIT, self.read_request(&mut served.recv))
-                .await;
+    async fn serve_call(self: &Arc<Self>, mut served: IncomingCall, unsent: &Semaphore) {
+        let read = self.read_request(&mut served.recv, unsent);
+        let read = deadline(&*self.context.clock, REQUEST_LIMIT, read).await;
         let request = match read {
             Ok(Ok(Some(request))) => request,
             Ok(Ok(None)) => return,
@@ -187,11 +203,18 @@ impl RpcServer {
 
     /// Reads a request. Returns `None` if the stream ended before one. Memory is reserved before
     /// the bytes are read, so long requests wait for each other instead of taking more memory, and
-    /// short ones do not wait for long ones.
-    async fn read_request(&self, recv: &mut FramedRecv) -> Result<Option<Request>, NetError> {
+    /// short ones do not wait for long ones. `unsent` bounds the short requests of the connection
+    /// that have memory and have not arrived yet.
+    async fn read_request(
+        &self,
+        recv: &mut FramedRecv,
+        unsent: &Semaphore,
+    ) -> Result<Option<Request>, NetError> {
         let Some(len_bytes) = recv.frame_len(MAX_FRAME_BYTES).await? else { return Ok(None) };
         let is_short = len_bytes <= SHORT_REQUEST_BYTES;
         let share = if is_short { &self.budgets.requests } else { &self.budgets.control };
+        // The semaphore is never closed.
+        let _unsent = if is_short { unsent.acquire().await.ok() } else { None };
         let memory = share.reserve(len_bytes as u64).await;
         let memory = memory.map_err(|_| NetError::FrameTooLong {
             len_bytes: len_bytes as u64,

@@ -114,17 +114,19 @@ impl Disk for RealDisk {
         let mut entries = Vec::new();
         for entry in fs::read_dir(&path).map_err(&fail)? {
             let entry = entry.map_err(&fail)?;
-            let meta = match entry.metadata() {
-                Ok(meta) => meta,
+            let (is_dir, len_bytes) = match entry.metadata() {
+                Ok(meta) => (meta.is_dir(), if meta.is_dir() { 0 } else { meta.len() }),
                 // The entry was removed since the folder was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                // The entry is there, and opening it fails: one bad inode must not hide all others.
+                Err(error) if is_bad_inode(&error) => match entry.file_type() {
+                    Ok(kind) => (kind.is_dir(), 0),
+                    Err(_) => return Err(fail(error)),
+                },
                 Err(error) => return Err(fail(error)),
             };
-            entries.push(DiskEntry {
-                name: entry.file_name().to_string_lossy().into_owned(),
-                is_dir: meta.is_dir(),
-                len_bytes: if meta.is_dir() { 0 } else { meta.len() },
-            });
+            let name = entry.file_name().to_string_lossy().into_owned();
+            entries.push(DiskEntry { name, is_dir, len_bytes });
         }
         entries.sort();
         Ok(entries)
@@ -321,6 +323,13 @@ impl DiskFile for RealFile {
         let meta = self.file.metadata().map_err(io_error_mapper("measure", &self.path))?;
         Ok(meta.ino())
     }
+}
+
+/// Returns whether the file system cannot read the inode of a file.
+fn is_bad_inode(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let bad = [Errno::IO, Errno::UCLEAN].map(Errno::raw_os_error);
+    error.raw_os_error().is_some_and(|number| bad.contains(&number))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! one. The caller seals the contents (`format::envelope`).
 
 use super::StoreError;
+use super::damage_notes::is_damage_error;
 use super::data_folder::Store;
 use super::disk::{DiskError, DiskFile};
 use super::durable_paths::{is_record_name, none_if_not_found, shard_dir, stripe_dir};
@@ -86,9 +87,13 @@ impl Store {
     ) -> Result<(), StoreError> {
         let path = scope.record_path(name)?;
         let old_bytes = self.put_record_checking_old(&path, bytes, |old| {
-            // A file longer than the limit is not a record, and may be replaced.
-            let fits =
-                old.len_bytes()? > MAX_RECORD_FILE_BYTES || may_replace(&read_small_file(old)?);
+            // A file that is longer than the limit, or that the disk cannot read, is not a record, and
+            // may be replaced.
+            let fits = old.len_bytes()? > MAX_RECORD_FILE_BYTES
+                || match read_small_file(old) {
+                    Err(error) if is_damage_error(&error) => true,
+                    bytes => may_replace(&bytes?),
+                };
             if fits { Ok(()) } else { Err(StoreError::ImmutableRecord { path: path.clone() }) }
         })?;
         self.index().adjust_total_record_bytes(old_bytes, Some(bytes.len() as u64));
@@ -102,6 +107,23 @@ impl Store {
         name: &str,
     ) -> Result<Option<Vec<u8>>, StoreError> {
         self.get_record(&scope.record_path(name)?)
+    }
+
+    /// Returns a small record like [`get_record_file`](Self::get_record_file), but an empty one if the
+    /// disk cannot read its bytes. Such a record does not parse, like one whose bytes are damaged: a
+    /// bad sector below one record must not fail a call that reads many.
+    pub fn get_record_file_or_empty(
+        &self,
+        scope: RecordScope,
+        name: &str,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        match self.get_record_file(scope, name) {
+            Err(error) if is_damage_error(&error) => {
+                tracing::warn!(name, %error, "a record cannot be read");
+                Ok(Some(Vec::new()))
+            }
+            read => read,
+        }
     }
 
     /// Checks that the folder accepts writes, by writing a temporary file and removing it.

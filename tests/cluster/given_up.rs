@@ -268,3 +268,24 @@ async fn a_piece_without_its_receipt_is_kept_and_used() {
     let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
     assert_eq!((report.faults, report.survives), (vec![], Some(2)));
 }
+
+/// A record below a bad sector is like one with wrong bytes: a repair goes on and writes it again.
+#[tokio::test(start_paused = true)]
+async fn records_that_the_disk_cannot_read_are_written_again() {
+    let (mut world, client) = archived_world(8, LEN).await;
+    let mut bad = Vec::new();
+    for name in ["/receipt-", "/leaves", "/commit"] {
+        let found = world.files(|path| path.contains(name));
+        let (machine, path) = found.iter().find(|(machine, _)| !bad.contains(machine)).unwrap();
+        world.machines[*machine].disk.make_sector_unreadable(path, 3).unwrap();
+        bad.push(*machine);
+    }
+    let pieces = pieces_by_machine(&world);
+    let (&dead, &had) = pieces.iter().find(|(machine, _)| !bad.contains(machine)).unwrap();
+    kill_all(&mut world, &[dead]).await;
+    let made = give_up(&client, 1, CHAIN, &[dead]).await;
+    assert_eq!((made.summary.pieces, made.notes), (had as u64, vec![]));
+    assert!(made.summary.records >= 3, "{}", made.summary.records);
+    let report = client.verify(&job(), Some(Step(1)), quiet()).await.unwrap();
+    assert_eq!((report.faults, report.survives), (vec![], Some(2)));
+}

@@ -260,8 +260,9 @@ fn has_unreferenced_file(
     let mut ours = Vec::new();
     for name in names.iter().filter(|name| name.starts_with(RECEIPT_PREFIX)) {
         // A receipt that does not parse accounts for no file.
-        let receipt =
-            store.get_record_file(scope, name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
+        let receipt = store
+            .get_record_file_or_empty(scope, name)?
+            .and_then(|bytes| Receipt::parse(&bytes).ok());
         let Some(receipt) = receipt else { continue };
         let pieces = receipt.pieces.iter().filter(|piece| piece.node == store.node());
         ours.extend(pieces.map(|piece| receipt.file_of(piece)));

@@ -205,7 +205,7 @@ pub(in crate::node) fn read_marked_save(
     store: &Store,
     shard: ShardId,
 ) -> Result<Option<MarkedSave>, StoreError> {
-    let bytes = store.get_record_file(RecordScope::Shard(shard), MARK)?;
+    let bytes = store.get_record_file_or_empty(RecordScope::Shard(shard), MARK)?;
     let mark = bytes.and_then(|bytes| CommitMark::parse(&bytes).ok());
     let fits = |mark: &CommitMark| {
         mark.cluster == store.cluster()

@@ -83,7 +83,7 @@ pub(in crate::node) fn find_damaged_mark_saves(store: &Store) -> Result<Vec<Save
             good = Some(save);
             damaged.pop_if(|last| *last == save);
         } else if damaged.last() != Some(&save)
-            && store.get_record_file(RecordScope::Shard(shard), MARK)?.is_some()
+            && store.get_record_file_or_empty(RecordScope::Shard(shard), MARK)?.is_some()
         {
             damaged.push(save);
         }
@@ -141,13 +141,13 @@ fn read_shard_holding(
 ) -> Result<(ShardHolding, Option<u32>), StoreError> {
     let scope = RecordScope::Shard(shard);
     let is_of_save = shard.index() == u32::MAX;
-    let leaves = store.get_record_file(scope, LEAVES)?;
+    let leaves = store.get_record_file_or_empty(scope, LEAVES)?;
     // A record that does not parse proves nothing. Other nodes have their copies.
     let root = leaves.and_then(|bytes| Leaves::parse(&bytes).ok());
     let root = root.filter(|leaves| leaves.root.admits(leaves)).map(|leaves| leaves.root);
     let mut held = ShardHolding {
         shard,
-        mark: store.get_record_file(scope, MARK)?,
+        mark: store.get_record_file_or_empty(scope, MARK)?,
         root,
         tombstone: if is_of_save { store.get_tombstone(shard.save())? } else { None },
         stripes: Vec::new(),
@@ -188,8 +188,9 @@ fn read_stripe_holding(store: &Store, stripe: StripeId) -> Result<StripeHolding,
         if !name.starts_with(RECEIPT_PREFIX) {
             continue;
         }
-        let receipt =
-            store.get_record_file(scope, &name)?.and_then(|bytes| Receipt::parse(&bytes).ok());
+        let receipt = store
+            .get_record_file_or_empty(scope, &name)?
+            .and_then(|bytes| Receipt::parse(&bytes).ok());
         if let Some(receipt) =
             receipt.filter(|receipt| receipt.stripe == stripe && receipt.cluster == store.cluster())
         {

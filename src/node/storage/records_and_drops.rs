@@ -103,7 +103,7 @@ impl ShardRecords {
         let (scope, name) = record_location(call.shard, call.record);
         let GetRecord { shard, record } = call;
         let read = self.context.run_on_store(move |store| {
-            let bytes = store.get_record_file(scope, &name)?;
+            let bytes = store.get_record_file_or_empty(scope, &name)?;
             let is_damaged = bytes.as_ref().is_some_and(|bytes| is_damaged_record(record, bytes));
             Ok::<_, StoreError>((bytes, is_damaged))
         });

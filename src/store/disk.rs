@@ -209,8 +209,8 @@ pub trait DiskFile: Send + Sync {
 
     /// Writes like [`write_at`](Self::write_at), but bypasses the page cache where the disk can,
     /// for bytes that are not read again soon. The bytes still become durable only with a sync.
-    /// Only aligned writes out of an [`AlignedBuffer`], whose offset and length are multiples of
-    /// [`DIRECT_ALIGN_BYTES`], bypass the cache.
+    /// A write bypasses the cache only if its bytes are in an [`AlignedBuffer`], and if its offset and
+    /// length are multiples of [`DIRECT_ALIGN_BYTES`].
     fn write_past_cache_at(&self, bytes: &[u8], offset: u64) -> Result<(), DiskError> {
         self.write_at(bytes, offset)
     }

@@ -9,16 +9,17 @@ use futures_util::future::join_all;
 use rapidraid::format::records::{Leaves, MAX_RING, Record, StripeRecord};
 use rapidraid::id::{NodeId, Step, StripeId};
 use rapidraid::kind::ErrorKind;
-use rapidraid::net::Role;
+use rapidraid::net::{Connection, RecvStream, Role, SendStream};
 use rapidraid::node::Node;
 use rapidraid::store::RecordScope;
+use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
     ArchiveOptions, GetRecord, Hello, ListFiles, PlanChoice, PutBlock, PutRecord, ReadFile,
     ReadFileAnswer, RecordName,
 };
 use tokio::time::Instant;
 
-use world::raw::{block_call, finish_block};
+use world::raw::{Voice, block_call, finish_block};
 use world::{World, content, job, options, read_file, restore, save};
 
 /// A memory size whose share for saves holds one block and not two.
@@ -136,26 +137,38 @@ async fn what_a_committed_shard_fixed_is_not_replaced_where_its_mark_is_missing(
     assert_eq!(voice.ask(&to, &get(RecordName::Leaves)).await.unwrap(), Some(bytes));
 }
 
+/// Announces requests of this length and never sends them. They end when the result is dropped.
+async fn announce_requests(
+    connection: &dyn Connection,
+    count: usize,
+    len_bytes: u32,
+) -> Vec<(Box<dyn SendStream>, Box<dyn RecvStream>)> {
+    let mut open = Vec::new();
+    for _ in 0..count {
+        let (mut send, recv) = connection.open_bi().await.unwrap();
+        send.write(Bytes::copy_from_slice(&len_bytes.to_le_bytes())).await.unwrap();
+        open.push((send, recv));
+    }
+    open
+}
+
+async fn assert_answers_promptly(voice: &Voice, to: &NodeAddress) {
+    let began = Instant::now();
+    for _ in 0..20 {
+        voice.ask(to, &Hello { me: None }).await.unwrap();
+    }
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+}
+
 #[tokio::test(start_paused = true)]
 async fn short_requests_do_not_wait_for_long_ones() {
     let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
     let voice = world.voice(Role::Client, "wordy");
     let to = world.node_address(2);
-    let connection = voice.connection(&to).await;
-    let mut open = Vec::new();
-    for _ in 0..8 {
-        // Announce requests that take most of the memory share for long requests, and never send
-        // them.
-        let (mut send, recv) = connection.open_bi().await.unwrap();
-        send.write(Bytes::copy_from_slice(&(700u32 << 10).to_le_bytes())).await.unwrap();
-        open.push((send, recv));
-    }
+    // They take most of the memory share for long requests.
+    let open = announce_requests(&*voice.connection(&to).await, 8, 700 << 10).await;
     world.until("a long request", || world.nodes[&2].used_memory_by_share()[3] != 0).await;
-    let began = Instant::now();
-    for _ in 0..20 {
-        voice.ask(&to, &Hello { me: None }).await.unwrap();
-    }
-    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    assert_answers_promptly(&voice, &to).await;
     drop(open);
     world.assert_idle().await;
 }
@@ -165,20 +178,10 @@ async fn requests_that_are_announced_and_not_sent_hold_up_only_their_sender() {
     let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
     let (silent, other) = (world.voice(Role::Client, "silent"), world.voice(Role::Client, "other"));
     let to = world.node_address(2);
-    let connection = silent.connection(&to).await;
-    let mut open = Vec::new();
-    for _ in 0..100 {
-        let (mut send, recv) = connection.open_bi().await.unwrap();
-        send.write(Bytes::copy_from_slice(&(64u32 << 10).to_le_bytes())).await.unwrap();
-        open.push((send, recv));
-    }
+    let open = announce_requests(&*silent.connection(&to).await, 100, 64 << 10).await;
     let requests = || world.nodes[&2].used_memory_by_share()[4];
     world.until("a request has memory", || requests() != 0).await;
-    let began = Instant::now();
-    for _ in 0..20 {
-        other.ask(&to, &Hello { me: None }).await.unwrap();
-    }
-    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    assert_answers_promptly(&other, &to).await;
     drop(open);
     world.assert_idle().await;
 }

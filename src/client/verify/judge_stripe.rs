@@ -260,10 +260,9 @@ impl ExaminedStripe<'_> {
         (piece.form == PieceForm::File).then_some(piece.root)
     }
 
-    /// Judges the records. Returns the number of good copies of the stripe record, or of the leaves
-    /// if these were examined too and have fewer good copies.
-    fn judge_records_and_count_copies(&self, exam: &mut StripeJudgement) -> usize {
-        let mut expected: Vec<(NodeId, HeldItem, Option<[u8; 32]>)> = Vec::new();
+    /// Returns the records that nodes should have: for each its node, and its digest if that is known.
+    fn list_expected_records(&self) -> Vec<(NodeId, HeldItem, Option<[u8; 32]>)> {
+        let mut expected = Vec::new();
         let on_ring = self.ring.iter().copied();
         if self.with_shard {
             let digest = digest::of_root(self.root);
@@ -277,9 +276,11 @@ impl ExaminedStripe<'_> {
         if let Some((info, leaf)) = self.info {
             // The stripe records of several nodes may have different places. A receipt names the
             // nodes of an archived stripe, and a repair completes the records of these.
-            let nodes = if named.is_empty() { info.places.iter() } else { [].iter() };
-            let nodes = nodes.chain(&named);
-            expected.extend(nodes.map(|&node| (node, HeldItem::Record, Some(leaf))));
+            let nodes: Vec<NodeId> = match named.is_empty() {
+                true => info.places.clone(),
+                false => named.iter().copied().collect(),
+            };
+            expected.extend(nodes.into_iter().map(|node| (node, HeldItem::Record, Some(leaf))));
         }
         if let Some(receipt) = self.receipt {
             let digest = digest::of_receipt(receipt);
@@ -289,8 +290,17 @@ impl ExaminedStripe<'_> {
             named.extend(&info.places);
             expected.extend(named.iter().map(|&node| (node, HeldItem::Receipt, None)));
         }
+        expected
+    }
+
+    /// Judges the records. Returns the number of good copies of the stripe record, or of the leaves
+    /// if these were examined too and have fewer good copies.
+    fn judge_records_and_count_copies(&self, exam: &mut StripeJudgement) -> usize {
+        let expected = self.list_expected_records();
         let digests: HashMap<HeldItem, Option<[u8; 32]>> =
             expected.iter().map(|(_, held, digest)| (*held, *digest)).collect();
+        let should_have =
+            |node, held| expected.iter().any(|&(at, item, _)| (at, item) == (node, held));
         let mut copies: HashMap<HeldItem, usize> = HashMap::new();
         let mut there: Vec<(NodeId, HeldItem)> = Vec::new();
         for (&node, answer) in self.answers {
@@ -298,7 +308,7 @@ impl ExaminedStripe<'_> {
                 exam.records += 1;
                 let Some(held) = self.held_item_of_record(view.record) else { continue };
                 // This is an earlier receipt of the attempt, on a node that was replaced.
-                if held == HeldItem::Receipt && !named.contains(&node) {
+                if held == HeldItem::Receipt && !should_have(node, held) {
                     continue;
                 }
                 there.push((node, held));

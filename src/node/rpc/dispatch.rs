@@ -55,9 +55,9 @@ const LONG_CALLS: &[u8] = &[
 ];
 /// Maximum number of concurrent calls on one connection.
 const CALLS_AT_ONCE: usize = 256;
-/// The short requests of one connection that have memory and have not arrived yet take at most one
-/// such part of the memory for short requests. A peer that announces requests and does not send
-/// them must not take the memory of all others.
+/// One connection can reserve this fraction (1/8) of the memory for short requests for requests that
+/// have not arrived yet. A peer that announces requests and does not send them must not take the
+/// memory of all other peers.
 const UNSENT_PART: u64 = 8;
 /// How long the connection of a client stays open without a call; it is closed after twice this time
 /// at the latest. Clients connect again by themselves, and the number of connections is limited.
@@ -102,6 +102,7 @@ impl RpcServer {
         let unsent = self.budgets.requests.total_bytes() / SHORT_REQUEST_BYTES as u64 / UNSENT_PART;
         let unsent = Arc::new(Semaphore::new(unsent.max(1) as usize));
         loop {
+            // A call that begins after this ends this pass of the loop.
             let is_idle = peer.role == Role::Client && slots.available_permits() == CALLS_AT_ONCE;
             tokio::select! {
                 biased;

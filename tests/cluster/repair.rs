@@ -12,8 +12,9 @@ use rapidraid::net::Role;
 use rapidraid::store::{Disk, PieceSpec};
 use rapidraid::wire::calls::{
     CopyReplica, GetRecord, PlanChoice, PutLeaves, RecordName, RepairMode, RepairOptions,
-    RepairPlan, RepairSummary,
+    RepairPlan, RepairSummary, RunPart,
 };
+use tokio::time::Instant;
 
 use crate::checks::{Liar, Lie};
 use world::{World, content, job, options, quiet, read_file, restore, save};
@@ -379,4 +380,41 @@ async fn what_cannot_be_repaired_is_said() {
     let client = world.client();
     let error = client.repair(&job(), Some(Step(7)), CHAIN, &[], &mut |_| ()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+}
+
+/// An archive request that waits for drops on a dead node is run again and again.
+#[tokio::test(start_paused = true)]
+async fn an_archiving_that_only_completes_drops_ends_no_repair() {
+    let (mut world, client) = saved_world(8, LEN).await;
+    world.kill(3).await;
+    let report =
+        client.archive(&job(), None, options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
+    assert!(report.undropped > 0);
+    let losing = world.files(|path| path.ends_with(".pc"))[0].0;
+    world.kill(losing).await;
+    world.replace(losing);
+    world.boot(losing);
+    world.until_live(7).await;
+    world.until_caught_up().await;
+    world.slow(losing, Duration::from_millis(500));
+
+    world.requests.listen();
+    let archiving = async {
+        while world.requests.of::<RunPart>().is_empty() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        let chain = options(PlanChoice::Chain);
+        let report = client.archive(&job(), None, chain, &mut |_| ()).await.unwrap();
+        (report, Instant::now())
+    };
+    let repairing = async {
+        let report = repair(&client, 1, CHAIN).await;
+        (report, Instant::now())
+    };
+    let ((repaired, repaired_at), (archived, archived_at)) = tokio::join!(repairing, archiving);
+    assert!(archived_at < repaired_at, "the archiving does not wait for the repair");
+    assert!(repaired.summary.pieces > 0);
+    assert_eq!((archived.stripes, archived.undropped), (report.stripes, report.undropped));
+    world.boot(3);
+    world.until("the drops", || world.catalogue_keys("a/").is_empty()).await;
 }

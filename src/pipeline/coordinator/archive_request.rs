@@ -11,6 +11,7 @@ use super::error::CoordinatorError;
 use super::lease_keeper::LeaseKeeper;
 use super::owned_shard::OwnedShard;
 use super::stripe_archiving::code_for_plan;
+use super::stripe_counts::StripeCounts;
 use super::watch_request::WatchOutcome;
 use crate::catalogue::record_access::{
     ArchiveRequest, MAX_WHY_CHARS, RecordSetOutcome, archive_request_key, checkpoint_key,
@@ -20,7 +21,7 @@ use crate::catalogue::{Catalogue, CatalogueError, MAX_PAGE};
 use crate::clock::Clock;
 use crate::code::CodeId;
 use crate::entropy::Entropy;
-use crate::format::records::{Checkpoint, Record, Saved, ShardRoot, StripeState};
+use crate::format::records::{Checkpoint, Record, Saved, ShardRoot};
 use crate::id::{ClusterId, Generation, Job, LeaseId, NodeId, SaveId, Step, StepRef};
 use crate::net::call::Caller;
 use crate::stage::{TracePoint, trace_point};
@@ -35,9 +36,9 @@ const MAX_PARALLEL: usize = 64;
 /// How long an archiving waits for the owner of a shard, for example a repairer, to give the shard
 /// back. A repairer looks for an archive request before each run of a plan and each copy of a block.
 const REPAIRER_WAIT: Duration = Duration::from_secs(600);
-/// Wait before an archiving tries again to take a shard that has another owner, or a request that
-/// another coordinator runs.
-const OWNER_POLL: Duration = Duration::from_millis(250);
+/// Wait before an archiving or a repair tries again to take a shard that has another owner, or a
+/// request that another coordinator runs.
+pub(super) const OWNER_POLL: Duration = Duration::from_millis(250);
 
 /// The coordinator of one daemon. It runs archive requests and repairs steps on behalf of this
 /// daemon.
@@ -100,6 +101,15 @@ enum OpenedRequest {
     Claimed(ActiveRequest),
     /// The coordinator of this node runs the request.
     RunBy(NodeId),
+}
+
+/// A shard of an archive request.
+enum ShardToArchive {
+    /// The coordinator owns the shard.
+    Taken(Arc<OwnedShard>),
+    /// All stripes of the shard are archived, and this run does nothing about the rest: all replicas
+    /// are dropped, or another coordinator owns the shard.
+    LeftAlone(StripeCounts),
 }
 
 /// The work that a run of an archive request leaves for later.
@@ -362,11 +372,17 @@ impl Coordinator {
         };
         let mut shards = Vec::with_capacity(roots.len());
         let mut jobs = Vec::new();
-        let mut total_bytes = 0;
+        let (mut total_bytes, mut stripes) = (0, 0);
         for root in roots.into_iter().filter(|root| root.len_bytes > 0) {
             let (code, lease) = (code_for_plan(&root, options.plan)?.id(), lease_keeper.lease);
-            let shard = self.take_shard_to_archive(root, code, lease, events).await?;
-            let shard = Arc::new(shard);
+            let shard = match self.take_shard_or_leave_it(root, code, lease, events).await? {
+                ShardToArchive::Taken(shard) => shard,
+                ShardToArchive::LeftAlone(counts) => {
+                    stripes += counts.archived();
+                    left.undropped += counts.undropped;
+                    continue;
+                }
+            };
             for index in shard.unfinished_stripes().await {
                 total_bytes += shard.stripe_bytes(index);
                 jobs.push((shard.clone(), index));
@@ -375,22 +391,47 @@ impl Coordinator {
         }
         let result =
             self.archive_stripes(jobs, (total_bytes, parallel), options, left, events).await;
-        let mut stripes = 0;
         for shard in &shards {
             if let Err(error) = shard.release_ownership(self).await {
                 tracing::info!(shard = %shard.root.name, %error, "a shard was not released: it becomes free when its owner's lease ends");
             }
-            for state in shard.stripe_states().await {
-                if let StripeState::Archived { dropped, .. } = state {
-                    stripes += 1;
-                    left.undropped += u64::from(!dropped);
-                }
-            }
+            let counts = shard.count_stripes().await;
+            stripes += counts.archived();
+            left.undropped += counts.undropped;
         }
         result?;
         let undropped = left.undropped;
         let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
         Ok(())
+    }
+
+    /// Takes a shard if there is something to do about it. A shard whose stripes are all archived is
+    /// not waited for: a request may wait for drops on a dead node for as long as the node is away,
+    /// and must not end the repairs meanwhile.
+    async fn take_shard_or_leave_it(
+        &self,
+        root: ShardRoot,
+        code: CodeId,
+        lease: LeaseId,
+        events: &ArchiveEventSender,
+    ) -> Result<ShardToArchive, CoordinatorError> {
+        let counts = self.fetch_stripe_counts(&root).await?;
+        let Some(counts) = counts.filter(|counts| counts.unarchived == 0) else {
+            let taken = self.take_shard_to_archive(root, code, lease, events).await?;
+            return Ok(ShardToArchive::Taken(Arc::new(taken)));
+        };
+        if counts.undropped == 0 {
+            return Ok(ShardToArchive::LeftAlone(counts));
+        }
+        match OwnedShard::take_ownership(self, root, lease).await {
+            Ok(taken) => Ok(ShardToArchive::Taken(Arc::new(taken))),
+            Err(CoordinatorError::Owned { what, owner }) => {
+                let note = format!("{owner} works on {what}: its replicas are dropped later");
+                let _ = events.send(ArchiveEvent::Note(note)).await;
+                Ok(ShardToArchive::LeftAlone(counts))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Takes a shard and marks it as archiving. A repairer that owns the shard gives it back when it

@@ -13,7 +13,8 @@
 //! `step_repair` repairs the shards of a step. `stripe_repair` repairs one stripe. `piece_repair`
 //! makes the missing pieces of an archived stripe. `replica_repair` copies the missing replicas of
 //! a stripe that is not archived. `record_repair` sends nodes the records that they lack. `moves`
-//! chooses other nodes for pieces whose nodes are given up. `node_loads` counts the hops that a
+//! chooses other nodes for pieces whose nodes are given up. `stripe_counts` counts the stripes that
+//! an archiving has left. `node_loads` counts the hops that a
 //! repair has given to each node, so that plans prefer nodes with few hops. `lease_keeper` keeps
 //! the lease under which a coordinator owns requests and shards.
 
@@ -34,6 +35,7 @@ mod record_repair;
 mod replica_repair;
 mod step_repair;
 mod stripe_archiving;
+mod stripe_counts;
 mod stripe_repair;
 mod watch_request;
 

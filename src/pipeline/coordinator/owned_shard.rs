@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::sync::{Mutex, OnceCell};
 
+use super::stripe_counts::StripeCounts;
 use super::{Coordinator, CoordinatorError};
 use crate::catalogue::CatalogueError;
 use crate::catalogue::record_access::{
@@ -159,9 +160,11 @@ impl OwnedShard {
             .collect()
     }
 
-    /// Returns the states of all stripes, in order.
-    pub async fn stripe_states(&self) -> Vec<StripeState> {
-        self.state.lock().await.0.states().collect()
+    /// Returns the counts of the shard's stripes by state.
+    pub async fn count_stripes(&self) -> StripeCounts {
+        let mut counts = StripeCounts::default();
+        counts.add_shard(&self.geometry, self.state.lock().await.0.states());
+        counts
     }
 
     /// Returns the state of one stripe.

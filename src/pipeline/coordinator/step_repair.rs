@@ -10,6 +10,7 @@ use futures_util::stream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
+use super::archive_request::OWNER_POLL;
 use super::error::CoordinatorError;
 use super::lease_keeper::LeaseKeeper;
 use super::node_loads::NodeLoads;
@@ -18,7 +19,7 @@ use super::stripe_repair::StripeOutcome;
 use super::{Coordinator, list_shard_roots};
 use crate::catalogue::record_access::{ArchiveRequest, archive_request_key, read_record};
 use crate::format::records::{Saved, ShardRoot};
-use crate::id::{LeaseId, NodeId, ShardId, StepRef};
+use crate::id::{LeaseId, NodeId, SaveId, ShardId, StepRef};
 use crate::kind::ErrorKind;
 use crate::repair_policy::GivenUp;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
@@ -36,6 +37,8 @@ pub type RepairEventSender = mpsc::Sender<RepairEvent>;
 
 /// Work after which an automatic repair pauses even if it has made nothing.
 const WORK_BEFORE_PAUSE: Duration = Duration::from_secs(1);
+/// How long a repair waits for an archiving that only completes drops to give a shard back.
+const DROPS_WAIT: Duration = Duration::from_secs(600);
 /// Longest pause of an automatic repair.
 const MAX_PAUSE: Duration = Duration::from_secs(600);
 
@@ -91,6 +94,14 @@ impl<'a> RepairTask<'a> {
         match self.cause {
             RepairCause::Request(_) => None,
             RepairCause::Survey(limits) => Some(limits),
+        }
+    }
+
+    /// Returns an error if the repair was stopped.
+    fn ensure_not_stopped(self) -> Result<(), CoordinatorError> {
+        match self.limits().is_some_and(|limits| limits.stop.is_cancelled()) {
+            true => Err(CoordinatorError::RepairStopped { what: self.step_ref.to_string() }),
+            false => Ok(()),
         }
     }
 
@@ -154,6 +165,7 @@ impl Coordinator {
         let request = self.find_archive_request(step_ref).await?;
         if let Some((request, _)) = &request
             && request.has_coordinator(&*self.catalogue).await?
+            && self.has_unarchived_stripes(saved.save).await?
         {
             let owner = self.fetch_directory().await?.name(request.node);
             return Err(CoordinatorError::Owned { what: step_ref.to_string(), owner });
@@ -185,6 +197,18 @@ impl Coordinator {
         let _ = revoked;
         let _ = events.send(RepairEvent::Done(summary?)).await;
         Ok(())
+    }
+
+    /// Returns whether an archiving of this save would make pieces. If not, it would only complete
+    /// drops.
+    async fn has_unarchived_stripes(&self, save: SaveId) -> Result<bool, CoordinatorError> {
+        for root in list_shard_roots(&*self.catalogue, save).await? {
+            let counts = self.fetch_stripe_counts(&root).await?;
+            if counts.is_some_and(|counts| counts.unarchived > 0) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     async fn find_archive_request(
@@ -242,8 +266,7 @@ impl StepRepair<'_> {
     ) -> Result<(), CoordinatorError> {
         let mut lacking = BTreeSet::new();
         loop {
-            let owned = OwnedShard::take_ownership(self.coordinator, root.clone(), self.lease);
-            let shard = owned.await?;
+            let shard = self.take_shard(&root).await?;
             let mut result = self.repair_until_pause(&shard, &mut stripes, &mut lacking).await;
             if let Ok(None) = result {
                 result = self.repair_records(&shard, &lacking).await.map(|()| None);
@@ -255,6 +278,23 @@ impl StepRepair<'_> {
                 None => return Ok(()),
                 Some(pause) => self.pause(pause).await,
             }
+        }
+    }
+
+    /// Takes a shard. Waits for up to [`DROPS_WAIT`] while an archiving completes drops of it.
+    async fn take_shard(&self, root: &ShardRoot) -> Result<OwnedShard, CoordinatorError> {
+        let coordinator = self.coordinator;
+        let end = coordinator.clock.now() + DROPS_WAIT;
+        loop {
+            let taken = OwnedShard::take_ownership(coordinator, root.clone(), self.lease).await;
+            let is_final = !matches!(taken, Err(CoordinatorError::Owned { .. }))
+                || coordinator.clock.now() >= end
+                || !coordinator.is_completing_drops(self.task.step_ref, root).await?;
+            if is_final {
+                return taken;
+            }
+            self.task.ensure_not_stopped()?;
+            coordinator.clock.sleep(OWNER_POLL).await;
         }
     }
 
@@ -414,21 +454,36 @@ impl StepRepair<'_> {
 }
 
 impl Coordinator {
+    /// Returns whether a live coordinator runs an archive request of the step that can only complete
+    /// drops of this shard, because all its stripes are archived.
+    async fn is_completing_drops(
+        &self,
+        step_ref: StepRef<'_>,
+        root: &ShardRoot,
+    ) -> Result<bool, CoordinatorError> {
+        let Some((request, _)) = self.find_archive_request(step_ref).await? else {
+            return Ok(false);
+        };
+        let counts = self.fetch_stripe_counts(root).await?;
+        Ok(counts.is_some_and(|counts| counts.unarchived == 0)
+            && request.has_coordinator(&*self.catalogue).await?)
+    }
+
     /// Returns an error if the repair was stopped, if it does not own the shard any more, or if the
-    /// step's archiving was asked for since the repair began. A repair calls this before each stripe,
-    /// each plan, each copy, and the records of a shard.
+    /// step's archiving was asked for since the repair began and the shard has stripes to archive. A
+    /// repair calls this before each stripe, each plan, each copy, and the records of a shard.
     pub(super) async fn ensure_may_go_on(
         &self,
         shard: &OwnedShard,
         task: RepairTask<'_>,
     ) -> Result<(), CoordinatorError> {
-        if task.limits().is_some_and(|limits| limits.stop.is_cancelled()) {
-            return Err(CoordinatorError::RepairStopped { what: task.step_ref.to_string() });
-        }
+        task.ensure_not_stopped()?;
         shard.confirm_ownership(self).await?;
         let now = self.find_archive_request(task.step_ref).await?.map(|(_, revision)| revision);
-        // A request that is no longer in the catalogue has ended, and does not stop the repair.
-        match now.is_some() && now != task.request_revision {
+        // A request that is no longer in the catalogue has ended, and does not stop the repair. Drops
+        // can wait until the repair has ended.
+        let is_asked_for = now.is_some() && now != task.request_revision;
+        match is_asked_for && shard.count_stripes().await.unarchived > 0 {
             true => Err(CoordinatorError::ArchivingRequested { what: task.step_ref.to_string() }),
             false => Ok(()),
         }

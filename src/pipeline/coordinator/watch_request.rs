@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::archive_request::{ArchiveEventSender, Coordinator, list_shard_roots};
 use super::error::CoordinatorError;
+use super::stripe_counts::StripeCounts;
 use crate::catalogue::CatalogueError;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
@@ -12,7 +13,7 @@ use crate::catalogue::record_access::{
     shard_states_prefix,
 };
 use crate::format::geometry::Geometry;
-use crate::format::records::{ShardState, StripeState};
+use crate::format::records::ShardState;
 use crate::id::{NodeId, SaveId, StepRef};
 use crate::wire::calls::ArchiveEvent;
 
@@ -32,16 +33,6 @@ pub(super) enum WatchOutcome {
         /// The reason of the failure.
         reason: String,
     },
-}
-
-/// The stripes of a save by state.
-#[derive(Default)]
-struct StripeCounts {
-    unarchived: u64,
-    undropped: u64,
-    dropped: u64,
-    /// The bytes of the stripes that are not archived, or not dropped.
-    unfinished_bytes: u64,
 }
 
 impl Coordinator {
@@ -68,8 +59,7 @@ impl Coordinator {
                     let done_bytes = total_bytes.saturating_sub(counts.unfinished_bytes);
                     let _ = events.send(ArchiveEvent::Progress { done_bytes, total_bytes }).await;
                     if let Some(WatchOutcome::Finished) = outcome {
-                        let stripes = counts.undropped + counts.dropped;
-                        let undropped = counts.undropped;
+                        let (stripes, undropped) = (counts.archived(), counts.undropped);
                         let _ = events.send(ArchiveEvent::Done { stripes, undropped }).await;
                     }
                     if let Some(outcome) = outcome {
@@ -123,18 +113,7 @@ impl Coordinator {
         while let Some((key, entry)) = states.next().await? {
             let Some(geometry) = geometries.get(&key) else { continue };
             let shard: ShardState = parse_record(&key, &entry.value)?;
-            for (index, state) in (0..geometry.stripes()).zip(shard.states()) {
-                let of_state = match state {
-                    StripeState::Archived { dropped: true, .. } => {
-                        counts.dropped += 1;
-                        continue;
-                    }
-                    StripeState::Archived { .. } => &mut counts.undropped,
-                    _ => &mut counts.unarchived,
-                };
-                *of_state += 1;
-                counts.unfinished_bytes += geometry.stripe(index).map_or(0, |cut| cut.len_bytes);
-            }
+            counts.add_shard(geometry, shard.states());
         }
         Ok(counts)
     }

@@ -82,10 +82,14 @@ impl Store {
     /// [`StoreError::StaleEpoch`] if a later epoch was seen, and [`StoreError::FarEpoch`] if `epoch`
     /// is implausibly far beyond the highest one seen.
     pub fn raise_highest_seen_epoch(&self, epoch: Epoch) -> Result<(), StoreError> {
-        let mut seen = self.lock_seen_epoch();
-        refuse_older_epoch(&seen, epoch)?;
-        if epoch > seen.epoch {
-            self.write_seen_epoch(&mut seen, SeenEpoch { epoch, map: None, home: None })?;
+        if epoch == self.highest_seen_epoch() {
+            return Ok(());
+        }
+        let _writing = self.lock_epoch_writer();
+        let seen = self.highest_seen_epoch();
+        refuse_older_epoch(seen, epoch)?;
+        if epoch > seen {
+            self.write_seen_epoch(SeenEpoch { epoch, map: None, home: None })?;
         }
         Ok(())
     }
@@ -112,8 +116,9 @@ impl Store {
         db_id: DbId,
         server: Option<Home>,
     ) -> Result<(), StoreError> {
-        let mut seen = self.lock_seen_epoch();
-        refuse_older_epoch(&seen, epoch)?;
+        let _writing = self.lock_epoch_writer();
+        let seen = self.lock_seen_epoch().clone();
+        refuse_older_epoch(seen.epoch, epoch)?;
         let is_known = epoch == seen.epoch && seen.map.is_some();
         if is_known && seen.map != Some(db_id) {
             return Err(StoreError::OtherDatabase { epoch });
@@ -121,15 +126,18 @@ impl Store {
         if is_known && (server.is_none() || server == seen.home) {
             return Ok(());
         }
-        self.write_seen_epoch(&mut seen, SeenEpoch { epoch, map: Some(db_id), home: server })
+        self.write_seen_epoch(SeenEpoch { epoch, map: Some(db_id), home: server })
     }
 
-    fn write_seen_epoch(&self, seen: &mut SeenEpoch, new: SeenEpoch) -> Result<(), StoreError> {
-        if !new.epoch.is_near(seen.epoch) {
-            return Err(StoreError::FarEpoch { seen: seen.epoch, given: new.epoch });
+    /// Writes the seen epoch, durably before a reader sees it. The caller holds the lock of
+    /// [`lock_epoch_writer`](Self::lock_epoch_writer).
+    fn write_seen_epoch(&self, new: SeenEpoch) -> Result<(), StoreError> {
+        let seen = self.highest_seen_epoch();
+        if !new.epoch.is_near(seen) {
+            return Err(StoreError::FarEpoch { seen, given: new.epoch });
         }
         self.put_sealed(EPOCH, RecordKind::Epoch, &new)?;
-        *seen = new;
+        *self.lock_seen_epoch() = new;
         Ok(())
     }
 
@@ -156,10 +164,10 @@ impl Store {
     /// # Errors
     /// [`StoreError::StaleEpoch`] if a later epoch than `epoch` was seen.
     pub fn record_caught_up(&self, epoch: Epoch, registered: u64) -> Result<(), StoreError> {
-        // The lock on the seen epoch is held during the write. A concurrent claim of a later epoch
-        // therefore comes after the write, and the rebuild that follows the claim finds the record.
-        let seen = self.lock_seen_epoch();
-        refuse_older_epoch(&seen, epoch)?;
+        // The epoch cannot change during the write. A concurrent claim of a later epoch therefore
+        // comes after the write, and the rebuild that follows the claim finds the record.
+        let _writing = self.lock_epoch_writer();
+        refuse_older_epoch(self.highest_seen_epoch(), epoch)?;
         let record = CatchUp { registered: Some(registered) };
         self.put_sealed(CATCH_UP, RecordKind::CatchUp, &record)
     }
@@ -196,9 +204,9 @@ impl Store {
     }
 }
 
-pub(super) fn refuse_older_epoch(seen: &SeenEpoch, epoch: Epoch) -> Result<(), StoreError> {
-    if epoch < seen.epoch {
-        return Err(StoreError::StaleEpoch { seen: seen.epoch, given: epoch });
+pub(super) fn refuse_older_epoch(seen: Epoch, epoch: Epoch) -> Result<(), StoreError> {
+    if epoch < seen {
+        return Err(StoreError::StaleEpoch { seen, given: epoch });
     }
     Ok(())
 }

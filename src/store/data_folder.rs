@@ -58,6 +58,7 @@ struct Inner {
     cluster: ClusterId,
     node: NodeId,
     seen_epoch: Mutex<SeenEpoch>,
+    epoch_writer: Mutex<()>,
     last_revision: Mutex<Option<Heard>>,
     revision_writer: Mutex<()>,
     next_quarantine: AtomicU64,
@@ -90,7 +91,8 @@ impl Store {
     /// Returns the store, and the differences that were found between index and folders.
     ///
     /// First makes everything visible durable (a killed process may have left names that were never
-    /// synced). Then empties `tmp/`, and corrects the index from the folders.
+    /// synced). Then empties `tmp/`, corrects the index from the folders, and sets damaged records of
+    /// the removed-save set aside.
     ///
     /// # Errors
     /// [`StoreError::Foreign`] if the folder belongs to another node or cluster, and
@@ -111,6 +113,7 @@ impl Store {
             cluster,
             node: NodeId::of(name),
             seen_epoch: Mutex::default(),
+            epoch_writer: Mutex::default(),
             last_revision: Mutex::default(),
             revision_writer: Mutex::default(),
             next_quarantine: AtomicU64::new(1),
@@ -127,6 +130,7 @@ impl Store {
         store.load_or_create_slots()?;
         let found = store.reconcile_index()?;
         let counts = found.counts;
+        store.set_aside_damaged_removed_saves()?;
         let _ = store.inner.open_findings.set(found);
         Ok((store, counts))
     }
@@ -200,6 +204,12 @@ impl Store {
         }
         let bytes = seal_record(kind, 1, body).map_err(format)?;
         self.put_record(path, &bytes).map(drop)
+    }
+
+    /// Locks the change of the seen epoch. The holder may wait for the disk. Readers of the epoch do
+    /// not wait for it.
+    pub(super) fn lock_epoch_writer(&self) -> MutexGuard<'_, ()> {
+        self.inner.epoch_writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn lock_seen_epoch(&self) -> MutexGuard<'_, SeenEpoch> {

@@ -139,6 +139,16 @@ pub enum StoreError {
         /// The epoch.
         epoch: Epoch,
     },
+    /// A record of the removed-save set is damaged. Any save could be in it.
+    #[error(
+        "{path}, which names removed saves, is damaged ({reason}): restart this node's daemon, which sets the file aside and learns the removals from the other nodes"
+    )]
+    RemovedSavesDamaged {
+        /// Its path in the data folder.
+        path: String,
+        /// The reason why it does not open.
+        reason: String,
+    },
     /// A record of the removed-save set has no room for another id.
     #[error("{path} is full: it takes no more removed saves")]
     RemovedSavesFull {
@@ -170,7 +180,8 @@ impl StoreError {
             | Self::Grain { .. }
             | Self::Damaged { .. }
             | Self::ReadBack { .. }
-            | Self::Root { .. } => ErrorKind::Corrupt,
+            | Self::Root { .. }
+            | Self::RemovedSavesDamaged { .. } => ErrorKind::Corrupt,
             Self::Conflict { .. } | Self::ImmutableRecord { .. } => ErrorKind::Exists,
             Self::Foreign { .. } | Self::NoIdentity => ErrorKind::Denied,
             Self::StaleEpoch { .. } | Self::OtherDatabase { .. } => ErrorKind::Fenced,

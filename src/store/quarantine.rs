@@ -48,8 +48,7 @@ impl Store {
         inspected: Option<&StoredFile>,
         why: &str,
     ) -> Result<bool, StoreError> {
-        let number = self.next_quarantine_number().fetch_add(1, Ordering::Relaxed);
-        let aside = format!("{QUARANTINE}/{number:06}-{}", key.to_string().replace('/', "-"));
+        let aside = self.next_quarantine_path(&key.to_string());
         let there = || StoredFile::open(self.disk(), self.cluster(), key);
         let is_it = || match (there(), inspected) {
             (Ok(there), Some(judged)) => there.is_same_file(judged),
@@ -63,13 +62,38 @@ impl Store {
         if !self.durable_names().move_out_of_shards_if(&file_path(key), &aside, is_it)? {
             return Ok(false);
         }
-        tracing::warn!(%key, aside, why, "moved a file to quarantine");
-        let note: String = format!("{key}\n{why}\n").chars().take(MAX_NOTE_CHARS).collect();
+        self.write_quarantine_note(&key.to_string(), &aside, why);
+        Ok(true)
+    }
+
+    /// Moves a record that is not below `shards/` to quarantine, and writes a note like
+    /// [`quarantine_file_if_unchanged`](Self::quarantine_file_if_unchanged). No other call may use
+    /// the record meanwhile.
+    pub(super) fn move_record_to_quarantine(
+        &self,
+        path: &str,
+        why: &str,
+    ) -> Result<(), StoreError> {
+        let aside = self.next_quarantine_path(path);
+        self.durable_names().rename_durably(path, &aside, || Ok::<_, StoreError>(()))?;
+        self.durable_names().sync_name(path)?;
+        self.index().increment_quarantined();
+        self.write_quarantine_note(path, &aside, why);
+        Ok(())
+    }
+
+    fn next_quarantine_path(&self, name: &str) -> String {
+        let number = self.next_quarantine_number().fetch_add(1, Ordering::Relaxed);
+        format!("{QUARANTINE}/{number:06}-{}", name.replace('/', "-"))
+    }
+
+    fn write_quarantine_note(&self, name: &str, aside: &str, why: &str) {
+        tracing::warn!(name, aside, why, "moved a file to quarantine");
+        let note: String = format!("{name}\n{why}\n").chars().take(MAX_NOTE_CHARS).collect();
         if let Err(error) = self.put_record(&format!("{aside}{NOTE}"), note.as_bytes()) {
             // The move has succeeded. Without the note, only the log has the reason.
-            tracing::warn!(%key, %error, "cannot write the note of a file in quarantine");
+            tracing::warn!(name, %error, "cannot write the note of a file in quarantine");
         }
-        Ok(true)
     }
 
     /// Returns the names of the first three files in quarantine, each with the reason from its note.

@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 
 use super::StoreError;
 use super::cluster_state::refuse_older_epoch;
+use super::damage_notes::is_damage_error;
 use super::data_folder::Store;
-use super::durable_paths::GRAVES;
+use super::durable_paths::{GRAVES, none_if_not_found};
 use crate::format::envelope::RecordKind;
 use crate::id::{Epoch, SaveId};
 
@@ -32,14 +33,35 @@ fn removed_saves_path(save: SaveId) -> String {
 }
 
 impl Store {
+    /// Moves the damaged records of the removed-save set to quarantine. Any save could be in such a
+    /// record, so the node has to learn the removals from the other nodes again. Before the first
+    /// move, records durably that this node is behind, as if its disk were new. Records of a later
+    /// format version stay in place. Called only while the data folder is opened.
+    pub(super) fn set_aside_damaged_removed_saves(&self) -> Result<(), StoreError> {
+        for entry in none_if_not_found(self.disk().list(GRAVES))?.unwrap_or_default() {
+            let path = format!("{GRAVES}/{}", entry.name);
+            let reason = match self.read_removed_saves(&path) {
+                Ok(_) => continue,
+                Err(StoreError::RemovedSavesDamaged { reason, .. }) => reason,
+                Err(error) => {
+                    tracing::error!(path, %error, "a record of the removed-save set cannot be used: calls that need it fail");
+                    continue;
+                }
+            };
+            self.record_behind()?;
+            let why = format!("a record of the removed-save set is damaged: {reason}");
+            self.move_record_to_quarantine(&path, &why)?;
+        }
+        Ok(())
+    }
+
     /// Records durably and permanently that a save was removed. Returns `false` if there is no room
     /// for its id.
     pub fn try_record_removed(&self, save: SaveId) -> Result<bool, StoreError> {
         let _one_at_a_time =
             self.removed_saves_lock().lock().unwrap_or_else(PoisonError::into_inner);
         let path = removed_saves_path(save);
-        let mut graves: RemovedSaves =
-            self.open_sealed_record(&path, RecordKind::Graves)?.unwrap_or_default();
+        let mut graves = self.read_removed_saves(&path)?;
         if let Err(at) = graves.saves.binary_search(&save) {
             if graves.saves.len() >= MAX_REMOVED_PER_FILE {
                 return Ok(false);
@@ -64,18 +86,17 @@ impl Store {
         epoch: Epoch,
         saves: impl IntoIterator<Item = SaveId>,
     ) -> Result<(), StoreError> {
-        // The lock on the seen epoch is held during the writes, so that a claim of a later epoch
-        // comes before all writes or after all of them.
-        let seen = self.lock_seen_epoch();
-        refuse_older_epoch(&seen, epoch)?;
+        // The epoch cannot change during the writes, so that a claim of a later epoch comes before
+        // all writes or after all of them.
+        let _writing = self.lock_epoch_writer();
+        refuse_older_epoch(self.highest_seen_epoch(), epoch)?;
         let saves: BTreeSet<SaveId> = saves.into_iter().collect();
         let saves: Vec<SaveId> = saves.into_iter().collect();
         for ours in saves.chunk_by(|a, b| a.0[0] == b.0[0]) {
             let _one_at_a_time =
                 self.removed_saves_lock().lock().unwrap_or_else(PoisonError::into_inner);
             let path = removed_saves_path(ours[0]);
-            let mut graves: RemovedSaves =
-                self.open_sealed_record(&path, RecordKind::Graves)?.unwrap_or_default();
+            let mut graves = self.read_removed_saves(&path)?;
             let is_known = |save: &SaveId| graves.saves.binary_search(save).is_ok();
             let missing: Vec<SaveId> =
                 ours.iter().filter(|save| !is_known(save)).copied().collect();
@@ -103,9 +124,7 @@ impl Store {
         let mut saves = Vec::new();
         for first in after.map_or(0, |after| after.0[0])..=u8::MAX {
             let path = removed_saves_path(SaveId([first; 12]));
-            let graves: Option<RemovedSaves> =
-                self.open_sealed_record(&path, RecordKind::Graves)?;
-            let behind = graves.unwrap_or_default().saves.into_iter();
+            let behind = self.read_removed_saves(&path)?.saves.into_iter();
             saves.extend(behind.filter(|save| after.is_none_or(|after| *save > after)));
             if saves.len() >= limit {
                 saves.truncate(limit);
@@ -118,9 +137,20 @@ impl Store {
     /// Returns whether the save is in the removed-save set. A record that does not parse is an
     /// error, because any save could be in it.
     pub fn is_recorded_removed(&self, save: SaveId) -> Result<bool, StoreError> {
-        let graves: Option<RemovedSaves> =
-            self.open_sealed_record(&removed_saves_path(save), RecordKind::Graves)?;
-        Ok(graves.is_some_and(|graves| graves.saves.binary_search(&save).is_ok()))
+        let graves = self.read_removed_saves(&removed_saves_path(save))?;
+        Ok(graves.saves.binary_search(&save).is_ok())
+    }
+
+    /// Reads one record of the set, which is empty if there is none.
+    fn read_removed_saves(&self, path: &str) -> Result<RemovedSaves, StoreError> {
+        match self.open_sealed_record(path, RecordKind::Graves) {
+            Ok(found) => Ok(found.unwrap_or_default()),
+            Err(error) if is_damage_error(&error) => {
+                let (path, reason) = (path.to_owned(), error.to_string());
+                Err(StoreError::RemovedSavesDamaged { path, reason })
+            }
+            Err(error) => Err(error),
+        }
     }
 }
 
@@ -129,6 +159,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::format::records::Standing;
     use crate::id::ClusterId;
     use crate::store::{Disk, LOCK_FILE, MemoryDisk, MemoryKv};
 
@@ -212,6 +243,41 @@ mod tests {
         }
         assert_eq!(found, all);
         assert!(all.iter().all(|save| store.is_recorded_removed(*save).unwrap()));
+    }
+
+    /// A power cut at any operation of the open leaves the node behind, or the damaged record there.
+    #[test]
+    fn an_open_sets_a_damaged_record_aside_and_the_node_is_behind() {
+        let caught_up = |disk: &MemoryDisk| {
+            let store = open(disk);
+            store.record_all_removed(Epoch(1), [save(1, 1), save(2, 1)]).unwrap();
+            store.record_caught_up(Epoch(1), 5).unwrap();
+            drop(store);
+            disk.open("graves/02").unwrap().write_at(b"x", 9).unwrap();
+            disk.sync_all().unwrap();
+        };
+        let mut failed = 0;
+        for failing in 0.. {
+            let disk = MemoryDisk::new(1 << 20);
+            caught_up(&disk);
+            disk.fail_once_after(failing);
+            let (lock, kv) = (disk.lock(LOCK_FILE).unwrap(), Arc::new(MemoryKv::new()));
+            let (shared, name) = (Arc::new(disk.clone()), "node-1".parse().unwrap());
+            let opened = Store::open(shared, lock, kv, ClusterId([1; 16]), &name);
+            let is_whole = opened.is_ok();
+            failed += usize::from(!is_whole);
+            drop(opened);
+            let store = open(&disk.crash());
+            assert_eq!(store.read_catch_up_standing(), Standing::Behind, "operation {failing}");
+            assert_eq!(store.list_removed(None, 9).unwrap(), [save(1, 1)]);
+            assert!(store.try_record_removed(save(2, 7)).unwrap());
+            // After a cut in the middle of a move the record may be at both places.
+            assert!((1..=2).contains(&store.totals().quarantined));
+            if is_whole {
+                break;
+            }
+        }
+        assert!(failed > 3, "{failed}");
     }
 
     #[test]

@@ -260,6 +260,8 @@ fn folder_record(name: &str, path: &'static str) -> Case {
                     revision => Ok(revision == REVISION),
                 }
             }
+            // A damaged record is set aside when the folder is opened.
+            GRAVES if store.totals().quarantined > 0 => Err(ErrorKind::Corrupt),
             GRAVES => store.is_recorded_removed(SAVE).map_err(|error| error.kind()),
             _ => Ok(true),
         }

@@ -113,7 +113,7 @@ impl StorageError {
             // can take the block. Not `Invalid`: the client would end its save.
             E::HighWaterReached { .. } | E::NodeStoresNoData { .. } => ErrorKind::Unavailable,
             E::ForwardUnanswered(_) | E::ForwardLate { .. } => ErrorKind::Timeout,
-            E::BlockIncomplete | E::RunTaskLost => ErrorKind::Internal,
+            E::BlockIncomplete | E::TaskLost { .. } => ErrorKind::Internal,
         }
     }
 }

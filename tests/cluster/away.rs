@@ -224,7 +224,8 @@ async fn a_home_that_changes_nothing_is_asked_all_the_same() {
 #[tokio::test(start_paused = true)]
 async fn what_a_removed_step_was_before_does_not_come_back() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-    replace_and_die(&mut world, LEN).await;
+    save(&world.client_of(1), 1, &[("weights", &content(LEN, 1))]).await;
+    replace_and_die(&mut world, &content(LEN, 2)).await;
     let client = world.client_of(2);
     client.remove_step(&job(), Step(1)).await.unwrap();
     world.kill(0).await;

@@ -277,7 +277,8 @@ async fn what_a_node_that_missed_the_rebuild_holds_of_removed_saves_goes_when_it
 #[tokio::test(start_paused = true)]
 async fn what_a_step_was_before_a_rebuild_goes_before_the_step() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-    replace_and_die(&mut world, LEN).await;
+    save(&world.client_of(1), 1, &[("weights", &content(LEN, 1))]).await;
+    replace_and_die(&mut world, &content(LEN, 2)).await;
     lose_catalogue(&mut world).await;
     let client = world.client_of(2);
     let report = rebuild_on(&client, 3, false).await.unwrap();
@@ -301,10 +302,7 @@ async fn what_was_superseded_and_is_not_whole_any_more_holds_up_no_rebuild() {
     let client = world.client_of(1);
     save(&client, 1, &[("other", &content(9, 2)), ("weights", &content(LEN, 2))]).await;
     let lost = client.show_step(&job(), Some(Step(1))).await.unwrap().shards[0].0.shard;
-    let newer = vec![shard("weights", &content(LEN, 1))];
-    client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
-    // The gateway dies before it has recorded the replaced save as removed.
-    world.kill(1).await;
+    replace_and_die(&mut world, &content(LEN, 1)).await;
     for index in 2..=6 {
         let store = world.nodes[&index].store();
         for (name, _) in store.list_record_files(RecordScope::Shard(lost)).unwrap() {

@@ -418,3 +418,34 @@ async fn an_archiving_that_only_completes_drops_ends_no_repair() {
     world.boot(3);
     world.until("the drops", || world.catalogue_keys("a/").is_empty()).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_fence_is_written_again_and_still_refuses_earlier_owners() {
+    let (mut world, client) = archived_world(6, LEN).await;
+    let shown = client.show_step(&job(), Some(Step(1))).await.unwrap();
+    let (root, state) = &shown.shards[0];
+    let fence = format!("shards/{}/fence", root.shard);
+    let (node, to) = (world.voice(Role::Node, "boss"), world.node_address(2));
+    let get = GetRecord { shard: root.shard, record: RecordName::Leaves };
+    let bytes = node.ask(&to, &get).await.unwrap().unwrap();
+    let put = |counter| PutLeaves {
+        bytes: bytes.clone(),
+        owner: Generation { counter, ..state.generation },
+        coordinator: NodeId(1),
+    };
+    let newest = state.generation.counter;
+    for damaged in [&b""[..], b"no fence"] {
+        world.kill(2).await;
+        let disk = &world.machines[2].disk;
+        disk.set_file_len(&fence, 0).unwrap();
+        disk.open(&fence).unwrap().write_at(damaged, 0).unwrap();
+        world.boot(2);
+        world.until_live(6).await;
+        let older = node.ask(&to, &put(newest - 1)).await.unwrap_err();
+        assert_eq!(older.kind(), ErrorKind::Fenced, "{older}");
+        node.ask(&to, &put(newest)).await.unwrap();
+    }
+    empty_disks(&mut world, &[1]).await;
+    repair(&client, 1, CHAIN).await;
+    assert_whole(&client, 1, 2).await;
+}

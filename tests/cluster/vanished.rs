@@ -4,8 +4,8 @@
 
 use std::time::Duration;
 
-use rapidraid::catalogue::record_access::{ArchiveRequest, archive_request_key, checkpoint_key};
-use rapidraid::format::records::{Checkpoint, Record, Writing};
+use rapidraid::catalogue::record_access::{ArchiveRequest, archive_request_key};
+use rapidraid::format::records::{Record, Writing};
 use rapidraid::id::{NodeId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
@@ -35,10 +35,6 @@ fn record<R: Record>(world: &World, key: &str) -> Option<R> {
     // The revision precedes the record.
     let value = world.map().get(format!("k/{key}").as_bytes()).unwrap();
     value.map(|value| R::parse(&value[8..]).unwrap())
-}
-
-fn checkpoint(world: &World, step: u64) -> Checkpoint {
-    record(world, &checkpoint_key(job().at(Step(step)))).unwrap_or_default()
 }
 
 /// Lets other tasks run until `reached`, without advancing the time.
@@ -81,15 +77,15 @@ async fn an_open_save_goes_back() {
         let gateway = world.node_address(VICTIM);
         let begun = voice.begin(&gateway, step).await.unwrap();
         vanishes(&mut world, "the save is aborted", |world| {
-            checkpoint(world, step).writing.is_none()
+            world.checkpoint(step).writing.is_none()
         })
         .await;
-        let removing = checkpoint(&world, step).removing;
+        let removing = world.checkpoint(step).removing;
         assert!(removing.iter().any(|entry| entry.save == begun.save), "{removing:?}");
         // All nodes forget the save soon: only the victim had to be waited for.
         let died = Instant::now();
         comes_back(&mut world, step).await;
-        world.until("the step is free", || checkpoint(&world, step).removing.is_empty()).await;
+        world.until("the step is free", || world.checkpoint(step).removing.is_empty()).await;
         assert!(died.elapsed() < 3 * PROMISED, "{:?}", died.elapsed());
     }
 }
@@ -112,12 +108,12 @@ async fn a_decided_save_goes_forward() {
         let commit = CommitSave { job: job(), step: Step(step), save: begun.save, shards: 1 };
         let error = voice.ask(&gateway, &commit).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-        assert!(matches!(checkpoint(&world, step).writing, Some(Writing::Decided { .. })));
+        assert!(matches!(world.checkpoint(step).writing, Some(Writing::Decided { .. })));
         for away in [5, 6] {
             world.boot(away);
         }
         vanishes(&mut world, "the save is published", |world| {
-            checkpoint(world, step).committed.is_some()
+            world.checkpoint(step).committed.is_some()
         })
         .await;
         comes_back(&mut world, step).await;
@@ -160,18 +156,18 @@ async fn a_removal_goes_on() {
     let bytes = content(300_000, 1);
     for step in 1..=MOMENTS {
         save(&world.client_of(0), step, &[("weights", &bytes)]).await;
-        let id = checkpoint(&world, step).committed.unwrap().save;
+        let id = world.checkpoint(step).committed.unwrap().save;
         let client = world.client_of(VICTIM);
         let removing =
             tokio::spawn(async move { drop(client.remove_step(&job(), Step(step)).await) });
-        at_once("the removal", || !checkpoint(&world, step).removing.is_empty()).await;
+        at_once("the removal", || !world.checkpoint(step).removing.is_empty()).await;
         removing.abort();
         vanishes(&mut world, "all others have removed it", |world| {
             world.files_of(id).iter().all(|(machine, _)| *machine == VICTIM)
         })
         .await;
         comes_back(&mut world, step).await;
-        world.until("it is forgotten", || checkpoint(&world, step).removing.is_empty()).await;
+        world.until("it is forgotten", || world.checkpoint(step).removing.is_empty()).await;
     }
     world.assert_swept(&world.client_of(0)).await;
     world.assert_idle().await;
@@ -190,13 +186,13 @@ async fn removals_that_take_long_hold_up_nothing_else() {
         let client = world.client_of(VICTIM);
         tokio::spawn(async move { drop(client.remove_step(&job(), Step(step)).await) });
     }
-    let is_removing = |step: u64| !checkpoint(&world, step).removing.is_empty();
+    let is_removing = |step: u64| !world.checkpoint(step).removing.is_empty();
     world.until("the removals", || (1..=LONG_REMOVALS).all(is_removing)).await;
     let voice = world.voice(Role::Client, "writer");
     for step in LONG_REMOVALS + 1..LONG_REMOVALS + 4 {
         voice.begin(&world.node_address(VICTIM), step).await.unwrap();
         vanishes(&mut world, "the save is aborted", |world| {
-            checkpoint(world, step).writing.is_none()
+            world.checkpoint(step).writing.is_none()
         })
         .await;
         world.kill(VICTIM).await;
@@ -216,7 +212,7 @@ async fn an_archiving_that_waits_for_a_retry_begins_when_it_is_asked_for() {
     let failed = ArchiveRequest {
         node: NodeId::of(&world.machines[VICTIM].name),
         lease,
-        save: checkpoint(&world, 1).committed.unwrap().save,
+        save: world.checkpoint(1).committed.unwrap().save,
         options: options(PlanChoice::Chain),
         failures: 3,
         waiting: Some("a node did not answer".into()),

@@ -463,13 +463,23 @@ pub fn shard(name: &str, bytes: &Bytes) -> NewShard {
     NewShard { name: name.parse().unwrap(), source: Arc::new(bytes.clone()) }
 }
 
-/// Saves step 1 and replaces it through node 1, which dies before it has recorded the replaced save
-/// as removed.
-pub async fn replace_and_die(world: &mut World, len: usize) {
+/// Replaces step 1 through node 1, which dies as soon as the new save is committed. It has not
+/// recorded the replaced save as removed yet.
+pub async fn replace_and_die(world: &mut World, weights: &Bytes) {
     let client = world.client_of(1);
-    save(&client, 1, &[("weights", &content(len, 1))]).await;
-    let newer = vec![shard("weights", &content(len, 2))];
-    client.save(&job(), Step(1), newer, SaveOptions { replace: true }, quiet()).await.unwrap();
+    let replaced = world.checkpoint(1).committed.unwrap().save;
+    let (job, newer) = (job(), vec![shard("weights", weights)]);
+    let saving = client.save(&job, Step(1), newer, SaveOptions { replace: true }, quiet());
+    let is_committed = async {
+        while world.checkpoint(1).committed.is_none_or(|saved| saved.save == replaced) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! {
+        biased;
+        () = is_committed => {}
+        saved = saving => panic!("the save ended before it was committed: {saved:?}"),
+    }
     world.kill(1).await;
 }
 

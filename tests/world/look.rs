@@ -118,6 +118,14 @@ impl World {
         pairs.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()[2..].to_owned()).collect()
     }
 
+    /// Returns the catalogue's record of a step, which is empty if it has none.
+    pub fn checkpoint(&self, step: u64) -> Checkpoint {
+        let key = checkpoint_key(job().at(Step(step)));
+        let value = self.map().get(format!("k/{key}").as_bytes()).unwrap();
+        // The revision precedes the record.
+        value.map(|value| Checkpoint::parse(&value[8..]).unwrap()).unwrap_or_default()
+    }
+
     /// Returns the files of a step's first shard whose path within the shard's folder begins with
     /// `begins`, in order of machines.
     pub async fn files_of_step(&self, step: u64, begins: &str) -> Vec<(usize, String)> {

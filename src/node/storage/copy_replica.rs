@@ -68,7 +68,6 @@ impl ReplicaCopies {
             }
             copied => copied?,
         }
-        self.fencing.purge_and_refuse_if_removed(call.stripe.shard.save()).await?;
         self.shard_records.drop_and_refuse_if_archived(call.stripe).await
     }
 
@@ -118,7 +117,9 @@ impl ReplicaCopies {
         // Whatever the source sends, only bytes with the root of the record are stored.
         let root = call.root;
         trace_point(TracePoint::Fetch, key);
-        self.context.run_on_store(move |_| writer.finish(Some(root))).await?;
+        self.fencing
+            .write_unless_removed(call.stripe.shard.save(), move |_| writer.finish(Some(root)))
+            .await?;
         Ok(())
     }
 }

@@ -302,7 +302,6 @@ impl Mending {
         self.shard_records.drop_and_refuse_if_archived(stripe).await?;
         self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
         self.rebuild_replica_from_grains(stripe, block).await?;
-        self.fencing.purge_and_refuse_if_removed(stripe.shard.save()).await?;
         self.shard_records.drop_and_refuse_if_archived(stripe).await
     }
 
@@ -355,7 +354,9 @@ impl Mending {
         }
         let writer = sink.take_complete_writer().ok_or(StorageError::BlockIncomplete)?;
         trace_point(TracePoint::Fetch, FileKey::replica(stripe, block));
-        self.context.run_on_store(move |_| writer.finish(Some(expected.root))).await?;
+        self.fencing
+            .write_unless_removed(stripe.shard.save(), move |_| writer.finish(Some(expected.root)))
+            .await?;
         Ok(())
     }
 

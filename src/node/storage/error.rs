@@ -25,7 +25,7 @@ pub(in crate::node) enum StorageError {
     StripeArchived { stripe: StripeId },
     /// The catalogue that this node asks is older than the newest epoch that the node has seen.
     #[error(
-        "the catalogue that node {node} asks is of epoch {asked}, and epoch {seen} has begun: order the drop again"
+        "the catalogue that node {node} asks is of epoch {asked}, and epoch {seen} has begun: try again"
     )]
     CatalogueOutdated { node: PeerName, asked: Epoch, seen: Epoch },
     /// The catalogue does not record the stripe as archived by the attempt of the order.
@@ -143,7 +143,7 @@ pub(in crate::node) enum StorageError {
     /// The reader of a block ended before all its bytes arrived.
     #[error("a gathered block is incomplete")]
     BlockIncomplete,
-    /// The task that runs a part of a plan was lost.
-    #[error("the task that ran this node's part of the plan died")]
-    RunTaskLost,
+    /// A task of the node was lost.
+    #[error("the task of this node's {work} ended by a panic: please report it with the log")]
+    TaskLost { work: &'static str },
 }

@@ -6,20 +6,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::error::StorageError;
 use super::record_names::MARK;
-use crate::format::records::{CommitMark, Fence, Record, Tombstone};
+use crate::catalogue::record_access::{read_record, shard_state_key};
+use crate::format::records::{CommitMark, Fence, Record, ShardState, Tombstone};
 use crate::id::{Epoch, Generation, NodeId, SaveId, ShardId};
+use crate::kind::ErrorKind;
 use crate::node::active_saves::ActiveSaves;
 use crate::node::context::NodeContext;
 use crate::node::registration::Registration;
 use crate::store::{RecordScope, Store, StoreError};
 use crate::wire::RemoteError;
 use crate::wire::calls::MarkedSave;
+use crate::workers::Workers;
 
 /// Maximum number of cached tombstone look-ups, and maximum number of cached fences. A full cache
 /// is cleared; the disk has all tombstones and fences.
 const MAX_CACHED_TOMBSTONES: usize = 65_536;
+/// Maximum number of saves that one node purges at once. Further purges wait.
+const PURGES_AT_ONCE: usize = 2;
 /// The name of the record with the fence of a shard.
 pub(in crate::node) const FENCE: &str = "fence";
+
 /// The service that decides which writes this node still accepts for a shard, and that removes
 /// files which were written too late. It caches look-ups of tombstones and fences. It makes a newer
 /// fence durable before the order that raised it is obeyed.
@@ -31,13 +37,17 @@ pub(in crate::node) struct Fencing {
     fence_lock: Arc<Mutex<()>>,
     registration: Arc<Registration>,
     pub(super) purging: ActiveSaves,
+    /// Purges have threads of their own: one can take minutes, and renewals of leases must not wait
+    /// for it.
+    pub(super) purge_workers: Workers,
 }
 
 impl Fencing {
     /// Creates the service with empty caches.
     pub(in crate::node) fn new(context: Arc<NodeContext>, registration: Arc<Registration>) -> Self {
         let (fences, tombstones, fence_lock, purging) = Default::default();
-        Self { context, fences, tombstones, fence_lock, registration, purging }
+        let purge_workers = context.workers.beside(PURGES_AT_ONCE);
+        Self { context, fences, tombstones, fence_lock, registration, purging, purge_workers }
     }
 
     /// Returns whether this node has a tombstone or a removed-save entry of the save.
@@ -142,7 +152,7 @@ impl Fencing {
     /// [`StorageError::GenerationOver`] if the generation is over; [`StorageError::SaveRemoved`] or
     /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed.
     pub(in crate::node) async fn check_and_raise_fence(
-        &self,
+        self: &Arc<Self>,
         shard: ShardId,
         generation: Generation,
         coordinator: NodeId,
@@ -161,13 +171,11 @@ impl Fencing {
             Some(fence) if fence.generation > generation => return Err(refuse(&fence)),
             _ => {}
         }
-        let (next, raising) = (Fence { generation, holder: coordinator }, self.fence_lock.clone());
-        let fence = self.context.run_on_store(move |store| {
-            let _one_at_a_time = raising.lock().unwrap_or_else(PoisonError::into_inner);
-            raise_fence(store, shard, next)
-        });
-        let fence = fence.await?;
-        self.purge_and_refuse_if_removed(shard.save()).await?;
+        let next = Fence { generation, holder: coordinator };
+        let fence = match self.raise_fence_if_undamaged(shard, next).await? {
+            Some(fence) => fence,
+            None => self.replace_damaged_fence(shard, next).await?,
+        };
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
         if fences.len() >= MAX_CACHED_TOMBSTONES {
             fences.clear();
@@ -180,18 +188,101 @@ impl Fencing {
     }
 }
 
-/// Raises a shard's durable fence to `next`. A present fence that is at least as high stays.
-/// Returns the resulting fence.
-fn raise_fence(store: &Store, shard: ShardId, next: Fence) -> Result<Fence, RemoteError> {
-    let scope = RecordScope::Shard(shard);
-    if let Some(bytes) = store.get_record_file(scope, FENCE)? {
-        let current = Fence::parse(&bytes)?;
-        if current.generation >= next.generation {
-            return Ok(current);
-        }
+impl Fencing {
+    /// Raises a shard's durable fence to `next`. A present fence that is at least as high stays.
+    /// Returns the resulting fence, or `None` if the present one is damaged.
+    async fn raise_fence_if_undamaged(
+        self: &Arc<Self>,
+        shard: ShardId,
+        next: Fence,
+    ) -> Result<Option<Fence>, RemoteError> {
+        let raising = self.fence_lock.clone();
+        self.write_unless_removed(shard.save(), move |store| {
+            let _one_at_a_time = raising.lock().unwrap_or_else(PoisonError::into_inner);
+            match read_fence(store, shard)? {
+                StoredFence::Damaged => Ok(None),
+                StoredFence::Good(fence) => raise_fence(store, shard, fence, next).map(Some),
+            }
+        })
+        .await
     }
-    store.put_record_file(scope, FENCE, &next.to_bytes()?)?;
-    Ok(next)
+
+    /// Replaces a damaged fence by `next`, or by the generation of the shard's newest owner
+    /// according to the catalogue if that is higher. The catalogue has the generation of each owner
+    /// before the owner's first order. Returns the resulting fence.
+    ///
+    /// # Errors
+    /// [`StorageError::SaveRemoved`] if the catalogue does not have the shard, and
+    /// [`StorageError::CatalogueOutdated`] if a later epoch than the catalogue's has begun.
+    async fn replace_damaged_fence(
+        self: &Arc<Self>,
+        shard: ShardId,
+        next: Fence,
+    ) -> Result<Fence, RemoteError> {
+        let catalogue = self.context.catalogue();
+        // The epoch is read before the catalogue answers, as for a drop of replicas.
+        let asked = catalogue.epoch();
+        let state = read_record::<ShardState>(&*catalogue, &shard_state_key(shard)).await?;
+        let (state, _) = state.ok_or(StorageError::SaveRemoved { save: shard.save() })?;
+        let floor = state.generation.max(Generation { epoch: asked, counter: 0 });
+        let holder = state.owner.map_or(next.holder, |owner| owner.node);
+        let next = match floor > next.generation {
+            true => Fence { generation: floor, holder },
+            false => next,
+        };
+        let (node, raising) = (self.context.settings.name.clone(), self.fence_lock.clone());
+        self
+            .write_unless_removed(shard.save(), move |store| {
+                let _one_at_a_time = raising.lock().unwrap_or_else(PoisonError::into_inner);
+                let seen = store.highest_seen_epoch();
+                if asked < seen {
+                    return Err(StorageError::CatalogueOutdated { node, asked, seen }.into());
+                }
+                match read_fence(store, shard)? {
+                    StoredFence::Damaged => {
+                        tracing::warn!(%shard, generation = %next.generation, "a damaged fence was replaced by the generation of the shard's newest owner");
+                        raise_fence(store, shard, None, next)
+                    }
+                    StoredFence::Good(fence) => raise_fence(store, shard, fence, next),
+                }
+            })
+            .await
+    }
+}
+
+/// The fence of a shard on this node's disk.
+enum StoredFence {
+    /// The fence, or `None` if the node has obeyed no owner of the shard yet.
+    Good(Option<Fence>),
+    /// The record does not parse, or the disk cannot read it.
+    Damaged,
+}
+
+/// Reads the fence of a shard.
+///
+/// # Errors
+/// If the fence is of a later format version, or if the store cannot be read.
+fn read_fence(store: &Store, shard: ShardId) -> Result<StoredFence, RemoteError> {
+    let bytes = store.get_record_file_or_empty(RecordScope::Shard(shard), FENCE)?;
+    match bytes.map(|bytes| Fence::parse(&bytes)).transpose() {
+        Ok(fence) => Ok(StoredFence::Good(fence)),
+        Err(error) if error.kind() == ErrorKind::Corrupt => Ok(StoredFence::Damaged),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Raises a shard's durable fence from `current` to `next`. If `current` is at least as high, it
+/// stays, and is written again because an earlier write may have failed before its sync. Returns the
+/// resulting fence.
+fn raise_fence(
+    store: &Store,
+    shard: ShardId,
+    current: Option<Fence>,
+    next: Fence,
+) -> Result<Fence, RemoteError> {
+    let highest = current.filter(|current| current.generation >= next.generation).unwrap_or(next);
+    store.put_record_file(RecordScope::Shard(shard), FENCE, &highest.to_bytes()?)?;
+    Ok(highest)
 }
 
 /// Returns whether the save has a tombstone or a removed-save entry.

@@ -66,7 +66,7 @@ impl PlanParts {
             .context
             .tasks
             .spawn(async move { service.run_part_and_handle_failure(call.run, &given_up).await });
-        work.await.map_err(|_| StorageError::RunTaskLost)?
+        work.await.map_err(|_| StorageError::TaskLost { work: "part of a plan" })?
     }
 
     /// Runs a part of a plan, and purges the save if it was removed meanwhile. After a failure,

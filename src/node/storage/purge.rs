@@ -1,5 +1,6 @@
 //! Purges removed saves, and files written for them too late (docs/semantics.md, 5).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::error::StorageError;
@@ -39,12 +40,37 @@ impl Fencing {
         };
         // The job owns the guard `mark` until it ends, even if the caller is cancelled. If the job
         // never starts, the guard is dropped with it.
-        self.context
-            .run_on_store(move |store| {
-                let _mark = mark;
-                purge_and_record_removed(store, save)
-            })
-            .await
+        let store = self.context.store.clone();
+        let purge = move || {
+            let _mark = mark;
+            purge_and_record_removed(&store, save)
+        };
+        self.purge_workers.run(purge).await?
+    }
+
+    /// Runs `write`, which writes files or records of a save, and returns its result. Then purges the
+    /// save if it was removed meanwhile, because the first purge may have run before the write. Both
+    /// run in a task of their own: the caller may be cancelled between them.
+    ///
+    /// # Errors
+    /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed; otherwise those of `write`.
+    pub(in crate::node) async fn write_unless_removed<T, E>(
+        self: &Arc<Self>,
+        save: SaveId,
+        write: impl FnOnce(&Store) -> Result<T, E> + Send + 'static,
+    ) -> Result<T, RemoteError>
+    where
+        T: Send + 'static,
+        E: Into<RemoteError> + Send + 'static,
+    {
+        let fencing = self.clone();
+        let task = self.context.tasks.spawn(async move {
+            let written = fencing.context.run_on_store(write).await;
+            // A write that failed may have left a file, too.
+            fencing.purge_and_refuse_if_removed(save).await?;
+            written
+        });
+        task.await.map_err(|_| StorageError::TaskLost { work: "write" })?
     }
 
     /// Checks that the save was not removed while something was written for it. If it was, purges

@@ -167,10 +167,11 @@ impl BlockWrites {
             }
         };
         trace_point(TracePoint::Block, format_args!("{}/{}", call.stripe, call.block));
-        let finishing = self.context.run_on_store(move |_| writer.finish(Some(root)));
+        let finishing = self
+            .fencing
+            .write_unless_removed(call.stripe.shard.save(), move |_| writer.finish(Some(root)));
         let (stored, forwarded) = tokio::join!(finishing, forwarding);
         stored?;
-        self.fencing.purge_and_refuse_if_removed(call.stripe.shard.save()).await?;
         Ok(Some(PutBlockAnswer { forwarded }))
     }
 

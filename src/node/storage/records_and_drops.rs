@@ -89,10 +89,11 @@ impl ShardRecords {
             }
             _ => Leaves::parse(old).is_err() || old == fixed,
         };
-        self.context
-            .run_on_store(move |store| store.put_record_file_if(scope, &name, &call.bytes, is_same))
-            .await?;
-        self.fencing.purge_and_refuse_if_removed(call.shard.save()).await
+        self.fencing
+            .write_unless_removed(call.shard.save(), move |store| {
+                store.put_record_file_if(scope, &name, &call.bytes, is_same)
+            })
+            .await
     }
 
     /// Returns the bytes of a record, if this node has it, and remembers whether they are damaged.
@@ -122,10 +123,11 @@ impl ShardRecords {
         parse_stripe_record_fixed(&call.bytes, call.stripe)?;
         let (shard, index) = (call.stripe.shard, call.stripe.index);
         let (scope, name) = record_location(shard, RecordName::Stripe { index });
-        self.context
-            .run_on_store(move |store| store.put_record_file(scope, &name, &call.bytes))
-            .await?;
-        self.fencing.purge_and_refuse_if_removed(shard.save()).await
+        self.fencing
+            .write_unless_removed(shard.save(), move |store| {
+                store.put_record_file(scope, &name, &call.bytes)
+            })
+            .await
     }
 
     /// Stores the leaves of a committed shard, on the order of the shard's owner. Leaves that parse
@@ -140,13 +142,12 @@ impl ShardRecords {
         trace_point(TracePoint::Leaves, shard);
         let (scope, name) = record_location(shard, RecordName::Leaves);
         let bytes = call.bytes;
-        self.context
-            .run_on_store(move |store| {
+        self.fencing
+            .write_unless_removed(shard.save(), move |store| {
                 let may_replace = |old: &[u8]| Leaves::parse(old).is_err() || old == bytes;
                 store.put_record_file_if(scope, &name, &bytes, may_replace)
             })
-            .await?;
-        self.fencing.purge_and_refuse_if_removed(shard.save()).await
+            .await
     }
 
     /// Stores a commit mark.
@@ -160,15 +161,14 @@ impl ShardRecords {
             .check_not_removed_raising_epoch(shard, Generation { epoch: call.epoch, counter: 0 })
             .await?;
         trace_point(TracePoint::Mark, shard);
-        self.context
-            .run_on_store(move |store| {
+        self.fencing
+            .write_unless_removed(shard.save(), move |store| {
                 store.put_record_file(RecordScope::Shard(shard), MARK, &call.bytes)?;
                 // A rebuild may have claimed an epoch meanwhile and read this node before the
                 // write. The call fails then, because its epoch is over.
                 store.raise_highest_seen_epoch(call.epoch)
             })
-            .await?;
-        self.fencing.purge_and_refuse_if_removed(shard.save()).await
+            .await
     }
 
     /// Stores a receipt. This node must have each piece that the receipt ascribes to it. A receipt
@@ -184,8 +184,8 @@ impl ShardRecords {
             .await?;
         let (me, save) = (self.context.id, receipt.stripe.shard.save());
         let locks = self.stripe_locks.clone();
-        self.context
-            .run_on_store(move |store| {
+        self.fencing
+            .write_unless_removed(save, move |store| {
                 let _alone = locks.lock(receipt.stripe);
                 check_own_pieces(store, me, &receipt)?;
                 trace_point(TracePoint::Receipt, receipt.stripe);
@@ -195,8 +195,7 @@ impl ShardRecords {
                 store.put_record_file_if(scope, &name, &call.bytes, may_replace)?;
                 store.raise_highest_seen_epoch(call.owner.epoch).map_err(RemoteError::from)
             })
-            .await?;
-        self.fencing.purge_and_refuse_if_removed(save).await
+            .await
     }
 
     /// Stores a tombstone. Does nothing if the save is in the removed-save set.
@@ -307,8 +306,8 @@ impl ShardRecords {
         let (me, locks, save) =
             (self.context.id, self.stripe_locks.clone(), receipt.stripe.shard.save());
         let bytes = receipt.to_bytes()?;
-        self.context
-            .run_on_store(move |store| {
+        self.fencing
+            .write_unless_removed(save, move |store| {
                 let stripe = receipt.stripe;
                 let _alone = locks.lock(stripe);
                 check_own_pieces(store, me, &receipt)?;
@@ -319,8 +318,7 @@ impl ShardRecords {
                     .put_record_file_if(scope, &name, &bytes, is_damaged)
                     .map_err(RemoteError::from)
             })
-            .await?;
-        self.fencing.purge_and_refuse_if_removed(save).await
+            .await
     }
 
     /// Drops the pieces of the committed attempt that neither this node's own receipt nor

@@ -361,6 +361,9 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
         let here = || world.files_of(save).into_iter().filter(|(at, _)| *at == 2);
         if is_cancelled {
             drop(asking);
+            // A caller that ends breaks its connection, which cancels its calls.
+            let caller = if kind == 0 { &voice } else { &node };
+            caller.connection(&holder).await.close(0, "gone");
             for _ in 0..10_000 {
                 tokio::task::yield_now().await;
             }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
+use rapidraid::catalogue::record_access::{ArchiveRequest, archive_request_key};
 use rapidraid::client::{Client, RepairReport};
 use rapidraid::format::records::{Leaves, Record, StripeState, stripes_root};
 use rapidraid::id::{Generation, NodeId, Step, StripeId};
@@ -396,13 +397,19 @@ async fn an_archiving_that_only_completes_drops_ends_no_repair() {
     world.boot(losing);
     world.until_live(7).await;
     world.until_caught_up().await;
-    world.slow(losing, Duration::from_millis(500));
+    for source in (1..=8).filter(|&machine| machine != 3) {
+        world.slow(source, Duration::from_millis(500));
+    }
 
+    let key = archive_request_key(job().at(Step(1)));
+    let waits = || world.record::<ArchiveRequest>(&key).is_some_and(|it| it.waiting.is_some());
+    world.until("the request waits", waits).await;
     world.requests.listen();
     let archiving = async {
         while world.requests.of::<RunPart>().is_empty() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+        assert!(waits(), "the archiving begins during the repair");
         let chain = options(PlanChoice::Chain);
         let report = client.archive(&job(), None, chain, &mut |_| ()).await.unwrap();
         (report, Instant::now())

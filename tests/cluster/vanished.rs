@@ -9,7 +9,6 @@ use rapidraid::format::records::{Record, Writing};
 use rapidraid::id::{NodeId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
-use rapidraid::store::Kv;
 use rapidraid::wire::calls::{CommitSave, CompareAndSetKey, CompleteShard, GrantLease, PlanChoice};
 use tokio::time::Instant;
 
@@ -29,12 +28,6 @@ const VICTIM: usize = 1;
 
 async fn world() -> World {
     World::simulated(6, &[(4, 2)], 64 << 10, 1).await
-}
-
-fn record<R: Record>(world: &World, key: &str) -> Option<R> {
-    // The revision precedes the record.
-    let value = world.map().get(format!("k/{key}").as_bytes()).unwrap();
-    value.map(|value| R::parse(&value[8..]).unwrap())
 }
 
 /// Lets other tasks run until `reached`, without advancing the time.
@@ -137,13 +130,13 @@ async fn an_archiving_goes_on() {
         let key = archive_request_key(job().at(Step(step)));
         let victim = NodeId::of(&world.machines[VICTIM].name);
         let is_his = |world: &World| {
-            record::<ArchiveRequest>(world, &key).is_some_and(|record| record.node == victim)
+            world.record::<ArchiveRequest>(&key).is_some_and(|record| record.node == victim)
         };
         at_once("the wish", || is_his(&world)).await;
         vanishes(&mut world, "the archiving is another's", |world| !is_his(world)).await;
         archiving.abort();
         comes_back(&mut world, step).await;
-        world.until("its end", || record::<ArchiveRequest>(&world, &key).is_none()).await;
+        world.until("its end", || world.record::<ArchiveRequest>(&key).is_none()).await;
         let (out, _) = restore(&world.client_of(0), step).await.unwrap();
         assert!(read_file(&*out, "weights") == bytes);
     }
@@ -223,5 +216,5 @@ async fn an_archiving_that_waits_for_a_retry_begins_when_it_is_asked_for() {
     voice.ask(&server, &call).await.unwrap();
     let chain = options(PlanChoice::Chain);
     client.archive(&job(), Some(Step(1)), chain, &mut |_| ()).await.unwrap();
-    world.until("its end", || record::<ArchiveRequest>(&world, &key).is_none()).await;
+    world.until("its end", || world.record::<ArchiveRequest>(&key).is_none()).await;
 }

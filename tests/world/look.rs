@@ -118,12 +118,16 @@ impl World {
         pairs.into_iter().map(|(key, _)| String::from_utf8(key).unwrap()[2..].to_owned()).collect()
     }
 
-    /// Returns the catalogue's record of a step, which is empty if it has none.
-    pub fn checkpoint(&self, step: u64) -> Checkpoint {
-        let key = checkpoint_key(job().at(Step(step)));
+    /// Returns the record of a key of the catalogue.
+    pub fn record<R: Record>(&self, key: &str) -> Option<R> {
         let value = self.map().get(format!("k/{key}").as_bytes()).unwrap();
         // The revision precedes the record.
-        value.map(|value| Checkpoint::parse(&value[8..]).unwrap()).unwrap_or_default()
+        value.map(|value| R::parse(&value[8..]).unwrap())
+    }
+
+    /// Returns the catalogue's record of a step, which is empty if it has none.
+    pub fn checkpoint(&self, step: u64) -> Checkpoint {
+        self.record(&checkpoint_key(job().at(Step(step)))).unwrap_or_default()
     }
 
     /// Returns the files of a step's first shard whose path within the shard's folder begins with

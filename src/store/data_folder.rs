@@ -130,7 +130,7 @@ impl Store {
         store.load_or_create_slots()?;
         let found = store.reconcile_index()?;
         let counts = found.counts;
-        store.set_aside_damaged_removed_saves()?;
+        store.set_aside_damaged_removed_saves();
         let _ = store.inner.open_findings.set(found);
         Ok((store, counts))
     }

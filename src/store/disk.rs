@@ -92,6 +92,18 @@ impl DiskError {
         })
     }
 
+    /// Returns whether the disk or the file system cannot read the bytes, now and later.
+    pub fn is_bad_medium(&self) -> bool {
+        use rustix::io::Errno;
+        let number = match self {
+            Self::Io { source, .. } => source.raw_os_error(),
+            _ => None,
+        };
+        number.is_some_and(|number| {
+            [Errno::IO, Errno::BADMSG, Errno::UCLEAN].map(Errno::raw_os_error).contains(&number)
+        })
+    }
+
     /// Returns the kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         match self {

@@ -110,7 +110,7 @@ impl Store {
     }
 
     /// Returns a small record like [`get_record_file`](Self::get_record_file), but an empty one if the
-    /// disk cannot read its bytes. Such a record does not parse, like one whose bytes are damaged: a
+    /// disk cannot read its bytes, or if they are too many. Such a record does not parse, like one whose bytes are damaged: a
     /// bad sector below one record must not fail a call that reads many.
     pub fn get_record_file_or_empty(
         &self,
@@ -118,7 +118,9 @@ impl Store {
         name: &str,
     ) -> Result<Option<Vec<u8>>, StoreError> {
         match self.get_record_file(scope, name) {
-            Err(error) if is_damage_error(&error) => {
+            Err(error)
+                if is_damage_error(&error) || matches!(error, StoreError::TooLong { .. }) =>
+            {
                 tracing::warn!(name, %error, "a record cannot be read");
                 Ok(Some(Vec::new()))
             }

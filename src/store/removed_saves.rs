@@ -18,6 +18,7 @@ use super::data_folder::Store;
 use super::durable_paths::{GRAVES, none_if_not_found};
 use crate::format::envelope::RecordKind;
 use crate::id::{Epoch, SaveId};
+use crate::kind::ErrorKind;
 
 /// Maximum number of ids in one record: 3.6 MB, which fits into a small record.
 const MAX_REMOVED_PER_FILE: usize = 300_000;
@@ -34,25 +35,35 @@ fn removed_saves_path(save: SaveId) -> String {
 
 impl Store {
     /// Moves the damaged records of the removed-save set to quarantine. Any save could be in such a
-    /// record, so the node has to learn the removals from the other nodes again. Before the first
-    /// move, records durably that this node is behind, as if its disk were new. Records of a later
-    /// format version stay in place. Called only while the data folder is opened.
-    pub(super) fn set_aside_damaged_removed_saves(&self) -> Result<(), StoreError> {
-        for entry in none_if_not_found(self.disk().list(GRAVES))?.unwrap_or_default() {
+    /// record, so the node has to learn the removals from the other nodes again. Before each move,
+    /// records durably that this node is behind, as if its disk were new. A record that cannot be set
+    /// aside, or is of a later format version, stays in place, and calls that need it fail. Called
+    /// only while the data folder is opened.
+    pub(super) fn set_aside_damaged_removed_saves(&self) {
+        let listed = none_if_not_found(self.disk().list(GRAVES));
+        let entries = listed.unwrap_or_else(|error| {
+            tracing::error!(%error, "the records of the removed-save set cannot be listed");
+            None
+        });
+        for entry in entries.unwrap_or_default() {
             let path = format!("{GRAVES}/{}", entry.name);
-            let reason = match self.read_removed_saves(&path) {
-                Ok(_) => continue,
-                Err(StoreError::RemovedSavesDamaged { reason, .. }) => reason,
-                Err(error) => {
-                    tracing::error!(path, %error, "a record of the removed-save set cannot be used: calls that need it fail");
-                    continue;
-                }
+            let opened: Result<Option<RemovedSaves>, _> =
+                self.open_sealed_record(&path, RecordKind::Graves);
+            let Err(error) = opened else { continue };
+            let moved = match is_damaged_for_good(&error) {
+                true => self.set_aside_removed_saves(&path, &error),
+                false => Err(error),
             };
-            self.record_behind()?;
-            let why = format!("a record of the removed-save set is damaged: {reason}");
-            self.move_record_to_quarantine(&path, &why)?;
+            if let Err(error) = moved {
+                tracing::error!(path, %error, "a record of the removed-save set cannot be used: calls that need it fail");
+            }
         }
-        Ok(())
+    }
+
+    fn set_aside_removed_saves(&self, path: &str, error: &StoreError) -> Result<(), StoreError> {
+        self.record_behind()?;
+        let why = format!("a record of the removed-save set is damaged: {error}");
+        self.move_record_to_quarantine(path, &why)
     }
 
     /// Records durably and permanently that a save was removed. Returns `false` if there is no room
@@ -145,12 +156,22 @@ impl Store {
     fn read_removed_saves(&self, path: &str) -> Result<RemovedSaves, StoreError> {
         match self.open_sealed_record(path, RecordKind::Graves) {
             Ok(found) => Ok(found.unwrap_or_default()),
-            Err(error) if is_damage_error(&error) => {
+            Err(error) if is_damage_error(&error) || is_damaged_for_good(&error) => {
                 let (path, reason) = (path.to_owned(), error.to_string());
                 Err(StoreError::RemovedSavesDamaged { path, reason })
             }
             Err(error) => Err(error),
         }
+    }
+}
+
+/// Returns whether the bytes of a record are known to be damaged. A disk that does not answer, or a
+/// lack of memory, may pass.
+fn is_damaged_for_good(error: &StoreError) -> bool {
+    match error {
+        StoreError::TooLong { .. } => true,
+        StoreError::Disk(error) if error.is_bad_medium() => true,
+        error => error.kind() == ErrorKind::Corrupt,
     }
 }
 

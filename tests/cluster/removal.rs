@@ -1,6 +1,9 @@
 //! Removals of steps: invisible at once, and purged from all nodes, also from nodes that were down.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
+use futures_util::future::join_all;
 use rapidraid::client::SaveOptions;
 use rapidraid::entropy::SeededEntropy;
 use rapidraid::format::geometry::StripeCut;
@@ -369,6 +372,7 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
             }
             bury(&node, &holder, &stripe, generation).await;
             go_on.send(()).unwrap();
+            end_running_jobs(&world.node_workers, 4).await;
             world.until("the purge", || here().count() == 0).await;
         } else {
             bury(&node, &holder, &stripe, generation).await;
@@ -379,6 +383,16 @@ async fn a_record_that_is_written_while_its_save_is_removed_does_not_stay() {
         assert_eq!(here().collect::<Vec<_>>(), [], "record {kind}");
         assert!(world.nodes[&2].store().is_recorded_removed(save).unwrap());
     }
+}
+
+/// Waits until these workers, which have `threads` slots, have ended all jobs that had begun.
+async fn end_running_jobs(workers: &Workers, threads: usize) {
+    let barrier = Arc::new(std::sync::Barrier::new(threads));
+    let jobs = (0..threads).map(|_| {
+        let barrier = barrier.clone();
+        workers.run(move || barrier.wait())
+    });
+    join_all(jobs).await;
 }
 
 /// Orders a tombstone and a purge, as the catalogue server does.

@@ -150,7 +150,8 @@ impl Fencing {
     ///
     /// # Errors
     /// [`StorageError::GenerationOver`] if the generation is over; [`StorageError::SaveRemoved`] or
-    /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed.
+    /// [`StorageError::SaveRemovedMeanwhile`] if the save was removed. If the fence is damaged, also
+    /// errors of the catalogue, and [`StorageError::CatalogueOutdated`].
     pub(in crate::node) async fn check_and_raise_fence(
         self: &Arc<Self>,
         shard: ShardId,

@@ -27,25 +27,41 @@ impl Fencing {
     /// [`StorageError::NoTombstone`] if this node has neither its tombstone nor its removed-save
     /// entry.
     pub(in crate::node) async fn purge_save(&self, save: SaveId) -> Result<u64, RemoteError> {
-        let mut waits = 0;
-        let mark = loop {
-            match ActiveSaveGuard::try_claim(&self.purging, save) {
-                Some(mark) => break mark,
-                None if waits == PURGE_WAITS => {
-                    return Err(StorageError::PurgeRunning { save }.into());
-                }
-                None => waits += 1,
+        match self.claim_purge(save).await {
+            Some(mark) => self.run_purge(save, mark).await,
+            None => Err(StorageError::PurgeRunning { save }.into()),
+        }
+    }
+
+    /// Returns the guard of the only purge of a save, or `None` if another purge runs for longer than
+    /// this waits.
+    async fn claim_purge(&self, save: SaveId) -> Option<ActiveSaveGuard> {
+        for _ in 0..PURGE_WAITS {
+            if let Some(mark) = ActiveSaveGuard::try_claim(&self.purging, save) {
+                return Some(mark);
             }
             self.context.clock.sleep(PURGE_WAIT).await;
-        };
-        // The job owns the guard `mark` until it ends, even if the caller is cancelled. If the job
-        // never starts, the guard is dropped with it.
-        let store = self.context.store.clone();
-        let purge = move || {
-            let _mark = mark;
-            purge_and_record_removed(&store, save)
-        };
-        self.purge_workers.run(purge).await?
+        }
+        ActiveSaveGuard::try_claim(&self.purging, save)
+    }
+
+    /// Purges a save in a task of its own, which keeps its place among the purges, and `mark`, if the
+    /// caller is cancelled. A purge that has not begun when the node stops does not begin.
+    async fn run_purge(&self, save: SaveId, mark: ActiveSaveGuard) -> Result<u64, RemoteError> {
+        let (store, workers) = (self.context.store.clone(), self.purge_workers.clone());
+        let stop = self.context.tasks.stop_token();
+        let task = self.context.tasks.spawn(async move {
+            let purge = move || {
+                let _mark = mark;
+                purge_and_record_removed(&store, save)
+            };
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => Err(StorageError::TaskLost { work: "purge" }.into()),
+                purged = workers.run(purge) => purged?,
+            }
+        });
+        task.await.map_err(|_| StorageError::TaskLost { work: "purge" })?
     }
 
     /// Runs `write`, which writes files or records of a save, and returns its result. Then purges the
@@ -83,7 +99,14 @@ impl Fencing {
         save: SaveId,
     ) -> Result<(), RemoteError> {
         if self.is_removed_save(save).await? {
-            self.purge_save(save).await?;
+            // A purge that runs may have passed the place of the write. So this waits until it has
+            // ended, however long it takes.
+            let mark = loop {
+                if let Some(mark) = self.claim_purge(save).await {
+                    break mark;
+                }
+            };
+            self.run_purge(save, mark).await?;
             return Err(StorageError::SaveRemovedMeanwhile { save }.into());
         }
         Ok(())

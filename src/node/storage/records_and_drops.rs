@@ -205,8 +205,10 @@ impl ShardRecords {
     ) -> Result<(), RemoteError> {
         let tombstone = parse_tombstone(&self.context, &call.bytes)?;
         let save = tombstone.save;
-        self.context
-            .run_on_store(move |store| {
+        // Writes check the cache, so it must not miss a tombstone whose sender is cancelled.
+        let (context, fencing) = (self.context.clone(), self.fencing.clone());
+        let task = self.context.tasks.spawn(async move {
+            let stored = context.run_on_store(move |store| {
                 let epoch = tombstone.generation.epoch;
                 store.raise_highest_seen_epoch(epoch)?;
                 // The removed-save entry says the same, and a purge accepts it as evidence, too.
@@ -221,10 +223,12 @@ impl ShardRecords {
                 trace_point(TracePoint::Tombstone, save);
                 store.put_tombstone(save, &call.bytes)?;
                 store.raise_highest_seen_epoch(epoch).map_err(RemoteError::from)
-            })
-            .await?;
-        self.fencing.cache_is_removed(save, true);
-        Ok(())
+            });
+            stored.await?;
+            fencing.cache_is_removed(save, true);
+            Ok(())
+        });
+        task.await.map_err(|_| StorageError::TaskLost { work: "tombstone" })?
     }
 
     /// Fails if the stripe is archived. If the catalogue records its drops as complete, also drops

@@ -454,8 +454,8 @@ impl StepRepair<'_> {
 }
 
 impl Coordinator {
-    /// Returns whether a live coordinator runs an archive request of the step that can only complete
-    /// drops of this shard, because all its stripes are archived.
+    /// Returns whether the shard's owner is an archiving of the step that can only complete drops of
+    /// the shard, because all its stripes are archived.
     async fn is_completing_drops(
         &self,
         step_ref: StepRef<'_>,
@@ -464,9 +464,10 @@ impl Coordinator {
         let Some((request, _)) = self.find_archive_request(step_ref).await? else {
             return Ok(false);
         };
+        let owner = self.fetch_shard_state(root).await?.and_then(|state| state.owner);
         let counts = self.fetch_stripe_counts(root).await?;
-        Ok(counts.is_some_and(|counts| counts.unarchived == 0)
-            && request.has_coordinator(&*self.catalogue).await?)
+        Ok(owner.is_some_and(|owner| owner.lease == request.lease)
+            && counts.is_some_and(|counts| counts.unarchived == 0))
     }
 
     /// Returns an error if the repair was stopped, if it does not own the shard any more, or if the

@@ -56,12 +56,21 @@ impl Coordinator {
     ) -> Result<Option<StripeCounts>, CoordinatorError> {
         let geometry =
             root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()))?;
-        let key = shard_state_key(root.shard);
-        let found = read_record::<ShardState>(&*self.catalogue, &key).await?;
-        Ok(found.filter(|(state, _)| !state.deleting).map(|(state, _)| {
+        let state = self.fetch_shard_state(root).await?.filter(|state| !state.deleting);
+        Ok(state.map(|state| {
             let mut counts = StripeCounts::default();
             counts.add_shard(&geometry, state.states());
             counts
         }))
+    }
+
+    /// Returns the state of a shard, or `None` if the shard was removed.
+    pub(super) async fn fetch_shard_state(
+        &self,
+        root: &ShardRoot,
+    ) -> Result<Option<ShardState>, CoordinatorError> {
+        let key = shard_state_key(root.shard);
+        let found = read_record::<ShardState>(&*self.catalogue, &key).await?;
+        Ok(found.map(|(state, _)| state))
     }
 }

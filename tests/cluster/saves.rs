@@ -12,7 +12,7 @@ use rapidraid::net::Role;
 use rapidraid::pipeline::upload::ShardSource;
 use rapidraid::store::Disk;
 use rapidraid::wire::calls::{
-    AbortSave, CommitSave, CompleteShard, PutRecord, RecordName, RenewLease,
+    AbortSave, BeginSave, CommitSave, CompleteShard, PutRecord, RecordName, RenewLease,
 };
 use tokio::sync::Notify;
 
@@ -276,6 +276,24 @@ async fn without_a_spare_the_save_begins_anew_with_a_smaller_code() {
     world.boot(4);
     world.assert_swept(&client).await;
     world.assert_invariant(&client, 1).await;
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_spare_a_holder_that_restarts_is_waited_for() {
+    let mut world = World::start(6, &[(6, 4), (4, 2)], 64 << 10).await;
+    let client = world.client_of(0);
+    let bytes = content(900_000, 1);
+    world.requests.listen();
+    let (gate, saving) = half_saved(&client, 1, &bytes, KEEP).await;
+    world.kill(4).await;
+    gate.open();
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    world.boot(4);
+    let saved = saving.await.unwrap().unwrap();
+    assert_eq!((saved.n, saved.k), (6, 4));
+    assert_eq!(world.requests.of::<BeginSave>().len(), 1, "the save does not begin anew");
+    assert_restores(&client, 1, &bytes).await;
     world.assert_idle().await;
 }
 

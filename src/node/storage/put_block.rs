@@ -29,6 +29,10 @@ use crate::wire::{BULK_CHUNK_BYTES, NodeAddress, RemoteError, message_to_bytes, 
 
 /// Time without progress after which a peer counts as failed.
 pub(super) const STALL_LIMIT: Duration = Duration::from_secs(15);
+/// Maximum time that the first holder of a block waits until the second has stored it, after the
+/// last byte. A slow disk that is to sync many blocks at once needs long, and a node that is gone is
+/// noticed by its connection.
+const SYNC_LIMIT: Duration = Duration::from_secs(60);
 /// Maximum time that the first holder of a block waits until the second has admitted it. It is
 /// longer than [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT), so that the second holder's
 /// own answer comes first. Both together are shorter than a client waits.
@@ -317,12 +321,14 @@ impl BlockForward {
         let mut exchange = self.exchange?;
         let frame =
             message_to_bytes(trailer, "a block's trailer").map_err(|error| error.to_string())?;
-        let work = async {
+        let finish = async {
             exchange.write_frame(frame).await?;
-            exchange.finish().await?;
-            exchange.answer::<PutBlockAnswer>().await
+            exchange.finish().await
         };
-        match deadline(&*context.clock, STALL_LIMIT, work).await {
+        let finished = deadline(&*context.clock, STALL_LIMIT, finish).await;
+        finished.map_err(|late| late.to_string())?.map_err(|error| error.to_string())?;
+        let answer = exchange.answer::<PutBlockAnswer>();
+        match deadline(&*context.clock, SYNC_LIMIT, answer).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(error)) => Err(error.to_string()),
             Err(late) => Err(late.to_string()),

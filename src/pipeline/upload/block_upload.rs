@@ -25,8 +25,12 @@ use super::stripe_uploader::StripeUploader;
 
 /// Number of bytes that are read from the source, and sent, at a time.
 const CHUNK_BYTES: u64 = 4 * GRAIN_BYTES;
-/// How long a holder may accept no bytes, or give no answer, before it counts as failed.
+/// How long a holder may accept no bytes, or give no answer before it has all bytes, until it counts
+/// as failed.
 const STALL_LIMIT: Duration = Duration::from_secs(20);
+/// How long two holders may take to make a block durable after its last byte. It is longer than the
+/// first holder waits for the second one.
+const SYNC_LIMIT: Duration = Duration::from_secs(75);
 
 struct HashedChunk {
     bytes: Bytes,
@@ -68,7 +72,8 @@ impl StripeUploader {
         let start = cut.offset_bytes + cut.block_offset(block);
         let (info, refused) = self.send_block(&mut exchange, start, len_bytes).await?;
         // If sending failed, the answer names the reason, if there is an answer.
-        let answer = self.await_answer::<PutBlockAnswer>(&mut exchange, &first).await;
+        let limit = if refused.is_none() { SYNC_LIMIT } else { STALL_LIMIT };
+        let answer = self.await_answer::<PutBlockAnswer>(&mut exchange, &first, limit).await;
         let answer = match (answer, refused) {
             (Err(error), Some(refused)) if error.is_unanswered() => Err(refused),
             (answer, _) => answer,
@@ -101,7 +106,7 @@ impl StripeUploader {
         let opened = deadline(clock, STALL_LIMIT, self.caller.open(&to, call)).await;
         let opened = opened.map_err(|source| late_error(first, source)).and_then(|opened| opened);
         let mut exchange = opened.map_err(|error| classify_holder_failure(holders.0, error))?;
-        let admitted = self.await_answer::<BlockAdmitted>(&mut exchange, first).await;
+        let admitted = self.await_answer::<BlockAdmitted>(&mut exchange, first, STALL_LIMIT).await;
         let admitted = admitted.map_err(|error| classify_holder_failure(holders.0, error))?;
         if let Some((code, message)) = admitted.second_refused {
             let refusal = RemoteError { kind: ErrorKind::from_wire_code(code), message };
@@ -110,13 +115,14 @@ impl StripeUploader {
         Ok(exchange)
     }
 
-    /// Waits for the first holder's next answer, for at most [`STALL_LIMIT`].
+    /// Waits for the first holder's next answer, for at most `limit`.
     async fn await_answer<A: DeserializeOwned>(
         &self,
         exchange: &mut Exchange,
         first: &NodeAddress,
+        limit: Duration,
     ) -> Result<A, CallError> {
-        let answer = deadline(&**self.caller.clock(), STALL_LIMIT, exchange.answer::<A>()).await;
+        let answer = deadline(&**self.caller.clock(), limit, exchange.answer::<A>()).await;
         answer.map_err(|source| late_error(first, source)).and_then(|answer| answer)
     }
 

@@ -31,6 +31,9 @@ const BUSY_WAIT: Duration = Duration::from_secs(1);
 const BUSY_ROUNDS: usize = 30;
 /// Maximum number of rounds in which failed holders are replaced.
 const ROUNDS: usize = 3;
+/// How long a stripe waits for holders that do not answer and that no spare can replace. A daemon
+/// that restarts is back within this time.
+const HOLDER_WAIT: Duration = Duration::from_secs(30);
 
 /// The nodes that failed while a save wrote to them. The other stripes and shards of the save avoid
 /// these nodes where they can.
@@ -104,13 +107,13 @@ impl StripeUploader {
         self.avoid_failed_nodes(places, &mut spares);
         let mut blocks: Vec<Option<BlockInfo>> = vec![None; k];
         let mut todo: BTreeSet<usize> = (0..k).collect();
-        let (mut round, mut busy_rounds) = (0, 0);
+        let (mut round, mut busy_rounds, mut waits_until) = (0, 0, None);
         while round <= ROUNDS {
             let left = todo.len();
             let mut failures =
                 self.upload_round(stripe, &cut, places, &mut todo, &mut blocks).await?;
             if todo.len() < left {
-                busy_rounds = 0;
+                (busy_rounds, waits_until) = (0, None);
             }
             if todo.is_empty() {
                 let blocks = blocks.into_iter().flatten().collect();
@@ -126,6 +129,7 @@ impl StripeUploader {
                 continue;
             }
             round += 1;
+            let now = self.caller.clock().now();
             if round == 1 && failures.iter().all(|failed| failed.is_own_answer()) {
                 self.caller.clock().sleep(BUSY_WAIT).await;
                 continue;
@@ -133,12 +137,16 @@ impl StripeUploader {
             if round > ROUNDS {
                 spares.retain(|_| false);
             }
-            todo.extend(self.replace_failed_nodes_by_spares(
-                stripe,
-                places,
-                &mut spares,
-                &failures,
-            )?);
+            let (again, lacks_spare) =
+                self.replace_failed_nodes_by_spares(stripe, places, &mut spares, &failures);
+            todo.extend(again);
+            let Some(error) = lacks_spare else { continue };
+            let may_all_return = failures.iter().all(|failed| !failed.has_refused());
+            if !may_all_return || now >= *waits_until.get_or_insert(now + HOLDER_WAIT) {
+                return Err(error);
+            }
+            round -= 1;
+            self.caller.clock().sleep(BUSY_WAIT).await;
         }
         Err(SaveError::NoHolders {
             stripe,
@@ -201,15 +209,15 @@ impl StripeUploader {
         }
     }
 
-    /// Puts a spare in the place of each node that failed. Returns the blocks of the changed
-    /// positions, which have to be sent again.
+    /// Puts spares in the places of the nodes that failed. Returns the blocks of the changed
+    /// positions, which have to be sent again, and an error if a place has no spare.
     fn replace_failed_nodes_by_spares(
         &self,
         stripe: StripeId,
         places: &mut [NodeId],
         spares: &mut Spares,
         failures: &[NodeFailure],
-    ) -> Result<BTreeSet<usize>, SaveError> {
+    ) -> (BTreeSet<usize>, Option<SaveError>) {
         failures.iter().for_each(|failed| self.failures.record_failure(failed));
         let nodes: BTreeSet<NodeId> = failures.iter().map(|failed| failed.node).collect();
         spares.retain(|spare| !nodes.contains(&spare));
@@ -224,13 +232,14 @@ impl StripeUploader {
                     nodes.iter().map(|node| self.directory.name(*node)).collect();
                 let reason =
                     failures.first().map(|failed| failed.error.to_string()).unwrap_or_default();
-                return Err(SaveError::NoHolders { stripe, failed: names.join(", "), reason });
+                let failed = names.join(", ");
+                return (again, Some(SaveError::NoHolders { stripe, failed, reason }));
             };
             tracing::warn!(%stripe, failed = self.directory.name(places[position]), spare = self.directory.name(spare), "a failed holder is replaced by a spare");
             places[position] = spare;
             again.extend(self.layout.blocks_at(position));
         }
-        Ok(again)
+        (again, None)
     }
 
     /// Makes the stripe's record durable on all of its nodes that can be reached.

@@ -253,3 +253,39 @@ async fn a_step_that_is_replaced_meanwhile_is_read_as_it_is_then() {
     };
     tokio::join!(replacing, restoring);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_restore_outlives_an_outage_of_all_nodes_and_not_a_loss() {
+    for is_lost in [false, true] {
+        let mut world = World::start(6, &[(6, 4)], 64 << 10).await;
+        let (client, bytes) = (world.client(), content(2 << 20, 1));
+        save(&client, 1, &[("weights", &bytes)]).await;
+        let out = Arc::new(MemoryDisk::new(8 << 20));
+        (1..=6).for_each(|node| world.slow(node, Duration::from_millis(200)));
+        let request = into(&out, false);
+        let restoring =
+            tokio::spawn(
+                async move { client.restore(&job(), Some(Step(1)), request, quiet()).await },
+            );
+        world.until("the restore has begun", || !files_below(&*out, "").is_empty()).await;
+        for node in 1..=6 {
+            world.kill(node).await;
+        }
+        tokio::time::sleep(Duration::from_secs(120)).await;
+        assert!(!restoring.is_finished());
+        for node in 1..=6 {
+            if is_lost {
+                world.replace(node);
+            }
+            world.boot(node);
+        }
+        match restoring.await.unwrap() {
+            Ok(_) => assert!(!is_lost && read_file(&*out, "weights") == bytes),
+            Err(error) => {
+                assert!(is_lost, "{error}");
+                assert_eq!(error.kind(), ErrorKind::Lost, "{error}");
+                assert_eq!(files_below(&*out, ""), Vec::<String>::new());
+            }
+        }
+    }
+}

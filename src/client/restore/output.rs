@@ -9,7 +9,7 @@ use super::restore_request::RestoreRequest;
 use super::selection::ShardSelection;
 use crate::client::ClientError;
 use crate::pipeline::read::Sink;
-use crate::store::{Disk, DiskError, DiskFile};
+use crate::store::{DiskError, DiskFile};
 
 /// The destination of the verified bytes of a read.
 pub(in crate::client) enum Output<'a> {
@@ -82,9 +82,14 @@ pub(in crate::client) fn refuse_output_conflicts(
     // A file that cannot be opened counts as existing, because it may belong to another user.
     let exists = |path: &str| !matches!(output.out.open(path), Err(DiskError::NotFound { .. }));
     let is_folder = |path: &str| output.out.list(path).is_ok();
+    // Each folder is looked at once: it may have many files.
+    let mut checked = HashSet::new();
     for part in parts {
         let mut parent = part.path.as_str();
         while let Some((above, _)) = parent.rsplit_once('/') {
+            if !checked.insert(above) {
+                break;
+            }
             if files.contains(above) {
                 return Err(ClientError::PathConflict { path: above.to_owned() });
             }
@@ -107,14 +112,14 @@ pub(in crate::client) fn refuse_output_conflicts(
 /// The temporary files of a restore. Dropping this removes those that have not got their final
 /// names, also when the restore is cancelled.
 pub(in crate::client) struct TemporaryFiles<'a> {
-    out: Option<&'a dyn Disk>,
+    output: Option<&'a RestoreRequest>,
     parts: Vec<&'a ShardSelection>,
 }
 
 impl<'a> TemporaryFiles<'a> {
     /// Creates the list of the temporary files of `output`, which is empty.
     pub(in crate::client) fn new(output: &Output<'a>) -> Self {
-        Self { out: output.file_request().map(|request| &*request.out), parts: Vec::new() }
+        Self { output: output.file_request(), parts: Vec::new() }
     }
 
     /// Adds the temporary file of `part`, which the restore has created.
@@ -125,8 +130,8 @@ impl<'a> TemporaryFiles<'a> {
     /// Syncs the files and renames them to their final names. All of them must be complete. If a
     /// rename fails, the files that were renamed before keep their final names.
     pub(in crate::client) fn publish(mut self) -> Result<(), ClientError> {
-        if let Some(out) = self.out {
-            publish_files(out, &self.parts)?;
+        if let Some(output) = self.output {
+            publish_files(output, &self.parts)?;
         }
         self.parts.clear();
         Ok(())
@@ -137,12 +142,13 @@ impl Drop for TemporaryFiles<'_> {
     fn drop(&mut self) {
         for part in &self.parts {
             // A file that has its final name has no temporary name any more, so this removal fails.
-            let _ = self.out.map(|out| out.remove(&part.temporary));
+            let _ = self.output.map(|output| output.out.remove(&part.temporary));
         }
     }
 }
 
-fn publish_files(out: &dyn Disk, parts: &[&ShardSelection]) -> Result<(), ClientError> {
+fn publish_files(output: &RestoreRequest, parts: &[&ShardSelection]) -> Result<(), ClientError> {
+    let out = &*output.out;
     let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
     let failed =
         |part: &ShardSelection, source| ClientError::Output { path: part.path.clone(), source };
@@ -156,6 +162,12 @@ fn publish_files(out: &dyn Disk, parts: &[&ShardSelection]) -> Result<(), Client
         }
         let synced = out.open(&part.temporary).and_then(|file| file.sync());
         synced.map_err(|source| failed(part, source))?;
+    }
+    // Another program may have written files since the restore began.
+    for part in parts.iter().filter(|_| !output.force) {
+        if !matches!(out.open(&part.path), Err(DiskError::NotFound { .. })) {
+            return Err(ClientError::FileExists { path: part.path.clone() });
+        }
     }
     for part in parts {
         let renamed = out.rename(&part.temporary, &part.path);

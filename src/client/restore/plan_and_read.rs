@@ -15,8 +15,9 @@ use super::restore_request::RestoreRequest;
 use super::selection::{PartSlice, PartSlices, ReadRange, ShardSelection, StripeSlice};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
-use crate::id::{Job, Step, StripeId};
+use crate::id::{Job, NodeId, Step, StripeId};
 use crate::kind::ErrorKind;
+use crate::pipeline::busy_retry::BusyRetry;
 use crate::pipeline::read::{
     NodesToAsk, ReadError, ReadSession, Sink, StripeReader, UnreadableStripe, find_stripe_state,
 };
@@ -76,6 +77,13 @@ struct PlannedStripe {
     slice: StripeSlice,
     state: StripeState,
     reader: StripeReader,
+}
+
+/// The retries of one slice whose sources failed.
+struct SliceRetries {
+    /// Number of times that the slice was planned again at once.
+    looks: u32,
+    outage: BusyRetry,
 }
 
 impl Client {
@@ -488,23 +496,52 @@ impl Client {
         mut planned: PlannedStripe,
         sink: Arc<dyn Sink>,
     ) -> Result<(), ClientError> {
-        let mut looks = 0;
+        let mut retries = SliceRetries { looks: 0, outage: reading.new_busy_retry() };
         loop {
             let PlannedStripe { slice, state, reader } = planned;
             let (grains, range) = (slice.grains.clone(), part.range.clone());
             let lost = match reader.read_into_sink(&slice.blocks, grains, range, sink.clone()).await
             {
-                Err(error @ ReadError::Lost(_)) => error,
+                Err(error @ ReadError::Lost(_)) => error.into(),
                 result => return Ok(result?),
             };
-            let state = match self.find_changed_state(reading, part, slice.stripe, state).await? {
-                Some(next) if looks < MAX_MOVES => next,
-                None if looks < MAX_LOOKS => state,
-                _ => return Err(lost.into()),
+            planned =
+                self.plan_slice_again(reading, part, (&slice, state), &mut retries, lost).await?;
+        }
+    }
+
+    /// Plans a slice again whose sources failed with the error `lost`. While nodes of the shard do
+    /// not answer, waits for them for up to [`BUSY_LIMIT`](crate::pipeline::busy_retry::BUSY_LIMIT):
+    /// a restore of hours must outlive the restart of a switch.
+    async fn plan_slice_again(
+        &self,
+        reading: &Arc<ReadSession>,
+        part: &ShardSelection,
+        (slice, state): (&StripeSlice, StripeState),
+        retries: &mut SliceRetries,
+        mut lost: ClientError,
+    ) -> Result<PlannedStripe, ClientError> {
+        let ring: Vec<NodeId> = reading.directory.nodes_to_ask(&part.root).collect();
+        loop {
+            let changed = self.find_changed_state(reading, part, slice.stripe, state).await?;
+            let max_looks = if changed.is_some() { MAX_MOVES } else { MAX_LOOKS };
+            if retries.looks < max_looks {
+                retries.looks += 1;
+            } else {
+                let is_outage = ring.iter().any(|&node| reading.directory.is_silent(node));
+                if !is_outage || !retries.outage.wait_unless_expired().await {
+                    return Err(lost);
+                }
+            }
+            let state = changed.unwrap_or(state);
+            let planned = async {
+                let leaves = self.fetch_leaves(reading, part).await?;
+                self.plan_slice(reading, part, &leaves, slice, state).await
             };
-            looks += 1;
-            let leaves = self.fetch_leaves(reading, part).await?;
-            planned = self.plan_slice(reading, part, &leaves, &slice, state).await?;
+            match planned.await {
+                Err(error) if error.kind() == ErrorKind::Lost => lost = error,
+                planned => return planned,
+            }
         }
     }
 

@@ -290,7 +290,7 @@ impl SaveSession {
         // complete.
         decisions.approve_shards().await.map_err(|why| ClientError::CalledOff { why })?;
         for root in roots {
-            session.complete_shard(root).await?;
+            session.repeat_after_catalogue_is_back(|| session.complete_shard(root.clone())).await?;
         }
         session.commit_when_complete(work, &joint, own_count, total).await
     }
@@ -443,8 +443,9 @@ impl SaveSession {
         let index = data.len() as u32;
         let shard = work.decisions.build_index(data).await?;
         let root = self.upload_shard(parameters_of(joint, index, index + 1), &shard).await?;
-        self.complete_shard(root).await?;
-        let saved = self.commit_save(index as usize + 1).await?;
+        self.repeat_after_catalogue_is_back(|| self.complete_shard(root.clone())).await?;
+        let shards = index as usize + 1;
+        let saved = self.repeat_after_catalogue_is_back(|| self.commit_save(shards)).await?;
         Ok(AttemptEnd::Committed(saved.save))
     }
 

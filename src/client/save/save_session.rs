@@ -188,7 +188,7 @@ impl Client {
             };
             restarts.count += 1;
             if can_be_epoch_end(error.kind()) && saving.has_epoch_ended(error.kind()).await {
-                match saving.commit_or_abort(shards.len()).await {
+                match saving.commit_or_abort(shards.len(), &*decisions).await {
                     SaveOutcome::Committed(saved) => return saving.build_report(saved),
                     SaveOutcome::Gone if restarts.count <= RESTARTS => {}
                     _ => return Err(error),
@@ -373,7 +373,7 @@ impl SaveSession {
     /// it again once the server answers: leases, and with them the save, outlive a restart of the
     /// server. Waits for at most [`CATALOGUE_LIMIT`] in all. Stops waiting when the save's epoch is
     /// over; the caller then ends the save in the later epoch.
-    async fn repeat_after_catalogue_is_back<A, F>(
+    pub(super) async fn repeat_after_catalogue_is_back<A, F>(
         &self,
         call: impl Fn() -> F,
     ) -> Result<A, ClientError>
@@ -451,12 +451,19 @@ impl SaveSession {
     }
 
     /// Ends the save in the later epoch: commits it if all shards were completed or it is decided,
-    /// and otherwise aborts it. Tries for at most [`MOVE_LIMIT`] until the catalogue answers.
-    async fn commit_or_abort(&self, shard_count: usize) -> SaveOutcome {
+    /// and if `decisions` approve; otherwise aborts it. Tries for at most [`MOVE_LIMIT`] until the
+    /// catalogue answers.
+    async fn commit_or_abort(
+        &self,
+        shard_count: usize,
+        decisions: &dyn SaveDecisions,
+    ) -> SaveOutcome {
         let clock = self.client.caller().clock();
         let until = clock.now() + MOVE_LIMIT;
+        // The call that failed may be the one that completed the last shard, before the approval.
+        let may_commit = decisions.approve_commit().await.is_ok();
         loop {
-            if let Ok(saved) = self.commit_save(shard_count).await {
+            if may_commit && let Ok(saved) = self.commit_save(shard_count).await {
                 return SaveOutcome::Committed(saved);
             }
             // The abort is refused if the save is decided. The save will be committed then.

@@ -285,8 +285,15 @@ def _bare(name: str) -> str:
 
 def _is_same_memory(value: Any, own: Any) -> bool:
     """Returns whether filling an entry of a module's state_dict fills the module's own tensor."""
-    if value is own or is_dtensor(value) or hasattr(value, "__tensor_flatten__") or value.is_meta or value.numel() == 0:
+    if value is own or value.is_meta or value.numel() == 0:
         return True
+    if is_dtensor(value) or is_dtensor(own):
+        # Autograd would record each of these views, which takes as long as the state_dict itself.
+        with _torch().no_grad():
+            return is_dtensor(value) and is_dtensor(own) and _is_same_memory(value.to_local(), own.to_local())
+    if hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return type(value) is type(own) and all(_is_same_memory(getattr(value, name), getattr(own, name)) for name in names)
     try:
         return bool(value.data_ptr() == own.data_ptr() and value.stride() == own.stride())
     except (RuntimeError, NotImplementedError):

@@ -212,6 +212,33 @@ def test_a_module_after_an_evaluation_is_sharded_again(rank_of: Callable[[int, i
     assert names() == expected
 
 
+def test_a_hook_may_put_other_tensors_into_a_state_dict(rank_of: Callable[[int, int], None]) -> None:
+    """A module under FSDP2 whose hook returns tensors of its own gets what was loaded, by its ``load_state_dict``."""
+    from held import HeldStep
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank_of(0, 1)
+
+    def make(value: float) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, value)
+        return model
+
+    def clone(_module: Any, entries: dict[str, Any], *_: Any) -> None:
+        entries["0.weight"] = entries["0.weight"].clone()
+
+    saved = HeldStep([{"model": make(7.0)}])
+    model = make(0.0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    model.register_state_dict_post_hook(clone)
+    saved.load({"model": model})
+    assert all(parameter.to_local().eq(7.0).all() for parameter in model.parameters())
+    (cloned,) = [leaf for leaf in flatten({"model": model}, 2).leaves if show(leaf.keys) == "model/0.weight"]
+    assert not cloned.is_private and is_dtensor(cloned.value), "its placements say what this rank has"
+
+
 def test_a_checkpoint_wrapper_changes_no_name(rank_of: Callable[[int, int], None]) -> None:
     """The names are those of the state_dict, and what DDP keeps equal is shared. Names of earlier steps are found."""
     from held import HeldStep

@@ -209,6 +209,26 @@ def test_tensors_that_wrap_others_are_stored_as_what_they_wrap(cluster: rapidrai
         rapidraid.Checkpointer(job, config=cluster.config).load({"model": torch.nn.Linear(3, 3), "loose": loose})
 
 
+def test_a_hook_may_wrap_other_tensors() -> None:
+    """The module receives what was loaded into them by its ``load_state_dict``."""
+    from held import HeldStep
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def make(value: float) -> Any:
+        model = torch.nn.Linear(3, 3)
+        model.weight = torch.nn.Parameter(TwoTensor(torch.full((3, 3), value), torch.full((3, 3), value)))
+        return model
+
+    def clone(_module: Any, entries: dict[str, Any], *_: Any) -> None:
+        entries["weight"] = entries["weight"].clone()
+
+    for hook in (lambda *_: None, clone):
+        model = make(0.0)
+        model.register_state_dict_post_hook(hook)
+        HeldStep([{"model": make(7.0)}]).load({"model": model})
+        assert model.weight.a.eq(7.0).all() and model.weight.b.eq(7.0).all()
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [

@@ -1,7 +1,8 @@
 """Which rank stores which part of the content that ranks share.
 
-If all ranks have the same names, shapes and placements, each of them knows from the placements alone who holds what. The
-ranks then exchange only a digest. Otherwise each rank declares its parts to all others, which also finds what differs.
+If all ranks have the same names, shapes, placements and plain values, each of them knows from the placements alone who holds
+what. The ranks then exchange only a digest. Otherwise each rank declares its parts to all others, which also finds what
+differs.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ _OWN_NAME = (
 
 
 def digest_of_layout(
-    shared: list[Leaf], described: dict[tuple[bool, Keys], Described], alias: dict[tuple[bool, Keys], Keys]
+    shared: list[Leaf],
+    described: dict[tuple[bool, Keys], Described],
+    contents: dict[tuple[bool, Keys], bytes],
+    alias: dict[tuple[bool, Keys], Keys],
 ) -> bytes | None:
-    """Returns a hash of the names, types, shapes and placements of the shared leaves.
+    """Returns a hash of the names, types, shapes and placements of the shared leaves, and of the values that must be equal.
 
     Returns ``None`` if placements do not say which ranks hold the parts of a tensor. The ranks must have the numbers of
     the default group, because meshes use these numbers.
@@ -55,7 +59,7 @@ def digest_of_layout(
                 return None
             mesh = leaf.value.device_mesh
             placed = f"{meshes.setdefault(id(mesh), repr(mesh.mesh.tolist()))} {leaf.value.placements!r}"
-        about = None if found is None else (found.element, found.bits, found.shape, leaf.flags)
+        about = _declared_value(leaf, contents)[1] if found is None else (found.element, found.bits, found.shape, leaf.flags)
         hasher.update(repr((leaf.keys, about, alias.get(key), placed)).encode())
     return hasher.digest()
 
@@ -126,14 +130,18 @@ def declare(
         key = (False, leaf.keys)
         found = described.get(key)
         if found is None:
-            content = contents.get(key, b"")
-            # Equal objects may have different pickles.
-            is_compared = leaf.must_be_equal and not leaf.flags & FLAG_PICKLE
-            declared[leaf.keys] = (len(content), hashlib.blake2b(content, digest_size=16).digest() if is_compared else None)
+            declared[leaf.keys] = _declared_value(leaf, contents)
         else:
             boxes = tuple((piece.box, nbytes(piece.local)) for piece in found.pieces)
             declared[leaf.keys] = (found.element, found.bits, found.shape, boxes, alias.get(key), leaf.flags)
     return declared
+
+
+def _declared_value(leaf: Leaf, contents: dict[tuple[bool, Keys], bytes]) -> DeclaredValue:
+    content = contents.get((False, leaf.keys), b"")
+    # Equal objects may have different pickles.
+    is_compared = leaf.must_be_equal and not leaf.flags & FLAG_PICKLE
+    return len(content), hashlib.blake2b(content, digest_size=16).digest() if is_compared else None
 
 
 def choose_owners(declared: list[dict[Keys, Any]], loads: list[int]) -> tuple[Owners, set[Part]]:

@@ -328,7 +328,7 @@ def make_plan(
     digest: bytes | None = None
     if error is None:
         try:
-            digest = digest_of_layout(shared_leaves, described, alias) if are_ranks_default else None
+            digest = digest_of_layout(shared_leaves, described, contents, alias) if are_ranks_default else None
         except Exception as found_wrong:  # noqa: BLE001 - as above
             error = found_wrong
     everyone = gather((digest, private_bytes, refusal_of(error)))

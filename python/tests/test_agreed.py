@@ -67,6 +67,19 @@ def test_a_scheduler_that_differs_between_stages_is_refused() -> None:
     assert all(isinstance(plan, Plan) for plan in prepare(states))
 
 
+def test_values_that_differ_between_equal_layouts_are_refused() -> None:
+    """One rank would store its value for all."""
+    for differing in ([1, 1, 2, 2], [{"a": 0.5}] * 3 + [{"a": 0.25}]):
+        for error in prepare([{"weight": replicated(torch.ones(4)), "counters": replicated(value)} for value in differing]):
+            assert isinstance(error, errors.InvalidError) and "counters" in str(error)
+            assert "is said to be the same on all ranks, and differs between the ranks 0 and" in str(error)
+    states = [named_stage(0, 1.0) for _ in range(4)]
+    for rank, state in enumerate(states):
+        state["scheduler"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 10 + rank // 2)
+    assert all("scheduler/step_size is said to be the same" in str(error) for error in prepare(states))
+    assert all(isinstance(plan, Plan) for plan in prepare([named_stage(0, 1.0) for _ in range(4)]))
+
+
 def test_a_stage_by_position_is_refused(rank_of: Callable[[int, int], None]) -> None:
     """The first parameter of each stage would have one name, and one stage's moments would be lost."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -61,16 +61,16 @@ def shared_of(state: Any) -> Any:
     flat.leaves.sort(key=lambda leaf: (leaf.is_private, leaf.keys))
     shared = [leaf for leaf in flat.leaves if not leaf.is_private]
     described = {(False, leaf.keys): describe("x", leaf.value) for leaf in shared if isinstance(leaf.value, torch.Tensor)}
+    contents = {(False, leaf.keys): b"x" for leaf in shared if (False, leaf.keys) not in described}
     alias = {(False, ((0, "weight0"),)): ((0, "tied"), (0, "weight"))}
-    return shared, described, alias
+    return shared, described, contents, alias
 
 
 def test_the_holders_of_a_part_agree_and_each_part_has_one_owner(states: Any) -> None:
     def decide(rank: int, state: Any) -> Any:
-        shared, described, alias = shared_of(state)
-        contents = {(False, leaf.keys): b"x" for leaf in shared if (False, leaf.keys) not in described}
+        shared, described, contents, alias = shared_of(state)
         owners, replicated_parts = choose_owners_by_placement(shared, described, alias, [0] * WORLD)
-        return digest_of_layout(shared, described, alias), owners, replicated_parts, declare(shared, described, contents, alias)
+        return digest_of_layout(shared, described, contents, alias), owners, replicated_parts, declare(shared, described, contents, alias)
 
     found = states(decide)
     assert len({digest for digest, *_ in found}) == 1 and found[0][0] is not None
@@ -96,15 +96,17 @@ def test_the_holders_of_a_part_agree_and_each_part_has_one_owner(states: Any) ->
 
 def test_any_difference_between_the_ranks_changes_the_digest(states: Any) -> None:
     def digests(rank: int, state: Any) -> set[bytes | None]:
-        shared, described, alias = shared_of(state)
-        plain = digest_of_layout(shared, described, alias)
-        less = digest_of_layout(shared[1:], described, alias)
-        untied = digest_of_layout(shared, described, {})
+        shared, described, contents, alias = shared_of(state)
+        plain = digest_of_layout(shared, described, contents, alias)
+        less = digest_of_layout(shared[1:], described, contents, alias)
+        untied = digest_of_layout(shared, described, contents, {})
+        (step,) = [leaf for leaf in shared if (False, leaf.keys) not in described]
+        later = digest_of_layout(shared, described, {(False, step.keys): b"8"}, alias)
         state["bias"] = replicated(torch.ones(34))
         longer = digest_of_layout(*shared_of(state))
-        return {plain, less, untied, longer}
+        return {plain, less, untied, later, longer}
 
-    assert all(len(found) == 4 for found in states(digests))
+    assert all(len(found) == 5 for found in states(digests))
 
 
 def test_ranks_that_together_store_too_much_or_too_little_are_refused() -> None:

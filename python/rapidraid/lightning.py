@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -40,6 +41,8 @@ WHOLE = ("state_dict", "optimizer_states")
 #: The maximum length of a pointer, in bytes. A longer file is a checkpoint of Lightning's own.
 MAX_POINTER_BYTES = 256
 _VERSION = "pytorch-lightning_version"
+#: The names that ModelCheckpoint gives to its newest checkpoint. With ``filename=``, others may begin with the same word.
+_LAST = re.compile(r"last(-v[0-9]+)?\.ckpt")
 
 _Path = str | os.PathLike[str]
 
@@ -110,6 +113,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             else:
                 self.checkpointer.save_flat(step, lambda: flatten_tree(checkpoint, WHOLE), raise_earlier=True)
             self._last = (step, parts)
+            self._learn_of(checkpoint)
         elif not parts <= self._last[1]:
             missing = ", ".join(sorted(str(key) for key in parts - self._last[1]))
             raise InvalidError(
@@ -145,6 +149,13 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
                 if step is not None:
                     self._steps[fs._strip_protocol(info["name"])] = step
         self._known.add(folder)
+
+    def _learn_of(self, checkpoint: Mapping[str, Any]) -> None:
+        """Reads the pointers in the folders of all ModelCheckpoints, of which each has its folder in the checkpoint."""
+        for state in checkpoint.get("callbacks", {}).values():
+            folder = state.get("dirpath") if isinstance(state, Mapping) else None
+            if isinstance(folder, str):
+                self._learn(*url_to_fs(folder))
 
     def _read_pointer(self, fs: Any, place: str) -> int | None:
         """Returns the step that a file names, or ``None`` if it is no pointer of this job."""
@@ -191,7 +202,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             if step is None:
                 loaded: dict[str, Any] = super().load_checkpoint(path, map_location or _keep, weights_only)
                 return loaded
-            if os.path.basename(place).startswith("last"):
+            if _LAST.fullmatch(os.path.basename(place)):
                 # A kill may come between a save and its pointer.
                 step = None
         if step is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:

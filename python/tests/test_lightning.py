@@ -133,6 +133,38 @@ def test_paths_name_steps(cluster: rapidraid.LocalCluster, job: str, tmp_path: P
     assert io.load_checkpoint(last)["global_step"] == 3
 
 
+def test_a_name_that_begins_with_last_is_no_other_than_its_step(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """Only ``last.ckpt`` and its versions are the step to resume from."""
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    for name in ("last_layer-step=1", "last-epoch=1", "last", "last-v1"):
+        io.save_checkpoint(checkpoint(1), tmp_path / f"{name}.ckpt")
+    io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+    io.teardown()
+    for name, step in (("last_layer-step=1", 1), ("last-epoch=1", 1), ("last", 2), ("last-v1", 2)):
+        assert io.load_checkpoint(tmp_path / f"{name}.ckpt")["global_step"] == step, name
+
+
+def test_a_step_that_another_folder_names_stays(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """A process that resumes finds the folders of all ModelCheckpoints in the first checkpoint that it saves."""
+    folders = [tmp_path / "newest", tmp_path / "best"]
+    callbacks = {f"ModelCheckpoint{at}": {"dirpath": str(folder)} for at, folder in enumerate([*folders, tmp_path / "absent"])}
+    callbacks["other"] = {"dirpath": None}
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    for folder in folders:
+        io.save_checkpoint(checkpoint(1, callbacks=callbacks), folder / "1.ckpt")
+    io.teardown()
+    rapidraid._jobs.forget_checkpointers()
+    io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    assert io.load_checkpoint(folders[0] / "1.ckpt")["global_step"] == 1
+    io.save_checkpoint(checkpoint(2, callbacks=callbacks), folders[0] / "2.ckpt")
+    io.remove_checkpoint(folders[0] / "1.ckpt")
+    io.teardown()
+    assert steps_of(cluster.config, job) == [1, 2]
+    io.remove_checkpoint(folders[1] / "1.ckpt")
+    io.teardown()
+    assert steps_of(cluster.config, job) == [2]
+
+
 def test_a_step_stays_until_the_next_one_is_committed(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     io = adapter.RapidraidCheckpointIO(job, config=cluster.config)
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")

@@ -148,8 +148,7 @@ class Room:
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._keys = {leaf.keys for leaf in flat.leaves}
-        # An entry can be made where the state has ``None`` or an empty dict.
-        self._full = {leaf.keys for leaf in flat.leaves if leaf.value is not None and not _is_empty(leaf)}
+        self._full = {leaf.keys for leaf in flat.leaves if not _is_open(leaf)}
         self._above = {keys[:end] for keys in self._full for end in range(1, len(keys))}
 
     def maker(self, keys: Keys) -> Maker | None:
@@ -304,9 +303,9 @@ def _match(names: Names, flat: Flat, room: Room, source: int | None, choices: Lo
             else:
                 found.append((leaf, place))
     created, extra = _match_rest(names, room, source, {keys for _, (_, keys) in found})
-    # An empty dict gets the entries that the checkpoint has below it.
+    # ``None`` and an empty dict give place to the entries that the checkpoint has below them.
     filled = {keys[:end] for _, keys in created for end in range(1, len(keys))}
-    lacking = [leaf for leaf in unmatched if not (_is_empty(leaf) and leaf.keys in filled) and not leaf.is_optional]
+    lacking = [leaf for leaf in unmatched if not (_is_open(leaf) and leaf.keys in filled) and not leaf.is_optional]
     is_skipped = choices.private == "skip"
     # Earlier releases did not store distributed tensors without elements.
     missing = [leaf for leaf in lacking if not (is_skipped and leaf.is_private) and not (is_dtensor(leaf.value) and not leaf.value.numel())]
@@ -314,8 +313,9 @@ def _match(names: Names, flat: Flat, room: Room, source: int | None, choices: Lo
     return _Matched(found, missing, skipped, created, extra)
 
 
-def _is_empty(leaf: Leaf) -> bool:
-    return type(leaf.value) is dict and not leaf.value
+def _is_open(leaf: Leaf) -> bool:
+    """Returns whether an object of the state may make entries in place of a leaf: it is ``None`` or an empty dict."""
+    return leaf.value is None or (type(leaf.value) is dict and not leaf.value)
 
 
 def _match_rest(names: Names, room: Room, source: int | None, taken: set[Keys]) -> tuple[dict[_Place, Maker], list[_Place]]:

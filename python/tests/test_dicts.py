@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from held import HeldStep
+from ranks import equal
 
 import rapidraid
 from rapidraid import errors, per_rank
@@ -64,6 +65,19 @@ def test_a_load_that_is_not_strict_makes_what_is_none_so_far() -> None:
     nested = Nested({"history": None, "more": 1})
     HeldStep([{"object": Nested({"history": {"old": (torch.ones(2), 1)}})}]).load({"object": nested}, strict=False)
     assert nested.entries["history"]["old"][1] == 1 and nested.entries["history"]["old"][0].all() and nested.entries["more"] == 1
+
+
+CONTAINERS: list[Any] = [{"old": torch.ones(2)}, {"old": {"older": 1}}, [torch.ones(2), 1], (torch.ones(2), {"a": [torch.ones(1)]})]
+
+
+@pytest.mark.parametrize("saved", CONTAINERS)
+def test_an_object_receives_a_container_where_it_has_none(saved: Any) -> None:
+    """A strict load does not miss the ``None`` that the entries replace."""
+    nested = Nested({"history": None, "more": 0})
+    HeldStep([{"object": Nested({"history": saved, "more": 1})}]).load({"object": nested})
+    assert equal(nested.entries, {"history": saved, "more": 1})
+    with pytest.raises(errors.NotFoundError, match="does not have object/history"):
+        HeldStep([{"object": Nested({"more": 1})}]).load({"object": Nested({"history": None, "more": 0})})
 
 
 class WithSettings(torch.nn.Module):

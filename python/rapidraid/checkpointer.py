@@ -179,9 +179,9 @@ class Checkpointer:
         self._plan: Plan | None = None
         self._saved: list[int] = []
         self._is_closed = False
-        _sessions.add(self)
-        #: The previous signal handlers, restored at the end.
+        #: The previous signal handlers, restored at the end and in forked children.
         self._handlers: dict[signal.Signals, Any] = {}
+        _sessions.add(self)
         try:
             for number in signals:
                 self._handlers[number] = signal.signal(number, self._on_signal)
@@ -897,14 +897,17 @@ class Checkpointer:
     def _end(self, limit: float = LEAVE_S) -> None:
         self._is_closed = True
         self._drop_plan()
-        for number, handler in self._handlers.items():
-            # Another handler may have been set since.
-            if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._restore_handlers()
         try:
             self._session.leave(limit)
         except RapidraidError as error:
             log.debug("the daemon is not told of the end: %s", error)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            # Another handler may have been set since.
+            if signal.getsignal(number) == self._on_signal and threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -944,7 +947,12 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork() -> None:
     _held_for_fork.clear()
-    for checkpointer in list(_sessions):
+    sessions = list(_sessions)
+    # A child that only sets a flag would survive the signal. The handlers of several sessions form a chain, of which each
+    # round restores at least one.
+    for checkpointer in sessions * len(sessions):
+        checkpointer._restore_handlers()
+    for checkpointer in sessions:
         # The thread that held the lock does not exist in this process.
         checkpointer._lock = threading.RLock()
         checkpointer._plan = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -399,6 +400,24 @@ def test_signals_are_given_back(cluster: rapidraid.LocalCluster, job: str) -> No
     with rapidraid.Checkpointer(job, config=cluster.config, save_on=signal.SIGUSR1):
         assert signal.getsignal(signal.SIGUSR1) != before
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_forked_child_has_the_earlier_handlers(cluster: rapidraid.LocalCluster, job: str) -> None:
+    """A child that only set a flag would survive its parent's ``terminate``, and the parent would wait for it at its end."""
+    with (
+        rapidraid.Checkpointer(job, config=cluster.config, save_on=signal.SIGTERM) as first,
+        rapidraid.Checkpointer(f"{job}-more", config=cluster.config, save_on=signal.SIGTERM) as second,
+    ):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60.0,), daemon=True)
+        child.start()
+        time.sleep(0.2)
+        child.terminate()
+        child.join(10.0)
+        exit_code = child.exitcode
+        child.kill()
+        assert exit_code == -signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert second.should_stop and not first.should_stop, "the parent keeps its handler"
 
 
 def test_signals_are_set_in_the_main_thread_alone(cluster: rapidraid.LocalCluster, job: str) -> None:

@@ -598,23 +598,31 @@ class Checkpointer:
         def load(reader: Reader) -> str | None:
             return load_into(reader, state, self.rank, self.world, choices, ranks=self._group.ranks, stages=stages)
 
-        number: int | None = None
+        with self.together(stages.finish):
+            return self.load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
+
+    @contextlib.contextmanager
+    def together(self, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Raises an error of the block on all ranks. All ranks must enter the block.
+
+        Args:
+            finish: A function that is called before the ranks tell each other: the others may be waiting for this one.
+
+        """
         failed: Exception | None = None
         try:
-            number = self.load_with(step, load, offline=offline, table_first=include is not None, timeout=timeout)
+            yield
         except ForkedError:
             # This process is no rank of the launch.
             raise
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
-        # The other ranks may be waiting for this one.
-        stages.finish()
+        finish()
         refusals = self._group.gather(refusal_of(failed))
         if failed is not None:
             # Each rank that failed raises its own error, which says what is wrong on this rank.
             raise failed
         raise_together(None, self.rank, refusals)
-        return number
 
     @_one_thread
     def load_with(
@@ -658,7 +666,8 @@ class Checkpointer:
             if damaged is None:
                 break
             if last:
-                raise CorruptError(f"{damaged} is damaged", "load an older step")
+                hint = "the state may hold damaged bytes: load an older step, or initialise it again"
+                raise CorruptError(f"{damaged} is damaged", hint)
             log.warning("%s is damaged: step %d is loaded again", damaged, number)
         self._loaded, self._newest_seen = number, newest
         if newest is not None and newest > number:

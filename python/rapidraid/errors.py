@@ -73,7 +73,11 @@ class DeadlineError(RapidraidError, TimeoutError):
 
 
 class CorruptError(RapidraidError):
-    """Bytes do not match their hashes. They were not used."""
+    """Bytes do not match their hashes.
+
+    After a load that raises it, the state may hold a part of the step, and damaged bytes of it: load another step, or
+    initialise the state again, before anything uses it.
+    """
 
 
 class LostError(RapidraidError):

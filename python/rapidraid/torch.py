@@ -396,7 +396,8 @@ def async_save(
 def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str], *, reader: Reader | None = None, **settings: Any) -> int:
     """Loads ``JOB/STEP``, or the step that ``JOB`` resumes from, into a state, in place. Returns the step.
 
-    Does the same as ``dcp.load`` with the default planner, without the time that DCP takes to plan.
+    Does the same as ``dcp.load`` with the default planner, without the time that DCP takes to plan. All ranks must call it.
+    An error of any rank is raised on all ranks; the state of the other ranks may be loaded then.
 
     Args:
         state_dict: As for ``dcp.load``.
@@ -413,21 +414,30 @@ def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str], *, r
     chosen = reader or Reader(**settings)
     chosen.reset(checkpoint_id)
     checkpointer = chosen.checkpointer
-    plain = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
     planner = DefaultLoadPlanner()
-    planner.set_up_planner(plain, None, checkpointer.rank == 0)
+    plain: dict[str, Any] = {}
+    failed: Exception | None = None
+    try:
+        plain = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
+        planner.set_up_planner(plain, None, checkpointer.rank == 0)
+    except Exception as error:  # noqa: BLE001 - raised by the load, in whose collectives this rank takes part
+        failed = error
 
     def read(found: StepReader) -> str | None:
+        if failed is not None:
+            raise failed
         return read_objects(found, planner, checkpointer.rank, cast=chosen.cast, allow_pickle=checkpointer.allow_pickle)
 
-    step = checkpointer.load_with(chosen.name.step, read, table_first=True)
+    with checkpointer.together():
+        step = checkpointer.load_with(chosen.name.step, read, table_first=True)
     if step is None:
         raise NotFoundError(f"{chosen.name.job} has no step", "save one first")
-    for key, value in state_dict.items():
-        if _is_stateful(value):
-            value.load_state_dict(plain[key])
-        else:
-            state_dict[key] = plain[key]
+    with checkpointer.together():
+        for key, value in state_dict.items():
+            if _is_stateful(value):
+                value.load_state_dict(plain[key])
+            else:
+                state_dict[key] = plain[key]
     return step
 
 

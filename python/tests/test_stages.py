@@ -269,6 +269,59 @@ def test_each_load_makes_the_same_collectives(launch: Any, caplog: pytest.LogCap
     assert ranks.run(lambda rank: made[rank].load(states[rank])) == [None] * 2 and ranks.collectives == 3
 
 
+def test_a_load_by_names_of_dcp_raises_an_error_of_one_rank_on_all(launch: Any) -> None:
+    """Whether the state cannot be planned, the step cannot be loaded, or an object does not take what was loaded."""
+    adapter = pytest.importorskip("rapidraid.torch")
+    step = HeldStep([{"a": {"x": replicated(torch.ones(2))}}])
+
+    class Object:
+        def __init__(self, **entries: Any) -> None:
+            self.entries = entries
+            self.loaded: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.entries)
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded = state
+
+    class Broken(Object):
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("broken")
+
+    class Refusing(Object):
+        def load_state_dict(self, _: dict[str, Any]) -> None:
+            raise ValueError("refused")
+
+    for broken, message in [
+        (Object(x=torch.zeros(2), y=torch.zeros(2)), "step 1 does not have a.y"),
+        (Broken(), "broken"),
+        (Refusing(x=torch.zeros(2)), "refused"),
+    ]:
+        ranks, made = launch([HeldSession(step, []) for _ in range(3)])
+        states = [Object(x=torch.zeros(2)), broken, Object(x=torch.zeros(2))]
+
+        def load(rank: int, made: Any = made, states: Any = states) -> int:
+            return int(adapter.load({"a": states[rank]}, "job/1", reader=adapter.Reader(checkpointer=made[rank])))
+
+        found = ranks.run(load)
+        assert all(isinstance(error, Exception) and message in str(error) for error in found), found
+        assert all(str(found[rank]).startswith("rank 1: ") for rank in (0, 2))
+        assert bool(states[0].loaded) == isinstance(broken, Refusing), "no object gets a part of what failed"
+        states[1] = Object(x=torch.zeros(2))
+        assert ranks.run(load) == [1] * 3 and all(state.loaded["x"].eq(1.0).all() for state in states)
+
+
+def test_an_error_for_damage_says_what_becomes_of_the_state(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are verified while they are copied, so the state may hold damaged ones."""
+    step = HeldStep([{"a": torch.ones(2)}])
+    monkeypatch.setattr(step, "_copy", lambda *_: "a")
+    _, (alone,) = launch([HeldSession(step, [])])
+    with pytest.raises(errors.CorruptError, match="a is damaged") as raised:
+        alone.load({"a": torch.zeros(2)})
+    assert "may hold damaged bytes" in raised.value.hint and "initialise" in raised.value.hint
+
+
 def test_a_forked_child_makes_no_collective(launch: Any) -> None:
     """It is no rank of the launch, and would wait for the ranks forever."""
     ranks, made = launch([HeldSession(None, [errors.ForkedError("this process was forked")]) for _ in range(2)])

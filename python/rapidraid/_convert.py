@@ -10,16 +10,24 @@ import argparse
 import dataclasses
 import io
 import json
+import logging
 import math
 import pickle
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._jobs import parse_step_name, shared_checkpointer
+from ._load import Names, few
 from .errors import CorruptError, ExistsError, InvalidError, NotFoundError, RapidraidError
+from .state import show
+
+if TYPE_CHECKING:
+    from .torch import Reader
+
+log = logging.getLogger("rapidraid")
 
 #: The maximum number of keys of a path in the metadata.
 MAX_DEPTH = 64
@@ -257,7 +265,8 @@ def import_dcp(folder: Path, step_name: str, *, allow_pickle: bool = False, **se
 def export_dcp(step_name: str, folder: Path, *, allow_pickle: bool = False, **settings: Any) -> int:
     """Writes a step as a folder that DCP's own ``FileSystemReader`` loads. Returns the step.
 
-    The whole state must fit into this process's memory.
+    The folder has one value for each name: the shared one, otherwise that of rank 0. A warning names what is left out. The
+    whole state must fit into this process's memory.
     """
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -274,7 +283,24 @@ def export_dcp(step_name: str, folder: Path, *, allow_pickle: bool = False, **se
     state: dict[str, Any] = {}
     _load_state_dict(state, reader, no_dist=True, planner=_EmptyStateDictLoadPlanner())  # type: ignore[no-untyped-call]
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    _warn_of_left_out(reader)
     return reader.step
+
+
+def _warn_of_left_out(reader: Reader) -> None:
+    """Warns of the private state that the folder of a step does not have."""
+    from ._dcp import left_out
+
+    found = reader.checkpointer.look_into(reader.step, lambda opened: (left_out(Names(opened.loaded), reader.checkpointer.rank), None))
+    places = [] if found is None else found[0]
+    if places:
+        log.warning(
+            "a folder of DCP has one value for each name: the export of %s/%d leaves out private state of the ranks %s: %s",
+            reader.name.job,
+            reader.step,
+            few([str(rank) for rank in sorted({rank for rank, _ in places})]),
+            few(list(dict.fromkeys(show(keys) for _, keys in places))),
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -176,6 +176,13 @@ def _named(names: Names, rank: int) -> dict[str, tuple[int, Name]]:
     return found
 
 
+def left_out(names: Names, rank: int) -> list[tuple[int, Keys]]:
+    """Returns the private entries that a rank does not see by DCP's names: their ranks and paths."""
+    seen = {row for row, _ in _named(names, rank).values()}
+    rows = ((owner, keys) for (owner, keys), (row, _) in names.rows.items() if row not in seen and keys[-1:] != (SEQUENCE,))
+    return [(owner, keys) for owner, keys in rows if owner is not None]
+
+
 def metadata_of(names: Names, rank: int, meta: StorageMeta) -> Metadata:
     """Returns DCP's metadata of a step. Its size depends on the number of tensors, not on the number of ranks that saved the step."""
     rows = {text: name for text, (_, name) in _named(names, rank).items()}

@@ -342,7 +342,8 @@ def _match_rest(names: Names, room: Room, source: int | None, taken: set[Keys]) 
     return created, extra
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """Returns the first names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -353,7 +354,7 @@ def _warn_of_skipped(names: Names, matched: _Matched, number: int) -> None:
         log.warning(
             'private="skip" leaves %s as the module has them: step %d has them as private state of ranks only. '
             "private= with a function loads them from a rank",
-            _few(left),
+            few(left),
             number,
         )
 
@@ -362,13 +363,13 @@ def _check_names(matched: _Matched, elsewhere: set[Keys], number: int) -> None:
     """Raises an error if the step lacks names of the state, or has others that are not ``elsewhere`` in the launch."""
     if matched.missing:
         raise NotFoundError(
-            f"step {number} does not have {_few([show(leaf.keys) for leaf in matched.missing])}",
+            f"step {number} does not have {few([show(leaf.keys) for leaf in matched.missing])}",
             "load what it has with strict=False, or pass include= to choose names",
         )
     extra = [keys for space, keys in matched.extra if space is not None or keys not in elsewhere]
     if extra:
         raise InvalidError(
-            f"step {number} has {_few([show(keys) for keys in extra])}, for which the state has no place",
+            f"step {number} has {few([show(keys) for keys in extra])}, for which the state has no place",
             "add them to the state, pass strict=False, or include= to choose names",
         )
 
@@ -408,7 +409,7 @@ def _check_sources(names: Names, matched: _Matched, rank: int, source: int | Non
     if not owners:
         return
     where = sorted({owner for _, found in owners for owner in found})
-    lacking = _few([name for name, _ in owners])
+    lacking = few([name for name, _ in owners])
     if callable(choices.private):
         if choices.strict or source not in names.ranks:
             raise InvalidError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import launch
 
 import rapidraid
 from rapidraid import errors
@@ -72,6 +73,17 @@ def test_a_folder_becomes_a_step_and_a_folder_again(
     ]:
         code, _, err = convert(*arguments)
         assert code == 1 and why in err and "Traceback" not in err, err
+
+
+def test_an_export_names_the_private_state_that_it_leaves_out(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """DCP has one value for each name, so the other ranks' state has no place in its folder."""
+    code, lines = launch(str(Path(__file__).parent / "programs" / "private_state.py"), 3, str(cluster.config), job)
+    assert code == 0, lines
+    command = [sys.executable, "-m", "rapidraid", "export", "--dcp", "--config", str(cluster.config)]
+    done = subprocess.run([*command, f"{job}/1", str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{job}/1 leaves out private state of the ranks 1, 2: rng, more/0, more/1, more/2, more/3 and 3 more" in done.stderr
+    assert flat(load_dcp_folder(tmp_path / "out")) == {"rng": 0, "shared": 7}
 
 
 class Evil:

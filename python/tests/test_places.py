@@ -60,10 +60,10 @@ def test_pods_and_daemon_meet_in_one_folder() -> None:
         mounts = {entry["name"]: entry["mountPath"] for entry in container["volumeMounts"]}
         volumes = {entry["name"]: entry for entry in spec["volumes"]}
         assert environment["RAPIDRAID_STAGING_DIR"] == mounts["staging"] == volumes["staging"]["hostPath"]["path"]
-        assert {*mounts, "secret"} == volumes.keys()
+        of_init = {mount["name"] for init in spec.get("initContainers", []) for mount in init["volumeMounts"]}
+        assert mounts.keys() | of_init == volumes.keys()
         assert spec["securityContext"]["runAsUser"] == 1000
         assert spec["nodeSelector"] == specs[0]["nodeSelector"] and spec["tolerations"] == specs[0]["tolerations"]
-        assert spec["initContainers"][-1] == specs[0]["initContainers"][-1]
     assert found["Service"]["metadata"]["name"] == specs[1]["subdomain"]
     assert found["Service"]["spec"]["selector"] == found["Job"]["spec"]["template"]["metadata"]["labels"]
     assert f"{found['Job']['metadata']['name']}-0.{specs[1]['subdomain']}:" in " ".join(specs[1]["containers"][0]["command"])
@@ -71,6 +71,15 @@ def test_pods_and_daemon_meet_in_one_folder() -> None:
     assert own["command"][-1] == mounts["staging"] and own["command"][own["command"].index("-o") + 1] == "1000"
     unit = (CLUSTER / "rapidraid-stage.service").read_text()
     assert f"TimeoutStopSec={specs[0]['terminationGracePeriodSeconds']}\n" in unit
+
+
+def test_trainers_get_no_key() -> None:
+    recipe = (CLUSTER / "kubernetes" / "rapidraid-stage.yaml").read_text()
+    spec = documents()["Job"]["spec"]["template"]["spec"]
+    secrets = [volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume]
+    assert secrets == ["rapidraid-trainer"]
+    created = [line for line in recipe.splitlines() if "create secret generic rapidraid-trainer" in line]
+    assert [line.split("--from-file=")[1:] for line in created] == [["client/rapidraid.toml"]]
 
 
 def can_make_pods() -> bool:
@@ -83,17 +92,21 @@ class Pods:
     """The host of the pods: the folder that they share, and how one is started."""
 
     def __init__(self, config: Path, client: Path) -> None:
-        # A secret's files can be read by all. The first container of each pod makes a copy for its user.
+        # A secret's files can be read by all. The daemon's pod makes a copy for its user; a trainer's pod has only the
+        # configuration.
         secret = client.with_name("secret")
         for folder in (secret, client):
             folder.mkdir()
         for file in config.parent.iterdir():
             shutil.copy(file, secret)
             (secret / file.name).chmod(0o444)
-        *_, script = documents()["Job"]["spec"]["template"]["spec"]["initContainers"][-1]["command"]
+        *_, script = documents()["DaemonSet"]["spec"]["template"]["spec"]["initContainers"][-1]["command"]
         script = script.replace("/secret/", f"{secret}/").replace("/etc/rapidraid/", f"{client}/")
         subprocess.run(["sh", "-c", script], check=True)
         self.config = client / config.name
+        self.trainers_config = client.with_name("trainer") / config.name
+        self.trainers_config.parent.mkdir()
+        shutil.copy(config, self.trainers_config)
         self.host = Path(tempfile.mkdtemp(prefix="rapidraid-pods-", dir="/dev/shm"))
         self.path = documents()["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
         self.running: list[subprocess.Popen[str]] = []
@@ -104,7 +117,7 @@ class Pods:
             'set -e; mkdir -p "$1"; mount --bind "$0" /mnt; mount -t tmpfs -o size=64m tmpfs /dev/shm; mkdir -p "$1"; '
             'mount --bind /mnt "$1"; mount -t proc proc /proc; shift; exec "$@"'
         )
-        environment = {**os.environ, "RAPIDRAID_CONFIG": str(self.config), "RAPIDRAID_STAGING_DIR": self.path}
+        environment = {**os.environ, "RAPIDRAID_CONFIG": str(self.trainers_config), "RAPIDRAID_STAGING_DIR": self.path}
         pod = subprocess.Popen(
             ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private"]
             + ["sh", "-c", mounts, str(self.host), self.path, *command],

@@ -7,6 +7,7 @@ its command on this host.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ yaml = pytest.importorskip("yaml")
 pytest.importorskip("numpy")
 
 CLUSTER = Path(__file__).parent.parent.parent / "cluster"
+CONFIGURATION = CLUSTER.parent / "docs" / "configuration.md"
 STATE_BYTES = 80 << 20
 LIMIT_S = 60
 
@@ -173,18 +175,69 @@ def test_a_pod_that_is_killed_resumes_from_the_daemons_pod(pods: Pods, job: str)
     assert line_of(again, "loaded") == "loaded 5 5 3.0 3.0\n"
 
 
-def test_the_slurm_recipe_ends_the_daemon_after_it_has_saved(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
+def slurm_tools(folder: Path, **commands: str) -> dict[str, str]:
+    """Makes an `srun` that runs its command on this host, an `scontrol` that logs its words, and `commands`.
+
+    Returns the environment of a batch script that finds them.
+    """
+    tools = folder / "tools"
     tools.mkdir()
     scripts = {
         "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
-        "scontrol": f'echo "$@" >> {tmp_path}/scontrol; echo host-1; echo host-2',
-        "rapidraid": f'exec "{program()}" "$@"',
-        "torchrun": f'while [ "${{1#-}}" != "$1" ]; do shift; done; exec "{sys.executable}" "$@"',
+        "scontrol": f'echo "$@" >> {folder}/scontrol; echo host-1; echo host-2',
     }
-    for name, text in scripts.items():
+    for name, text in {**scripts, **commands}.items():
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "host-[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": "1",
+    }
+
+
+def test_the_slurm_recipe_has_time_for_all_its_waits() -> None:
+    script = (CLUSTER / "slurm" / "train.sbatch").read_text()
+    (signal_s,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", script, re.MULTILINE)
+    (shutdown_s,) = re.findall(r"--shutdown-timeout=(\d+)", script)
+    (stop_s,) = re.findall(r"^\| `staging.stop_s` .*? \| `(\d+)` \|", CONFIGURATION.read_text(), re.MULTILINE)
+    assert int(signal_s) >= int(shutdown_s) + int(stop_s) + 60
+
+
+@pytest.mark.parametrize("signalled", ["training", "saving", "both"])
+def test_a_signal_does_not_end_the_slurm_recipes_wait_for_the_daemon(signalled: str, tmp_path: Path) -> None:
+    """A job is queued again only if the signal came before training had ended."""
+    environment = slurm_tools(
+        tmp_path,
+        rapidraid='[ "$2" = --config ] || exit 0; trap "echo saving; sleep 1; : > $0.saved; exit" TERM; while :; do sleep 0.05; done',
+        torchrun=f'trap "exit 9" TERM; echo trains; while [ ! -e {tmp_path}/end ]; do sleep 0.05; done; exit 7',
+    )
+    batch = subprocess.Popen(
+        ["bash", str(CLUSTER / "slurm" / "train.sbatch"), "train.py"],
+        env={**environment, "RAPIDRAID_CONFIG": "none"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    line_of(batch, "trains")
+    if signalled in ("training", "both"):
+        batch.send_signal(signal.SIGTERM)
+    else:
+        (tmp_path / "end").touch()
+    line_of(batch, "saving")
+    if signalled in ("saving", "both"):
+        batch.send_signal(signal.SIGTERM)
+    assert batch.wait(LIMIT_S) == (7 if signalled == "saving" else 9)
+    assert (tmp_path / "tools" / "rapidraid.saved").exists()
+    assert ("requeue 1\n" in (tmp_path / "scontrol").read_text()) == (signalled != "saving")
+
+
+def test_the_slurm_recipe_ends_the_daemon_after_it_has_saved(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    tools = slurm_tools(
+        tmp_path,
+        rapidraid=f'exec "{program()}" "$@"',
+        torchrun=f'while [ "${{1#-}}" != "$1" ]; do shift; done; exec "{sys.executable}" "$@"',
+    )
     staging = Path(tempfile.mkdtemp(prefix="rapidraid-slurm-", dir="/dev/shm"))
     script = tmp_path / "train.py"
     script.write_text(
@@ -193,16 +246,7 @@ def test_the_slurm_recipe_ends_the_daemon_after_it_has_saved(cluster: rapidraid.
         "checkpointer.save(3, {'weights': numpy.ones(1000)})\n"
         "sys.exit(7)\n"
     )
-    environment = {
-        **os.environ,
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "RAPIDRAID_CONFIG": str(cluster.config),
-        "RAPIDRAID_STAGING_DIR": str(staging / "folder"),
-        "SLURM_JOB_NODELIST": "host-[1-2]",
-        "SLURM_NNODES": "2",
-        "SLURM_CPUS_PER_TASK": "1",
-        "SLURM_JOB_ID": "1",
-    }
+    environment = {**tools, "RAPIDRAID_CONFIG": str(cluster.config), "RAPIDRAID_STAGING_DIR": str(staging / "folder")}
     try:
         done = subprocess.run(
             ["bash", str(CLUSTER / "slurm" / "train.sbatch"), str(script), job],

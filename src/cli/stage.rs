@@ -46,7 +46,7 @@ const LOST_LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs the command `stage`.
 pub async fn run(front: &mut Front, options: Stage) -> Outcome {
-    let (_, config) = connect::client_config(&options.connect, &front.env)?;
+    let (file, config) = connect::client_config(&options.connect, &front.env)?;
     let dir = config.staging.dir.clone();
     let dir = dir.unwrap_or_else(|| default_dir(config.membership.cluster));
     if options.status {
@@ -58,7 +58,7 @@ pub async fn run(front: &mut Front, options: Stage) -> Outcome {
         return ask(dir, &config, Request::Free { job, with_unsaved: options.force }).await;
     }
     if options.detach {
-        return detach::run(&dir, &config, &options.connect).await;
+        return detach::run(&dir, &config, (&file, &options.connect.set)).await;
     }
     log::of_staging(front);
     allow_descriptors();

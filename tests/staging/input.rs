@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use rapidraid::trainer::StagingError;
 use rapidraid::trainer::daemon::trace::StagingPoint;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use crate::launch::{Launch, Plan, Trainer, has_containers};
 use crate::machine::Cluster;
-use crate::stage::Stage;
+use crate::stage::{Stage, until};
 use crate::{Cell, cells};
 
 pub const CELLS: &[Cell] = cells![
@@ -22,6 +22,7 @@ pub const CELLS: &[Cell] = cells![
     a_folder_that_others_enter_is_refused,
     containers_share_a_daemon,
     one_daemon_for_a_folder,
+    a_detached_daemon_finds_a_relative_configuration,
     full_memory_is_told_and_keeps_the_resume_point,
     a_process_that_ends_while_it_waits_for_memory_is_forgotten,
     too_many_connections_are_refused,
@@ -143,6 +144,17 @@ fn one_daemon_for_a_folder(cluster: &Cluster, _: &str) {
     stage.run(&[]).fails(1, &["another staging daemon runs", "--status"]);
     stage.run(&["--detach"]).ok();
     assert_eq!(stage.run(&["--status", "--json"]).ok().json()["jobs"], json!([]));
+}
+
+fn a_detached_daemon_finds_a_relative_configuration(cluster: &Cluster, _: &str) {
+    // `RAPIDRAID_CONFIG` is relative, and so are the names of the key and the token in the file.
+    let stage = Stage::folder(cluster, "64MiB", &["staging.token=client.toml"]);
+    std::fs::write(cluster.path("cluster/client/client.toml"), "a secret").unwrap();
+    stage.run(&["--detach"]).ok();
+    let told = stage.run(&["--status", "--json"]).ok().json();
+    let pid = told["pid"].as_i64().and_then(|pid| Pid::from_raw(pid.try_into().unwrap())).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
+    until("the daemon ends", String::new, || stage.run(&["--status"]).code != 0);
 }
 
 fn full_memory_is_told_and_keeps_the_resume_point(cluster: &Cluster, job: &str) {

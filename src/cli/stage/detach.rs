@@ -12,8 +12,8 @@ use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CpuSet;
 
 use super::Ended;
-use crate::cli::args::Connect;
 use crate::cli::printer::CommandFailure;
+use crate::cli::words::Setting;
 use crate::cli::{Outcome, files};
 use crate::clock::{Clock, SystemClock};
 use crate::config::ClientConfig;
@@ -31,8 +31,9 @@ const POLL: Duration = Duration::from_millis(20);
 /// Maximum time for one attempt to reach a daemon.
 const LOOK_LIMIT: Duration = Duration::from_secs(5);
 
-/// Returns when a daemon answers: one that runs already, or one that is started here.
-pub async fn run(dir: &Path, config: &ClientConfig, from: &Connect) -> Outcome {
+/// Returns when a daemon answers: one that runs already, or one that is started here with the
+/// configuration's file and the settings of the command line.
+pub async fn run(dir: &Path, config: &ClientConfig, from: (&Path, &[Setting])) -> Outcome {
     let clock = SystemClock::new();
     let log = dir.with_extension("log");
     let mut child = None;
@@ -81,7 +82,10 @@ async fn answers(dir: &Path, config: &ClientConfig) -> Result<(), StagingError> 
     asked.await.unwrap_or(Err(StagingError::Unexpected { what: "the staging daemon" }))
 }
 
-fn start(log: &Path, from: &Connect) -> Result<std::process::Child, CommandFailure> {
+fn start(
+    log: &Path,
+    (file, set): (&Path, &[Setting]),
+) -> Result<std::process::Child, CommandFailure> {
     let failed = |what: &str, error: std::io::Error| {
         CommandFailure::new(ErrorKind::Io, format!("{what}: {error}"))
     };
@@ -93,12 +97,10 @@ fn start(log: &Path, from: &Connect) -> Result<std::process::Child, CommandFailu
     let log = open_log(log, &options)
         .map_err(|e| failed(&format!("cannot open {}", log.display()), e))?;
     let mut command = Command::new(program);
-    command.args(["stage", "--detached"]);
-    if let Some(config) = &from.config {
-        let config = std::path::absolute(config).map_err(|e| failed("no absolute path", e))?;
-        command.arg("--config").arg(config);
-    }
-    for setting in &from.set {
+    // The daemon leaves this working folder before it reads the files that the configuration names.
+    let file = std::path::absolute(file).map_err(|e| failed("no absolute path", e))?;
+    command.args(["stage", "--detached", "--config"]).arg(file);
+    for setting in set {
         command.arg("--set").arg(format!("{}={}", setting.key, setting.value));
     }
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);

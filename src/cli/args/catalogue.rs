@@ -39,7 +39,8 @@ Example:
 
 Use this when the catalogue server or its catalogue folder is lost permanently; `rapidraid status` says so. All storage nodes
 should run; a few may be missing. The daemon at --on becomes the catalogue server, and the old one steps down if it comes
-back. Nothing is deleted. docs/operations.md explains each step.";
+back. No committed checkpoint is deleted; what is left of saves that were never committed, or were removed, is purged.
+docs/operations.md explains each step.";
 
 /// Options of `catalogue rebuild`.
 #[derive(Debug, clap::Args)]

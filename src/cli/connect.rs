@@ -19,6 +19,7 @@ use crate::config::{ClientConfig, ConfigError, MAX_FILE_BYTES, Membership, Sourc
 use crate::kind::ErrorKind;
 use crate::net::call::CallError;
 use crate::net::identity::Identity;
+use crate::wire::RemoteError;
 
 /// Maximum total time for the seeds to answer.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
@@ -31,10 +32,21 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 pub fn failure(error: &ClientError) -> CommandFailure {
     let failure = CommandFailure::of(error.kind(), error);
     match (error.hint(), error) {
+        (_, ClientError::Call(CallError::Failed(answer))) if answer.is_unknown_call() => {
+            outdated(answer)
+        }
         (Some(hint), _) => failure.with_hint(hint),
         (None, ClientError::Call(CallError::Failed(_))) => failure.as_told_by_daemon(),
         (None, _) => failure,
     }
+}
+
+/// Returns the failure of a command that asks for more than a daemon of an older version knows. The
+/// request itself is not wrong, so the kind is not `Invalid`.
+fn outdated(answer: &RemoteError) -> CommandFailure {
+    let message = format!("a daemon of an older version does not know what it was asked: {answer}");
+    CommandFailure::new(ErrorKind::Unavailable, message)
+        .with_hint("`rapidraid status` shows the version of each node: upgrade the older ones")
 }
 
 /// Converts an error of a configuration. The hint names the page that lists all settings.
@@ -171,10 +183,9 @@ pub async fn ask<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::RemoteError;
 
     #[test]
-    fn an_answer_of_a_daemon_has_no_default_hint_about_the_callers_files() {
+    fn an_answer_of_a_daemon_has_no_default_hint_about_the_callers_files_or_command() {
         let hint = |kind| {
             let message = "there is nothing to rebuild".to_owned();
             failure(&ClientError::Call(CallError::Failed(RemoteError { kind, message }))).hint
@@ -183,6 +194,9 @@ mod tests {
             assert_eq!(hint(kind), "", "{kind:?}");
         }
         assert!(hint(ErrorKind::Unavailable).contains("rapidraid status"));
+        let unknown = RemoteError::unknown_call(71);
+        let older = failure(&ClientError::Call(CallError::Failed(unknown)));
+        assert!(older.exit_code() == 1 && older.hint.contains("version of each node"), "{older:?}");
         let here = failure(&ClientError::InTheWay { path: "a".into(), found: "a folder" });
         assert!(here.hint.contains("another name"), "{here:?}");
     }

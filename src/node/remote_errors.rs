@@ -238,7 +238,7 @@ impl RpcError {
     fn kind(&self) -> ErrorKind {
         use RpcError as E;
         match self {
-            E::CallUnknown { .. } | E::RequestTooLong { .. } => ErrorKind::Invalid,
+            E::RequestTooLong { .. } => ErrorKind::Invalid,
             E::CallerNotNode { .. } => ErrorKind::Denied,
             E::NoHandler { .. } => ErrorKind::Internal,
         }

@@ -72,6 +72,25 @@ pub struct RemoteError {
     pub message: String,
 }
 
+/// The end of the message of an answer to an unknown call. Clients recognize it, so it does not
+/// change (docs/protocol.md).
+const UNKNOWN_CALL: &str = " is unknown here: the peer speaks a newer version";
+
+impl RemoteError {
+    /// Returns the answer to a call with a number that this program does not know.
+    pub fn unknown_call(number: u8) -> Self {
+        Self { kind: ErrorKind::Invalid, message: format!("call {number}{UNKNOWN_CALL}") }
+    }
+
+    /// Returns whether this is the answer of a program that does not know the call, because it is
+    /// older than the caller's.
+    pub fn is_unknown_call(&self) -> bool {
+        let number = self.message.strip_prefix("call ");
+        let number = number.and_then(|rest| rest.strip_suffix(UNKNOWN_CALL));
+        self.kind == ErrorKind::Invalid && number.is_some_and(|number| number.parse::<u8>().is_ok())
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 struct WireFailure {
     code: u32,
@@ -207,6 +226,20 @@ mod tests {
         let failure: Result<u64, RemoteError> =
             Err(RemoteError { kind: ErrorKind::Fenced, message: "generation 1.2 is known".into() });
         assert_eq!(parse_answer::<u64>(&answer_to_bytes(&failure).unwrap()).unwrap(), failure);
+    }
+
+    #[test]
+    fn the_answer_to_an_unknown_call_is_recognized() {
+        let answer: Result<u64, RemoteError> = Err(RemoteError::unknown_call(250));
+        let Err(failure) = parse_answer::<u64>(&answer_to_bytes(&answer).unwrap()).unwrap() else {
+            panic!()
+        };
+        // Older programs send this text too.
+        assert_eq!(failure.message, "call 250 is unknown here: the peer speaks a newer version");
+        assert!(failure.is_unknown_call());
+        let message = failure.message.replace("250", "x");
+        assert!(!RemoteError { message, ..failure.clone() }.is_unknown_call());
+        assert!(!RemoteError { kind: ErrorKind::Io, ..failure }.is_unknown_call());
     }
 
     #[test]

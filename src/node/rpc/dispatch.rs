@@ -184,7 +184,7 @@ impl RpcServer {
             Err(error) => return served.refuse(error.into()).await,
         };
         let Some((_, name, who)) = ALL.iter().find(|(known, _, _)| *known == number) else {
-            return served.refuse(RpcError::CallUnknown { number }.into()).await;
+            return served.refuse(RemoteError::unknown_call(number)).await;
         };
         if request.frame().len() > SHORT_REQUEST_BYTES && !LONG_CALLS.contains(&number) {
             let too_long = RpcError::RequestTooLong {

@@ -5,9 +5,6 @@ use crate::id::PeerName;
 /// The reason why a call was refused before its handler ran.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::node) enum RpcError {
-    /// The number of the call is unknown to this program.
-    #[error("call {number} is unknown here: the peer speaks a newer version")]
-    CallUnknown { number: u8 },
     /// The request is too long for its call, which allows only short requests.
     #[error("the request {call} has {len_bytes} bytes, at most {limit_bytes} are allowed")]
     RequestTooLong { call: &'static str, len_bytes: usize, limit_bytes: usize },

@@ -335,8 +335,10 @@ fn nothing_is_overwritten_unless_asked() {
     no_such.fails(1, &["no shard b.bin"]);
     assert_eq!(no_such.json()["error"]["kind"], "not_found");
     cluster.run("restore job/1 --out new3 --shard a.bin --range 2..100").fails(2, &["2..100"]);
-    cluster.run("archive job/1 --trace a.bin").fails(1, &["a.bin"]);
+    cluster.run("archive job/1 --trace a.bin").fails(1, &["a.bin", "remove what is there"]);
     assert_eq!(cluster.read("a.bin"), b"second");
+    cluster.run("archive job/9 --trace hops.json").fails(1, &["job/9"]);
+    assert!(!cluster.path("hops.json").exists());
 }
 
 #[test]

@@ -225,7 +225,9 @@ pub struct Archive {
     /// Number of stripes archived at the same time; 0 lets the node choose
     #[arg(long, default_value_t = 0)]
     pub parallel: u16,
-    /// Write the times of all hops as a Chrome trace; the file must not exist
+    /// Write the times of all hops as a Chrome trace; the file must not exist. No file stays if the
+    /// archiving fails or is interrupted. If the trace cannot be written, the exit code is 1 although
+    /// the step is archived
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// The options to connect to the cluster.

@@ -53,6 +53,7 @@ pub fn io_failure(verb: &str, path: &Path, error: &io::Error) -> CommandFailure 
     let failure = CommandFailure::new(kind, format!("cannot {verb} {}: {error}", path.display()));
     match kind {
         ErrorKind::NotFound => failure.with_hint("check the path"),
+        ErrorKind::Exists => failure.with_hint("choose another name, or remove what is there"),
         ErrorKind::Denied => failure.with_hint("check who owns it and who may use it (ls -l)"),
         _ => failure,
     }
@@ -255,7 +256,9 @@ mod tests {
         let (key, big) = (folder.path().join("key.pem"), folder.path().join("big"));
         write_new(&key, "secret", SECRET).unwrap();
         assert_eq!(read_secret(&key).as_deref(), Ok("secret"));
-        assert_eq!(write_new(&key, "x", SECRET).unwrap_err().kind, ErrorKind::Exists);
+        let exists = write_new(&key, "x", SECRET).unwrap_err();
+        assert_eq!(exists.kind, ErrorKind::Exists);
+        assert!(exists.hint.ends_with("or remove what is there"), "{}", exists.hint);
         write_new(&big, &"x".repeat(101), PUBLIC).unwrap();
         assert_eq!(read_text(&big, 100).unwrap_err().kind, ErrorKind::Invalid);
         assert!(read_text(&big, 101).is_ok());

@@ -1,6 +1,7 @@
 //! `archive`, `restore` and `verify --quick`: the commands that move much data, with their progress
 //! and reports.
 
+use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -106,13 +107,9 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     drop(bar);
     let took = clock.now();
     connect::close(&client).await;
-    if let (Some(file), Some(path)) = (trace_file, &options.trace)
-        && let Err(error) = trace.write(file)
-    {
-        // A trace that cannot be written does not change the result of the archiving, so it is only
-        // noted.
-        let failure = files::io_failure("write", path, &error);
-        front.printer.note(&format!("no trace: {}", failure.message));
+    if !matches!(archived, Ok(Ok(_))) {
+        // The trace would be incomplete, and in the way when the command is run again.
+        options.trace.iter().for_each(|path| files::remove_file(path));
     }
     let archived = archived.map_err(|which| {
         let name = named(job, step);
@@ -125,7 +122,24 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         ))
     })?;
     let report = archived.map_err(|error| connect::failure(&error))?;
-    Ok(Box::new(Archived { report, took }))
+    let mut is_trace_missing = false;
+    if let (Some(file), Some(path)) = (trace_file, &options.trace)
+        && let Err(failure) = write_trace(&trace, file, path)
+    {
+        // The step is archived all the same, so its report is printed.
+        front.printer.warn(
+            &format!("no trace: {}", failure.message),
+            "the step is archived; a trace can only be written while a step is archived",
+        );
+        is_trace_missing = true;
+    }
+    Ok(Box::new(Archived { report, took, is_trace_missing }))
+}
+
+/// Writes a trace to the file that was just created at `path`. Removes the file if that fails.
+fn write_trace(trace: &Trace, file: File, path: &Path) -> Result<(), CommandFailure> {
+    let written = trace.write(file).map_err(|error| files::io_failure("write", path, &error));
+    written.inspect_err(|_| files::remove_file(path))
 }
 
 /// The checkpoint that a restore reads.
@@ -235,6 +249,8 @@ pub async fn read_through(
 struct Archived {
     report: ArchiveReport,
     took: Duration,
+    /// Whether a trace was wanted and could not be written.
+    is_trace_missing: bool,
 }
 
 /// Returns a stripe's report as JSON.
@@ -290,6 +306,10 @@ impl CommandOutput for Archived {
             report.step,
             self.took.as_secs_f64(),
         )
+    }
+
+    fn exit_code(&self) -> u8 {
+        u8::from(self.is_trace_missing)
     }
 }
 

@@ -145,65 +145,23 @@ fn merge_extents(inputs: &[MergeInput<'_>]) -> Result<(Vec<Extent>, NewRows), Ta
     Ok((extents, new_rows))
 }
 
-/// Returns the table and row of each region, in the order of their new names, and for each name in
-/// the order of the tables. Places them by counting, because a sort of the regions of many hosts
-/// takes longer than the rest of the merge of regions.
-fn order_by_name(inputs: &[MergeInput<'_>], new_names: &NewRows) -> Vec<(u32, u32)> {
-    // In a valid table all rows are in range, so nothing is skipped.
-    let regions = || {
-        (0u32..).zip(inputs.iter().zip(new_names)).flat_map(|(table, (input, new_names))| {
-            (0u32..).zip(&input.table.regions).filter_map(move |(row, region)| {
-                Some((*new_names.get(region.name as usize)? as usize, (table, row)))
-            })
-        })
-    };
-    // The next place of each name. At first the place of name i is the number of regions of the
-    // names before it.
-    let names = new_names.iter().flatten().max().map_or(0, |last| *last as usize + 1);
-    let mut places = vec![0usize; names + 1];
-    for (name, _) in regions() {
-        if let Some(count) = places.get_mut(name + 1) {
-            *count += 1;
-        }
-    }
-    let mut before = 0;
-    for place in &mut places {
-        before += *place;
-        *place = before;
-    }
-    let mut order = vec![(0, 0); before];
-    for (name, region) in regions() {
-        if let Some(place) = places.get_mut(name)
-            && let Some(entry) = order.get_mut(*place)
-        {
-            *entry = region;
-            *place += 1;
-        }
-    }
-    order
-}
-
 /// Merges the regions, sorted by name and form.
 fn merge_regions(
     inputs: &[MergeInput<'_>],
     new_names: &NewRows,
     new_extents: &NewRows,
 ) -> Vec<Region> {
-    let order = order_by_name(inputs, new_names);
-    let mut regions: Vec<Region> = Vec::with_capacity(order.len());
-    regions.extend(order.into_iter().filter_map(|(table, row)| {
-        let region = inputs.get(table as usize)?.table.regions.get(row as usize)?;
-        let name = *new_names.get(table as usize)?.get(region.name as usize)?;
-        let extent = *new_extents.get(table as usize)?.get(region.extent as usize)?;
-        Some(Region { name, form: region.form.clone(), extent })
-    }));
-    // The hosts of a sharded tensor usually have its slices in order, so the regions of a name
-    // rarely need a sort of their own.
-    for of_name in regions.chunk_by_mut(|a, b| a.name == b.name) {
-        if !of_name.is_sorted_by(|a, b| a.form <= b.form) {
-            of_name.sort_by(|a, b| a.form.cmp(&b.form));
-        }
+    let count = inputs.iter().map(|input| input.table.regions.len()).sum();
+    let mut regions: Vec<Region> = Vec::with_capacity(count);
+    for ((input, names), extents) in inputs.iter().zip(new_names).zip(new_extents) {
+        // In a valid table all rows are in range, so nothing is skipped.
+        regions.extend(input.table.regions.iter().filter_map(|region| {
+            let name = *names.get(region.name as usize)?;
+            let extent = *extents.get(region.extent as usize)?;
+            Some(Region { name, form: region.form.clone(), extent })
+        }));
     }
+    regions.sort_by(|a, b| a.name.cmp(&b.name).then_with(|| a.form.cmp(&b.form)));
     regions
 }
 

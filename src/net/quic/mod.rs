@@ -7,6 +7,7 @@
 
 mod connection;
 mod crypto;
+mod handshake_slots;
 mod limits;
 mod refused;
 mod reset;
@@ -19,7 +20,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use quinn::{AsyncUdpSocket, Endpoint, Incoming, Runtime, ServerConfig, TokioRuntime, VarInt};
 use rustls_pki_types::CertificateDer;
-use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Mutex, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 
 pub use crypto::ALPN;
@@ -31,6 +32,7 @@ use crate::clock::{Clock, deadline};
 use crate::id::ClusterId;
 use crate::kind::ErrorKind;
 use connection::{QuicConnection, connection_error};
+use handshake_slots::{HandshakeSlot, HandshakeSlots, MAX_HANDSHAKES};
 use refused::Refused;
 
 /// Time limit for connecting: resolving the host and trying all its addresses together.
@@ -39,9 +41,6 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 /// Time for which [`Transport::close`] waits for the peers to acknowledge.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
-/// Maximum number of incoming handshakes and of verified connections that are not accepted yet,
-/// together.
-const MAX_HANDSHAKES: usize = 128;
 /// Maximum number of addresses of one host that are tried.
 const MAX_ADDRESSES: usize = 4;
 /// Maximum bytes of datagrams that arrive for handshakes before they begin, for all handshakes
@@ -63,11 +62,10 @@ struct Listener {
     task: JoinHandle<()>,
 }
 
-/// A verified connection. Its handshake counts against [`MAX_HANDSHAKES`] until the connection is
-/// accepted.
+/// A verified connection. It keeps the slot of its handshake until it is accepted.
 struct Admitted {
     connection: Arc<dyn Connection>,
-    _permit: OwnedSemaphorePermit,
+    _slot: HandshakeSlot,
 }
 
 impl QuicTransport {
@@ -285,22 +283,21 @@ struct Admission {
 impl Admission {
     /// Runs until the endpoint closes. Handshakes in progress end when this future ends.
     async fn run(self) {
-        let running = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+        let slots = Arc::new(HandshakeSlots::default());
         let mut handshakes = JoinSet::new();
         while let Some(incoming) = self.endpoint.accept().await {
             while handshakes.try_join_next().is_some() {}
             let from = incoming.remote_address();
-            let permit = running.clone().try_acquire_owned();
+            let slot = slots.try_take(from.ip());
             let full = self.endpoint.open_connections() >= self.max_connections;
-            let (Ok(permit), false) = (permit, full) else {
+            let (Some(slot), false) = (slot, full) else {
                 self.refused.note(from, &"too many connections at once");
                 incoming.refuse();
                 continue;
             };
             // Under load, an address has to prove that it receives our packets before it costs a
             // handshake (RFC 9000, 8.1.2).
-            let pressed = running.available_permits() < MAX_HANDSHAKES / 2;
-            if pressed && !incoming.remote_address_validated() && incoming.may_retry() {
+            if slots.is_pressed() && !incoming.remote_address_validated() && incoming.may_retry() {
                 // Fails only for an attempt that was already retried.
                 let _ = incoming.retry();
                 continue;
@@ -323,7 +320,7 @@ impl Admission {
                     Ok(Ok(connection)) => {
                         let connection: Arc<dyn Connection> = Arc::new(connection);
                         // Fails only if the transport is gone.
-                        let _ = ready.send(Admitted { connection, _permit: permit }).await;
+                        let _ = ready.send(Admitted { connection, _slot: slot }).await;
                     }
                     Ok(Err(error)) => refused.note(from, &error),
                     Err(elapsed) => refused.note(from, &elapsed),

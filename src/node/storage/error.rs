@@ -143,7 +143,7 @@ pub(in crate::node) enum StorageError {
     /// The reader of a block ended before all its bytes arrived.
     #[error("a gathered block is incomplete")]
     BlockIncomplete,
-    /// A task of the node was lost.
-    #[error("the task of this node's {work} ended by a panic: please report it with the log")]
+    /// A task of the node did not end, or did not begin because the node stops.
+    #[error("this node's {work} was not completed: the node stops, or its log has the reason")]
     TaskLost { work: &'static str },
 }

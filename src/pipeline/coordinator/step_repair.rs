@@ -15,6 +15,7 @@ use super::error::CoordinatorError;
 use super::lease_keeper::LeaseKeeper;
 use super::node_loads::NodeLoads;
 use super::owned_shard::OwnedShard;
+use super::stripe_counts::StripeCounts;
 use super::stripe_repair::StripeOutcome;
 use super::{Coordinator, list_shard_roots};
 use crate::catalogue::record_access::{ArchiveRequest, archive_request_key, read_record};
@@ -464,10 +465,9 @@ impl Coordinator {
         let Some((request, _)) = self.find_archive_request(step_ref).await? else {
             return Ok(false);
         };
-        let owner = self.fetch_shard_state(root).await?.and_then(|state| state.owner);
-        let counts = self.fetch_stripe_counts(root).await?;
-        Ok(owner.is_some_and(|owner| owner.lease == request.lease)
-            && counts.is_some_and(|counts| counts.unarchived == 0))
+        let Some(state) = self.fetch_shard_state(root).await? else { return Ok(false) };
+        Ok(state.owner.as_ref().is_some_and(|owner| owner.lease == request.lease)
+            && StripeCounts::of_shard(root, &state)?.unarchived == 0)
     }
 
     /// Returns an error if the repair was stopped, if it does not own the shard any more, or if the

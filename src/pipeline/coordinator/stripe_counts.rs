@@ -20,6 +20,15 @@ pub(super) struct StripeCounts {
 }
 
 impl StripeCounts {
+    /// Returns the counts of one shard.
+    pub(super) fn of_shard(root: &ShardRoot, state: &ShardState) -> Result<Self, CoordinatorError> {
+        let geometry =
+            root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()))?;
+        let mut counts = Self::default();
+        counts.add_shard(&geometry, state.states());
+        Ok(counts)
+    }
+
     /// Adds the stripes of a shard. A stripe without a state counts as not archived.
     pub(super) fn add_shard(
         &mut self,
@@ -54,14 +63,8 @@ impl Coordinator {
         &self,
         root: &ShardRoot,
     ) -> Result<Option<StripeCounts>, CoordinatorError> {
-        let geometry =
-            root.geometry().map_err(|error| CoordinatorError::Format(error.to_string()))?;
         let state = self.fetch_shard_state(root).await?.filter(|state| !state.deleting);
-        Ok(state.map(|state| {
-            let mut counts = StripeCounts::default();
-            counts.add_shard(&geometry, state.states());
-            counts
-        }))
+        state.map(|state| StripeCounts::of_shard(root, &state)).transpose()
     }
 
     /// Returns the state of a shard, or `None` if the shard was removed.

@@ -22,7 +22,8 @@ use std::process::ExitCode;
 const HELP: &str = "\
 cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, the Python package, short experiments, doc tests, benches once, terraform, advisories
 cargo xtask wheel   builds the Python package with the program in it, in release mode, into target/python/wheels
-cargo xtask mutants ['TEXT' | --part I/N]    breaks each sync, mark, check and fence of tests/mutants.txt; its tests must fail
+cargo xtask mutants ['TEXT' | --part I/N] [--jobs N]
+                                           breaks each sync, mark, check and fence of tests/mutants.txt; its tests must fail
 cargo xtask upgrade [COMMIT]  a rolling upgrade from an older program, which is built from the history, and back
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix
 cargo xtask soak --seeds N [--from S] [--jobs J]    N storms, from seed S (0) on
@@ -51,9 +52,8 @@ fn main() -> ExitCode {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["test"] => recipe::test(),
         ["wheel"] => recipe::wheel(),
-        ["mutants", rest @ ..] => {
-            mutants::parse_arguments(rest).map_or_else(misused, |chosen| mutants::run(&chosen))
-        }
+        ["mutants", rest @ ..] => mutants::parse_arguments(rest)
+            .map_or_else(misused, |(chosen, jobs)| mutants::run(&chosen, jobs)),
         ["upgrade"] => upgrade::run(None),
         ["upgrade", commit] => upgrade::run(Some(commit)),
         ["soak", rest @ ..] => soak::parse(rest).map_or_else(misused, |what| soak::soak(&what)),

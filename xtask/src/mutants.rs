@@ -2,19 +2,21 @@
 //! one at a time, and expects its tests to fail. A mutant that survives shows a check that no test
 //! needs.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
+use std::{fmt, fs, thread};
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::cargo::cargo;
 
 const LIST: &str = "tests/mutants.txt";
-/// The folder with a copy of the tree and a target folder of its own, which is built again for each
-/// mutant.
+/// Has a folder for each job, with a copy of the tree and a target folder of its own, which is built
+/// again for each mutant.
 const FOLDER: &str = "target/mutants";
+const MAX_JOBS: usize = 64;
 
 /// Exit codes of cargo and nextest. Any other one says that the tests did not run.
 const BUILD_FAILED: i32 = 101;
@@ -44,10 +46,21 @@ impl Mutant {
     }
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ended {
     Caught,
     Survived,
     NotBuilt,
+}
+
+impl fmt::Display for Ended {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(match self {
+            Ended::Caught => "caught",
+            Ended::Survived => "SURVIVED",
+            Ended::NotBuilt => "NOT BUILT",
+        })
+    }
 }
 
 /// The mutants to run.
@@ -60,24 +73,31 @@ pub enum Chosen<'a> {
     Part(usize, usize),
 }
 
-/// Parses the arguments of the recipe.
-pub fn parse_arguments<'a>(arguments: &[&'a str]) -> Result<Chosen<'a>, String> {
+/// Parses the arguments of the recipe. Returns the chosen mutants and how many run at a time.
+pub fn parse_arguments<'a>(arguments: &[&'a str]) -> Result<(Chosen<'a>, usize), String> {
+    let (arguments, jobs) = match arguments {
+        [rest @ .., "--jobs", jobs] => (rest, jobs.parse().ok()),
+        _ => (arguments, Some(1)),
+    };
+    let jobs = jobs.filter(|jobs| (1..=MAX_JOBS).contains(jobs));
+    let jobs = jobs.ok_or_else(|| format!("--jobs: give a number from 1 to {MAX_JOBS}"))?;
     let part = |text: &str| {
         let (part, of) = text.split_once('/')?;
         let (part, of) = (part.parse().ok()?, of.parse().ok()?);
         (1 <= part && part <= of).then_some(Chosen::Part(part, of))
     };
-    match arguments {
-        [] => Ok(Chosen::All),
-        ["--part", text] => part(text).ok_or_else(|| format!("--part {text}: give it as 2/4")),
-        [name] if !name.starts_with('-') => Ok(Chosen::Named(name)),
-        _ => Err(format!("mutants does not take {:?}", arguments.join(" "))),
-    }
+    let chosen = match arguments {
+        [] => Chosen::All,
+        ["--part", text] => part(text).ok_or_else(|| format!("--part {text}: give it as 2/4"))?,
+        [name] if !name.starts_with('-') => Chosen::Named(name),
+        _ => return Err(format!("mutants does not take {:?}", arguments.join(" "))),
+    };
+    Ok((chosen, jobs))
 }
 
-/// Runs the chosen mutants.
-pub fn run(chosen: &Chosen<'_>) -> ExitCode {
-    match try_run(chosen) {
+/// Runs the chosen mutants, `jobs` at a time.
+pub fn run(chosen: &Chosen<'_>, jobs: usize) -> ExitCode {
+    match try_run(chosen, jobs) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -87,7 +107,7 @@ pub fn run(chosen: &Chosen<'_>) -> ExitCode {
     }
 }
 
-fn try_run(asked: &Chosen<'_>) -> Result<bool> {
+fn try_run(asked: &Chosen<'_>, jobs: usize) -> Result<bool> {
     let text = fs::read_to_string(LIST).with_context(|| format!("reading {LIST}"))?;
     let all = parse(&text)?;
     let is_chosen = |at: usize, mutant: &Mutant| match asked {
@@ -104,46 +124,61 @@ fn try_run(asked: &Chosen<'_>) -> Result<bool> {
         .map(|(_, mutant)| mutant)
         .collect();
     ensure!(!chosen.is_empty(), "no mutant of {LIST} is chosen by {asked:?}");
-    // nextest stops at the first failed test. `--no-tests=pass`: a mutant whose filter matches no
-    // test counts as survived.
-    let nextest = cargo().args(["nextest", "--version"]).stderr(Stdio::null()).output();
-    let runner = match nextest.is_ok_and(|output| output.status.success()) {
-        true => &["nextest", "run", "--no-tests=pass"][..],
-        false => &["test"],
-    };
     chosen.iter().try_for_each(|mutant| mutant.fits(Path::new(".")))?;
-    let tree = copy_tree()?;
-    let (mut survived, started) = (Vec::new(), Instant::now());
-    for (at, mutant) in chosen.iter().enumerate() {
-        let path = tree.join(&mutant.file);
-        let source = fs::read_to_string(&path)?;
-        fs::write(&path, source.replacen(&mutant.before, &mutant.after, 1))?;
-        let ended = test(&tree, mutant, runner);
-        fs::write(&path, source)?;
-        let word = match ended? {
-            Ended::Caught => "caught",
-            Ended::Survived => "SURVIVED",
-            Ended::NotBuilt => "NOT BUILT",
-        };
-        println!(
-            "{:>3}/{} {word:<9} {} ({} s)",
-            at + 1,
-            chosen.len(),
-            mutant.name,
-            started.elapsed().as_secs()
-        );
-        if word != "caught" {
-            survived.push(mutant.name.as_str());
+    let folders = (1..=jobs.min(chosen.len())).map(|job| Path::new(FOLDER).join(job.to_string()));
+    let folders: Vec<PathBuf> = folders.collect();
+    folders.iter().try_for_each(|folder| copy_tree(&folder.join("tree")))?;
+    let runner = nextest_or_test();
+    let (next, started) = (AtomicUsize::new(0), Instant::now());
+    let run_some = |folder: &Path| {
+        let mut survived = Vec::new();
+        while let Some(mutant) = chosen.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let ended = run_one(folder, mutant, runner)?;
+            println!("{:>5} s {ended:<9} {}", started.elapsed().as_secs(), mutant.name);
+            if ended != Ended::Caught {
+                survived.push(mutant.name.as_str());
+            }
         }
-    }
+        Ok::<_, anyhow::Error>(survived)
+    };
+    let survived = thread::scope(|scope| {
+        let run_some = &run_some;
+        let running = folders.iter().map(|folder| scope.spawn(move || run_some(folder)));
+        let running: Vec<_> = running.collect();
+        let ended = running
+            .into_iter()
+            .map(|job| job.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        ended.collect::<Result<Vec<_>>>()
+    })?
+    .concat();
     println!("{} caught, {} not: {survived:?}", chosen.len() - survived.len(), survived.len());
     Ok(survived.is_empty())
 }
 
+/// Returns the arguments of cargo that run tests: nextest, which stops at the first failed test, or
+/// where it is not installed, `cargo test`.
+fn nextest_or_test() -> &'static [&'static str] {
+    let nextest = cargo().args(["nextest", "--version"]).stderr(Stdio::null()).output();
+    match nextest.is_ok_and(|output| output.status.success()) {
+        // A mutant whose filter matches no test counts as survived.
+        true => &["nextest", "run", "--no-tests=pass"],
+        false => &["test"],
+    }
+}
+
+/// Changes the copy of the tree, runs the mutant's tests, and changes the copy back.
+fn run_one(folder: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
+    let path = folder.join("tree").join(&mutant.file);
+    let source = fs::read_to_string(&path)?;
+    fs::write(&path, source.replacen(&mutant.before, &mutant.after, 1))?;
+    let ended = test(folder, mutant, runner);
+    fs::write(&path, source)?;
+    ended
+}
+
 /// Copies the files that git knows to a tree where they can be changed. Unchanged files outside
-/// `src` keep their times, so that cargo does not build them again. Returns the path of the copy.
-fn copy_tree() -> Result<PathBuf> {
-    let tree = Path::new(FOLDER).join("tree");
+/// `src` keep their times, so that cargo does not build them again.
+fn copy_tree(tree: &Path) -> Result<()> {
     let listed = Command::new("git").args(["ls-files", "-z"]).output().context("git ls-files")?;
     ensure!(listed.status.success(), "git ls-files failed");
     // A module that was moved since the last run would be in the copy twice.
@@ -162,15 +197,15 @@ fn copy_tree() -> Result<PathBuf> {
         }
         fs::write(&to, bytes)?;
     }
-    Ok(tree)
+    Ok(())
 }
 
 /// Builds and runs the tests of a mutant; with nextest, until one of them fails.
-fn test(tree: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
-    let target = fs::canonicalize(FOLDER)?.join("target");
+fn test(folder: &Path, mutant: &Mutant, runner: &[&str]) -> Result<Ended> {
+    let target = fs::canonicalize(folder)?.join("target");
     let cargo = |arguments: &[&str]| {
         let mut command = cargo();
-        command.current_dir(tree).env("CARGO_TARGET_DIR", &target).args(runner);
+        command.current_dir(folder.join("tree")).env("CARGO_TARGET_DIR", &target).args(runner);
         // Each mutant is built once and run once, and the build takes most of the time.
         command.args(["--config", "profile.dev.package.rapidraid.opt-level=0"]).args(arguments);
         let output = command.output().context("running cargo")?;
@@ -249,10 +284,19 @@ mod tests {
 
     #[test]
     fn the_arguments_choose_mutants() {
-        assert_eq!(parse_arguments(&[]), Ok(Chosen::All));
-        assert_eq!(parse_arguments(&["sync"]), Ok(Chosen::Named("sync")));
-        assert_eq!(parse_arguments(&["--part", "2/4"]), Ok(Chosen::Part(2, 4)));
-        for wrong in [&["--part", "5/4"][..], &["--part", "0/4"], &["--help"], &["a", "b"]] {
+        assert_eq!(parse_arguments(&[]), Ok((Chosen::All, 1)));
+        assert_eq!(parse_arguments(&["sync"]), Ok((Chosen::Named("sync"), 1)));
+        assert_eq!(parse_arguments(&["--part", "2/4"]), Ok((Chosen::Part(2, 4), 1)));
+        assert_eq!(parse_arguments(&["--jobs", "2"]), Ok((Chosen::All, 2)));
+        assert_eq!(parse_arguments(&["sync", "--jobs", "2"]), Ok((Chosen::Named("sync"), 2)));
+        for wrong in [
+            &["--part", "5/4"][..],
+            &["--part", "0/4"],
+            &["--help"],
+            &["a", "b"],
+            &["--jobs", "0"],
+            &["--jobs"],
+        ] {
             parse_arguments(wrong).unwrap_err();
         }
     }

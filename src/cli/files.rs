@@ -33,8 +33,9 @@ pub fn environment() -> BTreeMap<String, String> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// Raises this process's limit of open files to the maximum that the system allows, because the
-/// shards of a checkpoint are open at the same time. A shell often grants less.
+/// Raises this process's limit of open files to the maximum that the system allows. A shell often
+/// grants less than a save, which has all files of a checkpoint open, or a staging daemon with many
+/// trainers needs.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
     // If the system refuses, the old limit stays, and the error names the file that cannot be

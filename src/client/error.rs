@@ -16,6 +16,7 @@ use crate::pipeline::record_fetch::RecordsError;
 use crate::pipeline::upload::SaveError;
 use crate::placement::PlacementError;
 use crate::store::DiskError;
+use crate::units::ByteCount;
 use crate::workers::WorkerDied;
 
 /// The reason why an operation failed. A change whose answer was lost may have been made all the
@@ -167,6 +168,18 @@ pub enum ClientError {
         /// The path, relative to the output folder.
         path: String,
     },
+    /// The disk of the output folder has too little space.
+    #[error(
+        "the restore needs {}, and the disk of the output folder has {} free: free some, or restore elsewhere",
+        ByteCount(*needed_bytes),
+        ByteCount(*free_bytes)
+    )]
+    NoSpace {
+        /// Number of bytes that the restore writes.
+        needed_bytes: u64,
+        /// Number of bytes that are free.
+        free_bytes: u64,
+    },
     /// A folder is in the place of an output file, or a file in the place of a folder.
     #[error("{path} exists and is {found}: restore elsewhere")]
     InTheWay {
@@ -216,7 +229,7 @@ pub enum ClientError {
     /// A record does not parse, or is too long.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// A worker thread died.
+    /// A job on a worker thread panicked.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }
@@ -250,7 +263,7 @@ impl ClientError {
             ClientError::Lost { .. } => ErrorKind::Lost,
             ClientError::FileExists { .. } | ClientError::InTheWay { .. } => ErrorKind::Exists,
             ClientError::Output { source, .. } => source.kind(),
-            ClientError::SaveId { .. } => ErrorKind::Io,
+            ClientError::SaveId { .. } | ClientError::NoSpace { .. } => ErrorKind::Io,
             ClientError::CalledOff { .. } | ClientError::WriterDropped { .. } => ErrorKind::Corrupt,
             ClientError::WritersMissing { .. } | ClientError::JointSaveOver => {
                 ErrorKind::Unavailable

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use bytes::Bytes;
 use rapidraid::client::{
-    ClientError, NewShard, ReadRange, SaveCode, SaveDecisions, SaveFate, SaveOptions,
+    ClientError, MemorySink, NewShard, ReadRange, SaveCode, SaveDecisions, SaveFate, SaveOptions,
 };
 use rapidraid::id::{SaveId, Step};
 use rapidraid::kind::ErrorKind;
@@ -123,6 +123,20 @@ async fn an_open_save_is_settled_as_aborted_and_never_commits() {
     assert_eq!(client.settle_save(job().at(Step(1)), begun.save).await.unwrap(), SaveFate::Aborted);
     assert_eq!(voice.ask(&to, &commit(1)).await.unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(client.list_steps(Some(&job())).await.unwrap().len(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn ranges_whose_plans_do_not_fit_in_memory_are_planned_again() {
+    let world = World::start(4, &[(4, 2)], BLOCK).await;
+    let (client, bytes) = (world.client(), content(17_000, 1));
+    save(&client, 1, &[("a", &bytes)]).await;
+    let memory = Arc::new(MemorySink::new(0..17_000));
+    let range =
+        |at| ReadRange { shard: "a".parse().unwrap(), range: at..at + 1, sink: memory.clone() };
+    let ranges: Vec<ReadRange> = (0..17_000).map(range).collect();
+    let report = client.read_ranges(&job(), Some(Step(1)), &ranges, quiet()).await.unwrap();
+    assert_eq!(report.replica_stripes, 17_000);
+    assert!(memory.take_bytes() == bytes);
 }
 
 #[tokio::test(start_paused = true)]

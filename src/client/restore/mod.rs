@@ -6,6 +6,7 @@ mod output;
 pub(super) mod plan_and_read;
 mod restore_request;
 pub(super) mod selection;
+pub(super) mod stripe_planning;
 
 pub use checkpoint_index::CheckpointIndex;
 pub use plan_and_read::RestoreReport;

@@ -9,7 +9,7 @@ use super::restore_request::RestoreRequest;
 use super::selection::ShardSelection;
 use crate::client::ClientError;
 use crate::pipeline::read::Sink;
-use crate::store::{DiskError, DiskFile};
+use crate::store::{DiskError, DiskFile, Space};
 
 /// The destination of the verified bytes of a read.
 pub(in crate::client) enum Output<'a> {
@@ -109,6 +109,21 @@ pub(in crate::client) fn refuse_output_conflicts(
     Ok(())
 }
 
+/// Returns an error if the disk of the output has less than `needed_bytes` free. Files that the
+/// restore replaces still take their space until it ends.
+pub(in crate::client) fn refuse_full_output(
+    output: &RestoreRequest,
+    needed_bytes: u64,
+) -> Result<(), ClientError> {
+    match output.out.space() {
+        Ok(Space { free_bytes, .. }) if free_bytes < needed_bytes => {
+            Err(ClientError::NoSpace { needed_bytes, free_bytes })
+        }
+        // A disk that cannot say how much space is free may have enough.
+        _ => Ok(()),
+    }
+}
+
 /// The temporary files of a restore. Dropping this removes those that have not got their final
 /// names, also when the restore is cancelled.
 pub(in crate::client) struct TemporaryFiles<'a> {
@@ -150,18 +165,16 @@ impl Drop for TemporaryFiles<'_> {
 fn publish_files(output: &RestoreRequest, parts: &[&ShardSelection]) -> Result<(), ClientError> {
     let out = &*output.out;
     let mut folders: BTreeSet<String> = BTreeSet::from([String::new()]);
-    let failed =
-        |part: &ShardSelection, source| ClientError::Output { path: part.path.clone(), source };
     // Do everything that can fail for want of space before the first file replaces an older one.
     for part in parts {
         let mut above = String::new();
         for folder in part.path.split('/').rev().skip(1).collect::<Vec<_>>().into_iter().rev() {
             above = if above.is_empty() { folder.to_owned() } else { format!("{above}/{folder}") };
-            out.create_dir(&above).map_err(|source| failed(part, source))?;
+            out.create_dir(&above).map_err(|source| part.output_error(source))?;
             folders.insert(above.clone());
         }
         let synced = out.open(&part.temporary).and_then(|file| file.sync());
-        synced.map_err(|source| failed(part, source))?;
+        synced.map_err(|source| part.output_error(source))?;
     }
     // Another program may have written files since the restore began.
     for part in parts.iter().filter(|_| !output.force) {
@@ -171,7 +184,7 @@ fn publish_files(output: &RestoreRequest, parts: &[&ShardSelection]) -> Result<(
     }
     for part in parts {
         let renamed = out.rename(&part.temporary, &part.path);
-        renamed.map_err(|source| failed(part, source))?;
+        renamed.map_err(|source| part.output_error(source))?;
     }
     for folder in folders {
         let path = if folder.is_empty() { "the folder itself".into() } else { folder.clone() };

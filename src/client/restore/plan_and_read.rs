@@ -1,33 +1,29 @@
-//! Restoring a checkpoint: plans every stripe, refuses if one cannot be read, then streams
-//! (docs/semantics.md, 6).
+//! Restoring a checkpoint: selects its parts, has every stripe planned, refuses if one cannot be read,
+//! then streams (docs/semantics.md, 6).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use futures_util::StreamExt;
 use futures_util::stream::{self, TryStreamExt};
+use tokio::sync::OnceCell;
 
 use super::output::{
-    CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, refuse_output_conflicts,
+    CountedSink, DiscardSink, FileSink, Output, TemporaryFiles, refuse_full_output,
+    refuse_output_conflicts,
 };
 use super::restore_request::RestoreRequest;
-use super::selection::{PartSlice, PartSlices, ReadRange, ShardSelection, StripeSlice};
+use super::selection::{ReadRange, ShardSelection, StripeSlice};
+use super::stripe_planning::{MAX_MOVES, PlannedStripe, ReadPlan};
 use crate::client::{Client, ClientError, Progress, ProgressFn};
-use crate::format::records::{Leaves, ShardRoot, ShardState, StripeState};
-use crate::id::{Job, NodeId, Step, StripeId};
+use crate::format::records::{Leaves, ShardRoot, StripeState};
+use crate::id::{Job, NodeId, Step};
 use crate::kind::ErrorKind;
 use crate::pipeline::busy_retry::BusyRetry;
-use crate::pipeline::read::{
-    NodesToAsk, ReadError, ReadSession, Sink, StripeReader, UnreadableStripe, find_stripe_state,
-};
-use crate::pipeline::record_fetch::{self, RecordsError};
+use crate::pipeline::read::{ReadSession, Sink};
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
-use crate::wire::calls::GetShardState;
 
-/// Number of stripes planned at once.
-const PLANS_AT_ONCE: usize = 8;
 /// Number of stripes read at once. Each holds up to k streams.
 const STRIPES_AT_ONCE: usize = 2;
 /// Maximum number of retries: of planning a stripe again after its sources failed, and of looking
@@ -36,10 +32,6 @@ const MAX_LOOKS: u32 = 3;
 /// Wait before a step that was found removed is looked up again. A client may be about to commit
 /// its replacement.
 const REPLACED_WAIT: Duration = Duration::from_millis(500);
-/// Maximum number of changes of a stripe's state that a reader follows. The state moves forward
-/// twice, but a state that is derived from the nodes may vary from time to time.
-pub(in crate::client) const MAX_MOVES: u32 = 8;
-
 /// The first incident in the report of a restore without a catalogue.
 pub(in crate::client) const BY_MARKS: &str =
     "no catalogue answers: the checkpoint was found by its commit marks";
@@ -72,18 +64,44 @@ enum ReadScope<'a> {
     Ranges(&'a [ReadRange]),
 }
 
-/// A slice, the state of its stripe for which the reader was planned, and the reader.
-struct PlannedStripe {
-    slice: StripeSlice,
-    state: StripeState,
-    reader: StripeReader,
-}
-
 /// The retries of one slice whose sources failed.
 struct SliceRetries {
     /// Number of times that the slice was planned again at once.
     looks: u32,
     outage: BusyRetry,
+}
+
+/// A part whose slices are being read, with what they share.
+#[derive(Clone)]
+struct OpenPart {
+    sink: Arc<dyn Sink>,
+    /// The leaves of the shard, which are fetched if a slice has to be planned.
+    leaves: Arc<OnceCell<Leaves>>,
+}
+
+impl OpenPart {
+    /// Opens the destination of part `at`.
+    fn open(
+        output: &Output<'_>,
+        at: usize,
+        part: &ShardSelection,
+        count: &Arc<dyn Fn(u64) + Send + Sync>,
+    ) -> Result<Self, ClientError> {
+        let done = count.clone();
+        let sink: Arc<dyn Sink> = match output {
+            Output::Files(request) => {
+                let file = request.out.open_to_write(&part.temporary);
+                let file = file.map_err(|source| part.output_error(source))?;
+                Arc::new(FileSink { file, start: part.range.start, done })
+            }
+            Output::Sinks(sinks) => match sinks.get(at) {
+                Some(to) => Arc::new(CountedSink { to: to.clone(), done }),
+                None => Arc::new(DiscardSink { done }),
+            },
+            Output::Nowhere => Arc::new(DiscardSink { done }),
+        };
+        Ok(Self { sink, leaves: Arc::default() })
+    }
 }
 
 impl Client {
@@ -234,8 +252,10 @@ impl Client {
         output: &Output<'_>,
         progress: ProgressFn,
     ) -> Result<RestoreReport, ClientError> {
+        let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         if let Some(output) = output.file_request() {
             refuse_output_conflicts(output, &parts)?;
+            refuse_full_output(output, total_bytes)?;
         }
         let reading = ReadSession::new(
             self.caller().clone(),
@@ -244,7 +264,6 @@ impl Client {
             directory.await?,
             incident.map(str::to_owned).into_iter().collect(),
         );
-        let total_bytes = parts.iter().map(|part| part.range.end - part.range.start).sum();
         let done = AtomicU64::new(0);
         let count: Arc<dyn Fn(u64) + Send + Sync> = Arc::new(move |bytes| {
             // A stripe whose reading started again counts twice.
@@ -252,16 +271,11 @@ impl Client {
             progress(Progress { done_bytes, total_bytes });
         });
         trace_point(TracePoint::Plan, format_args!("{job}/{step}"));
-        let planned = self.plan_parts(&reading, &parts).await?;
-        let (mut replica_stripes, mut decoded_stripes) = (0, 0);
-        for PlannedStripe { reader, .. } in planned.iter().flatten() {
-            let slot =
-                if reader.needs_decoding() { &mut decoded_stripes } else { &mut replica_stripes };
-            *slot += 1;
-        }
+        let plan = self.plan_parts(&reading, &parts).await?;
+        let (replica_stripes, decoded_stripes) = (plan.replica_stripes, plan.decoded_stripes);
         let mut files = TemporaryFiles::new(output);
         trace_point(TracePoint::Deliver, format_args!("{job}/{step}"));
-        self.read_into_output(&reading, &parts, planned, output, &count, &mut files).await?;
+        self.read_into_output(&reading, &parts, plan, output, &count, &mut files).await?;
         if output.file_request().is_some() {
             trace_point(TracePoint::Finish, format_args!("{job}/{step}"));
         }
@@ -280,233 +294,47 @@ impl Client {
         })
     }
 
-    /// Plans a reader for each slice of each part. Reports all stripes that cannot be read in one
-    /// [`ClientError::Lost`]. The slices of all parts are planned as one sequence, because most
-    /// parts of a step of many small files have a single slice.
-    async fn plan_parts(
-        &self,
-        reading: &Arc<ReadSession>,
-        parts: &[ShardSelection],
-    ) -> Result<Vec<Vec<PlannedStripe>>, ClientError> {
-        let (mut lost, mut total) = (Vec::new(), 0);
-        let mut planned: Vec<Vec<PlannedStripe>> = parts.iter().map(|_| Vec::new()).collect();
-        let slices = PartSlices::new(parts)?;
-        let mut plans = stream::iter(slices)
-            .map(|next| async move {
-                (next.at, self.plan_part_slice(reading, &parts[next.at], next).await)
-            })
-            .buffered(PLANS_AT_ONCE);
-        while let Some((at, plan)) = plans.next().await {
-            total += 1;
-            match plan {
-                Ok(reader) => planned[at].push(reader),
-                Err(ClientError::Read(ReadError::Lost(one))) => lost.push(one),
-                Err(error) => return Err(error),
-            }
-        }
-        if lost.is_empty() { Ok(planned) } else { Err(ClientError::Lost { lost, total }) }
-    }
-
-    /// Plans a reader for a slice. Fetches the leaves of its part unless another slice has done so.
-    async fn plan_part_slice(
-        &self,
-        reading: &Arc<ReadSession>,
-        part: &ShardSelection,
-        PartSlice { slice, leaves, .. }: PartSlice,
-    ) -> Result<PlannedStripe, ClientError> {
-        let leaves = leaves.get_or_try_init(|| self.fetch_leaves(reading, part)).await?;
-        let state = match &part.state {
-            Some(known) => known.stripe(slice.stripe),
-            None => {
-                let of = (&part.root, slice.stripe);
-                Some(find_stripe_state(reading, of.0, of.1, NodesToAsk::Live).await)
-            }
-        };
-        let state = state.unwrap_or(StripeState::Replicated);
-        self.plan_slice(reading, part, leaves, &slice, state).await
-    }
-
-    /// Plans a reader for a stripe in `state`, or in the state that it has reached meanwhile.
-    async fn plan_slice(
-        &self,
-        reading: &Arc<ReadSession>,
-        part: &ShardSelection,
-        leaves: &Leaves,
-        slice: &StripeSlice,
-        mut state: StripeState,
-    ) -> Result<PlannedStripe, ClientError> {
-        let (mut moves, mut patience) = (0, reading.new_busy_retry());
-        let (mut has_asked_nodes, mut is_by_nodes) = (part.state.is_none(), false);
-        loop {
-            let error = match self.plan_slice_in_state(reading, part, leaves, slice, state).await {
-                Ok(reader) => return Ok(PlannedStripe { slice: slice.clone(), state, reader }),
-                Err(ClientError::Read(error)) => error,
-                Err(error) => return Err(error),
-            };
-            let is_busy = matches!(error, ReadError::Busy { .. });
-            if moves >= MAX_MOVES || !(is_busy || matches!(error, ReadError::Lost(_))) {
-                return Err(error.into());
-            }
-            if is_busy && is_by_nodes {
-                // The catalogue does not know this state yet, so asking it again yields nothing
-                // new.
-                if !patience.wait_unless_expired().await {
-                    return Err(error.into());
-                }
-                continue;
-            }
-            is_by_nodes = false;
-            match self.find_changed_state(reading, part, slice.stripe, state).await? {
-                Some(next) => {
-                    moves += 1;
-                    state = next;
-                }
-                None if is_busy && patience.wait_unless_expired().await => {}
-                // The nodes may have pieces that were proven before the commit point. These serve
-                // as well, so derive the state from the nodes, once.
-                None if !is_busy && !has_asked_nodes => {
-                    has_asked_nodes = true;
-                    let found =
-                        find_stripe_state(reading, &part.root, slice.stripe, NodesToAsk::All).await;
-                    if found == state || found == StripeState::Replicated {
-                        return Err(error.into());
-                    }
-                    (state, is_by_nodes) = (found, true);
-                }
-                None => return Err(error.into()),
-            }
-        }
-    }
-
-    /// Returns the present state of a stripe if it differs from `known`. Returns `None` if the
-    /// state is unchanged, or cannot be found out.
-    pub(in crate::client) async fn find_changed_state(
-        &self,
-        reading: &Arc<ReadSession>,
-        part: &ShardSelection,
-        stripe: u32,
-        known: StripeState,
-    ) -> Result<Option<StripeState>, ClientError> {
-        let shard = self.fetch_shard_state(reading, part).await?;
-        let state = match part.state {
-            Some(_) => shard.and_then(|shard| shard.stripe(stripe)),
-            None => Some(find_stripe_state(reading, &part.root, stripe, NodesToAsk::All).await),
-        };
-        Ok(state.filter(|state| *state != known))
-    }
-
-    /// Fetches the leaves of a shard. Returns [`ClientError::Removed`] if no node has them because
-    /// the step was removed.
-    pub(in crate::client) async fn fetch_leaves(
-        &self,
-        reading: &ReadSession,
-        part: &ShardSelection,
-    ) -> Result<Leaves, ClientError> {
-        let mut patience = reading.new_busy_retry();
-        loop {
-            match record_fetch::fetch_leaves(&reading.caller, &reading.directory, &part.root).await
-            {
-                Err(error @ RecordsError::Lost { .. }) => {
-                    self.fetch_shard_state(reading, part).await?;
-                    if error.kind() != ErrorKind::Busy || !patience.wait_unless_expired().await {
-                        return Err(error.into());
-                    }
-                }
-                leaves => return Ok(leaves?),
-            }
-        }
-    }
-
-    /// Fetches the state of a shard. Returns `None` if the catalogue does not answer, or if `part`
-    /// has no state from a catalogue. Returns [`ClientError::Removed`] if the shard is gone.
-    async fn fetch_shard_state(
-        &self,
-        reading: &ReadSession,
-        part: &ShardSelection,
-    ) -> Result<Option<ShardState>, ClientError> {
-        let (job, step) = (&part.root.job, part.root.step);
-        let gone = || ClientError::Removed { job: job.clone(), step };
-        if part.state.is_none() {
-            let is_gone = self.is_removed_anywhere(&reading.directory, part.root.save).await;
-            return if is_gone { Err(gone()) } else { Ok(None) };
-        }
-        let Ok(shard) = self.call_gateway(&GetShardState { shard: part.root.shard }).await else {
-            return Ok(None);
-        };
-        shard.filter(|shard| !shard.deleting).map(Some).ok_or_else(gone)
-    }
-
-    async fn plan_slice_in_state(
-        &self,
-        reading: &Arc<ReadSession>,
-        part: &ShardSelection,
-        leaves: &Leaves,
-        slice: &StripeSlice,
-        state: StripeState,
-    ) -> Result<StripeReader, ClientError> {
-        let (caller, directory) = (&reading.caller, &reading.directory);
-        let info = match record_fetch::fetch_stripe_record(
-            caller,
-            directory,
-            &part.root,
-            leaves,
-            slice.stripe,
-        )
-        .await
-        {
-            Err(error @ RecordsError::Lost { .. }) if error.kind() == ErrorKind::Busy => {
-                let stripe = StripeId { shard: part.root.shard, index: slice.stripe };
-                let (node, reason) = ("with its record".into(), error.to_string());
-                return Err(ReadError::Busy { stripe, node, reason }.into());
-            }
-            Err(error @ RecordsError::Lost { .. }) => {
-                return Err(ReadError::Lost(UnreadableStripe {
-                    shard: part.root.name.to_string(),
-                    stripe: slice.stripe,
-                    needs: "its record".into(),
-                    missing: vec![error.to_string()],
-                })
-                .into());
-            }
-            other => other?,
-        };
-        let receipt = match state {
-            StripeState::Archived { attempt, .. } => {
-                // Without the receipt the pieces can still be read. The decoded bytes are verified
-                // in any case.
-                let at = (slice.stripe, info.places.as_slice());
-                record_fetch::fetch_receipt(caller, directory, &part.root, at, attempt).await.ok()
-            }
-            _ => None,
-        };
-        let (root, key) = (part.root.clone(), part.key.clone());
-        let (blocks, grains) = (&slice.blocks, slice.grains.clone());
-        let reading = reading.clone();
-        let plan =
-            StripeReader::probe_and_plan(reading, root, key, info, state, receipt, blocks, grains);
-        Ok(plan.await?)
-    }
-
     /// Reads a slice. If its sources fail, plans the stripe again: it may have been archived
     /// meanwhile, and the first plan may have left out sources that it did not need.
     async fn read_slice(
         &self,
         reading: &Arc<ReadSession>,
         part: &ShardSelection,
+        OpenPart { sink, leaves }: OpenPart,
         mut planned: PlannedStripe,
-        sink: Arc<dyn Sink>,
     ) -> Result<(), ClientError> {
         let mut retries = SliceRetries { looks: 0, outage: reading.new_busy_retry() };
         loop {
             let PlannedStripe { slice, state, reader } = planned;
-            let (grains, range) = (slice.grains.clone(), part.range.clone());
-            let lost = match reader.read_into_sink(&slice.blocks, grains, range, sink.clone()).await
-            {
-                Err(error @ ReadError::Lost(_)) => error.into(),
-                result => return Ok(result?),
+            let failed = match reader {
+                Some(reader) => {
+                    let (grains, range) = (slice.grains.clone(), part.range.clone());
+                    let read = reader.read_into_sink(&slice.blocks, grains, range, sink.clone());
+                    match read.await {
+                        Ok(()) => return Ok(()),
+                        Err(error) => error.into(),
+                    }
+                }
+                None => {
+                    let plan = async {
+                        let leaves =
+                            leaves.get_or_try_init(|| self.fetch_leaves(reading, part)).await?;
+                        self.plan_slice(reading, part, leaves, &slice, state).await
+                    };
+                    match plan.await {
+                        Ok(next) => {
+                            planned = next;
+                            continue;
+                        }
+                        Err(error) => error,
+                    }
+                }
             };
+            if failed.kind() != ErrorKind::Lost {
+                return Err(failed);
+            }
             planned =
-                self.plan_slice_again(reading, part, (&slice, state), &mut retries, lost).await?;
+                self.plan_slice_again(reading, part, (&slice, state), &mut retries, failed).await?;
         }
     }
 
@@ -549,31 +377,32 @@ impl Client {
         &self,
         reading: &Arc<ReadSession>,
         parts: &'a [ShardSelection],
-        planned: Vec<Vec<PlannedStripe>>,
+        plan: ReadPlan,
         output: &Output<'_>,
         count: &Arc<dyn Fn(u64) + Send + Sync>,
         files: &mut TemporaryFiles<'a>,
     ) -> Result<(), ClientError> {
-        let mut work = Vec::new();
-        for (at, (part, readers)) in parts.iter().zip(planned).enumerate() {
-            let sink: Arc<dyn Sink> = match output {
-                Output::Files(output) => {
-                    let failed = |source| ClientError::Output { path: part.path.clone(), source };
-                    let file = output.out.create_new(&part.temporary).map_err(failed)?;
-                    files.add(part);
-                    Arc::new(FileSink { file, start: part.range.start, done: count.clone() })
-                }
-                Output::Sinks(sinks) => match sinks.get(at) {
-                    Some(to) => Arc::new(CountedSink { to: to.clone(), done: count.clone() }),
-                    None => Arc::new(DiscardSink { done: count.clone() }),
-                },
-                Output::Nowhere => Arc::new(DiscardSink { done: count.clone() }),
-            };
-            work.extend(readers.into_iter().map(|reader| (part, sink.clone(), reader)));
+        // All files are created before the first byte is read. Each is open only while it is written,
+        // because a step may have more files than a process can have open.
+        if let Some(request) = output.file_request() {
+            for part in parts {
+                let created = request.out.create_new(&part.temporary);
+                created.map_err(|source| part.output_error(source))?;
+                files.add(part);
+            }
         }
-        stream::iter(work.into_iter().map(Ok))
-            .try_for_each_concurrent(STRIPES_AT_ONCE, |(part, sink, planned)| {
-                self.read_slice(reading, part, planned, sink)
+        let mut opened: Option<(usize, OpenPart)> = None;
+        let work = plan.slices.into_iter().map(|(at, planned)| {
+            let open = match opened.take() {
+                Some((of, open)) if of == at => open,
+                _ => OpenPart::open(output, at, &parts[at], count)?,
+            };
+            opened = Some((at, open.clone()));
+            Ok((&parts[at], open, planned))
+        });
+        stream::iter(work)
+            .try_for_each_concurrent(STRIPES_AT_ONCE, |(part, open, planned)| {
+                self.read_slice(reading, part, open, planned)
             })
             .await
     }

@@ -15,6 +15,7 @@ use crate::format::records::{Leaves, ShardRoot, ShardState};
 use crate::gf::FingerprintKey;
 use crate::id::{ShardName, StepRef};
 use crate::pipeline::read::Sink;
+use crate::store::DiskError;
 use crate::units::{GRAIN_BYTES, grains};
 
 /// A range of a shard to read into a sink.
@@ -67,6 +68,13 @@ pub(in crate::client) struct ShardSelection {
     /// The temporary and the final name of the output file, relative to the output folder.
     pub(in crate::client) temporary: String,
     pub(in crate::client) path: String,
+}
+
+impl ShardSelection {
+    /// Returns the error for `source`, which an operation on the output file returned.
+    pub(in crate::client) fn output_error(&self, source: DiskError) -> ClientError {
+        ClientError::Output { path: self.path.clone(), source }
+    }
 }
 
 /// The blocks and grains of one stripe that a range touches.

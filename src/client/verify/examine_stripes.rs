@@ -11,8 +11,9 @@ use futures_util::stream;
 
 use super::judge_stripe::{ExaminedStripe, HeldItem, JudgedFault, StripeJudgement};
 use super::report::{AbsentNode, Fault, VerifyReport};
-use crate::client::restore::plan_and_read::{BY_MARKS, MAX_MOVES};
+use crate::client::restore::plan_and_read::BY_MARKS;
 use crate::client::restore::selection::ShardSelection;
+use crate::client::restore::stripe_planning::MAX_MOVES;
 use crate::client::{Client, ClientError, Progress, ProgressFn};
 use crate::code::SurvivableLossCache;
 use crate::format::records::{Leaves, Receipt, Record, StripeState};

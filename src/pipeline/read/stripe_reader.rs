@@ -28,7 +28,7 @@ use super::source_selection::{CodedPieces, ReadRequest, RemoteFile, UnreadableSt
 use super::stripe_sources::{SourceFault, StripeSources};
 use crate::code::{Program, reconstruct};
 use crate::format::records::{Receipt, ShardRoot, StripeState};
-use crate::gf::FingerprintKey;
+use crate::gf::{Fingerprint, FingerprintKey};
 use crate::id::NodeId;
 use crate::pipeline::busy_retry::BusyRetry;
 use crate::pipeline::record_fetch::StripeInfo;
@@ -43,6 +43,9 @@ const GRAINS_AT_ONCE: usize = 4;
 /// Maximum number of damaged grains that a round reads from elsewhere. Then the round ends, and
 /// other sources are chosen.
 const MAX_REPAIRED_GRAINS: usize = 16;
+
+/// Memory that a reader takes, apart from the fingerprints: the places and sources of a stripe.
+const BASE_BYTES: usize = 4 << 10;
 
 /// A reader of one stripe.
 pub struct StripeReader {
@@ -111,6 +114,13 @@ impl StripeReader {
             }
         };
         Ok(Self { root, sources: StripeSources::new(reading, key, info, way) })
+    }
+
+    /// Returns about how much memory the reader takes before it reads.
+    pub fn memory_bytes(&self) -> usize {
+        let fingerprints =
+            self.sources.info.fixed.blocks.iter().map(|block| block.fingerprints.len());
+        BASE_BYTES + fingerprints.sum::<usize>() * size_of::<Fingerprint>()
     }
 
     /// Returns whether the stripe has to be decoded from pieces.

@@ -128,6 +128,12 @@ impl RegistrationRenewal {
                 tracing::info!(%error, "failed to store the list of nodes");
                 return;
             }
+            // This node may have been taken off the list and be on it again. Its clock, which
+            // `may_be_unregistered` trusts, may have stood still meanwhile.
+            if let Err(error) = self.registration.request_catch_up_if_unlisted().await {
+                tracing::info!(%error, "failed to compare this node's entry in the list of nodes");
+                return;
+            }
             progress.stored_members = members;
         }
         let recorded =

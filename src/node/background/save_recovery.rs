@@ -39,14 +39,54 @@ struct RecoveryState {
     live: BTreeSet<NodeId>,
     /// The keys of steps whose records did not parse in the last scan.
     damaged: BTreeSet<String>,
+    turn: RemovalTurn,
     slots: Arc<Semaphore>,
 }
 
 impl RecoveryState {
+    /// Returns the time since which this decided save or removal has waited: `now` if it is new.
+    fn first_seen(&self, save: SaveId, now: Duration) -> Duration {
+        self.since.get(&save).copied().unwrap_or(now)
+    }
+
     /// Returns whether the originator of this decided save or removal has had one lease period to
     /// finish it.
     fn is_grace_period_over(&self, save: SaveId, now: Duration, lease: Duration) -> bool {
         self.since.get(&save).is_some_and(|since| now >= since.saturating_add(lease))
+    }
+}
+
+/// The turns of the steps whose removals wait for a slot. Scans are in the order of the steps' keys.
+/// Without turns, removals of the first steps that fail again and again would take all slots.
+#[derive(Debug, Default)]
+struct RemovalTurn {
+    /// This scan passes over the steps up to this key: an earlier scan had slots for them.
+    after: Option<String>,
+    /// The last key for which this scan had a slot.
+    served: Option<String>,
+    has_run_out: bool,
+}
+
+impl RemovalTurn {
+    /// Returns whether it is the turn of the step with this key.
+    fn has_come(&self, key: &str) -> bool {
+        !self.has_run_out && self.after.as_deref().is_none_or(|after| key > after)
+    }
+
+    /// Notes whether there was a slot for the step with this key.
+    fn note_attempt(&mut self, key: &str, has_slot: bool) {
+        match has_slot {
+            true => self.served = Some(key.to_owned()),
+            false => self.has_run_out = true,
+        }
+    }
+
+    /// Ends a scan. The next one begins after the steps that had a slot in this one, or with the
+    /// first step if there was a slot for all.
+    fn end_scan(&mut self) {
+        let served = self.served.take().or(self.after.take());
+        self.after = if self.has_run_out { served } else { None };
+        self.has_run_out = false;
     }
 }
 
@@ -98,6 +138,7 @@ impl SaveRecovery {
             since: HashMap::new(),
             live: BTreeSet::new(),
             damaged: BTreeSet::new(),
+            turn: RemovalTurn::default(),
             slots,
         };
         let mut looked = RetentionCache::default();
@@ -148,17 +189,10 @@ impl SaveRecovery {
             };
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let now = self.context.clock.now();
-            let seen = |save| state.since.get(&save).copied().unwrap_or(now);
             for entry in checkpoint.removing {
                 survey.removing += 1;
-                note(entry.save, seen(entry.save));
-                let is_due =
-                    self.retention.lock_removal_retries().mark_seen_and_check_due(entry.save, now);
-                if is_due
-                    && state.is_grace_period_over(entry.save, now, self.context.settings.lease)
-                {
-                    self.resume_removal(&state.slots, job.at(step), entry);
-                }
+                note(entry.save, state.first_seen(entry.save, now));
+                self.resume_removal_if_due(state, (&key, job.at(step)), entry);
             }
             match checkpoint.writing {
                 Some(Writing::Open { save, lease, .. }) => {
@@ -178,7 +212,10 @@ impl SaveRecovery {
                         state.is_grace_period_over(saved.save, now, self.context.settings.lease);
                     let is_tried =
                         is_left && self.try_resume_publishing(&state.slots, job.at(step), &saved);
-                    note(saved.save, if is_tried { now } else { seen(saved.save) });
+                    note(
+                        saved.save,
+                        if is_tried { now } else { state.first_seen(saved.save, now) },
+                    );
                 }
                 None => {}
             }
@@ -187,6 +224,7 @@ impl SaveRecovery {
             }
         }
         (state.since, state.damaged) = (since, damaged);
+        state.turn.end_scan();
         self.retention.lock_removal_retries().forget_unseen();
         Ok(survey)
     }
@@ -207,17 +245,36 @@ impl SaveRecovery {
         Ok(())
     }
 
+    /// Continues the removal of a save of the step with this key, if it is due and if it is the
+    /// step's turn.
+    fn resume_removal_if_due(
+        self: &Arc<Self>,
+        state: &mut RecoveryState,
+        (key, step_ref): (&str, StepRef<'_>),
+        entry: Removing,
+    ) {
+        let (now, lease) = (self.context.clock.now(), self.context.settings.lease);
+        let is_due = self.retention.lock_removal_retries().mark_seen_and_check_due(entry.save, now);
+        if is_due && state.is_grace_period_over(entry.save, now, lease) && state.turn.has_come(key)
+        {
+            let has_slot = self.resume_removal(&state.slots, step_ref, entry);
+            state.turn.note_attempt(key, has_slot);
+        }
+    }
+
     /// Continues a removal in a task of its own, unless this node works on it already or too many
-    /// such tasks run.
+    /// such tasks run. Returns `false` if too many run.
     fn resume_removal(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
         step_ref: StepRef<'_>,
         entry: Removing,
-    ) {
+    ) -> bool {
         let StepRef { job, step } = step_ref;
-        let Some(mark) = ActiveSaveGuard::try_claim(&self.recovering, entry.save) else { return };
-        let Ok(slot) = slots.clone().try_acquire_owned() else { return };
+        let Some(mark) = ActiveSaveGuard::try_claim(&self.recovering, entry.save) else {
+            return true;
+        };
+        let Ok(slot) = slots.clone().try_acquire_owned() else { return false };
         let job = job.clone();
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
@@ -242,6 +299,7 @@ impl SaveRecovery {
                 why,
             );
         });
+        true
     }
 
     /// Publishes a decided save in a task of its own, unless this node works on it already or too
@@ -298,5 +356,37 @@ impl SaveRecovery {
         };
         update_record(catalogue, &checkpoint_key(job.at(step)), change).await?;
         Ok(is_aborted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Plays a scan with two slots. Returns the steps that had one.
+    fn scan(turn: &mut RemovalTurn, steps: &[&str]) -> String {
+        let (mut slots, mut served) = (2, String::new());
+        for &step in steps {
+            if turn.has_come(step) {
+                turn.note_attempt(step, slots > 0);
+                if slots > 0 {
+                    (slots, served) = (slots - 1, served + step);
+                }
+            }
+        }
+        turn.end_scan();
+        served
+    }
+
+    #[test]
+    fn removals_that_fail_do_not_take_the_slots_of_others() {
+        let (mut turn, steps) = (RemovalTurn::default(), ["a", "b", "c", "d", "e"]);
+        let served: Vec<String> = (0..5).map(|_| scan(&mut turn, &steps)).collect();
+        assert_eq!(served, ["ab", "cd", "e", "ab", "cd"]);
+        assert_eq!(scan(&mut turn, &["b", "c"]), "");
+        assert_eq!(scan(&mut turn, &["b", "c"]), "bc");
+        turn.note_attempt("b", false);
+        turn.end_scan();
+        assert_eq!(scan(&mut turn, &steps), "ab", "no slot was free at all");
     }
 }

@@ -17,7 +17,7 @@ use crate::catalogue::record_access::{
 };
 use crate::catalogue::{Catalogue, Guard, SetOutcome};
 use crate::format::records::{
-    Checkpoint, Record, RemoveReason, Removing, ShardState, StepLabels, Tombstone,
+    Checkpoint, Record, RemoveReason, Removing, ShardRoot, ShardState, StepLabels, Tombstone,
 };
 use crate::id::{Generation, Job, LaunchId, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
 use crate::net::call::address;
@@ -202,8 +202,8 @@ impl SaveRemoval {
         Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
     }
 
-    /// Fences the shards and writes tombstones to all storage nodes. Returns the directory of the
-    /// nodes, and the nodes that have a tombstone.
+    /// Fences the shards and writes tombstones to all storage nodes that can be reached. Returns the
+    /// directory of the nodes, and the nodes that have a tombstone.
     ///
     /// # Errors
     /// [`GatewayError::TombstonesMissing`] if too few nodes have a tombstone.
@@ -226,29 +226,46 @@ impl SaveRemoval {
         };
         let directory = Directory::read(&*catalogue).await?;
         let call = PutTombstone { bytes: tombstone.to_bytes()? };
-        let marked =
-            self.call_nodes_returning_confirmed(&directory, &directory.storage(), &call).await;
-        let missed = unconfirmed_storage_nodes(&directory, &marked);
-        // Enough nodes must have a tombstone: a later rebuild that finds a mark must also find a
-        // tombstone.
-        let may_miss = roots.iter().map(|root| usize::from(root.k) - 1).min();
-        let may_miss = may_miss.unwrap_or_else(|| match entry.reason {
-            RemoveReason::Aborted => usize::MAX,
-            _ => tolerated_losses(self.context.settings.codes.iter().copied()),
-        });
-        // Readers without a catalogue ask more than half of the nodes, and one of those must know
-        // of the removal. An aborted save has no mark that a tombstone would have to outweigh.
-        let storage = directory.storage().len();
-        let may_miss = match entry.reason {
-            RemoveReason::Aborted => may_miss,
-            _ => may_miss.min(storage.saturating_sub(majority(storage))),
-        };
-        if missed.len() > may_miss {
+        // A node that is away would cost each removal a timeout, as long as it is away. It is asked
+        // only if its tombstone is needed.
+        let (leased, others): (Vec<_>, Vec<_>) =
+            directory.storage().into_iter().partition(|node| directory.has_lease(*node));
+        let mut marked = self.call_nodes_returning_confirmed(&directory, &leased, &call).await;
+        if !self.are_tombstones_enough(&directory, entry.reason, &roots, &marked) {
+            marked.extend(self.call_nodes_returning_confirmed(&directory, &others, &call).await);
+        }
+        if !self.are_tombstones_enough(&directory, entry.reason, &roots, &marked) {
+            let missed = unconfirmed_storage_nodes(&directory, &marked);
             let names: Vec<&str> = missed.iter().map(|name| name.as_str()).collect();
             let (label, nodes) = (label.to_owned(), names.join(", "));
             return Err(GatewayError::TombstonesMissing { label, nodes }.into());
         }
         Ok((directory, marked))
+    }
+
+    /// Returns whether enough nodes have a tombstone of a save for its files to be deleted: a later
+    /// rebuild or reader that finds a mark must also find a tombstone (docs/semantics.md, 5).
+    fn are_tombstones_enough(
+        &self,
+        directory: &Directory,
+        reason: RemoveReason,
+        roots: &[ShardRoot],
+        marked: &[NodeId],
+    ) -> bool {
+        // Each stripe has its n nodes in the ring, so at least n-k+1 of them have a tombstone.
+        let has_ring = |root: &ShardRoot| {
+            let missed = directory.nodes_to_ask(root).filter(|node| !marked.contains(node));
+            missed.count() < usize::from(root.k)
+        };
+        // An aborted save has no mark that a tombstone would have to outweigh.
+        let is_aborted = reason == RemoveReason::Aborted;
+        let storage = directory.storage().len();
+        let has_majority = is_aborted || marked.len() >= majority(storage);
+        let is_rootless_enough = || {
+            let tolerated = tolerated_losses(self.context.settings.codes.iter().copied());
+            is_aborted || storage.saturating_sub(marked.len()) <= tolerated
+        };
+        has_majority && roots.iter().all(has_ring) && (!roots.is_empty() || is_rootless_enough())
     }
 
     /// Sends `call` to each of `nodes`. Returns the nodes that carried it out.

@@ -39,6 +39,8 @@ pub fn shard_roots_prefix(save: SaveId) -> String {
 /// a committed save. While the key is there, the database has records of all such removals. A rebuilt
 /// database never has the key.
 pub const NOTHING_FORGOTTEN: &str = "nothing-forgotten";
+/// The key, without a value, that a catalogue has while retention is paused (docs/semantics.md, 9).
+pub const RETENTION_PAUSED: &str = "retention-paused";
 /// Prefix of the orphans: saves that are to be removed and belong to no step's record.
 pub const ORPHANS: &str = "x/";
 

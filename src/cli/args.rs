@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-pub use catalogue::{CatalogueCommand, Move, Rebuild};
+pub use catalogue::{CatalogueCommand, Move, Rebuild, Retention};
 pub use cluster::{
     AddClient, AddNode, Cluster, Init, MaintainNode, RemoveNode, RenewKeys, ReplaceNode,
 };
@@ -394,8 +394,8 @@ Examples:
   rapidraid status --json
 
 With --json: schema, catalogue (null: no node says), unchanged (why the catalogue accepts no change,
-or null), epoch, nodes, policy (null: none is set), repair (null: no node says), leaving (node,
-successors).
+or null), epoch, nodes, policy (null: none is set), retention_paused (null: no node says), repair
+(null: no node says), leaving (node, successors).
 Each node: name, address, zone, rack, storage, live (it holds a lease), answers, version; of a node
 that answers also replicas, replica_bytes, pieces, piece_bytes, record_bytes, quarantined,
 disk_total_bytes, disk_free_bytes, budgets (name, used_bytes, peak_bytes, total_bytes),

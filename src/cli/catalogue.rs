@@ -110,6 +110,9 @@ impl CommandOutput for Rebuilt {
                 "  {saves} that were never committed, or were removed, will be purged\n"
             ));
         }
+        text.push_str(
+            "  labels are lost, so retention is paused: set them again, then `rapidraid catalogue retention --resume`\n",
+        );
         let missing: Vec<String> = answer.missing.iter().map(ToString::to_string).collect();
         let damaged: Vec<String> = answer.damaged.iter().map(ToString::to_string).collect();
         let lists = [

@@ -26,6 +26,7 @@ mod remove_node;
 mod renew_keys;
 mod repair;
 mod replace_node;
+mod retention;
 mod rules;
 mod safety;
 pub mod sample;
@@ -143,6 +144,9 @@ async fn command(front: &mut Front, command: Command) -> Outcome {
         Command::Status(options) => status::run(front, options).await,
         Command::Catalogue(CatalogueCommand::Rebuild(options)) => {
             catalogue::rebuild(front, options).await
+        }
+        Command::Catalogue(CatalogueCommand::Retention(options)) => {
+            retention::run(front, options).await
         }
         Command::Catalogue(CatalogueCommand::Move(options)) => {
             catalogue::move_to(front, options).await

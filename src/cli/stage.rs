@@ -6,7 +6,6 @@ mod priority;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Map, Value, json};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -61,19 +60,12 @@ pub async fn run(front: &mut Front, options: Stage) -> Outcome {
         return detach::run(&dir, &config, (&file, &options.connect.set)).await;
     }
     log::of_staging(front);
-    allow_descriptors();
+    files::raise_open_files();
     if options.detached {
         detach::leave_the_starter()?;
     }
     let gone = options.stop_at_eof.then(super::node::end_of_stdin);
     serve(front, dir, &config, options.detached.then_some(IDLE), gone).await
-}
-
-/// Raises the limit of open files to the maximum that the system allows. Each trainer's connection
-/// uses a few descriptors, and each reader of a step one for each of its parts.
-fn allow_descriptors() {
-    let limit = getrlimit(Resource::Nofile);
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
 fn token(config: &ClientConfig) -> Result<Vec<u8>, CommandFailure> {

@@ -127,6 +127,7 @@ impl CommandOutput for Nodes {
         let fields = json!({ "catalogue": self.0.catalogue.catalogue_server, "unchanged": self.0.catalogue.read_only_reason,
                 "epoch": self.0.epoch, "nodes": nodes,
                 "policy": self.0.policy.as_ref().map(rules::json),
+                "retention_paused": self.0.is_retention_paused,
                 "repair": self.0.repair.as_ref().map(safety::json),
                 "leaving": leaving(&self.0).map(leaving_json).collect::<Vec<_>>() });
         fields.as_object().cloned().unwrap_or_default()
@@ -189,6 +190,9 @@ impl CommandOutput for Nodes {
                 "{node} is leaving{successors}: `rapidraid cluster remove-node {node}` completes this\n"
             ));
         }
+        if report.is_retention_paused == Some(true) {
+            notes.push_str("retention is paused, so no rule removes checkpoints and disks fill up: after a rebuild, set the lost labels again; then `rapidraid catalogue retention --resume`\n");
+        }
         let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();
         let catalogue = report.catalogue.catalogue_server.as_ref();
         let catalogue = catalogue.map_or("not found".to_owned(), |name| format!("on {name}"));
@@ -226,7 +230,15 @@ mod tests {
         let read_only_reason = read_only_reason.map(str::to_owned);
         let catalogue = CatalogueReport { catalogue_server: None, read_only_reason };
         let (epoch, ring_changes) = (Epoch::default(), RingChanges::default());
-        StatusReport { nodes: Vec::new(), catalogue, epoch, policy: None, repair, ring_changes }
+        StatusReport {
+            nodes: Vec::new(),
+            catalogue,
+            epoch,
+            policy: None,
+            is_retention_paused: None,
+            repair,
+            ring_changes,
+        }
     }
 
     #[test]

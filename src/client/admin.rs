@@ -11,9 +11,9 @@ use crate::net::Address;
 use crate::net::call::address;
 use crate::wire::calls::{
     GetPolicyStatus, GetRepairStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer,
-    RebuildCatalogue, RemoveNode, RepairStatus, ReplaceNode, SetMaintenance,
+    RebuildCatalogue, RemoveNode, RepairStatus, ReplaceNode, SetMaintenance, SetRetention,
 };
-use crate::wire::policy::PolicyAnswer;
+use crate::wire::policy::{PolicyAnswer, RetentionChange};
 
 /// Time limit for rebuilding or moving the catalogue, and for removing a node. All nodes are asked
 /// what they have.
@@ -30,6 +30,8 @@ pub struct StatusReport {
     pub epoch: Epoch,
     /// The policy that the catalogue server applies, if the server answers.
     pub policy: Option<PolicyAnswer>,
+    /// Whether retention is paused; `None` if the catalogue server does not say so.
+    pub is_retention_paused: Option<bool>,
     /// How many nodes may be lost, and what the catalogue server repairs automatically, if the server
     /// answers.
     pub repair: Option<RepairStatus>,
@@ -103,19 +105,36 @@ impl Client {
         self.call_gateway_once(&call, LONG_LIMIT).await
     }
 
+    /// Pauses or resumes retention, or leaves it as it is (docs/semantics.md, 9). Returns whether it
+    /// is paused afterwards: then neither the policy nor a trainer removes older steps.
+    pub async fn set_retention(&self, change: RetentionChange) -> Result<bool, ClientError> {
+        self.call_gateway(&SetRetention { change }).await
+    }
+
     /// Returns the state of the cluster. Asks the nodes themselves, so that the call also works
     /// while no catalogue answers, or while the catalogue is read-only.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
         let nodes = self.fetch_node_reports(self.fetch_known_nodes().await?).await;
         let hello = self.call_gateway(&Hello { me: None }).await?;
-        let (mut policy, mut repair) = (None, None);
+        let (mut policy, mut repair, mut is_retention_paused) = (None, None, None);
         if let Some(home) = &hello.catalogue {
             let (to, caller) = (address(home), self.caller());
             policy = caller.call_within(&to, &GetPolicyStatus {}, HELLO_LIMIT).await.ok();
             repair = caller.call_within(&to, &GetRepairStatus {}, HELLO_LIMIT).await.ok();
+            let look = SetRetention { change: RetentionChange::Keep };
+            is_retention_paused = caller.call_within(&to, &look, HELLO_LIMIT).await.ok();
         }
         let catalogue = self.fetch_catalogue_report().await?;
         let ring_changes = self.fetch_ring_changes().await.unwrap_or_default();
-        Ok(StatusReport { nodes, catalogue, epoch: hello.epoch, policy, repair, ring_changes })
+        let epoch = hello.epoch;
+        Ok(StatusReport {
+            nodes,
+            catalogue,
+            epoch,
+            policy,
+            is_retention_paused,
+            repair,
+            ring_changes,
+        })
     }
 }

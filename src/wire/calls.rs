@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 pub use super::answers::*;
 use super::order::{Order, RunReport};
-use super::policy::PolicyAnswer;
+use super::policy::{PolicyAnswer, RetentionChange};
 pub use super::repair::*;
 use super::{AllowedCaller, Call, NodeAddress};
 use crate::format::file::FileName;
@@ -568,6 +568,12 @@ calls! {
         /// The length of the maintenance from now on, in seconds, at most seven days; 0 ends it.
         seconds: u64,
     } -> ();
+    /// Pauses or resumes retention, or leaves it as it is (semantics 9). Returns whether it is
+    /// paused afterwards.
+    103 Anyone SetRetention {
+        /// The change.
+        change: RetentionChange,
+    } -> bool;
 
     /// Stores a stripe record with an added place, after a block has moved.
     58 Nodes PutPlaces {

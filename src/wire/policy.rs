@@ -1,4 +1,4 @@
-//! The answer of the catalogue server about its policy.
+//! The answer of the catalogue server about its policy, and the pause of retention.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +20,17 @@ pub struct PolicyAnswer {
     /// Work that failed and will be retried, whether the policy or a client requested it; the first
     /// 64.
     pub waiting: Vec<PolicyWait>,
+}
+
+/// A change of the pause of retention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RetentionChange {
+    /// Nothing changes.
+    Keep,
+    /// Retention is paused.
+    Pause,
+    /// Retention goes on.
+    Resume,
 }
 
 /// A rule of the policy.

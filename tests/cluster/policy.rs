@@ -11,8 +11,9 @@ use rapidraid::id::{Job, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::store::{Disk, LOCK_FILE};
 use rapidraid::wire::calls::{LabelChange, LabelStep};
-use rapidraid::wire::policy::PolicyAnswer;
+use rapidraid::wire::policy::{PolicyAnswer, RetentionChange};
 
+use crate::rebuild::{lose_catalogue, rebuild_on};
 use world::{World, content, job, quiet, read_file, restore, save, shard};
 
 const BLOCK: u64 = 64 << 10;
@@ -185,6 +186,35 @@ async fn the_newest_with_each_label_is_kept() {
     world.until("its labels gone", || world.catalogue_keys("b/").len() == 1).await;
     world.assert_swept(&client).await;
     world.assert_idle().await;
+}
+
+/// The labels are lost with the catalogue, so that nothing says which older steps must stay.
+#[tokio::test(start_paused = true)]
+async fn a_rebuilt_catalogue_retires_nothing_until_a_person_resumes_it() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    save_steps(&world.client(), 1..=4).await;
+    label(&world.client(), 1, "trusted").await;
+    world.policy = for_all(keep(2));
+    world.kill(1).await;
+    world.boot(1);
+    world.until_live(6).await;
+    lose_catalogue(&mut world).await;
+    let client = world.client_of(1);
+    rebuild_on(&client, 1, false).await.unwrap();
+    tokio::time::sleep(5 * world.lease).await;
+    assert_eq!(steps(&client, &job()).await, [1, 2, 3, 4]);
+    let status = client.status().await.unwrap();
+    assert_eq!((status.is_retention_paused, status.policy.unwrap().to_retire), (Some(true), 2));
+    label(&client, 1, "trusted").await;
+    assert!(!client.set_retention(RetentionChange::Resume).await.unwrap());
+    until_left(&client, &job(), &[1, 3, 4]).await;
+    assert!(client.set_retention(RetentionChange::Pause).await.unwrap());
+    assert!(client.set_retention(RetentionChange::Pause).await.unwrap());
+    save_steps(&client, [5]).await;
+    tokio::time::sleep(5 * world.lease).await;
+    assert_eq!(steps(&client, &job()).await, [1, 3, 4, 5]);
+    assert!(!client.set_retention(RetentionChange::Resume).await.unwrap());
+    until_left(&client, &job(), &[1, 4, 5]).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,9 +4,9 @@ use rapidraid::id::Step;
 use rapidraid::wire::calls::{
     DegradedStep, GetRepairStatus, ListRingChanges, RepairEvent, RepairMode, RepairOptions,
     RepairPlan, RepairStatus, RepairStep, RepairSummary, ReplaceNode, RunningRepair,
-    SetMaintenance, ShardSurvey, StripeSurvey, SurveyResult, SurveyShard,
+    SetMaintenance, SetRetention, ShardSurvey, StripeSurvey, SurveyResult, SurveyShard,
 };
-use rapidraid::wire::policy::PolicyWait;
+use rapidraid::wire::policy::{PolicyWait, RetentionChange};
 
 use crate::messages::Calls;
 use crate::records::{ATTEMPT, node_id, ring_changes, root};
@@ -19,7 +19,8 @@ pub fn ring_messages(calls: &mut Calls) {
         .both(ListRingChanges { only_stored: false }, ring_changes())
         .request(", of the node", ListRingChanges { only_stored: true })
         .both(replace, ())
-        .both(SetMaintenance { node: "node-1".parse().unwrap(), seconds: 3600 }, ());
+        .both(SetMaintenance { node: "node-1".parse().unwrap(), seconds: 3600 }, ())
+        .both(SetRetention { change: RetentionChange::Pause }, true);
 }
 
 /// Adds the requests and events of a repair.

@@ -125,6 +125,7 @@ const CALLS: &[Laws] = laws![
     ListRingChanges,
     ReplaceNode,
     SetMaintenance,
+    SetRetention,
     PutPlaces,
 ];
 

@@ -11,6 +11,8 @@ pub enum CatalogueCommand {
     Rebuild(Rebuild),
     /// Move the catalogue to another daemon
     Move(Move),
+    /// Pause or resume the removal of old checkpoints
+    Retention(Retention),
 }
 
 const MOVE: &str = "\
@@ -40,7 +42,34 @@ Example:
 Use this when the catalogue server or its catalogue folder is lost permanently; `rapidraid status` says so. All storage nodes
 should run; a few may be missing. The daemon at --on becomes the catalogue server, and the old one steps down if it comes
 back. No committed checkpoint is deleted; what is left of saves that were never committed, or were removed, is purged.
+Labels are lost, so retention is paused until `rapidraid catalogue retention --resume`.
 docs/operations.md explains each step.";
+
+const RETENTION: &str = "\
+Examples:
+  rapidraid catalogue retention            whether it is paused
+  rapidraid catalogue retention --pause    nothing is removed by rules until it is resumed
+
+While retention is paused, neither `policy.keep_newest` nor a trainer's `keep` removes checkpoints; disks fill up
+meanwhile. `rapidraid rm` works as always. A rebuilt catalogue begins paused, because the labels that protect checkpoints
+are lost: set them again with `rapidraid label`, then resume.
+
+With --json: schema, paused.";
+
+/// Options of `catalogue retention`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = RETENTION)]
+pub struct Retention {
+    /// Pause it
+    #[arg(long, conflicts_with = "resume")]
+    pub pause: bool,
+    /// Resume it
+    #[arg(long)]
+    pub resume: bool,
+    /// The options to connect to the cluster.
+    #[command(flatten)]
+    pub connect: Connect,
+}
 
 /// Options of `catalogue rebuild`.
 #[derive(Debug, clap::Args)]

@@ -12,12 +12,12 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::error::BackgroundError;
+use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     ARCHIVE_REQUESTS, ArchiveRequest, CHECKPOINTS, checkpoint_key, parse_archive_request_key,
     parse_checkpoint_key, parse_record, read_record, shard_roots_prefix, shard_state_key,
 };
-use crate::catalogue::{Catalogue, MAX_PAGE};
 use crate::config::{Fate, Rule};
 use crate::format::records::{Checkpoint, RemoveReason, Saved, ShardRoot, ShardState, StripeState};
 use crate::id::{Job, SaveId, Step, StepRef};
@@ -25,6 +25,7 @@ use crate::kind::ErrorKind;
 use crate::node::context::NodeContext;
 use crate::node::gateway::labels::find_label_to_keep;
 use crate::node::gateway::removal::{SaveRemoval, UnpublishOutcome};
+use crate::node::gateway::retention_pause::is_retention_paused;
 use crate::node::retry_schedule::RetrySchedule;
 use crate::wire::RemoteError;
 use crate::wire::calls::{ArchiveOptions, GetPolicyStatus, PlanChoice};
@@ -80,12 +81,42 @@ impl RetentionState {
     }
 }
 
-/// The job and the step of an archive request, and the request.
-type OpenArchiveRequest = (Job, Step, ArchiveRequest);
+/// The archive requests that are not finished.
+#[derive(Default)]
+struct OpenArchiveRequests {
+    steps: HashSet<(Job, Step)>,
+    /// Number of requests that have not failed yet.
+    untried: usize,
+    /// The requests that wait for a retry; the first [`MAX_VIEWS`] of them.
+    waiting: Vec<PolicyWait>,
+}
+
+impl OpenArchiveRequests {
+    async fn read(catalogue: &dyn Catalogue) -> Result<Self, RemoteError> {
+        let mut open = Self::default();
+        let mut requests = KeyScan::of_prefix(catalogue, ARCHIVE_REQUESTS.to_owned());
+        while let Some((key, entry)) = requests.next().await? {
+            let Some((job, step)) = parse_archive_request_key(&key) else { continue };
+            open.steps.insert((job.clone(), step));
+            // The takeover reports a request that does not parse.
+            let Ok(request) = parse_record::<ArchiveRequest>(&key, &entry.value) else { continue };
+            open.untried += usize::from(request.failures == 0);
+            if let Some(why) = request.waiting.filter(|_| open.waiting.len() < MAX_VIEWS) {
+                open.waiting.push(PolicyWait { job, step, failures: request.failures, why });
+            }
+        }
+        Ok(open)
+    }
+
+    fn has(&self, job: &Job, step: Step) -> bool {
+        !self.steps.is_empty() && self.steps.contains(&(job.clone(), step))
+    }
+}
 
 /// The progress of one round.
 #[derive(Default)]
 struct RetentionRound {
+    is_retention_paused: bool,
     retired: Vec<SaveId>,
     to_retire: u64,
     to_archive: u64,
@@ -131,8 +162,9 @@ impl Retention {
         cache: &mut RetentionCache,
     ) -> Result<Vec<SaveId>, RemoteError> {
         let catalogue = self.context.catalogue();
-        let requests = list_first_archive_requests(&*catalogue).await?;
-        let mut round = RetentionRound::default();
+        let requests = OpenArchiveRequests::read(&*catalogue).await?;
+        let is_retention_paused = is_retention_paused(&*catalogue).await?;
+        let mut round = RetentionRound { is_retention_paused, ..RetentionRound::default() };
         for (job, count) in &counts.committed {
             let rule = self.context.settings.policy.of(job);
             if (0..*count).next_back().is_some_and(|newer| rule.touches(newer)) {
@@ -149,15 +181,13 @@ impl Retention {
         cache.archived = std::mem::take(&mut round.still_archived);
         cache.cursor = round.stopped_at.take();
         if cache.archiving.as_ref().is_none_or(JoinHandle::is_finished)
-            && requests.iter().filter(|(_, _, request)| request.failures == 0).count()
-                < MAX_OPEN_REQUESTS
-            && requests.len() < MAX_PAGE as usize
+            && requests.untried < MAX_OPEN_REQUESTS
             && let Some((job, step, save)) = round.next.take()
         {
             cache.archiving = Some(self.spawn_policy_archiving(job, step, save));
         }
         let removing = counts.removing + round.retired.len() as u64;
-        self.update_policy_answer(&round, &requests, removing);
+        self.update_policy_answer(&round, requests, removing);
         Ok(round.retired)
     }
 
@@ -166,7 +196,7 @@ impl Retention {
         &self,
         catalogue: &dyn Catalogue,
         (job, count, rule): (&Job, u64, Rule),
-        requests: &[OpenArchiveRequest],
+        requests: &OpenArchiveRequests,
         cache: &RetentionCache,
         round: &mut RetentionRound,
     ) -> Result<(), RemoteError> {
@@ -196,8 +226,8 @@ impl Retention {
                         .lock_retention()
                         .waits
                         .mark_seen_and_check_due(saved.save, self.context.clock.now());
-                    let is_asked = requests.iter().any(|(j, s, _)| (j, *s) == (job, step));
-                    if is_new && is_due && !is_asked && round.next.is_none() {
+                    let may_be_next = is_new && is_due && round.next.is_none();
+                    if may_be_next && !requests.has(job, step) {
                         self.choose_if_unarchived(catalogue, (job, step, saved.save), round)
                             .await?;
                     }
@@ -249,7 +279,7 @@ impl Retention {
     ) -> Result<(), RemoteError> {
         let StepRef { job, step } = step_ref;
         let Some(keep_newest) = rule.keep_newest else { return Ok(()) };
-        if round.retired.len() >= RETIRED_AT_ONCE {
+        if round.is_retention_paused || round.retired.len() >= RETIRED_AT_ONCE {
             round.to_retire += 1;
             return Ok(());
         }
@@ -326,23 +356,18 @@ impl Retention {
     fn update_policy_answer(
         &self,
         round: &RetentionRound,
-        requests: &[OpenArchiveRequest],
+        requests: OpenArchiveRequests,
         removing: u64,
     ) {
         let mut desk = self.lock_retention();
         desk.waits.forget_unseen();
         // For a step with an archive request, the catalogue has the current state. The failures
         // that are remembered here are older.
-        let is_asked = |wait: &PolicyWait| {
-            requests.iter().any(|(job, step, _)| (job, *step) == (&wait.job, wait.step))
-        };
+        let is_asked = |wait: &PolicyWait| requests.has(&wait.job, wait.step);
         let mut waiting: Vec<PolicyWait> =
             desk.waits.pending_retries().filter(|wait| !is_asked(wait)).collect();
         waiting.extend(self.lock_removal_retries().pending_retries());
-        waiting.extend(requests.iter().filter_map(|(job, step, request)| {
-            let (failures, why) = (request.failures, request.waiting.clone()?);
-            Some(PolicyWait { job: job.clone(), step: *step, failures, why })
-        }));
+        waiting.extend(requests.waiting);
         waiting.sort_by(|a, b| (&a.job, a.step).cmp(&(&b.job, b.step)));
         waiting.truncate(MAX_VIEWS);
         desk.answer = PolicyAnswer {
@@ -372,22 +397,6 @@ impl Retention {
         let rules = std::iter::once(rule(None, &policy.rule)).chain(single).collect();
         Ok(PolicyAnswer { rules, ..self.lock_retention().answer.clone() })
     }
-}
-
-/// Returns the first page of the archive requests. While that page is full, the policy begins no
-/// archiving.
-async fn list_first_archive_requests(
-    catalogue: &dyn Catalogue,
-) -> Result<Vec<OpenArchiveRequest>, RemoteError> {
-    let mut requests = Vec::new();
-    for (key, entry) in catalogue.list_entries(ARCHIVE_REQUESTS, None, MAX_PAGE).await? {
-        // The takeover reports a request that does not parse.
-        let Ok(archiving) = parse_record::<ArchiveRequest>(&key, &entry.value) else { continue };
-        if let Some((job, step)) = parse_archive_request_key(&key) {
-            requests.push((job, step, archiving));
-        }
-    }
-    Ok(requests)
 }
 
 /// Returns whether nothing of a save is left to archive or to drop.
@@ -427,4 +436,41 @@ async fn has_newer_steps(
         newer += u64::from(checkpoint.is_ok_and(|checkpoint| checkpoint.committed.is_some()));
     }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::catalogue::local::LocalCatalogue;
+    use crate::catalogue::record_access::archive_request_key;
+    use crate::clock::SystemClock;
+    use crate::entropy::SeededEntropy;
+    use crate::format::records::Record;
+    use crate::id::{Epoch, LeaseId, NodeId};
+    use crate::store::MemoryKv;
+    use crate::workers::Workers;
+
+    #[tokio::test]
+    async fn requests_that_wait_are_listed_and_do_not_count_as_untried() {
+        let (clock, entropy) = (SystemClock::new(), Arc::new(SeededEntropy::new(1)));
+        let (kv, workers) = (Arc::new(MemoryKv::new()), Workers::inline());
+        let lease = Duration::from_secs(10);
+        let catalogue =
+            LocalCatalogue::open(kv, clock, entropy, &workers, lease, Epoch::default()).unwrap();
+        let job: Job = "gpt".parse().unwrap();
+        for step in 0..600 {
+            let waiting = (step < 597).then(|| "a node is away".to_owned());
+            let (node, save) = (NodeId(1), SaveId([1; 12]));
+            let (lease, failures) = (LeaseId([1; 16]), u32::from(waiting.is_some()));
+            let request = ArchiveRequest { node, lease, save, options: OPTIONS, failures, waiting };
+            let key = archive_request_key(job.at(Step(step)));
+            let value = request.to_bytes().unwrap();
+            catalogue.compare_and_set(&key, None, Some(value)).await.unwrap();
+        }
+        let open = OpenArchiveRequests::read(&catalogue).await.unwrap();
+        assert_eq!((open.untried, open.waiting.len()), (3, MAX_VIEWS));
+        assert!(open.has(&job, Step(599)) && !open.has(&job, Step(600)));
+    }
 }

@@ -11,8 +11,8 @@ use super::membership::Membership;
 use crate::catalogue::database_format::DbWriter;
 use crate::catalogue::local::LocalCatalogue;
 use crate::catalogue::record_access::{
-    ArchiveRequest, NODES, archive_request_key, checkpoint_key, orphan_key, ring_change_key,
-    shard_root_key, shard_state_key,
+    ArchiveRequest, NODES, RETENTION_PAUSED, archive_request_key, checkpoint_key, orphan_key,
+    ring_change_key, shard_root_key, shard_state_key,
 };
 use crate::catalogue::save_evidence::Committed;
 use crate::code::{Code, CodeId, table};
@@ -238,6 +238,8 @@ impl CatalogueRebuild {
         inventory: ClusterInventory,
         answer: &mut RebuildAnswer,
     ) -> Result<DbWriter, RemoteError> {
+        // The labels that protect steps from retention are lost.
+        writer.put_entry(RETENTION_PAUSED, &[])?;
         for node in rebuild.members {
             writer.put_entry(&format!("{NODES}{}", node.name), &node.to_bytes()?)?;
         }

@@ -12,4 +12,5 @@ mod open_saves;
 mod page_limits;
 pub(super) mod reads_without_catalogue;
 pub(super) mod removal;
+pub(super) mod retention_pause;
 pub(super) mod save_lifecycle;

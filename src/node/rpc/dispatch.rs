@@ -31,7 +31,7 @@ use crate::wire::calls::{
     PutLeaves, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, ReadFile, ReadSource,
     RebuildCatalogue, RegisterLaunch, RegisterNode, ReleasePart, RemoveLaunchStep, RemoveNode,
     RemoveStep, RenewLease, RepairStep, ReplaceNode, ReservePart, RevokeLease, RunPart,
-    SetMaintenance, ShowStep, SurveyShard, TouchLease, TransferCatalogue, VerifyFile,
+    SetMaintenance, SetRetention, ShowStep, SurveyShard, TouchLease, TransferCatalogue, VerifyFile,
 };
 use crate::wire::{
     AllowedCaller, Call, MAX_FRAME_BYTES, RemoteError, StreamHeader, parse_message, split_request,
@@ -325,6 +325,9 @@ impl RpcServer {
             }
             GetNodeStatus::NUMBER => {
                 reply!(GetNodeStatus => |_| self.services.status_report.get_node_status())
+            }
+            SetRetention::NUMBER => {
+                reply!(SetRetention => |call| self.services.steps.set_retention(call))
             }
             SetMaintenance::NUMBER => {
                 reply!(SetMaintenance => |call| self.services.maintenance.set_maintenance(call))

@@ -23,7 +23,9 @@ use crate::client::{
 use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table, launch_of_index};
 use crate::id::{IdError, Job, Label, LaunchId, SaveId, ShardName, Step};
 use crate::kind::ErrorKind;
+use crate::net::call::CallError;
 use crate::trainer::protocol::{Failure, Sample};
+use crate::wire::policy::RetentionChange;
 
 /// The first and the longest pause after a failed save.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
@@ -434,6 +436,17 @@ impl StagingDaemon {
                 return tracing::warn!(job = %key.job, %error, "cannot list the labels: older steps are kept for now");
             }
         };
+        match self.client.set_retention(RetentionChange::Keep).await {
+            Ok(false) => {}
+            Ok(true) => {
+                return tracing::warn!(job = %key.job, "retention is paused: older steps are kept until `rapidraid catalogue retention --resume`");
+            }
+            // A catalogue server of an older version has no pause.
+            Err(ClientError::Call(CallError::Failed(answer))) if answer.is_unknown_call() => {}
+            Err(error) => {
+                return tracing::warn!(job = %key.job, %error, "cannot ask whether retention is paused: older steps are kept for now");
+            }
+        }
         let labelled = newest_with_each_label(&labels);
         let mut before: Vec<_> =
             steps.into_iter().map(|view| (view.step, view.saved.save)).collect();

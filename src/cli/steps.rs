@@ -25,8 +25,8 @@ const LISTED: usize = 50;
 const NO_CATALOGUE: &str = "the catalogue does not answer";
 /// The line below a list of steps that was found without a catalogue.
 const LIST_BY_MARKS: &str = "the catalogue does not answer: this list is from the nodes' commit marks, and labels, launches and saves that are not committed are not known; `rapidraid status` shows which nodes are down\n";
-/// The line below a result that was found without a catalogue.
-const BY_MARKS: &str = "the catalogue does not answer: this list is from the nodes' commit marks; `rapidraid status` shows which nodes are down\n";
+/// The line below the output of `show` that was found without a catalogue.
+const BY_MARKS: &str = "the catalogue does not answer: this is from the nodes' commit marks and receipts; `rapidraid status` shows which nodes are down\n";
 
 /// Runs the command `ls`.
 pub async fn list(front: &mut Front, options: Ls) -> Outcome {

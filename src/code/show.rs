@@ -44,7 +44,7 @@ pub struct CodeReport {
     pub generator: Vec<Vec<u8>>,
     /// The number of subsets of k pieces.
     pub subsets: u64,
-    /// The number of subsets from which the blocks cannot be reconstructed.
+    /// The number of subsets of k pieces from which the blocks cannot be reconstructed.
     pub dependent_subsets: u64,
     /// The number of dependent subsets that no choice of coefficients avoids.
     pub natural_dependent_subsets: u64,

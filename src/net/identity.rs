@@ -69,7 +69,7 @@ pub enum IdentityError {
         name: PeerName,
     },
     /// Other users can access a file with a secret.
-    #[error("others can read {}: chmod 600 {}", path.display(), path.display())]
+    #[error("users other than its owner may use {}: chmod 600 {}", path.display(), path.display())]
     SecretExposed {
         /// The file.
         path: PathBuf,
@@ -381,7 +381,10 @@ mod tests {
         assert_eq!(check_secret_file_mode(0o100_400, path), Ok(()));
         for mode in [0o100_640, 0o100_604, 0o100_620, 0o100_644] {
             let error = check_secret_file_mode(mode, path).unwrap_err();
-            assert_eq!(error.to_string(), "others can read ca/ca.key: chmod 600 ca/ca.key");
+            assert_eq!(
+                error.to_string(),
+                "users other than its owner may use ca/ca.key: chmod 600 ca/ca.key"
+            );
         }
     }
 }

@@ -38,7 +38,8 @@ impl CatchUpRequests {
         self.is_due.swap(false, Ordering::Relaxed)
     }
 
-    /// Waits for a call of [`request`](Self::request). A call of
+    /// Waits until [`request`](Self::request) is called. Returns at once if it was called since the
+    /// last wait. A call of
     /// [`request_later`](Self::request_later) does not end the wait.
     pub(super) async fn wait_for_request(&self) {
         self.wake.notified().await;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 const MEMBERSHIP: &str = "/proc/self/cgroup";
 const MOUNT: &str = "/sys/fs/cgroup";
-/// Version 1 expresses "no limit" as a number near the largest one. A limit of at least this value
+/// Version 1 of control groups expresses "no limit" as a number near the largest one. A limit of at least this value
 /// is treated as no limit.
 const NO_LIMIT_BYTES: u64 = 1 << 60;
 

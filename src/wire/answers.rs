@@ -276,8 +276,8 @@ pub enum LaunchClaim {
         /// The newest launch of the job when this one began.
         newest: Option<LaunchId>,
     },
-    /// The launch was registered before, and the catalogue has been rebuilt since. No other launch
-    /// has committed a step later than this launch's resume point.
+    /// The launch was registered before, and the catalogue has been rebuilt since. The newest step
+    /// that a launch has committed after this launch's resume point is its own, or there is none.
     Again,
 }
 

@@ -126,7 +126,7 @@ impl WireError {
     }
 }
 
-/// The first frame of a hop's stream.
+/// The first frame of a stream from one hop to another.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamHeader {
     /// The id of the plan's execution, drawn by its coordinator.

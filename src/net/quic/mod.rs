@@ -35,7 +35,8 @@ use connection::{QuicConnection, connection_error};
 use handshake_slots::{HandshakeSlot, HandshakeSlots, MAX_HANDSHAKES};
 use refused::Refused;
 
-/// Time limit for connecting: resolving the host and trying all its addresses together.
+/// Time limit for connecting: resolving the host and trying its addresses, at most
+/// [`MAX_ADDRESSES`], together.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// Time limit of an incoming handshake.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);

@@ -37,9 +37,10 @@ impl SaveGateway {
     /// steps. Repeating it is safe.
     ///
     /// # Errors
-    /// [`GatewayError::LaunchReplaced`] if a newer launch has registered;
-    /// [`GatewayError::LaunchOvertaken`] if the launch claims to have been registered before, and
-    /// another one has committed a later step than its resume point.
+    /// [`GatewayError::LaunchReplaced`] if a newer launch has registered, or may have: the launch is
+    /// unknown, claims to have been registered before, and the record has dropped launches.
+    /// [`GatewayError::LaunchOvertaken`] if the launch is unknown, claims to have been registered
+    /// before, and the newest committed step after its resume point is of another launch.
     pub(in crate::node) async fn register_launch(
         self: &Arc<Self>,
         call: RegisterLaunch,

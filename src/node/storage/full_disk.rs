@@ -71,7 +71,7 @@ impl DiskSpace {
     /// Moves tombstones from slots to files, as far as the disk has room.
     pub(in crate::node) async fn move_tombstones_to_files(&self) {
         if let Err(error) = self.context.run_on_store(|store| store.move_slots_to_files()).await {
-            tracing::debug!(%error, "tombstones stay in their slots");
+            tracing::debug!(%error, "the slot file was not made, or some tombstones stay in their slots");
         }
     }
 

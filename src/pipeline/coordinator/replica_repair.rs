@@ -194,7 +194,7 @@ impl ReplicaRepair<'_> {
     }
 
     /// Makes the replicas of `blocks` that node `to` lacks. Returns whether the node has all of `blocks`
-    /// afterwards.
+    /// afterwards. A dry run only counts them.
     async fn make_blocks(
         &mut self,
         to: NodeId,

@@ -56,7 +56,7 @@ pub enum RunError {
     /// An operation on a local file failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The worker died.
+    /// A job on a worker thread panicked.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }

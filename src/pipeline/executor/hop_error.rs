@@ -71,7 +71,7 @@ pub enum HopError {
     /// The classical codec failed.
     #[error(transparent)]
     Code(#[from] CodeError),
-    /// The worker died.
+    /// A job on a worker thread panicked.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }

@@ -60,7 +60,7 @@ pub enum ReadError {
     /// The reader's own arithmetic failed. This is a defect of the program.
     #[error(transparent)]
     Code(#[from] CodeError),
-    /// A worker died.
+    /// A job on a worker thread panicked.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }

@@ -48,7 +48,7 @@ pub enum SaveError {
     /// Fingerprinting failed.
     #[error(transparent)]
     Field(#[from] GfError),
-    /// A worker died.
+    /// A job on a worker thread panicked.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }

@@ -63,7 +63,7 @@ pub enum AssembleError {
         /// The cause.
         source: Box<TableError>,
     },
-    /// A worker thread died.
+    /// A job on a worker thread panicked.
     #[error(transparent)]
     Worker(#[from] WorkerDied),
 }

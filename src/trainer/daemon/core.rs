@@ -264,7 +264,8 @@ pub struct Launch {
     skipped: BTreeMap<Step, Skipped>,
     /// The number of each rank's last load.
     loads: BTreeMap<u32, u32>,
-    /// The outcomes of the last steps that were committed or dropped, for ranks that ask for them.
+    /// The outcomes of the highest steps that were committed (the save, and remarks for people) or
+    /// dropped, for ranks that ask for them.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
 }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::{Move, Rebuild};
+use super::interrupt::unless_interrupted;
 use super::printer::CommandOutput;
 use super::progress::ProgressLine;
 use super::table::{Paint, shown};
@@ -19,6 +20,9 @@ use crate::wire::calls::{MoveCatalogueAnswer, RebuildAnswer};
 const TICK: Duration = Duration::from_millis(500);
 /// Maximum number of entries of each list that are printed; JSON has them all.
 const LISTED: usize = 20;
+/// The hint after an interrupt.
+const WHO_SERVES: &str =
+    "`rapidraid status` shows who serves the catalogue; if need be, run the command again";
 
 /// Runs the command `catalogue rebuild`.
 pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
@@ -30,18 +34,22 @@ pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
             true => client.rebuild_catalogue_despite_loss(on.as_ref()).await,
         }
     };
-    let answer = watched(front, "reading the nodes", rebuilding).await;
+    let rebuilding = watched(front, "reading the nodes", rebuilding);
+    let what = "the daemon may have begun to rebuild the catalogue; if so, it continues";
+    let answer = unless_interrupted(rebuilding, what, WHO_SERVES).await;
     connect::close(&client).await;
-    Ok(Box::new(Rebuilt(answer.map_err(|error| connect::failure(&error))?)))
+    Ok(Box::new(Rebuilt(answer?.map_err(|error| connect::failure(&error))?)))
 }
 
 /// Runs the command `catalogue move`.
 pub async fn move_to(front: &mut Front, options: Move) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let on = Address { host_port: options.on, node: None };
-    let answer = watched(front, "copying the catalogue", client.move_catalogue(&on)).await;
+    let moving = watched(front, "copying the catalogue", client.move_catalogue(&on));
+    let what = "the daemon may have begun to copy the catalogue; if so, it continues";
+    let answer = unless_interrupted(moving, what, WHO_SERVES).await;
     connect::close(&client).await;
-    Ok(Box::new(Moved(answer.map_err(|error| connect::failure(&error))?)))
+    Ok(Box::new(Moved(answer?.map_err(|error| connect::failure(&error))?)))
 }
 
 /// Awaits `work` and shows the elapsed time meanwhile. The amount of work is not known before it

@@ -25,7 +25,9 @@ use crate::wire::RemoteError;
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum time for connections to close.
 const CLOSE_LIMIT: Duration = Duration::from_millis(200);
-/// Maximum time for a request without long work, such as a list.
+/// Maximum time for the state of the cluster. It is more than its questions take, each of which has
+/// the limit of a gateway's answer. Calls about committed steps may take longer, and end by
+/// themselves.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Converts an error of the client library, with its own hint if it has one.
@@ -166,7 +168,7 @@ pub async fn close(client: &Client) {
     let _ = deadline(&*SystemClock::new(), CLOSE_LIMIT, client.close()).await;
 }
 
-/// Awaits a request without long work, for at most [`ANSWER_LIMIT`].
+/// Awaits a request about the state of the cluster, for at most [`ANSWER_LIMIT`].
 pub async fn ask<T>(
     question: impl Future<Output = Result<T, ClientError>>,
 ) -> Result<T, CommandFailure> {

@@ -2,7 +2,8 @@
 //!
 //! A command that changes nothing durable simply ends. A `save` aborts its save, or waits for the
 //! end of the commit that it has requested; after an `archive` the nodes continue to archive; a
-//! `restore` removes its temporary files.
+//! `restore` removes its temporary files. A command whose request the daemons may carry out without it
+//! says so ([`unless_interrupted`]).
 
 use std::io;
 use std::path::Path;
@@ -266,6 +267,22 @@ impl SaveDecisions for InterruptibleSave {
 /// Runs `work`, at most [`ABORT_LIMIT`]. Returns its result, or `None` after the limit.
 async fn within_limit<T>(work: impl Future<Output = T>) -> Option<T> {
     deadline(&*SystemClock::new(), ABORT_LIMIT, work).await.ok()
+}
+
+/// Awaits a request that the daemons may carry out although the command ends. Returns the failure of
+/// the command if a signal ends it first: `consequence` says what may become of the request, `hint` how
+/// to find out. Signals are caught from now on: before its request, a command changes nothing.
+pub async fn unless_interrupted<T>(
+    request: impl Future<Output = T>,
+    consequence: &str,
+    hint: &str,
+) -> Result<T, CommandFailure> {
+    let mut signals = Signals::new()?;
+    tokio::select! {
+        biased;
+        done = request => Ok(done),
+        which = signals.next() => Err(interrupted(which, consequence).with_hint(hint)),
+    }
 }
 
 /// Returns the failure of a command that a signal ended, with `consequence`.

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::args::LabelOptions;
+use super::interrupt::unless_interrupted;
 use super::printer::CommandOutput;
 use super::table::Paint;
 use super::words::ExactStep;
@@ -15,9 +16,17 @@ pub async fn label(front: &mut Front, options: LabelOptions) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let change = if options.remove { LabelChange::Remove } else { LabelChange::Add };
     let ExactStep { job, step } = &options.step;
-    let labels = connect::ask(client.label_step(job.at(*step), &options.label, change)).await;
+    let (of, label) = (&options.step, &options.label);
+    let what = match change {
+        LabelChange::Add => format!("{of} may have got the label {label}"),
+        LabelChange::Remove => format!("{of} may have lost the label {label}"),
+    };
+    let hint = format!("`rapidraid ls {job}` shows the labels");
+    let labelling = client.label_step(job.at(*step), label, change);
+    let labels = unless_interrupted(labelling, &what, &hint).await;
     connect::close(&client).await;
-    Ok(Box::new(Labelled { step: options.step, labels: labels? }))
+    let labels = labels?.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Labelled { step: options.step, labels }))
 }
 
 struct Labelled {

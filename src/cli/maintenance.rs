@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::args::MaintainNode;
+use super::interrupt::unless_interrupted;
 use super::printer::CommandOutput;
 use super::table::Paint;
 use super::{Front, Outcome, connect};
@@ -11,9 +12,12 @@ use crate::id::PeerName;
 /// Runs the command `cluster maintenance`.
 pub async fn run(front: &mut Front, options: MaintainNode) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let announced = client.set_maintenance(&options.name, options.seconds).await;
+    let (name, seconds) = (&options.name, options.seconds);
+    let what = format!("the maintenance of {name} may have been recorded");
+    let hint = "`rapidraid status` shows it; run the command again to be sure";
+    let announced = unless_interrupted(client.set_maintenance(name, seconds), &what, hint).await;
     connect::close(&client).await;
-    announced.map_err(|error| connect::failure(&error))?;
+    announced?.map_err(|error| connect::failure(&error))?;
     Ok(Box::new(Announced { node: options.name, seconds: options.seconds }))
 }
 

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::args::RemoveNode;
+use super::interrupt::unless_interrupted;
 use super::printer::CommandOutput;
 use super::table::Paint;
 use super::{Front, Outcome, connect};
@@ -12,9 +13,11 @@ use crate::kind::ErrorKind;
 /// Runs the command `cluster remove-node`.
 pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let removed = client.remove_node(&options.name).await;
+    let what = format!("{} may have been removed from the list of members", options.name);
+    let hint = "`rapidraid status` shows the members; if it is one of them, run the command again";
+    let removed = unless_interrupted(client.remove_node(&options.name), &what, hint).await;
     connect::close(&client).await;
-    removed.map_err(|error| {
+    removed?.map_err(|error| {
         let failure = connect::failure(&error);
         let name = &options.name;
         match failure.kind {

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::args::ReplaceNode;
+use super::interrupt::unless_interrupted;
 use super::printer::CommandOutput;
 use super::table::Paint;
 use super::{Front, Outcome, connect};
@@ -11,9 +12,12 @@ use crate::id::PeerName;
 /// Runs the command `cluster replace-node`.
 pub async fn run(front: &mut Front, options: ReplaceNode) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let replaced = client.replace_node(&options.name, &options.by).await;
+    let ReplaceNode { name, by, .. } = &options;
+    let what = format!("{by} may have been recorded as the successor of {name}");
+    let hint = "`rapidraid status` shows which nodes are leaving, and their successors";
+    let replaced = unless_interrupted(client.replace_node(name, by), &what, hint).await;
     connect::close(&client).await;
-    replaced.map_err(|error| connect::failure(&error))?;
+    replaced?.map_err(|error| connect::failure(&error))?;
     Ok(Box::new(Replaced { node: options.name, by: options.by }))
 }
 

@@ -18,9 +18,9 @@ use crate::kind::ErrorKind;
 pub async fn show(front: &mut Front, options: &Show, path: &Path) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let (job, step) = (&options.step.job, options.step.step);
-    let record = connect::ask(client.fetch_save_record(job, step)).await;
+    let record = client.fetch_save_record(job, step).await;
     connect::close(&client).await;
-    let record = record?;
+    let record = record.map_err(|error| connect::failure(&error))?;
     write(files::create_new(path)?, path, &record)?;
     let step = ExactStep { job: record.job().clone(), step: record.step() };
     Ok(Box::new(Written { step, save: record.saved().save.to_string(), path: path.to_owned() }))

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::args::{Ls, Rm, Show};
 use super::holdings::{States, holdings};
+use super::interrupt::unless_interrupted;
 use super::picture::{self, Style};
 use super::printer::{CommandFailure, CommandOutput, step_json};
 use super::table::{Paint, Table, Tint, shown};
@@ -56,7 +57,7 @@ fn labels_not_known(label: &Label, why: &str) -> CommandFailure {
 /// Returns the committed steps of a job (`None`: of all jobs) and, while a catalogue answers, their
 /// labels, the saves that are not committed, and the newest launches.
 async fn list_all(client: &Client, job: Option<&Job>) -> Result<Steps, CommandFailure> {
-    let committed = connect::ask(client.list_steps(job)).await?;
+    let committed = client.list_steps(job).await.map_err(|error| connect::failure(&error))?;
     // Commit marks say nothing of labels, launches, and saves that are not committed.
     if committed.iter().any(|view| view.by_marks) {
         let why = || NO_CATALOGUE.to_owned();
@@ -115,7 +116,7 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
         return save_record::show(front, &options, path).await;
     }
     let client = connect::client(&options.connect, &front.env).await?;
-    let report = connect::ask(client.show_step(&options.step.job, options.step.step)).await;
+    let report = client.show_step(&options.step.job, options.step.step).await;
     let mut files = StripeFiles::new();
     if let Ok(report) = &report
         && let Some((root, _)) = shard_of_picture(report)
@@ -125,15 +126,20 @@ pub async fn show(front: &mut Front, options: Show) -> Outcome {
     }
     connect::close(&client).await;
     let style = Style::of_env(&front.env, front.printer.paint());
-    Ok(Box::new(Shown { report: report?, files, style }))
+    let report = report.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Shown { report, files, style }))
 }
 
 /// Runs the command `rm`.
 pub async fn remove(front: &mut Front, options: Rm) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let answer = client.remove_step(&options.step.job, options.step.step).await;
+    let step = &options.step;
+    let what = format!("the nodes may have begun to remove {step}; if so, they continue");
+    let hint =
+        format!("`rapidraid show {step}` shows whether it is there; if so, run the command again");
+    let answer = unless_interrupted(client.remove_step(&step.job, step.step), &what, &hint).await;
     connect::close(&client).await;
-    let answer = answer.map_err(|error| match error.kind() {
+    let answer = answer?.map_err(|error| match error.kind() {
         ErrorKind::Fenced => connect::failure(&error).with_hint(format!(
             "`rapidraid show {}` shows the save that is there now",
             options.step

@@ -7,7 +7,8 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::args::Verify;
-use super::printer::CommandOutput;
+use super::interrupt::unless_interrupted;
+use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::{counted, listed, named, pace, read_through, watch};
 use super::words::AnyStep;
@@ -32,9 +33,23 @@ pub async fn run(front: &mut Front, options: Verify) -> Outcome {
     }
     let client = connect::client(&options.connect, &front.env).await?;
     let progress = watch(front, format!("verify {}", named(job, *step)));
-    let verified = verify_step(&client, (job, *step), options.mend, progress).await;
+    let verifying = verify_step(&client, (job, *step), options.mend, progress);
+    let verified = until_interrupted(options.mend, verifying).await;
     connect::close(&client).await;
-    Ok(Box::new(verified.map_err(|error| connect::failure(&error))?))
+    Ok(Box::new(verified?.map_err(|error| connect::failure(&error))?))
+}
+
+/// Awaits a verify. If `mend` is set and a signal comes first, returns a failure that says what
+/// becomes of the repairs. Otherwise a signal simply ends the process: nothing was changed.
+pub(super) async fn until_interrupted<T>(
+    mend: bool,
+    verifying: impl Future<Output = T>,
+) -> Result<T, CommandFailure> {
+    if !mend {
+        return Ok(verifying.await);
+    }
+    let what = "nodes that were told of damaged replicas repair them without the command";
+    unless_interrupted(verifying, what, "run the command again to see what is left").await
 }
 
 /// Has the nodes check their copies of a committed step (`None`: the latest), and repair damaged

@@ -8,7 +8,7 @@ use super::args::Verify;
 use super::printer::{CommandFailure, CommandOutput};
 use super::table::{Paint, Tint};
 use super::transfer::{counted, pace, watch};
-use super::verify::{Verified, verify_step};
+use super::verify::{Verified, until_interrupted, verify_step};
 use super::{Front, Outcome, connect};
 use crate::client::Client;
 use crate::clock::{Clock, SystemClock};
@@ -20,10 +20,10 @@ use crate::units::ByteCount;
 pub async fn run(front: &mut Front, options: &Verify) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let clock = SystemClock::new();
-    let verified = verify_all(front, &client, options.mend).await;
+    let verified = until_interrupted(options.mend, verify_all(front, &client, options.mend)).await;
     let took = clock.now();
     connect::close(&client).await;
-    let (steps, not_verified) = verified?;
+    let (steps, not_verified) = verified??;
     Ok(Box::new(AllVerified { steps, not_verified, took }))
 }
 
@@ -34,7 +34,7 @@ async fn verify_all(
     client: &Client,
     mend: bool,
 ) -> Result<(Vec<StepResult>, usize), CommandFailure> {
-    let steps = connect::ask(client.list_steps(None)).await?;
+    let steps = client.list_steps(None).await.map_err(|error| connect::failure(&error))?;
     let count = steps.len();
     let mut results = Vec::new();
     for (number, view) in (1..).zip(steps) {

@@ -150,6 +150,34 @@ fn an_interrupted_restore_leaves_no_file() {
     assert!(cluster.read("out/a.bin") == bytes(40_000_000, 3));
 }
 
+/// The nodes carry out these requests without the command. A node that is stopped holds them up.
+#[test]
+fn an_interrupted_request_says_what_may_become_of_it() {
+    let cluster = Cluster::start(6, &["code.list=6,4", "timeouts.lease_s=60"]);
+    cluster.write("in/a.bin", &bytes(4_000_000, 1));
+    cluster.run("save gpt/1 in").ok();
+    cluster.daemons[3].signal(Signal::STOP);
+    let has_begun = Arc::new(AtomicBool::new(false));
+    let told = has_begun.clone();
+    let listener = Arc::new(move |line: &str| {
+        told.fetch_or(line.contains("checkpoint 1 of 1"), Ordering::Relaxed);
+    });
+    let mending = spawn_heard(&cluster, "verify --mend", listener);
+    wait_until("the verify has begun", || has_begun.load(Ordering::Relaxed));
+    signal(&mending, Signal::INT);
+    let parts = ["interrupted by SIGINT", "repair them without the command", "hint: run"];
+    mending.ended(LIMIT).fails(130, &parts);
+    let removing = spawn(&cluster, "rm gpt/1");
+    wait_until("the step is not visible", || cluster.run("show gpt/1").code == 1);
+    signal(&removing, Signal::TERM);
+    let parts = ["interrupted by SIGTERM", "may have begun to remove gpt/1", "show gpt/1"];
+    removing.ended(LIMIT).fails(143, &parts);
+    let is_left = |file: &String| file.ends_with(".rep") && !file.starts_with("n4/");
+    wait_until("the other nodes have removed their replicas", || {
+        !files_below(&cluster.path("cluster/nodes")).iter().any(is_left)
+    });
+}
+
 /// A daemon that was started in a terminal, or whose log was rotated, is needed all the same.
 #[test]
 fn a_daemon_outlives_the_end_of_its_terminal() {

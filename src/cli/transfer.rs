@@ -1,7 +1,6 @@
 //! `archive`, `restore` and `verify --quick`: the commands that move much data, with their progress
 //! and reports.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,7 +68,7 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     }
     let mut signals = Signals::new()?;
     let client = connect::client(&options.connect, &front.env).await?;
-    let trace_file = options.trace.as_deref().map(files::create_new).transpose()?;
+    let mut trace = options.trace.as_deref().map(files::create_new).transpose()?.map(Trace::new);
     let (job, step) = (&options.step.job, options.step.step);
     let bar = ProgressLine::new(
         front.printer.look().watched,
@@ -77,7 +76,7 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         None,
     );
     let clock = SystemClock::new();
-    let (mut trace, mut has_begun, mut notes) = (Trace::default(), false, 0);
+    let (mut has_begun, mut notes) = (false, 0);
     let printer = &mut front.printer;
     let mut on_event = |event: &ArchiveEvent| {
         has_begun = true;
@@ -86,7 +85,9 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
                 bar.set_total(*total_bytes);
                 bar.set(*done_bytes, "");
             }
-            ArchiveEvent::Stripe(report) => trace.add(report, clock.now()),
+            ArchiveEvent::Stripe(report) => {
+                trace.iter_mut().for_each(|trace| trace.add(report, clock.now()));
+            }
             ArchiveEvent::Note(note) if notes < LISTED => {
                 notes += 1;
                 bar.suspend(|| printer.note(&format!("note: {note}")));
@@ -123,8 +124,8 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     })?;
     let report = archived.map_err(|error| connect::failure(&error))?;
     let mut is_trace_missing = false;
-    if let (Some(file), Some(path)) = (trace_file, &options.trace)
-        && let Err(failure) = write_trace(&trace, file, path)
+    if let (Some(trace), Some(path)) = (trace, &options.trace)
+        && let Err(failure) = finish_trace(trace, path)
     {
         // The step is archived all the same, so its report is printed.
         front.printer.warn(
@@ -136,9 +137,9 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
     Ok(Box::new(Archived { report, took, is_trace_missing }))
 }
 
-/// Writes a trace to the file that was just created at `path`. Removes the file if that fails.
-fn write_trace(trace: &Trace, file: File, path: &Path) -> Result<(), CommandFailure> {
-    let written = trace.write(file).map_err(|error| files::io_failure("write", path, &error));
+/// Completes a trace in the file that was created at `path`. Removes the file if that fails.
+fn finish_trace(trace: Trace, path: &Path) -> Result<(), CommandFailure> {
+    let written = trace.finish().map_err(|error| files::io_failure("write", path, &error));
     written.inspect_err(|_| files::remove_file(path))
 }
 
@@ -230,7 +231,8 @@ fn read_record(path: &Path) -> Result<SaveRecord, CommandFailure> {
     })
 }
 
-/// Runs the command `verify --quick`.
+/// Runs the command `verify --quick`. Its exit code says whether the checkpoint can be read. The
+/// incidents are texts, from which damage cannot be told apart from nodes that did not answer.
 pub async fn read_through(
     front: &mut Front,
     options: &Connect,

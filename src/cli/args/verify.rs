@@ -15,7 +15,7 @@ the network. Each node notes the damage it finds, and `status` shows it; verify 
 changes no file. Nodes repair replicas that they know to be damaged within the hour, with --mend at
 once. The exit code is 1 when something is damaged or missing on a node that answers, when such a
 node could not examine a stripe (failures), or when it is not certain that the checkpoint can be
-read. The step may be `latest`, the committed step with the greatest number.
+read; with --quick only when the checkpoint cannot be read. The step may be `latest`, the committed step with the greatest number.
 
 With --json: schema, job, step, shards, stripes, files, bytes, records, seconds, nodes, away (node,
 reason), failures (as away), faults (node, shard, stripe, part, wrong), fault_count, lacking and
@@ -24,7 +24,8 @@ checkpoint can be read now), weakest (shard, stripe), incidents.
 Without a step: schema, seconds, steps (for each of them these fields, or job, step and error), bad (how
 many are damaged, incomplete or failed), not_verified (how many were left out after a failure of the
 cluster), survives (the least of all).
-With --quick the fields of `restore`.";
+With --quick the fields of `restore`. The exit code is 0 if every byte could be read from some copy, although others
+are damaged: incidents names those that were read. Nobody looks at the copies that were not read.";
 
 /// Options of `verify`.
 #[derive(Debug, clap::Args)]

@@ -369,6 +369,13 @@ fn a_save_waits_for_one_whose_client_was_killed_and_refuses_what_it_cannot_trust
     assert!(!cluster.path("new/folder").exists(), "a refused restore leaves nothing");
 }
 
+/// Runs a command with a file name of any bytes in `RAPIDRAID_CONFIG`.
+fn run_with_config(mut command: std::process::Command, file: &[u8]) -> machine::Ended {
+    use std::os::unix::ffi::OsStrExt;
+    command.env("RAPIDRAID_CONFIG", std::ffi::OsStr::from_bytes(file));
+    run(command)
+}
+
 #[test]
 fn wrong_usage_is_told_at_once() {
     // No daemon runs: an invalid command is refused before the client contacts any node.
@@ -406,13 +413,22 @@ fn wrong_usage_is_told_at_once() {
         let ended = cluster.run(line);
         ended.fails(2, parts);
         let json = cluster.run(&format!("{line} --json"));
-        json.fails(2, &[]);
+        json.fails(2, parts);
         assert_eq!(json.json()["error"]["kind"], "invalid", "{line}");
     }
     assert!(!cluster.path("new").exists() && !cluster.path("o").exists());
     let mut misspelt = program(cluster.folder.path());
     misspelt.args(["code", "list"]).env("RAPIDRAID_KERNEL", "avx513");
     run(misspelt).fails(2, &["RAPIDRAID_KERNEL", "avx513", "portable"]);
+    let unreadable = |line: &str| {
+        let mut command = program(cluster.folder.path());
+        command.args(line.split(' '));
+        run_with_config(command, b"other\xff.toml")
+    };
+    unreadable("ls").fails(2, &["RAPIDRAID_CONFIG", "UTF-8"]);
+    let json = unreadable("ls --config cluster/client/rapidraid.toml --json");
+    assert_eq!((json.code, &json.json()["error"]["kind"]), (2, &"invalid".into()));
+    unreadable("ls --help").ok();
     for (line, parts) in [
         ("save job/1 missing", &["missing"][..]),
         ("ls --config nowhere.toml", &["nowhere.toml", "cluster init"]),

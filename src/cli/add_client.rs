@@ -66,7 +66,8 @@ pub fn run(options: &AddClient) -> Outcome {
 
 impl CommandOutput for Added {
     fn json(&self) -> Map<String, Value> {
-        let fields = json!({ "name": self.name, "config": self.folder.join(FILE_NAME) });
+        let config = self.folder.join(FILE_NAME).display().to_string();
+        let fields = json!({ "name": self.name, "config": config });
         fields.as_object().cloned().unwrap_or_default()
     }
 

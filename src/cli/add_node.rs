@@ -216,7 +216,10 @@ impl Added {
 
 impl CommandOutput for Added {
     fn json(&self) -> Map<String, Value> {
-        let node = |node: &NewNode| json!({ "name": node.name, "address": node.address.as_str(), "config": self.config(node) });
+        let node = |node: &NewNode| {
+            let config = self.config(node).display().to_string();
+            json!({ "name": node.name, "address": node.address.as_str(), "config": config })
+        };
         let nodes: Vec<Value> = self.nodes.iter().map(node).collect();
         Map::from_iter([("nodes".to_owned(), Value::Array(nodes))])
     }

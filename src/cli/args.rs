@@ -485,7 +485,11 @@ pub fn parse(
         return Err(if helps { 0 } else { 2 });
     }
     let text = error.render().to_string();
-    let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+    // The lines up to the first empty one are the error, such as the list of the arguments that are
+    // missing; the usage follows.
+    let lines = text.lines().map(str::trim).take_while(|line| !line.is_empty());
+    let message = lines.collect::<Vec<_>>().join(" ");
+    let message = message.trim_start_matches("error: ");
     let failure = CommandFailure::new(ErrorKind::Invalid, message);
     Err(Printer::of_process(Look::of_process(true, env)).finish::<Never>(Err(&failure)))
 }

@@ -6,6 +6,7 @@
 #![allow(clippy::disallowed_methods)] // the command line reads and writes its own files
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -25,12 +26,35 @@ pub const PUBLIC: u32 = 0o644;
 /// The mode of a file with a secret.
 pub const SECRET: u32 = 0o600;
 
-/// Returns the environment variables that are valid UTF-8. All variables of this program are.
-pub fn environment() -> BTreeMap<String, String> {
-    let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
-        Some((name.into_string().ok()?, value.into_string().ok()?))
-    };
-    std::env::vars_os().filter_map(text).collect()
+/// The beginning of the names of this program's environment variables.
+const OWN_VARIABLES: &str = "RAPIDRAID_";
+
+/// Returns the environment variables that are valid UTF-8.
+///
+/// Returns `Invalid` if a variable of this program is not. Without it the program would use another
+/// value, such as the configuration of another cluster.
+pub fn environment() -> Result<BTreeMap<String, String>, CommandFailure> {
+    text_of_variables(std::env::vars_os())
+}
+
+fn text_of_variables(
+    variables: impl Iterator<Item = (OsString, OsString)>,
+) -> Result<BTreeMap<String, String>, CommandFailure> {
+    let mut texts = BTreeMap::new();
+    for (name, value) in variables {
+        let Ok(name) = name.into_string() else { continue };
+        match value.into_string() {
+            Ok(value) => drop(texts.insert(name, value)),
+            Err(value) if name.starts_with(OWN_VARIABLES) => {
+                let value = value.to_string_lossy();
+                let message = format!("environment variable {name}: {value:?} is no text (UTF-8)");
+                return Err(CommandFailure::new(ErrorKind::Invalid, message)
+                    .with_hint(format!("set {name} to a text in UTF-8, or unset it")));
+            }
+            Err(_) => {}
+        }
+    }
+    Ok(texts)
 }
 
 /// Raises this process's limit of open files to the maximum that the system allows. A shell often
@@ -267,6 +291,20 @@ mod tests {
         assert_eq!(exposed.kind, ErrorKind::Denied);
         assert!(exposed.hint.starts_with("chmod 600 "), "{}", exposed.hint);
         assert_eq!(read_text(&folder.path().join("no"), 1).unwrap_err().kind, ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_variable_of_this_program_is_text_or_an_error() {
+        use std::os::unix::ffi::OsStringExt;
+        let read = |name: &str, value: &[u8]| {
+            let variable = (OsString::from(name), OsString::from_vec(value.to_vec()));
+            text_of_variables(std::iter::once(variable))
+        };
+        assert_eq!(read("RAPIDRAID_CONFIG", b"a").unwrap()["RAPIDRAID_CONFIG"], "a");
+        assert_eq!(read("LESS", b"\xff"), Ok(BTreeMap::new()));
+        let failure = read("RAPIDRAID_CONFIG", b"/a\xff").unwrap_err();
+        assert_eq!(failure.exit_code(), 2);
+        assert!(failure.message.contains("RAPIDRAID_CONFIG"), "{}", failure.message);
     }
 
     #[test]

@@ -319,13 +319,13 @@ impl CommandOutput for NewCluster {
             .nodes
             .iter()
             .map(|node| {
-                let config = self.node_config(&node.name);
+                let config = self.node_config(&node.name).display().to_string();
                 json!({ "name": node.name, "address": node.address.as_str(), "config": config })
             })
             .collect();
         let fields = json!({
-            "dir": self.dir, "cluster": self.cluster.to_string(), "nodes": nodes,
-            "client_config": self.client_config(),
+            "dir": self.dir.display().to_string(), "cluster": self.cluster.to_string(), "nodes": nodes,
+            "client_config": self.client_config().display().to_string(),
         });
         fields.as_object().cloned().unwrap_or_default()
     }
@@ -415,6 +415,18 @@ mod tests {
         assert_eq!(listens, ["127.0.0.1:7001", "0.0.0.0:7002", "[::]:7003", "0.0.0.0:7004"]);
         let again = create(&dir, &nodes(&words), &[]).err().unwrap();
         assert_eq!(again.kind, ErrorKind::Exists);
+    }
+
+    #[test]
+    fn a_folder_whose_name_is_not_utf_8_is_told_as_json() {
+        use std::os::unix::ffi::OsStrExt;
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join(std::ffi::OsStr::from_bytes(b"c\xff"));
+        let cluster = create(&dir, &nodes(&["a=h:1"]), &[]).unwrap();
+        let told = cluster.json();
+        let is_shown = |path: &Value| path.as_str().is_some_and(|path| path.contains("c\u{fffd}"));
+        assert!(is_shown(&told["dir"]) && is_shown(&told["client_config"]), "{told:?}");
+        assert!(is_shown(&told["nodes"][0]["config"]), "{told:?}");
     }
 
     #[test]

@@ -77,13 +77,22 @@ pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()
 }
 
-/// Runs the command of the process, given its arguments and its environment, and prints its
-/// outcome. Returns the exit code of the process.
-pub fn run(arguments: impl Iterator<Item = OsString>, env: BTreeMap<String, String>) -> ExitCode {
+/// Runs the command of the process, given its arguments and what [`files::environment`] returns,
+/// and prints its outcome. Returns the exit code of the process.
+pub fn run(
+    arguments: impl Iterator<Item = OsString>,
+    environment: Result<BTreeMap<String, String>, CommandFailure>,
+) -> ExitCode {
+    // Whether the arguments ask for help or for JSON does not depend on the environment.
+    let env = environment.as_ref().cloned().unwrap_or_default();
     let args = match args::parse(arguments, &env) {
         Ok(args) => args,
         Err(code) => return ExitCode::from(code),
     };
+    if let Err(failure) = environment {
+        let printer = Printer::of_process(Look::of_process(args.json, &env));
+        return ExitCode::from(printer.finish::<dyn CommandOutput>(Err(&failure)));
+    }
     block_on_command(args, env)
 }
 

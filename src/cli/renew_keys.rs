@@ -113,7 +113,7 @@ fn parse_membership(file: &Path, text: &str, role: Role) -> Result<Membership, C
 impl CommandOutput for Renewed {
     fn json(&self) -> Map<String, Value> {
         let fields = json!({
-            "dir": self.dir, "cluster": self.cluster.to_string(), "nodes": self.nodes,
+            "dir": self.dir.display().to_string(), "cluster": self.cluster.to_string(), "nodes": self.nodes,
             "clients": self.clients,
         });
         fields.as_object().cloned().unwrap_or_default()
@@ -138,10 +138,10 @@ impl CommandOutput for Renewed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::add_client;
-    use crate::cli::args::AddClient;
+    use crate::cli::args::{AddClient, AddNode};
     use crate::cli::init::create;
     use crate::cli::words::NewNode;
+    use crate::cli::{add_client, add_node};
 
     fn renew(old: &Path, new: &Path) -> Outcome {
         run(&RenewKeys { dir: old.to_owned(), new: new.to_owned() })
@@ -179,6 +179,24 @@ mod tests {
             }
         }
         assert_eq!(renew(&old, &new).err().unwrap().kind, ErrorKind::Exists);
+    }
+
+    #[test]
+    fn folders_whose_names_are_not_utf_8_are_told_as_json() {
+        use std::os::unix::ffi::OsStrExt;
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &[u8]| folder.path().join(std::ffi::OsStr::from_bytes(name));
+        let (old, new) = (path(b"old\xff"), path(b"new\xff"));
+        let nodes = |word: &str| vec![word.parse::<NewNode>().unwrap()];
+        create(&old, &nodes("a=h:1"), &[]).unwrap();
+        let add = AddClient { dir: old.clone(), name: "ops".parse().unwrap() };
+        let client = add_client::run(&add).unwrap().json();
+        let add = AddNode { dir: old.clone(), nodes: nodes("b=h:2"), set: Vec::new() };
+        let node = add_node::run(&add).unwrap().json();
+        let renewed = renew(&old, &new).unwrap().json();
+        for told in [&client["config"], &node["nodes"][0]["config"], &renewed["dir"]] {
+            assert!(told.as_str().is_some_and(|path| path.contains('\u{fffd}')), "{told}");
+        }
     }
 
     #[test]

@@ -55,7 +55,7 @@ impl CommandOutput for DemoReport {
             "n": self.shape.0, "k": self.shape.1, "input_bytes": self.input_bytes, "block_bytes": self.block_bytes,
             "stripes": self.stripes, "stored_bytes_replicated": self.replicated_bytes,
             "stored_bytes_archived": self.archived_bytes, "save_s": save, "archive_s": archive, "restore_s": restore,
-            "killed": self.killed, "verified": true, "hops": hops, "dir": self.left.as_ref().map(|left| &left.dir),
+            "killed": self.killed, "verified": true, "hops": hops, "dir": self.left.as_ref().map(|left| left.dir.display().to_string()),
         });
         fields.as_object().cloned().unwrap_or_default()
     }

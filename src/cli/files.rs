@@ -1,8 +1,8 @@
 //! The files and variables that the command line itself reads and writes: configurations,
 //! certificates, keys, and the files that are saved and restored. Data folders belong to the store.
 //!
-//! Guarantees: configurations, certificates and keys are read up to a limit; a secret that others
-//! can read is refused; [`write_new`] and [`create_new`] never overwrite a file.
+//! Guarantees: configurations, certificates, keys and tokens are read up to a limit; a secret that
+//! others can read is refused; [`write_new`] and [`create_new`] never overwrite a file.
 #![allow(clippy::disallowed_methods)] // the command line reads and writes its own files
 
 use std::collections::BTreeMap;
@@ -21,6 +21,11 @@ use crate::net::identity::check_secret_file_mode;
 /// Maximum size of a certificate or key file; these files have a few kilobytes.
 const MAX_PEM_BYTES: usize = 64 << 10;
 
+/// Maximum length of a token.
+const MAX_TOKEN_BYTES: usize = 4096;
+
+/// The bits of a mode by which users outside the file's group may read or write it.
+const OTHERS_READ_WRITE: u32 = 0o006;
 /// The mode of a file that every user may read.
 pub const PUBLIC: u32 = 0o644;
 /// The mode of a file with a secret.
@@ -133,6 +138,28 @@ pub fn read_secret(path: &Path) -> Result<String, CommandFailure> {
         CommandFailure::new(error.kind(), error.to_string()).with_hint(hint)
     })?;
     read_bounded(file, path, MAX_PEM_BYTES)
+}
+
+/// Reads the token of a staging daemon. Its trainers may share it as a group.
+///
+/// Returns `Denied` if users outside the file's group may read or write it, and `Invalid` if it is
+/// empty: an empty token would be that of every trainer that has none.
+pub fn read_token(path: &Path) -> Result<Vec<u8>, CommandFailure> {
+    let failed = |error: io::Error| io_failure("read", path, &error);
+    let file = File::open(path).map_err(failed)?;
+    // As in `read_secret`, the mode is that of the open file.
+    if file.metadata().map_err(failed)?.mode() & OTHERS_READ_WRITE != 0 {
+        let message = format!("every user may read or write the token file {}", path.display());
+        return Err(CommandFailure::new(ErrorKind::Denied, message)
+            .with_hint(format!("chmod o-rw {}", path.display())));
+    }
+    let token = bounded(file, path, MAX_TOKEN_BYTES)?;
+    if token.is_empty() {
+        let message = format!("the token file {} is empty", path.display());
+        return Err(CommandFailure::new(ErrorKind::Invalid, message)
+            .with_hint("write a secret into it, or remove the setting staging.token"));
+    }
+    Ok(token)
 }
 
 /// Creates the folder and its parents.
@@ -291,6 +318,27 @@ mod tests {
         assert_eq!(exposed.kind, ErrorKind::Denied);
         assert!(exposed.hint.starts_with("chmod 600 "), "{}", exposed.hint);
         assert_eq!(read_text(&folder.path().join("no"), 1).unwrap_err().kind, ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_token_is_not_empty_and_not_for_everybody() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str, mode| {
+            let path = folder.path().join(name);
+            write_new(&path, text, mode).unwrap();
+            path
+        };
+        for mode in [SECRET, 0o640] {
+            let token = read_token(&write(&format!("{mode:o}"), "secret", mode));
+            assert_eq!(token.unwrap(), b"secret");
+        }
+        let exposed = read_token(&write("exposed", "secret", PUBLIC)).unwrap_err();
+        assert_eq!(exposed.kind, ErrorKind::Denied);
+        assert!(exposed.hint.starts_with("chmod o-rw "), "{}", exposed.hint);
+        let empty = read_token(&write("empty", "", SECRET)).unwrap_err();
+        assert_eq!(empty.kind, ErrorKind::Invalid);
+        let long = write("long", &"x".repeat(MAX_TOKEN_BYTES + 1), SECRET);
+        assert_eq!(read_token(&long).unwrap_err().kind, ErrorKind::Invalid);
     }
 
     #[test]

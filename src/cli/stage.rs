@@ -1,6 +1,7 @@
 //! `stage`: the process of a training host's staging daemon, and requests to the daemon that runs.
 
 mod detach;
+mod free;
 mod priority;
 
 use std::path::{Path, PathBuf};
@@ -31,9 +32,9 @@ use crate::workers::Workers;
 
 /// Default memory limit, in percent of the size of the file system that holds the staging folder.
 const MEMORY_PERCENT: u64 = 80;
-/// Maximum length of a token.
-const MAX_TOKEN_BYTES: usize = 4096;
-/// Maximum time for a request to the daemon.
+/// The daemon, as errors of requests to it name it.
+const DAEMON: &str = "the staging daemon";
+/// Maximum time for the requests of a command to the daemon.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
 /// Number of threads for hashing. The daemon yields to training, so more threads would only wait.
 const WORKERS: usize = 4;
@@ -50,11 +51,11 @@ pub async fn run(front: &mut Front, options: Stage) -> Outcome {
     let dir = dir.unwrap_or_else(|| default_dir(config.membership.cluster));
     if options.status {
         log::of_command(front);
-        return ask(dir, &config, Request::Status).await;
+        return show_status(dir, &config).await;
     }
     if let Some(job) = options.free {
         log::of_command(front);
-        return ask(dir, &config, Request::Free { job, with_unsaved: options.force }).await;
+        return free::run(dir, &config, job, options.force).await;
     }
     if options.detach {
         return detach::run(&dir, &config, (&file, &options.connect.set)).await;
@@ -70,7 +71,7 @@ pub async fn run(front: &mut Front, options: Stage) -> Outcome {
 
 fn token(config: &ClientConfig) -> Result<Vec<u8>, CommandFailure> {
     match &config.staging.token {
-        Some(path) => files::read_bytes(path, MAX_TOKEN_BYTES),
+        Some(path) => files::read_token(path),
         None => Ok(Vec::new()),
     }
 }
@@ -217,35 +218,36 @@ fn failure(error: &StagingError) -> CommandFailure {
     }
 }
 
-async fn ask(dir: PathBuf, config: &ClientConfig, request: Request) -> Outcome {
+/// Connects to the daemon and makes the requests of `ask`, which may block, within [`ASK_LIMIT`].
+async fn with_session<T: Send + 'static>(
+    dir: PathBuf,
+    config: &ClientConfig,
+    ask: impl FnOnce(&mut Session, &mut Wait<'_>) -> Result<T, StagingError> + Send + 'static,
+) -> Result<T, CommandFailure> {
     let token = config.staging.token.clone();
     let asked = tokio::task::spawn_blocking(move || {
         let mut proceed = || true;
         let mut wait = Wait::new(ASK_LIMIT, &mut proceed);
         let mut session = Session::connect(&dir, token.as_deref(), &mut wait)?;
-        let (answer, _) = session.ask("the staging daemon", &request, &mut wait)?;
-        Ok((answer, session.daemon_pid()))
+        ask(&mut session, &mut wait)
     });
     let died = |error| CommandFailure::new(ErrorKind::Internal, format!("a task died: {error}"));
-    match asked.await.map_err(died)?.map_err(|error: StagingError| failure(&error))? {
-        (Told::Status(status), pid) => Ok(Box::new(Held { status, pid })),
-        (Told::Freed { bytes }, _) => Ok(Box::new(Freed(bytes))),
-        _ => Err(CommandFailure::new(
-            ErrorKind::Internal,
-            "the daemon sent an answer of another kind",
-        )),
+    asked.await.map_err(died)?.map_err(|error| failure(&error))
+}
+
+/// Asks the daemon for its status.
+fn ask_status(session: &mut Session, wait: &mut Wait<'_>) -> Result<Status, StagingError> {
+    match session.ask(DAEMON, &Request::Status, wait)? {
+        (Told::Status(status), _) => Ok(status),
+        _ => Err(StagingError::Unexpected { what: DAEMON }),
     }
 }
 
-struct Freed(u64);
-
-impl CommandOutput for Freed {
-    fn json(&self) -> Map<String, Value> {
-        Map::from_iter([("freed_bytes".to_owned(), json!(self.0))])
-    }
-    fn text(&self, _: Paint) -> String {
-        format!("{} given back\n", ByteCount(self.0))
-    }
+async fn show_status(dir: PathBuf, config: &ClientConfig) -> Outcome {
+    let held = with_session(dir, config, |session, wait| {
+        Ok(Held { status: ask_status(session, wait)?, pid: session.daemon_pid() })
+    });
+    Ok(Box::new(held.await?))
 }
 
 struct Held {

@@ -73,9 +73,18 @@ fn a_daemon_that_stands_still_is_one_in_time(cluster: &Cluster, job: &str) {
 fn a_token_is_asked_for(cluster: &Cluster, job: &str) {
     let mut stage = Stage::folder(cluster, "64MiB", &[]);
     let (right, wrong) = (stage.beside("token"), stage.beside("wrong"));
-    std::fs::write(&right, "a secret").unwrap();
+    std::fs::write(&right, "").unwrap();
     std::fs::write(&wrong, "another").unwrap();
     stage.set(&format!("staging.token={}", right.display()));
+    let mode = |mode| {
+        std::fs::set_permissions(&right, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    mode(0o640);
+    stage.run(&[]).fails(2, &["is empty", "staging.token"]);
+    std::fs::write(&right, "a secret").unwrap();
+    mode(0o644);
+    stage.run(&[]).fails(1, &["every user may read", "chmod o-rw"]);
+    mode(0o640);
     stage.restart();
     for token in [None, Some(wrong.as_path())] {
         let mut trainer = Trainer::start(&stage.dir(), token);
@@ -142,14 +151,17 @@ fn containers_share_a_daemon(cluster: &Cluster, job: &str) {
 fn one_daemon_for_a_folder(cluster: &Cluster, _: &str) {
     let stage = Stage::start(cluster, "64MiB", &[]);
     stage.run(&[]).fails(1, &["another staging daemon runs", "--status"]);
-    stage.run(&["--detach"]).ok();
+    let detached = stage.run(&["--detach", "--json"]).ok().json();
+    assert_eq!(detached, json!({ "schema": 1, "ready": true }));
     assert_eq!(stage.run(&["--status", "--json"]).ok().json()["jobs"], json!([]));
 }
 
 fn a_detached_daemon_finds_a_relative_configuration(cluster: &Cluster, _: &str) {
     // `RAPIDRAID_CONFIG` is relative, and so are the names of the key and the token in the file.
     let stage = Stage::folder(cluster, "64MiB", &["staging.token=client.toml"]);
-    std::fs::write(cluster.path("cluster/client/client.toml"), "a secret").unwrap();
+    let token = cluster.path("cluster/client/client.toml");
+    std::fs::write(&token, "a secret").unwrap();
+    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
     stage.run(&["--detach"]).ok();
     let told = stage.run(&["--status", "--json"]).ok().json();
     let pid = told["pid"].as_i64().and_then(|pid| Pid::from_raw(pid.try_into().unwrap())).unwrap();
@@ -302,14 +314,21 @@ fn status_and_free_are_told_as_json(cluster: &Cluster, job: &str) {
     let text = stage.run(&["--status"]).ok().out;
     assert!(text.contains(job) && text.contains("filling") && text.contains("0 of 2"), "{text}");
     // Memory that a process uses is not freed.
-    assert_eq!(stage.free(job)["freed_bytes"], 0);
+    let freed = stage.free(job);
+    assert_eq!((&freed["freed_bytes"], &freed["dropped"]), (&json!(0), &json!([])), "{freed}");
+    let kept: Vec<_> = freed["kept"].as_array().unwrap().iter().map(|kept| &kept["step"]).collect();
+    assert_eq!(kept, [10, 20], "{freed}");
+    let text = stage.run(&["--free", job, "--force"]).ok().out;
+    assert!(text.contains("step 10 (committed) stays: a process"), "{text}");
     launch.kill();
     stage.until("step 20 is dropped", || stage.state(job, 20).is_none());
     let freed = stage.free(job)["freed_bytes"].as_u64().unwrap();
     assert!(freed > 0);
     stage.until("all is given back", || stage.status().used_bytes == 0);
     assert_eq!(stage.files("segments"), Vec::<String>::new());
-    assert_eq!(stage.free("nobody")["freed_bytes"], 0);
+    let unknown = stage.run(&["--free", "nobody", "--json"]);
+    unknown.fails(1, &["no steps of job nobody", "--status"]);
+    assert_eq!(unknown.json()["error"]["kind"], "not_found");
 }
 
 fn unsaved_steps_are_freed_by_force_alone(cluster: &Cluster, job: &str) {

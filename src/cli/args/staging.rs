@@ -11,7 +11,11 @@ Examples:
 
 The daemon takes the state that trainers put into shared memory, saves it to the cluster, and keeps it for a restart on this
 host. After SIGTERM it saves what is staged before it ends (at most for staging.stop_s). SIGHUP is
-logged and ignored. docs/staging.md has the details.";
+logged and ignored. docs/staging.md has the details.
+
+With --json: schema, and for --status pid, instance, memory_bytes, used_bytes, jobs (job, launch, members, segment_bytes,
+steps); for --free freed_bytes, kept (step, state, reason: the steps that stay) and dropped (the steps that were not
+committed and are lost); for --detach ready; for a daemon that has ended stopped.";
 
 /// Options of `stage`.
 #[derive(Debug, clap::Args)]

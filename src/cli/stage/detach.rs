@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CpuSet;
+use serde_json::{Map, Value, json};
 
-use super::Ended;
-use crate::cli::printer::CommandFailure;
+use crate::cli::printer::{CommandFailure, CommandOutput};
+use crate::cli::table::Paint;
 use crate::cli::words::Setting;
 use crate::cli::{Outcome, files};
 use crate::clock::{Clock, SystemClock};
@@ -39,7 +40,7 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: (&Path, &[Setting])) -
     let mut child = None;
     loop {
         match answers(dir, config).await {
-            Ok(()) => return Ok(Box::new(Ended)),
+            Ok(()) => return Ok(Box::new(Ready)),
             Err(StagingError::NoDaemon { .. }) => {}
             Err(error) => return Err(super::failure(&error)),
         }
@@ -70,6 +71,19 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: (&Path, &[Setting])) -
                 .with_hint("`rapidraid stage` in a terminal shows why"));
         }
         clock.sleep(POLL).await;
+    }
+}
+
+/// The output of a command after which a daemon runs. Its text is empty.
+struct Ready;
+
+impl CommandOutput for Ready {
+    fn json(&self) -> Map<String, Value> {
+        Map::from_iter([("ready".to_owned(), json!(true))])
+    }
+
+    fn text(&self, _: Paint) -> String {
+        String::new()
     }
 }
 

@@ -2,23 +2,30 @@
 //! and the job goes on with the other seven, whose ranks have other numbers then.
 
 use std::collections::BTreeMap;
+use std::sync::Barrier;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use rapidraid::entropy::{Entropy, SystemEntropy};
+use rapidraid::id::LaunchId;
 use rapidraid::trainer::daemon::trace::StagingPoint;
+use rapidraid::trainer::protocol::{Hosts, Place, Prepare, Request, Resumed};
+use rapidraid::trainer::segment::HEADER_BYTES;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::launch::{Launch, Plan};
 use crate::machine::Cluster;
-use crate::stage::{LIMIT, Stage};
+use crate::stage::{LIMIT, Stage, with_wait};
 use crate::{Cell, cells};
 
 const HOSTS: usize = 8;
 pub const RANKS_PER_HOST: u32 = 2;
 /// Longer than the wait of a load for hosts that make no progress.
 const LOAD_LIMIT_MS: u64 = 60_000;
+/// Number of ranks that prepare at the same moment, and of launches that do so.
+const AT_ONCE: u32 = 8;
+const LAUNCHES_AT_ONCE: u64 = 64;
 
 pub const CELLS: &[Cell] = cells![
     a_host_of_eight_while_it_fills,
@@ -34,6 +41,7 @@ pub const TWO: &[Cell] = cells![
     one_of_two_killed_when_it_begins_to_save,
     one_of_two_killed_after_the_commit,
     one_of_two_killed_when_the_record_says_committed,
+    ranks_that_prepare_at_the_same_moment_all_begin,
 ];
 
 /// A launch on several hosts: one part on each of them, in the order of their numbers.
@@ -283,4 +291,36 @@ fn one_of_two_killed_after_the_commit(cluster: &Cluster, job: &str) {
 
 fn one_of_two_killed_when_the_record_says_committed(cluster: &Cluster, job: &str) {
     one_of_two(cluster, job, StagingPoint::Committed);
+}
+
+/// The ranks of a host make the record of their launch known at the same moment, again and again. On a
+/// machine of one or two processors the daemon has one thread for them, and this says little.
+fn ranks_that_prepare_at_the_same_moment_all_begin(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "64MiB", &[]);
+    let names = vec![name_of(0), name_of(1)];
+    let begin = Barrier::new(AT_ONCE as usize);
+    for born_ns in 0..LAUNCHES_AT_ONCE {
+        let launch = LaunchId(SystemEntropy.id());
+        let prepare = |rank: u32| {
+            let place = Place { job: job.parse().unwrap(), launch, world: AT_ONCE, rank };
+            let (segment_bytes, resumed) = (2 * HEADER_BYTES, Resumed::default());
+            let launch_bytes = segment_bytes * u64::from(AT_ONCE);
+            let (keep, limit_ms) = (0, 0);
+            let prepare =
+                Prepare { place, segment_bytes, launch_bytes, born_ns, resumed, keep, limit_ms };
+            let request = Request::PrepareOnHost(prepare, Hosts { own: 0, names: names.clone() });
+            let mut session = stage.session().unwrap();
+            begin.wait();
+            let made = with_wait(|wait| session.ask("prepare", &request, wait));
+            // No rank leaves the launch before all have prepared.
+            begin.wait();
+            made.map(drop).map_err(|error| format!("launch {born_ns}, rank {rank}: {error}"))
+        };
+        std::thread::scope(|scope| {
+            let start = |rank| scope.spawn(move || prepare(rank));
+            let ranks: Vec<_> = (0..AT_ONCE).map(start).collect();
+            ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
+        });
+    }
+    stage.assert_sound();
 }

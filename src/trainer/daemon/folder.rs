@@ -432,7 +432,8 @@ impl Folder {
 
     /// Writes a file under a temporary name and renames it, so that a killed daemon leaves either
     /// the old or the new file. If trainers have filled the file system, frees the reserve and
-    /// tries again.
+    /// tries again. The callers write each file from one task at a time, because two would share
+    /// the temporary name.
     fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
         match self.try_write(path, bytes) {
             Err(error) if error.kind() == ErrorKind::Busy => {

@@ -399,15 +399,17 @@ impl StagingDaemon {
     }
 
     /// Writes the record of a launch's hosts before the launch is known. Without the record, the next
-    /// daemon would take this host's part of a step for the whole.
+    /// daemon would take this host's part of a step for the whole. Writes under the lock of the
+    /// state, because all ranks of the launch may ask for it at once.
     fn keep_hosts_first(self: &Arc<Self>, prepare: &Prepare, hosts: &Hosts) -> Result<(), Failure> {
         let Place { job, launch, .. } = &prepare.place;
-        // A launch that is known without hosts is refused below, and must not get a record.
-        if self.with(|core| core.knows_launch(job, *launch)) {
-            return Ok(());
-        }
         let record = LaunchHosts { launch: *launch, hosts: hosts.clone(), filled: None };
-        self.folder.keep_hosts(&record).map_err(|error| {
+        // A launch that is known without hosts is refused below, and must not get a record.
+        let kept = self.with(|core| match core.knows_launch(job, *launch) {
+            true => Ok(()),
+            false => self.folder.keep_hosts(&record),
+        });
+        kept.map_err(|error| {
             let hint = "check the free space and the permissions of the staging folder";
             Failure::new(error.kind(), error.to_string(), hint)
         })

@@ -16,6 +16,7 @@ pub const CELLS: &[Cell] = cells![
     later_steps_in_memory_are_abandoned_too,
     steps_that_were_committed_since_the_load_are_later_too,
     a_launch_goes_back,
+    a_launch_goes_back_before_its_step_is_committed,
     a_step_is_saved_once,
     a_step_is_saved_once_also_after_a_restart,
     a_rank_that_never_fills_is_named,
@@ -164,12 +165,31 @@ fn a_launch_goes_back(cluster: &Cluster, job: &str) {
     assert_eq!(launch.load(Some(10))[1]["step"], 10);
     let fill = launch.save(20);
     launch.wait(20);
+    assert_eq!(launch.ranks[0].tell("notices").unwrap(), json!([]), "it abandons its own step");
     assert_eq!(stage.committed(job), [10, 20]);
     let found = stage.load(job, None).unwrap().unwrap();
     assert_eq!((found.fill.to_string(), found.is_from_memory), (fill.clone(), true));
     launch.kill();
     stage.forget(job);
     assert_eq!(stage.load(job, None).unwrap().unwrap().fill.to_string(), fill);
+}
+
+/// The rest holds whether step 20 is committed by then or not.
+fn a_launch_goes_back_before_its_step_is_committed(cluster: &Cluster, job: &str) {
+    let stage = stage(cluster);
+    let plan = Plan { abandon_later: true, ..Plan::new(job, 2) };
+    let mut launch = Launch::ready(&stage, &plan);
+    launch.save(10);
+    launch.wait(10);
+    launch.save(20);
+    assert_eq!(launch.load(Some(10))[1]["step"], 10);
+    launch.save(15);
+    launch.wait(15);
+    assert_eq!(launch.ranks[0].tell("notices").unwrap(), json!([]));
+    assert_eq!(stage.committed(job), [10, 15]);
+    launch.kill();
+    stage.forget(job);
+    assert_eq!(stage.load(job, None).unwrap().unwrap().step, 15);
 }
 
 fn a_step_is_saved_once(cluster: &Cluster, job: &str) {

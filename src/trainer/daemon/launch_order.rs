@@ -74,7 +74,7 @@ impl StagingDaemon {
     }
 
     /// Finds the steps later than the one that a launch was resumed from: those that are committed,
-    /// also since the launch loaded, and those that other launches have staged here.
+    /// also since the launch loaded, and those that are staged here, also by the launch itself.
     ///
     /// # Errors
     /// Fails with kind `Exists` if there are any and the launch does not abandon them.

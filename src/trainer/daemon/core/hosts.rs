@@ -78,6 +78,14 @@ impl Core {
         self.launch(key)?.hosts.as_ref()
     }
 
+    /// Tells the other hosts of a step's launch, if there are any, that this host has dropped the
+    /// step.
+    pub fn tell_dropped(&mut self, key: &StepKey) {
+        if let Some(hosts) = self.hosts_of(key).cloned() {
+            self.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
+        }
+    }
+
     /// Returns whether this host is the first one of a rank's launch, or the only one.
     pub fn is_on_first_host(&self, place: &Place) -> bool {
         let launches = self.jobs.get(&place.job).map(|state| &state.launches);

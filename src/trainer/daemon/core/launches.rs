@@ -4,8 +4,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 use super::hosts::check_hosts;
 use super::{
-    Core, Effect, Ending, Launch, MAX_OLD_LAUNCHES, Member, Phase, SEGMENTS_A_RANK, Segment,
-    StepKey, Use, fail,
+    Core, Effect, Ending, Launch, MAX_OLD_LAUNCHES, Member, SEGMENTS_A_RANK, Segment, StepKey, Use,
+    fail,
 };
 use crate::format::launch_order::{LaunchOrder, LaunchRank};
 use crate::id::{Job, LaunchId, MemberId, SaveId, SegmentId, Step};
@@ -476,20 +476,22 @@ impl Core {
         }
     }
 
-    /// Returns the steps in memory that all ranks of another launch than `newest` have staged and
-    /// that are later than `loaded`.
+    /// Returns the steps in memory that are later than `loaded` and that all ranks of a launch have
+    /// staged. Committed steps of `newest` are left out, because the cluster lists them.
     pub fn later_in_memory(&self, job: &Job, loaded: Option<Step>, newest: LaunchId) -> Vec<Step> {
         let keys = self.jobs.get(job).map(|state| {
             state.keys(job, |step, launch, found| {
-                launch != newest && found.is_loadable() && loaded.is_none_or(|at| step > at)
+                let counts =
+                    if launch == newest { found.is_uncommitted() } else { found.is_loadable() };
+                counts && loaded.is_none_or(|at| step > at)
             })
         });
         keys.unwrap_or_default().into_iter().map(|key| key.step).collect()
     }
 
     /// Abandons the steps later than `loaded`: drops those of launches other than `newest`, and
-    /// those that `newest` committed before it went back. The job continues from `loaded`.
-    /// `committed` are saves to remove; from now on no load resumes from them.
+    /// those that all ranks of `newest` had staged before it went back. The job continues from
+    /// `loaded`. `committed` are saves to remove; from now on no load resumes from them.
     pub fn abandon(
         &mut self,
         job: &Job,
@@ -510,20 +512,18 @@ impl Core {
             launch.over.retain(|step, _| !is_later(*step));
         }
         let later = state.keys(job, |step, launch, found| {
-            let is_over = launch != newest || matches!(found.phase, Phase::Committed { .. });
-            is_over && is_later(step)
+            is_later(step) && (launch != newest || found.phase.is_complete())
         });
         self.effects.push(Effect::KeepJob(job.clone()));
         for key in later {
-            let why = Failure::new(
-                ErrorKind::Fenced,
-                format!(
-                    "step {} was abandoned: a newer launch resumed from an earlier step",
-                    key.step
-                ),
-                "",
-            );
-            self.drop_step(&key, why);
+            let abandoned = format!("step {} was abandoned", key.step);
+            if key.launch == newest {
+                let message = format!("{abandoned}: this launch loaded an earlier step");
+                self.drop_own_step(&key, Failure::new(ErrorKind::NotFound, message, ""));
+            } else {
+                let message = format!("{abandoned}: a newer launch resumed from an earlier step");
+                self.drop_step(&key, Failure::new(ErrorKind::Fenced, message, ""));
+            }
         }
     }
 }

@@ -409,13 +409,25 @@ impl Core {
     /// save that is already committed is abandoned too, and is then removed from the cluster, unless
     /// other hosts have parts of the step.
     pub fn drop_step(&mut self, key: &StepKey, why: Failure) {
+        self.drop_step_with_saves(key, why, self.fate_of_saves(key));
+    }
+
+    /// Drops a step that its own launch abandons. Its ranks have asked for that, so only those that
+    /// wait for the step get `why`.
+    pub(super) fn drop_own_step(&mut self, key: &StepKey, why: Failure) {
+        if self.discard_step(key, self.fate_of_saves(key)) {
+            self.tell_dropped(key);
+            self.end(key, Err(why));
+        }
+    }
+
+    fn fate_of_saves(&self, key: &StepKey) -> SavesOfDropped {
         // Other hosts may have committed a step of several hosts meanwhile. Its save stays, because a
         // newer launch may have resumed from it.
-        let fate = match self.hosts_of(key) {
+        match self.hosts_of(key) {
             Some(_) => SavesOfDropped::AbortIfOpen,
             None => SavesOfDropped::Remove,
-        };
-        self.drop_step_with_saves(key, why, fate);
+        }
     }
 
     /// Drops a staged step that its launch may no longer save. A save of it that is committed all the
@@ -427,7 +439,23 @@ impl Core {
     }
 
     fn drop_step_with_saves(&mut self, key: &StepKey, why: Failure, fate: SavesOfDropped) {
-        let Some(step) = self.step(key) else { return };
+        if !self.discard_step(key, fate) {
+            return;
+        }
+        // If a newer launch has begun, the other hosts drop the step because of it, and need not be
+        // told.
+        if why.kind() != ErrorKind::Fenced {
+            self.tell_dropped(key);
+        }
+        self.end(key, Err(why.clone()));
+        let notice = Notice { step: key.step, failure: Some(why), warning: String::new() };
+        self.notify(&key.job, key.launch, &notice);
+    }
+
+    /// Records that a filling is dropped, frees its segments, and abandons its saves. Returns false
+    /// if the step is not in memory.
+    fn discard_step(&mut self, key: &StepKey, fate: SavesOfDropped) -> bool {
+        let Some(step) = self.step(key) else { return false };
         let begun = match &step.phase {
             Phase::Saving { saves } => saves.clone(),
             _ => Vec::new(),
@@ -442,7 +470,6 @@ impl Core {
             (SavesOfDropped::Remove, Phase::Committed { save, .. }) => vec![*save],
             (SavesOfDropped::Remove, _) => begun,
         };
-        let hosts = self.hosts_of(key).cloned();
         let filling = self.segments.iter().filter(|(_, s)| s.state == Use::Filling(key.clone()));
         let filling: Vec<SegmentId> = filling.map(|(id, _)| *id).collect();
         // Record this before any rank is notified: a header that says *staged* later must not bring
@@ -456,13 +483,6 @@ impl Core {
         if !saves.is_empty() {
             self.effects.push(Effect::Settle(key.job.clone()));
         }
-        // If a newer launch has begun, the other hosts drop the step because of it, and need not be
-        // told.
-        if why.kind() != ErrorKind::Fenced
-            && let Some(hosts) = hosts
-        {
-            self.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
-        }
         self.effects.push(Effect::KeepJob(key.job.clone()));
         self.effects.extend(filling.iter().copied().map(Effect::MarkFree));
         for id in filling {
@@ -473,10 +493,8 @@ impl Core {
             }
         }
         self.release_step(key);
-        self.end(key, Err(why.clone()));
-        let notice = Notice { step: key.step, failure: Some(why), warning: String::new() };
-        self.notify(&key.job, key.launch, &notice);
         self.bell.ring();
+        true
     }
 
     fn end(&mut self, key: &StepKey, how: Result<(SaveId, Vec<String>), Failure>) {

@@ -1,6 +1,7 @@
 //! Tests of the rules of docs/staging.md, one by one, without files and sockets.
 
 mod crashes;
+mod going_back;
 mod hosts;
 mod launch_order;
 

@@ -1,11 +1,13 @@
 //! Tests of several launches of one job: which one may write, which steps are abandoned, and which
 //! answers must be the same for all ranks (docs/staging.md, 5 to 7).
 
+use rapidraid::id::Step;
+use rapidraid::trainer::protocol::Request;
 use serde_json::json;
 
 use crate::launch::{Launch, Plan, ROWS, Trainer};
 use crate::machine::Cluster;
-use crate::stage::Stage;
+use crate::stage::{Stage, with_wait};
 use crate::{Cell, cells};
 
 pub const CELLS: &[Cell] = cells![
@@ -17,6 +19,7 @@ pub const CELLS: &[Cell] = cells![
     steps_that_were_committed_since_the_load_are_later_too,
     a_launch_goes_back,
     a_launch_goes_back_before_its_step_is_committed,
+    a_removed_step_is_saved_again,
     a_step_is_saved_once,
     a_step_is_saved_once_also_after_a_restart,
     a_rank_that_never_fills_is_named,
@@ -190,6 +193,22 @@ fn a_launch_goes_back_before_its_step_is_committed(cluster: &Cluster, job: &str)
     launch.kill();
     stage.forget(job);
     assert_eq!(stage.load(job, None).unwrap().unwrap().step, 15);
+}
+
+fn a_removed_step_is_saved_again(cluster: &Cluster, job: &str) {
+    let stage = stage(cluster);
+    let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
+    launch.save(5);
+    launch.wait(5);
+    let remove = Request::Remove { job: job.parse().unwrap(), step: Step(5) };
+    let mut session = stage.session().unwrap();
+    with_wait(|wait| session.tell("the removal", &remove, wait)).unwrap();
+    launch.wait(5);
+    let fill = launch.save(5);
+    launch.wait(5);
+    assert_eq!(stage.load(job, Some(5)).unwrap().unwrap().fill.to_string(), fill);
+    launch.ranks[0].step("fill", 5).unwrap_err().says("Exists", &["saved already"]);
+    stage.assert_sound();
 }
 
 fn a_step_is_saved_once(cluster: &Cluster, job: &str) {

@@ -267,6 +267,9 @@ pub struct Launch {
     /// The outcomes of the highest steps that were committed (the save, and remarks for people) or
     /// dropped, for ranks that ask for them.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
+    /// The steps of `over` that were committed and that the cluster no longer has. They may be saved
+    /// again.
+    removed: BTreeSet<Step>,
 }
 
 /// The state of a job on this host.

@@ -562,7 +562,7 @@ impl StagingDaemon {
         self.client.remove_step(job, step).await.map_err(|error| {
             Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
         })?;
-        self.with(|core| core.note_removal(job));
+        self.with(|core| core.note_removal(job, step));
         plain(Answer::Done)
     }
 

@@ -510,6 +510,7 @@ impl Core {
         let is_later = |step: Step| loaded.is_none_or(|at| step > at);
         if let Some(launch) = state.launches.get_mut(&newest) {
             launch.over.retain(|step, _| !is_later(*step));
+            launch.removed.retain(|step| !is_later(*step));
         }
         let later = state.keys(job, |step, launch, found| {
             is_later(step) && (launch != newest || found.phase.is_complete())

@@ -38,6 +38,7 @@ impl Launch {
             skipped: BTreeMap::new(),
             loads: BTreeMap::new(),
             over: BTreeMap::new(),
+            removed: BTreeSet::new(),
         }
     }
 

@@ -51,6 +51,9 @@ impl Core {
                 "start the staging daemon again; `RemoveIPC=no` keeps systemd-logind from removing the folder",
             );
         }
+        if let Some(why) = self.release_removed(&place, step) {
+            return Ok(FillOutcome::Full(why));
+        }
         let Some(launch) = self.jobs.get(&place.job).and_then(|j| j.launches.get(&place.launch))
         else {
             return fail(
@@ -62,8 +65,7 @@ impl Core {
         let Some(committed_before) = &launch.committed_before else {
             return Ok(FillOutcome::Unchecked);
         };
-        let was_saved = matches!(launch.over.get(&step), Some(Ok(_)));
-        if committed_before.contains(&step) || was_saved {
+        if committed_before.contains(&step) || launch.has_saved(step) {
             return Err(saved_twice(&place, step));
         }
         let (world, segments_a_rank) = (launch.world, launch.segments_a_rank);
@@ -119,6 +121,20 @@ impl Core {
         }
         self.effects.push(Effect::MarkFilling(segment, fill));
         Ok(FillOutcome::Segment(segment, fill))
+    }
+
+    /// Releases the launch's own copy of a step that the cluster no longer has. Returns what still
+    /// holds the copy, if anything does.
+    fn release_removed(&mut self, place: &Place, step: Step) -> Option<String> {
+        let key = self.key_of(&place.job, step, place.launch)?;
+        if !self.step(&key)?.is_replaced {
+            return None;
+        }
+        if self.is_held(&key) {
+            return Some(format!("step {step}, which was removed, is still being loaded"));
+        }
+        self.release_step(&key);
+        None
     }
 
     /// Skips a step for all ranks of a launch.
@@ -501,9 +517,12 @@ impl Core {
         let launch = self.jobs.get_mut(&key.job).and_then(|job| job.launches.get_mut(&key.launch));
         let Some(launch) = launch else { return };
         launch.over.insert(key.step, how);
+        launch.removed.remove(&key.step);
         while launch.over.len() > MAX_OVER {
             launch.over.pop_first();
         }
+        let over = &launch.over;
+        launch.removed.retain(|step| over.contains_key(step));
     }
 
     /// Records that the hashes of a step are written.

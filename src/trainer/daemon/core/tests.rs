@@ -484,7 +484,7 @@ fn a_committed_step_that_somebody_replaced_is_no_resume_point() {
     assert!(world.core.drop_replaced(&job(), changes, &|_| Some(save(99))));
     assert_eq!(world.phase(1, 10), None);
     let before = world.core.changes(&job());
-    world.core.note_removal(&job());
+    world.core.note_removal(&job(), Step(5));
     assert!(!world.core.drop_replaced(&job(), before, &|_| None), "asked before the removal");
 }
 

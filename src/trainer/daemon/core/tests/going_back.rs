@@ -66,3 +66,55 @@ fn an_own_step_of_several_hosts_that_is_abandoned_is_dropped_on_all_hosts() {
     let dropped = StepOfLaunch { job: job(), step: Step(20), launch: launch(1) };
     assert!(world.effects().contains(&Effect::DropOnOtherHosts(dropped, hosts)));
 }
+
+#[test]
+fn a_removed_step_is_saved_again() {
+    let mut world = world();
+    world.stage(16, 20);
+    world.commit(1, 20);
+    for step in [10, 20] {
+        assert_eq!(world.fill(16, step).unwrap_err().kind(), ErrorKind::Exists);
+    }
+    // A reader has the removed step.
+    let held = world.core.hold_step(&world.key(1, 10).unwrap()).unwrap();
+    world.core.note_removal(&job(), Step(10));
+    let saved = world.core.outcome(member(16), Step(10)).unwrap();
+    assert!(saved.is_some(), "a rank that waits is told of the commit");
+    assert!(matches!(world.fill(16, 10), Ok(FillOutcome::Full(_))), "the reader keeps its copy");
+    drop(held);
+    world.stage(16, 10);
+    assert_eq!(world.core.outcome(member(16), Step(10)).unwrap(), None);
+    world.commit(1, 10);
+    for step in [10, 20] {
+        assert_eq!(world.fill(16, step).unwrap_err().kind(), ErrorKind::Exists, "{step}");
+    }
+}
+
+#[test]
+fn a_removed_step_of_an_older_launch_is_saved_by_the_newer_one() {
+    let mut world = world();
+    let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
+    world.core.checked(&place, BTreeSet::from([Step(3), Step(5)]), Some(Step(5)));
+    assert_eq!(world.fill(16, 5).unwrap_err().kind(), ErrorKind::Exists);
+    world.effects();
+    world.core.note_removal(&job(), Step(5));
+    assert!(world.effects().contains(&Effect::KeepJob(job())), "also after a restart");
+    assert_eq!(world.fill(16, 3).unwrap_err().kind(), ErrorKind::Exists);
+    world.stage(16, 5);
+}
+
+/// Another program has removed the step.
+#[test]
+fn a_step_that_the_cluster_no_longer_has_is_saved_again() {
+    let mut world = world();
+    let place = Place { job: job(), launch: launch(1), world: 1, rank: 0 };
+    world.core.checked(&place, BTreeSet::from([Step(3), Step(5)]), Some(Step(5)));
+    world.effects();
+    let changes = world.core.changes(&job());
+    let committed = |step: Step| (step == Step(3)).then(|| save(3));
+    assert!(world.core.drop_replaced(&job(), changes, &committed));
+    assert!(world.effects().contains(&Effect::KeepJob(job())));
+    assert_eq!(world.fill(16, 3).unwrap_err().kind(), ErrorKind::Exists);
+    world.stage(16, 5);
+    world.stage(16, 10);
+}

@@ -198,8 +198,11 @@ impl Folder {
     /// that holds a shared lock, by which the daemon knows that a process has the segment. The lock
     /// ends with the last copy of the descriptor, however its process ends.
     pub fn make_segment(&self, id: SegmentId, owner: &OwnerRecord) -> Result<OwnedFd, FolderError> {
-        self.write_record(&self.owner_path(id), owner)?;
         let path = self.segment_path(id);
+        if !self.is_there() {
+            return Err(during("making", &path)(io::ErrorKind::NotFound.into()));
+        }
+        self.write_record(&self.owner_path(id), owner)?;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600);
         let file = options.open(&path).map_err(during("making", &path))?;
@@ -307,9 +310,12 @@ impl Folder {
 
     /// Writes a step's record.
     pub fn keep_step(&self, record: &StepRecord) -> Result<(), FolderError> {
+        if !self.is_there() {
+            return Ok(());
+        }
         let path = self.step_path(&record.key());
         if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder).map_err(during("making", folder))?;
+            make_last(folder)?;
         }
         self.write_record(&path, record)
     }
@@ -344,8 +350,14 @@ impl Folder {
 
     /// Removes the record and the table of a step.
     pub fn forget_step(&self, key: &StepKey) {
-        let _ = fs::remove_file(self.table_path(key));
-        let _ = fs::remove_file(self.step_path(key));
+        self.forget(&self.table_path(key));
+        self.forget(&self.step_path(key));
+    }
+
+    fn forget(&self, path: &Path) {
+        if self.is_there() {
+            let _ = fs::remove_file(path);
+        }
     }
 
     fn job_path(&self, job: &Job) -> PathBuf {
@@ -377,7 +389,7 @@ impl Folder {
 
     /// Removes the record of a launch's hosts.
     pub fn forget_hosts(&self, launch: LaunchId) {
-        let _ = fs::remove_file(self.hosts_path(launch));
+        self.forget(&self.hosts_path(launch));
     }
 
     /// Returns the records of the hosts of all launches.
@@ -465,7 +477,12 @@ impl Folder {
         Ok(())
     }
 
+    /// Does nothing if the folder was removed: the steps that are still mapped are saved without
+    /// records, and the folder at the same path may be that of another daemon.
     fn try_write(&self, path: &Path, bytes: &[u8]) -> Result<(), FolderError> {
+        if !self.is_there() {
+            return Ok(());
+        }
         let mut name = path.as_os_str().to_owned();
         name.push(TEMPORARY);
         let temporary = PathBuf::from(name);
@@ -480,6 +497,17 @@ impl Folder {
             let _ = fs::remove_file(&temporary);
             during("writing", path)(error)
         })
+    }
+}
+
+/// Creates a folder unless it exists. Does not create the folders above it: the staging folder may
+/// have been removed, and must not come back with another mode.
+fn make_last(path: &Path) -> Result<(), FolderError> {
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+            Err(during("making", path)(error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -509,6 +537,7 @@ fn boot_id() -> String {
 mod tests {
     use super::*;
     use crate::entropy::SeededEntropy;
+    use crate::trainer::daemon::records::SaveState;
 
     fn open(path: &Path) -> Folder {
         Folder::open(path, ClusterId([1; 16]), &SeededEntropy::new(1)).unwrap()
@@ -535,5 +564,35 @@ mod tests {
         found.sort();
         assert_eq!(found, ["a.b-c_d", "gpt", "gpt.new", "table"]);
         assert!(!half.exists());
+    }
+
+    fn step_record() -> StepRecord {
+        let (job, step, fill) = ("gpt".parse().unwrap(), crate::id::Step(10), FillId([1; 16]));
+        let (segments, save) = (Vec::new(), SaveState::Unsaved);
+        StepRecord { job, step, launch: LaunchId([1; 16]), fill, segments, save }
+    }
+
+    #[test]
+    fn a_folder_that_was_removed_is_not_made_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("staging");
+        let folder = open(&path);
+        folder.keep_step(&step_record()).unwrap();
+        fs::remove_dir_all(&path).unwrap();
+        let keep_all = || {
+            folder.keep_step(&step_record()).unwrap();
+            folder.keep_table(&step_record().key(), b"table").unwrap();
+            folder.keep_job(&job_record("gpt")).unwrap();
+        };
+        keep_all();
+        assert!(!path.exists(), "the next daemon would refuse it because of its mode");
+        // The next daemon's files are not this one's.
+        let next = open(&path);
+        keep_all();
+        assert!(next.steps().unwrap().is_empty() && next.jobs().unwrap().is_empty());
+        next.keep_step(&step_record()).unwrap();
+        assert_eq!(fs::metadata(path.join("steps/gpt")).unwrap().mode() & 0o777, 0o700);
+        folder.forget_step(&step_record().key());
+        assert_eq!(next.steps().unwrap().len(), 1);
     }
 }

@@ -143,6 +143,18 @@ async fn client_on(
     made.map_err(|error| connect::failure(&error))
 }
 
+/// Returns how long the daemon continues to save after the signal `which`, and tells the user.
+fn time_to_save(front: &mut Front, which: &str, stop: Duration) -> Duration {
+    if which == "SIGINT" {
+        front.printer.note("SIGINT: ending at once");
+        return Duration::ZERO;
+    }
+    let limit_s = stop.as_secs();
+    let what = format!("{which}: saving what is staged before the end, for at most {limit_s} s");
+    front.printer.note(&what);
+    stop
+}
+
 async fn until_end(
     front: &mut Front,
     running: &Running,
@@ -167,10 +179,7 @@ async fn until_end(
     let limit = tokio::select! {
         () = is_idle => return Ok(Box::new(Ended)),
         () = starter_gone => return Ok(Box::new(Ended)),
-        which = signals.next() => {
-            front.printer.note(&format!("{which}: saving what is staged before the end, for at most {} s", stop.as_secs()));
-            stop
-        }
+        which = signals.next() => time_to_save(front, which, stop),
         () = running.lost() => {
             is_lost = true;
             front.printer.note("the staging folder was taken away: saving what is staged before the end");

@@ -32,6 +32,7 @@ pub const CELLS: &[Cell] = cells![
     unsaved_steps_are_freed_by_force_alone,
     what_was_read_from_the_cluster_is_freed,
     it_ends_when_what_is_staged_is_saved,
+    an_interrupt_ends_it_at_once,
     a_folder_that_is_taken_away_ends_it,
     a_step_that_was_not_saved_by_a_trainer_is_told,
     a_resume_point_that_nobody_has_any_more_is_told,
@@ -396,6 +397,21 @@ fn it_ends_when_what_is_staged_is_saved(cluster: &Cluster, job: &str) {
     stage.signal(Signal::TERM);
     assert_eq!(stage.ended(), 0);
     assert_eq!(stage.committed(job), [10, 20]);
+}
+
+fn an_interrupt_ends_it_at_once(cluster: &Cluster, job: &str) {
+    for first in [None, Some(Signal::TERM)] {
+        let mut stage = Stage::start(cluster, "64MiB", &[]);
+        let mut launch = Launch::ready(&stage, &Plan::new(job, 2));
+        launch.ranks[0].step("save", 10).unwrap();
+        let began = Instant::now();
+        first.into_iter().for_each(|first| stage.signal(first));
+        stage.signal(Signal::INT);
+        assert_eq!(stage.ended(), 1, "{}", stage.watch.tail());
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+        let tail = stage.watch.tail();
+        assert!(tail.contains("rank 1 has not staged step 10"), "{tail}");
+    }
 }
 
 fn a_folder_that_is_taken_away_ends_it(cluster: &Cluster, job: &str) {

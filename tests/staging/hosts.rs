@@ -41,6 +41,7 @@ pub const TWO: &[Cell] = cells![
     one_of_two_killed_when_it_begins_to_save,
     one_of_two_killed_after_the_commit,
     one_of_two_killed_when_the_record_says_committed,
+    one_of_two_killed_while_its_ranks_fill_two_steps,
     ranks_that_prepare_at_the_same_moment_all_begin,
 ];
 
@@ -291,6 +292,27 @@ fn one_of_two_killed_after_the_commit(cluster: &Cluster, job: &str) {
 
 fn one_of_two_killed_when_the_record_says_committed(cluster: &Cluster, job: &str) {
     one_of_two(cluster, job, StagingPoint::Committed);
+}
+
+/// Rank 0 of the first host is a step ahead of rank 1. The other host has staged the first of the two
+/// steps, and must not wait for a stall period.
+fn one_of_two_killed_while_its_ranks_fill_two_steps(cluster: &Cluster, job: &str) {
+    let mut stages: Vec<_> = (0..2).map(|_| Stage::start(cluster, "64MiB", &[])).collect();
+    let all: Vec<_> = stages.iter().collect();
+    let mut joint = Joint::start(&all, &Plan::new(job, RANKS_PER_HOST));
+    joint.prepare(None);
+    // The first host registers the launch.
+    joint.parts[0].fill(1, 10);
+    joint.parts[1].save(10);
+    joint.parts[0].ranks[0].step("save", 10).unwrap();
+    joint.parts[0].fill(0, 11);
+    stages[0].kill();
+    stages[0].restart();
+    let order = json!({ "do": "wait", "step": 10, "limit_ms": 15_000 });
+    let told = joint.parts[1].ranks[0].ask(&order).unwrap_err();
+    assert_ne!(told.kind, "Timeout", "{told:?}");
+    assert!(told.message.contains("dropped"), "{told:?}");
+    stages.iter().for_each(Stage::assert_sound);
 }
 
 /// The ranks of a host make the record of their launch known at the same moment, again and again. On a

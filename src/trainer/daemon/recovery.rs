@@ -71,9 +71,7 @@ impl StagingDaemon {
                     found += 1;
                     continue;
                 }
-                if let Some(hosts) = core.hosts_of(&key).cloned() {
-                    core.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
-                }
+                core.tell_dropped(&key);
                 tracing::warn!(job = %key.job, step = %key.step, "the step is no longer in memory, because one of its segments is gone or was filled again, or because it was dropped: a committed step is loaded from the cluster, an uncommitted step is lost");
                 self.folder.forget_step(&key);
             }
@@ -87,6 +85,10 @@ impl StagingDaemon {
                 {
                     found += 1;
                     core.effects.push(Effect::KeepStep(key));
+                } else {
+                    // Some ranks may have staged a step while others were filling it and the first
+                    // had gone on to the next one.
+                    core.tell_dropped(&key);
                 }
             }
             core.drop_unfinished_fillings(&|id| self.folder.filling_of(id));

@@ -1,6 +1,6 @@
 //! Members and launches: which processes may write for a job.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::hosts::check_hosts;
 use super::{
@@ -112,9 +112,15 @@ impl Core {
             self.take(place, bytes.saturating_mul(count as u64));
             return Ok(count);
         }
+        // After a restart of the daemon, other ranks may still have their segments.
+        let taken = match count {
+            0 => self.segments_of_other_ranks(place, is_unmapped),
+            _ => BTreeMap::new(),
+        };
+        let missing = prepare.launch_bytes.saturating_sub(taken.values().sum()).max(bytes);
         // A rank that already took its share, and lost the answer or released the memory, needs
         // only that share.
-        let needed = if is_promised { bytes } else { prepare.launch_bytes };
+        let needed = if is_promised { bytes } else { missing };
         for count in (1..=SEGMENTS_A_RANK).rev() {
             let wanted = needed.saturating_mul(count as u64);
             if self.make_room(wanted, is_unmapped) {
@@ -125,7 +131,7 @@ impl Core {
                     launch.segments_a_rank = count;
                     launch.launch_bytes = prepare.launch_bytes;
                     launch.reserved_bytes = wanted;
-                    launch.taken.clear();
+                    launch.taken = taken.into_keys().collect();
                 }
                 self.take(place, bytes.saturating_mul(count as u64));
                 return Ok(count);

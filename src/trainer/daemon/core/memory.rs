@@ -1,5 +1,7 @@
 //! Memory: its use, the eviction of steps, and the step from which a job would resume.
 
+use std::collections::BTreeMap;
+
 use super::{Core, Effect, JobState, Phase, StagedStep, StepKey, Use};
 use crate::id::{Job, LaunchId, SegmentId};
 use crate::kind::ErrorKind;
@@ -58,6 +60,26 @@ impl Core {
             self.drop_orphans(is_unmapped);
         }
         fits
+    }
+
+    /// Returns the other ranks of the place's launch whose processes have segments that they fill,
+    /// with the length of one segment in bytes.
+    pub(super) fn segments_of_other_ranks(
+        &self,
+        place: &Place,
+        is_unmapped: &dyn Fn(SegmentId) -> bool,
+    ) -> BTreeMap<u32, u64> {
+        let current = self.segments.iter().filter(|(id, segment)| {
+            let of = &segment.place;
+            (&of.job, of.launch) == (&place.job, place.launch)
+                && of.rank != place.rank
+                && segment.is_current
+                && segment.state != Use::Doomed
+                && (self.members.contains_key(&segment.owner)
+                    || self.unattached.contains(&segment.owner))
+                && !is_unmapped(**id)
+        });
+        current.map(|(_, segment)| (segment.place.rank, segment.len_bytes)).collect()
     }
 
     /// Returns whether memory may become free for a launch: a process of another launch of the job

@@ -344,3 +344,42 @@ fn a_long_reason_is_cut_off() {
     let notices = world.core.take_notices(member(17));
     assert!(notices[0].failure.as_ref().unwrap().message.len() < 2_000);
 }
+
+/// Returns a core that a daemon would restore after `world`, whose processes all live.
+fn restarted(world: &World, memory_bytes: u64) -> World {
+    let mut next = World::new(memory_bytes);
+    next.core.restore_job(world.core.job_record(&job()).unwrap());
+    for (id, segment) in &world.core.segments {
+        next.core.restore_segment(*id, segment.owner, &segment.place, segment.len_bytes);
+    }
+    (next.mapped, next.drawn) = (world.mapped.clone(), world.drawn);
+    next
+}
+
+#[test]
+fn a_rank_that_prepares_again_after_a_restart_reserves_nothing_for_ranks_that_have_their_memory() {
+    let mut world = World::new(4 * MIB);
+    fresh(&mut world, 1, 2);
+    let mut next = restarted(&world, 4 * MIB);
+    // Rank 0 releases its segments and prepares again.
+    let own = next.core.owned(member(16));
+    assert_eq!(own.len(), 2);
+    next.mapped.retain(|id| !own.contains(id));
+    next.core.drop_orphans(&|id| own.contains(&id));
+    next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+    assert_eq!(next.prepare(1, 0, 2).unwrap().len(), 2, "the other rank has its two segments");
+    assert_eq!(next.core.used_bytes(), 4 * MIB);
+    // The other rank prepares again, too.
+    let own = next.core.owned(member(17));
+    next.mapped.retain(|id| !own.contains(id));
+    next.core.drop_orphans(&|id| own.contains(&id));
+    next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+    assert_eq!(next.prepare(1, 1, 2).unwrap().len(), 2);
+    // Memory is reserved for ranks whose processes are gone.
+    let mut next = restarted(&world, 4 * MIB);
+    next.mapped.clear();
+    next.core.drop_orphans(&|_| true);
+    next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+    assert_eq!(next.prepare(1, 0, 2).unwrap().len(), 2);
+    assert!(!next.core.make_room(1, &|_| false), "the other rank's memory is reserved");
+}

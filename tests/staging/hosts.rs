@@ -23,6 +23,8 @@ const HOSTS: usize = 8;
 pub const RANKS_PER_HOST: u32 = 2;
 /// Longer than the wait of a load for hosts that make no progress.
 const LOAD_LIMIT_MS: u64 = 60_000;
+/// Number of rows of a step whose hashing takes longer than a request to the daemon.
+const HASHED_ROWS: u64 = 2 << 20;
 /// Number of ranks that prepare at the same moment, and of launches that do so.
 const AT_ONCE: u32 = 8;
 const LAUNCHES_AT_ONCE: u64 = 64;
@@ -42,6 +44,7 @@ pub const TWO: &[Cell] = cells![
     one_of_two_killed_after_the_commit,
     one_of_two_killed_when_the_record_says_committed,
     one_of_two_killed_while_its_ranks_fill_two_steps,
+    a_step_that_is_dropped_while_it_is_hashed_leaves_no_table,
     ranks_that_prepare_at_the_same_moment_all_begin,
 ];
 
@@ -313,6 +316,34 @@ fn one_of_two_killed_while_its_ranks_fill_two_steps(cluster: &Cluster, job: &str
     assert_ne!(told.kind, "Timeout", "{told:?}");
     assert!(told.message.contains("dropped"), "{told:?}");
     stages.iter().for_each(Stage::assert_sound);
+}
+
+/// A newer launch drops the step while its extents are hashed.
+fn a_step_that_is_dropped_while_it_is_hashed_leaves_no_table(cluster: &Cluster, job: &str) {
+    let stage = Stage::start(cluster, "1GiB", &[]);
+    let names = json!([name_of(0), name_of(1)]);
+    let order_of = |launch: &Launch| {
+        let mut order = launch.prepare_order(0);
+        (order["hosts"], order["host"]) = (names.clone(), json!(0));
+        order
+    };
+    let plan = Plan { rows: HASHED_ROWS, ..Plan::new(job, 1) };
+    let mut old = Launch::start(&stage, &plan);
+    let order = order_of(&old);
+    old.ranks[0].ask(&order).unwrap();
+    let mut new = Launch::start(&stage, &Plan::new(job, 1));
+    new.ranks[0].tell("connect").unwrap();
+    stage.watch.set_trap(StagingPoint::Hashing, &[stage.pid()], Signal::STOP);
+    old.save(10);
+    stage.until("the daemon hashes", || stage.watch.has_sprung());
+    let order = order_of(&new);
+    new.ranks[0].send(&order);
+    sleep(Duration::from_millis(200));
+    stage.signal(Signal::CONT);
+    new.ranks[0].answer().unwrap();
+    stage.until("it is hashed", || stage.watch.has_said(StagingPoint::Hashed, 10));
+    stage.until("nothing is left of it", || stage.files("steps").is_empty());
+    stage.assert_sound();
 }
 
 /// The ranks of a host make the record of their launch known at the same moment, again and again. On a

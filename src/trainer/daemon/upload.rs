@@ -255,15 +255,29 @@ impl StagingDaemon {
                     .map_err(|e| died(&e))?;
                 step.table = step.table.with_hashes(&hashes).map_err(|error| failed(&error))?;
                 let bytes = step.table.to_bytes().map_err(|error| failed(&error))?;
-                if let Err(error) = self.folder.keep_table(key, &bytes) {
-                    tracing::warn!(%error, "cannot write the step's hashes: a restarted daemon cannot load the committed step from memory");
-                }
+                self.keep_table(key, &bytes);
                 trace_point(StagingPoint::Hashed, &key.job, key.step);
                 self.compare_samples(key);
             }
         }
         self.with(|core| core.hashed(key));
         Ok(Some(Arc::new(step)))
+    }
+
+    /// Writes the table of a step. If the step was dropped meanwhile, its files were removed before
+    /// this one was written, so removes this one as well.
+    fn keep_table(self: &Arc<Self>, key: &StepKey, bytes: &[u8]) {
+        if let Err(error) = self.folder.keep_table(key, bytes) {
+            tracing::warn!(%error, "cannot write the step's hashes: a restarted daemon cannot load the committed step from memory");
+        }
+        self.forget_if_dropped(key);
+    }
+
+    /// Removes the files of a step that is no longer in memory.
+    fn forget_if_dropped(self: &Arc<Self>, key: &StepKey) {
+        if self.with(|core| core.step(key).is_none()) {
+            self.folder.forget_step(key);
+        }
     }
 
     /// Returns [`Coverage::Whole`] if this host has all ranks of the step's launch.
@@ -414,6 +428,7 @@ impl StagingDaemon {
         if let Err(error) = self.folder.keep_step(&record) {
             tracing::warn!(%error, "cannot record the commit: the daemon asks the cluster again after its next start");
         }
+        self.forget_if_dropped(key);
         let now = self.clock.now();
         self.with(|core| core.committed(key, save, notes, now));
         trace_point(StagingPoint::Committed, &key.job, key.step);

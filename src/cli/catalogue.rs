@@ -37,8 +37,14 @@ pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
     let rebuilding = watched(front, "reading the nodes", rebuilding);
     let what = "the daemon may have begun to rebuild the catalogue; if so, it continues";
     let answer = unless_interrupted(rebuilding, what, WHO_SERVES).await;
+    // A daemon of an older version does not pause retention.
+    let is_retention_paused = match &answer {
+        Ok(Ok(_)) => client.is_retention_paused().await.ok(),
+        _ => None,
+    };
     connect::close(&client).await;
-    Ok(Box::new(Rebuilt(answer?.map_err(|error| connect::failure(&error))?)))
+    let answer = answer?.map_err(|error| connect::failure(&error))?;
+    Ok(Box::new(Rebuilt { answer, is_retention_paused }))
 }
 
 /// Runs the command `catalogue move`.
@@ -88,22 +94,27 @@ impl CommandOutput for Moved {
     }
 }
 
-struct Rebuilt(RebuildAnswer);
+struct Rebuilt {
+    answer: RebuildAnswer,
+    /// `None` if it could not be found out.
+    is_retention_paused: Option<bool>,
+}
 
 impl CommandOutput for Rebuilt {
     fn json(&self) -> Map<String, Value> {
-        let answer = &self.0;
+        let answer = &self.answer;
         let damaged: Vec<String> = answer.damaged.iter().map(ToString::to_string).collect();
         let fields = json!({
             "epoch": answer.epoch, "home": answer.home, "reached": answer.reached, "missing": answer.missing,
             "steps": answer.steps, "shards": answer.shards, "orphans": answer.orphans,
             "incomplete": answer.incomplete, "damaged": damaged,
+            "retention_paused": self.is_retention_paused,
         });
         fields.as_object().cloned().unwrap_or_default()
     }
 
     fn text(&self, _: Paint) -> String {
-        let answer = &self.0;
+        let answer = &self.answer;
         let mut text = format!(
             "The catalogue was rebuilt: epoch {}, served by {}.\n  {} with {}, read from {}\n",
             answer.epoch,
@@ -118,9 +129,15 @@ impl CommandOutput for Rebuilt {
                 "  {saves} that were never committed, or were removed, will be purged\n"
             ));
         }
-        text.push_str(
-            "  labels are lost, so retention is paused: set them again, then `rapidraid catalogue retention --resume`\n",
-        );
+        text.push_str(match self.is_retention_paused {
+            Some(true) => {
+                "  labels are lost, so retention is paused: set them again, then `rapidraid catalogue retention --resume`\n"
+            }
+            Some(false) => {
+                "  labels are lost, and retention is not paused: set them again before old checkpoints are removed\n"
+            }
+            None => "  labels are lost: set them again; `rapidraid status` says whether retention is paused\n",
+        });
         let missing: Vec<String> = answer.missing.iter().map(ToString::to_string).collect();
         let damaged: Vec<String> = answer.damaged.iter().map(ToString::to_string).collect();
         let lists = [

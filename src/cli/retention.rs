@@ -13,7 +13,7 @@ pub async fn run(front: &mut Front, options: Retention) -> Outcome {
     let change = match (options.pause, options.resume) {
         (true, _) => RetentionChange::Pause,
         (false, true) => RetentionChange::Resume,
-        (false, false) => RetentionChange::Keep,
+        (false, false) => RetentionChange::None,
     };
     let client = connect::client(&options.connect, &front.env).await?;
     let is_paused = connect::ask(client.set_retention(change)).await;
@@ -34,7 +34,7 @@ impl CommandOutput for RetentionView {
         match self.is_paused {
             true => "retention is paused: no rule removes checkpoints until it is resumed\n".into(),
             false => {
-                "retention is on: the rules of `policy` and of trainers remove checkpoints\n".into()
+                "retention is not paused: rules that keep only the newest checkpoints apply, if there are any\n".into()
             }
         }
     }

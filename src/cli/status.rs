@@ -191,7 +191,7 @@ impl CommandOutput for Nodes {
             ));
         }
         if report.is_retention_paused == Some(true) {
-            notes.push_str("retention is paused, so no rule removes checkpoints and disks fill up: after a rebuild, set the lost labels again; then `rapidraid catalogue retention --resume`\n");
+            notes.push_str("retention is paused, so no rule removes old checkpoints and disks may fill up: after a rebuild, set the lost labels again; then `rapidraid catalogue retention --resume`\n");
         }
         let up = report.nodes.iter().filter(|node| state(report, node) == "up").count();
         let catalogue = report.catalogue.catalogue_server.as_ref();

@@ -8,7 +8,7 @@ use super::node_reports::{CatalogueReport, HELLO_LIMIT, NodeReport};
 use crate::format::records::RingChanges;
 use crate::id::{Epoch, PeerName};
 use crate::net::Address;
-use crate::net::call::address;
+use crate::net::call::{CallError, address};
 use crate::wire::calls::{
     GetPolicyStatus, GetRepairStatus, Hello, MoveCatalogue, MoveCatalogueAnswer, RebuildAnswer,
     RebuildCatalogue, RemoveNode, RepairStatus, ReplaceNode, SetMaintenance, SetRetention,
@@ -111,6 +111,19 @@ impl Client {
         self.call_gateway(&SetRetention { change }).await
     }
 
+    /// Returns whether retention is paused. Asks the catalogue server itself, because the gateway
+    /// may run an older version, which does not know the call. A catalogue server of an older
+    /// version has no pause.
+    pub async fn is_retention_paused(&self) -> Result<bool, ClientError> {
+        let look = SetRetention { change: RetentionChange::None };
+        let hello = self.call_gateway(&Hello { me: None }).await?;
+        let Some(home) = &hello.catalogue else { return self.call_gateway(&look).await };
+        match self.caller().call_within(&address(home), &look, HELLO_LIMIT).await {
+            Err(CallError::Failed(answer)) if answer.is_unknown_call() => Ok(false),
+            answer => Ok(answer?),
+        }
+    }
+
     /// Returns the state of the cluster. Asks the nodes themselves, so that the call also works
     /// while no catalogue answers, or while the catalogue is read-only.
     pub async fn status(&self) -> Result<StatusReport, ClientError> {
@@ -121,7 +134,7 @@ impl Client {
             let (to, caller) = (address(home), self.caller());
             policy = caller.call_within(&to, &GetPolicyStatus {}, HELLO_LIMIT).await.ok();
             repair = caller.call_within(&to, &GetRepairStatus {}, HELLO_LIMIT).await.ok();
-            let look = SetRetention { change: RetentionChange::Keep };
+            let look = SetRetention { change: RetentionChange::None };
             is_retention_paused = caller.call_within(&to, &look, HELLO_LIMIT).await.ok();
         }
         let catalogue = self.fetch_catalogue_report().await?;

@@ -26,7 +26,7 @@ pub struct PolicyAnswer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RetentionChange {
     /// Nothing changes.
-    Keep,
+    None,
     /// Retention is paused.
     Pause,
     /// Retention goes on.

@@ -69,6 +69,29 @@ async fn a_node_leaves_only_when_nothing_may_lie_on_it() {
     assert!(read_file(&*out, "weights") == content(LEN, 4));
 }
 
+/// Two nodes of a ring of (4,2) without a tombstone are one too many, until they have left.
+#[tokio::test(start_paused = true)]
+async fn a_removal_ends_when_the_nodes_that_it_waits_for_have_left() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    tokio::time::sleep(8 * world.lease).await;
+    for index in [5, 6] {
+        world.kill(index).await;
+    }
+    tokio::time::sleep(2 * world.lease).await;
+    let error = client.remove_step(&job(), Step(1)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    save(&client, 2, &[("weights", &content(LEN, 2))]).await;
+    for index in [5, 6] {
+        let name = world.machines[index].name.clone();
+        client.remove_node(&name).await.unwrap();
+    }
+    world.until("nothing to remove", || world.catalogue_keys("s/").len() == 1).await;
+    let (out, _) = restore(&client, 2).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, 2));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_node_whose_disk_is_lost_is_filled_again_before_archiving() {
     let mut world = World::start(4, &[(4, 2)], BLOCK).await;

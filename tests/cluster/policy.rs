@@ -205,6 +205,7 @@ async fn a_rebuilt_catalogue_retires_nothing_until_a_person_resumes_it() {
     assert_eq!(steps(&client, &job()).await, [1, 2, 3, 4]);
     let status = client.status().await.unwrap();
     assert_eq!((status.is_retention_paused, status.policy.unwrap().to_retire), (Some(true), 2));
+    assert!(client.is_retention_paused().await.unwrap());
     label(&client, 1, "trusted").await;
     assert!(!client.set_retention(RetentionChange::Resume).await.unwrap());
     until_left(&client, &job(), &[1, 3, 4]).await;

@@ -133,7 +133,12 @@ fn try_run(asked: &Chosen<'_>, jobs: usize) -> Result<bool> {
     let run_some = |folder: &Path| {
         let mut survived = Vec::new();
         while let Some(mutant) = chosen.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let ended = run_one(folder, mutant, runner)?;
+            let ended = run_one(folder, mutant, runner);
+            if ended.is_err() {
+                // The other jobs begin no further mutant.
+                next.store(chosen.len(), Ordering::Relaxed);
+            }
+            let ended = ended?;
             println!("{:>5} s {ended:<9} {}", started.elapsed().as_secs(), mutant.name);
             if ended != Ended::Caught {
                 survived.push(mutant.name.as_str());

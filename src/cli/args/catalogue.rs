@@ -50,8 +50,8 @@ Examples:
   rapidraid catalogue retention            whether it is paused
   rapidraid catalogue retention --pause    nothing is removed by rules until it is resumed
 
-While retention is paused, neither `policy.keep_newest` nor a trainer's `keep` removes checkpoints; disks fill up
-meanwhile. `rapidraid rm` works as always. A rebuilt catalogue begins paused, because the labels that protect checkpoints
+While retention is paused, neither `policy.keep_newest` nor a trainer's `keep` removes checkpoints, so disks may fill up.
+A removal that has begun is completed, and `rapidraid rm` works as always. A rebuilt catalogue begins paused, because the labels that protect checkpoints
 are lost: set them again with `rapidraid label`, then resume.
 
 With --json: schema, paused.";

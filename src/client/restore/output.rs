@@ -116,10 +116,10 @@ pub(in crate::client) fn refuse_full_output(
     needed_bytes: u64,
 ) -> Result<(), ClientError> {
     match output.out.space() {
-        Ok(Space { free_bytes, .. }) if free_bytes < needed_bytes => {
+        // A file system that reports no size at all does not know its free space.
+        Ok(Space { free_bytes, total_bytes: 1.. }) if free_bytes < needed_bytes => {
             Err(ClientError::NoSpace { needed_bytes, free_bytes })
         }
-        // A disk that cannot say how much space is free may have enough.
         _ => Ok(()),
     }
 }

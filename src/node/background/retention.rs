@@ -163,8 +163,7 @@ impl Retention {
     ) -> Result<Vec<SaveId>, RemoteError> {
         let catalogue = self.context.catalogue();
         let requests = OpenArchiveRequests::read(&*catalogue).await?;
-        let is_retention_paused = is_retention_paused(&*catalogue).await?;
-        let mut round = RetentionRound { is_retention_paused, ..RetentionRound::default() };
+        let mut round = RetentionRound::default();
         for (job, count) in &counts.committed {
             let rule = self.context.settings.policy.of(job);
             if (0..*count).next_back().is_some_and(|newer| rule.touches(newer)) {
@@ -279,7 +278,10 @@ impl Retention {
     ) -> Result<(), RemoteError> {
         let StepRef { job, step } = step_ref;
         let Some(keep_newest) = rule.keep_newest else { return Ok(()) };
-        if round.is_retention_paused || round.retired.len() >= RETIRED_AT_ONCE {
+        let may_more = !round.is_retention_paused && round.retired.len() < RETIRED_AT_ONCE;
+        if !may_more || is_retention_paused(catalogue).await? {
+            // One step is enough to know of a pause in this round.
+            round.is_retention_paused |= may_more;
             round.to_retire += 1;
             return Ok(());
         }

@@ -2,6 +2,7 @@
 //! removal fences the shards, writes tombstones, purges the files, and then makes the catalogue
 //! forget the save.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -252,18 +253,21 @@ impl SaveRemoval {
         roots: &[ShardRoot],
         marked: &[NodeId],
     ) -> bool {
-        // Each stripe has its n nodes in the ring, so at least n-k+1 of them have a tombstone.
+        let storage = directory.storage();
+        let missed: HashSet<&NodeId> =
+            storage.iter().filter(|node| !marked.contains(node)).collect();
+        // Each stripe has its n nodes in the ring, so at least n-k+1 of them have a tombstone. Nodes
+        // that have left, or that store nothing any more, do not count.
         let has_ring = |root: &ShardRoot| {
-            let missed = directory.nodes_to_ask(root).filter(|node| !marked.contains(node));
-            missed.count() < usize::from(root.k)
+            let in_ring = || directory.nodes_to_ask(root).filter(|node| missed.contains(node));
+            missed.len() < usize::from(root.k) || in_ring().count() < usize::from(root.k)
         };
         // An aborted save has no mark that a tombstone would have to outweigh.
         let is_aborted = reason == RemoveReason::Aborted;
-        let storage = directory.storage().len();
-        let has_majority = is_aborted || marked.len() >= majority(storage);
+        let has_majority = is_aborted || marked.len() >= majority(storage.len());
         let is_rootless_enough = || {
             let tolerated = tolerated_losses(self.context.settings.codes.iter().copied());
-            is_aborted || storage.saturating_sub(marked.len()) <= tolerated
+            is_aborted || missed.len() <= tolerated
         };
         has_majority && roots.iter().all(has_ring) && (!roots.is_empty() || is_rootless_enough())
     }

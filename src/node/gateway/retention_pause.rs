@@ -28,7 +28,7 @@ impl CommittedSteps {
             let found = catalogue.get(RETENTION_PAUSED).await?;
             let is_paused = found.is_some();
             let value = match call.change {
-                RetentionChange::Keep => return Ok(is_paused),
+                RetentionChange::None => return Ok(is_paused),
                 RetentionChange::Pause => Some(Vec::new()),
                 RetentionChange::Resume => None,
             };

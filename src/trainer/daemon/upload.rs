@@ -23,9 +23,7 @@ use crate::client::{
 use crate::format::table::{DATA_SHARD, INDEX_SHARD, Table, launch_of_index};
 use crate::id::{IdError, Job, Label, LaunchId, SaveId, ShardName, Step};
 use crate::kind::ErrorKind;
-use crate::net::call::CallError;
 use crate::trainer::protocol::{Failure, Sample};
-use crate::wire::policy::RetentionChange;
 
 /// The first and the longest pause after a failed save.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
@@ -445,23 +443,16 @@ impl StagingDaemon {
                 return tracing::warn!(job = %key.job, %error, "cannot list the job's steps: those beyond `keep` stay in the cluster until the next commit");
             }
         };
+        // Labels that were set before retention was resumed must be read.
+        if !self.may_trim(&key.job).await {
+            return;
+        }
         let labels = match self.client.list_labels(&key.job).await {
             Ok(labels) => labels,
             Err(error) => {
                 return tracing::warn!(job = %key.job, %error, "cannot list the labels: older steps are kept for now");
             }
         };
-        match self.client.set_retention(RetentionChange::Keep).await {
-            Ok(false) => {}
-            Ok(true) => {
-                return tracing::warn!(job = %key.job, "retention is paused: older steps are kept until `rapidraid catalogue retention --resume`");
-            }
-            // A catalogue server of an older version has no pause.
-            Err(ClientError::Call(CallError::Failed(answer))) if answer.is_unknown_call() => {}
-            Err(error) => {
-                return tracing::warn!(job = %key.job, %error, "cannot ask whether retention is paused: older steps are kept for now");
-            }
-        }
         let labelled = newest_with_each_label(&labels);
         let mut before: Vec<_> =
             steps.into_iter().map(|view| (view.step, view.saved.save)).collect();
@@ -470,6 +461,9 @@ impl StagingDaemon {
         for (step, save) in before.into_iter().skip(keep.saturating_sub(1) as usize) {
             if labelled.contains(&step) {
                 continue;
+            }
+            if !self.may_trim(&key.job).await {
+                return;
             }
             let step_ref = key.job.at(step);
             match self.client.remove_launch_step(step_ref, save, key.launch).await {
@@ -481,6 +475,20 @@ impl StagingDaemon {
                 }
             }
         }
+    }
+
+    /// Returns whether older steps may be removed: retention is not paused.
+    async fn may_trim(&self, job: &Job) -> bool {
+        match self.client.is_retention_paused().await {
+            Ok(false) => return true,
+            Ok(true) => {
+                tracing::warn!(%job, "retention is paused: older steps are kept until `rapidraid catalogue retention --resume`");
+            }
+            Err(error) => {
+                tracing::warn!(%job, %error, "cannot ask whether retention is paused: older steps are kept for now");
+            }
+        }
+        false
     }
 }
 

@@ -125,7 +125,7 @@ class Checkpointer:
         keep: The number of committed steps to keep. Older ones are removed after each commit. Default: all.
         when_full: The behaviour of ``save`` while every segment holds an uncommitted step: ``"wait"`` for one, ``"skip"``
             the step, or raise (``"error"``). A launch on several hosts needs ``"wait"``.
-        abandon_later: Whether the first save removes committed steps that are later than the loaded one.
+        abandon_later: Whether the first save removes steps that are later than the loaded one.
         save_on: Signals that set :attr:`should_stop`, for preemption.
         start: Whether to start a staging daemon if none answers.
         allow_pickle: Whether objects that are not plain values are stored and loaded by ``pickle``. Loading a pickle

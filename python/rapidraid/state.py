@@ -274,6 +274,18 @@ def _uncompiled(module: Any) -> tuple[Any, str]:
     return module, ""
 
 
+def _acts_on_loads(module: Any) -> bool:
+    """Returns whether a load of the module does more than to copy its parameters and buffers."""
+    plain = _torch().nn.Module
+    own = ("load_state_dict", "_load_from_state_dict")
+    return any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or any(getattr(type(part), name) is not getattr(plain, name) for name in own)
+        for part in module.modules()
+    )
+
+
 #: The prefix that ``checkpoint_wrapper`` of torch gives to the names of parameters, and takes from those of a state_dict.
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module."
 
@@ -508,8 +520,9 @@ class Walk:
                 self.mark_replaceable(made)
         for leaf in self.flat.leaves[begin:]:
             leaf.is_of_module = True
-        if extra:
-            self.flat.finish.append(lambda _: module.load_state_dict(extra, strict=False))
+        if extra or _acts_on_loads(module):
+            # Everything else is in place already, and is copied onto itself.
+            self.flat.finish.append(lambda _: module.load_state_dict({**module.state_dict(), **extra}))
 
     def mark_replaceable(self, begin: int) -> None:
         """Lets a load replace the leaves from ``begin`` on by values of another kind or shape."""

@@ -74,6 +74,9 @@ def describe(name: str, value: Any) -> Described:
     Raises :class:`InvalidError` with its name if it cannot be stored.
     """
     if is_array(value):
+        numpy = sys.modules["numpy"]
+        if type(value) not in (numpy.ndarray, numpy.memmap):
+            raise refuse(name, f"it is a {type(value).__qualname__}, which has more than its elements", "store its arrays one by one")
         kind = value.dtype
         if kind.hasobject or kind.names is not None or kind.kind not in "biufc":
             raise refuse(name, f"it is an array of {kind}", "convert it to numbers")
@@ -333,8 +336,10 @@ def copy_all(segment: Any, offsets: list[int], targets: list[Any], sources: list
     devices = {source.device for _, source in tensors if source.device.type == "cuda"}
     with torch.no_grad():
         # Segments are registered with CUDA, so these copies run at the speed of the bus, all at
-        # once. The loop below waits for them.
-        torch._foreach_copy_([to for to, _ in tensors], [source.detach() for _, source in tensors], non_blocking=bool(devices))
+        # once. The loop below waits for them. A copy from a device conjugates or negates in the
+        # segment, and does not wait for the bytes to be there, so that is done before.
+        sources = [source.detach().resolve_conj().resolve_neg() for _, source in tensors]
+        torch._foreach_copy_([to for to, _ in tensors], sources, non_blocking=bool(devices))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 

@@ -132,3 +132,51 @@ def test_lightning_compares_weights_by_their_bytes() -> None:
     assert _is_same(torch.ones(2, 3).t(), torch.ones(3, 2)) and _is_same(torch.tensor(1.0), torch.tensor(1.0))
     for one, other in ((torch.ones(2), torch.ones(3)), (torch.ones(2), 1), (1, 2), ([1], (1,)), (torch.zeros(1), -torch.zeros(1))):
         assert not _is_same(one, other)
+
+
+class Derived(torch.nn.Module):
+    """A module that derives a tensor from its weights, and again whenever weights are loaded."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), value))
+        self.refresh()
+        self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
+
+    def refresh(self) -> None:
+        self.register_buffer("doubled", self.weight.detach() * 2, persistent=False)
+
+
+class Averaged(torch.nn.Module):
+    """A module with an entry of its own in its ``state_dict``, which it takes out again."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.net, self.count = torch.nn.Linear(2, 2), count
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **options), "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        self.count = state.pop("count")
+        super().load_state_dict(state)
+
+
+def test_a_module_learns_that_its_weights_were_loaded() -> None:
+    model = Derived(0.0)
+    HeldStep([{"model": Derived(1.0)}]).load({"model": model})
+    assert model.weight.tolist() == [1.0] * 3
+    assert model.doubled.tolist() == [2.0] * 3
+
+
+def test_a_module_loads_the_entries_that_it_adds() -> None:
+    saved, model = Averaged(7), Averaged(0)
+    HeldStep([{"model": saved}]).load({"model": model})
+    assert model.count == 7
+    assert torch.equal(model.net.weight, saved.net.weight)
+
+
+def test_an_array_that_is_more_than_its_elements_is_refused() -> None:
+    masked = numpy.ma.masked_array([1, 2, 3], mask=[0, 1, 0])
+    with pytest.raises(errors.InvalidError, match="MaskedArray"):
+        HeldStep([{"a": masked}])

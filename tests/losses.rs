@@ -91,7 +91,7 @@ async fn every_loss_of_six_nodes_is_refused_before_a_byte_is_written() {
     let all = patterns(6);
     assert_eq!(all.len(), 8008);
     for_each(&world, all, |client, pattern| async move {
-        let out = Arc::new(MemoryDisk::new(1 << 20));
+        let out = Arc::new(MemoryDisk::new(2 * LEN as u64));
         let request = rapidraid::client::RestoreRequest {
             out: out.clone(),
             force: false,

@@ -15,8 +15,8 @@ use crate::wire::calls::{
 };
 use crate::wire::policy::{PolicyAnswer, RetentionChange};
 
-/// Time limit for rebuilding or moving the catalogue, and for removing a node. All nodes are asked
-/// what they have.
+/// Time limit for rebuilding or moving the catalogue, and for removing or replacing a node. All
+/// nodes are asked what they have.
 const REBUILD_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The state of the cluster.
@@ -95,7 +95,7 @@ impl Client {
         successor: &PeerName,
     ) -> Result<(), ClientError> {
         let call = ReplaceNode { node: node.clone(), successor: successor.clone() };
-        self.call_gateway_once(&call, LONG_LIMIT).await
+        self.call_gateway_once(&call, REBUILD_LIMIT).await
     }
 
     /// Makes automatic repair ignore the absence of `node` for the next `seconds` seconds; 0 ends

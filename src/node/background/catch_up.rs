@@ -9,6 +9,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::{StreamExt, stream};
+
 use super::error::BackgroundError;
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
@@ -40,6 +42,8 @@ use crate::wire::{NodeAddress, RemoteError};
 const REMOVED_PER_PAGE: usize = 4096;
 /// Time limit for one page of removed saves.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
+/// Number of nodes whose removed saves are read at once.
+const WITNESSES_AT_ONCE: usize = 8;
 /// Maximum number of saves with damaged marks that a node reports. A node that has more is no
 /// witness for any save.
 const MAX_DAMAGED: usize = 4096;
@@ -265,12 +269,17 @@ impl CatchUpRounds {
         epoch: Epoch,
         committed: &BTreeSet<SaveId>,
     ) -> Result<Vec<(NodeRecord, StandingAnswer)>, RemoteError> {
-        let mut told: Vec<NodeRecord> = Vec::new();
-        for (node, _) in witnesses {
-            if node.name == self.context.settings.name {
-                continue;
-            }
-            match self.copy_removed_ids_from_node(node, epoch, committed).await {
+        let others = witnesses.iter().map(|(node, _)| node);
+        let others = others.filter(|node| node.name != self.context.settings.name);
+        let copies: Vec<_> = others
+            .map(|node| async move {
+                (node, self.copy_removed_ids_from_node(node, epoch, committed).await)
+            })
+            .collect();
+        let (mut told, mut copies) =
+            (Vec::new(), stream::iter(copies).buffer_unordered(WITNESSES_AT_ONCE));
+        while let Some((node, copied)) = copies.next().await {
+            match copied {
                 Ok(()) => told.push(node.clone()),
                 Err(error) => {
                     tracing::info!(node = %node.name, %error, "failed to read the node's removals");

@@ -15,8 +15,9 @@ use crate::node::quorum::majority;
 use crate::wire::calls::{CatchUp, ListRingChanges};
 use crate::wire::{NodeAddress, RemoteError};
 
-/// Time limit for a node to catch up.
-const CATCH_UP_LIMIT: Duration = Duration::from_secs(60);
+/// Time limit for a node to catch up: it reads all of its commit marks, and the removed saves of all
+/// other nodes.
+const CATCH_UP_LIMIT: Duration = Duration::from_secs(600);
 /// Maximum number of nodes that catch up at once.
 const AT_ONCE: usize = 32;
 /// Maximum number of failed nodes that a refusal names.

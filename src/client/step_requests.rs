@@ -242,7 +242,7 @@ impl Client {
     }
 
     /// Returns the id of the save that is committed as the step.
-    async fn find_committed_save(&self, step_ref: StepRef<'_>) -> Result<SaveId, ClientError> {
+    pub async fn find_committed_save(&self, step_ref: StepRef<'_>) -> Result<SaveId, ClientError> {
         let StepRef { job, step } = step_ref;
         let before = step.0.checked_sub(1).map(|before| (job.clone(), Step(before)));
         let page =

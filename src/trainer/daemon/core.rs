@@ -16,6 +16,7 @@ mod hosts;
 mod launches;
 mod loads;
 mod memory;
+mod removed_steps;
 mod restore;
 mod steps;
 
@@ -267,8 +268,8 @@ pub struct Launch {
     /// The outcomes of the highest steps that were committed (the save, and remarks for people) or
     /// dropped, for ranks that ask for them.
     over: BTreeMap<Step, Result<(SaveId, Vec<String>), Failure>>,
-    /// The steps of `over` that were committed and that the cluster no longer has. They may be saved
-    /// again.
+    /// The steps of `over` that were committed and that the cluster no longer has. A launch on one
+    /// host may save them again.
     removed: BTreeSet<Step>,
 }
 

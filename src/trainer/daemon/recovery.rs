@@ -86,8 +86,7 @@ impl StagingDaemon {
                     found += 1;
                     core.effects.push(Effect::KeepStep(key));
                 } else {
-                    // Some ranks may have staged a step while others were filling it and the first
-                    // had gone on to the next one.
+                    // A rank that is a step ahead has staged this step while others still filled it.
                     core.tell_dropped(&key);
                 }
             }

@@ -15,6 +15,7 @@ use super::loads::Tickets;
 use super::records::{LaunchHosts, OwnerRecord};
 use super::trace::{StagingPoint, trace_point};
 use super::{MAX_HELD_BACK, StagingDaemon, StartError};
+use crate::client::ClientError;
 use crate::clock::deadline;
 use crate::format::step_labels::LabelChange;
 use crate::id::{FillId, Job, Label, MemberId, SegmentId, Step, StepRef};
@@ -543,9 +544,7 @@ impl StagingDaemon {
     }
 
     async fn steps(self: &Arc<Self>, job: &Job) -> Replied {
-        let views = self.client.list_steps(Some(job)).await.map_err(|error| {
-            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
-        })?;
+        let views = self.client.list_steps(Some(job)).await.map_err(|error| told(&error))?;
         let steps = views
             .into_iter()
             .map(|view| StepInfo {
@@ -559,24 +558,20 @@ impl StagingDaemon {
     }
 
     async fn remove(self: &Arc<Self>, job: &Job, step: Step) -> Replied {
-        self.client.remove_step(job, step).await.map_err(|error| {
-            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
-        })?;
-        self.with(|core| core.note_removal(job, step));
+        let found = self.client.find_committed_save(job.at(step)).await;
+        let save = found.map_err(|error| told(&error))?;
+        self.client.remove_save(job.at(step), save).await.map_err(|error| told(&error))?;
+        self.with(|core| core.note_removal(job, step, save));
         plain(Answer::Done)
     }
 
     async fn label(&self, step_ref: StepRef<'_>, label: &Label, change: LabelChange) -> Replied {
-        self.client.label_step(step_ref, label, change).await.map_err(|error| {
-            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
-        })?;
+        self.client.label_step(step_ref, label, change).await.map_err(|error| told(&error))?;
         plain(Answer::Done)
     }
 
     async fn labels(&self, job: &Job) -> Replied {
-        let labels = self.client.list_labels(job).await.map_err(|error| {
-            Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
-        })?;
+        let labels = self.client.list_labels(job).await.map_err(|error| told(&error))?;
         let mut bytes = 0;
         let fits = |(_, labels): &(Step, Vec<Label>)| {
             bytes += labels.iter().map(|label| label.as_str().len() + 8).sum::<usize>() + 16;
@@ -596,4 +591,9 @@ impl StagingDaemon {
             jobs: core.status(),
         })
     }
+}
+
+/// Returns what a trainer is told of an error of the cluster.
+fn told(error: &ClientError) -> Failure {
+    Failure::new(error.kind(), error.to_string(), error.hint().unwrap_or_default())
 }

@@ -467,7 +467,7 @@ impl StagingDaemon {
             }
             let step_ref = key.job.at(step);
             match self.client.remove_launch_step(step_ref, save, key.launch).await {
-                Ok(_) => self.with(|core| core.note_removal(&key.job, step)),
+                Ok(_) => self.with(|core| core.note_removal(&key.job, step, save)),
                 // A newer launch has other steps to keep.
                 Err(error) if error.kind() == ErrorKind::Fenced => return,
                 Err(error) => {

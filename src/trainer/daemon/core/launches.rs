@@ -112,12 +112,13 @@ impl Core {
             self.take(place, bytes.saturating_mul(count as u64));
             return Ok(count);
         }
-        // After a restart of the daemon, other ranks may still have their segments.
-        let taken = match count {
-            0 => self.segments_of_other_ranks(place, is_unmapped),
-            _ => BTreeMap::new(),
-        };
-        let missing = prepare.launch_bytes.saturating_sub(taken.values().sum()).max(bytes);
+        // After a restart of the daemon, all other ranks may still have their segments. If their
+        // segments become longer, or a rank has none, memory for all is reserved.
+        let of_others = self.segments_of_other_ranks(place, is_unmapped);
+        let is_alone =
+            of_others.values().sum::<u64>().saturating_add(bytes) == prepare.launch_bytes;
+        let taken = if count == 0 && is_alone { of_others } else { BTreeMap::new() };
+        let missing = if taken.is_empty() { prepare.launch_bytes } else { bytes };
         // A rank that already took its share, and lost the answer or released the memory, needs
         // only that share.
         let needed = if is_promised { bytes } else { missing };

@@ -1,20 +1,13 @@
 //! The effects of loads on the state: the step that a launch is given, and the steps in memory that
 //! become invalid.
 
-use super::{Core, Effect, Launch, LoadAnswer, Phase, StepKey};
+use super::{Core, Effect, LoadAnswer, Phase, StepKey};
 use crate::id::{FillId, Job, SaveId, Step};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::Failure;
 
 /// Maximum number of answers to loads that are kept per job.
 const MAX_LOADS: usize = 64;
-
-impl Launch {
-    /// Returns whether the launch has committed a step that the cluster still has.
-    pub(super) fn has_saved(&self, step: Step) -> bool {
-        matches!(self.over.get(&step), Some(Ok(_))) && !self.removed.contains(&step)
-    }
-}
 
 impl Core {
     /// Records the answer to a load of a launch unless there is one already. Returns the recorded
@@ -56,22 +49,17 @@ impl Core {
             return false;
         }
         self.release_replaced(job, &|step, save| committed(step) != Some(save));
-        self.allow_again(job, &|step| committed(step).is_none());
+        self.allow_again(job, &|step, _| committed(step).is_none());
         true
-    }
-
-    /// Notes that this daemon has removed a step of the job from the cluster. Its launches may save
-    /// the step again.
-    pub fn note_removal(&mut self, job: &Job, step: Step) {
-        let Some(state) = self.jobs.get_mut(job) else { return };
-        state.changes += 1;
-        self.release_replaced(job, &|other, _| other == step);
-        self.allow_again(job, &|other| other == step);
     }
 
     /// Releases the committed steps for which `is_replaced` holds. Those that an upload or a reader
     /// uses are marked instead.
-    fn release_replaced(&mut self, job: &Job, is_replaced: &dyn Fn(Step, SaveId) -> bool) {
+    pub(super) fn release_replaced(
+        &mut self,
+        job: &Job,
+        is_replaced: &dyn Fn(Step, SaveId) -> bool,
+    ) {
         let Some(state) = self.jobs.get(job) else { return };
         let replaced = state.keys(job, |step, _, found| match &found.phase {
             Phase::Committed { save, .. } => is_replaced(step, *save),
@@ -84,22 +72,6 @@ impl Core {
                 step.is_replaced = true;
             }
         }
-    }
-
-    /// Lets the launches of a job save the steps again for which `is_gone` holds.
-    fn allow_again(&mut self, job: &Job, is_gone: &dyn Fn(Step) -> bool) {
-        let Some(state) = self.jobs.get_mut(job) else { return };
-        let mut is_changed = false;
-        for launch in state.launches.values_mut() {
-            let saved = launch.over.iter().filter(|(_, how)| how.is_ok()).map(|(step, _)| *step);
-            launch.removed.extend(saved.filter(|step| is_gone(*step)));
-            if let Some(before) = &mut launch.committed_before {
-                let count = before.len();
-                before.retain(|step| !is_gone(*step));
-                is_changed |= before.len() < count;
-            }
-        }
-        self.effects.extend(is_changed.then(|| Effect::KeepJob(job.clone())));
     }
 
     /// Returns the step in memory that was committed as `save`. It may be the part of one host.

@@ -51,8 +51,8 @@ impl Core {
                 "start the staging daemon again; `RemoveIPC=no` keeps systemd-logind from removing the folder",
             );
         }
-        if let Some(why) = self.release_removed(&place, step) {
-            return Ok(FillOutcome::Full(why));
+        if let Some(outcome) = self.check_not_saved(&place, step)? {
+            return Ok(outcome);
         }
         let Some(launch) = self.jobs.get(&place.job).and_then(|j| j.launches.get(&place.launch))
         else {
@@ -62,12 +62,6 @@ impl Core {
                 "call prepare first",
             );
         };
-        let Some(committed_before) = &launch.committed_before else {
-            return Ok(FillOutcome::Unchecked);
-        };
-        if committed_before.contains(&step) || launch.has_saved(step) {
-            return Err(saved_twice(&place, step));
-        }
         let (world, segments_a_rank) = (launch.world, launch.segments_a_rank);
         let is_begun = self.key_of(&place.job, step, place.launch).is_some();
         launch.check_may_fill(&place, step, or_skip, is_begun)?;
@@ -121,20 +115,6 @@ impl Core {
         }
         self.effects.push(Effect::MarkFilling(segment, fill));
         Ok(FillOutcome::Segment(segment, fill))
-    }
-
-    /// Releases the launch's own copy of a step that the cluster no longer has. Returns what still
-    /// holds the copy, if anything does.
-    fn release_removed(&mut self, place: &Place, step: Step) -> Option<String> {
-        let key = self.key_of(&place.job, step, place.launch)?;
-        if !self.step(&key)?.is_replaced {
-            return None;
-        }
-        if self.is_held(&key) {
-            return Some(format!("step {step}, which was removed, is still being loaded"));
-        }
-        self.release_step(&key);
-        None
     }
 
     /// Skips a step for all ranks of a launch.
@@ -519,7 +499,9 @@ impl Core {
         launch.over.insert(key.step, how);
         launch.removed.remove(&key.step);
         while launch.over.len() > MAX_OVER {
-            launch.over.pop_first();
+            // A removed step that is saved again may be lower than all others.
+            let lowest = launch.over.keys().copied().find(|step| *step != key.step);
+            launch.over.retain(|step, _| Some(*step) != lowest);
         }
         let over = &launch.over;
         launch.removed.retain(|step| over.contains_key(step));
@@ -577,7 +559,8 @@ impl Core {
     }
 }
 
-fn saved_twice(place: &Place, step: Step) -> Failure {
+/// Returns the failure of a rank that fills a step which its launch or an earlier one has saved.
+pub(super) fn saved_twice(place: &Place, step: Step) -> Failure {
     Failure::new(
         ErrorKind::Exists,
         format!("step {step} of {} is saved already", place.job),

@@ -17,6 +17,8 @@ struct World {
     /// The segments that a process has.
     mapped: BTreeSet<SegmentId>,
     now: Duration,
+    /// The length of a segment that a rank prepares.
+    segment_bytes: u64,
 }
 
 fn member(number: u8) -> MemberId {
@@ -39,7 +41,8 @@ impl World {
     fn new(memory_bytes: u64) -> Self {
         let limits = Limits { memory_bytes, fill: Duration::from_secs(10) };
         let core = Core::new(limits, Bell::new());
-        Self { core, drawn: 0, mapped: BTreeSet::new(), now: Duration::ZERO }
+        let (now, segment_bytes) = (Duration::ZERO, MIB);
+        Self { core, drawn: 0, mapped: BTreeSet::new(), now, segment_bytes }
     }
 
     fn prepare(
@@ -61,8 +64,8 @@ impl World {
         let place = Place { job: job(), launch: launch(launch_number), world, rank };
         let prepare = Prepare {
             place: place.clone(),
-            segment_bytes: MIB,
-            launch_bytes: MIB * u64::from(world),
+            segment_bytes: self.segment_bytes,
+            launch_bytes: self.segment_bytes * u64::from(world),
             born_ns: launch_number.into(),
             resumed: Resumed::default(),
             keep: 0,
@@ -484,7 +487,7 @@ fn a_committed_step_that_somebody_replaced_is_no_resume_point() {
     assert!(world.core.drop_replaced(&job(), changes, &|_| Some(save(99))));
     assert_eq!(world.phase(1, 10), None);
     let before = world.core.changes(&job());
-    world.core.note_removal(&job(), Step(5));
+    world.core.note_removal(&job(), Step(5), save(5));
     assert!(!world.core.drop_replaced(&job(), before, &|_| None), "asked before the removal");
 }
 

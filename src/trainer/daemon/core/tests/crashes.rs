@@ -383,3 +383,18 @@ fn a_rank_that_prepares_again_after_a_restart_reserves_nothing_for_ranks_that_ha
     assert_eq!(next.prepare(1, 0, 2).unwrap().len(), 2);
     assert!(!next.core.make_room(1, &|_| false), "the other rank's memory is reserved");
 }
+
+#[test]
+fn ranks_that_need_longer_segments_after_a_restart_all_get_them() {
+    let mut world = World::new(12 * MIB);
+    fresh(&mut world, 1, 2);
+    let mut next = restarted(&world, 12 * MIB);
+    next.segment_bytes = 3 * MIB;
+    for rank in 0..2 {
+        let own = next.core.owned(member(16 + rank));
+        next.mapped.retain(|id| !own.contains(id));
+        next.core.drop_orphans(&|id| own.contains(&id));
+        next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+        assert!(!next.prepare(1, rank.into(), 2).unwrap().is_empty(), "rank {rank}");
+    }
+}

@@ -75,9 +75,11 @@ fn a_removed_step_is_saved_again() {
     for step in [10, 20] {
         assert_eq!(world.fill(16, step).unwrap_err().kind(), ErrorKind::Exists);
     }
+    world.core.note_removal(&job(), Step(20), save(99));
+    assert_eq!(world.fill(16, 20).unwrap_err().kind(), ErrorKind::Exists, "another save of it");
     // A reader has the removed step.
     let held = world.core.hold_step(&world.key(1, 10).unwrap()).unwrap();
-    world.core.note_removal(&job(), Step(10));
+    world.core.note_removal(&job(), Step(10), save(10));
     let saved = world.core.outcome(member(16), Step(10)).unwrap();
     assert!(saved.is_some(), "a rank that waits is told of the commit");
     assert!(matches!(world.fill(16, 10), Ok(FillOutcome::Full(_))), "the reader keeps its copy");
@@ -90,6 +92,18 @@ fn a_removed_step_is_saved_again() {
     }
 }
 
+/// The other hosts do not know of the removal and would refuse the step.
+#[test]
+fn a_removed_step_of_several_hosts_is_not_saved_again() {
+    let mut world = World::new(64 * MIB);
+    let hosts = Hosts { own: 0, names: vec!["host-a".into(), "host-b".into()] };
+    world.prepare_on(1, 0, 1, Some(&hosts)).unwrap();
+    world.stage(16, 10);
+    world.commit(1, 10);
+    world.core.note_removal(&job(), Step(10), save(10));
+    assert_eq!(world.fill(16, 10).unwrap_err().kind(), ErrorKind::Exists);
+}
+
 #[test]
 fn a_removed_step_of_an_older_launch_is_saved_by_the_newer_one() {
     let mut world = world();
@@ -97,7 +111,7 @@ fn a_removed_step_of_an_older_launch_is_saved_by_the_newer_one() {
     world.core.checked(&place, BTreeSet::from([Step(3), Step(5)]), Some(Step(5)));
     assert_eq!(world.fill(16, 5).unwrap_err().kind(), ErrorKind::Exists);
     world.effects();
-    world.core.note_removal(&job(), Step(5));
+    world.core.note_removal(&job(), Step(5), save(5));
     assert!(world.effects().contains(&Effect::KeepJob(job())), "also after a restart");
     assert_eq!(world.fill(16, 3).unwrap_err().kind(), ErrorKind::Exists);
     world.stage(16, 5);

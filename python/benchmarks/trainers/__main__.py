@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import device, frameworks, host, links, peers, state
+from . import device, frameworks, host, links, peers, state, titan
 from .record import keep, say
 from .report import report
 
@@ -22,6 +22,7 @@ MEASURES = {
     "peers": peers.peers,
     "dcp": frameworks.through_dcp,
     "plan": frameworks.plan,
+    "titan": titan.through_titan,
     "device": device.device,
 }
 

@@ -274,6 +274,18 @@ def _uncompiled(module: Any) -> tuple[Any, str]:
     return module, ""
 
 
+def _load_itself(module: Any, extra: dict[str, Any]) -> None:
+    """Gives a module the state that it has, with the entries ``extra``. What is in place already is copied onto itself."""
+    # The dict that the module makes also has the versions of its parts.
+    state = module.state_dict()
+    state.update(extra)
+    if type(module).load_state_dict is _torch().nn.Module.load_state_dict:
+        # A hook may leave names out of the state_dict, or give them others.
+        module.load_state_dict(state, strict=False)
+    else:
+        module.load_state_dict(state)
+
+
 def _acts_on_loads(module: Any) -> bool:
     """Returns whether a load of the module does more than to copy its parameters and buffers."""
     plain = _torch().nn.Module
@@ -521,8 +533,7 @@ class Walk:
         for leaf in self.flat.leaves[begin:]:
             leaf.is_of_module = True
         if extra or _acts_on_loads(module):
-            # Everything else is in place already, and is copied onto itself.
-            self.flat.finish.append(lambda _: module.load_state_dict({**module.state_dict(), **extra}))
+            self.flat.finish.append(lambda _: _load_itself(module, extra))
 
     def mark_replaceable(self, begin: int) -> None:
         """Lets a load replace the leaves from ``begin`` on by values of another kind or shape."""

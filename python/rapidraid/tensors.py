@@ -75,8 +75,8 @@ def describe(name: str, value: Any) -> Described:
     """
     if is_array(value):
         numpy = sys.modules["numpy"]
-        if type(value) not in (numpy.ndarray, numpy.memmap):
-            raise refuse(name, f"it is a {type(value).__qualname__}, which has more than its elements", "store its arrays one by one")
+        if isinstance(value, numpy.ma.MaskedArray):
+            raise refuse(name, "it is a masked array, whose mask would be lost", "store its data and its mask")
         kind = value.dtype
         if kind.hasobject or kind.names is not None or kind.kind not in "biufc":
             raise refuse(name, f"it is an array of {kind}", "convert it to numbers")

@@ -176,7 +176,42 @@ def test_a_module_loads_the_entries_that_it_adds() -> None:
     assert torch.equal(model.net.weight, saved.net.weight)
 
 
+class Frozen(torch.nn.Module):
+    """A module that leaves a part out of its ``state_dict``, and has another that acts on loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.norm = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict(*args, **options)
+        for name in [name for name in state if name.startswith("encoder.")]:
+            del state[name]
+        return state
+
+
+def test_a_module_that_leaves_a_part_out_is_loaded() -> None:
+    saved, model = Frozen(), Frozen()
+    saved.norm(torch.ones(3, 2))
+    HeldStep([{"model": saved}]).load({"model": model})
+    assert torch.equal(model.norm.running_mean, saved.norm.running_mean)
+
+
+def test_the_parts_of_a_module_keep_their_versions() -> None:
+    versions = []
+
+    class Versioned(torch.nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state: Any, prefix: str, local: dict[str, Any], *rest: Any) -> None:
+            versions.append(local.get("version"))
+            super()._load_from_state_dict(state, prefix, local, *rest)
+
+    HeldStep([{"model": Versioned(2, 2)}]).load({"model": Versioned(2, 2)})
+    assert versions == [3]
+
+
 def test_an_array_that_is_more_than_its_elements_is_refused() -> None:
     masked = numpy.ma.masked_array([1, 2, 3], mask=[0, 1, 0])
-    with pytest.raises(errors.InvalidError, match="MaskedArray"):
+    with pytest.raises(errors.InvalidError, match="masked array"):
         HeldStep([{"a": masked}])

@@ -12,12 +12,14 @@ use super::table::{Paint, shown};
 use super::transfer::counted;
 use super::{Front, Outcome, connect};
 use crate::client::ClientError;
-use crate::clock::{Clock, SystemClock};
+use crate::clock::{Clock, SystemClock, deadline};
 use crate::net::Address;
 use crate::wire::calls::{MoveCatalogueAnswer, RebuildAnswer};
 
 /// Interval at which the display is updated.
 const TICK: Duration = Duration::from_millis(500);
+/// Time limit for the question whether retention is paused, after a rebuild that is done.
+const PAUSE_LIMIT: Duration = Duration::from_secs(3);
 /// Maximum number of entries of each list that are printed; JSON has them all.
 const LISTED: usize = 20;
 /// The hint after an interrupt.
@@ -39,7 +41,10 @@ pub async fn rebuild(front: &mut Front, options: Rebuild) -> Outcome {
     let answer = unless_interrupted(rebuilding, what, WHO_SERVES).await;
     // A daemon of an older version does not pause retention.
     let is_retention_paused = match &answer {
-        Ok(Ok(_)) => client.is_retention_paused().await.ok(),
+        Ok(Ok(_)) => {
+            let (clock, asked) = (SystemClock::new(), client.is_retention_paused());
+            deadline(&*clock, PAUSE_LIMIT, asked).await.ok().and_then(Result::ok)
+        }
         _ => None,
     };
     connect::close(&client).await;

@@ -25,9 +25,8 @@ use crate::wire::RemoteError;
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum time for connections to close.
 const CLOSE_LIMIT: Duration = Duration::from_millis(200);
-/// Maximum time for the state of the cluster. It is more than its questions take, each of which has
-/// the limit of a gateway's answer. Calls about committed steps may take longer, and end by
-/// themselves.
+/// Maximum time for the state of the cluster and of retention. Calls about committed steps may take
+/// longer, and end by themselves.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Converts an error of the client library, with its own hint if it has one.

@@ -13,8 +13,11 @@ use crate::kind::ErrorKind;
 /// Runs the command `cluster remove-node`.
 pub async fn run(front: &mut Front, options: RemoveNode) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
-    let what = format!("{} may have been removed from the list of members", options.name);
-    let hint = "`rapidraid status` shows the members; if it is one of them, run the command again";
+    let what = format!(
+        "{} may have been recorded as leaving, or removed from the list of members",
+        options.name
+    );
+    let hint = "`rapidraid status` shows the members; if it is one of them, run the command again, or start its daemon to keep it";
     let removed = unless_interrupted(client.remove_node(&options.name), &what, hint).await;
     connect::close(&client).await;
     removed?.map_err(|error| {

@@ -13,8 +13,10 @@ use crate::id::PeerName;
 pub async fn run(front: &mut Front, options: ReplaceNode) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let ReplaceNode { name, by, .. } = &options;
-    let what = format!("{by} may have been recorded as the successor of {name}");
-    let hint = "`rapidraid status` shows which nodes are leaving, and their successors";
+    let what = format!(
+        "{by} may have been recorded as the successor of {name}, and not all nodes know it"
+    );
+    let hint = "run the command again: it waits until more than half of the nodes know it";
     let replaced = unless_interrupted(client.replace_node(name, by), &what, hint).await;
     connect::close(&client).await;
     replaced?.map_err(|error| connect::failure(&error))?;

@@ -24,8 +24,8 @@ checkpoint can be read now), weakest (shard, stripe), incidents.
 Without a step: schema, seconds, steps (for each of them these fields, or job, step and error), bad (how
 many are damaged, incomplete or failed), not_verified (how many were left out after a failure of the
 cluster), survives (the least of all).
-With --quick the fields of `restore`. The exit code is 0 if every byte could be read from some copy, although others
-are damaged: incidents names those that were read. Nobody looks at the copies that were not read.";
+With --quick the fields of `restore`. The exit code is 0 if every byte could be read from some copy, even if other copies
+are damaged. incidents lists damage in the copies that were read; the other copies are not checked.";
 
 /// Options of `verify`.
 #[derive(Debug, clap::Args)]

@@ -121,7 +121,9 @@ impl CommandOutput for Freed {
     fn text(&self, _: Paint) -> String {
         let mut out = format!("{} given back\n", ByteCount(self.bytes));
         for step in &self.dropped {
-            out.push_str(&format!("step {step} is dropped: it was not committed\n"));
+            out.push_str(&format!(
+                "step {step} is dropped: it was not committed when the command began\n"
+            ));
         }
         for KeptStep { step, state, reason } in &self.kept {
             out.push_str(&format!("step {step} ({}) stays: {reason}\n", shown(state)));

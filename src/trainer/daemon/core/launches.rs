@@ -112,11 +112,12 @@ impl Core {
             self.take(place, bytes.saturating_mul(count as u64));
             return Ok(count);
         }
-        // After a restart of the daemon, all other ranks may still have their segments. If their
-        // segments become longer, or a rank has none, memory for all is reserved.
+        // After a restart of the daemon, all other ranks may still have their segments. If a rank
+        // has none, or their sum says that the segments of others become longer, memory for all is
+        // reserved. The sum may be older than the length of this rank's own segment.
         let of_others = self.segments_of_other_ranks(place, is_unmapped);
-        let is_alone =
-            of_others.values().sum::<u64>().saturating_add(bytes) == prepare.launch_bytes;
+        let is_alone = of_others.len() as u64 + 1 == u64::from(place.world)
+            && of_others.values().sum::<u64>().saturating_add(bytes) >= prepare.launch_bytes;
         let taken = if count == 0 && is_alone { of_others } else { BTreeMap::new() };
         let missing = if taken.is_empty() { prepare.launch_bytes } else { bytes };
         // A rank that already took its share, and lost the answer or released the memory, needs

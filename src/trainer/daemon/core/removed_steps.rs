@@ -61,10 +61,15 @@ impl Core {
         let Some(committed_before) = &launch.committed_before else {
             return Ok(Some(FillOutcome::Unchecked));
         };
+        let is_on_several_hosts = launch.is_on_several_hosts();
         if committed_before.contains(&step) || launch.has_saved(step) {
-            return Err(saved_twice(place, step));
+            let failure = saved_twice(place, step);
+            return Err(match is_on_several_hosts {
+                true => Failure { hint: "save another step".to_owned(), ..failure },
+                false => failure,
+            });
         }
-        if launch.is_on_several_hosts() {
+        if is_on_several_hosts {
             return Ok(None);
         }
         Ok(self.release_removed(place, step).map(FillOutcome::Full))

@@ -19,6 +19,8 @@ struct World {
     now: Duration,
     /// The length of a segment that a rank prepares.
     segment_bytes: u64,
+    /// The sum that a rank names, if it is not that of segments of this length.
+    launch_bytes: Option<u64>,
 }
 
 fn member(number: u8) -> MemberId {
@@ -42,7 +44,8 @@ impl World {
         let limits = Limits { memory_bytes, fill: Duration::from_secs(10) };
         let core = Core::new(limits, Bell::new());
         let (now, segment_bytes) = (Duration::ZERO, MIB);
-        Self { core, drawn: 0, mapped: BTreeSet::new(), now, segment_bytes }
+        let mapped = BTreeSet::new();
+        Self { core, drawn: 0, mapped, now, segment_bytes, launch_bytes: None }
     }
 
     fn prepare(
@@ -65,7 +68,7 @@ impl World {
         let prepare = Prepare {
             place: place.clone(),
             segment_bytes: self.segment_bytes,
-            launch_bytes: self.segment_bytes * u64::from(world),
+            launch_bytes: self.launch_bytes.unwrap_or(self.segment_bytes * u64::from(world)),
             born_ns: launch_number.into(),
             resumed: Resumed::default(),
             keep: 0,

@@ -384,6 +384,21 @@ fn a_rank_that_prepares_again_after_a_restart_reserves_nothing_for_ranks_that_ha
     assert!(!next.core.make_room(1, &|_| false), "the other rank's memory is reserved");
 }
 
+/// The sum that a rank names is that of the lengths with which the launch began.
+#[test]
+fn a_rank_that_alone_needs_a_longer_segment_after_a_restart_gets_it() {
+    let mut world = World::new(6 * MIB);
+    fresh(&mut world, 1, 2);
+    let mut next = restarted(&world, 6 * MIB);
+    let own = next.core.owned(member(16));
+    next.mapped.retain(|id| !own.contains(id));
+    next.core.drop_orphans(&|id| own.contains(&id));
+    next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+    (next.segment_bytes, next.launch_bytes) = (2 * MIB, Some(2 * MIB));
+    assert_eq!(next.prepare(1, 0, 2).unwrap().len(), 2);
+    assert_eq!(next.core.used_bytes(), 6 * MIB);
+}
+
 #[test]
 fn ranks_that_need_longer_segments_after_a_restart_all_get_them() {
     let mut world = World::new(12 * MIB);

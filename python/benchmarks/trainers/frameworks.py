@@ -29,6 +29,23 @@ from .record import Measure, say
 RANKS, TENSORS = 1024, 500
 
 
+def save_in_turn(name: str, ways: dict[str, Callable[[int], Callable[[], Any]]], repeats: int, stall: Measure, commit: Measure) -> None:
+    """Saves steps in each way in turn. A way returns when the save no longer stalls, with a function that waits for the commit."""
+    for step in range(1, repeats + 2):
+        for arm, save in ways.items():
+            begun = time.perf_counter()
+            wait = save(step)
+            stalled = time.perf_counter() - begun
+            wait()
+            # The first save prepares the memory.
+            if step > 1:
+                stall.add(arm, stalled)
+                commit.add(arm, time.perf_counter() - begun)
+            # The kernel still frees the removed memory, on both processors.
+            time.sleep(2)
+        say(f"{name}: step {step}, " + ", ".join(f"{arm} {times[-1]:.3f} s" for arm, times in stall.arms.items()))
+
+
 def through_dcp(repeats: int, large_bytes: int) -> Iterator[Measure]:
     """Measures stalls, commits and loads through DCP's writer and reader."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -53,18 +70,7 @@ def through_dcp(repeats: int, large_bytes: int) -> Iterator[Measure]:
             return future.result
 
         ways = {"Checkpointer": save_plainly, "async_save": save_by_name, "dcp.async_save": save_by_dcp}
-        for step in range(1, repeats + 2):
-            for arm, save in ways.items():
-                begun = time.perf_counter()
-                wait = save(step)
-                stalled = time.perf_counter() - begun
-                wait()
-                if step > 1:
-                    stall.add(arm, stalled)
-                    commit.add(arm, time.perf_counter() - begun)
-                # The kernel still frees the removed memory, on both processors.
-                time.sleep(2)
-            say(f"dcp: step {step}, " + ", ".join(f"{arm} {times[-1]:.3f} s" for arm, times in stall.arms.items()))
+        save_in_turn("dcp", ways, repeats, stall, commit)
         yield stall
         yield commit
         reader = Reader(config=bed.config)

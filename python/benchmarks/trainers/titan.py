@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import rapidraid
 
 from . import state as states
 from .beds import Host
+from .frameworks import save_in_turn
 from .host import seconds
 from .record import Measure, say
 
@@ -65,24 +65,17 @@ def through_titan(repeats: int, large_bytes: int) -> Iterator[Measure]:
                 sd_adapter=None,
                 base_folder=folder,
             )
-            for step in range(1, repeats + 2):
-                for arm in ("Checkpointer", "TorchTitan"):
-                    begun = time.perf_counter()
-                    if arm == "Checkpointer":
-                        checkpointer.save(step, {"model": model})
-                        stalled = time.perf_counter() - begun
-                        checkpointer.wait()
-                    else:
-                        manager.save(step)
-                        stalled = time.perf_counter() - begun
-                        manager.maybe_wait_for_saving()
-                    # The first save prepares the memory.
-                    if step > 1:
-                        stall.add(arm, stalled)
-                        commit.add(arm, time.perf_counter() - begun)
-                    # The kernel still frees the removed memory, on both processors.
-                    time.sleep(2)
-                say(f"titan: step {step}, " + ", ".join(f"{arm} {times[-1]:.3f} s" for arm, times in stall.arms.items()))
+
+            def save_plainly(step: int) -> Callable[[], Any]:
+                checkpointer.save(step, {"model": model})
+                return checkpointer.wait
+
+            def save_by_manager(step: int) -> Callable[[], Any]:
+                manager.save(step)
+                wait: Callable[[], Any] = manager.maybe_wait_for_saving
+                return wait
+
+            save_in_turn("titan", {"Checkpointer": save_plainly, "TorchTitan": save_by_manager}, repeats, stall, commit)
             yield stall
             yield commit
             for _ in range(repeats):

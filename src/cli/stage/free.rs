@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(
             forced.text(Paint::PLAIN),
             "7 B given back\n\
-             step 2 is dropped: it was not committed\n\
+             step 2 is dropped: it was not committed when the command began\n\
              step 1 (committed) stays: a process of this host still uses its memory\n\
              step 3 (waits for h2) stays: a process of this host still uses its memory\n\
              step 4 (filling) stays: its ranks have not staged all of it yet\n"

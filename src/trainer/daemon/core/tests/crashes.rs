@@ -356,24 +356,26 @@ fn restarted(world: &World, memory_bytes: u64) -> World {
     next
 }
 
+/// Releases the segments of a member, as its process does before it prepares again.
+fn release_segments(world: &mut World, owner: MemberId) {
+    let own = world.core.owned(owner);
+    world.mapped.retain(|id| !own.contains(id));
+    world.core.drop_orphans(&|id| own.contains(&id));
+    world.core.doomed().into_iter().for_each(|segment| world.core.freed(segment));
+}
+
 #[test]
 fn a_rank_that_prepares_again_after_a_restart_reserves_nothing_for_ranks_that_have_their_memory() {
     let mut world = World::new(4 * MIB);
     fresh(&mut world, 1, 2);
     let mut next = restarted(&world, 4 * MIB);
     // Rank 0 releases its segments and prepares again.
-    let own = next.core.owned(member(16));
-    assert_eq!(own.len(), 2);
-    next.mapped.retain(|id| !own.contains(id));
-    next.core.drop_orphans(&|id| own.contains(&id));
-    next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+    assert_eq!(next.core.owned(member(16)).len(), 2);
+    release_segments(&mut next, member(16));
     assert_eq!(next.prepare(1, 0, 2).unwrap().len(), 2, "the other rank has its two segments");
     assert_eq!(next.core.used_bytes(), 4 * MIB);
     // The other rank prepares again, too.
-    let own = next.core.owned(member(17));
-    next.mapped.retain(|id| !own.contains(id));
-    next.core.drop_orphans(&|id| own.contains(&id));
-    next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+    release_segments(&mut next, member(17));
     assert_eq!(next.prepare(1, 1, 2).unwrap().len(), 2);
     // Memory is reserved for ranks whose processes are gone.
     let mut next = restarted(&world, 4 * MIB);
@@ -390,10 +392,7 @@ fn a_rank_that_alone_needs_a_longer_segment_after_a_restart_gets_it() {
     let mut world = World::new(6 * MIB);
     fresh(&mut world, 1, 2);
     let mut next = restarted(&world, 6 * MIB);
-    let own = next.core.owned(member(16));
-    next.mapped.retain(|id| !own.contains(id));
-    next.core.drop_orphans(&|id| own.contains(&id));
-    next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+    release_segments(&mut next, member(16));
     (next.segment_bytes, next.launch_bytes) = (2 * MIB, Some(2 * MIB));
     assert_eq!(next.prepare(1, 0, 2).unwrap().len(), 2);
     assert_eq!(next.core.used_bytes(), 6 * MIB);
@@ -406,10 +405,7 @@ fn ranks_that_need_longer_segments_after_a_restart_all_get_them() {
     let mut next = restarted(&world, 12 * MIB);
     next.segment_bytes = 3 * MIB;
     for rank in 0..2 {
-        let own = next.core.owned(member(16 + rank));
-        next.mapped.retain(|id| !own.contains(id));
-        next.core.drop_orphans(&|id| own.contains(&id));
-        next.core.doomed().into_iter().for_each(|segment| next.core.freed(segment));
+        release_segments(&mut next, member(16 + rank));
         assert!(!next.prepare(1, rank.into(), 2).unwrap().is_empty(), "rank {rank}");
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .record import Measure, say
 RANKS, TENSORS = 1024, 500
 
 
-def save_in_turn(name: str, ways: dict[str, Callable[[int], Callable[[], Any]]], repeats: int, stall: Measure, commit: Measure) -> None:
+def save_in_turn(name: str, ways: Mapping[str, Callable[[int], Callable[[], Any]]], repeats: int, stall: Measure, commit: Measure) -> None:
     """Saves steps in each way in turn. A way returns when the save no longer stalls, with a function that waits for the commit."""
     for step in range(1, repeats + 2):
         for arm, save in ways.items():

@@ -45,7 +45,7 @@ def through_titan(repeats: int, large_bytes: int) -> Iterator[Measure]:
     stall = Measure("titan-stall", "stall of `save` of TorchTitan's manager", "TorchTitan", ["Checkpointer"], 1.2)
     commit = Measure("titan-commit", "the same, until committed", "TorchTitan", ["Checkpointer"], 1.2)
     load = Measure("titan-load", "`load` of TorchTitan's manager from the host's memory, verified", "TorchTitan", ["Checkpointer"], 1.2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         with (
             tempfile.TemporaryDirectory() as folder,

@@ -35,9 +35,9 @@ use fleet::{Fleet, Plan};
 
 /// Number of fleets on which cells are played concurrently. A cell spends most of its time waiting.
 const JOBS: u64 = 3;
-/// Cells that the suite plays: every role, every operation except restore and rebuild, and the
-/// stages around each commit point.
-const SUITE: [&str; 17] = [
+/// Cells that the suite plays: every role, every operation except restore, and the stages around each
+/// commit point.
+const SUITE: [&str; 18] = [
     "gateway:save.decide",
     "head:save.block",
     "home:save.publish",
@@ -55,6 +55,7 @@ const SUITE: [&str; 17] = [
     "tail:giveup.receipt",
     "sayer:replacenode.catchup",
     "home:removenode.left",
+    "head:rebuild.claim",
 ];
 
 /// Number of kills in the suite's storm.

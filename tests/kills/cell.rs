@@ -299,7 +299,14 @@ impl Play<'_> {
         }
         self.again(cell.deed, done);
         match cell.deed {
-            Rebuild => fleet.restart(fleet.home),
+            Rebuild => {
+                fleet.restart(fleet.home);
+                // A rebuilt catalogue has lost the labels, so its retention is paused until a
+                // person resumes it.
+                let was_paused = fleet.ask("catalogue retention --json");
+                assert_eq!(was_paused["paused"], true, "{was_paused}");
+                fleet.ask("catalogue retention --resume --json");
+            }
             GiveUp | ReplaceNode | RemoveNode => fleet.restart(LOSER),
             _ => {}
         }

@@ -46,6 +46,14 @@ def name_of(keys: Keys) -> str:
     return ".".join(str(key) for _, key in keys)
 
 
+def _is_whole(value: Any) -> bool:
+    """Returns whether a value is a plain tensor that is all of its entry.
+
+    The attributes of DCP's ``CheckpointableTensor`` make a plain tensor a part of a larger one.
+    """
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not hasattr(value, "global_offsets")
+
+
 def flatten_objects(planner: DefaultSavePlanner) -> Flat | None:
     """Returns the leaves that the default planner would plan, without the cost of a plan.
 
@@ -54,7 +62,7 @@ def flatten_objects(planner: DefaultSavePlanner) -> Flat | None:
     flat = Flat()
     lengths: dict[tuple[str | int, ...], int] = {}
     for name, value in planner.state_dict.items():
-        if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
+        if isinstance(value, torch.Tensor) and not _is_whole(value) and not is_dtensor(value):
             return None
         flat.leaves.append(Leaf(_keys_at(planner.mappings.get(name, (name,)), lengths), value, False))
     flat.leaves += _markers(lengths)
@@ -212,7 +220,7 @@ def read_plan(reader: Reader, items: list[ReadItem], planner: LoadPlanner, rank:
                 planner.load_bytes(item, _as_stream(value))
 
             load.add(Leaf(keys, None, False, put), row, name)
-        elif is_dtensor(own) or type(own) in (torch.Tensor, torch.nn.Parameter):
+        elif is_dtensor(own) or _is_whole(own):
             # DCP's box of a strided shard is wrong, so the placements say what this rank reads.
             if item.dest_index.fqn not in whole:
                 whole.add(item.dest_index.fqn)
@@ -246,8 +254,9 @@ def read_objects(reader: Reader, planner: DefaultLoadPlanner, rank: int, *, cast
         row, name = named[text]
         keys: Keys = tuple((tag, key) for tag, key in name[1])
         path = planner.mappings[text]
-        if isinstance(value, torch.Tensor):
-            if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
+        # As in DCP, a value that was stored as no tensor takes the place of a tensor.
+        if isinstance(value, torch.Tensor) and name[2] == "tensor":
+            if not _is_whole(value) and not is_dtensor(value):
                 raise InvalidError(f"{text} is a {type(value).__name__}, of which only a plan tells the parts", "load it by dcp.load")
             load.add(Leaf(keys, value, False), row, name)
         elif name[2] == "tensor" and name[6] & FLAG_ARRAY:

@@ -129,7 +129,7 @@ def read_tree(reader: Reader, rank: int, allow_pickle: bool) -> tuple[dict[Any, 
 def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[str, bytes], set[str]] | None:
     """Returns the number of a step, by default of the one to resume from, its small files, and its top-level names.
 
-    Returns ``None`` if the job has no step. All ranks must call it if ``step`` is ``None``.
+    Returns ``None`` if the job has no step. All ranks must call it, and an error of one of them is raised on all.
     """
 
     def read(reader: Reader) -> tuple[int, dict[str, bytes], set[str], str | None]:
@@ -145,12 +145,11 @@ def read_files(checkpointer: Checkpointer, step: int | None) -> tuple[int, dict[
                 return reader.loaded.number, {}, set(), show(keys)
         return reader.loaded.number, files, {str(keys[0][1]) for keys in names}, None
 
-    found = checkpointer.look_into(step, read)
-    if found is None:
-        return None
-    if found[3] is not None:
-        raise CorruptError(f"{found[3]} of step {found[0]} is damaged", "load an older step")
-    return found[:3]
+    with checkpointer.together():
+        found = checkpointer.look_into(step, read)
+        if found is not None and found[3] is not None:
+            raise CorruptError(f"{found[3]} of step {found[0]} is damaged", "load an older step")
+    return None if found is None else found[:3]
 
 
 def flatten_first(state: Mapping[Any, Any], rank: int, world: int) -> Flat:

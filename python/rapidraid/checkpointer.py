@@ -682,17 +682,26 @@ class Checkpointer:
     def look_into(self, step: int | None, read: Callable[[Reader], _T]) -> _T | None:
         """Opens a step, by default the resume point. Returns the result of ``read``, or ``None`` if the job has no step.
 
-        The launch does not continue from the step, unless ``step`` is ``None`` and the launch has prepared: then the daemon
-        records the step as the one that the launch has loaded. If ``step`` is ``None``, all ranks must call it.
+        The last element of the result is the name of a damaged entry, or ``None``. If an entry is damaged, ``read`` is called
+        once more, for other copies of the step. The launch does not continue from the step, unless ``step`` is ``None`` and
+        the launch has prepared: then the daemon records the step as the one that the launch has loaded. If ``step`` is
+        ``None``, all ranks must call it.
         """
         limit = self.timeout * 10
-        if step is not None:
-            return self._read_step(step, read, table_first=True, limit=limit)
-        self._loads += 1
-        if self._hosts.are_several:
-            step = self._choose_together(None, False, limit)
-            return None if step is None else self._read_step(step, read, table_first=True, limit=limit)
-        return self._read_step(None, read, number=self._loads, table_first=True, limit=limit)
+        number: int | None = None
+        if step is None:
+            self._loads += 1
+            if self._hosts.are_several:
+                step = self._choose_together(None, False, limit)
+                if step is None:
+                    return None
+            else:
+                number = self._loads
+        done = self._read_step(step, read, number=number, table_first=True, limit=limit)
+        if done is not None and done[-1] is not None:
+            log.warning("%s is damaged: it is read again", done[-1])
+            done = self._read_step(step, read, number=number, table_first=True, limit=limit)
+        return done
 
     def _choose_together(self, step: int | None, offline: bool, limit: float) -> int | None:
         """Lets rank 0 choose the step that the ranks of all hosts load, the newest committed one by default."""

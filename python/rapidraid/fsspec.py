@@ -108,7 +108,7 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # Reading
 
     def look_into(self, place: Place, look: Callable[[Reader], tuple[_T, str | None]]) -> _T:
-        """Opens the committed step of a place, and once more if its bytes are damaged. Returns the first element that ``look`` returns."""
+        """Opens the committed step of a place. Returns the first element that ``look`` returns."""
         if place.step is None:
             raise NoFileError(f"there is no {place}", FORM)
 
@@ -118,18 +118,17 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
             check_committed(reader, place.job)
             return look(reader)
 
-        for _ in range(2):
-            try:
-                done = self._ask(place.job, lambda checkpointer: checkpointer.look_into(step, checked))
-            except NoFileError:
-                raise
-            except NotFoundError as error:
-                raise NoFileError(error.message, error.hint) from None
-            assert done is not None
-            found, damaged = done
-            if damaged is None:
-                return found
-        raise CorruptError(f"{damaged} is damaged", "read another step")
+        try:
+            done = self._ask(place.job, lambda checkpointer: checkpointer.look_into(step, checked))
+        except NoFileError:
+            raise
+        except NotFoundError as error:
+            raise NoFileError(error.message, error.hint) from None
+        assert done is not None
+        found, damaged = done
+        if damaged is not None:
+            raise CorruptError(f"{damaged} is damaged", "read another step")
+        return found
 
     def _ask(self, job: str, question: Callable[[Checkpointer], _T]) -> _T:
         """Asks the daemon. Asks again if it is gone, or if a step was replaced in memory meanwhile."""

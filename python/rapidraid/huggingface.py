@@ -242,16 +242,17 @@ class RapidraidTrainer(Trainer):
         if best is None or not best.startswith(SCHEME):
             super()._load_best_model()
             return
-        self._join_label()
         checkpointer, state = self.checkpointer, {"model": self.model_wrapped}
         step = parse_step_name(best).step
-        if step is not None and checkpointer.has_saved(step):
-            # A step of several hosts can be read when it is committed.
-            checkpointer.wait_for(step, self._commit_timeout)
         choices = LoadChoices(True, lambda name: name.startswith("model/"), False, None, checkpointer.allow_pickle)
-        found = checkpointer.look_into(step, lambda reader: (load_into(reader, state, checkpointer.rank, checkpointer.world, choices),))
-        if found is not None and found[0] is not None:
-            raise CorruptError(f"{found[0]} of {best} is damaged", "load another step")
+        with checkpointer.together():
+            self._join_label()
+            if step is not None and checkpointer.has_saved(step):
+                # A step of several hosts can be read when it is committed.
+                checkpointer.wait_for(step, self._commit_timeout)
+            found = checkpointer.look_into(step, lambda reader: (load_into(reader, state, checkpointer.rank, checkpointer.world, choices),))
+            if found is not None and found[0] is not None:
+                raise CorruptError(f"{found[0]} of {best} is damaged", "load another step")
 
 
 class RapidraidCallback(TrainerCallback):

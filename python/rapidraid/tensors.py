@@ -119,6 +119,8 @@ def check(name: str, tensor: Any) -> None:
         raise refuse(name, "it is quantized", "store int_repr(), scale and zero point")
     if tensor.is_nested:
         raise refuse(name, "it is a nested tensor", "store its values and offsets")
+    if hasattr(tensor, "global_offsets"):
+        raise refuse(name, "it is a part of a tensor, as DCP's CheckpointableTensor says", "save and load it by DCP, with rapidraid.torch")
     if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor") or (tensor.numel() > 0 and _is_lazy(tensor)):
         raise refuse(name, f"it is a {type(tensor).__name__} without content", "materialise it first")
 

@@ -13,6 +13,7 @@ on. ``dcp.async_save`` tells the writer the name later, in its upload thread.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -39,6 +40,8 @@ try:
     from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 except ImportError as error:
     raise ImportError(f"rapidraid.torch needs torch 2.9 or later, tested with 2.15, and this is torch {torch.__version__}") from error
+
+log = logging.getLogger("rapidraid")
 
 
 class _Adapter:
@@ -293,9 +296,14 @@ class Reader(_Adapter, StorageReader):
         def look(reader: StepReader) -> tuple[int, Names, None]:
             return reader.loaded.number, Names(reader.loaded), None
 
-        found = checkpointer.look_into(self.name.step, look)
-        if found is None:
-            raise NotFoundError(f"{self.name.job} has no step", "save one first")
+        try:
+            found = checkpointer.look_into(self.name.step, look)
+            if found is None:
+                raise NotFoundError(f"{self.name.job} has no step", "save one first")
+        except Exception as error:
+            # DCP raises another error in its place, which in torch 2.9 does not say why.
+            log.error("a load fails: %s", error)
+            raise
         self._local.step, names, _ = found
         return metadata_of(names, checkpointer.rank, StorageMeta(checkpoint_id=f"{self.name.job}/{self.step}"))
 
@@ -415,10 +423,13 @@ def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str], *, r
     chosen.reset(checkpoint_id)
     checkpointer = chosen.checkpointer
     planner = DefaultLoadPlanner()
+    # As in DCP, all ranks take the objects in one order: their methods may use collectives.
+    order = sorted(state_dict) if checkpointer.world > 1 else list(state_dict)
     plain: dict[str, Any] = {}
     failed: Exception | None = None
     try:
-        plain = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
+        for key in order:
+            plain[key] = state_dict[key].state_dict() if _is_stateful(state_dict[key]) else state_dict[key]
         planner.set_up_planner(plain, None, checkpointer.rank == 0)
     except Exception as error:  # noqa: BLE001 - raised by the load, in whose collectives this rank takes part
         failed = error
@@ -433,9 +444,9 @@ def load(state_dict: dict[str, Any], checkpoint_id: str | os.PathLike[str], *, r
     if step is None:
         raise NotFoundError(f"{chosen.name.job} has no step", "save one first")
     with checkpointer.together():
-        for key, value in state_dict.items():
-            if _is_stateful(value):
-                value.load_state_dict(plain[key])
+        for key in order:
+            if _is_stateful(state_dict[key]):
+                state_dict[key].load_state_dict(plain[key])
             else:
                 state_dict[key] = plain[key]
     return step

@@ -75,8 +75,8 @@ class RapidraidStorage(Storage):
     def newest(self, job: str) -> int | None:
         """Returns the step from which a job resumes, or ``None`` if it has none.
 
-        It waits for a step that an earlier launch has staged. Ask on rank 0 and send the answer to the others: a step may
-        be committed between two questions.
+        The step may be staged and not committed yet; it can be loaded when it is committed. Ask on rank 0 and send the
+        answer to the others: a step may be committed between two questions.
         """
         found = self._fs._checkpointer(job).look_into(None, lambda reader: (reader.loaded.number, None))
         return None if found is None else int(found[0])

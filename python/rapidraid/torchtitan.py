@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from ._jobs import SCHEME, parse_step_name, shared_checkpointer
 from ._versions import check_version
 from .checkpointer import Checkpointer
 from .errors import InvalidError, NotFoundError
-from .torch import Reader, Writer, async_save
+from .torch import Reader, Writer, async_save, load
 
 #: The version of TorchTitan that this module is tested with. Its manager is no stable interface.
 TESTED = "0.3.0"
@@ -153,7 +152,7 @@ class RapidraidManager(CheckpointManager):
         is_own = parse_step_name(name).job == self._checkpointer.job
         # Other element types are converted, as DCP does.
         reader = Reader(checkpointer=self._checkpointer, cast=True) if is_own else Reader(cast=True, **self._client)
-        load(states, checkpoint_id=name, storage_reader=reader)
+        load(states, name, reader=reader)
         # The parameters are at the top of the state, and belong to no object that DCP gives them to.
         self.states[MODEL].load_state_dict(states)
         GarbageCollection.collect("GC collection for checkpoint loading.")

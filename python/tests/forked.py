@@ -171,7 +171,11 @@ if __name__ == "__main__":
     import torch.distributed.checkpoint  # noqa: F401
     import torch.distributed.fsdp  # noqa: F401
 
-    import rapidraid.torch  # noqa: F401
+    import rapidraid  # noqa: F401
+
+    # An older torch has no such DCP.
+    with contextlib.suppress(ImportError):
+        import rapidraid.torch  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     script = fork_scripts(socket.socket(fileno=int(sys.argv[1])))

@@ -20,6 +20,8 @@ LIMIT_S = 240
 #: The last line of a process that torch 2.15 aborts while it ends. Without rapidraid, 5 of 16 launches of FSDP2 that end
 #: right after a collective do so on a busy machine.
 ABORT_AT_EXIT = "terminate called without an active exception"
+#: The first words of the lines that gloo prints in torch 2.9.
+OF_GLOO = "[Gloo] "
 
 
 @functools.cache
@@ -55,6 +57,8 @@ def once(
     def watch(child: Script) -> None:
         line = ""
         for line in child.stdout:
+            if line.startswith(OF_GLOO):
+                continue
             with lock:
                 lines.append(line.strip())
                 if on_line is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections.abc import Iterator
@@ -122,8 +123,10 @@ def test_the_ranks_of_another_group_are_not_those_of_meshes() -> None:
     try:
         assert Group(None, False).is_default and Group(None, True).is_default
         assert not Group(dist.new_group([0, 1]), False).is_default
-        turned = Group(dist.new_group([3, 2, 1, 0], sort_ranks=False), False)
-        assert turned.rank == 2 and not turned.is_default
+        # Older releases sort the ranks of every group.
+        if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+            turned = Group(dist.new_group([3, 2, 1, 0], sort_ranks=False), False)
+            assert turned.rank == 2 and not turned.is_default
     finally:
         dist.destroy_process_group()
 

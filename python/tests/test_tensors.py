@@ -31,7 +31,8 @@ def emptied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_conj() or value.is_neg() or 0 in value.stride():
             return torch.zeros(value.shape, dtype=value.dtype)
-        made = value.detach().clone()
+        # torch 2.9 copies no float4.
+        made = value.detach().view(torch.uint8).clone().view(value.dtype) if value.dtype.itemsize == 1 else value.detach().clone()
         if made.numel():
             made.view(torch.uint8).fill_(0) if made.dim() and made.is_contiguous() else made.zero_()
         return made

@@ -79,6 +79,8 @@ impl<'a> Daemons<'a> {
             // No policy archives, only the experiment itself, so that each archiving is measured.
             "policy.archive_all_but=never".to_owned(),
             "log.level=warn".to_owned(),
+            // Other data on the disk of a shared machine must not make nodes refuse saves.
+            "disk.high_water=99".to_owned(),
         ] {
             init.arg("--set").arg(setting);
         }

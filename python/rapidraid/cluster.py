@@ -35,7 +35,7 @@ class LocalCluster:
     """Storage nodes and a staging daemon as children of this process.
 
     They end with the process, even if it is killed: each of them watches a pipe that closes with the process. ``config``
-    is the path of the client's configuration.
+    is the path of the client's configuration. The nodes accept data until their disk is 99 % full.
 
     Args:
         nodes: The number of storage nodes.
@@ -69,7 +69,7 @@ class LocalCluster:
         self._children: dict[str, subprocess.Popen[str]] = {}
         try:
             if not self.config.is_file():
-                self._make(nodes, {"code.block": block, "memory": "64MiB", **(settings or {})})
+                self._make(nodes, {"code.block": block, "memory": "64MiB", "disk.high_water": "99", **(settings or {})})
                 self._configure_host(0, self.config.read_text(), staging or {})
             for host in range(1, hosts):
                 # A folder that is used again may be of a cluster with fewer hosts.

@@ -11,7 +11,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::machine::disk::Tmpfs;
-use crate::machine::{Daemon, Ended, Running, free_ports, program, run};
+use crate::machine::{Daemon, Ended, ON_A_FULL_DISK, Running, free_ports, program, run};
 use crate::watch::Watch;
 
 /// Duration of a lease: short, so that tests that wait for the end of a lease stay fast.
@@ -82,7 +82,9 @@ impl Fleet {
         }
         let lease = format!("timeouts.lease_s={}", LEASE.as_secs());
         let code = format!("code.list={}", plan.code);
-        let usual = [&*lease, &*code, "policy.archive_all_but=never"];
+        // A small disk keeps room for archiving.
+        let mark = if plan.small_disks == 0 { ON_A_FULL_DISK } else { "disk.high_water=85" };
+        let usual = [&*lease, &*code, "policy.archive_all_but=never", mark];
         for set in usual.iter().chain(plan.set) {
             command.arg("--set").arg(set);
         }

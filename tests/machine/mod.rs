@@ -249,6 +249,10 @@ fn lock_slot() -> (Range<u16>, File) {
     panic!("all {SLOTS} slots of ports are in use: {}", folder.display());
 }
 
+/// The setting with which a cluster of a test accepts saves although other data nearly fills the
+/// disk of this machine.
+pub const ON_A_FULL_DISK: &str = "disk.high_water=99";
+
 /// A cluster on this machine, in a folder of its own.
 pub struct Cluster {
     pub daemons: Vec<Daemon>,
@@ -262,8 +266,11 @@ impl Cluster {
         let folder = tempfile::tempdir().unwrap();
         let mut command = program(folder.path());
         command.args(["cluster", "init", "cluster"]);
-        if !set.iter().any(|set| set.starts_with("code.block=")) {
-            command.args(["--set", "code.block=64KiB"]);
+        for default in ["code.block=64KiB", ON_A_FULL_DISK] {
+            let (key, _) = default.split_once('=').unwrap();
+            if !set.iter().any(|set| set.split('=').next() == Some(key)) {
+                command.args(["--set", default]);
+            }
         }
         for (at, port) in free_ports(nodes).iter().enumerate() {
             command.arg("--node").arg(format!("n{}=127.0.0.1:{port}", at + 1));

@@ -20,11 +20,15 @@ use crate::units::ByteCount;
 
 /// Number of nodes: the number of pieces of the default code (16,11).
 pub const NODES: usize = 16;
-/// Memory of one daemon. Sixteen of them fit into a laptop.
-const MEMORY: &str = "memory=64MiB";
+/// Settings of the daemons. Sixteen of them fit into the memory of a laptop. Its disk may be nearly
+/// full with other data: [`folder`] checks that the disk has room for the demo.
+const SETTINGS: [&str; 2] = ["memory=64MiB", "disk.high_water=99"];
 /// Disk space needed for each byte of input: the input, two replicas, pieces before the replicas
 /// are dropped, the restored file, and some room.
 const SPACE_FACTOR: u64 = 6;
+/// Disk space that one daemon allocates for a moment when it starts, to find out whether the disk
+/// has room for its reserve.
+const START_BYTES: u64 = 64 << 20;
 /// Maximum time for the nodes to find each other.
 const LIVE_LIMIT: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(50);
@@ -40,7 +44,8 @@ pub fn folder(options: &Demo) -> Result<TempDir, CommandFailure> {
         Some(path) => given_bytes(path)?,
         None => options.size.0,
     };
-    let needed = input_bytes.saturating_mul(SPACE_FACTOR);
+    let needed =
+        input_bytes.saturating_mul(SPACE_FACTOR).saturating_add(NODES as u64 * START_BYTES);
     let free = files::free_bytes(&parent)?;
     if needed > free {
         let (place, needed, free) = (parent.display(), ByteCount(needed), ByteCount(free));
@@ -90,8 +95,9 @@ pub fn cluster(folder: &Path) -> Result<NewCluster, CommandFailure> {
     };
     let nodes: Vec<NewNode> =
         free_ports(NODES)?.iter().enumerate().map(node).collect::<Result<_, _>>()?;
-    let memory: Setting = MEMORY.parse().map_err(wrong)?;
-    init::create(&folder.join("cluster"), &nodes, &[memory])
+    let set = SETTINGS.map(|setting| setting.parse().map_err(wrong));
+    let set: Vec<Setting> = set.into_iter().collect::<Result<_, _>>()?;
+    init::create(&folder.join("cluster"), &nodes, &set)
 }
 
 /// Connects a client from its configuration, like any other client.
@@ -150,4 +156,23 @@ async fn blocking<T: Send + 'static>(
     done.map_err(|error| {
         CommandFailure::new(ErrorKind::Internal, format!("a task of the demo died: {error}"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::config::{NodeConfig, Sources};
+
+    #[test]
+    fn the_daemons_store_data_on_a_disk_that_is_nearly_full() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = cluster(folder.path()).unwrap();
+        let path = made.node_config(&made.nodes[0].name);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let none = BTreeMap::new();
+        let sources = Sources { file: &path, text: &text, env: &none, options: &none };
+        assert_eq!(NodeConfig::parse(sources).unwrap().high_water_percent, 99);
+    }
 }

@@ -82,9 +82,7 @@ impl Fleet {
         }
         let lease = format!("timeouts.lease_s={}", LEASE.as_secs());
         let code = format!("code.list={}", plan.code);
-        // A small disk keeps room for archiving.
-        let mark = if plan.small_disks == 0 { ON_A_FULL_DISK } else { "disk.high_water=85" };
-        let usual = [&*lease, &*code, "policy.archive_all_but=never", mark];
+        let usual = [&*lease, &*code, "policy.archive_all_but=never", ON_A_FULL_DISK];
         for set in usual.iter().chain(plan.set) {
             command.arg("--set").arg(set);
         }
@@ -122,6 +120,10 @@ impl Fleet {
         let mut command = program(self.folder.path());
         let config = self.path(&format!("cluster/nodes/{name}/rapidraid.toml"));
         command.arg("node").arg("--config").arg(config).env("RUST_LOG", LOG);
+        if at < self.disks.len() {
+            // A small disk keeps room for archiving.
+            command.args(["--set", "disk.high_water=85"]);
+        }
         let daemon = Daemon::told(command, self.watch.listener(name));
         self.watch.is(name, &daemon.child);
         *self.slot(at) = Some(daemon);

@@ -38,6 +38,8 @@ log = logging.getLogger("rapidraid")
 
 #: The parts of Lightning's dict that a Checkpointer or DCP finds tensor by tensor.
 WHOLE = ("state_dict", "optimizer_states")
+#: The number of elements of a tensor that tell whether it has changed since it was saved.
+SAMPLE = 64
 #: The maximum length of a pointer, in bytes. A longer file is a checkpoint of Lightning's own.
 MAX_POINTER_BYTES = 256
 _VERSION = "pytorch-lightning_version"
@@ -78,8 +80,8 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         #: The steps of the paths in the folders that this process has saved to, loaded from or removed from.
         self._steps: dict[str, int] = {}
         self._known: set[str] = set()
-        #: The parts of the last saved step.
-        self._last: tuple[int, frozenset[Any]] | None = None
+        #: The last saved step, its parts, and the marks of its weights.
+        self._last: tuple[int, frozenset[Any], dict[str, Any]] | None = None
         self._removals: list[threading.Thread] = []
         self._failures: list[RapidraidError] = []
 
@@ -91,8 +93,9 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Stages a checkpoint as the step that it names as ``global_step``, and writes a pointer to it.
 
-        A step is stored once: a second path for it gets a pointer only. A dict without ``global_step``, as some
-        launchers pass it between processes, becomes a file.
+        A step is stored once: a second path for it gets a pointer only. If the weights have changed since the step was
+        saved, as stochastic weight averaging changes them, the second checkpoint becomes a file. So does a dict without
+        ``global_step``, as some launchers pass it between processes.
 
         Raises:
             InvalidError: The step is stored already, without parts that this checkpoint has.
@@ -106,26 +109,41 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             log.warning("%s has no global_step: it is saved as a file, not as a step", path)
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        parts = frozenset(checkpoint)
+        parts, marks = frozenset(checkpoint), _marks(checkpoint.get("state_dict"))
         if self._last is None or self._last[0] != step:
             if not self.checkpointer.has_saved() and step == self.checkpointer.resumed[0]:
                 self._check_same(step, checkpoint)
             else:
                 self.checkpointer.save_flat(step, lambda: flatten_tree(checkpoint, WHOLE), raise_earlier=True)
-            self._last = (step, parts)
+            before, self._last = self._last, (step, parts, marks)
             self._learn_of(checkpoint)
+            if before is not None:
+                self._remove_unnamed(before[0])
         elif not parts <= self._last[1]:
             missing = ", ".join(sorted(str(key) for key in parts - self._last[1]))
             raise InvalidError(
                 f"step {step} of {self.job} is saved without {missing}", "put the ModelCheckpoint with save_weights_only=True last"
             )
+        elif marks != self._last[2] and not self._has_weights_of(step, checkpoint):
+            log.warning(
+                "%s: step %d of %s is saved with other weights: this checkpoint is saved as a file, not as a step", path, step, self.job
+            )
+            fs, place = url_to_fs(os.fspath(path))
+            # An earlier process may have written a pointer here, whose step has no path then.
+            self._learn(fs, os.path.dirname(place))
+            super().save_checkpoint(checkpoint, path, storage_options)
+            self._forget(path)
+            return
         self._point(path, step)
+
+    def _has_weights_of(self, step: int, checkpoint: dict[str, Any]) -> bool:
+        found = load_tree(self.checkpointer, step)
+        stored, own = ({} if found is None else found[1]).get("state_dict", {}), checkpoint.get("state_dict", {})
+        return stored.keys() == own.keys() and all(_is_same(stored[name], value) for name, value in own.items())
 
     def _check_same(self, step: int, checkpoint: dict[str, Any]) -> None:
         """Raises :class:`ExistsError` unless a checkpoint has the weights of the step that was loaded."""
-        found = load_tree(self.checkpointer, step)
-        stored, own = ({} if found is None else found[1]).get("state_dict", {}), checkpoint.get("state_dict", {})
-        if stored.keys() != own.keys() or not all(_is_same(stored[name], value) for name, value in own.items()):
+        if not self._has_weights_of(step, checkpoint):
             raise ExistsError(f"step {step} of {self.job} is saved already, with other weights", "save to another job, or train on first")
 
     def _point(self, path: _Path, step: int) -> None:
@@ -217,19 +235,32 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         return cast(dict[str, Any], _to_location(found[1], map_location))
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Removes a path, and its step if no other path names it. The step stays until the newest one is committed."""
+        """Removes a path, and its step if no other path names it.
+
+        The step stays until the newest one is committed. The newest step stays until another one is saved.
+        """
+        self._forget(path)
+        fs, place = url_to_fs(os.fspath(path))
+        if fs.exists(place):
+            fs.rm(place, recursive=True)
+
+    def _forget(self, path: _Path) -> None:
+        """Forgets the step of a path that names none any more."""
         fs, place = url_to_fs(os.fspath(path))
         self._learn(fs, os.path.dirname(place))
         step = self._steps.pop(place, None)
-        if fs.exists(place):
-            fs.rm(place, recursive=True)
         if step is not None:
             self._remove_unnamed(step)
 
     def _remove_unnamed(self, step: int) -> None:
-        if step in self._steps.values():
+        """Removes a step that no path names, once the newest one is committed.
+
+        The last saved step stays until another one is saved: a further checkpoint of it would get a pointer only.
+        """
+        newest = self._last[0] if self._last is not None else None
+        if step == newest or step in self._steps.values():
             return
-        checkpointer, newest = self.checkpointer, self._last[0] if self._last is not None else None
+        checkpointer = self.checkpointer
 
         def remove() -> None:
             try:
@@ -275,6 +306,22 @@ def _version() -> str:
     if "lightning.pytorch" in sys.modules:
         return str(sys.modules["lightning.pytorch"].__version__)
     return str(sys.modules["pytorch_lightning"].__version__)
+
+
+def _marks(state: Any) -> dict[str, Any]:
+    """Returns a mark for each tensor of a state_dict. A change of the contents changes the version that torch counts or the sample."""
+    marks: dict[str, Any] = {}
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if not is_tensor(value) or value.is_meta:
+            continue
+        try:
+            flat = value.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            marks[name] = (value.data_ptr(), value._version, sample)
+        except (RuntimeError, NotImplementedError, TypeError):
+            # A subclass of its own kind. No two marks of it are equal, so its contents are compared.
+            marks[name] = object()
+    return marks
 
 
 def _is_same(stored: Any, own: Any) -> bool:

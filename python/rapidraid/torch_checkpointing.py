@@ -168,6 +168,13 @@ class RapidraidStorage(Storage):
                 f"{url} is written without a temporary folder, so no rename would save it",
                 f'the checkpoint_id is "JOB/STEP"; set write_to_temp_dir=True and a temp_dir_prefix with {TEMPORARY!r} in it',
             )
+        world = os.environ.get("WORLD_SIZE", "1")
+        if world != "1" and "LOCAL_WORLD_SIZE" not in os.environ:
+            # On several hosts, the rename would save the files of one host as the whole step.
+            raise InvalidError(
+                f"{url} is written by one of {world} ranks, and LOCAL_WORLD_SIZE does not say that all of them are on this host",
+                "launch with torchrun, or set LOCAL_WORLD_SIZE to the number of ranks on this host",
+            )
         return url
 
 

@@ -48,7 +48,13 @@ def once(
 
     With ``configs``, the ranks are divided evenly over as many hosts, and the argument ``CONFIG`` becomes that of the host.
     """
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks // max(1, len(configs))),
+        "OMP_NUM_THREADS": "1",
+    }
     lines: list[str] = []
     lock = threading.Lock()
     children: list[Script] = []

@@ -99,7 +99,7 @@ def test_a_checkpoint_comes_back_as_it_was(cluster: rapidraid.LocalCluster, job:
 def checkpoint(step: int, **more: Any) -> dict[str, Any]:
     """Returns a checkpoint like Lightning's."""
     state = {"weight": torch.full((4,), float(step))}
-    return {"global_step": step, "pytorch-lightning_version": "2.6.6", "state_dict": state, **more}
+    return {"global_step": step, "pytorch-lightning_version": "2.6.6", "state_dict": state} | more
 
 
 def test_paths_name_steps(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
@@ -234,3 +234,48 @@ def test_other_weights_are_not_passed_for_a_step_that_was_loaded(cluster: rapidr
     other = adapter.RapidraidCheckpointIO(job, config=cluster.config)
     with pytest.raises(rapidraid.errors.ExistsError, match="with other weights"):
         other.save_checkpoint({"global_step": 100, "state_dict": {"w": torch.zeros(4)}}, tmp_path / "c.ckpt")
+
+
+class Averaged:
+    """Weights that are replaced in place between two checkpoints of one step."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(1000))
+
+    def checkpoint(self, step: int) -> dict[str, Any]:
+        return checkpoint(step, state_dict={"weight": self.weight.detach()})
+
+
+def test_weights_that_changed_since_the_step_was_saved_are_kept_in_a_file(
+    cluster: rapidraid.LocalCluster, job: str, tmp_path: Path
+) -> None:
+    io, model = adapter.RapidraidCheckpointIO(job, config=cluster.config), Averaged()
+    paths = [tmp_path / f"{name}.ckpt" for name in ("step", "same", "changed", "unseen", "again")]
+    io.save_checkpoint(model.checkpoint(1), paths[0])
+    io.save_checkpoint(model.checkpoint(1), paths[1])
+    with torch.no_grad():
+        model.weight.detach().copy_(torch.full((1000,), 2.0))
+    io.save_checkpoint(model.checkpoint(1), paths[2])
+    model.weight.data.copy_(torch.full((1000,), 3.0))
+    assert model.weight._version == 1, "torch counts no change through .data"
+    io.save_checkpoint(model.checkpoint(1), paths[3])
+    model.weight.data.copy_(torch.ones(1000))
+    io.save_checkpoint(model.checkpoint(1), paths[4])
+    io.teardown()
+    found = [float(io.load_checkpoint(path)["state_dict"]["weight"][7]) for path in paths]
+    assert found == [1, 1, 2, 3, 1]
+    assert [path.stat().st_size < 100 for path in paths] == [True, True, False, False, True]
+
+
+def test_a_step_without_a_path_can_be_named_again(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """Lightning's Tuner saves, loads and removes a checkpoint of one step several times."""
+    io, model = adapter.RapidraidCheckpointIO(job, config=cluster.config), Averaged()
+    for _ in range(2):
+        io.save_checkpoint(model.checkpoint(0), tmp_path / "tuner.ckpt")
+        io.teardown()
+        assert io.load_checkpoint(tmp_path / "tuner.ckpt")["state_dict"]["weight"].equal(torch.ones(1000))
+        io.remove_checkpoint(tmp_path / "tuner.ckpt")
+        io.teardown()
+    io.save_checkpoint(model.checkpoint(1), tmp_path / "one.ckpt")
+    io.teardown()
+    assert steps_of(cluster.config, job) == [1]

@@ -133,3 +133,14 @@ def test_sharded_states_load_on_other_numbers_of_ranks(cluster: rapidraid.LocalC
     loaded = next(line for line in lines if line.startswith("loaded "))
     assert loaded.split()[1:] == saved.split()[1:3]
     assert any(line.startswith("saved 2 ") and line.endswith("['step-1', 'step-2']") for line in lines)
+
+
+def test_a_launcher_that_does_not_count_the_ranks_of_a_host_is_refused(config: Any, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = config.create_storage()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for write in (storage.mkdir, storage.stream_write):
+        with pytest.raises(rapidraid.errors.InvalidError, match="LOCAL_WORLD_SIZE does not say"):
+            write(Path(f"{job}/.tmp-1/0"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    storage.mkdir(Path(f"{job}/.tmp-1/0"))

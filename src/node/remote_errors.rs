@@ -92,9 +92,11 @@ impl StorageError {
             | E::RangePastEnd { .. }
             | E::RangeOverBlock { .. }
             | E::RecordOfOtherStripe { .. }
-            | E::LeavesMismatch { .. } => ErrorKind::Invalid,
+            | E::LeavesMismatch { .. }
+            | E::NoSuchShard { .. } => ErrorKind::Invalid,
             E::NoMemory { .. }
             | E::TooManyExaminations { .. }
+            | E::TooManyForwards { .. }
             | E::FileChanging { .. }
             | E::PurgeRunning { .. } => ErrorKind::Busy,
             E::ShardCommitted { .. }

@@ -68,6 +68,34 @@ async fn a_block_without_memory_at_its_second_holder_is_refused_before_its_bytes
 }
 
 #[tokio::test(start_paused = true)]
+async fn blocks_for_a_busy_node_leave_room_for_other_calls_to_it() {
+    let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
+    let id = |index: &usize| NodeId::of(&world.machines[*index].name);
+    // Of two holders, the one with the greater id asks the other for memory before it takes its own,
+    // so its own memory does not bound the blocks that wait there.
+    let first = (1..=4).max_by_key(id).unwrap();
+    let second = (1..=4).min_by_key(id).unwrap();
+    let (first, second) = (world.node_address(first), world.node_address(second));
+    let voices = ["one", "two"].map(|name| world.voice(Role::Client, name));
+    let begun = voices[0].begin(&first, 1).await.unwrap();
+    let bytes = content(60_000, 1);
+    let call = block_call(&begun, bytes.len());
+    let mut held = voices[0].open_block(&second, &call).await.unwrap();
+    let forwarded = PutBlock { block: 1, forward: Some(second.clone()), ..call.clone() };
+    let waiting = voices.iter().flat_map(|voice| std::iter::repeat_n(voice, 150));
+    let answers = join_all(waiting.map(|voice| voice.admission(&first, &forwarded))).await;
+    let over_the_limit = answers.into_iter().filter(|answer| {
+        let (_, admitted) = answer.as_ref().ok().unwrap();
+        let (code, message) = admitted.second_refused.as_ref().unwrap();
+        assert_eq!(*code, ErrorKind::Busy.wire_code(), "{message}");
+        message.contains("too many blocks")
+    });
+    assert_eq!(over_the_limit.count(), 300 - 128);
+    finish_block(&mut held, &bytes, &bytes).await.unwrap();
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn saves_and_archives_that_are_short_of_memory_wait_and_succeed() {
     let world = World::with_memory(6, &[(6, 4)], 128 << 10, TIGHT_BYTES + (8 << 20)).await;
     let client = world.client();

@@ -258,6 +258,11 @@ async fn marks_and_receipts_do_not_come_from_clients_of_open_saves_either() {
         let kind = kind_of(client.ask(&node, &call).await);
         assert!(matches!(kind, ErrorKind::Corrupt | ErrorKind::Invalid), "{kind:?}");
     }
+    // The number under which nodes store records of the save as a whole.
+    let stripe = StripeId { shard: ShardId::new(begun.save, u32::MAX), index: 0 };
+    let call = PutBlock { stripe, ..block_call(&begun, 1000) };
+    let refused = client.put_block(&node, &call, &content(1000, 1)).await;
+    assert_eq!(kind_of(refused), ErrorKind::Invalid);
     assert_eq!(world.files_of(begun.save), []);
     // Blocks of length zero, above the maximum length, and with other bytes than announced.
     let bytes = content(1000, 1);

@@ -351,7 +351,7 @@ impl CatchUpRounds {
     ) -> Result<(), RemoteError> {
         let removed = saves.clone();
         self.context.run_on_store(move |store| store.record_all_removed(epoch, removed)).await?;
-        saves.into_iter().for_each(|save| self.fencing.cache_is_removed(save, true));
+        saves.into_iter().for_each(|save| self.fencing.cache_removed(save));
         Ok(())
     }
 

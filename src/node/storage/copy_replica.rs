@@ -11,7 +11,7 @@ use crate::clock::deadline;
 use crate::format::file::{FileKey, FileName};
 use crate::format::records::LAYOUT_STANDARD;
 use crate::kind::ErrorKind;
-use crate::net::call::address;
+use crate::net::call::{CallError, address};
 use crate::node::budgets::{Budgets, reserve_memory};
 use crate::node::context::NodeContext;
 use crate::pipeline::executor::Executor;
@@ -92,10 +92,13 @@ impl ReplicaCopies {
             hashes: false,
         };
         let to = address(&call.from);
-        let mut exchange = self.context.caller.open(&to, &read).await?;
-        exchange.finish().await?;
-        let answer: ReadFileAnswer =
-            deadline(&*self.context.clock, STALL_LIMIT, exchange.answer()).await??;
+        let open = async {
+            let mut exchange = self.context.caller.open(&to, &read).await?;
+            exchange.finish().await?;
+            let answer: ReadFileAnswer = exchange.answer().await?;
+            Ok::<_, CallError>((exchange, answer))
+        };
+        let (mut exchange, answer) = deadline(&*self.context.clock, STALL_LIMIT, open).await??;
         if answer.len_bytes != call.len_bytes {
             let node = call.from.name.clone();
             return Err(StorageError::ReplicaLengthMismatch { key, node }.into());

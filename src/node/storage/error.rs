@@ -35,12 +35,18 @@ pub(in crate::node) enum StorageError {
     /// The node is a gateway, which stores no data.
     #[error("node {node} stores no data (storage = false)")]
     NodeStoresNoData { node: PeerName },
+    /// The number of the shard is the one under which nodes store records of the save as a whole.
+    #[error("{shard} is no shard: its number is reserved")]
+    NoSuchShard { shard: ShardId },
     /// The epoch of a client's call is later than that of the catalogue.
     #[error("epoch {epoch} has not begun: the catalogue is at {newest}")]
     EpochNotBegun { epoch: Epoch, newest: Epoch },
     /// The memory share is smaller than the work needs.
     #[error(transparent)]
     MemoryShareTooSmall(BudgetError),
+    /// So many blocks were on their way to the second holder that none ended within the time limit.
+    #[error("node {node} is sending too many blocks to node {second}: try again")]
+    TooManyForwards { node: PeerName, second: PeerName },
     /// The length of the replica to copy is zero or more than that of the longest block.
     #[error(
         "a replica of {len_bytes} bytes cannot be copied: a block has 1 to {MAX_BLOCK_BYTES} bytes"

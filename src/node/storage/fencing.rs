@@ -2,7 +2,7 @@
 //! (docs/semantics.md, 2).
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::error::StorageError;
 use super::record_names::MARK;
@@ -32,7 +32,7 @@ pub(in crate::node) const FENCE: &str = "fence";
 pub(in crate::node) struct Fencing {
     pub(super) context: Arc<NodeContext>,
     fences: Mutex<HashMap<ShardId, Fence>>,
-    tombstones: Mutex<HashMap<SaveId, bool>>,
+    tombstones: Mutex<TombstoneCache>,
     /// Held while a fence is read and raised. Two orders must not both read the old fence.
     fence_lock: Arc<Mutex<()>>,
     registration: Arc<Registration>,
@@ -40,6 +40,34 @@ pub(in crate::node) struct Fencing {
     /// Purges have threads of their own: one can take minutes, and renewals of leases must not wait
     /// for it.
     pub(super) purge_workers: Workers,
+}
+
+/// Look-ups of tombstones and removed-save entries.
+#[derive(Default)]
+struct TombstoneCache {
+    removed: HashMap<SaveId, bool>,
+    /// How often the cache was cleared.
+    clear_count: u64,
+}
+
+impl TombstoneCache {
+    /// Caches the look-up of a save. A removed save stays removed, so `true` is never replaced.
+    fn insert(&mut self, save: SaveId, is_removed: bool) {
+        if self.removed.len() >= MAX_CACHED_TOMBSTONES {
+            self.removed.clear();
+            self.clear_count += 1;
+        }
+        *self.removed.entry(save).or_default() |= is_removed;
+    }
+
+    /// Caches a look-up that began when the cache had been cleared `clear_count` times. A tombstone
+    /// may have been written since the look-up, and the clearing of the cache may have forgotten
+    /// it: in that case a look-up that found none is not cached.
+    fn insert_unless_outdated(&mut self, save: SaveId, is_removed: bool, clear_count: u64) {
+        if is_removed || self.clear_count == clear_count {
+            self.insert(save, is_removed);
+        }
+    }
 }
 
 impl Fencing {
@@ -52,30 +80,26 @@ impl Fencing {
 
     /// Returns whether this node has a tombstone or a removed-save entry of the save.
     pub(in crate::node) async fn is_removed_save(&self, save: SaveId) -> Result<bool, RemoteError> {
-        if let Some(known) = self.cached_is_removed(save) {
+        let (cached, clear_count) = {
+            let cache = self.lock_tombstones();
+            (cache.removed.get(&save).copied(), cache.clear_count)
+        };
+        if let Some(known) = cached {
             return Ok(known);
         }
         let found = self.context.run_on_store(move |store| is_removed(store, save)).await?;
-        self.cache_is_removed(save, found);
+        self.lock_tombstones().insert_unless_outdated(save, found, clear_count);
         Ok(found)
     }
 
-    /// Returns whether the save is removed, if that is cached.
-    fn cached_is_removed(&self, save: SaveId) -> Option<bool> {
-        let cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
-        cache.get(&save).copied()
+    fn lock_tombstones(&self) -> MutexGuard<'_, TombstoneCache> {
+        self.tombstones.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Caches whether the save is removed. A removed save stays removed: a removed-save entry
-    /// replaces its tombstone.
-    pub(in crate::node) fn cache_is_removed(&self, save: SaveId, is_removed: bool) {
-        let mut cache = self.tombstones.lock().unwrap_or_else(PoisonError::into_inner);
-        if cache.len() >= MAX_CACHED_TOMBSTONES {
-            cache.clear();
-        }
-        // A tombstone may be written between the disk read and this line, so `true` is never
-        // replaced.
-        *cache.entry(save).or_default() |= is_removed;
+    /// Caches that the save is removed, once its tombstone is durable. It stays removed: a
+    /// removed-save entry replaces the tombstone.
+    pub(in crate::node) fn cache_removed(&self, save: SaveId) {
+        self.lock_tombstones().insert(save, true);
     }
 
     /// Checks that the save was not removed and that the epoch is not over, and records the epoch.
@@ -102,8 +126,8 @@ impl Fencing {
     ///
     /// # Errors
     /// [`StorageError::ShardCommitted`] if the shard is committed;
-    /// [`StorageError::NodeStoresNoData`] if the node stores no data;
-    /// [`StorageError::EpochNotBegun`] if the epoch has not begun; [`StorageError::SaveRemoved`] if
+    /// [`StorageError::NodeStoresNoData`] if the node stores no data; [`StorageError::NoSuchShard`]
+    /// if no shard may have this number; [`StorageError::EpochNotBegun`] if the epoch has not begun; [`StorageError::SaveRemoved`] if
     /// the save was removed; the store's error if the epoch is over.
     pub(in crate::node) async fn check_client_may_write(
         &self,
@@ -113,6 +137,9 @@ impl Fencing {
         if !self.context.settings.storage {
             let node = self.context.settings.name.clone();
             return Err(StorageError::NodeStoresNoData { node }.into());
+        }
+        if shard.index() == u32::MAX {
+            return Err(StorageError::NoSuchShard { shard }.into());
         }
         self.check_epoch_has_begun(generation.epoch).await?;
         self.check_not_removed_raising_epoch(shard, generation).await?;
@@ -326,4 +353,29 @@ pub(in crate::node) fn parse_tombstone(
         return Err(StorageError::ForeignTombstone.into());
     }
     Ok(tombstone)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn save(number: u64) -> SaveId {
+        let mut id = [0; 12];
+        id[..8].copy_from_slice(&number.to_le_bytes());
+        SaveId(id)
+    }
+
+    #[test]
+    fn a_look_up_from_before_a_clear_does_not_hide_a_tombstone() {
+        let mut cache = TombstoneCache::default();
+        let before = cache.clear_count;
+        cache.insert(save(0), true);
+        (1..=MAX_CACHED_TOMBSTONES as u64).for_each(|number| cache.insert(save(number), false));
+        assert_eq!((cache.removed.get(&save(0)), cache.clear_count), (None, before + 1));
+        cache.insert_unless_outdated(save(0), false, before);
+        assert_eq!(cache.removed.get(&save(0)), None);
+        cache.insert_unless_outdated(save(0), true, before);
+        cache.insert_unless_outdated(save(0), false, cache.clear_count);
+        assert_eq!(cache.removed.get(&save(0)), Some(&true));
+    }
 }

@@ -1,10 +1,12 @@
 //! Stores blocks. A client sends a block to its first holder, which stores it and at the same time
 //! forwards it to the second holder.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::error::StorageError;
 use super::fencing::Fencing;
@@ -35,8 +37,14 @@ pub(super) const STALL_LIMIT: Duration = Duration::from_secs(15);
 const SYNC_LIMIT: Duration = Duration::from_secs(60);
 /// Maximum time that the first holder of a block waits until the second has admitted it. It is
 /// longer than [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT), so that the second holder's
-/// own answer comes first. Both together are shorter than a client waits.
+/// own answer comes first.
 const FORWARD_LIMIT: Duration = Duration::from_secs(8);
+/// Maximum time that a block waits for a slot of its second holder. This, [`FORWARD_LIMIT`] and
+/// [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT) together are shorter than a client waits.
+const SLOT_LIMIT: Duration = Duration::from_secs(2);
+/// Maximum number of blocks that a node forwards to one second holder at once. A connection carries
+/// at most 256 calls at once. The rest is for others, such as the renewal of the node's lease.
+const FORWARDS_AT_ONCE: usize = 128;
 /// Working memory of one incoming block, in bytes: its stream, the stream to its second holder, the
 /// writer, the trailer, and chunks in transit.
 pub(in crate::node) const PUT_MEMORY_BYTES: u64 = STREAM_WINDOW_BYTES
@@ -59,6 +67,27 @@ pub(in crate::node) struct BlockWrites {
     context: Arc<NodeContext>,
     fencing: Arc<Fencing>,
     budgets: Arc<Budgets>,
+    forward_slots: ForwardSlots,
+}
+
+/// The slots for blocks on their way to second holders, [`FORWARDS_AT_ONCE`] for each holder.
+#[derive(Default)]
+struct ForwardSlots {
+    holders: Mutex<HashMap<NodeAddress, Weak<Semaphore>>>,
+}
+
+impl ForwardSlots {
+    /// Returns the slots of the second holder `to`. Slots that nobody uses are forgotten.
+    fn of(&self, to: &NodeAddress) -> Arc<Semaphore> {
+        let mut holders = self.holders.lock().unwrap_or_else(PoisonError::into_inner);
+        holders.retain(|_, slots| slots.strong_count() > 0);
+        if let Some(slots) = holders.get(to).and_then(Weak::upgrade) {
+            return slots;
+        }
+        let slots = Arc::new(Semaphore::new(FORWARDS_AT_ONCE));
+        holders.insert(to.clone(), Arc::downgrade(&slots));
+        slots
+    }
 }
 
 impl BlockWrites {
@@ -68,7 +97,7 @@ impl BlockWrites {
         fencing: Arc<Fencing>,
         budgets: Arc<Budgets>,
     ) -> Self {
-        Self { context, fencing, budgets }
+        Self { context, fencing, budgets, forward_slots: ForwardSlots::default() }
     }
 
     /// Reads the next chunk of at most `left_bytes` bytes.
@@ -240,12 +269,26 @@ impl BlockWrites {
         let (memory, forward);
         if self.context.id < NodeId::of(&to.name) {
             memory = mine().await?;
-            forward = BlockForward::open(&self.context, to, call).await;
+            forward = self.open_forward(to, call).await;
         } else {
-            forward = BlockForward::open(&self.context, to, call).await;
+            forward = self.open_forward(to, call).await;
             memory = mine().await?;
         }
         Ok(forward.map(|forward| AdmittedBlock { memory, forward: Some(forward) }))
+    }
+
+    /// Takes a slot and opens the call that forwards a block to its second holder.
+    async fn open_forward(
+        &self,
+        to: &NodeAddress,
+        call: &PutBlock,
+    ) -> Result<BlockForward, RemoteError> {
+        let (node, second) = (self.context.settings.name.clone(), to.name.clone());
+        let slot = self.forward_slots.of(to).acquire_owned();
+        match deadline(&*self.context.clock, SLOT_LIMIT, slot).await {
+            Ok(Ok(slot)) => BlockForward::open(&self.context, to, call, slot).await,
+            _ => Err(StorageError::TooManyForwards { node, second }.into()),
+        }
     }
 
     /// Appends a chunk to a block. Returns the writer.
@@ -262,6 +305,7 @@ impl BlockWrites {
 /// a failure of this call does not prevent the first holder from storing it.
 struct BlockForward {
     exchange: Result<Exchange, String>,
+    _slot: OwnedSemaphorePermit,
 }
 
 impl BlockForward {
@@ -271,6 +315,7 @@ impl BlockForward {
         context: &NodeContext,
         to: &NodeAddress,
         call: &PutBlock,
+        slot: OwnedSemaphorePermit,
     ) -> Result<Self, RemoteError> {
         let call = PutBlock { forward: None, ..call.clone() };
         let open = async {
@@ -279,7 +324,7 @@ impl BlockForward {
             Ok::<_, CallError>(exchange)
         };
         match deadline(&*context.clock, FORWARD_LIMIT, open).await {
-            Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange) }),
+            Ok(Ok(exchange)) => Ok(Self { exchange: Ok(exchange), _slot: slot }),
             Ok(Err(CallError::Failed(refusal))) => Err(refusal),
             // The call to the second holder failed. This must not look like a refusal by that node,
             // so the error has a kind of its own, `Timeout`.

@@ -225,7 +225,7 @@ impl ShardRecords {
                 store.raise_highest_seen_epoch(epoch).map_err(RemoteError::from)
             });
             stored.await?;
-            fencing.cache_is_removed(save, true);
+            fencing.cache_removed(save);
             Ok(())
         });
         task.await.map_err(|_| StorageError::TaskLost { work: "tombstone" })?

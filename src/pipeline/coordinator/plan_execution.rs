@@ -11,7 +11,7 @@ use super::{Coordinator, CoordinatorError};
 use crate::clock::deadline;
 use crate::id::NodeId;
 use crate::kind::ErrorKind;
-use crate::net::call::{CallError, address};
+use crate::net::call::CallError;
 use crate::pipeline::busy_retry::BusyRetry;
 use crate::pipeline::executor::ADMIT_ALL_LIMIT;
 use crate::plan::Plan;
@@ -66,14 +66,19 @@ impl Coordinator {
         for (at, NodeOrder { address: to, order, .. }) in orders.iter().enumerate() {
             let call = ReservePart { order: order.clone() };
             let left = ADMIT_ALL_LIMIT.saturating_sub(self.clock.now() - began);
-            let mut answer =
-                self.caller.call_within(&address(to), &call, RESERVE_LIMIT.min(left)).await;
-            if let Err(CallError::Late { .. }) = answer
-                && left < RESERVE_LIMIT
-            {
+            let busy = || {
                 let message = format!("not all nodes were free within {ADMIT_ALL_LIMIT:?}");
-                answer = Err(RemoteError { kind: ErrorKind::Busy, message }.into());
-            }
+                Err(RemoteError { kind: ErrorKind::Busy, message }.into())
+            };
+            let answer = match left.is_zero() {
+                true => busy(),
+                // The call is held, so that no node admits a part that nobody waits for.
+                false => self.caller.call_held(to, &call, RESERVE_LIMIT.min(left)).await,
+            };
+            let answer = match answer {
+                Err(CallError::Late { .. }) if left < RESERVE_LIMIT => busy(),
+                answer => answer,
+            };
             if let Err(error) = answer {
                 self.release_parts(&orders[..=at]).await;
                 return Err(error);

@@ -5,6 +5,7 @@ mod hop_error;
 mod hop_execution;
 mod hop_timing;
 mod part_execution;
+mod part_table;
 mod proving_piece_writer;
 
 pub use error::RunError;

@@ -19,8 +19,9 @@ use super::hop_execution::{
     HopContext, HopStreams, IncomingStream, OutgoingStream, hop_memory_bytes, input_stream,
     output_stream, run_hop, with_stall_limit,
 };
+use super::part_table::{AdmittedPart, PartTable};
 use super::proving_piece_writer::{GrainFingerprinter, ProvingPieceWriter};
-use crate::budget::{Budget, Reservation};
+use crate::budget::Budget;
 use crate::clock::{Clock, deadline};
 use crate::code::{Code, table};
 use crate::format::file::{FileKey, FileName};
@@ -50,28 +51,6 @@ const _: () = assert!(UNUSED_LIMIT.as_secs() > ADMIT_ALL_LIMIT.as_secs());
 /// Maximum number of parts that are admitted and have not begun to run.
 const MAX_PARTS: usize = 256;
 
-struct AdmittedPart {
-    order: Order,
-    code: Code,
-    admitted_at: Duration,
-    waiting: BTreeMap<StreamNo, oneshot::Receiver<IncomingStream>>,
-    memory: Reservation,
-}
-
-#[derive(Default)]
-struct PartTable {
-    admitted: BTreeMap<[u8; 16], AdmittedPart>,
-    arriving: BTreeMap<([u8; 16], StreamNo), oneshot::Sender<IncomingStream>>,
-}
-
-impl PartTable {
-    /// Returns the disk space, in bytes, that is promised to admitted parts that have not started.
-    /// This space does not count as free.
-    fn reserved_disk_bytes(&self) -> u64 {
-        self.admitted.values().map(|part| order_disk_bytes(&part.order)).sum()
-    }
-}
-
 /// The executor of a node: it admits and runs the node's parts of plans.
 pub struct Executor {
     store: Store,
@@ -93,7 +72,7 @@ pub fn order_memory_bytes(order: &Order) -> u64 {
 }
 
 /// Returns the disk space, in bytes, of the pieces that an order writes.
-fn order_disk_bytes(order: &Order) -> u64 {
+pub(super) fn order_disk_bytes(order: &Order) -> u64 {
     pieces_to_store(order).len() as u64 * order.cut.block_bytes
 }
 
@@ -193,33 +172,20 @@ impl Executor {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn remove_part(table: &mut PartTable, run: [u8; 16]) {
-        table.admitted.remove(&run);
-        table.arriving.retain(|(of, _), _| *of != run);
-    }
-
     /// Releases the parts that were not run within `UNUSED_LIMIT`. Each admission calls this; the
     /// daemon also calls it at intervals, for times without admissions.
     pub fn release_unused_parts(&self) {
         let now = self.clock.now();
-        let mut table = self.lock_table();
-        let is_unused = |part: &AdmittedPart| now > part.admitted_at + UNUSED_LIMIT;
-        let unused = table.admitted.iter().filter(|(_, part)| is_unused(part));
-        let unused: Vec<[u8; 16]> = unused.map(|(run, _)| *run).collect();
-        unused.into_iter().for_each(|run| Self::remove_part(&mut table, run));
+        self.lock_table().remove_where(|part| now > part.admitted_at + UNUSED_LIMIT);
     }
 
     /// Releases the parts that earlier owners of the shard reserved and never ran. The node no
     /// longer obeys these owners.
     fn release_superseded_parts(&self, order: &Order) {
-        let mut table = self.lock_table();
-        let is_over = |part: &AdmittedPart| {
+        self.lock_table().remove_where(|part| {
             part.order.stripe.shard == order.stripe.shard
                 && part.order.generation < order.generation
-        };
-        let over = table.admitted.iter().filter(|(_, part)| is_over(part));
-        let over: Vec<[u8; 16]> = over.map(|(run, _)| *run).collect();
-        over.into_iter().for_each(|run| Self::remove_part(&mut table, run));
+        });
     }
 
     /// Admits a part and reserves all memory that it will ever use.
@@ -235,6 +201,10 @@ impl Executor {
         // Release unused parts first: they may hold all of the memory.
         self.release_unused_parts();
         self.release_superseded_parts(&order);
+        // A second request for the same run must not wait for the memory that the first one has.
+        if self.lock_table().is_known(order.run) {
+            return Err(RunError::Busy { needed_bytes });
+        }
         let memory = deadline(&*self.clock, ADMISSION_LIMIT, self.memory.reserve(needed_bytes))
             .await
             .map_err(|_| RunError::Busy { needed_bytes })??;
@@ -248,11 +218,7 @@ impl Executor {
         if order_disk_bytes(&order) > 0 && free_bytes < table.reserved_disk_bytes() + room_bytes {
             return Err(RunError::NoRoom { node: self.store.node(), room_bytes });
         }
-        // A run stays known while it runs: a duplicate of its order must not replace the hops that
-        // wait for its streams.
-        let is_known = table.admitted.contains_key(&order.run)
-            || table.arriving.keys().any(|(run, _)| *run == order.run);
-        if table.admitted.len() >= MAX_PARTS || is_known {
+        if table.admitted.len() >= MAX_PARTS || table.is_known(order.run) {
             return Err(RunError::Busy { needed_bytes });
         }
         let mut waiting = BTreeMap::new();
@@ -296,7 +262,7 @@ impl Executor {
 
     /// Releases an admitted part.
     pub fn release_part(&self, run_id: [u8; 16]) {
-        Self::remove_part(&mut self.lock_table(), run_id);
+        self.lock_table().remove(run_id);
     }
 
     /// Passes a stream that arrived to the hop that waits for it. If no hop waits for it, the
@@ -499,7 +465,7 @@ struct ForgetOnDrop<'a> {
 
 impl Drop for ForgetOnDrop<'_> {
     fn drop(&mut self) {
-        Executor::remove_part(&mut self.runs.lock_table(), self.run);
+        self.runs.lock_table().remove(self.run);
     }
 }
 
@@ -581,6 +547,15 @@ mod tests {
         ));
         runs.release_part([3; 16]);
         assert_eq!(memory.used_bytes(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_second_request_for_a_run_is_refused_at_once() {
+        let (runs, _) = runs(&Arc::new(MemoryDisk::new(1 << 20)));
+        runs.reserve_part(order(1)).await.unwrap();
+        let began = runs.clock.now();
+        assert!(matches!(runs.reserve_part(order(1)).await, Err(RunError::Busy { .. })));
+        assert_eq!(runs.clock.now(), began);
     }
 
     #[tokio::test(start_paused = true)]

@@ -56,7 +56,7 @@ async fn cluster() -> Cluster {
         let name: PeerName = format!("n{index:02}").parse().unwrap();
         let data = folder.path().join(name.as_str());
         let text = format!(
-            "cluster = \"{cluster}\"\nname = \"{name}\"\nlisten = \"{address}\"\nadvertise = \"{address}\"\ndata_dir = \"{}\"\nseeds = [\"{}\"]\n[catalogue]\nserve = {}\n[code]\nblock = \"1MiB\"\n",
+            "cluster = \"{cluster}\"\nname = \"{name}\"\nlisten = \"{address}\"\nadvertise = \"{address}\"\ndata_dir = \"{}\"\nseeds = [\"{}\"]\n[catalogue]\nserve = {}\n[code]\nblock = \"1MiB\"\n[disk]\nhigh_water = 99\n",
             data.display(),
             addresses[0],
             index == 0,

@@ -11,6 +11,7 @@ Lightning names checkpoints by paths. In place of each file stands a pointer of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -38,7 +39,7 @@ log = logging.getLogger("rapidraid")
 
 #: The parts of Lightning's dict that a Checkpointer or DCP finds tensor by tensor.
 WHOLE = ("state_dict", "optimizer_states")
-#: The number of elements of a tensor that tell whether it has changed since it was saved.
+#: The maximum number of elements of a tensor by which a change since its save is noticed.
 SAMPLE = 64
 #: The maximum length of a pointer, in bytes. A longer file is a checkpoint of Lightning's own.
 MAX_POINTER_BYTES = 256
@@ -111,20 +112,16 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             return
         parts, marks = frozenset(checkpoint), _marks(checkpoint.get("state_dict"))
         if self._last is None or self._last[0] != step:
+            if self._last is None:
+                # The step may be one whose last path was removed a moment ago.
+                self._join_removals()
             if not self.checkpointer.has_saved() and step == self.checkpointer.resumed[0]:
                 self._check_same(step, checkpoint)
             else:
                 self.checkpointer.save_flat(step, lambda: flatten_tree(checkpoint, WHOLE), raise_earlier=True)
-            before, self._last = self._last, (step, parts, marks)
+            self._last = (step, parts, marks)
             self._learn_of(checkpoint)
-            if before is not None:
-                self._remove_unnamed(before[0])
-        elif not parts <= self._last[1]:
-            missing = ", ".join(sorted(str(key) for key in parts - self._last[1]))
-            raise InvalidError(
-                f"step {step} of {self.job} is saved without {missing}", "put the ModelCheckpoint with save_weights_only=True last"
-            )
-        elif marks != self._last[2] and not self._has_weights_of(step, checkpoint):
+        elif self._has_changed(self._last, checkpoint, marks):
             log.warning(
                 "%s: step %d of %s is saved with other weights: this checkpoint is saved as a file, not as a step", path, step, self.job
             )
@@ -132,18 +129,39 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             # An earlier process may have written a pointer here, whose step has no path then.
             self._learn(fs, os.path.dirname(place))
             super().save_checkpoint(checkpoint, path, storage_options)
-            self._forget(path)
+            self._forget(place)
             return
+        elif not parts <= self._last[1]:
+            missing = ", ".join(sorted(str(key) for key in parts - self._last[1]))
+            raise InvalidError(
+                f"step {step} of {self.job} is saved without {missing}", "put the ModelCheckpoint with save_weights_only=True last"
+            )
         self._point(path, step)
 
+    def _has_changed(self, last: tuple[int, frozenset[Any], dict[str, Any]], checkpoint: dict[str, Any], marks: dict[str, Any]) -> bool:
+        """Returns whether a checkpoint has other weights than the last saved step, or cannot be compared with it."""
+        step, parts, before = last
+        if "state_dict" in checkpoint and marks == before:
+            return False
+        try:
+            is_same = self._has_weights_of(step, checkpoint)
+        except RapidraidError as error:
+            log.warning("step %d of %s cannot be compared: %s", step, self.job, error)
+            return True
+        if is_same:
+            self._last = (step, parts, marks)
+        return not is_same
+
     def _has_weights_of(self, step: int, checkpoint: dict[str, Any]) -> bool:
+        """Returns whether a step has the ``state_dict`` of a checkpoint, or all that is in it if it has none."""
         found = load_tree(self.checkpointer, step)
-        stored, own = ({} if found is None else found[1]).get("state_dict", {}), checkpoint.get("state_dict", {})
-        return stored.keys() == own.keys() and all(_is_same(stored[name], value) for name, value in own.items())
+        stored = {} if found is None else found[1]
+        names = ["state_dict"] if "state_dict" in checkpoint else list(checkpoint)
+        return all(name in stored and _is_same(stored[name], checkpoint[name]) for name in names)
 
     def _check_same(self, step: int, checkpoint: dict[str, Any]) -> None:
         """Raises :class:`ExistsError` unless a checkpoint has the weights of the step that was loaded."""
-        if not self._has_weights_of(step, checkpoint):
+        if "state_dict" in checkpoint and not self._has_weights_of(step, checkpoint):
             raise ExistsError(f"step {step} of {self.job} is saved already, with other weights", "save to another job, or train on first")
 
     def _point(self, path: _Path, step: int) -> None:
@@ -219,6 +237,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             step = self._read_pointer(fs, place)
             if step is None:
                 loaded: dict[str, Any] = super().load_checkpoint(path, map_location or _keep, weights_only)
+                self._go_on_from(loaded)
                 return loaded
             if _LAST.fullmatch(os.path.basename(place)):
                 # A kill may come between a save and its pointer.
@@ -234,33 +253,39 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             return _Nothing({_VERSION: _version()})
         return cast(dict[str, Any], _to_location(found[1], map_location))
 
+    def _go_on_from(self, loaded: Any) -> None:
+        """Continues the job from the step of a file, if the job has this step: its weights had changed when it was saved."""
+        step = loaded.get("global_step") if isinstance(loaded, Mapping) else None
+        if type(step) is not int or self.checkpointer.has_saved():
+            return
+        try:
+            newest = self.checkpointer.look_into(None, lambda reader: (reader.loaded.number, None))
+            if newest is not None and (step == newest[0] or any(info.step == step for info in self.checkpointer.steps())):
+                self.checkpointer.go_on_from(step, newest[0])
+        except RapidraidError as error:
+            log.warning("the steps of %s are not known, so the job does not continue from step %d: %s", self.job, step, error)
+
     def remove_checkpoint(self, path: _Path) -> None:
-        """Removes a path, and its step if no other path names it.
-
-        The step stays until the newest one is committed. The newest step stays until another one is saved.
-        """
-        self._forget(path)
-        fs, place = url_to_fs(os.fspath(path))
-        if fs.exists(place):
-            fs.rm(place, recursive=True)
-
-    def _forget(self, path: _Path) -> None:
-        """Forgets the step of a path that names none any more."""
+        """Removes a path, and its step if no other path names it. The step stays until the newest one is committed."""
         fs, place = url_to_fs(os.fspath(path))
         self._learn(fs, os.path.dirname(place))
+        if fs.exists(place):
+            fs.rm(place, recursive=True)
+        self._forget(place)
+
+    def _forget(self, place: str) -> None:
+        """Forgets a path whose pointer is gone. Removes its step if no other path names it."""
         step = self._steps.pop(place, None)
         if step is not None:
             self._remove_unnamed(step)
 
     def _remove_unnamed(self, step: int) -> None:
-        """Removes a step that no path names, once the newest one is committed.
-
-        The last saved step stays until another one is saved: a further checkpoint of it would get a pointer only.
-        """
-        newest = self._last[0] if self._last is not None else None
-        if step == newest or step in self._steps.values():
+        if step in self._steps.values():
             return
-        checkpointer = self.checkpointer
+        checkpointer, newest = self.checkpointer, self._last[0] if self._last is not None else None
+        if step == newest:
+            # A further checkpoint of this step has to be saved again.
+            self._last = None
 
         def remove() -> None:
             try:
@@ -289,10 +314,13 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         """Waits until the saved steps are committed. Raises the failures of their saves."""
         if self._last is not None:
             self.checkpointer.wait(timeout=self.commit_timeout)
+        self._join_removals()
+        self._raise_failure()
+
+    def _join_removals(self) -> None:
         for thread in self._removals:
             thread.join(self.commit_timeout)
         self._removals.clear()
-        self._raise_failure()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_removals": []}
@@ -309,18 +337,23 @@ def _version() -> str:
 
 
 def _marks(state: Any) -> dict[str, Any]:
-    """Returns a mark for each tensor of a state_dict. A change of the contents changes the version that torch counts or the sample."""
+    """Returns a mark for each entry of a state_dict, by which a change of the entry is noticed.
+
+    The mark of a tensor is its place, the version that torch counts, and a sample. A change through ``.data`` counts
+    nothing: it is missed if no element of the sample changes.
+    """
     marks: dict[str, Any] = {}
     for name, value in state.items() if isinstance(state, Mapping) else ():
-        if not is_tensor(value) or value.is_meta:
+        if value is None or type(value) in (bool, int, float, str, bytes):
+            marks[name] = value
             continue
-        try:
-            flat = value.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            marks[name] = (value.data_ptr(), value._version, sample)
-        except (RuntimeError, NotImplementedError, TypeError):
-            # A subclass of its own kind. No two marks of it are equal, so its contents are compared.
-            marks[name] = object()
+        # The mark of anything else equals no other, so the contents are compared.
+        marks[name] = object()
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta:
+            with contextlib.suppress(Exception):
+                flat = value.detach().reshape(-1)
+                sample = flat[:: max(1, -(-flat.numel() // SAMPLE))].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+                marks[name] = (value.data_ptr(), value._version, sample)
     return marks
 
 

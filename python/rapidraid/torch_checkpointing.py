@@ -16,9 +16,11 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from ._jobs import SCHEME
 from ._places import TEMPORARY, parse_place
@@ -55,9 +57,21 @@ class RapidraidStorageConfig(StorageConfig):
     timeout: float | None = None
     keep: int | None = None
     commit_timeout: float = 3600.0
+    #: The number of ranks. The process that writes may have no process group.
+    ranks: int = field(default=1, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._count_ranks()
+
+    def _count_ranks(self) -> None:
+        if torch.distributed.is_initialized():
+            self.ranks = torch.distributed.get_world_size()
+        else:
+            self.ranks = max(self.ranks, int(os.environ.get("WORLD_SIZE") or 1))
 
     def create_storage(self) -> RapidraidStorage:
         """Returns the storage."""
+        self._count_ranks()
         return RapidraidStorage(self)
 
 
@@ -65,6 +79,7 @@ class RapidraidStorage(Storage):
     """Files of checkpoints as parts of steps: ``JOB/STEP/FILE``, or ``rapidraid://JOB/STEP/FILE``."""
 
     def __init__(self, config: RapidraidStorageConfig) -> None:
+        self._ranks = config.ranks
         self._fs = RapidraidFileSystem(config=config.config, timeout=config.timeout, keep=config.keep, commit_timeout=config.commit_timeout)
 
     @property
@@ -168,11 +183,10 @@ class RapidraidStorage(Storage):
                 f"{url} is written without a temporary folder, so no rename would save it",
                 f'the checkpoint_id is "JOB/STEP"; set write_to_temp_dir=True and a temp_dir_prefix with {TEMPORARY!r} in it',
             )
-        world = os.environ.get("WORLD_SIZE", "1")
-        if world != "1" and "LOCAL_WORLD_SIZE" not in os.environ:
+        if self._ranks > 1 and not os.environ.get("LOCAL_WORLD_SIZE"):
             # On several hosts, the rename would save the files of one host as the whole step.
             raise InvalidError(
-                f"{url} is written by one of {world} ranks, and LOCAL_WORLD_SIZE does not say that all of them are on this host",
+                f"{url} is written by one of {self._ranks} ranks, and LOCAL_WORLD_SIZE does not say that all of them are on this host",
                 "launch with torchrun, or set LOCAL_WORLD_SIZE to the number of ranks on this host",
             )
         return url

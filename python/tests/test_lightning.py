@@ -265,6 +265,26 @@ def test_weights_that_changed_since_the_step_was_saved_are_kept_in_a_file(
     found = [float(io.load_checkpoint(path)["state_dict"]["weight"][7]) for path in paths]
     assert found == [1, 1, 2, 3, 1]
     assert [path.stat().st_size < 100 for path in paths] == [True, True, False, False, True]
+    # A change of the weights comes before a refusal of more parts, and a path that becomes a file names no step.
+    model.weight.data[496] = 4
+    io.save_checkpoint(model.checkpoint(1) | {"optimizer_states": []}, paths[1])
+    assert [float(io.load_checkpoint(path)["state_dict"]["weight"][496]) for path in paths[:2]] == [1, 4]
+    # The job goes on from a file.
+    rapidraid._jobs.forget_checkpointers()
+    again = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    assert again.load_checkpoint(paths[3])["global_step"] == 1
+    again.save_checkpoint(model.checkpoint(2), paths[4])
+    again.teardown()
+    assert steps_of(cluster.config, job) == [1, 2]
+
+
+def test_a_step_that_cannot_be_compared_does_not_lose_the_checkpoint(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    io, model = adapter.RapidraidCheckpointIO(job, config=cluster.config), Averaged()
+    io.save_checkpoint(model.checkpoint(1), tmp_path / "one.ckpt")
+    io.teardown()
+    io.checkpointer.remove(1)
+    io.save_checkpoint({**model.checkpoint(1), "state_dict": {"weight": torch.ones(1000)}}, tmp_path / "two.ckpt")
+    assert io.load_checkpoint(tmp_path / "two.ckpt")["state_dict"]["weight"].equal(torch.ones(1000))
 
 
 def test_a_step_without_a_path_can_be_named_again(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
@@ -275,7 +295,8 @@ def test_a_step_without_a_path_can_be_named_again(cluster: rapidraid.LocalCluste
         io.teardown()
         assert io.load_checkpoint(tmp_path / "tuner.ckpt")["state_dict"]["weight"].equal(torch.ones(1000))
         io.remove_checkpoint(tmp_path / "tuner.ckpt")
-        io.teardown()
+    io.teardown()
+    assert not io.load_checkpoint(f"rapidraid://{job}"), "a fit after the Tuner begins anew"
     io.save_checkpoint(model.checkpoint(1), tmp_path / "one.ckpt")
     io.teardown()
     assert steps_of(cluster.config, job) == [1]

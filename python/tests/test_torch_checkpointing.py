@@ -136,11 +136,21 @@ def test_sharded_states_load_on_other_numbers_of_ranks(cluster: rapidraid.LocalC
 
 
 def test_a_launcher_that_does_not_count_the_ranks_of_a_host_is_refused(config: Any, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = config.create_storage()
-    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for write in (storage.mkdir, storage.stream_write):
-        with pytest.raises(rapidraid.errors.InvalidError, match="LOCAL_WORLD_SIZE does not say"):
-            write(Path(f"{job}/.tmp-1/0"))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    storage.mkdir(Path(f"{job}/.tmp-1/0"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    by_variable = config.create_storage()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    grouped = adapter.RapidraidStorageConfig(config=config.config)
+    monkeypatch.undo()
+    # The process that writes gets a copy of the configuration, and has no group.
+    by_group = pickle.loads(pickle.dumps(grouped)).create_storage()
+    place = Path(f"{job}/.tmp-1/0")
+    for storage in (by_variable, by_group):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+        for write in (storage.mkdir, storage.stream_write):
+            with pytest.raises(rapidraid.errors.InvalidError, match="LOCAL_WORLD_SIZE does not say"):
+                write(place)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        storage.mkdir(place)

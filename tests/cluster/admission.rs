@@ -68,7 +68,7 @@ async fn a_block_without_memory_at_its_second_holder_is_refused_before_its_bytes
 }
 
 #[tokio::test(start_paused = true)]
-async fn blocks_for_a_busy_node_leave_room_for_other_calls_to_it() {
+async fn at_most_128_blocks_of_one_node_wait_at_a_busy_one() {
     let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
     let id = |index: &usize| NodeId::of(&world.machines[*index].name);
     // Of two holders, the one with the greater id asks the other for memory before it takes its own,

@@ -20,8 +20,8 @@ use crate::units::ByteCount;
 
 /// Number of nodes: the number of pieces of the default code (16,11).
 pub const NODES: usize = 16;
-/// Settings of the daemons. Sixteen of them fit into the memory of a laptop. Its disk may be nearly
-/// full with other data: [`folder`] checks that the disk has room for the demo.
+/// Settings of the daemons. With these, sixteen daemons fit into the memory of a laptop, and store
+/// data until its disk is 99 % full.
 const SETTINGS: [&str; 2] = ["memory=64MiB", "disk.high_water=99"];
 /// Disk space needed for each byte of input: the input, two replicas, pieces before the replicas
 /// are dropped, the restored file, and some room.
@@ -44,8 +44,10 @@ pub fn folder(options: &Demo) -> Result<TempDir, CommandFailure> {
         Some(path) => given_bytes(path)?,
         None => options.size.0,
     };
-    let needed =
-        input_bytes.saturating_mul(SPACE_FACTOR).saturating_add(NODES as u64 * START_BYTES);
+    let above_mark_bytes = files::total_bytes(&parent)? / 100;
+    let needed = input_bytes
+        .saturating_mul(SPACE_FACTOR)
+        .saturating_add(NODES as u64 * START_BYTES + above_mark_bytes);
     let free = files::free_bytes(&parent)?;
     if needed > free {
         let (place, needed, free) = (parent.display(), ByteCount(needed), ByteCount(free));

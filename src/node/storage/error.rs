@@ -44,7 +44,7 @@ pub(in crate::node) enum StorageError {
     /// The memory share is smaller than the work needs.
     #[error(transparent)]
     MemoryShareTooSmall(BudgetError),
-    /// So many blocks were on their way to the second holder that none ended within the time limit.
+    /// No slot for a block to the second holder became free within the time limit.
     #[error("node {node} is sending too many blocks to node {second}: try again")]
     TooManyForwards { node: PeerName, second: PeerName },
     /// The length of the replica to copy is zero or more than that of the longest block.

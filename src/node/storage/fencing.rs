@@ -127,8 +127,8 @@ impl Fencing {
     /// # Errors
     /// [`StorageError::ShardCommitted`] if the shard is committed;
     /// [`StorageError::NodeStoresNoData`] if the node stores no data; [`StorageError::NoSuchShard`]
-    /// if no shard may have this number; [`StorageError::EpochNotBegun`] if the epoch has not begun; [`StorageError::SaveRemoved`] if
-    /// the save was removed; the store's error if the epoch is over.
+    /// if no shard may have this number; [`StorageError::EpochNotBegun`] if the epoch has not begun;
+    /// [`StorageError::SaveRemoved`] if the save was removed; the store's error if the epoch is over.
     pub(in crate::node) async fn check_client_may_write(
         &self,
         shard: ShardId,

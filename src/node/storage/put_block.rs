@@ -43,7 +43,7 @@ const FORWARD_LIMIT: Duration = Duration::from_secs(8);
 /// [`MEMORY_LIMIT`](crate::node::budgets::MEMORY_LIMIT) together are shorter than a client waits.
 const SLOT_LIMIT: Duration = Duration::from_secs(2);
 /// Maximum number of blocks that a node forwards to one second holder at once. A connection carries
-/// at most 256 calls at once. The rest is for others, such as the renewal of the node's lease.
+/// at most 256 calls at once. The rest is left for other calls, such as the renewal of the lease.
 const FORWARDS_AT_ONCE: usize = 128;
 /// Working memory of one incoming block, in bytes: its stream, the stream to its second holder, the
 /// writer, the trailer, and chunks in transit.
@@ -77,7 +77,7 @@ struct ForwardSlots {
 }
 
 impl ForwardSlots {
-    /// Returns the slots of the second holder `to`. Slots that nobody uses are forgotten.
+    /// Returns the slots of the second holder `to`. Unused slots are dropped.
     fn of(&self, to: &NodeAddress) -> Arc<Semaphore> {
         let mut holders = self.holders.lock().unwrap_or_else(PoisonError::into_inner);
         holders.retain(|_, slots| slots.strong_count() > 0);

@@ -5,13 +5,15 @@ mod hop_error;
 mod hop_execution;
 mod hop_timing;
 mod part_execution;
+mod part_size;
 mod part_table;
 mod proving_piece_writer;
 
 pub use error::RunError;
 pub use hop_error::HopError;
 pub use hop_execution::{IncomingStream, SEND_BYTES, STREAM_WINDOW_BYTES, hop_memory_bytes};
-pub use part_execution::{ADMIT_ALL_LIMIT, Executor, PartInputs, local_file, order_memory_bytes};
+pub use part_execution::{ADMIT_ALL_LIMIT, Executor, PartInputs, local_file};
+pub use part_size::order_memory_bytes;
 
 use std::time::Duration;
 

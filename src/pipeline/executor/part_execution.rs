@@ -16,9 +16,10 @@ use tokio_util::sync::CancellationToken;
 use super::ADMISSION_LIMIT;
 use super::hop_error::HopError;
 use super::hop_execution::{
-    HopContext, HopStreams, IncomingStream, OutgoingStream, hop_memory_bytes, input_stream,
-    output_stream, run_hop, with_stall_limit,
+    HopContext, HopStreams, IncomingStream, OutgoingStream, input_stream, output_stream, run_hop,
+    with_stall_limit,
 };
+use super::part_size::{order_disk_bytes, order_memory_bytes, pieces_to_store};
 use super::part_table::{AdmittedPart, PartTable};
 use super::proving_piece_writer::{GrainFingerprinter, ProvingPieceWriter};
 use crate::budget::Budget;
@@ -59,34 +60,6 @@ pub struct Executor {
     clock: Arc<dyn Clock>,
     memory: Arc<Budget>,
     table: Mutex<PartTable>,
-}
-
-/// Returns the memory, in bytes, that an order works in, including the buffers of its pieces.
-pub fn order_memory_bytes(order: &Order) -> u64 {
-    let pieces = pieces_to_store(order).len() as u64;
-    let expected = order.hops.iter().flat_map(|hop| &hop.inputs).map(|input| input.expected.len());
-    let fingerprint_bytes = (expected.sum::<usize>() * size_of::<Fingerprint>()) as u64;
-    order.hops.iter().map(hop_memory_bytes).sum::<u64>()
-        + pieces * crate::store::PIECE_WRITER_BYTES
-        + fingerprint_bytes
-}
-
-/// Returns the disk space, in bytes, of the pieces that an order writes.
-pub(super) fn order_disk_bytes(order: &Order) -> u64 {
-    pieces_to_store(order).len() as u64 * order.cut.block_bytes
-}
-
-fn pieces_to_store(order: &Order) -> Vec<u8> {
-    let stored = order.hops.iter().flat_map(|hop| &hop.outputs);
-    let mut pieces: Vec<u8> = stored
-        .filter_map(|output| match output.output {
-            Output::Store(piece) => Some(piece),
-            _ => None,
-        })
-        .collect();
-    pieces.sort_unstable();
-    pieces.dedup();
-    pieces
 }
 
 /// The local files that an admitted part reads.

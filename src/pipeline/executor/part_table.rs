@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use super::hop_execution::IncomingStream;
-use super::part_execution::order_disk_bytes;
+use super::part_size::order_disk_bytes;
 use crate::budget::Reservation;
 use crate::code::Code;
 use crate::plan::StreamNo;

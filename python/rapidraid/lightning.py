@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from fsspec.core import url_to_fs
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._jobs import SCHEME, parse_step_name, shared_checkpointer
 from ._tree import flatten_tree, load_tree
@@ -44,6 +45,8 @@ SAMPLE = 64
 #: The maximum length of a pointer, in bytes. A longer file is a checkpoint of Lightning's own.
 MAX_POINTER_BYTES = 256
 _VERSION = "pytorch-lightning_version"
+#: The entry of a file that names the job to which its step belongs.
+_JOB = "rapidraid_job"
 #: The names that ModelCheckpoint gives to its newest checkpoint. With ``filename=``, others may begin with the same word.
 _LAST = re.compile(r"last(-v[0-9]+)?\.ckpt")
 
@@ -83,6 +86,10 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         self._known: set[str] = set()
         #: The last saved step, its parts, and the marks of its weights.
         self._last: tuple[int, frozenset[Any], dict[str, Any]] | None = None
+        #: The step of the file that was loaded, if it was saved as a file of this job.
+        self._resumed_file: int | None = None
+        #: Steps without a path that stay until a newer one is staged: they may be the newest.
+        self._unnamed: set[int] = set()
         self._removals: list[threading.Thread] = []
         self._failures: list[RapidraidError] = []
 
@@ -112,24 +119,32 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             return
         parts, marks = frozenset(checkpoint), _marks(checkpoint.get("state_dict"))
         if self._last is None or self._last[0] != step:
-            if self._last is None:
-                # The step may be one whose last path was removed a moment ago.
-                self._join_removals()
+            if self._resumed_file is not None and not self.checkpointer.has_saved():
+                self.checkpointer.go_on_from(self._resumed_file, self._resumed_file)
             if not self.checkpointer.has_saved() and step == self.checkpointer.resumed[0]:
                 self._check_same(step, checkpoint)
             else:
                 self.checkpointer.save_flat(step, lambda: flatten_tree(checkpoint, WHOLE), raise_earlier=True)
             self._last = (step, parts, marks)
             self._learn_of(checkpoint)
+            for unnamed in self._unnamed - {step}:
+                self._unnamed.discard(unnamed)
+                self._remove_unnamed(unnamed)
         elif self._has_changed(self._last, checkpoint, marks):
             log.warning(
-                "%s: step %d of %s is saved with other weights: this checkpoint is saved as a file, not as a step", path, step, self.job
+                "%s: the weights are not known to be those of step %d of %s: this checkpoint is saved as a file, not as a step",
+                path,
+                step,
+                self.job,
             )
             fs, place = url_to_fs(os.fspath(path))
             # An earlier process may have written a pointer here, whose step has no path then.
             self._learn(fs, os.path.dirname(place))
-            super().save_checkpoint(checkpoint, path, storage_options)
-            self._forget(place)
+            super().save_checkpoint({**checkpoint, _JOB: self.job}, path, storage_options)
+            before = self._steps.pop(place, None)
+            # The step itself stays also without a path: the job continues from it.
+            if before is not None and before != step:
+                self._remove_unnamed(before)
             return
         elif not parts <= self._last[1]:
             missing = ", ".join(sorted(str(key) for key in parts - self._last[1]))
@@ -172,6 +187,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         fs.makedirs(os.path.dirname(place), exist_ok=True)
         fs.pipe_file(place, f"{SCHEME}{self.job}/{step}\n".encode())
         self._steps[place] = step
+        self._unnamed.discard(step)
         if before is not None and before != step:
             self._remove_unnamed(before)
 
@@ -237,7 +253,9 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             step = self._read_pointer(fs, place)
             if step is None:
                 loaded: dict[str, Any] = super().load_checkpoint(path, map_location or _keep, weights_only)
-                self._go_on_from(loaded)
+                if isinstance(loaded, dict) and loaded.pop(_JOB, None) == self.job:
+                    # The job has this step, with other weights. The next save goes on from it.
+                    self._resumed_file = loaded["global_step"]
                 return loaded
             if _LAST.fullmatch(os.path.basename(place)):
                 # A kill may come between a save and its pointer.
@@ -253,43 +271,34 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             return _Nothing({_VERSION: _version()})
         return cast(dict[str, Any], _to_location(found[1], map_location))
 
-    def _go_on_from(self, loaded: Any) -> None:
-        """Continues the job from the step of a file, if the job has this step: its weights had changed when it was saved."""
-        step = loaded.get("global_step") if isinstance(loaded, Mapping) else None
-        if type(step) is not int or self.checkpointer.has_saved():
-            return
-        try:
-            newest = self.checkpointer.look_into(None, lambda reader: (reader.loaded.number, None))
-            if newest is not None and (step == newest[0] or any(info.step == step for info in self.checkpointer.steps())):
-                self.checkpointer.go_on_from(step, newest[0])
-        except RapidraidError as error:
-            log.warning("the steps of %s are not known, so the job does not continue from step %d: %s", self.job, step, error)
-
     def remove_checkpoint(self, path: _Path) -> None:
-        """Removes a path, and its step if no other path names it. The step stays until the newest one is committed."""
+        """Removes a path, and its step if no other path names it.
+
+        The step stays until a newer one is committed. The newest step stays until another one is staged, or ``teardown``.
+        """
         fs, place = url_to_fs(os.fspath(path))
         self._learn(fs, os.path.dirname(place))
         if fs.exists(place):
             fs.rm(place, recursive=True)
-        self._forget(place)
-
-    def _forget(self, place: str) -> None:
-        """Forgets a path whose pointer is gone. Removes its step if no other path names it."""
         step = self._steps.pop(place, None)
         if step is not None:
             self._remove_unnamed(step)
 
     def _remove_unnamed(self, step: int) -> None:
+        """Removes a step that no path names, once the newest one is committed. The newest step stays until another one is staged."""
         if step in self._steps.values():
             return
-        checkpointer, newest = self.checkpointer, self._last[0] if self._last is not None else None
-        if step == newest:
-            # A further checkpoint of this step has to be saved again.
-            self._last = None
+        if self._last is None or step == self._last[0]:
+            self._unnamed.add(step)
+            return
+        self._start_removal(step, self._last[0])
+
+    def _start_removal(self, step: int, newest: int) -> None:
+        checkpointer = self.checkpointer
 
         def remove() -> None:
             try:
-                if newest is not None and checkpointer.has_saved(newest):
+                if checkpointer.has_saved(newest):
                     checkpointer.wait_for(newest, self.commit_timeout)
             except RapidraidError as error:
                 self._failures.append(error)
@@ -311,19 +320,21 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             raise self._failures.pop(0)
 
     def teardown(self) -> None:
-        """Waits until the saved steps are committed. Raises the failures of their saves."""
+        """Waits until the saved steps are committed. Removes those without a path. Raises the failures of their saves."""
         if self._last is not None:
             self.checkpointer.wait(timeout=self.commit_timeout)
-        self._join_removals()
-        self._raise_failure()
-
-    def _join_removals(self) -> None:
+            newest = self._last[0]
+            if newest in self._unnamed and newest not in self._steps.values() and self.checkpointer.has_saved(newest):
+                self._unnamed.discard(newest)
+                self._last = None
+                self._start_removal(newest, newest)
         for thread in self._removals:
             thread.join(self.commit_timeout)
         self._removals.clear()
+        self._raise_failure()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_removals": []}
+        return {**self.__dict__, "_removals": [], "_last": None}
 
 
 def _keep(storage: Any, _location: str) -> Any:
@@ -339,7 +350,7 @@ def _version() -> str:
 def _marks(state: Any) -> dict[str, Any]:
     """Returns a mark for each entry of a state_dict, by which a change of the entry is noticed.
 
-    The mark of a tensor is its place, the version that torch counts, and a sample. A change through ``.data`` counts
+    The mark of a tensor is its storage, the version that torch counts, and a sample. A change through ``.data`` counts
     nothing: it is missed if no element of the sample changes.
     """
     marks: dict[str, Any] = {}
@@ -353,7 +364,9 @@ def _marks(state: Any) -> dict[str, Any]:
             with contextlib.suppress(Exception):
                 flat = value.detach().reshape(-1)
                 sample = flat[:: max(1, -(-flat.numel() // SAMPLE))].cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                marks[name] = (value.data_ptr(), value._version, sample)
+                # While the reference lives, no other storage equals it.
+                storage = StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+                marks[name] = (storage, value.storage_offset(), value._version, sample)
     return marks
 
 

@@ -183,11 +183,11 @@ class RapidraidStorage(Storage):
                 f"{url} is written without a temporary folder, so no rename would save it",
                 f'the checkpoint_id is "JOB/STEP"; set write_to_temp_dir=True and a temp_dir_prefix with {TEMPORARY!r} in it',
             )
-        if self._ranks > 1 and not os.environ.get("LOCAL_WORLD_SIZE"):
+        if self._ranks > 1 and os.environ.get("LOCAL_WORLD_SIZE") != str(self._ranks):
             # On several hosts, the rename would save the files of one host as the whole step.
             raise InvalidError(
                 f"{url} is written by one of {self._ranks} ranks, and LOCAL_WORLD_SIZE does not say that all of them are on this host",
-                "launch with torchrun, or set LOCAL_WORLD_SIZE to the number of ranks on this host",
+                "on one host: launch with torchrun or set LOCAL_WORLD_SIZE; on several, save with rapidraid.torch",
             )
         return url
 

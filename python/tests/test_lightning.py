@@ -287,6 +287,30 @@ def test_a_step_that_cannot_be_compared_does_not_lose_the_checkpoint(cluster: ra
     assert io.load_checkpoint(tmp_path / "two.ckpt")["state_dict"]["weight"].equal(torch.ones(1000))
 
 
+def test_the_newest_step_stays_until_another_one_is_staged(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
+    """AsyncCheckpointIO removes a path before the save that replaces it has begun, and a new launch may know no other path."""
+    io, model = adapter.RapidraidCheckpointIO(job, config=cluster.config), Averaged()
+    io.save_checkpoint(model.checkpoint(1), tmp_path / "one.ckpt")
+    io.checkpointer.wait()
+    io.remove_checkpoint(tmp_path / "one.ckpt")
+    assert not io._removals and steps_of(cluster.config, job) == [1]
+    io.save_checkpoint(model.checkpoint(2), tmp_path / "two.ckpt")
+    io.teardown()
+    assert steps_of(cluster.config, job) == [2]
+    io.checkpointer.leave()
+    rapidraid._jobs.forget_checkpointers()
+    again = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+    assert again.load_checkpoint(f"rapidraid://{job}")["global_step"] == 2
+    for _ in range(2):
+        again.save_checkpoint(model.checkpoint(2), tmp_path / "version_1" / "tuner.ckpt")
+        again.remove_checkpoint(tmp_path / "version_1" / "tuner.ckpt")
+    again.teardown()
+    assert steps_of(cluster.config, job) == [2], "this launch has only loaded the step"
+    again.save_checkpoint(model.checkpoint(3), tmp_path / "version_1" / "three.ckpt")
+    again.teardown()
+    assert steps_of(cluster.config, job) == [3]
+
+
 def test_a_step_without_a_path_can_be_named_again(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:
     """Lightning's Tuner saves, loads and removes a checkpoint of one step several times."""
     io, model = adapter.RapidraidCheckpointIO(job, config=cluster.config), Averaged()

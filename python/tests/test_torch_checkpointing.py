@@ -148,9 +148,10 @@ def test_a_launcher_that_does_not_count_the_ranks_of_a_host_is_refused(config: A
     by_group = pickle.loads(pickle.dumps(grouped)).create_storage()
     place = Path(f"{job}/.tmp-1/0")
     for storage in (by_variable, by_group):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
-        for write in (storage.mkdir, storage.stream_write):
-            with pytest.raises(rapidraid.errors.InvalidError, match="LOCAL_WORLD_SIZE does not say"):
-                write(place)
+        for local in ("", "1"):
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+            for write in (storage.mkdir, storage.stream_write):
+                with pytest.raises(rapidraid.errors.InvalidError, match="LOCAL_WORLD_SIZE does not say"):
+                    write(place)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         storage.mkdir(place)

@@ -142,7 +142,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             self._learn(fs, os.path.dirname(place))
             super().save_checkpoint({**checkpoint, _JOB: self.job}, path, storage_options)
             before = self._steps.pop(place, None)
-            # The step itself stays also without a path: the job continues from it.
+            # This step stays even if no path names it: a run that loads the file continues from it.
             if before is not None and before != step:
                 self._remove_unnamed(before)
             return
@@ -254,7 +254,7 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             if step is None:
                 loaded: dict[str, Any] = super().load_checkpoint(path, map_location or _keep, weights_only)
                 if isinstance(loaded, dict) and loaded.pop(_JOB, None) == self.job:
-                    # The job has this step, with other weights. The next save goes on from it.
+                    # The file belongs to a step of this job, so the next save continues from that step.
                     self._resumed_file = loaded["global_step"]
                 return loaded
             if _LAST.fullmatch(os.path.basename(place)):

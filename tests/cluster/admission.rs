@@ -71,8 +71,8 @@ async fn a_block_without_memory_at_its_second_holder_is_refused_before_its_bytes
 async fn at_most_128_blocks_of_one_node_wait_at_a_busy_one() {
     let world = World::with_memory(4, &[(4, 2)], 64 << 10, TIGHT_BYTES).await;
     let id = |index: &usize| NodeId::of(&world.machines[*index].name);
-    // Of two holders, the one with the greater id asks the other for memory before it takes its own,
-    // so its own memory does not bound the blocks that wait there.
+    // A first holder with the greater id asks the second holder for memory before it takes its own.
+    // So its own memory does not bound the number of blocks that wait at the second holder.
     let first = (1..=4).max_by_key(id).unwrap();
     let second = (1..=4).min_by_key(id).unwrap();
     let (first, second) = (world.node_address(first), world.node_address(second));

@@ -103,7 +103,8 @@ impl<T> InOrder<T> {
         Ok(first)
     }
 
-    /// Waits for the first remaining job and returns its result, or `None` if no job remains.
+    /// Waits for the job that was started first of those that remain, even if later ones have ended.
+    /// Returns its result, or `None` if no job remains.
     pub async fn next(&mut self) -> Result<Option<T>, WorkerDied> {
         match self.begun.pop_front() {
             Some(first) => first.end().await.map(Some),

@@ -92,7 +92,8 @@ pub struct Setting {
     /// Working memory of one daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteCount>,
-    /// Rate of every node's link in both directions, in Mbit/s. Absent: not shaped.
+    /// Rate of every node's link in both directions, in Mbit/s; slow nodes have `slow_rate_mbit`.
+    /// Absent here and in the setting: not shaped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rate_mbit: Option<u32>,
     /// Rate of the client's link, in Mbit/s. Absent: not shaped.

@@ -260,7 +260,7 @@ def _finish(optimizer: Any, keys: Keys, members: Iterable[_Member], groups: list
 
 
 def _place_steps(optimizer: Any) -> None:
-    """Moves the counts of steps to the devices where the settings want them."""
+    """Moves the counts of steps of fused and capturable groups to the devices where these settings want them."""
     torch = sys.modules["torch"]
     for group in optimizer.param_groups:
         if not (group.get("fused") or group.get("capturable")):

@@ -365,7 +365,7 @@ pub enum Answer {
         /// The parts.
         parts: Vec<Part>,
     },
-    /// The steps of a job.
+    /// The committed steps of a job.
     Steps(Vec<StepInfo>),
     /// The daemon's status.
     Status(Status),

@@ -1,5 +1,5 @@
-//! Archivings that conflict with each other, and archivings whose coordinator or nodes die in the
-//! middle.
+//! Archivings that conflict with each other or with removals, replacements and restores of their
+//! step, and archivings whose coordinator or nodes die in the middle.
 
 use std::time::Duration;
 

@@ -23,6 +23,7 @@ use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing}
 use crate::id::{Job, LeaseId, NodeId, SaveId, Step, StepRef};
 use crate::node::active_saves::{ActiveSaveGuard, ActiveSaves};
 use crate::node::context::NodeContext;
+use crate::node::failure_log::FailureLog;
 use crate::node::gateway::begin_save::SaveGateway;
 use crate::node::gateway::removal::{RemovalOutcome, SaveRemoval};
 use crate::node::retry_schedule::{SCANS_PER_LEASE, scan_interval};
@@ -142,15 +143,22 @@ impl SaveRecovery {
             slots,
         };
         let mut looked = RetentionCache::default();
+        let (mut scan_failures, mut policy_failures) =
+            (FailureLog::default(), FailureLog::default());
         for number in (1..=SCANS_PER_LEASE).cycle() {
             self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
             if !self.context.is_writable_catalogue_server() {
                 continue;
             }
             let survey = match self.run_recovery_round(&mut collector).await {
-                Ok(survey) => survey,
+                Ok(survey) => {
+                    scan_failures.record_success();
+                    survey
+                }
                 Err(error) => {
-                    tracing::warn!(%error, "failed to scan for unfinished saves and removals");
+                    if let Some(failures) = scan_failures.record_failure(self.context.clock.now()) {
+                        tracing::warn!(%error, failures, "failed to scan for unfinished saves and removals; the next scan retries");
+                    }
                     continue;
                 }
             };
@@ -160,9 +168,15 @@ impl SaveRecovery {
             match self.retention.run_policy_round(&survey, &mut looked).await {
                 // This daemon began these removals itself, so there is no originator to wait for.
                 Ok(retired) => {
+                    policy_failures.record_success();
                     collector.since.extend(retired.into_iter().map(|save| (save, Duration::ZERO)));
                 }
-                Err(error) => tracing::warn!(%error, "failed to apply the policy"),
+                Err(error) => {
+                    if let Some(failures) = policy_failures.record_failure(self.context.clock.now())
+                    {
+                        tracing::warn!(%error, failures, "failed to apply the policy; the next round retries");
+                    }
+                }
             }
         }
     }
@@ -203,7 +217,7 @@ impl SaveRecovery {
                         Ok(true) => note(save, Duration::ZERO),
                         Ok(false) => {}
                         Err(error) => {
-                            tracing::warn!(%job, %step, %error, "failed to abort an open save; the next scan retries");
+                            tracing::warn!(%job, %step, %error, "failed to check whether an open save is alive, or to abort it; the next scan retries");
                         }
                     }
                 }

@@ -158,7 +158,7 @@ fn steps_prefix(job: &Job) -> String {
     format!("{CHECKPOINTS}{job}/")
 }
 
-/// Returns the refusal of a launch that is not the newest one, or that may not save a step.
+/// Returns the refusal of a launch: a newer one is registered, or this one is not.
 fn refusal(job: &Job, launch: LaunchId, order: &LaunchOrder) -> GatewayError {
     match order.newest().filter(|_| order.rank_of(launch) != LaunchRank::Unknown) {
         None => GatewayError::LaunchUnregistered { launch, job: job.clone() },

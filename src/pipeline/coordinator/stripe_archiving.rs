@@ -120,8 +120,8 @@ impl<'a> StripeArchiving<'a> {
         Ok(Self { stripe, code, options })
     }
 
-    /// Archives the stripe, or completes its drop if it is archived already. Does nothing to a
-    /// stripe that is neither.
+    /// Archives a stripe whose archiving has begun. Completes the drop of one that is archived
+    /// already. Does nothing to a stripe that is only replicated.
     async fn archive_or_drop(
         &self,
         events: &ArchiveEventSender,

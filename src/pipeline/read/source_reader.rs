@@ -1,6 +1,7 @@
 //! A file on a node as a source of a stripe. The file is opened and compared with the record or the
-//! receipt. Then it is read grain by grain. Each grain is verified before it is used: by the file's
-//! hash tree or, without one, by the fingerprints in the stripe's record.
+//! receipt. Then it is read grain by grain. Each grain is verified before it is used: by the hash
+//! tree of this file or of another replica or, without one, by the fingerprints in the stripe's
+//! record.
 
 use std::time::Duration;
 

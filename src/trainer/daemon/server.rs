@@ -140,7 +140,7 @@ impl StagingDaemon {
             let socket = match listener.accept().await {
                 Ok((socket, _)) => socket,
                 Err(error) => {
-                    tracing::warn!(%error, "a connection was not accepted");
+                    tracing::warn!(%error, "the staging socket failed to accept a connection: trying again");
                     self.clock.sleep(Duration::from_millis(50)).await;
                     continue;
                 }

@@ -1,4 +1,4 @@
-//! The contestants that every group has: copying the same buffers, and adding them to each other.
+//! The contestants that most groups have: copying the same buffers, and adding them to each other.
 
 use std::hint::black_box;
 

@@ -119,8 +119,12 @@ def sizes_of(reader: Reader) -> dict[str, int]:
     return found
 
 
-def read_ranges(reader: Reader, job: str, wanted: Iterable[tuple[str, int | None, int | None, Any]]) -> tuple[list[Any], str | None]:
+def read_ranges(
+    reader: Reader, job: str, wanted: Iterable[tuple[str, int | None, int | None, Any]], expected: int = 0
+) -> tuple[list[Any], str | None]:
     """Reads ranges of files. Each has a path, a start and an end as of a slice, and a buffer to read into, or ``None``.
+
+    ``expected`` is the number of bytes that this call and later ones of the same host are expected to read.
 
     Returns the bytes of each, or their number if there is a buffer; and the name of a damaged file, or ``None``.
     """
@@ -140,7 +144,7 @@ def read_ranges(reader: Reader, job: str, wanted: Iterable[tuple[str, int | None
             assert row is not None
             part = None if count == size else ([first], [count])
             targets.append((row, part, ctypes.addressof(ctypes.c_char.from_buffer(view)), count))
-    reader.check_wanted(targets, [])
+    reader.check_wanted(targets, [], expected)
     damaged = reader.copy(targets)
     return [count if made is None else bytes(made) for made, count in buffers], damaged
 

@@ -61,12 +61,16 @@ class Reader:
     #: The deadline of the load, by the monotonic clock.
     until: float
 
-    def check_wanted(self, targets: list[Target], names: list[int]) -> None:
-        """Raises :class:`ReadWholeError` if a load by ranges does not pay off; logs the reason for one otherwise."""
+    def check_wanted(self, targets: list[Target], names: list[int], expected: int = 0) -> None:
+        """Raises :class:`ReadWholeError` if a load by ranges does not pay off; logs the reason for one otherwise.
+
+        ``expected`` is the number of bytes that this load and later ones of the same host are expected to read.
+        """
         is_by_ranges, why = self.loaded.by_ranges
         if not is_by_ranges:
             return
         total, wanted = self.loaded.wanted_bytes(targets, names)
+        wanted = max(wanted, expected)
         if why:
             log.warning("step %d is read in parts, for want of memory: %s", self.loaded.number, why)
         elif wanted * self.readers >= total * WORTH_RANGES:

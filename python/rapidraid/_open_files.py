@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile
@@ -12,6 +13,8 @@ from ._spool import Folder, SpooledFile
 
 #: The length of the blocks that an open file caches, in bytes.
 BLOCK_BYTES = 4 << 20
+#: All of a file is expected to be read once this part of it was read, and at least this many bytes.
+READ_ON_PART, READ_ON_BYTES = 16, 2 * BLOCK_BYTES
 
 
 class StepTransaction(Transaction):  # type: ignore[misc]
@@ -36,14 +39,21 @@ class WrittenFile(SpooledFile):
 
 
 class SavedFile(AbstractBufferedFile):  # type: ignore[misc]
-    """A file of a committed step. Small reads go through a cache, long ones straight into the caller's memory."""
+    """A file of a committed step. Small reads go through a cache, long ones straight into the caller's memory.
+
+    Once a part of the file has been read, all of it is expected to be read: a step that only the cluster has is then read
+    as a whole if that pays off, from all nodes at once, and not range by range.
+    """
+
+    #: Bytes that were read so far.
+    _fetched = 0
 
     def readinto(self, b: Any) -> int:
         view = memoryview(b).cast("B")
         count: int = min(len(view), max(0, self.size - self.loc))
         if count < self.blocksize:
             return int(super().readinto(view))
-        self.fs._read([(self.path, self.loc, self.loc + count, view)])
+        self._fetch(self.loc, self.loc + count, view)
         self.loc += count
         return count
 
@@ -58,5 +68,13 @@ class SavedFile(AbstractBufferedFile):  # type: ignore[misc]
         return found
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        found: bytes = self.fs._read([(self.path, start, end, None)])[0]
+        found: bytes = self._fetch(start, end, None)
+        return found
+
+    def _fetch(self, start: int, end: int, into: Any) -> Any:
+        is_read_on = self._fetched >= max(READ_ON_BYTES, self.size // READ_ON_PART)
+        # The other ranks of this host read files of their own.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        found = self.fs._read([(self.path, start, end, into)], expected=self.size * ranks if is_read_on else 0)[0]
+        self._fetched += end - start
         return found

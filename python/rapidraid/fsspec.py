@@ -146,11 +146,15 @@ class RapidraidFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _sizes(self, place: Place) -> dict[str, int]:
         return self.look_into(place, lambda reader: (sizes_of(reader), None))
 
-    def _read(self, wanted: Sequence[tuple[str, int | None, int | None, Any]]) -> list[Any]:
-        """Reads ranges of files of one step, each into a buffer or into new bytes."""
+    def _read(self, wanted: Sequence[tuple[str, int | None, int | None, Any]], expected: int = 0) -> list[Any]:
+        """Reads ranges of files of one step, each into a buffer or into new bytes.
+
+        ``expected`` is the number of bytes that this host is expected to read of the step in all.
+        """
         places = [(self._place(path), *rest) for path, *rest in wanted]
         job = places[0][0].job
-        return self.look_into(places[0][0], lambda reader: read_ranges(reader, job, [(place.path, *rest) for place, *rest in places]))
+        ranges = [(place.path, *rest) for place, *rest in places]
+        return self.look_into(places[0][0], lambda reader: read_ranges(reader, job, ranges, expected))
 
     def _committed(self, job: str) -> list[int]:
         return [info.step for info in self._ask(job, Checkpointer.steps) if info.is_committed]

@@ -383,6 +383,32 @@ def test_only_the_range_that_is_asked_for_is_read(cluster: rapidraid.LocalCluste
         assert text.read() == "0123456789"
 
 
+def test_a_file_that_is_read_on_is_fetched_with_its_step(cluster: rapidraid.LocalCluster, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of small pieces does not wait for the cluster at each of them, as ``dcp.load`` would."""
+    job = new_job()
+    long, short = os.urandom(30 * MIB + 12345), os.urandom(9 * MIB)
+    with fs.transaction:
+        fs.pipe({f"{job}/1/long": long, f"{job}/1/short": short})
+    forget_memory(cluster)
+
+    def read_by_pieces(name: str) -> bytes:
+        with fs.open(f"{job}/1/{name}") as file:
+            return b"".join(iter(lambda: file.read(MIB // 2), b""))
+
+    def used_bytes() -> int:
+        return int(json.loads(cluster.command("stage", "--status", "--json"))["used_bytes"])
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with fs.open(f"{job}/1/long") as file:
+        # All of it could be read, but it may be the only part.
+        assert file.read(6 * MIB) == long[: 6 * MIB] and used_bytes() == 0
+    assert read_by_pieces("short") == short and used_bytes() == 0, "a quarter of the step at most is read by ranges"
+    assert read_by_pieces("long") == long and used_bytes() > len(long) + len(short)
+    forget_memory(cluster)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert read_by_pieces("short") == short and used_bytes() > len(long) + len(short), "the other rank reads as much"
+
+
 def test_a_file_system_is_its_settings(cluster: rapidraid.LocalCluster) -> None:
     """It is pickled by them, and a forked child reads with a connection of its own."""
     job = new_job()

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from . import device, frameworks, host, links, peers, state, titan
+from .integrations import integrations
 from .record import keep, say
 from .report import report
 
@@ -23,6 +24,7 @@ MEASURES = {
     "dcp": frameworks.through_dcp,
     "plan": frameworks.plan,
     "titan": titan.through_titan,
+    "integrations": integrations,
     "device": device.device,
 }
 
@@ -50,6 +52,9 @@ def main() -> None:
                 command = f"cargo xtask bench trainers --only {name}" + " --short" * options.short
                 keep([measure], file, command, settings)
                 say(f"{measure.name}: ratio {measure.ratio} spread {measure.spread} met {measure.is_met} {measure.facts}")
+    if not file.is_file():
+        say("nothing was measured")
+        return
     report(file, options.pictures)
     print(file)
 

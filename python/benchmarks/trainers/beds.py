@@ -70,7 +70,7 @@ class Links(Host):
         for line in (f"link add br0 mtu {MTU} type bridge", "link set br0 up", "link set lo up"):
             self._ip("-n", hub, *line.split())
         for host in range(nodes + hosts):
-            name = self._namespace(host)
+            name = self.namespace(host)
             self._ip("netns", "add", name)
             self._made.append(name)
             self._ip(
@@ -79,7 +79,7 @@ class Links(Host):
             )
             for line in (f"link set v{host} master br0", f"link set v{host} up"):
                 self._ip("-n", hub, *line.split())
-            for line in (f"addr add 10.78.0.{host + 1}/24 dev eth0", "link set eth0 up", "link set lo up"):
+            for line in (f"addr add {self.address(host)}/24 dev eth0", "link set eth0 up", "link set lo up"):
                 self._ip("-n", name, *line.split())
             is_node = 1 <= host <= nodes
             rate = f"{NODE_MBIT if is_node else CLIENT_MBIT}mbit"
@@ -90,18 +90,23 @@ class Links(Host):
     def _ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True)
 
-    def _namespace(self, host: int) -> str:
+    def namespace(self, host: int) -> str:
+        """Returns the network namespace of the training host (0) or of a node (from 1)."""
         return f"{self._prefix}{host}"
 
+    def address(self, host: int) -> str:
+        """Returns the address of the training host (0) or of a node (from 1), without a port."""
+        return f"10.78.0.{host + 1}"
+
     def _addresses(self, nodes: int) -> list[str]:
-        return [f"10.78.0.{host + 2}:{PORT}" for host in range(nodes)]
+        return [f"{self.address(node)}:{PORT}" for node in range(1, nodes + 1)]
 
     def _within(self, name: str) -> list[str]:
         if name.startswith("staging-"):
             host = NODES + int(name.removeprefix("staging-"))
         else:
             host = 0 if name == "staging" else int(name.removeprefix("node-"))
-        return ["ip", "netns", "exec", self._namespace(host)]
+        return ["ip", "netns", "exec", self.namespace(host)]
 
     def _take_down(self) -> None:
         for name in self._made:

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .peers import COLUMNS, PREFIX
+from . import integrations, peers
 
 #: The markers around a table in the page.
 BEGIN, PEERS, FAULTS, END = "<!-- table -->", "<!-- peers -->", "<!-- faults -->", "<!-- end -->"
+INTEGRATIONS = "<!-- integrations -->"
 #: The faults of ``trainers.faults`` in words.
 WORDS = {
     "bit": "a flipped bit",
@@ -30,7 +31,7 @@ def _median(times: list[float]) -> float:
 def table(record: dict[str, Any]) -> str:
     """Returns the measures as a table in Markdown."""
     lines = ["| measure | median | reference in the same run | ratio (smallest to largest) | bar | |", "|---|---|---|---|---|---|"]
-    for measure in _without_peers(record):
+    for measure in _in_main_table(record):
         references = [arm for arm in measure["references"] if arm in measure["arms"]]
         best = min(references, key=lambda arm: _median(measure["arms"][arm]))
         others = [arm for arm in measure["arms"] if arm != measure["subject"]]
@@ -45,8 +46,13 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _without_peers(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [measure for measure in record["measures"] if not measure["name"].startswith(PREFIX)]
+def _in_main_table(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [measure for measure in record["measures"] if not measure["name"].startswith((peers.PREFIX, integrations.PREFIX))]
+
+
+def _with_prefix(record: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+    """Returns the measures whose names begin so, by the rest of their names."""
+    return {measure["name"].removeprefix(prefix): measure for measure in record["measures"] if measure["name"].startswith(prefix)}
 
 
 def _cell(times: list[float] | None, is_ratio: bool) -> str:
@@ -58,18 +64,36 @@ def _cell(times: list[float] | None, is_ratio: bool) -> str:
 
 def peers_table(record: dict[str, Any]) -> str:
     """Returns the measures of rapidraid beside other libraries as a table in Markdown."""
-    measures = {measure["name"].removeprefix(PREFIX): measure for measure in record["measures"] if measure["name"].startswith(PREFIX)}
+    measures = _with_prefix(record, peers.PREFIX)
     if not measures:
         return ""
     facts = measures["stall"]["facts"]
-    titles = ["", *(title for title, _ in COLUMNS.values()), "verified on load", "copies in memory at a save", "copies afterwards"]
+    titles = ["", *(title for title, _ in peers.COLUMNS.values()), "verified on load", "copies in memory at a save", "copies afterwards"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, words in facts["contestants"].items():
         if name in facts["not to be had"]:
             lines.append(f"| {name} | not to be had: {facts['not to be had'][name]} |" + " |" * (len(titles) - 2))
             continue
-        cells = [_cell(measures[column]["arms"].get(name), is_ratio) for column, (_, is_ratio) in COLUMNS.items()]
+        cells = [_cell(measures[column]["arms"].get(name), is_ratio) for column, (_, is_ratio) in peers.COLUMNS.items()]
         lines.append(f"| {' | '.join([name, *cells, words['verifies'], words['memory'], words['durable']])} |")
+    return "\n".join(lines) + "\n"
+
+
+def integrations_table(record: dict[str, Any]) -> str:
+    """Returns the measures of the integrations beside SeaweedFS as a table in Markdown."""
+    measures = _with_prefix(record, integrations.PREFIX)
+    if not measures:
+        return ""
+    lines = [f"| | {' | '.join(integrations.COLUMNS.values())} |", "|---" * (len(integrations.COLUMNS) + 1) + "|"]
+    jobs = dict.fromkeys(name.rpartition("-")[0] for name in measures)
+    for job in jobs:
+        cells = []
+        for column in integrations.COLUMNS:
+            measure = measures[f"{job}-{column}"]
+            ours, theirs = (_text_of(_median(measure["arms"][arm])) for arm in (integrations.OURS, integrations.THEIRS))
+            low, high = measure["spread"]
+            cells.append(f"{ours}, {theirs}: {measure['ratio']:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {measures[f'{job}-stall']['title']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -94,11 +118,12 @@ def _replace(page: Path, marker: str, text: str) -> None:
 def report(file: Path, folder: Path) -> None:
     """Prints the tables, writes them into the page, and draws the pictures beside the page."""
     record = json.loads(file.read_text())
-    print(table(record), peers_table(record), sep="\n")
+    print(table(record), peers_table(record), integrations_table(record), sep="\n")
     page = folder / "trainers.md"
     if page.is_file():
         _replace(page, BEGIN, table(record))
         _replace(page, PEERS, peers_table(record))
+        _replace(page, INTEGRATIONS, integrations_table(record))
         faults = file.with_name("faults-peers.json")
         if faults.is_file():
             _replace(page, FAULTS, faults_table(json.loads(faults.read_text())))
@@ -116,7 +141,7 @@ def report(file: Path, folder: Path) -> None:
 def _ratios(record: dict[str, Any], file: Path) -> None:
     import matplotlib.pyplot as plt
 
-    measures = _without_peers(record)[::-1]
+    measures = _in_main_table(record)[::-1]
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(measures) + 1.2))
     for at, measure in enumerate(measures):
         low, high = measure["spread"]

@@ -22,7 +22,7 @@ use std::process::ExitCode;
 const HELP: &str = "\
 cargo xtask test    what CI runs: toolchain, fmt, clippy, docs, tests, the Python package, short experiments, doc tests, benches once, terraform, advisories
 cargo xtask wheel   builds the Python package with the program in it, in release mode, into target/python/wheels
-cargo xtask mutants ['TEXT' | --part I/N] [--jobs N]
+cargo xtask mutants ['TEXT' | --part I/N | --since COMMIT] [--jobs N]
                                            breaks each sync, mark, check and fence of tests/mutants.txt; its tests must fail
 cargo xtask upgrade [COMMIT]  a rolling upgrade from an older program, which is built from the history, and back
 cargo xtask soak --matrix [--jobs J]                the whole lost-sync matrix

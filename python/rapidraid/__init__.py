@@ -14,11 +14,11 @@ otherwise from the cluster, on any number of ranks.
 from __future__ import annotations
 
 from . import errors
+from ._leaves import per_rank, replicated
 from ._native import VERSION as __version__
 from .checkpointer import Checkpointer, Info
 from .cluster import LocalCluster, local_cluster
 from .errors import RapidraidError
-from .state import per_rank, replicated
 
 __all__ = [
     "Checkpointer",

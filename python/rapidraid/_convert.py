@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._jobs import parse_step_name, shared_checkpointer
-from ._load import Names, few
+from ._leaves import show
+from ._match import few
+from ._reader import Names
 from .errors import CorruptError, ExistsError, InvalidError, NotFoundError, RapidraidError
-from .state import show
 
 if TYPE_CHECKING:
     from .torch import Reader

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem, SavePlanner, WriteItem, WriteItemType
 
-from ._load import Name, Names, PlannedLoad, Reader
+from ._leaves import FLAG_ARRAY, SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
+from ._planned_load import PlannedLoad
+from ._reader import Name, Names, Reader
 from .errors import InvalidError, NotFoundError
-from .state import FLAG_ARRAY, SEQUENCE, Flat, Key, Keys, Leaf, is_dtensor, show
 from .tensors import Parts, Piece, new_tensor
 
 #: The version of DCP's metadata, if this version of torch has one.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .state import is_array
+from ._leaves import is_array
 
 #: The length of a buffer in bytes. A longer tensor gets a buffer of its own length. Pinning a
 #: gigabyte takes about half a second, so the buffers are short.

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ._convert import MetadataUnpickler
-from ._load import Reader, Target
+from ._leaves import Flat, Keys, Leaf
+from ._reader import Reader, Target
 from .checkpointer import Checkpointer
 from .errors import ExistsError, InvalidError, NoFileError
-from .state import Flat, Keys, Leaf
 from .tensors import Parts, Piece
 
 #: The top key of the paths under which the files of a step are stored.

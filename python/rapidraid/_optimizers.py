@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ._found import new_on_host, setter, with_found
+from ._leaves import Key, Keys, Maker, is_dtensor, is_tensor, show
+from ._modules import Named
 from .errors import InvalidError
-from .state import Key, Keys, Maker, Named, is_dtensor, is_tensor, new_on_host, setter, show, with_found
+from .tensors import dtype_of
 
 if TYPE_CHECKING:
     from .state import Walk
@@ -215,9 +218,6 @@ def _maker_for(parameter: Any) -> Maker:
     """Returns the maker of the state of a parameter that the optimizer does not have yet."""
 
     def make(keys: Keys, element: str, shape: list[int]) -> Any:
-        # That module imports state.
-        from .tensors import dtype_of
-
         torch = sys.modules["torch"]
         key = keys[-1][1]
         if list(parameter.shape) == list(shape) and (shape or key != "step"):

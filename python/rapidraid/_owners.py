@@ -12,8 +12,8 @@ import itertools
 import zlib
 from typing import Any
 
+from ._leaves import FLAG_PICKLE, Keys, Leaf, is_dtensor, show
 from .errors import InvalidError
-from .state import FLAG_PICKLE, Keys, Leaf, is_dtensor, show
 from .tensors import Box, Described, Parts, nbytes, volume
 
 #: A part of the shared content: its path, and its box. Plain values and whole tensors have no box.

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _native
+from ._leaves import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, show
 from ._owners import Owners, choose_owners, choose_owners_by_placement, declare, digest_of_layout
 from ._ranks import raise_together, refusal_of
 from .errors import InternalError, InvalidError
-from .state import FLAG_ARRAY, FLAG_PICKLE, Flat, Keys, Leaf, is_array, is_dtensor, show
 from .tensors import Box, Described, Layout, alias_key, copy_all, describe, has_elements, nbytes, register, view_of, volume
 
 #: Spare room for plain values that grow from step to step, in bytes.

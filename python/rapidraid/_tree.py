@@ -10,25 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from . import _native
-from ._load import Names, PlannedLoad, Reader
+from ._found import new_on_host, with_found
+from ._leaves import SEQUENCE, WRAPPED, Flat, Key, Keys, Leaf, is_array, is_dtensor, is_tensor, key_of, show
+from ._planned_load import PlannedLoad
+from ._reader import Names, Reader
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError
-from .state import (
-    SEQUENCE,
-    WRAPPED,
-    Flat,
-    Key,
-    Keys,
-    Leaf,
-    flatten,
-    is_array,
-    is_dtensor,
-    is_tensor,
-    key_of,
-    new_on_host,
-    show,
-    with_found,
-)
+from .state import flatten
 
 #: The key of the small files of a step: a dict of bytes by name.
 FILES: Key = (0, "files")

@@ -22,10 +22,10 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.utils import DistributedType
 
 from ._jobs import parse_step_name, refuse_skip, shared_checkpointer
+from ._leaves import Flat
 from ._tree import flatten_first, read_files, with_files
 from .checkpointer import Checkpointer
 from .errors import InvalidError
-from .state import Flat
 
 _CLOSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _NUMBER = re.compile(r"[^0-9]*([0-9]+)")

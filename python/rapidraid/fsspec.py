@@ -26,10 +26,10 @@ from fsspec.spec import AbstractFileSystem
 from . import _native
 from ._files import METADATA, check_committed, check_new, length_of, read_ranges, save_files, sizes_of
 from ._jobs import SCHEME, shared_checkpointer
-from ._load import Reader
 from ._open_files import BLOCK_BYTES, SavedFile, StepTransaction, WrittenFile
 from ._places import FORM, Place, describe, describe_folder, list_all, parse_place
 from ._program import find_config, start_daemon
+from ._reader import Reader
 from ._spool import Folder, Spool
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError, NoDaemonError, NoFileError, NotFoundError, UnavailableError

@@ -26,12 +26,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from ._jobs import SCHEME, parse_step_name, refuse_skip, shared_checkpointer
-from ._load import LoadChoices, load_into
+from ._leaves import Flat
+from ._match import LoadChoices, load_into
 from ._tree import FILES, flatten_first, read_files, with_files
 from .accelerate import check_kind, load_state, register, save_state
 from .checkpointer import Checkpointer
 from .errors import CorruptError, InvalidError, NotFoundError, RapidraidError
-from .state import Flat
 
 log = logging.getLogger("rapidraid")
 

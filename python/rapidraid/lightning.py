@@ -25,10 +25,10 @@ from fsspec.core import url_to_fs
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._jobs import SCHEME, parse_step_name, shared_checkpointer
+from ._leaves import is_array, is_tensor
 from ._tree import flatten_tree, load_tree
 from .checkpointer import Checkpointer
 from .errors import ExistsError, InvalidError, NotFoundError, RapidraidError
-from .state import is_array, is_tensor
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules:
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ._leaves import is_array, is_dtensor, is_tensor
 from .errors import InvalidError, NotFoundError
-from .state import is_array, is_dtensor, is_tensor
 
 #: Maximum number of threads of a copy. Few threads already use the full memory bandwidth of a host.
 MAX_COPY_THREADS = 8

@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from ._dcp import flatten_objects, flatten_plan, metadata_of, read_objects, read_plan
 from ._jobs import StepName, parse_step_name, refuse_skip, resumed_steps, shared_checkpointer
-from ._load import Names
-from ._load import Reader as StepReader
+from ._leaves import Flat
+from ._reader import Names
+from ._reader import Reader as StepReader
 from .checkpointer import Checkpointer
 from .errors import InvalidError, NotFoundError
-from .state import Flat
 
 try:
     from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rapidraid import _native
-from rapidraid._load import LoadChoices, Name, Reader, Stages, Target, load_into
-from rapidraid.state import FLAG_ARRAY, Flat, flatten, is_array
+from rapidraid._leaves import FLAG_ARRAY, Flat, is_array
+from rapidraid._match import LoadChoices, Stages, load_into
+from rapidraid._reader import Name, Reader, Target
+from rapidraid.state import flatten
 from rapidraid.tensors import describe, has_elements
 
 

@@ -16,9 +16,11 @@ from test_stages import named_stage
 import rapidraid
 from rapidraid import _native, errors, per_rank, replicated
 from rapidraid import _plan as plans
+from rapidraid._leaves import is_dtensor, key_of, show
+from rapidraid._modules import reshard
 from rapidraid._plan import Plan, make_plan
 from rapidraid._ranks import Group
-from rapidraid.state import _reshard, flatten, is_dtensor, key_of, show
+from rapidraid.state import flatten
 
 torch = pytest.importorskip("torch")
 fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
@@ -210,7 +212,7 @@ def test_a_module_after_an_evaluation_is_sharded_again(rank_of: Callable[[int, i
     found: list[bool] = []
 
     def during(*_: Any) -> None:
-        _reshard(model)
+        reshard(model)
         found.append(is_dtensor(model[0].weight))
 
     hook = model[1].register_forward_pre_hook(during)

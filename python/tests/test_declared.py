@@ -12,8 +12,9 @@ import pytest
 from held import HeldStep
 
 from rapidraid import errors, per_rank, replicated
+from rapidraid._leaves import is_dtensor, show
 from rapidraid._ranks import Group
-from rapidraid.state import flatten, is_dtensor, show
+from rapidraid.state import flatten
 
 torch = pytest.importorskip("torch")
 

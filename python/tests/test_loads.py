@@ -86,7 +86,7 @@ def test_destinations_that_share_memory(cluster: rapidraid.LocalCluster, job: st
     both = torch.zeros(64)
     with monkeypatch.context() as patched:
         # Weights that are tied in the state and in the step are loaded once, directly into place.
-        patched.setattr("rapidraid._load.put_scratch", lambda *_: pytest.fail("it was loaded beside its place"))
+        patched.setattr("rapidraid._planned_load.put_scratch", lambda *_: pytest.fail("it was loaded beside its place"))
         second.load({"a": both, "b": both})
     assert torch.equal(both, tied)
 

@@ -15,10 +15,11 @@ from rapidraid import errors
 torch = pytest.importorskip("torch")
 fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
+from rapidraid._leaves import replicated  # noqa: E402
 from rapidraid._owners import _find_overlap, choose_owners, choose_owners_by_placement, declare, digest_of_layout  # noqa: E402
 from rapidraid._plan import make_plan  # noqa: E402
 from rapidraid._ranks import Group, raise_together, refusal_of  # noqa: E402
-from rapidraid.state import flatten, replicated  # noqa: E402
+from rapidraid.state import flatten  # noqa: E402
 from rapidraid.tensors import describe  # noqa: E402
 
 WORLD = 8

@@ -8,7 +8,8 @@ import pytest
 from held import HeldStep
 
 from rapidraid import errors, per_rank, replicated
-from rapidraid.state import flatten, show
+from rapidraid._leaves import show
+from rapidraid.state import flatten
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ from ranks import launch as run
 
 import rapidraid
 from rapidraid import errors, per_rank, replicated
-from rapidraid._load import Stages
+from rapidraid._match import Stages
 from rapidraid._tree import flatten_first
 from rapidraid.state import flatten
 
@@ -232,8 +232,8 @@ class HeldGroup:
 def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that makes the Checkpointers of a launch, one for each session."""
     own = threading.local()
-    monkeypatch.setattr("rapidraid.checkpointer.find_config", lambda _: Path("config"))
-    monkeypatch.setattr("rapidraid.checkpointer.connect", lambda *_: own.session)
+    monkeypatch.setattr("rapidraid._launch.find_config", lambda _: Path("config"))
+    monkeypatch.setattr("rapidraid._launch.connect", lambda *_: own.session)
     monkeypatch.setattr("rapidraid.checkpointer.Group", lambda *_: own.group)
 
     def make(sessions: list[HeldSession]) -> tuple[HeldRanks, list[rapidraid.Checkpointer]]:

@@ -411,7 +411,7 @@ def test_a_load_to_a_device_goes_through_short_buffers(cluster: rapidraid.LocalC
     from rapidraid import _device
 
     # All tensors of the host are loaded in the way of those on a device.
-    monkeypatch.setattr("rapidraid._load.is_on_device", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr("rapidraid._planned_load.is_on_device", lambda value: isinstance(value, torch.Tensor))
     monkeypatch.setattr(_device, "BUFFER_BYTES", 1000)
     state: dict[str, torch.Tensor] = {f"small.{at}": torch.randn(at) for at in range(60)}
     state |= {"long": torch.randn(5000), "scalar": torch.tensor(3.5), "half": torch.randn(77).half()}

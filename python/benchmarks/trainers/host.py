@@ -187,7 +187,7 @@ def memory(repeats: int, large_bytes: int) -> Iterator[Measure]:
                 rapidraid.Checkpointer("load", config=bed.config, keep=1) as checkpointer,
             ):
                 checkpointer.prepare(state)
-                plan = checkpointer._plan
+                plan = checkpointer._saver.plan
                 assert plan is not None
                 segments = plan.segment_bytes * plan.segments
                 for step in range(1, repeats + 1):

@@ -96,7 +96,7 @@ def main() -> None:
             case ["prepare"]:
                 assert checkpointer is not None
                 checkpointer.prepare(state)
-                plan = checkpointer._plan
+                plan = checkpointer._saver.plan
                 answer(segments=plan.segment_bytes * plan.segments if plan else 0)
             case ["save", step]:
                 assert checkpointer is not None

@@ -43,7 +43,7 @@ with rapidraid.Checkpointer(job, config=config, keep=2) as checkpointer:
         rng = loaded["rng"]
         assert isinstance(rng, rapidraid.state.Marked)
         torch.set_rng_state(rng.value)
-    say(f"rank {rank} pid {os.getpid()} daemon {checkpointer._session.daemon_pid} start {start}")
+    say(f"rank {rank} pid {os.getpid()} daemon {checkpointer._launch.session.daemon_pid} start {start}")
     for step in range(start + 1, steps + 1):
         loss = (model(torch.randn(16, 64)) - rank).square().mean()
         optimizer.zero_grad()

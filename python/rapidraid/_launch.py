@@ -1,0 +1,241 @@
+"""A process as a rank of a launch: its session with the staging daemon, and what it has loaded and saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Literal
+
+from . import _native
+from ._program import connect, find_config, start_daemon
+from ._ranks import Group, Hosts, raise_together, refusal_of
+from .errors import DeadlineError, InvalidError, NoDaemonError, RapidraidError, UnavailableError, of_code
+
+log = logging.getLogger("rapidraid")
+
+#: How long a thread that waits for a commit blocks other threads from the session at a time, in
+#: seconds.
+WAIT_TURN_S = 0.05
+#: Maximum number of failed attempts in a row of a wait for a commit, while the daemon does not answer.
+WAIT_TRIES = 4
+#: Maximum time for ending a session, in seconds. The daemon also notices the end of the process.
+LEAVE_S = 5.0
+#: Maximum time for asking the daemon what has failed, when a session ends without waiting, in
+#: seconds.
+QUICK_S = 1.0
+
+
+class Launch:
+    """A process as a rank of a launch of a job.
+
+    All methods but :meth:`wait_for` need :attr:`lock`: only one thread at a time uses the session.
+
+    Args:
+        job: The job.
+        group: The ranks of the launch.
+        config: The client's configuration file, or ``None`` to look for one.
+        timeout: The maximum time that a call waits for the daemon, in seconds.
+        when_full: What ``save`` does while every segment holds an uncommitted step.
+        allow_pickle: Whether objects that are not plain values are stored and loaded by ``pickle``.
+        start: Whether to start a staging daemon if none answers.
+        sets_signals: Whether this rank will set signal handlers.
+
+    """
+
+    def __init__(
+        self,
+        job: str,
+        group: Group,
+        config: str | os.PathLike[str] | None,
+        *,
+        timeout: float,
+        when_full: Literal["wait", "skip", "error"],
+        allow_pickle: bool,
+        start: bool,
+        sets_signals: bool,
+    ) -> None:
+        self.job = job
+        self.group = group
+        self.timeout = timeout
+        self.when_full = when_full
+        self.allow_pickle = allow_pickle
+        self.start = start
+        self.lock = threading.RLock()
+        #: The step that was loaded last, and the newest committed step at that time.
+        self.loaded: int | None = None
+        self.newest_seen: int | None = None
+        #: The steps that this process has staged, in this order.
+        self.saved: list[int] = []
+        self.is_closed = False
+        self.hosts: Hosts
+        self.session, self.id, self.born_ns = self._connect(config, sets_signals)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the launch."""
+        return self.group.rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks of the launch."""
+        return self.group.world
+
+    def _connect(self, config: str | os.PathLike[str] | None, sets_signals: bool) -> tuple[_native.Session, str, int]:
+        """Connects to the daemon, draws the launch's id on rank 0, and checks that the ranks' settings agree.
+
+        Returns the session, the id and its time. An error of any rank is raised on all ranks.
+        """
+        session: _native.Session | None = None
+        failed: Exception | None = None
+        mine: tuple[str, int, str, str, str, str] | None = None
+        try:
+            if sets_signals and threading.current_thread() is not threading.main_thread():
+                raise InvalidError("save_on outside the main thread", "Python handles signals there alone: make this Checkpointer in it")
+            self.config = find_config(config)
+            session = connect(self.config, self.timeout, self.start)
+            mine = (secrets.token_hex(16), _native.boot_ns(), session.instance, session.cluster, self.when_full, socket.gethostname())
+        except Exception as error:  # noqa: BLE001 - raised on all ranks below
+            failed = error
+        told = self.group.gather((mine, refusal_of(failed)))
+        raise_together(failed, self.rank, [refusal for _, refusal in told])
+        found = [of_rank for of_rank, _ in told]
+        assert session is not None
+        launch, _, _, cluster, when_full, _ = found[0]
+        for rank, (_, _, _, other_cluster, other_when_full, _) in enumerate(found):
+            if other_when_full != when_full:
+                raise InvalidError(
+                    f"rank 0 has when_full={when_full!r}, rank {rank} when_full={other_when_full!r}", "give all ranks the same when_full"
+                )
+            if other_cluster != cluster:
+                raise InvalidError(f"rank 0 saves to cluster {cluster}, rank {rank} to {other_cluster}", "give all ranks one configuration")
+        self.hosts = Hosts.of(self.rank, [instance for _, _, instance, _, _, _ in found], [host for *_, host in found])
+        if self.hosts.are_several and when_full != "wait":
+            raise InvalidError(
+                f"when_full={when_full!r} with {len(self.hosts.names)} hosts",
+                'a launch of several hosts saves every step: pass when_full="wait"',
+            )
+        # The time counts from the boot of a host, so each host has its own.
+        born_ns = found[self.hosts.ranks[0]][1]
+        return session, launch, born_ns
+
+    @property
+    def daemon(self) -> _native.Session:
+        """The session. Raises :class:`InvalidError` if it has ended."""
+        if self.is_closed:
+            raise InvalidError("this Checkpointer is closed", "make another one")
+        return self.session
+
+    def _wait(self, step: int, limit: float) -> tuple[str, list[str]]:
+        """Waits in short turns, so that another thread can save in between.
+
+        A daemon that is gone is started again, and goes on with what was staged.
+        """
+        until = time.monotonic() + limit
+        tries = WAIT_TRIES
+        while True:
+            left = until - time.monotonic()
+            try:
+                with self.lock:
+                    save, notes = self.daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
+                tries = WAIT_TRIES
+            except UnavailableError as error:
+                # A dropped step is reported by an error of the same kind, at each attempt.
+                tries -= 1
+                if tries == 0 or left <= 0 or (isinstance(error, NoDaemonError) and not self.start):
+                    raise
+                if isinstance(error, NoDaemonError):
+                    log.warning("the staging daemon is gone: it is started again")
+                    start_daemon(self.config, self.timeout)
+                continue
+            if save is not None:
+                return save, notes
+            if left <= WAIT_TURN_S:
+                raise DeadlineError(
+                    f"the commit took longer than {limit:.1f} s{notes[0]}", "`rapidraid stage --status` shows what is under way"
+                )
+            # Without a pause the lock would go back to this thread each time.
+            time.sleep(0.001)
+
+    def wait_for(self, step: int, timeout: float) -> list[str]:
+        """Waits until ``step`` is committed, for frameworks. Returns remarks about its save.
+
+        Raises the error of this step only. Errors of other steps are raised by the waits for those steps.
+        """
+        save, notes = self._wait(step, timeout)
+        for note in notes:
+            log.warning("step %d: %s", step, note)
+        log.debug("step %d is committed as save %s", step, save)
+        return notes
+
+    def notices(self) -> list[tuple[int, tuple[int, str, str] | None, str]]:
+        """Returns the daemon's notices. Restarts a dead daemon; the new one recovers the staged steps."""
+        for _ in range(2):
+            try:
+                return self.daemon.notices(self.timeout)
+            except NoDaemonError:
+                if not self.start:
+                    raise
+                log.warning("the staging daemon is gone: it is started again")
+                start_daemon(self.config, self.timeout)
+            except UnavailableError as error:
+                log.warning("%s", error.message)
+        return self.daemon.notices(self.timeout)
+
+    def log_notices(self) -> None:
+        """Logs failures and warnings. A wait for a failed step raises its error."""
+        for step, failure, warning in self.notices():
+            if failure is None:
+                log.warning("step %d: %s", step, warning)
+            else:
+                log.error("step %d was not saved: %s", step, of_code(*failure))
+
+    def raise_notices(self) -> list[tuple[int, str]]:
+        """Raises the first failure among the daemon's notices and logs all of them.
+
+        Returns the warnings, each with its step.
+        """
+        warnings: list[tuple[int, str]] = []
+        first: RapidraidError | None = None
+        for step, failure, warning in self.notices():
+            if failure is None:
+                log.warning("step %d: %s", step, warning)
+                warnings.append((step, warning or ""))
+                continue
+            error = of_code(*failure)
+            log.error("step %d was not saved: %s", step, error)
+            first = first or error
+        if first is not None:
+            raise first
+        return warnings
+
+    def log_unsaved(self) -> float:
+        """Logs what has failed and what is not committed yet.
+
+        Returns how long the end of the session may take, in seconds: 0 if the daemon does not answer.
+        """
+        limit = LEAVE_S
+        try:
+            for step, failure, _ in self.session.notices(QUICK_S):
+                if failure is not None:
+                    log.error("step %d was not saved: %s", step, of_code(*failure))
+            if self.saved and self.session.wait(self.saved[-1], 0.0)[0] is None:
+                log.warning("step %d of %s is staged, and not committed yet: the daemon goes on with it", self.saved[-1], self.job)
+        except RapidraidError as error:
+            # A session that has saved nothing has nothing to report.
+            if self.saved:
+                log.warning("step %d of %s: %s", self.saved[-1], self.job, error.message)
+            # A daemon that does not answer needs not be told either.
+            limit = 0.0
+        return limit
+
+    def end(self, limit: float) -> None:
+        """Ends the session."""
+        self.is_closed = True
+        try:
+            self.session.leave(limit)
+        except RapidraidError as error:
+            log.debug("the daemon is not told of the end: %s", error)

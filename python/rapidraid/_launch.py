@@ -233,8 +233,7 @@ class Launch:
         return limit
 
     def end(self, limit: float) -> None:
-        """Ends the session."""
-        self.is_closed = True
+        """Tells the daemon that the session ends. :attr:`is_closed` is set before."""
         try:
             self.session.leave(limit)
         except RapidraidError as error:

@@ -419,6 +419,7 @@ class Checkpointer:
 
     @_one_thread
     def _end(self, limit: float = LEAVE_S) -> None:
+        # No other thread may begin a save while its memory goes.
         self._launch.is_closed = True
         self._saver.drop_plan()
         self._restore_handlers()

@@ -179,4 +179,7 @@ if __name__ == "__main__":
 
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
     script = fork_scripts(socket.socket(fileno=int(sys.argv[1])))
+    # A crash prints the stacks of all threads. The handler of SIGINT stays Python's.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runpy.run_path(script, run_name="__main__")

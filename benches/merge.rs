@@ -39,7 +39,7 @@ fn table(host: u32, is_shared: bool) -> Table {
             len_bytes,
             hash: Some([name as u8; 32]),
         });
-        let form = Form::Box { start: vec![start, 0], size: vec![ROWS, 64] };
+        let form = Form::new_box(&[start, 0], &[ROWS, 64]);
         builder.add_region(row, form, extent);
     }
     builder.build().unwrap()

@@ -69,7 +69,7 @@ fn wanted(
 }
 
 fn form_of(part: Option<(Vec<u64>, Vec<u64>)>) -> Form {
-    part.map_or(Form::Whole, |(start, size)| Form::Box { start, size })
+    part.map_or(Form::Whole, |(start, size)| Form::new_box(&start, &size))
 }
 
 fn search_error(py: Python<'_>, error: &SearchError) -> PyErr {

@@ -112,7 +112,7 @@ impl TableWriter {
         let element = ElementType { name: element.into(), bits, big_endian: false };
         let kind = NameKind::Tensor;
         let form = match (start, size) {
-            (Some(start), Some(size)) => Form::Box { start, size },
+            (Some(start), Some(size)) => Form::new_box(&start, &size),
             _ => Form::Whole,
         };
         let name = Name { space: space_of(rank), path, kind, element, shape, flags };

@@ -53,8 +53,8 @@ fn region_json(region: &Region, extent: Option<&Extent>) -> Value {
     let mut fields = Map::new();
     match &region.form {
         Form::Box { start, size } => {
-            fields.insert("start".to_owned(), json!(start));
-            fields.insert("size".to_owned(), json!(size));
+            fields.insert("start".to_owned(), json!(start.as_slice()));
+            fields.insert("size".to_owned(), json!(size.as_slice()));
             fields.insert("form".to_owned(), json!("box"));
         }
         other => drop(fields.insert("form".to_owned(), json!(other.to_string()))),
@@ -166,7 +166,7 @@ mod tests {
         let value = builder.add_extent(extent(128, 9));
         for name in [tied, other] {
             for (start, extent) in [(0, upper), (2, lower)] {
-                let form = Form::Box { start: vec![start, 0], size: vec![2, 2] };
+                let form = Form::new_box(&[start, 0], &[2, 2]);
                 builder.add_region(name, form, extent);
             }
         }

@@ -22,7 +22,7 @@ fn tensor(path: &str, element: ElementType, shape: &[u64]) -> Name {
 }
 
 fn area(start: &[u64], size: &[u64]) -> Form {
-    Form::Box { start: start.to_vec(), size: size.to_vec() }
+    Form::new_box(start, size)
 }
 
 /// A writer of tables: adds names, and extents one after the other.

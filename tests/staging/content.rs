@@ -86,9 +86,9 @@ impl Shape {
                 shape: if is_shared { vec![self.rows * u64::from(self.world), 16] } else { vec![] },
                 flags: 0,
             });
-            let start = vec![u64::from(self.rank) * self.rows, 0];
+            let start = [u64::from(self.rank) * self.rows, 0];
             let form = match is_shared {
-                true => Form::Box { start, size: vec![self.rows, 16] },
+                true => Form::new_box(&start, &[self.rows, 16]),
                 false => Form::Whole,
             };
             builder.add_region(name, form, extent);

@@ -23,7 +23,7 @@ use super::limits::{
     EXTENT_ALIGN_BYTES, FULL_BLOCK_BYTES, MAX_DIMS, MAX_ELEMENT_NAME_BYTES, MAX_FORM_BYTES,
 };
 use super::path::Path;
-use super::{ElementType, Extent, Form, Name, NameKind, Region, Space};
+use super::{Dims, ElementType, Extent, Form, Name, NameKind, Region, Space};
 
 /// The smallest size of a row of names in bytes: space, the two lengths of a path, type, shape,
 /// flags.
@@ -200,7 +200,7 @@ fn read_form(numbers: &mut Column<'_>, contents: &mut Column<'_>) -> Decoded<For
         WHOLE => Ok(Form::Whole),
         BOX => {
             let dims = contents.number_to(MAX_DIMS)?;
-            let (mut start, mut size) = (Vec::with_capacity(dims), Vec::with_capacity(dims));
+            let (mut start, mut size) = (Dims::with_capacity(dims), Dims::with_capacity(dims));
             for _ in 0..dims {
                 start.push(contents.number()?);
                 size.push(contents.number()?);
@@ -273,7 +273,7 @@ pub(super) fn encode_extents(extents: &[Extent], block_rows: usize) -> (usize, V
         cursor.enter_shard(extent.shard);
         put_number(gaps, extent.offset_bytes / EXTENT_ALIGN_BYTES - cursor.end_units);
         put_number(lengths, extent.len_bytes);
-        hashes.extend(extent.hash.iter().flatten());
+        hashes.extend_from_slice(extent.hash.as_ref().map_or(&[], |hash| hash.as_slice()));
         cursor.end_units = (extent.offset_bytes + extent.len_bytes).div_ceil(EXTENT_ALIGN_BYTES);
         rows += 1;
         if is_full(&columns) {

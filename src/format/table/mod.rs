@@ -34,6 +34,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::id::{LaunchId, ShardName};
 pub use build::TableBuilder;
 pub use error::{Section, TableError, TablePart};
@@ -148,6 +150,10 @@ pub(crate) fn volume(sizes: &[u64]) -> Option<u64> {
     sizes.iter().try_fold(1u64, |product, size| product.checked_mul(*size))
 }
 
+/// One number for each dimension. Up to two are stored without an allocation: a step may have
+/// millions of boxes, and most tensors have at most two dimensions.
+pub type Dims = SmallVec<[u64; 2]>;
+
 /// The part of a named tensor that a region holds. Elements lie in the extent in row-major order.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Form {
@@ -156,9 +162,9 @@ pub enum Form {
     /// A box: in each dimension, `size` elements from `start` on. An empty box is allowed.
     Box {
         /// The first index of each dimension.
-        start: Vec<u64>,
+        start: Dims,
         /// The number of elements in each dimension.
-        size: Vec<u64>,
+        size: Dims,
     },
     /// A form of a later release. The rest of the table can still be read.
     Unknown {
@@ -167,6 +173,13 @@ pub enum Form {
         /// The content of the form, at most 1 MiB.
         payload: Vec<u8>,
     },
+}
+
+impl Form {
+    /// Returns the box with `size` elements from `start` on in each dimension.
+    pub fn new_box(start: &[u64], size: &[u64]) -> Self {
+        Self::Box { start: Dims::from_slice(start), size: Dims::from_slice(size) }
+    }
 }
 
 impl fmt::Display for Form {

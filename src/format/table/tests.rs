@@ -24,7 +24,7 @@ pub(super) fn tensor(path: &str, shape: &[u64]) -> Name {
 }
 
 pub(super) fn area(start: &[u64], size: &[u64]) -> Form {
-    Form::Box { start: start.to_vec(), size: size.to_vec() }
+    Form::new_box(start, size)
 }
 
 pub(super) fn extent(offset_bytes: u64, len_bytes: u64) -> Extent {

@@ -314,7 +314,7 @@ fn the_bytes_of_a_wanted_box_are_its_elements() {
             let region =
                 table.regions().iter().find(|region| region.extent == copy.extent).unwrap();
             let held = match &region.form {
-                Form::Box { start, size } => elements(&(start.clone(), size.clone())),
+                Form::Box { start, size } => elements(&(start.to_vec(), size.to_vec())),
                 _ => elements(&whole),
             };
             assert_eq!(held.len() as u64, table.extents()[copy.extent as usize].len_bytes);

@@ -13,8 +13,9 @@ from ._spool import Folder, SpooledFile
 
 #: The length of the blocks that an open file caches, in bytes.
 BLOCK_BYTES = 4 << 20
-#: Once 1/READ_ON_PART of a file and READ_ON_BYTES have been fetched, the rest is expected to be read.
-READ_ON_PART, READ_ON_BYTES = 16, 2 * BLOCK_BYTES
+#: The rest of a file is expected to be read when one more block would take what was fetched beyond 1/READ_ON_PART of
+#: the file, or beyond READ_ON_BYTES if that is more.
+READ_ON_PART, READ_ON_BYTES = 32, 2 * BLOCK_BYTES
 
 
 class StepTransaction(Transaction):  # type: ignore[misc]
@@ -72,7 +73,7 @@ class SavedFile(AbstractBufferedFile):  # type: ignore[misc]
         return found
 
     def _fetch(self, start: int, end: int, into: Any) -> Any:
-        is_read_on = self._fetched >= max(READ_ON_BYTES, self.size // READ_ON_PART)
+        is_read_on = self._fetched + BLOCK_BYTES > max(READ_ON_BYTES, self.size // READ_ON_PART)
         expected = self.size * _ranks_of_host() if is_read_on else 0
         found = self.fs._read([(self.path, start, end, into)], expected)[0]
         # If the step has no room in the host's memory, the next part is read by ranges before it is asked for again.

@@ -395,9 +395,18 @@ class Checkpointer:
 
     @_one_thread
     def go_on_from(self, loaded: int | None, newest_seen: int | None) -> None:
-        """Records what another process of the same trainer has loaded, unless this one has loaded or saved."""
-        if self._launch.loaded is None and not self._launch.saved:
+        """Sets the step from which the launch continues and the newest step that it counts as seen, in place of what was loaded.
+
+        Has no effect after the launch has prepared or saved.
+        """
+        if not self._launch.saved:
             self._launch.loaded, self._launch.newest_seen = loaded, newest_seen
+
+    @_one_thread
+    def inherit(self, loaded: int | None, newest_seen: int | None) -> None:
+        """Continues as another process of the same trainer would, unless this one has loaded or saved."""
+        if self._launch.loaded is None:
+            self.go_on_from(loaded, newest_seen)
 
     def set_before_first_save(self, settings: Mapping[str, Any]) -> bool:
         """Sets ``keep`` and ``abandon_later``, unless this process has prepared or saved. Returns whether they have these values now."""

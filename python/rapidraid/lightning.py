@@ -119,8 +119,9 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
             return
         parts, marks = frozenset(checkpoint), _marks(checkpoint.get("state_dict"))
         if self._last is None or self._last[0] != step:
-            if self._resumed_file is not None and not self.checkpointer.has_saved():
-                self.checkpointer.go_on_from(self._resumed_file, self._resumed_file)
+            resumed = self._resumed_file
+            if resumed is not None and not self.checkpointer.has_saved():
+                self.checkpointer.go_on_from(resumed, resumed)
             if not self.checkpointer.has_saved() and step == self.checkpointer.resumed[0]:
                 self._check_same(step, checkpoint)
             else:
@@ -269,6 +270,8 @@ class RapidraidCheckpointIO(TorchCheckpointIO):
         if found is None:
             log.warning("%s has no step: nothing is restored", self.job)
             return _Nothing({_VERSION: _version()})
+        # A file that was loaded before may have been for `validate` or `test`.
+        self._resumed_file = None
         return cast(dict[str, Any], _to_location(found[1], map_location))
 
     def remove_checkpoint(self, path: _Path) -> None:

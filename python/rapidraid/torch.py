@@ -92,7 +92,7 @@ class _Adapter:
         """The Checkpointer of the job."""
         if self._given is None:
             found = shared_checkpointer(self.name.job, self._settings)
-            found.go_on_from(*self._resumed.get(self.name.job, (None, None)))
+            found.inherit(*self._resumed.get(self.name.job, (None, None)))
             return found
         if self._given.job != self.name.job:
             raise InvalidError(f"checkpoint_id {self.name} with the Checkpointer of {self._given.job}", "use one job")

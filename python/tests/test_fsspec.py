@@ -421,12 +421,12 @@ def test_a_step_without_room_in_memory_is_asked_for_seldom() -> None:
             asked.append(expected)
             return [bytes(end - start) for _, start, end, _ in wanted]
 
-    size = 160 * MIB
-    file = SavedFile(Cluster(skip_instance_cache=True), "job/1/file", size=size, cache_type="none")
+    size = 512 * MIB
+    file = SavedFile(Cluster(skip_instance_cache=True), "job/1/file", block_size=4 * MIB, size=size, cache_type="none")
     for _ in range(size // (4 * MIB)):
         assert len(file.read(4 * MIB)) == 4 * MIB
-    # A sixteenth is 10 MiB: three reads, and the fourth asks.
-    assert len(asked) == 40 and set(asked) == {0, size} and [at for at, expected in enumerate(asked) if expected] == [*range(3, 40, 4)]
+    # A 32nd is 16 MiB: four reads, and the fifth asks.
+    assert len(asked) == 128 and set(asked) == {0, size} and [at for at, expected in enumerate(asked) if expected] == [*range(4, 128, 5)]
 
 
 def test_a_file_system_is_its_settings(cluster: rapidraid.LocalCluster) -> None:

@@ -276,6 +276,17 @@ def test_weights_that_changed_since_the_step_was_saved_are_kept_in_a_file(
     again.save_checkpoint(model.checkpoint(2), paths[4])
     again.teardown()
     assert steps_of(cluster.config, job) == [1, 2]
+    # It goes on from the checkpoint that was loaded last. An earlier load may have been for `validate`.
+    for earlier, later, saved in ((paths[3], paths[4], paths[0]), (paths[4], paths[2], paths[4])):
+        rapidraid._jobs.forget_checkpointers()
+        last = adapter.RapidraidCheckpointIO(job, config=cluster.config)
+        steps = [last.load_checkpoint(path)["global_step"] for path in (earlier, later)]
+        assert steps[0] == steps[1] - 1
+        last.save_checkpoint(model.checkpoint(steps[1] + 1), saved)
+        model.weight.data.add_(1)
+        last.save_checkpoint(model.checkpoint(steps[1] + 1), paths[2])
+        last.teardown()
+    assert steps_of(cluster.config, job) == [3, 4]
 
 
 def test_a_step_that_cannot_be_compared_does_not_lose_the_checkpoint(cluster: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the launches of the tests make of a crash."""
+"""Launches in which a rank crashes."""
 
 from __future__ import annotations
 

@@ -29,6 +29,12 @@ use world::{World, address};
 /// Number of seeds in the suite.
 const SEEDS: u64 = 30;
 
+/// Seeds beyond [`SEEDS`] whose storms have shown a defect.
+///
+/// - 592: a rebuild misses a decided save, and its step is saved again.
+/// - 351517: a receipt of a failed try of an archiving arrives after that of the next try.
+const REGRESSIONS: [u64; 2] = [592, 351517];
+
 /// Runs the storm of a seed. Returns all durable state at its end.
 async fn storm(seed: u64) -> BTreeMap<String, Vec<u8>> {
     let schedule = Schedule::of(seed);
@@ -124,7 +130,8 @@ fn what_was_reported_holds_in_every_storm() {
         Some(seed) => vec![seed],
         None => {
             let from = number("RAPIDRAID_STORM_FROM").unwrap_or(0);
-            (from..from + number("RAPIDRAID_STORM_SEEDS").unwrap_or(SEEDS)).collect()
+            let drawn = from..from + number("RAPIDRAID_STORM_SEEDS").unwrap_or(SEEDS);
+            drawn.chain(REGRESSIONS).collect()
         }
     };
     play_all(&seeds, run);

@@ -11,7 +11,7 @@ use crate::format::records::{
     CommitMark, MAX_RUNS, Record, RemoveReason, Removing, Run, Saved, ShardRoot, ShardState,
     StripeState, Tombstone, roots_hash,
 };
-use crate::id::{Attempt, ClusterId, Generation, Job, NodeId, SaveId, Step};
+use crate::id::{Attempt, ClusterId, Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::wire::calls::{ShardHolding, StripeHolding};
 
 /// The evidence found about one save.
@@ -39,7 +39,7 @@ struct ShardEvidence {
 struct StripeEvidence {
     blocks: BTreeSet<u8>,
     pieces: BTreeMap<Attempt, BTreeSet<u8>>,
-    receipts: BTreeMap<Attempt, (CodeId, Generation, u32)>,
+    receipts: BTreeMap<Attempt, (CodeId, Generation, usize)>,
 }
 
 /// The verdict about a save.
@@ -123,16 +123,10 @@ impl SaveEvidence {
             return;
         }
         let shard = self.shards.entry(held.shard.index()).or_default();
-        let fits = |root: &ShardRoot| root.shard == held.shard && root.save == save;
         if held.root.is_some() || !held.stripes.is_empty() {
             shard.holders.insert(node);
         }
-        if let Some(bytes) = &held.mark
-            && let Ok(mark) = CommitMark::parse(bytes)
-            && mark.cluster == cluster
-            && mark.saved.save == save
-            && fits(&mark.root)
-        {
+        if let Some(mark) = parse_commit_mark(cluster, held) {
             shard.marked.insert(node);
             self.saved = Some((mark.root.job.clone(), mark.root.step, mark.saved));
             // The root in a mark was committed. Leaves may belong to a save that was never
@@ -142,7 +136,7 @@ impl SaveEvidence {
             if held.mark.is_some() {
                 self.damaged_marks.insert(node);
             }
-            if let Some(root) = held.root.as_ref().filter(|root| fits(root))
+            if let Some(root) = held.root.as_ref().filter(|root| is_root_of(root, held.shard))
                 && shard.root.is_none()
             {
                 shard.root = Some(root.clone());
@@ -253,6 +247,18 @@ impl StripeEvidence {
     }
 }
 
+/// Returns the commit mark among the holdings of a shard, if it parses and is of that shard and of
+/// this cluster. Any other mark proves nothing.
+pub fn parse_commit_mark(cluster: ClusterId, held: &ShardHolding) -> Option<CommitMark> {
+    let mark = CommitMark::parse(held.mark.as_ref()?).ok()?;
+    let is_of_save = mark.cluster == cluster && mark.saved.save == held.shard.save();
+    (is_of_save && is_root_of(&mark.root, held.shard)).then_some(mark)
+}
+
+fn is_root_of(root: &ShardRoot, shard: ShardId) -> bool {
+    root.shard == shard && root.save == shard.save()
+}
+
 /// The judgement of a shard: its state, and how reliable that is.
 struct ShardJudgement {
     state: ShardState,
@@ -289,10 +295,10 @@ fn judge_stripes(
     ShardJudgement { state, damaged, is_doubtful }
 }
 
-/// Returns whether a receipt on `nodes` nodes is on at least one of any k nodes. That takes n-k+1
-/// nodes.
-fn is_on_enough_nodes(root: &ShardRoot, nodes: u32) -> bool {
-    nodes as usize > usize::from(root.n) - usize::from(root.k)
+/// Returns whether a receipt or mark on `nodes` nodes of a shard's ring is on at least one of any k of
+/// them. That takes n-k+1 nodes.
+pub fn is_on_enough_nodes(root: &ShardRoot, nodes: usize) -> bool {
+    nodes > usize::from(root.n).saturating_sub(root.k.into())
 }
 
 /// Judges one stripe. Returns its state, and whether enough was found to read it.
@@ -326,7 +332,7 @@ fn judge_stripe(
 mod tests {
     use super::*;
     use crate::format::records::{FIELD_GF8, LAYOUT_STANDARD, RingNode, stripes_root};
-    use crate::id::{Epoch, ShardId};
+    use crate::id::Epoch;
 
     const CLUSTER: ClusterId = ClusterId([1; 16]);
     const SAVE: SaveId = SaveId([7; 12]);

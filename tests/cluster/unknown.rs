@@ -3,14 +3,17 @@
 
 use std::time::Duration;
 
-use rapidraid::client::Client;
-use rapidraid::id::{SaveId, ShardId};
+use rapidraid::client::{Client, SaveOptions};
+use rapidraid::format::records::{CommitMark, Record, Saved, ShardRoot};
+use rapidraid::id::{SaveId, ShardId, Step};
 use rapidraid::net::Role;
 use rapidraid::store::{Disk, RecordScope};
 use rapidraid::wire::calls::RenewLease;
 
 use world::raw::{block_call, finish_block};
-use world::{World, content, read_file, save};
+use world::{CLUSTER, World, content, job, quiet, read_file, restore, save, shard};
+
+use crate::rebuild::{lose_catalogue, rebuild_on, serves};
 
 const BLOCK: u64 = 64 << 10;
 const LEN: usize = 5 * BLOCK as usize - 1000;
@@ -43,6 +46,107 @@ async fn a_save_with_a_commit_mark_that_no_step_has_is_kept_and_named() {
     assert_eq!(notes(&world, &client, 2).await, Vec::<String>::new());
     assert_eq!(world.catalogue_keys("x/"), Vec::<String>::new());
     assert!(!world.files_of(unknown).is_empty(), "it is kept");
+}
+
+/// A rebuild does not read the only node with a commit mark of a save. Then the step is saved again.
+#[tokio::test(start_paused = true)]
+async fn a_save_that_a_rebuild_missed_is_superseded_by_the_next_save_of_its_step() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    save(&world.client_of(1), 1, &[("weights", &content(LEN, 1))]).await;
+    let shown = world.client_of(1).show_step(&job(), Some(Step(1))).await.unwrap();
+    let (missed, scope) = (shown.step.saved.save, RecordScope::Shard(shown.shards[0].0.shard));
+    let is_marked = |index: &usize| {
+        world.nodes[index].store().get_record_file(scope, "commit").unwrap().is_some()
+    };
+    let marked: Vec<usize> = (1..=6).filter(is_marked).collect();
+    let (away, others) = marked.split_last().unwrap();
+    for index in others {
+        world.nodes[index].store().remove_record_file(scope, "commit").unwrap();
+    }
+    world.kill(*away).await;
+    lose_catalogue(&mut world).await;
+    let client = world.client_of(others[0]);
+    let answer = rebuild_on(&client, others[0], false).await.unwrap();
+    assert_eq!((answer.steps, answer.orphans), (0, 1), "{answer:?}");
+    save(&client, 1, &[("weights", &content(LEN, 2))]).await;
+    assert!(!world.files_of(missed).is_empty());
+    world.boot(*away);
+    world.until("the files are gone", || world.files_of(missed).is_empty()).await;
+    world.until("it is forgotten", || world.catalogue_keys("x/").is_empty()).await;
+    world.until("its removal ends", || world.checkpoint(1).removing.is_empty()).await;
+    let (out, _) = restore(&client, 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, 2));
+}
+
+/// The only node that holds anything of a save is away during a rebuild.
+#[tokio::test(start_paused = true)]
+async fn a_save_that_a_returned_node_alone_holds_goes_only_if_its_step_was_saved_since() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    for step in [1, 3] {
+        save(&world.client_of(1), step, &[("weights", &content(LEN, 1))]).await;
+    }
+    let shown = world.client_of(1).show_step(&job(), Some(Step(1))).await.unwrap();
+    let (root, saved) = (shown.shards[0].0.clone(), shown.step.saved.clone());
+    let mark_of = |save: SaveId, step: u64| {
+        let shard = ShardId::new(save, 0);
+        let root = ShardRoot { shard, save, step: Step(step), ..root.clone() };
+        let saved = Saved { save, ..saved.clone() };
+        (shard, CommitMark { cluster: CLUSTER, saved, root }.to_bytes().unwrap())
+    };
+    let saved_since = SaveId([7; 12]);
+    // Step 2 has no other save, and the one of step 3 was committed in the same epoch.
+    let kept = [SaveId([8; 12]), SaveId([9; 12])];
+    for (save, step) in [(saved_since, 1), (kept[0], 2), (kept[1], 3)] {
+        let (shard, mark) = mark_of(save, step);
+        let scope = RecordScope::Shard(shard);
+        world.nodes[&2].store().put_record_file(scope, "commit", &mark).unwrap();
+    }
+    world.kill(2).await;
+    lose_catalogue(&mut world).await;
+    let client = world.client_of(3);
+    rebuild_on(&client, 3, false).await.unwrap();
+    let replace = SaveOptions { replace: true };
+    let named = vec![shard("weights", &content(LEN, 2))];
+    client.save(&job(), Step(1), named, replace, quiet()).await.unwrap();
+    world.boot(2);
+    world.until("its files are gone", || world.files_of(saved_since).is_empty()).await;
+    world.until("its removal ends", || world.checkpoint(1).removing.is_empty()).await;
+    tokio::time::sleep(20 * world.lease).await;
+    let told = notes(&world, &client, 3).await;
+    for save in kept {
+        assert!(!world.files_of(save).is_empty(), "{save} is kept");
+        assert!(told.len() == 1 && told[0].contains(&save.to_string()), "{told:?}");
+    }
+    let (out, _) = restore(&client, 1).await.unwrap();
+    assert!(read_file(&*out, "weights") == content(LEN, 2));
+}
+
+/// A rebuild that accepts losses does without all nodes that have a commit mark of a save.
+#[tokio::test(start_paused = true)]
+async fn a_save_that_was_reported_is_not_superseded_without_a_rebuild() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    save(&world.client_of(1), 1, &[("weights", &content(LEN, 1))]).await;
+    let shown = world.client_of(1).show_step(&job(), Some(Step(1))).await.unwrap();
+    let (reported, scope) = (shown.step.saved.save, RecordScope::Shard(shown.shards[0].0.shard));
+    for index in 1..=3 {
+        world.nodes[&index].store().remove_record_file(scope, "commit").unwrap();
+        world.kill(3 + index).await;
+    }
+    lose_catalogue(&mut world).await;
+    let client = world.client_of(1);
+    let answer = rebuild_on(&client, 1, true).await.unwrap();
+    assert_eq!((answer.steps, answer.orphans), (0, 1), "{answer:?}");
+    (4..=6).for_each(|index| world.boot(index));
+    serves(&world, 1).await;
+    world.until_live(6).await;
+    let marked = (4..=6).filter(|index| {
+        world.nodes[index].store().get_record_file(scope, "commit").unwrap().is_some()
+    });
+    assert_eq!(marked.count(), 3, "one more than n-k");
+    save(&client, 1, &[("weights", &content(LEN, 2))]).await;
+    tokio::time::sleep(20 * world.lease).await;
+    assert!(!world.files_of(reported).is_empty());
+    assert_eq!(world.catalogue_keys("x/").len(), 1);
 }
 
 #[tokio::test(start_paused = true)]

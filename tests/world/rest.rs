@@ -27,7 +27,8 @@ impl World {
         for (key, value) in kv.scan(b"k/a/", None, 1000).unwrap() {
             let key = String::from_utf8_lossy(&key).into_owned();
             let wish: ArchiveRequest = parse_record(&key, &value[8..]).unwrap();
-            left.extend((!rotted || wish.waiting.is_none()).then_some(key));
+            let is_left = !rotted || wish.waiting.is_none();
+            left.extend(is_left.then(|| format!("{key}: {:?}", wish.waiting)));
         }
         for (key, value) in kv.scan(b"k/c/", None, 1000).unwrap() {
             let checkpoint = Checkpoint::parse(&value[8..]).unwrap();

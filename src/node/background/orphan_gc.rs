@@ -9,14 +9,20 @@ use std::time::Duration;
 
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    CHECKPOINTS, JOINT_SAVES, NODES, ORPHANS, SHARD_ROOTS, SHARD_STATES, orphan_key, parse_record,
+    CHECKPOINTS, JOINT_SAVES, NODES, ORPHANS, SHARD_ROOTS, SHARD_STATES, checkpoint_key,
+    orphan_key, parse_record, read_record,
 };
+use crate::catalogue::save_evidence::is_on_enough_nodes;
 use crate::catalogue::{Catalogue, MAX_PAGE};
-use crate::format::records::{Checkpoint, Node as NodeRecord, Record, RemoveReason, Removing};
-use crate::id::{Epoch, Generation, PeerName, SaveId};
+use crate::format::records::{
+    Checkpoint, CommitMark, Node as NodeRecord, Record, RemoveReason, Removing, Saved,
+};
+use crate::id::{Epoch, Generation, Job, PeerName, SaveId, Step, StepRef};
 use crate::node::catalogue_server::cluster_inventory::InventoryReader;
 use crate::node::context::NodeContext;
-use crate::node::gateway::removal::{SaveRemoval, record_removal_history_incomplete};
+use crate::node::gateway::removal::{
+    SaveRemoval, is_superseded, record_removal_history_incomplete,
+};
 use crate::node::retry_schedule::backoff;
 use crate::wire::calls::FindRemovedSaves;
 use crate::wire::{NodeAddress, RemoteError};
@@ -83,6 +89,13 @@ struct StrayKeyScan {
 /// The verdict on a save that no step's record names.
 enum OrphanVerdict {
     Remove(RemoveReason),
+    /// The save was decided, but too few nodes have a commit mark for it to be published. The save
+    /// that is committed as its step now was begun in a later epoch.
+    Supersede {
+        job: Job,
+        step: Step,
+        saved: Saved,
+    },
     Retain(RetainReason),
 }
 
@@ -142,8 +155,9 @@ impl OrphanGc {
     /// A save that no step's record names is an orphan if some node has recorded it as removed. If
     /// all nodes report that they have no commit mark of it, it is an orphan in every epoch after
     /// the first, because a rebuilt catalogue begins without the saves that were never decided. In
-    /// the first epoch nothing explains such a save, and it is kept. No save is removed merely
-    /// because the catalogue does not know it.
+    /// the first epoch nothing explains such a save, and it is kept. A save with commit marks that
+    /// was never published is superseded if its step has a save of a later epoch. No save is
+    /// removed merely because the catalogue does not know it.
     async fn find_and_record_orphans(
         &self,
         catalogue: &dyn Catalogue,
@@ -159,23 +173,29 @@ impl OrphanGc {
         let due = comparison.waiting.iter().filter(|(_, unknown)| unknown.due <= now);
         let due: Vec<SaveId> = due.map(|(save, _)| *save).take(JUDGED_A_ROUND).collect();
         for save in due {
-            let reason = match self.judge_orphan(&storage, save).await {
+            match self.judge_orphan(catalogue, &storage, save).await {
                 OrphanVerdict::Remove(RemoveReason::Aborted) if epoch <= Epoch(1) => {
-                    Err(RetainReason::Unmarked)
+                    self.retain_for_now(save, RetainReason::Unmarked, comparison);
+                    continue;
                 }
-                OrphanVerdict::Remove(reason) => Ok(reason),
-                OrphanVerdict::Retain(why) => Err(why),
-            };
-            match reason {
-                Ok(reason) => {
+                OrphanVerdict::Remove(reason) => {
                     let generation = Generation { epoch, counter: 0 };
                     let bytes = Removing { save, generation, reason }.to_bytes()?;
                     catalogue.compare_and_set(&orphan_key(save), None, Some(bytes)).await?;
-                    comparison.waiting.remove(&save);
-                    self.lock_retained().remove(&save);
                 }
-                Err(why) => self.retain_for_now(save, why, comparison),
+                OrphanVerdict::Supersede { job, step, saved } => {
+                    if !self.try_supersede(catalogue, job.at(step), &saved).await {
+                        self.retain_for_now(save, RetainReason::Marked, comparison);
+                        continue;
+                    }
+                }
+                OrphanVerdict::Retain(why) => {
+                    self.retain_for_now(save, why, comparison);
+                    continue;
+                }
             }
+            comparison.waiting.remove(&save);
+            self.lock_retained().remove(&save);
         }
         Ok(())
     }
@@ -271,8 +291,13 @@ impl OrphanGc {
     }
 
     /// Returns the verdict on a save that no step's record names, from what the storage nodes
-    /// report.
-    async fn judge_orphan(&self, storage_nodes: &[NodeRecord], save: SaveId) -> OrphanVerdict {
+    /// report and, if they have a commit mark of it, from the record of its step.
+    async fn judge_orphan(
+        &self,
+        catalogue: &dyn Catalogue,
+        storage_nodes: &[NodeRecord],
+        save: SaveId,
+    ) -> OrphanVerdict {
         for node in storage_nodes {
             let call = FindRemovedSaves { saves: vec![save] };
             let removed = self.context.caller.call(&NodeAddress::of(node), &call).await;
@@ -280,11 +305,36 @@ impl OrphanGc {
                 return OrphanVerdict::Remove(RemoveReason::Deleted);
             }
         }
-        match self.inventory_reader.is_marked_on_any_of_all(storage_nodes, save).await {
-            Some(true) => OrphanVerdict::Retain(RetainReason::Marked),
-            Some(false) => OrphanVerdict::Remove(RemoveReason::Aborted),
-            None => OrphanVerdict::Retain(RetainReason::NotAllAsked),
+        let marks = self.inventory_reader.fetch_marks_from_all(storage_nodes, save).await;
+        let Some(marks) = marks else { return OrphanVerdict::Retain(RetainReason::NotAllAsked) };
+        if marks.nodes == 0 {
+            return OrphanVerdict::Remove(RemoveReason::Aborted);
         }
+        // A save is published after n-k+1 nodes of each ring have a mark. One with so many marks may
+        // have been reported as saved.
+        if let Some(CommitMark { root, saved, .. }) = marks.good
+            && !is_on_enough_nodes(&root, marks.nodes)
+            && let Ok(Some((checkpoint, _))) =
+                read_record::<Checkpoint>(catalogue, &checkpoint_key(root.job.at(root.step))).await
+            && is_superseded(&checkpoint, &saved)
+        {
+            return OrphanVerdict::Supersede { job: root.job, step: root.step, saved };
+        }
+        OrphanVerdict::Retain(RetainReason::Marked)
+    }
+
+    /// Moves a superseded save to the removals of its step. Returns whether it is one of them now.
+    async fn try_supersede(
+        &self,
+        catalogue: &dyn Catalogue,
+        step_ref: StepRef<'_>,
+        saved: &Saved,
+    ) -> bool {
+        let superseded = self.removal.supersede_orphan(catalogue, step_ref, saved).await;
+        superseded.unwrap_or_else(|error| {
+            tracing::warn!(step = %step_ref, save = %saved.save, %error, "failed to record that a save is superseded; retrying");
+            false
+        })
     }
 
     /// Continues the removal of all orphans, as far as possible now. An orphan stays on the list
@@ -298,8 +348,15 @@ impl OrphanGc {
             // The absence of marks is evidence only if all nodes have reported it. A node's record
             // that the save was removed always is evidence.
             if removing.reason == RemoveReason::Aborted {
-                match self.judge_orphan(&storage, removing.save).await {
+                match self.judge_orphan(catalogue, &storage, removing.save).await {
                     OrphanVerdict::Remove(reason) => removing.reason = reason,
+                    OrphanVerdict::Supersede { job, step, saved } => {
+                        if self.try_supersede(catalogue, job.at(step), &saved).await {
+                            catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
+                            self.lock_retained().remove(&removing.save);
+                        }
+                        continue;
+                    }
                     OrphanVerdict::Retain(why) => {
                         tracing::info!(save = %removing.save, %why, "an orphan is kept");
                         self.lock_retained().insert(removing.save, why);

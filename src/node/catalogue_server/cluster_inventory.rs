@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 
-use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict};
-use crate::format::records::{Node as NodeRecord, RemoveReason, Removing, Saved, ShardRoot};
+use crate::catalogue::save_evidence::{Committed, SaveEvidence, Verdict, parse_commit_mark};
+use crate::format::records::{
+    CommitMark, Node as NodeRecord, RemoveReason, Removing, Saved, ShardRoot,
+};
 use crate::id::{Generation, Job, NodeId, SaveId, ShardId, Step};
 use crate::net::call::address;
 use crate::node::context::NodeContext;
@@ -245,20 +247,36 @@ impl InventoryReader {
         }
     }
 
-    /// Returns whether any of `nodes` has a commit mark of `save`, or `None` if not all of them
-    /// answer.
-    pub(in crate::node) async fn is_marked_on_any_of_all(
+    /// Returns the commit marks of `save` on `nodes`, or `None` if not all of them answer.
+    pub(in crate::node) async fn fetch_marks_from_all(
         &self,
         nodes: &[NodeRecord],
         save: SaveId,
-    ) -> Option<bool> {
+    ) -> Option<SaveMarks> {
+        let cluster = self.context.settings.cluster;
         let asks = nodes.iter().map(|node| async move {
-            let mut is_marked = false;
-            let read = |held: &ShardHolding| is_marked |= held.mark.is_some();
+            let (mut is_marked, mut mark) = (false, None);
+            let read = |held: &ShardHolding| {
+                is_marked |= held.mark.is_some();
+                mark = mark.take().or_else(|| parse_commit_mark(cluster, held));
+            };
             self.for_each_holding(node, save, read).await?;
-            Ok::<_, RemoteError>(is_marked)
+            Ok::<_, RemoteError>((is_marked, mark))
         });
-        let answers = try_join_all(asks).await.ok()?;
-        Some(answers.into_iter().any(|marked| marked))
+        let mut marks = SaveMarks::default();
+        for (is_marked, mark) in try_join_all(asks).await.ok()? {
+            marks.nodes += usize::from(is_marked);
+            marks.good = marks.good.or(mark);
+        }
+        Some(marks)
     }
+}
+
+/// The commit marks of one save on some nodes.
+#[derive(Debug, Default)]
+pub(in crate::node) struct SaveMarks {
+    /// Number of nodes with a mark, even one that does not parse.
+    pub nodes: usize,
+    /// One of the marks that parse.
+    pub good: Option<CommitMark>,
 }

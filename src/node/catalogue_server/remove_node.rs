@@ -293,8 +293,8 @@ impl NodeRemoval {
             let (mut unmarked, mut silent) = (0, Vec::new());
             for view in &others {
                 let one = std::slice::from_ref(&view.node);
-                match self.inventory_reader.is_marked_on_any_of_all(one, save).await {
-                    Some(is_marked) => unmarked += usize::from(!is_marked),
+                match self.inventory_reader.fetch_marks_from_all(one, save).await {
+                    Some(marks) => unmarked += usize::from(marks.nodes == 0),
                     None => silent.push(view.node.name.as_str()),
                 }
             }

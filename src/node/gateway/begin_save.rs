@@ -24,7 +24,7 @@ use crate::wire::RemoteError;
 use crate::wire::calls::{BeginLaunchSave, BeginSave, BeginSaveAnswer};
 
 /// Maximum number of pending removals of one step.
-const MAX_REMOVING: usize = 128;
+pub(super) const MAX_REMOVING: usize = 128;
 
 /// The fate of the save that was under way for a step when another save of that step begins.
 pub(super) enum EarlierSave {

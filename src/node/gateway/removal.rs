@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
 
+use super::begin_save::MAX_REMOVING;
 use super::error::GatewayError;
 use super::launches::require_newest;
 use crate::catalogue::key_scan::KeyScan;
@@ -18,7 +19,7 @@ use crate::catalogue::record_access::{
 };
 use crate::catalogue::{Catalogue, Guard, SetOutcome};
 use crate::format::records::{
-    Checkpoint, Record, RemoveReason, Removing, ShardRoot, ShardState, StepLabels, Tombstone,
+    Checkpoint, Record, RemoveReason, Removing, Saved, ShardRoot, ShardState, StepLabels, Tombstone,
 };
 use crate::id::{Generation, Job, LaunchId, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
 use crate::net::call::address;
@@ -170,6 +171,30 @@ impl SaveRemoval {
     ) -> Result<bool, RemoteError> {
         let answer = self.fence_and_purge_save(&format!("save {}", entry.save), entry).await?;
         Ok(answer.waiting.is_empty())
+    }
+
+    /// Puts a decided save that no step's record names first among the removals of its step, if
+    /// [`is_superseded`]. Returns whether it is one of them now.
+    pub(in crate::node) async fn supersede_orphan(
+        &self,
+        catalogue: &dyn Catalogue,
+        step_ref: StepRef<'_>,
+        orphan: &Saved,
+    ) -> Result<bool, RemoteError> {
+        let &Saved { save, generation, .. } = orphan;
+        let entry = Removing { save, generation, reason: RemoveReason::Superseded };
+        let change = |mut checkpoint: Checkpoint| -> Result<Option<Checkpoint>, RemoteError> {
+            let is_full = checkpoint.removing.len() >= MAX_REMOVING;
+            if is_full || !is_superseded(&checkpoint, orphan) || names(&checkpoint, save) {
+                return Ok(None);
+            }
+            // Each removal puts the tombstones of those before it. So the removal of a newer save
+            // that begins from now on puts those of this one, too.
+            checkpoint.removing.insert(0, entry.clone());
+            Ok(Some(checkpoint))
+        };
+        let record = update_record(catalogue, &checkpoint_key(step_ref), change).await?;
+        Ok(record.removing.contains(&entry))
     }
 
     /// Returns the earlier committed saves of the step that are being removed too, oldest first.
@@ -377,6 +402,21 @@ fn move_to_removing(
     let entry = Removing { save, generation: saved.generation, reason };
     checkpoint.removing.push(entry.clone());
     (UnpublishOutcome::Removing(entry), true)
+}
+
+/// Returns whether the committed save of the step was begun in a later epoch than `orphan`.
+/// Generations of one epoch are not compared: an old copy of the catalogue may have given one of
+/// them to two saves.
+pub(in crate::node) fn is_superseded(checkpoint: &Checkpoint, orphan: &Saved) -> bool {
+    let committed = checkpoint.committed.as_ref();
+    committed.is_some_and(|saved| saved.generation.epoch > orphan.generation.epoch)
+}
+
+/// Returns whether the record of a step names the save.
+fn names(checkpoint: &Checkpoint, save: SaveId) -> bool {
+    checkpoint.removing.iter().any(|removing| removing.save == save)
+        || checkpoint.committed.as_ref().is_some_and(|saved| saved.save == save)
+        || checkpoint.writing.as_ref().is_some_and(|writing| writing.save() == save)
 }
 
 /// Records that the catalogue no longer knows every removal. Nodes that catch up from now on ask

@@ -182,7 +182,7 @@ impl<'a> StripeArchiving<'a> {
         let started_at = clock.now();
         let proven = self.reuse_or_run_plan(&plan, &orders, generation, reuse).await?;
         let proven_at = clock.now();
-        let receipt = self.put_above_others(proven.receipt.clone()).await;
+        let receipt = self.put_above_others(proven.receipt.clone(), reuse).await;
         let proven = ProvenPieces { receipt, ..proven };
         self.stripe.put_receipts(&orders, &proven.receipt).await?;
         let archived =
@@ -208,10 +208,16 @@ impl<'a> StripeArchiving<'a> {
         Ok(())
     }
 
-    /// Returns the receipt with an order that nodes with another receipt of the attempt accept.
-    /// Nodes have another receipt only if an earlier owner began the attempt.
-    async fn put_above_others(&self, receipt: Receipt) -> Receipt {
+    /// Returns the receipt with an order that nodes with another receipt of the attempt accept. Such
+    /// nodes exist only if an earlier owner, or an earlier try of this one, began the attempt.
+    ///
+    /// A request of an earlier try may still arrive, and nodes accept it, because it is of the same
+    /// owner. So the receipt of a later try has a greater order than that of the first.
+    async fn put_above_others(&self, receipt: Receipt, reuse: ReceiptReuse) -> Receipt {
         let owner = self.stripe.shard.generation;
+        if reuse == ReceiptReuse::Forbidden {
+            return Receipt { order: owner, ..receipt };
+        }
         if receipt.generation == owner {
             return receipt;
         }

@@ -7,15 +7,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use rapidraid::format::records::{Leaves, MAX_RING, Record, StripeRecord};
-use rapidraid::id::{NodeId, Step, StripeId};
+use rapidraid::id::{Generation, NodeId, Step, StripeId};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::{Connection, RecvStream, Role, SendStream};
 use rapidraid::node::Node;
 use rapidraid::store::RecordScope;
 use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
-    ArchiveOptions, GetRecord, Hello, ListFiles, PlanChoice, PutBlock, PutRecord, ReadFile,
-    ReadFileAnswer, RecordName,
+    ArchiveOptions, GetRecord, Hello, ListFiles, PlanChoice, PutBlock, PutReceipt, PutRecord,
+    ReadFile, ReadFileAnswer, RecordName,
 };
 use tokio::time::Instant;
 
@@ -210,6 +210,28 @@ async fn requests_that_are_announced_and_not_sent_hold_up_only_their_sender() {
     let requests = || world.nodes[&2].used_memory_by_share()[4];
     world.until("a request has memory", || requests() != 0).await;
     assert_answers_promptly(&other, &to).await;
+    drop(open);
+    world.assert_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn long_requests_that_are_announced_and_not_sent_hold_up_only_their_connection() {
+    let world = World::with_memory(4, &[(4, 2)], 64 << 10, 256 << 20).await;
+    let (silent, other) = (world.voice(Role::Client, "silent"), world.voice(Role::Node, "other"));
+    let to = world.node_address(2);
+    // Four of them would take all of the memory share for long requests.
+    let open = announce_requests(&*silent.connection(&to).await, 8, 4 << 20).await;
+    let reserved = || world.nodes[&2].used_memory_by_share()[3];
+    world.until("a request has memory", || reserved() != 0).await;
+    let began = Instant::now();
+    let long = PutReceipt {
+        bytes: vec![0; 1 << 20],
+        owner: Generation::default(),
+        coordinator: NodeId(1),
+    };
+    let refused = other.ask(&to, &long).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     drop(open);
     world.assert_idle().await;
 }

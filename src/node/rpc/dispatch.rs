@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use super::error::RpcError;
+use crate::budget::Budget;
 use crate::clock::deadline;
 use crate::kind::ErrorKind;
 use crate::net::frame::FramedRecv;
@@ -55,13 +56,33 @@ const LONG_CALLS: &[u8] = &[
 ];
 /// Maximum number of concurrent calls on one connection.
 const CALLS_AT_ONCE: usize = 256;
-/// One connection can reserve this fraction (1/8) of the memory for short requests for requests that
-/// have not arrived yet. A peer that announces requests and does not send them must not take the
-/// memory of all other peers.
+/// Before its requests have arrived, one connection can reserve this fraction (1/8) of the memory
+/// share for short requests and of the one for long requests, and always the memory of one request
+/// of each kind. A connection that announces requests and does not send them must not take the
+/// memory of all others.
 const UNSENT_PART: u64 = 8;
 /// How long the connection of a client stays open without a call; it is closed after twice this time
 /// at the latest. Clients connect again by themselves, and the number of connections is limited.
 const CLIENT_IDLE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Permits of one connection to reserve memory for requests that have not arrived yet.
+struct UnsentRequests {
+    short: Semaphore,
+    long: Semaphore,
+}
+
+impl UnsentRequests {
+    fn new(budgets: &Budgets) -> Self {
+        let part = |share: &Budget, request_bytes: usize| {
+            let requests = share.total_bytes() / request_bytes as u64 / UNSENT_PART;
+            Semaphore::new(requests.max(1) as usize)
+        };
+        Self {
+            short: part(&budgets.requests, SHORT_REQUEST_BYTES),
+            long: part(&budgets.control, MAX_FRAME_BYTES),
+        }
+    }
+}
 
 /// The service that accepts connections and dispatches calls to the other services.
 pub(in crate::node) struct RpcServer {
@@ -99,8 +120,7 @@ impl RpcServer {
         let peer = connection.peer().clone();
         tracing::debug!(%peer, "connected");
         let slots = Arc::new(Semaphore::new(CALLS_AT_ONCE));
-        let unsent = self.budgets.requests.total_bytes() / SHORT_REQUEST_BYTES as u64 / UNSENT_PART;
-        let unsent = Arc::new(Semaphore::new(unsent.max(1) as usize));
+        let unsent = Arc::new(UnsentRequests::new(&self.budgets));
         loop {
             // A call that begins after this ends this pass of the loop.
             let is_idle = peer.role == Role::Client && slots.available_permits() == CALLS_AT_ONCE;
@@ -167,7 +187,7 @@ impl RpcServer {
     }
 
     /// Reads a request, checks the caller's permission and dispatches the call.
-    async fn serve_call(self: &Arc<Self>, mut served: IncomingCall, unsent: &Semaphore) {
+    async fn serve_call(self: &Arc<Self>, mut served: IncomingCall, unsent: &UnsentRequests) {
         let read = self.read_request(&mut served.recv, unsent);
         let read = deadline(&*self.context.clock, REQUEST_LIMIT, read).await;
         let request = match read {
@@ -204,18 +224,21 @@ impl RpcServer {
 
     /// Reads a request. Returns `None` if the stream ended before one. Memory is reserved before
     /// the bytes are read, so long requests wait for each other instead of taking more memory, and
-    /// short ones do not wait for long ones. `unsent` bounds the short requests of the connection
-    /// that have memory and have not arrived yet.
+    /// short ones do not wait for long ones. `unsent` bounds the requests of the connection that
+    /// have memory and have not arrived yet.
     async fn read_request(
         &self,
         recv: &mut FramedRecv,
-        unsent: &Semaphore,
+        unsent: &UnsentRequests,
     ) -> Result<Option<Request>, NetError> {
         let Some(len_bytes) = recv.frame_len(MAX_FRAME_BYTES).await? else { return Ok(None) };
         let is_short = len_bytes <= SHORT_REQUEST_BYTES;
-        let share = if is_short { &self.budgets.requests } else { &self.budgets.control };
+        let (share, unsent) = match is_short {
+            true => (&self.budgets.requests, &unsent.short),
+            false => (&self.budgets.control, &unsent.long),
+        };
         // The semaphore is never closed.
-        let _unsent = if is_short { unsent.acquire().await.ok() } else { None };
+        let _unsent = unsent.acquire().await.ok();
         let memory = share.reserve(len_bytes as u64).await;
         let memory = memory.map_err(|_| NetError::FrameTooLong {
             len_bytes: len_bytes as u64,

@@ -48,7 +48,7 @@ class Loads:
             step = self._choose_together(step, offline, limit)
             if step is None:
                 return None
-            # A load uses the part of the step in this host's memory only if it begins with the table.
+            # Only a load that begins with the table uses this host's memory without copying it.
             table_first = True
 
         def load(reader: Reader) -> tuple[int, int | None, str | None]:

@@ -1,5 +1,5 @@
-//! Two hosts load a step by ranges: each takes its own part from memory as long as it is there and
-//! intact, and the rest from the cluster.
+//! Two hosts load a step, by ranges or as a whole: each takes its own part from memory as long as it
+//! is there and intact, and the rest from the cluster.
 
 use rapidraid::entropy::{Entropy, SystemEntropy};
 use rapidraid::id::LaunchId;
@@ -17,6 +17,7 @@ pub const CELLS: &[Cell] = cells![
     a_damaged_part_is_read_from_the_cluster,
     a_part_that_another_rank_has_given_up_is_read_from_the_cluster,
     a_part_that_is_not_the_committed_one_is_not_used,
+    the_own_part_of_a_whole_step_is_copied_from_memory,
 ];
 
 /// Two hosts that have committed step 10, and whose trainers have ended.
@@ -33,9 +34,13 @@ fn share_read(found: &Value) -> f64 {
 
 impl<'a> Play<'a> {
     fn begin(cluster: &'a Cluster, job: &'a str) -> Self {
+        Self::begin_with(cluster, Plan::new(job, RANKS_PER_HOST), job)
+    }
+
+    fn begin_with(cluster: &'a Cluster, plan: Plan, job: &'a str) -> Self {
         let stages: Vec<_> = (0..2).map(|_| Stage::start(cluster, "64MiB", &[])).collect();
         let all: Vec<_> = stages.iter().collect();
-        let mut joint = Joint::start(&all, &Plan::new(job, RANKS_PER_HOST));
+        let mut joint = Joint::start(&all, &plan);
         joint.prepare(None);
         let fills = by_rank(&joint.save(0..2, 10));
         joint.wait(10);
@@ -60,10 +65,20 @@ impl<'a> Play<'a> {
         segments.for_each(|id| stage.flip(&stage.segment(id), HEADER_BYTES + 100));
     }
 
-    /// Loads step 10 on a host, and checks every byte.
+    /// Loads step 10 by ranges on a host, and checks every byte.
     fn load(&self, host: usize) -> Told {
-        let order = self.order("load");
-        let found = Trainer::start(&self.stages[host].dir(), None).ask(&order)?;
+        self.load_by(&self.order("load"), host)
+    }
+
+    /// Loads the whole step 10 on a host, and checks every byte.
+    fn load_whole(&self, host: usize) -> Told {
+        let mut order = self.order("load");
+        order["table_first"] = json!(false);
+        self.load_by(&order, host)
+    }
+
+    fn load_by(&self, order: &Value, host: usize) -> Told {
+        let found = Trainer::start(&self.stages[host].dir(), None).ask(order)?;
         assert_eq!((&found["step"], &found["fills"]), (&json!(10), &self.fills));
         Ok(found)
     }
@@ -129,5 +144,23 @@ fn a_part_that_is_not_the_committed_one_is_not_used(cluster: &Cluster, job: &str
     joint.wait(10);
     joint.parts.iter_mut().for_each(Launch::kill);
     (0..2).for_each(|host| play.assert_reads_the_other_half(host));
+    play.stages.iter().for_each(Stage::assert_sound);
+}
+
+fn the_own_part_of_a_whole_step_is_copied_from_memory(cluster: &Cluster, job: &str) {
+    // Each rank has 5 MiB of the shared tensor.
+    let plan = Plan { rows: 5 << 14, ..Plan::new(job, RANKS_PER_HOST) };
+    let mut play = Play::begin_with(cluster, plan, job);
+    play.load_whole(1).unwrap();
+    play.damage(0);
+    // A reader that belongs to no launch leaves memory to the trainers.
+    let mut order = play.order("load");
+    (order["table_first"], order["launch"], order["number"]) =
+        (json!(false), Value::Null, Value::Null);
+    play.load_by(&order, 0).unwrap();
+    play.stages[0].restart();
+    // Damage shows that the bytes come from memory. The next load reads them from the cluster.
+    play.load_whole(0).unwrap_err().says("Corrupt", &["damaged"]);
+    play.load_whole(0).unwrap();
     play.stages.iter().for_each(Stage::assert_sound);
 }

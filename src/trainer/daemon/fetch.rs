@@ -1,6 +1,6 @@
 //! Loads from the cluster: the shards of a step are read once, in order, into files of the staging
-//! folder, which readers use like segments. For a load by ranges ([`super::ranges`]) this module
-//! reads only the table.
+//! folder, which readers use like segments. What this host's memory has of the step is copied from
+//! there. For a load by ranges ([`super::ranges`]) this module reads only the table.
 #![allow(clippy::disallowed_methods)] // shared memory lies outside any store
 
 use std::collections::BTreeMap;
@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::core::StepKey;
+use super::held_part::{HeldPart, find_missing_ranges};
 use super::tables::{TablesError, merge_tables, range_of_footer, range_of_table, read_tables};
 use super::trace::{StagingPoint, trace_point};
 use super::{StagingDaemon, lock};
@@ -99,6 +101,26 @@ pub struct Fetched {
     pub table: Table,
     /// The files of the shards, with the part that each holds. Empty if only the table was read.
     pub files: Vec<(PathBuf, Part)>,
+    /// The copy of this host's memory in the files, if there is one.
+    pub copied: Option<Copied>,
+}
+
+/// A copy of this host's memory in the files of a fetch.
+pub struct Copied {
+    /// The step in memory.
+    pub from: StepKey,
+    /// The id of this copy. Another copy of the same bytes may be damaged.
+    pub id: SegmentId,
+}
+
+/// Whether a fetch may copy from this host's memory. A segment that is being copied cannot be filled
+/// again, so only the ranks of a launch may delay its trainers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryUse {
+    /// What memory has is copied from there.
+    Allowed,
+    /// Everything is read from the cluster.
+    Forbidden,
 }
 
 impl Drop for Fetched {
@@ -155,7 +177,7 @@ impl Fetch {
 }
 
 /// A sink that writes a shard to its file.
-struct FileSink(File);
+struct FileSink(Arc<File>);
 
 impl Sink for FileSink {
     fn write_at(&self, shard_offset: u64, bytes: &[u8]) -> io::Result<()> {
@@ -196,6 +218,7 @@ impl StagingDaemon {
         step: Step,
         save: SaveId,
         scope: FetchScope,
+        memory_use: MemoryUse,
     ) -> Result<Arc<Fetch>, Failure> {
         let known = |fetches: &Fetches, save: SaveId| {
             let found = fetches.get(&(job.clone(), step, save, scope)).cloned()?;
@@ -236,7 +259,7 @@ impl StagingDaemon {
         trace_point(StagingPoint::Fetching, job, step);
         let (daemon, job, running) = (self.clone(), job.clone(), fetch.clone());
         self.settings.background.spawn(async move {
-            let end = daemon.read_step(&job, &shown, &running).await;
+            let end = daemon.read_step(&job, &shown, &running, memory_use).await;
             if end.is_err() {
                 running.total_bytes.store(0, Ordering::Relaxed);
             }
@@ -333,6 +356,7 @@ impl StagingDaemon {
         job: &Job,
         shown: &CommittedStep,
         fetch: &Arc<Fetch>,
+        memory_use: MemoryUse,
     ) -> Result<Fetched, FetchFailure> {
         let step = fetch.step;
         let Some(shards) = data_shards(shown) else {
@@ -347,20 +371,23 @@ impl StagingDaemon {
             shards,
             table: Table::default(),
             files: Vec::new(),
+            copied: None,
         };
         let tables = match fetch.scope {
-            FetchScope::Whole => self.read_shards(&mut fetched, fetch).await?,
+            FetchScope::Whole => self.read_shards(&mut fetched, fetch, memory_use).await?,
             FetchScope::Table => self.read_tables(&fetched).await?,
         };
         fetched.table = merge_tables(&tables).map_err(|error| bad_index(&fetched, &error))?;
         Ok(fetched)
     }
 
-    /// Reads all data shards, in order, into files. Returns their tables.
+    /// Reads all data shards into files, in order. Long ranges that this host's memory has may be
+    /// copied from there. Returns the tables of the shards.
     async fn read_shards(
         self: &Arc<Self>,
         fetched: &mut Fetched,
         fetch: &Arc<Fetch>,
+        memory_use: MemoryUse,
     ) -> Result<Vec<Table>, FetchFailure> {
         let step = fetched.step;
         let len_bytes = fetched.shards.iter().fold(0u64, |sum, shard| sum.saturating_add(shard.1));
@@ -373,8 +400,8 @@ impl StagingDaemon {
             let message = format!("memory for step {step}: {error}");
             FetchFailure::NoRoom(Failure::new(ErrorKind::Busy, message, hint))
         };
-        let mut ranges = Vec::with_capacity(fetched.shards.len());
-        for (number, (name, bytes)) in (0..).zip(fetched.shards.clone()) {
+        let mut files = Vec::with_capacity(fetched.shards.len());
+        for (number, (_, bytes)) in (0..).zip(fetched.shards.clone()) {
             let path = self.folder.fetched_path(SegmentId(self.entropy.id()));
             let mut options = OpenOptions::new();
             options.read(true).write(true).create_new(true).mode(0o600);
@@ -390,14 +417,52 @@ impl StagingDaemon {
             };
             fetched.files.push((path, part));
             mapping::reserve(&file, bytes, || Ok(())).map_err(io_failed)?;
-            ranges.push(ReadRange { shard: name, range: 0..bytes, sink: Arc::new(FileSink(file)) });
+            files.push(Arc::new(file));
         }
-        let watched = fetch.clone();
+        let held = match memory_use {
+            MemoryUse::Allowed => self.find_part_to_copy(fetched).await,
+            MemoryUse::Forbidden => None,
+        };
+        let copied_ranges = |number: u32| match &held {
+            Some((part, _)) => part.copied_ranges(number),
+            None => Vec::new(),
+        };
+        let (mut ranges, mut in_memory) = (Vec::new(), Vec::new());
+        for (number, ((shard, bytes), file)) in (0..).zip(fetched.shards.iter().zip(&files)) {
+            let sink: Arc<dyn Sink> = Arc::new(FileSink(file.clone()));
+            let read = |range| ReadRange { shard: shard.clone(), range, sink: sink.clone() };
+            let copied = copied_ranges(number);
+            ranges.extend(find_missing_ranges(*bytes, &copied).into_iter().map(&read));
+            in_memory.extend(copied.into_iter().map(&read));
+        }
+        let copied_bytes = Arc::new(AtomicU64::new(0));
+        let (watched, beside) = (fetch.clone(), copied_bytes.clone());
         let progress = Arc::new(move |progress: Progress| {
-            watched.done_bytes.store(progress.done_bytes, Ordering::Relaxed);
+            let done_bytes = progress.done_bytes + beside.load(Ordering::Relaxed);
+            watched.done_bytes.store(done_bytes, Ordering::Relaxed);
         });
-        let read = self.client.read_ranges(&fetched.job, Some(step), &ranges, progress).await;
+        let job = fetched.job.clone();
+        let read = self.client.read_ranges(&job, Some(step), &ranges, progress);
+        let copy = async {
+            match &held {
+                Some((part, _)) => self.copy_held_part(part, &files, &copied_bytes).await,
+                None => Ok(()),
+            }
+        };
+        let (read, copy) = tokio::join!(read, copy);
         read.map_err(|error| failed(step, &error))?;
+        if let Err(error) = copy {
+            tracing::warn!(%job, %step, %error, "this host's memory of a step could not be copied: it is read from the cluster");
+            let read =
+                self.client.read_ranges(&job, Some(step), &in_memory, Arc::new(|_| ())).await;
+            read.map_err(|error| failed(step, &error))?;
+        } else if let Some((part, tables)) = held {
+            let bytes = copied_bytes.load(Ordering::Relaxed);
+            tracing::info!(%job, %step, bytes, "copied a part of a step from this host's memory");
+            fetched.copied =
+                Some(Copied { from: part.key.clone(), id: SegmentId(self.entropy.id()) });
+            return Ok(tables);
+        }
         let table = |(path, part): &(PathBuf, Part)| -> Result<Table, FetchFailure> {
             let file = File::open(path).map_err(io_failed)?;
             let read = |range: Range<u64>| {
@@ -411,6 +476,35 @@ impl StagingDaemon {
             Ok(Table::parse(&read(range)?).map_err(|error| bad_index(fetched, &error))?)
         };
         fetched.files.iter().map(table).collect()
+    }
+
+    /// Returns the part of a step that this host's memory has, and the tables of the step. Returns
+    /// `None` if memory has nothing of it, or if the tables cannot be read: the read of the shards
+    /// then says why.
+    async fn find_part_to_copy(
+        self: &Arc<Self>,
+        fetched: &Fetched,
+    ) -> Option<(Arc<HeldPart>, Vec<Table>)> {
+        let (job, step, save) = (&fetched.job, fetched.step, fetched.save);
+        self.with(|core| core.find_committed_part(job, step, save))?;
+        let tables = self.read_tables(fetched).await.ok()?;
+        let with_table = Fetched {
+            job: job.clone(),
+            step,
+            save,
+            shards: fetched.shards.clone(),
+            table: merge_tables(&tables).ok()?,
+            files: Vec::new(),
+            copied: None,
+        };
+        let part = self.find_held_part(&Arc::new(with_table)).await?;
+        // A table that names bytes behind the end of a shard would make the files longer.
+        let is_inside = |(_, range): &(SegmentId, Part)| {
+            let shard = fetched.shards.get(range.shard as usize);
+            let end = range.shard_offset.checked_add(range.len_bytes);
+            shard.is_some_and(|(_, bytes)| end.is_some_and(|end| end <= *bytes))
+        };
+        part.ranges.iter().all(is_inside).then_some((part, tables))
     }
 
     /// Reads only the tables at the end of the shards. Returns them.

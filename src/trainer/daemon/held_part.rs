@@ -1,7 +1,14 @@
-//! The part of a committed step that is still in this host's memory. A load by ranges takes it from
-//! there, and only the rest from the cluster.
+//! The part of a committed step that is still in this host's memory. A load takes it from there, and
+//! only the rest from the cluster: a load by ranges maps the segments, and a fetch of the whole step
+//! copies from them.
+#![allow(clippy::disallowed_methods)] // shared memory lies outside any store
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use super::StagingDaemon;
@@ -17,6 +24,12 @@ use crate::trainer::segment::HEADER_BYTES;
 /// Maximum number of ranges of a step's shards that are taken from memory. The others are read from
 /// the cluster.
 const MAX_HELD_RANGES: usize = 1024;
+/// The number of bytes that are copied from a segment at a time.
+const COPIED_AT_ONCE: usize = 1 << 20;
+/// Minimum length of a range that is copied from memory into the file of a whole shard.
+const MIN_COPIED_BYTES: u64 = 4 << 20;
+/// Maximum number of bytes that one job of the workers copies, so that other jobs have their turn.
+const COPIED_BY_ONE_JOB: u64 = 256 << 20;
 
 /// The part of a step that is in this host's segments. The segments keep it as long as this value
 /// lives.
@@ -26,6 +39,23 @@ pub struct HeldPart {
     /// The ranges of the step's shards, in their order, each with the segment that has its bytes.
     pub ranges: Vec<(SegmentId, Part)>,
     _holds: Vec<Hold>,
+}
+
+impl HeldPart {
+    /// Returns the ranges that are long enough to be copied. A short range would cut a read from the
+    /// cluster in two, and blocks that both halves touch would be read twice.
+    fn long_ranges(&self) -> impl Iterator<Item = &(SegmentId, Part)> {
+        self.ranges.iter().filter(|(_, range)| range.len_bytes >= MIN_COPIED_BYTES)
+    }
+
+    /// Returns the ranges of a data shard that are copied from memory, in order of their starts.
+    pub fn copied_ranges(&self, shard: u32) -> Vec<Range<u64>> {
+        let ranges = self.long_ranges().filter(|(_, range)| range.shard == shard);
+        let range = |part: &Part| part.shard_offset..part.shard_offset + part.len_bytes;
+        let mut ranges: Vec<_> = ranges.map(|(_, part)| range(part)).collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        ranges
+    }
 }
 
 /// The held parts that loads use now, by save. The ranks of a launch share them.
@@ -59,6 +89,31 @@ impl StagingDaemon {
         Some(part)
     }
 
+    /// Copies the long ranges of a part into `files`, one for each data shard, and adds their bytes
+    /// to `copied_bytes`. The bytes are not verified here; the readers of the files verify them.
+    pub(super) async fn copy_held_part(
+        self: &Arc<Self>,
+        part: &Arc<HeldPart>,
+        files: &[Arc<File>],
+        copied_bytes: &AtomicU64,
+    ) -> io::Result<()> {
+        for (segment, range) in part.long_ranges() {
+            let from = self.folder.open_segment(*segment).map_err(io::Error::other)?;
+            let to = files.get(range.shard as usize).ok_or(io::ErrorKind::NotFound)?;
+            let mut at = 0;
+            while at < range.len_bytes {
+                let (from, to) = (from.try_clone()?, to.clone());
+                let len_bytes = (range.len_bytes - at).min(COPIED_BY_ONE_JOB);
+                let (source, target) = (range.file_offset + at, range.shard_offset + at);
+                let copy = move || copy_range((&from, source), (&to, target), len_bytes);
+                self.workers.run(copy).await.map_err(io::Error::other)??;
+                at += len_bytes;
+                copied_bytes.fetch_add(len_bytes, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
     /// Returns a committed step in memory with its hashes, or `None` if they are missing.
     fn assemble_committed(self: &Arc<Self>, key: &StepKey) -> Option<Assembled> {
         let segments = self.with(|core| core.hold_step(key))?;
@@ -66,6 +121,36 @@ impl StagingDaemon {
         step.table = self.stored_hashes(key, &step.table).ok()??;
         Some(step)
     }
+}
+
+/// Copies bytes between two places, each a file and an offset.
+fn copy_range(from: (&File, u64), to: (&File, u64), len_bytes: u64) -> io::Result<()> {
+    let mut buffer = vec![0; COPIED_AT_ONCE];
+    let mut at = 0;
+    while at < len_bytes {
+        let count = (len_bytes - at).min(COPIED_AT_ONCE as u64);
+        let bytes = buffer.get_mut(..count as usize).ok_or(io::ErrorKind::InvalidInput)?;
+        from.0.read_exact_at(bytes, from.1 + at)?;
+        to.0.write_all_at(bytes, to.1 + at)?;
+        at += count;
+    }
+    Ok(())
+}
+
+/// Returns the ranges of a shard of `len_bytes` bytes that are not in `copied`, whose ranges are in
+/// order.
+pub fn find_missing_ranges(len_bytes: u64, copied: &[Range<u64>]) -> Vec<Range<u64>> {
+    let (mut missing, mut at) = (Vec::new(), 0);
+    for range in copied {
+        if at < range.start {
+            missing.push(at..range.start);
+        }
+        at = at.max(range.end);
+    }
+    if at < len_bytes {
+        missing.push(at..len_bytes);
+    }
+    missing
 }
 
 /// Returns ranges of `table` whose extents are in memory. Extents with equal hashes are equal.
@@ -183,6 +268,14 @@ mod tests {
             (segment.0[0], part.shard, part.shard_offset / 64, offset / 64, part.len_bytes / 64)
         };
         match_extents(table, step, most).iter().map(one).collect()
+    }
+
+    #[test]
+    fn what_was_not_copied_is_missing() {
+        let missing = |copied: &[Range<u64>]| find_missing_ranges(100, copied);
+        assert_eq!(missing(&[]), [0..100]);
+        assert_eq!(missing(&[10..20, 20..30, 25..28, 40..50]), [0..10, 30..40, 50..100]);
+        assert_eq!(missing(&[0..60, 60..100]), []);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::folder::Folder;
 use super::held_part::HeldPart;
 use super::hold::Hold;
 use crate::format::table::Table;
-use crate::id::{FillId, SaveId};
+use crate::id::{FillId, SaveId, SegmentId};
 use crate::kind::ErrorKind;
 use crate::trainer::protocol::{Failure, LoadSource, Part};
 
@@ -38,8 +38,10 @@ pub enum Source {
 pub enum LoadedContent {
     /// A filling in memory.
     Filling(FillId),
-    /// A committed save.
+    /// A committed save, as the cluster has it.
     Save(SaveId),
+    /// A copy of this host's memory in fetched files.
+    Copied(SegmentId),
 }
 
 impl Source {
@@ -64,7 +66,10 @@ impl Source {
     pub fn content(&self) -> LoadedContent {
         match self {
             Source::Memory { step, .. } => LoadedContent::Filling(step.fill),
-            Source::Cluster { fetched, .. } => LoadedContent::Save(fetched.save),
+            Source::Cluster { fetched, .. } => match &fetched.copied {
+                Some(copied) => LoadedContent::Copied(copied.id),
+                None => LoadedContent::Save(fetched.save),
+            },
         }
     }
 

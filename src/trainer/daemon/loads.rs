@@ -12,7 +12,7 @@ use rustix::fs::MemfdFlags;
 
 use super::assemble::find_changed;
 use super::core::{LoadAnswer, OlderSteps, StepKey};
-use super::fetch::{FetchFailure, FetchScope, Fetched};
+use super::fetch::{FetchFailure, FetchScope, Fetched, MemoryUse};
 use super::load_source::{LoadedContent, Source};
 use super::ranges::Window;
 use super::trace::{StagingPoint, trace_point};
@@ -130,15 +130,20 @@ impl StagingDaemon {
                 (key.step, Source::Memory { step, _holds })
             }
             Found::InCluster(step, save) => {
-                match self.read_from_cluster(load, step, save, until).await? {
+                // A segment that a reader holds cannot be filled again. So only ranks of a launch
+                // read from segments here; other readers would delay the trainers.
+                let memory_use = match from == LoadFrom::Cluster && load.launch.is_some() {
+                    true => MemoryUse::Allowed,
+                    false => MemoryUse::Forbidden,
+                };
+                match self.read_from_cluster(load, (step, save), memory_use, until).await? {
                     Ok((fetched, why)) => {
                         why_by_ranges = why;
-                        // A segment that a reader holds cannot be filled again. So only ranks of a
-                        // launch read from segments here; other readers would delay the trainers.
-                        let is_partial = from == LoadFrom::Cluster && fetched.files.is_empty();
-                        let held = match is_partial && load.launch.is_some() {
-                            true => self.find_held_part(&fetched).await,
-                            false => None,
+                        let held = match memory_use {
+                            MemoryUse::Allowed if fetched.files.is_empty() => {
+                                self.find_held_part(&fetched).await
+                            }
+                            _ => None,
                         };
                         (step, Source::Cluster { fetched, held })
                     }
@@ -191,8 +196,8 @@ impl StagingDaemon {
     async fn read_from_cluster(
         self: &Arc<Self>,
         load: &Load,
-        step: Step,
-        save: SaveId,
+        (step, save): (Step, SaveId),
+        memory_use: MemoryUse,
         until: Duration,
     ) -> Result<Result<(Arc<Fetched>, String), (u64, u64)>, Failure> {
         let mut why_by_ranges = String::new();
@@ -201,7 +206,7 @@ impl StagingDaemon {
             false => FetchScope::Whole,
         };
         loop {
-            let fetch = self.fetch(&load.job, step, save, scope).await?;
+            let fetch = self.fetch(&load.job, step, save, scope, memory_use).await?;
             let mut heard = self.bell.listen();
             let end = loop {
                 if let Some(end) = fetch.end() {
@@ -494,7 +499,8 @@ impl StagingDaemon {
     /// step's segments, the daemon checks them itself, because an uncommitted step is lost with its
     /// memory. If an extent has changed, or the check fails, the daemon gives up the step in memory;
     /// a committed step is then loaded from the cluster. In a load from the cluster, the daemon gives
-    /// up the fetched files and the part in memory without a check, because the cluster has the step.
+    /// up the fetched files, and this host's memory of the step if the load used it, without a check,
+    /// because the cluster has the step.
     pub(super) async fn set_corrupt(
         self: &Arc<Self>,
         tickets: &mut Tickets,
@@ -512,8 +518,11 @@ impl StagingDaemon {
                     "a trainer reports that {name} is damaged in memory: the next load reads the step from the cluster again"
                 );
                 self.forget_fetched(&fetched);
-                if let Some(held) = held {
-                    self.with(|core| core.give_up_copy(&held.key));
+                let held = held.map(|held| held.key.clone());
+                if let Some(key) =
+                    held.or_else(|| fetched.copied.as_ref().map(|copied| copied.from.clone()))
+                {
+                    self.with(|core| core.give_up_copy(&key));
                 }
                 return Ok(());
             }

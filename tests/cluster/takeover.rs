@@ -155,6 +155,22 @@ async fn a_node_that_dies_in_mid_archiving_costs_nothing() {
     }
 }
 
+/// The waits between two tries have grown to many lease periods when the node comes back.
+#[tokio::test(start_paused = true)]
+async fn a_drop_that_waits_for_a_node_is_ordered_as_soon_as_the_node_is_back() {
+    let mut world = World::start(8, &[(4, 2)], BLOCK).await;
+    let client = world.client_of(0);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    world.kill(2).await;
+    let report = client.archive(&job(), None, one_by_one(), &mut |_| ()).await.unwrap();
+    assert!(report.undropped > 0);
+    tokio::time::sleep(40 * world.lease).await;
+    world.boot(2);
+    let began = tokio::time::Instant::now();
+    until_dropped(&world).await;
+    assert!(began.elapsed() < 4 * world.lease, "{:?}", began.elapsed());
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_drop_that_a_node_missed_is_ordered_when_it_is_back_and_pieces_are_seen() {
     let mut world = World::start(8, &[(4, 2)], BLOCK).await;

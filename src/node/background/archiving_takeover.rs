@@ -1,15 +1,17 @@
 //! The takeover of archivings whose coordinator is gone.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc};
 
+use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     ARCHIVE_REQUESTS, ArchiveRequest, parse_archive_request_key, parse_record,
 };
+use crate::id::NodeId;
 use crate::node::context::NodeContext;
 use crate::node::failure_log::FailureLog;
 use crate::node::retry_schedule::{backoff, scan_interval};
@@ -38,10 +40,11 @@ impl ArchivingTakeover {
     /// Takes over archivings whose coordinator is gone. Runs until the node stops.
     pub(in crate::node) async fn run_archiving_takeover(self: Arc<Self>) {
         let slots = Arc::new(Semaphore::new(TAKEN_AT_ONCE));
-        let (mut met, mut scan_failures) = (HashMap::new(), FailureLog::default());
+        let (mut met, mut live) = (HashMap::new(), BTreeSet::new());
+        let mut scan_failures = FailureLog::default();
         loop {
             self.context.clock.sleep(scan_interval(self.context.settings.lease)).await;
-            match self.take_over_archivings(&slots, &met).await {
+            match self.take_over_archivings(&slots, &met, &mut live).await {
                 Ok(now_met) => {
                     met = now_met;
                     if scan_failures.record_success() {
@@ -62,14 +65,17 @@ impl ArchivingTakeover {
     /// Takes over archivings that no live coordinator works on. Several daemons may try; the
     /// compare-and-set of the archive request lets one of them succeed. An archiving that failed is
     /// tried again after a wait that grows with its failures. The wait begins when this node first
-    /// sees the request at its present revision. Returns, by key, the archive requests that have no
+    /// sees the request at its present revision. It ends early when a node is live that was not in
+    /// `live`, because the archiving may wait for that node. Returns, by key, the archive requests that have no
     /// live coordinator or do not parse.
     async fn take_over_archivings(
         self: &Arc<Self>,
         slots: &Arc<Semaphore>,
         observed: &HashMap<String, ObservedRequest>,
+        live: &mut BTreeSet<NodeId>,
     ) -> Result<HashMap<String, ObservedRequest>, RemoteError> {
         let catalogue = self.context.catalogue();
+        let is_node_back = note_live_nodes(&*catalogue, live).await?;
         let mut now_met = HashMap::new();
         let mut requests = KeyScan::of_prefix(&*catalogue, ARCHIVE_REQUESTS);
         while let Some((key, entry)) = requests.next().await? {
@@ -92,12 +98,15 @@ impl ArchivingTakeover {
             let now = self.context.clock.now();
             let revision = entry.revision;
             let earlier = observed.get(&key).filter(|met| met.revision == revision);
+            // A request that another daemon has just tried has another revision, and waits.
+            let is_wait_over = is_node_back && earlier.is_some();
             let at = earlier.map_or(now, |met| met.first_seen);
             now_met.insert(key, ObservedRequest { revision, first_seen: at });
             // A coordinator that died is not a failure of the archiving. Failures count only for a
             // request that waits for a retry.
             let failures = archiving.waiting.as_ref().map_or(0, |_| archiving.failures);
-            if now < at.saturating_add(backoff(self.context.settings.lease, failures)) {
+            let due = at.saturating_add(backoff(self.context.settings.lease, failures));
+            if now < due && !is_wait_over {
                 continue;
             }
             let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
@@ -119,4 +128,15 @@ impl ArchivingTakeover {
         }
         Ok(now_met)
     }
+}
+
+/// Puts the nodes that are live now into `live`. Returns whether one of them was not there before.
+async fn note_live_nodes(
+    catalogue: &dyn Catalogue,
+    live: &mut BTreeSet<NodeId>,
+) -> Result<bool, RemoteError> {
+    let nodes = catalogue.list_nodes().await?.into_iter().filter(|view| view.live);
+    let now_live = nodes.map(|view| NodeId::of(&view.node.name)).collect();
+    let before = std::mem::replace(live, now_live);
+    Ok(!live.is_subset(&before))
 }

@@ -272,9 +272,12 @@ mod tests {
 
     #[test]
     fn what_was_not_copied_is_missing() {
-        let missing = |copied: &[Range<u64>]| find_missing_ranges(100, copied);
-        assert_eq!(missing(&[]), [0..100]);
-        assert_eq!(missing(&[10..20, 20..30, 25..28, 40..50]), [0..10, 30..40, 50..100]);
+        let missing = |copied: &[Range<u64>]| -> Vec<(u64, u64)> {
+            let missing = find_missing_ranges(100, copied).into_iter();
+            missing.map(|range| (range.start, range.end)).collect()
+        };
+        assert_eq!(missing(&[]), [(0, 100)]);
+        assert_eq!(missing(&[10..20, 20..30, 25..28, 40..50]), [(0, 10), (30, 40), (50, 100)]);
         assert_eq!(missing(&[0..60, 60..100]), []);
     }
 

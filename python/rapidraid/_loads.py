@@ -48,7 +48,8 @@ class Loads:
             step = self._choose_together(step, offline, limit)
             if step is None:
                 return None
-            # Only a load that begins with the table uses this host's memory without copying it.
+            # A load that begins with the table is the only kind that reads this host's memory in
+            # place. Other loads copy it first.
             table_first = True
 
         def load(reader: Reader) -> tuple[int, int | None, str | None]:

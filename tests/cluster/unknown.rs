@@ -48,17 +48,24 @@ async fn a_save_with_a_commit_mark_that_no_step_has_is_kept_and_named() {
     assert!(!world.files_of(unknown).is_empty(), "it is kept");
 }
 
+/// Saves step 1. Returns its save, and the scope of the commit mark that storage nodes have of it.
+async fn save_first_step(world: &World) -> (SaveId, RecordScope) {
+    let client = world.client_of(1);
+    save(&client, 1, &[("weights", &content(LEN, 1))]).await;
+    let shown = client.show_step(&job(), Some(Step(1))).await.unwrap();
+    (shown.step.saved.save, RecordScope::Shard(shown.shards[0].0.shard))
+}
+
+fn has_commit_mark(world: &World, node: usize, scope: RecordScope) -> bool {
+    world.nodes[&node].store().get_record_file(scope, "commit").unwrap().is_some()
+}
+
 /// A rebuild does not read the only node with a commit mark of a save. Then the step is saved again.
 #[tokio::test(start_paused = true)]
 async fn a_save_that_a_rebuild_missed_is_superseded_by_the_next_save_of_its_step() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-    save(&world.client_of(1), 1, &[("weights", &content(LEN, 1))]).await;
-    let shown = world.client_of(1).show_step(&job(), Some(Step(1))).await.unwrap();
-    let (missed, scope) = (shown.step.saved.save, RecordScope::Shard(shown.shards[0].0.shard));
-    let is_marked = |index: &usize| {
-        world.nodes[index].store().get_record_file(scope, "commit").unwrap().is_some()
-    };
-    let marked: Vec<usize> = (1..=6).filter(is_marked).collect();
+    let (missed, scope) = save_first_step(&world).await;
+    let marked: Vec<usize> = (1..=6).filter(|node| has_commit_mark(&world, *node, scope)).collect();
     let (away, others) = marked.split_last().unwrap();
     for index in others {
         world.nodes[index].store().remove_record_file(scope, "commit").unwrap();
@@ -125,9 +132,7 @@ async fn a_save_that_a_returned_node_alone_holds_goes_only_if_its_step_was_saved
 #[tokio::test(start_paused = true)]
 async fn a_save_that_was_reported_is_not_superseded_without_a_rebuild() {
     let mut world = World::start(6, &[(4, 2)], BLOCK).await;
-    save(&world.client_of(1), 1, &[("weights", &content(LEN, 1))]).await;
-    let shown = world.client_of(1).show_step(&job(), Some(Step(1))).await.unwrap();
-    let (reported, scope) = (shown.step.saved.save, RecordScope::Shard(shown.shards[0].0.shard));
+    let (reported, scope) = save_first_step(&world).await;
     for index in 1..=3 {
         world.nodes[&index].store().remove_record_file(scope, "commit").unwrap();
         world.kill(3 + index).await;
@@ -139,9 +144,7 @@ async fn a_save_that_was_reported_is_not_superseded_without_a_rebuild() {
     (4..=6).for_each(|index| world.boot(index));
     serves(&world, 1).await;
     world.until_live(6).await;
-    let marked = (4..=6).filter(|index| {
-        world.nodes[index].store().get_record_file(scope, "commit").unwrap().is_some()
-    });
+    let marked = (4..=6).filter(|node| has_commit_mark(&world, *node, scope));
     assert_eq!(marked.count(), 3, "one more than n-k");
     save(&client, 1, &[("weights", &content(LEN, 2))]).await;
     tokio::time::sleep(20 * world.lease).await;

@@ -117,7 +117,7 @@ pub struct Copied {
 /// again, so only the ranks of a launch may delay its trainers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryUse {
-    /// What memory has is copied from there.
+    /// Ranges that are in memory are copied from there, and all others are read from the cluster.
     Allowed,
     /// Everything is read from the cluster.
     Forbidden,

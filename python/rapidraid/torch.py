@@ -37,7 +37,9 @@ from .checkpointer import Checkpointer
 from .errors import InvalidError, NotFoundError
 
 try:
-    from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+    from ._shared_copies import SharedCopy, SharedStager
 except ImportError as error:
     raise ImportError(f"rapidraid.torch needs torch 2.9 or later, tested with 2.15, and this is torch {torch.__version__}") from error
 
@@ -162,9 +164,9 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
         self.async_staging = async_staging
         #: The thread that copies, if there is one.
         self._copier: ThreadPoolExecutor | None = None
-        self._stager: DefaultStager | None = None
-        #: The last copy. It is alive as long as an upload uses it.
-        self._copy: weakref.ref[_Copy] | None = None
+        self._stager: SharedStager | None = None
+        #: The last copy. It is alive as long as an upload uses it, in this process or in DCP's.
+        self._copy: weakref.ref[SharedCopy] | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save on this rank."""
@@ -218,14 +220,19 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
     def _stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self._copy is not None and self._copy() is not None:
             # An upload still reads the memory of the stager.
-            self._stager = None
+            self._forget_stager()
         if self._stager is None:
-            self._stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied = self._stager.stage(state_dict)
-        assert isinstance(copied, dict)
-        copy = _Copy(copied)
+            self._stager = SharedStager()
+        copy = self._stager.copy(state_dict)
         self._copy = weakref.ref(copy)
         return copy
+
+    def _forget_stager(self) -> None:
+        """Releases the stager, whose memory stays as long as a copy uses it."""
+        if self._stager is not None:
+            # It has references to itself, which a trainer without garbage collection would never free.
+            self._stager.close()  # type: ignore[no-untyped-call]
+        self._stager = None
 
     def synchronize_staging(self) -> None:
         """Does nothing: the copy is complete when :meth:`stage` returns it, or when its future is done."""
@@ -233,20 +240,13 @@ class Writer(_Adapter, StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Releases the copy."""
-        self._stager = None
+        self._forget_stager()
         if self._copier is not None:
             self._copier.shutdown()
             self._copier = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_stager": None, "_copy": None, "_copier": None}
-
-
-class _Copy(dict[str, Any]):
-    """A copy of a state, to which a weak reference is possible."""
-
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
 
 
 def _cached_plan(planner: SavePlanner) -> SavePlan:

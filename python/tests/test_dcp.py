@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,13 @@ def test_a_named_step_survives_the_death_of_all_ranks(cluster: rapidraid.LocalCl
     saved = next(line for line in lines if line.startswith("saved 3 "))
     code, lines = once(PROGRAM, 1, "CONFIG", job, "0", configs=[cluster.config])
     assert next(line for line in lines if line.startswith("loaded 3 ")).split(" ")[2] == saved.split(" ")[2]
+
+
+def test_a_process_of_dcp_saves_more_tensors_than_it_can_have_descriptors(cluster: rapidraid.LocalCluster, job: str) -> None:
+    program = str(Path(__file__).parent / "programs" / "dcp_process.py")
+    code, lines = once(program, 1, "CONFIG", job, "1000", "2", configs=[cluster.config])
+    assert code == 0, "\n".join(lines)
+    assert [line for line in lines if line.startswith("loaded ")] == ["loaded 1", "loaded 2"]
 
 
 def test_without_collectives_a_rank_that_fails_does_not_keep_the_others_waiting(cluster: rapidraid.LocalCluster, job: str) -> None:
@@ -329,7 +337,8 @@ def test_states_that_change_their_layout_are_saved_all_the_same(cluster: rapidra
 
 
 def test_an_older_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.distributed.checkpoint.staging, "DefaultStager")
+    monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint._state_dict_stager", None)
+    monkeypatch.delitem(sys.modules, "rapidraid._shared_copies")
     spec = importlib.util.spec_from_file_location("rapidraid.older", adapter.__file__)
     assert spec is not None and spec.loader is not None
     with pytest.raises(ImportError, match=f"needs torch 2.9 or later.*this is torch {torch.__version__}".replace("+", "[+]")):

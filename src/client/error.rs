@@ -128,7 +128,7 @@ pub enum ClientError {
         /// How long the save has waited for them.
         limit: Duration,
     },
-    /// Another writer of a joint save has dropped the step.
+    /// Another writer of a joint save has dropped the step, before all others.
     #[error(
         "writer {writer} of the save has dropped the step: its log says why; save the next step"
     )]

@@ -47,8 +47,11 @@ pub enum WriterState {
         /// The amount of data that it has sent, in MiB, as last reported.
         sent_mib: u32,
     },
-    /// The writer has dropped the step, so that the save can never be committed.
+    /// The writer has dropped the step before all other writers, so that the save can never be
+    /// committed.
     Dropped,
+    /// The writer has dropped the step after another one.
+    DroppedLater,
 }
 
 impl Record for JointSave {
@@ -77,7 +80,7 @@ impl JointSave {
     pub fn first_shard(&self, writer: usize) -> Option<u32> {
         self.writers.get(..writer)?.iter().try_fold(0u32, |sum, state| match state {
             WriterState::Announced { shards, .. } => sum.checked_add(*shards),
-            WriterState::Unknown | WriterState::Dropped => None,
+            _ => None,
         })
     }
 
@@ -88,17 +91,24 @@ impl JointSave {
         numbered.filter(|(_, state)| is_unknown(state)).map(|(writer, _)| writer).collect()
     }
 
-    /// Returns the number of the first writer that has dropped the step.
+    /// Returns the number of the writer that has dropped the step before all others.
     pub fn dropped_writer(&self) -> Option<u32> {
         let mut numbered = (0..).zip(&self.writers);
         numbered.find(|(_, state)| **state == WriterState::Dropped).map(|(writer, _)| writer)
+    }
+
+    /// Returns whether all writers have dropped the step.
+    pub fn is_dropped_by_all(&self) -> bool {
+        let has_dropped =
+            |state: &WriterState| matches!(state, WriterState::Dropped | WriterState::DroppedLater);
+        self.writers.iter().all(has_dropped)
     }
 
     /// Returns the amount of data that all writers have reported as sent, in MiB.
     pub fn sent_mib(&self) -> u64 {
         let sent = self.writers.iter().map(|state| match state {
             WriterState::Announced { sent_mib, .. } => u64::from(*sent_mib),
-            WriterState::Unknown | WriterState::Dropped => 0,
+            _ => 0,
         });
         sent.sum()
     }

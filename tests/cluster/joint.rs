@@ -267,6 +267,26 @@ async fn a_writer_that_drops_the_step_is_heard_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_writer_that_drops_the_step_first_is_named() {
+    let world = world().await;
+    let client = world.client_of(2);
+    let drop = async |writer| {
+        let writer = Writer::new(LAUNCH, writer, 1).joint(3);
+        client.report_step_dropped(job().at(Step(1)), writer).await.unwrap()
+    };
+    register(&client, LAUNCH, None).await.unwrap();
+    assert!(!drop(2).await);
+    assert!(!drop(0).await);
+    let open = client.list_open_saves(None).await.unwrap();
+    assert_eq!(open.iter().map(|view| view.dropped_writer).collect::<Vec<_>>(), [Some(2)]);
+    let waits = Arc::new(Writer::new(LAUNCH, 1, 1));
+    let error = start(&world, 1, 1, 3, &waits).await.unwrap().unwrap_err();
+    assert!(matches!(error, ClientError::WriterDropped { writer: 2 }), "{error}");
+    assert!(drop(1).await, "all have dropped it");
+    world.assert_swept(&world.client()).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_report_during_an_upload_is_no_progress() {
     let world = world().await;
     let (client, number) = world.connect(vec![address(0)]);

@@ -149,6 +149,10 @@ pub fn joint_save() -> JointSave {
     }
 }
 
+fn dropped_joint_save() -> JointSave {
+    JointSave { writers: vec![WriterState::DroppedLater, WriterState::Dropped], ..joint_save() }
+}
+
 fn stripe_record() -> StripeRecord {
     let block = |len_bytes, byte| BlockInfo {
         len_bytes,
@@ -396,6 +400,7 @@ pub fn cases() -> Vec<Case> {
         record("damage note", damage()),
         record("save's head", head()),
         record("joint save", joint_save()),
+        record("joint save, dropped by two", dropped_joint_save()),
         record("staging folder", staging_folder()),
         record("segment owner", segment_owner()),
         record("staged step", staged_step(SaveState::Unsaved)),

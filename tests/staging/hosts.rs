@@ -31,6 +31,7 @@ const LAUNCHES_AT_ONCE: u64 = 64;
 
 pub const CELLS: &[Cell] = cells![
     a_host_of_eight_while_it_fills,
+    a_host_of_eight_whose_trainers_die_first,
     a_host_of_eight_while_it_sends,
     a_host_of_eight_when_all_is_committed,
 ];
@@ -150,19 +151,28 @@ impl<'a> Play<'a> {
         }
     }
 
-    /// Waits until a trainer of each other host is told that the step waits for the lost host, or
-    /// that the step is committed. Returns whether it is committed, and the time that it took.
+    /// Waits until a trainer of each of the first seven hosts is told that the step waits for the last
+    /// host, or was dropped there, or that the step is committed. Returns whether it is committed, and
+    /// the time that it took.
     fn hear_of_it(&mut self, step: u64) -> (bool, Duration) {
         let (began, lost) = (Instant::now(), name_of(HOSTS - 1));
         let mut is_committed = false;
-        for part in &mut self.joint.parts {
+        let stages = &self.stages;
+        // An earlier attempt may have waited for other hosts, too.
+        let is_named = |message: &str| {
+            let now = message.split("; before that").next().unwrap_or_default();
+            now.contains(&lost) && !(0..HOSTS - 1).any(|host| now.contains(&name_of(host)))
+        };
+        let tails = || stages.iter().map(|stage| stage.watch.tail()).collect::<String>();
+        for part in &mut self.joint.parts[..HOSTS - 1] {
             loop {
                 let order = json!({ "do": "wait", "step": step, "limit_ms": 100 });
                 match part.ranks[0].ask(&order) {
                     Ok(_) => is_committed = true,
-                    Err(refused) if refused.message.contains(&lost) => {}
+                    Err(refused) if is_named(&refused.message) => {}
                     Err(refused) => {
-                        assert!(began.elapsed() < LIMIT, "{refused:?} does not name {lost}");
+                        let is_late = began.elapsed() >= LIMIT;
+                        assert!(!is_late, "{refused:?} does not name {lost}\n{}", tails());
                         continue;
                     }
                 }
@@ -211,6 +221,21 @@ fn a_host_of_eight_while_it_fills(cluster: &Cluster, job: &str) {
     let (is_committed, heard) = play.hear_of_it(20);
     assert!(!is_committed, "half a step is committed");
     eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    play.go_on(Some(10));
+}
+
+/// The daemon of the last host drops the step, because its trainers are dead, and tells the other
+/// hosts. Each of them names the last host, not one that dropped the step for the same reason.
+fn a_host_of_eight_whose_trainers_die_first(cluster: &Cluster, job: &str) {
+    let mut play = Play::begin(cluster, job);
+    let fills = play.joint.save(0..HOSTS - 1, 20);
+    play.fills.insert(20, fills);
+    play.last().fill(0, 20);
+    play.last().ranks.iter().for_each(|rank| rank.signal(Signal::KILL));
+    let (is_committed, heard) = play.hear_of_it(20);
+    assert!(!is_committed, "half a step is committed");
+    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    play.lose_the_last_host();
     play.go_on(Some(10));
 }
 

@@ -16,7 +16,7 @@ use super::save_session::{RESTARTS, SHARDS_AT_ONCE, SaveRestarts, SaveSession, c
 use super::shard_upload::ShardParameters;
 use super::stall_timer::{SaveProgress, StallTimer};
 use crate::client::{Client, ClientError, ProgressFn};
-use crate::format::joint_save::{JointSave, WriterState};
+use crate::format::joint_save::JointSave;
 use crate::format::records::ShardRoot;
 use crate::id::{LaunchId, NodeId, SaveId, ShardName, StepRef};
 use crate::kind::ErrorKind;
@@ -182,9 +182,7 @@ impl Client {
         let (replace, avoid) = (None, Vec::new());
         let call = JoinSave { job, step, launch, writer, writers, report, replace, avoid };
         Ok(match self.call_gateway(&call).await? {
-            JoinSaveAnswer::Open(joined) => {
-                joined.joint.writers.iter().all(|state| *state == WriterState::Dropped)
-            }
+            JoinSaveAnswer::Open(joined) => joined.joint.is_dropped_by_all(),
             JoinSaveAnswer::Committed { .. } | JoinSaveAnswer::Over => true,
         })
     }

@@ -281,9 +281,13 @@ fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteEr
         let (has, says) = (joint.writers.len(), call.writers);
         return Err(unfit(call, format!("the save has {has} writers, this call names {says}")));
     }
+    let is_dropped = joint.dropped_writer().is_some();
     let state = &mut joint.writers[call.writer as usize];
     let reported = match (call.report, *state) {
-        (WriterReport::Joins, _) | (_, WriterState::Dropped) => return Ok(false),
+        (WriterReport::Joins, _) | (_, WriterState::Dropped | WriterState::DroppedLater) => {
+            return Ok(false);
+        }
+        (WriterReport::Drops, _) if is_dropped => WriterState::DroppedLater,
         (WriterReport::Drops, _) => WriterState::Dropped,
         (WriterReport::Announces { save, .. }, _) if save != joint.save => return Ok(false),
         (WriterReport::Announces { shards, sent_mib, .. }, WriterState::Unknown) => {

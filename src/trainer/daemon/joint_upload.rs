@@ -103,7 +103,7 @@ impl StagingDaemon {
                     before.map_or_else(String::new, |text| format!("; before that, {text}"));
                 let message = format!("step {} was dropped on {host}{before}", key.step);
                 let hint = "the log of the staging daemon there says why; save the next step";
-                Attempt::Failed(Failure::new(ErrorKind::Unavailable, message, hint))
+                Attempt::DroppedElsewhere(Failure::new(ErrorKind::Unavailable, message, hint))
             }
             error => self.judge(key, error),
         }

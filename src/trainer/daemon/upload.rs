@@ -61,6 +61,8 @@ pub(super) enum Attempt {
     Gone,
     /// The step can never be saved.
     Failed(Failure),
+    /// Other hosts have dropped the step.
+    DroppedElsewhere(Failure),
     /// A later attempt may succeed.
     Later(String),
     /// The save was refused as fenced, and perhaps the launch is over.
@@ -102,6 +104,10 @@ impl StagingDaemon {
                 Attempt::Failed(failure) => {
                     tracing::error!(job = %key.job, step = %key.step, "the step cannot be saved and is dropped: {failure}");
                     return self.with(|core| core.drop_step(key, failure));
+                }
+                Attempt::DroppedElsewhere(failure) => {
+                    tracing::error!(job = %key.job, step = %key.step, "{failure}");
+                    return self.with(|core| core.drop_step_with_other_hosts(key, failure));
                 }
                 Attempt::Later(reason) | Attempt::Fenced(reason) => {
                     // An outage of hours produces one line, not one for each attempt.

@@ -26,6 +26,8 @@ enum SavesOfDropped {
     Remove,
     /// Open saves are aborted, and committed ones stay.
     AbortIfOpen,
+    /// Open saves stay until their leases end, and committed ones for good.
+    Leave,
 }
 
 impl Core {
@@ -434,6 +436,12 @@ impl Core {
         }
     }
 
+    /// Drops a step that another host has dropped. Its save stays open until its lease ends, so that
+    /// all hosts can read in the save's record which host dropped the step first.
+    pub fn drop_step_with_other_hosts(&mut self, key: &StepKey, why: Failure) {
+        self.drop_step_with_saves(key, why, SavesOfDropped::Leave);
+    }
+
     fn drop_step_with_saves(&mut self, key: &StepKey, why: Failure, fate: SavesOfDropped) {
         if !self.discard_step(key, fate) {
             return;
@@ -463,6 +471,7 @@ impl Core {
                 }
                 Vec::new()
             }
+            (SavesOfDropped::Leave, _) => Vec::new(),
             (SavesOfDropped::Remove, Phase::Committed { save, .. }) => vec![*save],
             (SavesOfDropped::Remove, _) => begun,
         };

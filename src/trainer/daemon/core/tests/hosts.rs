@@ -177,6 +177,22 @@ fn a_committed_step_stays_when_its_memory_is_given_up() {
 }
 
 #[test]
+fn the_save_of_a_step_that_other_hosts_dropped_stays_open() {
+    let mut world = world();
+    world.stage(16, 10);
+    let key = world.key(1, 10).unwrap();
+    assert!(world.core.begin_saving(&key, vec![save(3)]));
+    world.effects();
+    world.core.drop_step_with_other_hosts(&key, Failure::new(ErrorKind::Unavailable, "why", ""));
+    assert_eq!(world.phase(1, 10), None);
+    let effects = world.effects();
+    let ends_a_save =
+        |effect: &Effect| matches!(effect, Effect::AbortIfOpen(..) | Effect::Settle(_));
+    assert!(!effects.iter().any(ends_a_save), "its record names the host: {effects:?}");
+    assert!(effects.iter().any(is_drop), "the host that dropped it waits for all others");
+}
+
+#[test]
 fn a_filling_that_a_dead_daemon_left_is_dropped_on_all_hosts() {
     let mut world = world();
     let FillOutcome::Segment(segment, fill) = world.fill(16, 10).unwrap() else { panic!() };

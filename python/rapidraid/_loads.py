@@ -28,7 +28,7 @@ class Loads:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        #: The number of loads that all ranks have begun together.
+        #: The number of the last load that all ranks have begun together, as the daemons count them.
         self._count = 0
 
     def load_with(
@@ -103,17 +103,30 @@ class Loads:
         return done
 
     def _choose_together(self, step: int | None, offline: bool, limit: float) -> int | None:
-        """Lets rank 0 choose the step that the ranks of all hosts load, the newest committed one by default."""
+        """Lets rank 0 choose the step that the ranks of all hosts load, by default the newest committed one.
+
+        By default the daemons of all hosts first wait for the steps that older launches have staged there: rank 0 may
+        be on a new host, whose daemon has no part of them.
+        """
         launch = self._launch
-        chosen: int | None = None
+        until = time.monotonic() + limit
         failed: Exception | None = None
         try:
             if launch.saved:
                 raise InvalidError("this launch has saved, and cannot go back", "make a new Checkpointer on all ranks, and load with it")
             if offline:
                 raise InvalidError("offline=True with several hosts", "leave it out: each host has only a part of a step in memory")
+            if step is None and launch.rank == launch.hosts.ranks[0]:
+                self._await_older_steps(until)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks below
+            failed = error
+        raise_together(failed, launch.rank, launch.group.gather(refusal_of(failed)))
+        # The daemons have noted what they found for the load before, and that may differ.
+        self._count += 1
+        chosen: int | None = None
+        try:
             if launch.rank == 0:
-                loaded = self._open_step(step, time.monotonic() + limit, number=self._count, table_first=True)
+                loaded = self._open_step(step, until, number=self._count, table_first=True)
                 if loaded is not None:
                     chosen = loaded.number
                     self._release(loaded, None)
@@ -124,6 +137,20 @@ class Loads:
         chosen = told[0][0]
         assert chosen is None or isinstance(chosen, int)
         return chosen
+
+    def _await_older_steps(self, until: float) -> None:
+        """Waits until the steps that older launches have staged on this host are committed, or make no progress.
+
+        The daemon waits for them before it says what the resume point is, so this asks for it. The answer is not used.
+        """
+        try:
+            loaded = self._open_step(None, until, number=self._count, table_first=True)
+        except RapidraidError as error:
+            # If the cause lasts, the load itself meets it again.
+            log.info("the staged steps of older launches are not waited for: %s", error)
+            return
+        if loaded is not None:
+            self._release(loaded, None)
 
     def read(self, step: int | None, name: str, timeout: float | None) -> Any:
         """Reads one entry of a step, as :meth:`Checkpointer.read` says."""

@@ -21,6 +21,7 @@ pytest.importorskip("torch")
 
 PROGRAM = str(Path(__file__).parent / "programs" / "hosts.py")
 MEMORY = str(Path(__file__).parent / "programs" / "hosts_memory.py")
+MOVED = str(Path(__file__).parent / "programs" / "hosts_moved.py")
 REFUSED = str(Path(__file__).parent / "programs" / "hosts_refused.py")
 RANKS = 4
 #: Number of kills of the random test, and its seed.
@@ -218,6 +219,28 @@ def four() -> Iterator[rapidraid.LocalCluster]:
     """Six storage nodes and four training hosts."""
     with rapidraid.local_cluster(hosts=4, staging={"memory": "256MiB", "stall_s": STALL_S}) as running:
         yield running
+
+
+def test_a_load_waits_for_a_step_that_only_other_hosts_have_staged(four: rapidraid.LocalCluster, job: str) -> None:
+    """The first rank is on a new host, whose daemon has no part of the step that the others are still saving."""
+
+    def stop_second(line: str) -> None:
+        if line == "rank 1 staged 2":
+            four.pause("staging-1")
+
+    def let_it_go_on(line: str) -> None:
+        if line == "rank 1 loads":
+            four.resume("staging-1")
+
+    try:
+        code, lines = once(MOVED, 2, "CONFIG", job, "save", on_line=stop_second, configs=[four.configs[host] for host in (0, 1)])
+        assert code == 0, lines
+        # The second step is committed already only if its save was faster than the pause.
+        code, lines = once(MOVED, 2, "CONFIG", job, "load", on_line=let_it_go_on, configs=[four.configs[host] for host in (2, 0)])
+        assert code == 0, lines
+    finally:
+        four.resume("staging-1")
+    assert {f"rank {rank} loaded 2 equal True" for rank in (0, 1)} <= set(lines), lines
 
 
 def test_ddp_goes_on_with_three_of_four_hosts_as_from_torch_save(four: rapidraid.LocalCluster, job: str, tmp_path: Path) -> None:

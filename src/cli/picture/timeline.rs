@@ -4,7 +4,7 @@ use super::{HopSpan, Style, fit, milliseconds};
 use crate::cli::table::Tint;
 use crate::units::ByteCount;
 
-/// Columns for the bytes in or out, including the blanks before them.
+/// Width of the column `in` and of the column `out`, each including the blanks before its number.
 const BYTES: usize = 12;
 
 /// Returns the number of marks on an axis of `width` characters.

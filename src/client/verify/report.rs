@@ -40,7 +40,7 @@ pub struct VerifyReport {
     pub stripes: u64,
     /// Number of files that were read.
     pub files: u64,
-    /// Number of bytes of these files, as far as their tails tell.
+    /// Number of data bytes of these files. A file whose tail cannot be read counts as 0.
     pub file_bytes: u64,
     /// Number of records that were read.
     pub records: u64,

@@ -12,8 +12,8 @@ use crate::format::records::{ShardRoot, StripeState};
 use crate::id::{Attempt, NodeId, StripeId};
 use crate::pipeline::record_fetch;
 
-/// Maximum number of attempts whose receipts are asked for. The attempts with the most pieces come
-/// first.
+/// Maximum number of attempts whose receipts are asked for in one round of the search. The attempts
+/// with the most pieces come first.
 const ATTEMPTS_ASKED: usize = 4;
 
 /// The nodes of a ring that are asked for their files of a stripe.

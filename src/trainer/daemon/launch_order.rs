@@ -34,10 +34,10 @@ struct LaterSteps {
 }
 
 impl StagingDaemon {
-    /// Registers the launch as the newest one of its job. Compares its resume point with the
-    /// committed steps before and after: later ones are removed if the launch abandons them, and are
-    /// an error otherwise. Returns a description of what it still waits for at `until`, or `None` when
-    /// done.
+    /// Registers the launch as the newest one of its job. Before the registration, and again after
+    /// it, looks for steps later than the resume point, committed or in memory on this host. They
+    /// are removed if the launch abandons them, and are an error otherwise. Returns `None` when done,
+    /// or at `until` a description of what it still waits for.
     pub(super) async fn check_resumed(
         self: &Arc<Self>,
         member: MemberId,

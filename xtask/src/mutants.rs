@@ -137,7 +137,7 @@ fn try_run(asked: &Chosen<'_>, jobs: usize) -> Result<bool> {
     let folders: Vec<PathBuf> = folders.collect();
     folders.iter().try_for_each(|folder| copy_tree(&folder.join("tree")))?;
     let runner = nextest_or_test();
-    let (next, started) = (AtomicUsize::new(0), Instant::now());
+    let (next, ended_count, started) = (AtomicUsize::new(0), AtomicUsize::new(0), Instant::now());
     let run_some = |folder: &Path| {
         let mut survived = Vec::new();
         while let Some(mutant) = chosen.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -147,7 +147,9 @@ fn try_run(asked: &Chosen<'_>, jobs: usize) -> Result<bool> {
                 next.store(chosen.len(), Ordering::Relaxed);
             }
             let ended = ended?;
-            println!("{:>5} s {ended:<9} {}", started.elapsed().as_secs(), mutant.name);
+            let (count, all) = (ended_count.fetch_add(1, Ordering::Relaxed) + 1, chosen.len());
+            let seconds = started.elapsed().as_secs();
+            println!("{count:>3} of {all}, {seconds:>5} s, {ended:<9} {}", mutant.name);
             if ended != Ended::Caught {
                 survived.push(mutant.name.as_str());
             }

@@ -30,7 +30,7 @@ cargo xtask bench kernels [--short] [--only WORDS] [--json]
 cargo xtask bench plot
 
 --short       few rounds over shorter buffers, 20 s at most: a trial, not a measurement
---only WORDS  measure only the questions that contain these words; writes nothing
+--only WORDS  measure only the questions whose line on the terminal contains these words; writes nothing
 --json        print one JSON document instead of tables";
 
 /// The amount of measuring.
@@ -114,7 +114,24 @@ fn run(asked: &Asked) -> Result<()> {
     Ok(())
 }
 
+fn title(planned: &Planned) -> String {
+    format!("{}, {}", planned.question, planned.place.name())
+}
+
+/// Returns the groups to measure.
+fn choose(asked: &Asked) -> Result<Vec<Planned>> {
+    let words = asked.only.as_deref().unwrap_or_default();
+    let chosen: Vec<_> =
+        groups::all().into_iter().filter(|planned| title(planned).contains(words)).collect();
+    ensure!(
+        !chosen.is_empty(),
+        "--only {words:?}: no question contains these words: run without --only to see all"
+    );
+    Ok(chosen)
+}
+
 fn measure(asked: &Asked) -> Result<Record> {
+    let chosen = choose(asked)?;
     let effort = if asked.short { SHORT } else { FULL };
     let (isal, mut skipped) = Isal::find();
     if !has_simd_accel() {
@@ -129,11 +146,8 @@ fn measure(asked: &Asked) -> Result<Record> {
         }
     };
     let (mut outcomes, mut huge_pages_mib) = (Vec::new(), 0);
-    for planned in groups::all() {
-        if asked.only.as_ref().is_some_and(|words| !planned.question.contains(words)) {
-            continue;
-        }
-        eprintln!("{}, {}", planned.question, planned.place.name());
+    for planned in chosen {
+        eprintln!("{}", title(&planned));
         let (bytes, rounds) = effort.of(&planned);
         let shape = planned.shape;
         let count = Lanes::count(shape.inputs, shape.outputs);
@@ -215,6 +229,10 @@ mod tests {
     fn arguments_say_what_is_written() {
         let asked = parse(&["--short", "--record", "a", "--page", "b"]).unwrap();
         assert!(asked.short && asked.record.is_some() && asked.picture.is_none());
+        for (words, count) in [("A hop with two local blocks, in cache", 1), ("no such", 0)] {
+            let asked = parse(&["--only", words]).unwrap();
+            assert_eq!(choose(&asked).map_or(0, |chosen| chosen.len()), count, "{words}");
+        }
         for wrong in [&["--record"][..], &["--long"], &["--only", "hop", "--page", "b"]] {
             assert!(parse(wrong).is_err(), "{wrong:?}");
         }

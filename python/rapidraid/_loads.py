@@ -121,7 +121,8 @@ class Loads:
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
         raise_together(failed, launch.rank, launch.group.gather(refusal_of(failed)))
-        # The daemons have noted what they found for the load before, and that may differ.
+        # Each daemon has noted the step that it found under the old number, and these steps may differ. So the chosen
+        # step is loaded under the next number.
         self._count += 1
         chosen: int | None = None
         try:
@@ -147,7 +148,7 @@ class Loads:
             loaded = self._open_step(None, until, number=self._count, table_first=True)
         except RapidraidError as error:
             # If the cause lasts, the load itself meets it again.
-            log.info("the staged steps of older launches are not waited for: %s", error)
+            log.info("cannot wait for the staged steps of older launches: %s", error)
             return
         if loaded is not None:
             self._release(loaded, None)

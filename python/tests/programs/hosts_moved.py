@@ -27,7 +27,7 @@ with rapidraid.Checkpointer(job, config=config) as checkpointer:
         checkpointer.save(2, {"weights": distribute_tensor(whole + 1, line, [Shard(0)])})
         print(f"rank {rank} staged 2", flush=True)
         dist.barrier()
-        # Nobody waits for the second step: the launch ends like one that crashed.
+        # The launch ends before the second step is committed, like one that crashed.
         os._exit(0)
     state = {"weights": distribute_tensor(torch.zeros_like(whole), line, [Shard(0)])}
     print(f"rank {rank} loads", flush=True)

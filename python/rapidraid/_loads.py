@@ -13,11 +13,14 @@ from ._launch import Launch
 from ._planned_load import read_one
 from ._ranks import raise_together, refusal_of
 from ._reader import Reader, ReadWholeError
-from .errors import CorruptError, InvalidError, NotFoundError, RapidraidError, StaleError
+from .errors import CorruptError, DeadlineError, InvalidError, NotFoundError, RapidraidError, StaleError
 
 log = logging.getLogger("rapidraid")
 
 _T = TypeVar("_T", bound=tuple[Any, ...])
+
+#: How long a host waits for staged steps before all ranks meet, in seconds. Process groups have timeouts of minutes.
+TURN_S = 20.0
 
 #: Maximum time for reporting the end of a load, in seconds. The daemon also notices it by itself.
 RELEASE_S = 10.0
@@ -116,11 +119,11 @@ class Loads:
                 raise InvalidError("this launch has saved, and cannot go back", "make a new Checkpointer on all ranks, and load with it")
             if offline:
                 raise InvalidError("offline=True with several hosts", "leave it out: each host has only a part of a step in memory")
-            if step is None and launch.rank == launch.hosts.ranks[0]:
-                self._await_older_steps(until)
         except Exception as error:  # noqa: BLE001 - raised on all ranks below
             failed = error
         raise_together(failed, launch.rank, launch.group.gather(refusal_of(failed)))
+        if step is None:
+            self._await_older_steps(until)
         # Each daemon has noted the step that it found under the old number, and these steps may differ. So the chosen
         # step is loaded under the next number.
         self._count += 1
@@ -140,18 +143,36 @@ class Loads:
         return chosen
 
     def _await_older_steps(self, until: float) -> None:
-        """Waits until the steps that older launches have staged on this host are committed, or make no progress.
+        """Waits until no host has a step of an older launch that is still being saved and makes progress.
+
+        The first rank of each host asks its daemon, for at most ``TURN_S`` at a time. All ranks meet after each turn,
+        because a process group aborts ranks that wait in one collective for longer than its timeout.
+        """
+        launch = self._launch
+        is_waiting = launch.rank == launch.hosts.ranks[0]
+        while True:
+            if is_waiting:
+                is_waiting = self._await_older_steps_here(until)
+            if not any(launch.group.gather(is_waiting)):
+                return
+
+    def _await_older_steps_here(self, until: float) -> bool:
+        """Waits for the steps of older launches on this host. Returns whether to wait for another turn.
 
         The daemon waits for them before it says what the resume point is, so this asks for it. The answer is not used.
         """
         try:
-            loaded = self._open_step(None, until, number=self._count, table_first=True)
+            loaded = self._open_step(None, min(until, time.monotonic() + TURN_S), number=self._count, table_first=True)
         except RapidraidError as error:
+            if isinstance(error, DeadlineError) and time.monotonic() < until:
+                log.warning("waiting for the staged steps of older launches: %s", error.message)
+                return True
             # If the cause lasts, the load itself meets it again.
             log.info("cannot wait for the staged steps of older launches: %s", error)
-            return
+            return False
         if loaded is not None:
             self._release(loaded, None)
+        return False
 
     def read(self, step: int | None, name: str, timeout: float | None) -> Any:
         """Reads one entry of a step, as :meth:`Checkpointer.read` says."""

@@ -5,6 +5,7 @@ usage: hosts_moved.py CONFIG JOB save|load
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -14,7 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import rapidraid
+from rapidraid import _loads
 
+# The wait for a staged step takes several turns.
+_loads.TURN_S = 0.2
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
 config, job, part = sys.argv[1:4]
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

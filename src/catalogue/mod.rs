@@ -97,7 +97,7 @@ pub enum CatalogueError {
         /// The server's message.
         message: String,
     },
-    /// The store of the catalogue database failed.
+    /// The catalogue database could not be read or written.
     #[error("the catalogue's store: {0}")]
     Store(String),
     /// Entries of the database are missing, or were changed without the catalogue.

@@ -26,7 +26,7 @@ fn path(config: &Path) -> PathBuf {
     config.with_file_name(FILE)
 }
 
-/// Returns the addresses in the file beside `config`.
+/// Returns the addresses in the file beside `config`; none if the file cannot be read.
 pub fn read(config: &Path) -> Vec<HostPort> {
     let text = files::read_text(&path(config), MAX_FILE_BYTES).unwrap_or_default();
     text.lines().take(MAX_KNOWN).filter_map(|line| line.parse().ok()).collect()

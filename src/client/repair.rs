@@ -20,12 +20,13 @@ pub struct RepairReport {
 
 impl Client {
     /// Makes again what nodes have lost of a committed step (`None`: the latest), or counts it in a
-    /// dry run, and watches the progress. If a node of `given_up` does not answer, its pieces are
-    /// made on other nodes. A daemon does the work and continues it if this client goes away.
-    /// `on_event` is called with each event. Returns the report when the repair has ended.
+    /// dry run, and watches the progress. Replicas of nodes that do not answer are made on other
+    /// nodes; pieces of such a node only if it is in `given_up`. A daemon does the work and continues
+    /// it if this client goes away. `on_event` is called with each event. Returns the report when the repair has ended.
     ///
     /// # Errors
-    /// Fails with kind `Exists` if the step is being archived or repaired already.
+    /// Fails with kind `Exists` if another coordinator archives or repairs the step, or if its
+    /// archiving is requested meanwhile.
     pub async fn repair(
         &self,
         job: &Job,

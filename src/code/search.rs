@@ -48,7 +48,8 @@ fn take_new(layout: Layout, position: usize, seen: &mut [bool]) -> usize {
     layout.blocks_at(position).map(new).filter(|&is_new| is_new).count()
 }
 
-/// Returns a walkable order without natural dependencies, or [`CodeError::NotFound`] if there is
+/// Returns an order without natural dependencies in which each of the first k hops brings a new
+/// block ([`is_walkable`]), or [`CodeError::NotFound`] if there is
 /// none among `tries` orders.
 pub fn order(layout: Layout, seed: u64, tries: usize) -> Result<Vec<usize>, CodeError> {
     let entropy = SeededEntropy::new(seed);

@@ -67,7 +67,8 @@ pub struct Reconstruction {
     /// The number of missing pieces, counted from the first piece. The next pieces take their
     /// place.
     pub missing: usize,
-    /// The number of multiplications of the program.
+    /// The number of multiplications in the steps of the program that reconstructs the blocks, also
+    /// if the program executes the matrix instead.
     pub multiplications: usize,
     /// The cost of the program in products of a vector and a constant, for k vectors.
     pub cost: usize,

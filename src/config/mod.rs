@@ -147,7 +147,7 @@ pub struct NodeConfig {
     pub repair: RepairRules,
 }
 
-/// The time limits of a node.
+/// The lease time of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
     /// The lifetime of a lease that its holder does not renew: how long a save, a node's registration

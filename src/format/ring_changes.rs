@@ -84,7 +84,7 @@ impl RingChanges {
         }
     }
 
-    /// Returns the change of a node, if it has one.
+    /// Returns the record that a node is leaving, has left or has returned; `None` if there is none.
     pub fn find(&self, node: &PeerName) -> Option<&RingChange> {
         let at = self.changes.binary_search_by(|change| change.node.cmp(node)).ok()?;
         self.changes.get(at)

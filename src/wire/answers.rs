@@ -58,7 +58,7 @@ pub struct StandingAnswer {
 /// Answer to [`RebuildCatalogue`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildAnswer {
-    /// The new epoch.
+    /// The catalogue's new epoch.
     pub epoch: Epoch,
     /// The name of the daemon that serves the catalogue now.
     pub home: String,
@@ -81,7 +81,7 @@ pub struct RebuildAnswer {
 /// Answer to [`MoveCatalogue`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MoveCatalogueAnswer {
-    /// The new epoch.
+    /// The catalogue's new epoch.
     pub epoch: Epoch,
     /// The daemon that serves the catalogue now.
     pub home: PeerName,

@@ -93,7 +93,8 @@ calls! {
         job: Job,
         /// The step.
         step: Step,
-        /// The plan and its parameters.
+        /// The kind of plan, the implementation that multiplies, and how many stripes are archived
+        /// at once.
         options: ArchiveOptions,
     } -> ArchiveEvent;
     /// Removes a committed step (semantics 5).

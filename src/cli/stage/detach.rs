@@ -74,7 +74,7 @@ pub async fn run(dir: &Path, config: &ClientConfig, from: (&Path, &[Setting])) -
     }
 }
 
-/// The output of a command after which a daemon runs. Its text is empty.
+/// The output of `stage --detach`: a daemon answers. The text is empty; the JSON says `ready`.
 struct Ready;
 
 impl CommandOutput for Ready {

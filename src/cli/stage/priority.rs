@@ -1,6 +1,7 @@
-//! The staging daemon yields to training: its heavy work runs on threads of low priority, and its
-//! session has little weight where the kernel shares processors between sessions (sched(7), "The
-//! autogroup feature": there a thread's nice value only counts within its session).
+//! The staging daemon yields to training: it hashes and sends saves on threads of low priority. If it
+//! leads its session, that session gets little weight where the kernel shares processors between
+//! sessions (sched(7), "The autogroup feature": there a thread's nice value only counts within its
+//! session).
 #![allow(clippy::disallowed_methods)] // a setting of the kernel, not a file
 
 use std::io;

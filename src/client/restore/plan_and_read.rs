@@ -105,8 +105,8 @@ impl OpenPart {
 }
 
 impl Client {
-    /// Restores a committed step (`None`: the latest) into a folder. Writes only if everything can
-    /// be read.
+    /// Restores a committed step (`None`: the latest) into a folder. Every stripe is planned before
+    /// the first byte is written; if one has too few sources, nothing is written.
     pub async fn restore(
         &self,
         job: &Job,

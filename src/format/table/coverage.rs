@@ -26,7 +26,7 @@ impl Area<'_> {
         self.size.contains(&0)
     }
 
-    /// Returns the box without its first `dim` dimensions.
+    /// Returns start and size of the box without its first `dim` dimensions.
     fn rest(&self, dim: usize) -> (&[u64], &[u64]) {
         (self.start.get(dim..).unwrap_or_default(), self.size.get(dim..).unwrap_or_default())
     }

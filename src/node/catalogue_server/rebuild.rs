@@ -381,7 +381,7 @@ impl CatalogueRebuild {
                 async move {
                     let put = self.context.caller.call(&NodeAddress::of(source), call).await;
                     if let Err(error) = &put {
-                        tracing::info!(node = %source.name, %error, "failed to write a commit mark");
+                        tracing::info!(node = %source.name, %error, "a node did not store a commit mark");
                     }
                     put.ok().map(|()| NodeId::of(&source.name))
                 }

@@ -58,7 +58,7 @@ impl Coordinator {
             if !is_worth_a_retry(&error) {
                 return Err(error);
             }
-            tracing::warn!(shard = %shard.root.name, stripe = index, tries, %error, "archiving a stripe failed");
+            tracing::warn!(shard = %shard.root.name, stripe = index, tries, %error, "a try to archive a stripe failed");
             if tries == TRIES {
                 let stripe = StripeId { shard: shard.root.shard, index };
                 let kind = error.kind();

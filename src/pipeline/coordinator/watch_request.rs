@@ -67,7 +67,7 @@ impl Coordinator {
                     }
                 }
                 Err(error) if error.kind().is_transient() => {
-                    tracing::info!(%step_ref, %error, "the catalogue does not answer while the progress of an archiving is watched; retrying");
+                    tracing::info!(%step_ref, %error, "cannot read the progress of an archiving from the catalogue; retrying");
                 }
                 Err(error) => return Err(error.into()),
             }

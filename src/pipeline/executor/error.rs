@@ -28,12 +28,13 @@ pub enum RunError {
     },
     /// The disk has no room for the pieces of the part, or for a replica that is recreated here.
     #[error(
-        "the disk of node {node} has fewer than {room_bytes} bytes free for a plan's pieces, or a replica that is recreated: remove checkpoints, or add disk"
+        "the disk of node {node} has fewer than {room_bytes} bytes free, besides those promised to other parts, for a plan's pieces or a replica that is recreated: remove checkpoints, or add disk"
     )]
     NoRoom {
         /// The node.
         node: NodeId,
-        /// The disk space that has to be free, in bytes.
+        /// The disk space that has to be free besides what is promised to other parts, in bytes: the
+        /// pieces and one block, or twice the replica.
         room_bytes: u64,
     },
     /// The part needs more memory than the budget has in total.

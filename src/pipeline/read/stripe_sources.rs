@@ -15,7 +15,7 @@ use crate::pipeline::record_fetch::StripeInfo;
 pub(super) enum SourceFault {
     /// The node no longer has the file, or cannot read it.
     Missing,
-    /// The node does not answer.
+    /// The node does not answer, or its answer breaks off.
     Unresponsive,
     /// The bytes are not what they should be.
     Corrupt,

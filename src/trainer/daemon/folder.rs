@@ -71,7 +71,7 @@ pub enum FolderError {
     Io {
         /// The operation that failed.
         op: &'static str,
-        /// The file.
+        /// The file or folder.
         path: PathBuf,
         /// The error of the operating system.
         source: io::Error,

@@ -28,8 +28,8 @@ impl Core {
         answer.step
     }
 
-    /// Returns how often this daemon has committed or removed a step of the job, or aborted or
-    /// removed an abandoned save of the job.
+    /// Returns the number of events after which a list of the job's committed steps may be outdated:
+    /// this daemon has committed or removed a step, or has dealt with an abandoned save.
     pub fn changes(&self, job: &Job) -> u64 {
         self.jobs.get(job).map_or(0, |state| state.changes)
     }

@@ -136,7 +136,8 @@ pub enum ClientError {
         /// The number of the writer.
         writer: u32,
     },
-    /// Each attempt at a joint save ended without a commit: a writer aborted it, or its lease ended.
+    /// Each attempt at a joint save ended without a commit: a writer aborted it, its lease or its epoch
+    /// ended, or a node of its ring was gone.
     #[error("the joint save ended without a commit at each attempt: save the step again")]
     JointSaveOver,
     /// A range was given without the name of a shard.

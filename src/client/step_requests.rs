@@ -192,10 +192,11 @@ impl Client {
         self.call_gateway_once(&RemoveStep { job: job.clone(), step, save }, LONG_LIMIT).await
     }
 
-    /// Removes the save of a committed step for a launch.
+    /// Removes `save` on behalf of a launch, if it is still committed as the step.
     ///
     /// # Errors
-    /// Fails with kind `Fenced` if another launch of the job is newer.
+    /// Fails with kind `Fenced` if the launch is not the newest one of the job, or if another save is
+    /// committed as the step.
     pub async fn remove_launch_step(
         &self,
         step_ref: StepRef<'_>,

@@ -48,8 +48,8 @@ pub(super) fn natural_up_to(layout: Layout, order: &[usize], limit: u64) -> u64 
     count(&random_rows(layout, order, 0), limit)
 }
 
-/// Returns generator rows with random coefficients of a field so large that no dependency is
-/// accidental.
+/// Returns generator rows with random coefficients of a field so large that a dependency is
+/// almost certainly not accidental.
 fn random_rows(layout: Layout, order: &[usize], draw: u64) -> Vec<Vec<Mersenne61>> {
     let entropy = SeededEntropy::new(draw);
     let random = || -> Vec<Vec<Mersenne61>> {

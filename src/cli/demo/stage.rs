@@ -102,7 +102,7 @@ pub fn cluster(folder: &Path) -> Result<NewCluster, CommandFailure> {
     init::create(&folder.join("cluster"), &nodes, &set)
 }
 
-/// Connects a client from its configuration, like any other client.
+/// Connects a client by the client configuration of the new cluster, without environment variables.
 pub async fn client(cluster: &NewCluster) -> Result<Client, CommandFailure> {
     let connect = Connect { config: Some(cluster.client_config()), set: Vec::new() };
     // The variables of this process are for other clusters.

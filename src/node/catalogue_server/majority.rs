@@ -57,7 +57,7 @@ impl MajorityChecks {
             let hears = self.claim_majority_or_step_down(&local).await;
             missed = if hears { 0 } else { missed + 1 };
             if local.is_read_only() && hears {
-                tracing::info!(epoch = %local.epoch(), "a majority of the nodes answers: this catalogue server accepts changes from now on");
+                tracing::info!(epoch = %local.epoch(), "more than half of the storage nodes obey this catalogue: this server accepts changes from now on");
                 local.set_read_only(false);
             } else if !local.is_read_only() && missed >= MISSED_ROUNDS {
                 tracing::warn!(epoch = %local.epoch(), "the catalogue accepts no changes until this daemon hears more than half of the storage nodes again");

@@ -143,7 +143,7 @@ impl SaveGateway {
             let mut order: LaunchOrder = match parse_record(&key, &entry.value) {
                 Ok(order) => order,
                 Err(error) => {
-                    tracing::error!(key, %error, "the order of a job's launches does not parse: the job is not listed, and cannot save");
+                    tracing::error!(key, %error, "the order of a job's launches does not parse: its launches are not listed, and cannot save");
                     continue;
                 }
             };

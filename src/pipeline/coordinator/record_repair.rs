@@ -92,7 +92,8 @@ impl OwnedStripe<'_> {
         }
     }
 
-    /// Returns whether the node has this record.
+    /// Returns whether the node has this record with exactly these bytes; `false` also if the node
+    /// does not answer.
     async fn has_record(&self, node: NodeId, record: RecordName, bytes: &[u8]) -> bool {
         let get = GetRecord { shard: self.shard.root.shard, record };
         let Some(address) = self.directory.address(node) else { return false };

@@ -40,7 +40,8 @@ const OPEN_LIMIT: Duration = Duration::from_secs(12);
 /// zero.
 pub(super) struct OpenFile {
     holding: RemoteFile,
-    /// Whether the node was deprioritized before, so that the longer time limits apply.
+    /// Whether the node was deprioritized before because it was slow, so that the longer time limits
+    /// apply.
     is_patient: bool,
     /// How far the source is behind the pace. `None` if the node was silent or slow before the file
     /// was opened, and is needed all the same.

@@ -46,8 +46,8 @@ pub(super) enum Committed {
     Replaceable(SaveId),
     /// Any other origin.
     Other,
-    /// The committed save cannot be read now, or it is being removed. A later attempt to save the
-    /// step may succeed.
+    /// The origin is not known: the committed save cannot be read now or is being removed, or none is
+    /// committed and another save of the step is open. A later attempt to save the step may succeed.
     Unknown,
 }
 

@@ -13,7 +13,8 @@ use crate::id::{NodeId, PeerName};
 use crate::wire::NodeAddress;
 use crate::wire::calls::NodeView;
 
-/// The registered nodes, by node id.
+/// The registered nodes by node id, the nodes that were silent when last asked, and the ring
+/// changes.
 #[derive(Debug, Clone, Default)]
 pub struct Directory {
     nodes: BTreeMap<NodeId, NodeView>,

@@ -11,7 +11,8 @@ use super::CatalogueError;
 use crate::id::{LeaseId, NodeId};
 use crate::kind::ErrorKind;
 
-/// Maximum number of leases at once: those of saves and archivings in progress.
+/// Maximum number of leases of saves, archivings and repairs in memory at once. The registrations
+/// of nodes are not counted.
 const MAX_LEASES: usize = 65_536;
 
 /// The leases, and how long each of them lasts.

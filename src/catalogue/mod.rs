@@ -173,7 +173,8 @@ impl From<KvError> for CatalogueError {
     }
 }
 
-/// An engine of the catalogue. Methods fail with [`CatalogueError`].
+/// An engine of the catalogue: the database of this process, or calls to the catalogue server.
+/// Methods fail with [`CatalogueError`].
 #[async_trait]
 pub trait Catalogue: Send + Sync + 'static {
     /// Returns the epoch of the catalogue, as far as this engine knows it.

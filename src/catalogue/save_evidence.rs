@@ -259,7 +259,8 @@ fn is_root_of(root: &ShardRoot, shard: ShardId) -> bool {
     root.shard == shard && root.save == shard.save()
 }
 
-/// The judgement of a shard: its state, and how reliable that is.
+/// The judgement of a shard: the states of its stripes, the stripes that cannot be read, and
+/// whether receipts leave a doubt.
 struct ShardJudgement {
     state: ShardState,
     damaged: Vec<u32>,

@@ -20,7 +20,7 @@ use crate::wire::calls::{MoveCatalogueAnswer, RebuildAnswer};
 const TICK: Duration = Duration::from_millis(500);
 /// Time limit for the question whether retention is paused, after a rebuild that is done.
 const PAUSE_LIMIT: Duration = Duration::from_secs(3);
-/// Maximum number of entries of each list that are printed; JSON has them all.
+/// Maximum number of entries of each list that are printed; JSON has all entries of the answer.
 const LISTED: usize = 20;
 /// The hint after an interrupt.
 const WHO_SERVES: &str =

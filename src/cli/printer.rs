@@ -25,7 +25,7 @@ use crate::wire::calls::StepView;
 /// The version of every JSON document that the command line prints.
 pub const SCHEMA: u32 = 1;
 
-/// The result of a command that succeeded.
+/// The result of a command that ran to its end. The exit code says whether it reports a problem.
 pub trait CommandOutput {
     /// Returns the fields of the JSON document, without `schema`.
     fn json(&self) -> Map<String, Value>;

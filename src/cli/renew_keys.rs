@@ -23,7 +23,8 @@ use crate::net::Role;
 /// Maximum number of entries of the folder `nodes`, and of the folder `clients`.
 const MAX_FOLDERS: usize = 4096;
 
-/// The folders that were created.
+/// The output of `cluster renew-keys`: the folder that was created, the old one, and the members
+/// with new keys.
 struct Renewed {
     dir: PathBuf,
     old: PathBuf,

@@ -19,7 +19,8 @@ use crate::topology::Directory;
 use crate::units::ByteCount;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions};
 
-/// Maximum number of notes that are printed while the work goes on; the report has them all.
+/// Maximum number of notes that are printed while the work goes on; JSON has all notes that the
+/// daemon sent, at most 1000.
 const LISTED: usize = 10;
 
 /// Repairs the checkpoints that the options name, and reports what was made of each.

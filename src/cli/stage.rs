@@ -36,7 +36,8 @@ const MEMORY_PERCENT: u64 = 80;
 const DAEMON: &str = "the staging daemon";
 /// Maximum time for the requests of a command to the daemon.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
-/// Number of threads for hashing. The daemon yields to training, so more threads would only wait.
+/// Number of threads that hash, merge tables and copy bytes. The daemon yields to training, so more
+/// threads would only wait.
 const WORKERS: usize = 4;
 /// A daemon started by `--detach` ends after this time without a connection and without used
 /// memory.

@@ -25,13 +25,15 @@ use crate::wire::Call;
 use crate::wire::calls::{Hello, ListMembers, ListNodes, ListRingChanges};
 use crate::workers::Workers;
 
-/// Time limit for an answer of a gateway.
+/// Default time limit for an answer of a gateway or of a node. Calls that may take longer have
+/// limits of their own.
 const CALL_LIMIT: Duration = Duration::from_secs(12);
 /// Time limit for an attempt at a call about committed steps. While no catalogue answers, the
 /// gateway first reads the commit marks of all nodes, perhaps once for other calls and once for this
 /// one.
 const STEPS_LIMIT: Duration = Duration::from_secs(40);
-/// Time limit for commits and removals, which wait for many nodes.
+/// Time limit for calls that may take long: commits and removals, which wait for many nodes,
+/// registrations of launches, and changes of a node's maintenance.
 pub(super) const LONG_LIMIT: Duration = Duration::from_secs(120);
 /// Maximum number of addresses that an error names.
 const SHOWN_SEEDS: usize = 16;

@@ -17,7 +17,7 @@ use crate::net::call::CallError;
 use crate::wire::NodeAddress;
 use crate::wire::calls::Hello;
 
-/// Number of seeds that are asked first, and the time they have before more are asked.
+/// Number of seeds that are asked first. More are asked after [`NEXT_SEEDS`].
 const FIRST_SEEDS: usize = 4;
 const NEXT_SEEDS: Duration = Duration::from_millis(250);
 /// Maximum number of seeds that are asked at once.

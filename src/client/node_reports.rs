@@ -17,7 +17,8 @@ use crate::wire::calls::{
     NodeView,
 };
 
-/// Time limit for a node to answer `Hello`. A node that takes longer counts as silent.
+/// Time limit for a node to answer `Hello` or to list its files of a stripe, and for the catalogue
+/// server to report its status. A node that takes longer counts as silent.
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(3);
 /// Number of nodes asked at once.
 const AT_ONCE: usize = 256;

@@ -22,7 +22,7 @@ pub struct CommittedStep {
     pub shards: Vec<(ShardRoot, ShardState)>,
 }
 
-/// All information about one step.
+/// A committed step with its shards, the nodes, and the reason why nothing can be changed now.
 #[derive(Debug, Clone)]
 pub struct ShowReport {
     /// The step.

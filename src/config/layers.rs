@@ -12,7 +12,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::error::{ConfigError, SettingPlace};
 
-/// The largest accepted length of a file in bytes.
+/// The largest accepted length of a configuration file in bytes.
 pub const MAX_FILE_BYTES: usize = 1 << 20;
 
 /// The inputs of a configuration.

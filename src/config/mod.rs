@@ -32,7 +32,8 @@ pub const DEFAULT_LEASE: Duration = Duration::from_secs(7);
 /// The default name of a configuration file.
 pub const FILE_NAME: &str = "rapidraid.toml";
 
-/// All settings of a node's file, as `section.name`.
+/// All settings of a node's file but those for single jobs ([`JOB_SETTINGS`]). A setting in a
+/// section is written as `section.name`.
 pub const NODE_SETTINGS: &[&str] = &[
     "cluster",
     "name",
@@ -147,7 +148,7 @@ pub struct NodeConfig {
     pub repair: RepairRules,
 }
 
-/// The lease time of a node.
+/// The lifetime of leases: those of saves, of the registrations of nodes, and of coordinators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
     /// The lifetime of a lease that its holder does not renew: how long a save, a node's registration

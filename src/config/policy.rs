@@ -74,7 +74,7 @@ impl Default for Rule {
     }
 }
 
-/// The policy of a cluster.
+/// The policy of a cluster: which committed steps are archived, and which are retired.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Policy {
     /// The rule for all jobs without a rule of their own.

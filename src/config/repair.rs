@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::error::ConfigError;
 use super::layers::{Layers, Value};
 
-/// The default share of the time for which repairs work.
+/// The default share of the time for which automatic repair works.
 const DEFAULT_SHARE_PERCENT: u8 = 25;
 /// The default of [`RepairRules::grace`].
 const DEFAULT_GRACE: Duration = Duration::from_secs(120);

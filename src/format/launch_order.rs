@@ -10,7 +10,7 @@ use crate::id::{LaunchId, Step};
 /// into a value of the catalogue.
 pub const MAX_LAUNCHES: usize = 64;
 
-/// The launches of a job, in the order in which they registered.
+/// The last launches of a job, in the order in which they registered.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchOrder {
     /// The last launches, at most [`MAX_LAUNCHES`]. The last one is the newest.

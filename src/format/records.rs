@@ -28,7 +28,8 @@ use crate::id::{
 pub const LAYOUT_STANDARD: u8 = 1;
 /// The field GF(2^8) with polynomial 0x11D, one byte per symbol.
 pub const FIELD_GF8: u8 = 1;
-/// Maximum number of nodes that one shard is spread over.
+/// Maximum number of nodes in the ring of a shard's root. Successors of leaving nodes are not
+/// counted.
 pub const MAX_RING: usize = 128;
 /// Maximum number of spans of stripes that a [`ShardState`] lists.
 pub const MAX_RUNS: usize = 64;

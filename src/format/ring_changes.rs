@@ -34,7 +34,7 @@ pub enum LeaveState {
     Left,
 }
 
-/// The ring changes of the cluster, as a node last received them.
+/// The ring changes of a cluster, one for each node. A node stores them as it last received them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingChanges {
     /// The changes, by node; at most [`MAX_RING_CHANGES`].

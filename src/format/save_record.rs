@@ -11,7 +11,8 @@ use super::envelope::split_record;
 use super::records::{Node, Record, Saved, ShardRoot, roots_hash};
 use crate::id::{ClusterId, Job, Step};
 
-/// The longest save record in bytes: 100,000 shards with roots of 2 KiB.
+/// The longest save record in bytes. It has room for 100,000 roots of 2 KiB, more than a save has
+/// shards.
 pub const MAX_SAVE_RECORD_BYTES: usize = 200 << 20;
 
 /// The first record: the identity of the save, and the nodes that may hold it.

@@ -50,7 +50,8 @@ const SPARE_STREAMS: u64 = 64;
 /// answers too late introduces itself later, when it looks for its catalogue on this daemon, and is
 /// asked again then.
 const SEED_LIMIT: Duration = Duration::from_millis(500);
-/// Number of threads for blocking work.
+/// Number of threads for blocking work. The catalogue and the purges have further threads of their
+/// own.
 const WORKERS: usize = 8;
 
 /// A reason why a daemon cannot start.

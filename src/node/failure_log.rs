@@ -6,7 +6,8 @@ use std::time::Duration;
 /// Shortest time between two log lines about failures in a row.
 const LOG_INTERVAL: Duration = Duration::from_secs(600);
 
-/// The failures in a row of one kind of work, and which of them was logged last.
+/// The time of the last log line about the failures in a row of one kind of work, and the number of
+/// failures since that line.
 #[derive(Debug, Default)]
 pub(in crate::node) struct FailureLog {
     /// The time of the last log line about the current failures in a row. `None` after a success.

@@ -44,7 +44,8 @@ use crate::pipeline::executor::Executor;
 use crate::store::{CatalogueStorage, Store};
 use crate::workers::Workers;
 
-/// Time limit for the answer to a call, except for calls that move bulk data.
+/// Default time limit for the answer to a call that a node makes. Many calls, also without bulk
+/// data, have limits of their own.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
 
 /// The configuration of a node.

@@ -72,7 +72,7 @@ impl PlanError {
     }
 }
 
-/// The result of a check.
+/// The result of a check that a plan has passed: what each stream carries.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checked {
     /// The combination of the k blocks that each stream carries.

@@ -7,7 +7,8 @@ use super::durable_paths::none_if_not_found;
 
 /// The file in the data folder whose allocated blocks are the reserve.
 const RESERVE: &str = "reserve";
-/// The reserve takes one part in [`RESERVE_PART`] of the disk, but at most [`MAX_RESERVE_BYTES`].
+/// Maximum size of the reserve in bytes, which otherwise takes one part in [`RESERVE_PART`] of the
+/// disk.
 const MAX_RESERVE_BYTES: u64 = 16 << 20;
 const RESERVE_PART: u64 = 16;
 /// The reserve is set aside when this multiple of its size is free.

@@ -20,7 +20,7 @@ use crate::kind::ErrorKind;
 
 /// The newest version of the protocol.
 pub const VERSION: u16 = 4;
-/// The oldest version that the daemon speaks.
+/// The oldest version that this release speaks, as a daemon and as a trainer.
 pub const OLDEST: u16 = 1;
 /// The first version in which a launch can run on several hosts.
 pub const HOSTS_SINCE: u16 = 2;
@@ -268,7 +268,8 @@ pub struct Prepare {
     pub limit_ms: u32,
 }
 
-/// The committed steps that a launch knew when it began to write.
+/// The resume point of a launch: the step that it loaded, the newest committed step that it saw,
+/// and whether it abandons later steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resumed {
     /// The step that the launch loaded. `None` counts as before step 0.
@@ -383,7 +384,7 @@ pub enum Answer {
     Labels(Vec<(Step, Vec<Label>)>),
 }
 
-/// A request that failed.
+/// The description of a failure as a trainer receives it: its kind, a message and advice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
@@ -418,7 +419,8 @@ pub struct Pending {
     pub total_bytes: u64,
 }
 
-/// A failure of a save or a warning about it, delivered with the rank's next call.
+/// A failure of a step, or a warning about it. It waits in the daemon until the rank takes it by
+/// [`Request::Notices`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Notice {
     /// The step.
@@ -485,7 +487,7 @@ pub struct Part {
     pub fill: Option<FillId>,
 }
 
-/// A step of a job.
+/// A committed step of a job, as the daemon lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepInfo {
     /// The step.

@@ -12,7 +12,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 
 const AUTOGROUP: &str = "/proc/self/autogroup";
 const STAT: &str = "/proc/self/stat";
-/// Maximum number of threads that carry the packets of saves.
+/// Maximum number of threads that carry the packets of saves and of reads from the cluster.
 const MAX_THREADS: usize = 8;
 
 /// A runtime whose threads have a low priority. Dropping it shuts it down in the background, so

@@ -17,7 +17,8 @@ use crate::topology::Directory;
 use crate::wire::calls::{FindRemovedSaves, Hello, ListMembers, ListRingChanges, NodeView};
 use crate::wire::{Call, NodeAddress};
 
-/// Time limit for a node to answer `Hello`. A node that takes longer counts as unreachable.
+/// Time limit for a node to answer `Hello`, or to say whether it has removed a save. A node that
+/// does not answer `Hello` in time counts as unreachable.
 const HELLO_LIMIT: Duration = Duration::from_secs(3);
 /// Time limit for a node to report the ring changes, or the addresses of other nodes, that it
 /// knows.

@@ -44,7 +44,8 @@ const HELLO_LIMIT: Duration = Duration::from_secs(2);
 /// How long a save waits for the end of a catalogue transfer that is under way; afterwards, how
 /// long it waits for the new catalogue server.
 const MOVE_LIMIT: Duration = Duration::from_secs(10);
-/// Interval between two checks whether a catalogue transfer has ended.
+/// Interval between two checks whether a catalogue transfer has ended, and between two attempts to
+/// commit or abort the save in the later epoch.
 const MOVE_LOOK: Duration = Duration::from_millis(250);
 /// How long an uploaded shard or save waits for a catalogue server that is away, for example because
 /// its machine restarts.

@@ -31,7 +31,8 @@ const STRIPES_AT_ONCE: usize = 4;
 const ASK_AGAIN: Duration = Duration::from_secs(10);
 /// Number of nodes that are asked about a stripe at once.
 const NODES_AT_ONCE: usize = 32;
-/// Time limit of one [`ExamineStripe`], including the time in the node's queue.
+/// Time limit of one [`ExamineStripe`], and of one `VerifyFile` before a mend, including the time
+/// in the node's queue.
 pub(super) const EXAMINE_LIMIT: Duration = Duration::from_secs(1200);
 /// Maximum number of entries in each list of a report. The number of faults is counted without this
 /// limit.

@@ -18,7 +18,8 @@ pub struct Fault {
     pub wrong: Problem,
 }
 
-/// A node that may hold a part of the checkpoint and was not examined.
+/// A node that may hold a part of the checkpoint and was not examined, or that could not examine a
+/// stripe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbsentNode {
     /// The node.

@@ -19,7 +19,8 @@ use crate::store::Store;
 use crate::wire::calls::{Hello, HelloAnswer, ListMembers, ListRingChanges};
 use crate::wire::{NodeAddress, RemoteError};
 
-/// Time limit for a node to answer with its epoch. A node that exceeds it is not counted.
+/// Time limit for a node to answer with its epoch, or to accept the epoch that the server claims. A
+/// node that exceeds it is not counted.
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(2);
 /// Time limit for a node to answer with its ring changes.
 const RING_CHANGES_LIMIT: Duration = Duration::from_secs(20);

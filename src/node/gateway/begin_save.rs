@@ -62,7 +62,8 @@ impl SaveCaller<'_> {
     }
 }
 
-/// The service that begins, completes, commits and aborts the saves of clients.
+/// The service that registers and lists launches, and begins, lists, commits and aborts the saves
+/// of clients, those of several writers included. It also records completed shards.
 pub(in crate::node) struct SaveGateway {
     pub(super) context: Arc<NodeContext>,
     pub(super) removal: Arc<SaveRemoval>,

@@ -32,7 +32,8 @@ use crate::wire::calls::{
 /// Maximum number of queued events for a client that watches an archiving or a repair.
 const EVENTS: usize = 64;
 
-/// The service that lists, shows, archives and removes committed steps.
+/// The service that lists, shows, labels, archives, repairs and removes committed steps. It also
+/// lists the nodes and the ring changes, and pauses retention.
 pub(in crate::node) struct CommittedSteps {
     context: Arc<NodeContext>,
     catalogue_calls: Arc<CatalogueCalls>,

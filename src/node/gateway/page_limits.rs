@@ -8,5 +8,6 @@ pub(super) const OPEN_SAVES_SHOWN: usize = 64;
 pub(super) const LABELLED_STEPS_SHOWN: usize = 64;
 /// Maximum number of launches in a page.
 pub(super) const LAUNCHES_SHOWN: usize = 64;
-/// Maximum number of saves in a page of steps, and in one question about removals.
+/// Maximum number of saves in a page of steps that were found by commit marks, and in one question
+/// about removals.
 pub(super) const SAVES_PER_PAGE: usize = 256;

@@ -43,8 +43,8 @@ const PROBE_PAUSE: Duration = Duration::from_secs(5);
 const PROBE: &str = "probe";
 /// Time limit for one page of marks.
 const PAGE_LIMIT: Duration = Duration::from_secs(20);
-/// Maximum number of committed steps that are found by marks. With more, the catalogue must be
-/// rebuilt first.
+/// Maximum number of saves with good marks that are read, replaced and removed ones included. With
+/// more, the catalogue must be rebuilt first.
 const MAX_STEPS: usize = 16_384;
 /// Maximum number of shards of a save that is read without a catalogue: the roots of all are in
 /// memory together.

@@ -19,7 +19,8 @@ pub(in crate::node) fn exceeds_high_water(space: Space, new_bytes: u64, percent:
     used > space.total_bytes / 100 * u64::from(percent)
 }
 
-/// The service that watches the disk's free space.
+/// The service that releases and recreates the reserve of disk space, moves tombstones from slots
+/// to files, and warns of a full disk.
 pub(in crate::node) struct DiskSpace {
     context: Arc<NodeContext>,
     is_reserve_given_up: AtomicBool,

@@ -11,7 +11,7 @@ use crate::stage::{TracePoint, trace_point};
 use crate::store::{RecordScope, Store};
 use crate::wire::RemoteError;
 
-/// Maximum number of waits for another purge of the same save, and the length of each.
+/// Maximum number of waits for another purge of the same save, of [`PURGE_WAIT`] each.
 const PURGE_WAITS: u32 = 100;
 const PURGE_WAIT: Duration = Duration::from_millis(100);
 /// Number of shards or stripes listed at a time.

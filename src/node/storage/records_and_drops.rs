@@ -38,7 +38,8 @@ fn parse_stripe_record_fixed(bytes: &[u8], stripe: StripeId) -> Result<Vec<u8>, 
 /// Number of locks that all stripes share.
 const STRIPE_LOCKS: usize = 64;
 
-/// The service that stores the records of shards, and drops replicas that receipts make redundant.
+/// The service that stores and returns the records of shards and stripes, and drops replicas and
+/// pieces that receipts make redundant.
 pub(in crate::node) struct ShardRecords {
     context: Arc<NodeContext>,
     fencing: Arc<Fencing>,

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::id::NodeId;
 use crate::plan::Plan;
 
-/// The number of hops of each node.
+/// The number of hops that one repair has given to each node. Hops that have ended count, too.
 #[derive(Debug, Default)]
 pub(super) struct NodeLoads(Mutex<HashMap<NodeId, u64>>);
 

@@ -25,7 +25,8 @@ use crate::kind::ErrorKind;
 use crate::repair_policy::GivenUp;
 use crate::wire::calls::{RepairEvent, RepairMode, RepairOptions, RepairSummary};
 
-/// Number of stripes that are repaired at once unless the options set another number.
+/// Number of stripes that a requested repair works on at once unless its options set another
+/// number. An automatic repair works on one at a time.
 const DEFAULT_PARALLEL: usize = 4;
 /// Maximum number of stripes that are repaired at once.
 const MAX_PARALLEL: usize = 64;
@@ -46,7 +47,8 @@ const MAX_PAUSE: Duration = Duration::from_secs(600);
 /// The stripes that are repaired, by shard. The records of each of these shards are repaired, too.
 pub type StripesByShard = BTreeMap<ShardId, BTreeSet<u32>>;
 
-/// The limits of an automatic repair.
+/// The conditions of an automatic repair: its stripes, the nodes that are given up, its share of
+/// the time, and the token that stops it.
 #[derive(Debug, Clone, Default)]
 pub struct RepairLimits {
     /// The nodes that are given up.

@@ -28,7 +28,8 @@ pub(super) const MAX_BAD_FILES: usize = 65_536;
 const SLOW_PACE: Duration = Duration::from_millis(64);
 /// A source is slow only if a grain takes more than this many times the average time.
 const SLOW_FACTOR: u32 = 4;
-/// Number of the latest grains over which the average is taken.
+/// With each grain, the average moves towards the new wait by one part in this number of the
+/// difference.
 const WAITS_KEPT: u64 = 16;
 /// How long a node is not asked again after it failed to list its files within the longest limit. A
 /// restore has thousands of stripes and must not wait for the node in each of them.
@@ -40,7 +41,8 @@ pub(super) type NodeFileKey = (StripeId, NodeId, FileName);
 /// The damaged grains of the files of a stripe, by node and file.
 pub(super) type StripeDamage = BTreeMap<(NodeId, FileName), GrainSet>;
 
-/// The state that the readers of one restore share.
+/// The state that the readers of one operation share: a restore, a verification, or the mending of
+/// a block.
 pub struct ReadSession {
     /// The client for calls to nodes.
     pub caller: Arc<Caller>,

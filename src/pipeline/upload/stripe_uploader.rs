@@ -25,7 +25,7 @@ use crate::workers::Workers;
 
 /// Maximum number of blocks of one stripe that are sent at once.
 const BLOCKS_AT_ONCE: usize = 6;
-/// Wait before holders that refused are asked again.
+/// Wait before holders that failed are asked again instead of being replaced.
 const BUSY_WAIT: Duration = Duration::from_secs(1);
 /// Maximum number of consecutive retries while a holder reports that it is out of memory.
 const BUSY_ROUNDS: usize = 30;

@@ -101,7 +101,8 @@ pub struct RankPart {
     pub fill: FillId,
 }
 
-/// A step in memory, as one range of bytes with one table.
+/// A step in this host's memory, as one range of bytes with one table: the whole step, or the part
+/// of this host's ranks.
 #[derive(Debug, Clone)]
 pub struct Assembled {
     /// The filling.

@@ -333,7 +333,7 @@ pub enum FillOutcome {
     },
 }
 
-/// The limits of a daemon.
+/// The memory limit of a daemon, and the time limit for filling a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Memory limit for all segments and all shards read from the cluster together, in bytes.

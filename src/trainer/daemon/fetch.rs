@@ -25,7 +25,8 @@ use crate::kind::ErrorKind;
 use crate::trainer::mapping;
 use crate::trainer::protocol::{Failure, Part};
 
-/// How long an unused step stays in memory. The ranks of a launch do not ask at the same moment.
+/// How long a step that was read from the cluster stays in memory after its last use. The ranks of
+/// a launch do not ask at the same moment.
 const KEPT: Duration = Duration::from_secs(60);
 
 /// The part of a step that is read into memory.

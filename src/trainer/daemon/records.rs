@@ -32,7 +32,7 @@ pub struct OwnerRecord {
     pub len_bytes: u64,
 }
 
-/// A step that all ranks have staged.
+/// A step that all ranks of this host have staged.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepRecord {
     /// The job.

@@ -151,9 +151,14 @@ class Loads:
         launch = self._launch
         is_waiting = launch.rank == launch.hosts.ranks[0]
         while True:
-            if is_waiting:
-                is_waiting = self._await_older_steps_here(until)
-            if not any(launch.group.gather(is_waiting)):
+            failed: Exception | None = None
+            try:
+                is_waiting = is_waiting and self._await_older_steps_here(until)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks below
+                failed = error
+            told = launch.group.gather((is_waiting, refusal_of(failed)))
+            raise_together(failed, launch.rank, [refusal for _, refusal in told])
+            if not any(still for still, _ in told):
                 return
 
     def _await_older_steps_here(self, until: float) -> bool:

@@ -22,7 +22,8 @@ impl Client {
     /// Makes again what nodes have lost of a committed step (`None`: the latest), or counts it in a
     /// dry run, and watches the progress. Replicas of nodes that do not answer are made on other
     /// nodes; pieces of such a node only if it is in `given_up`. A daemon does the work and continues
-    /// it if this client goes away. `on_event` is called with each event. Returns the report when the repair has ended.
+    /// it if this client goes away. `on_event` is called with each event. Returns the report when
+    /// the repair has ended.
     ///
     /// # Errors
     /// Fails with kind `Exists` if another coordinator archives or repairs the step, or if its

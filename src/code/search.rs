@@ -49,8 +49,7 @@ fn take_new(layout: Layout, position: usize, seen: &mut [bool]) -> usize {
 }
 
 /// Returns an order without natural dependencies in which each of the first k hops brings a new
-/// block ([`is_walkable`]), or [`CodeError::NotFound`] if there is
-/// none among `tries` orders.
+/// block ([`is_walkable`]), or [`CodeError::NotFound`] if there is none among `tries` orders.
 pub fn order(layout: Layout, seed: u64, tries: usize) -> Result<Vec<usize>, CodeError> {
     let entropy = SeededEntropy::new(seed);
     let (n, k) = (layout.n(), layout.k());

@@ -4,6 +4,7 @@
 #![allow(dead_code)] // no test uses all of it
 
 pub mod disk;
+pub mod network;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -15,6 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use network::Network;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -65,6 +67,20 @@ pub fn program(folder: &Path) -> Command {
     }
     command.env("HOME", folder).env_remove("XDG_CONFIG_HOME").current_dir(folder);
     command
+}
+
+/// Returns `outer` with the program, arguments, environment and folder of `command`: a program such
+/// as `unshare`, which runs its last arguments as a command.
+pub fn run_inside(mut outer: Command, command: &Command) -> Command {
+    outer.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => outer.env(name, value),
+            None => outer.env_remove(name),
+        };
+    }
+    command.get_current_dir().map(|folder| outer.current_dir(folder));
+    outer
 }
 
 /// A callback that receives each line that a process writes to stderr, as it comes.
@@ -257,12 +273,20 @@ pub const ON_A_FULL_DISK: &str = "disk.high_water=99";
 pub struct Cluster {
     pub daemons: Vec<Daemon>,
     pub folder: TempDir,
+    /// The network of the nodes, or `None` if they are on the loopback interface.
+    pub network: Option<Network>,
 }
 
 impl Cluster {
     /// Creates the files of a cluster without daemons. Blocks are small unless `set` says
     /// otherwise. Returns the cluster.
     pub fn files(nodes: usize, set: &[&str]) -> Self {
+        Self::files_on(None, nodes, set)
+    }
+
+    /// Like [`Self::files`], for nodes on this network, or on the loopback interface.
+    fn files_on(network: Option<Network>, nodes: usize, set: &[&str]) -> Self {
+        let host = network.as_ref().map_or("127.0.0.1", |_| network::NODES);
         let folder = tempfile::tempdir().unwrap();
         let mut command = program(folder.path());
         command.args(["cluster", "init", "cluster"]);
@@ -273,11 +297,11 @@ impl Cluster {
             }
         }
         for (at, port) in free_ports(nodes).iter().enumerate() {
-            command.arg("--node").arg(format!("n{}=127.0.0.1:{port}", at + 1));
+            command.arg("--node").arg(format!("n{}={host}:{port}", at + 1));
         }
         set.iter().for_each(|set| drop(command.arg("--set").arg(set).get_args()));
         run(command).ok();
-        Self { daemons: Vec::new(), folder }
+        Self { daemons: Vec::new(), folder, network }
     }
 
     /// Starts a cluster. Returns it when all its nodes are live.
@@ -285,10 +309,19 @@ impl Cluster {
         Self::files(nodes, set).started(nodes)
     }
 
+    /// Starts a cluster on a network of its own. Returns it when all its nodes are live.
+    pub fn start_on(network: Network, nodes: usize, set: &[&str]) -> Self {
+        Self::files_on(Some(network), nodes, set).started(nodes)
+    }
+
     /// Starts the daemons of the cluster. Returns it when all of them are live.
     pub fn started(mut self, nodes: usize) -> Self {
         let cluster = &mut self;
-        let start = |at: usize| Daemon::start(cluster.folder.path(), &cluster.config(at), &[]);
+        let start = |at: usize| {
+            let mut command = program(cluster.folder.path());
+            command.arg("node").arg("--config").arg(cluster.config(at));
+            Daemon::told(cluster.inside(command), Arc::new(|_| ()))
+        };
         let daemons: Vec<Daemon> = (1..=nodes).map(start).collect();
         cluster.daemons = daemons.into_iter().map(Daemon::ready).collect();
         let live = |all: &[Value]| all.iter().filter(|node| node["live"] == true).count();
@@ -330,7 +363,12 @@ impl Cluster {
     pub fn run(&self, line: &str) -> Ended {
         let mut command = program(self.folder.path());
         command.args(line.split(' ')).env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml");
-        run(command)
+        run(self.inside(command))
+    }
+
+    /// Returns a command that runs `command` on the network of the nodes.
+    fn inside(&self, command: Command) -> Command {
+        self.network.as_ref().map(|network| network.inside(&command)).unwrap_or(command)
     }
 
     /// Writes a file below the cluster's folder.

@@ -29,12 +29,16 @@ const HASHED_ROWS: u64 = 2 << 20;
 const AT_ONCE: u32 = 8;
 const LAUNCHES_AT_ONCE: u64 = 64;
 
-pub const CELLS: &[Cell] = cells![
+/// Cells that lose one of eight hosts.
+pub const EIGHT: &[Cell] = cells![
     a_host_of_eight_while_it_fills,
     a_host_of_eight_whose_trainers_die_first,
     a_host_of_eight_while_it_sends,
     a_host_of_eight_when_all_is_committed,
 ];
+
+/// A cell that cuts the link of one of eight hosts, each of which is a machine of its own.
+pub const EIGHT_WITH_LINKS: &[Cell] = cells![a_host_of_eight_whose_link_is_cut];
 
 /// Cells in which one of two daemons is killed at a trace point, and started again.
 pub const TWO: &[Cell] = cells![
@@ -266,6 +270,35 @@ fn a_host_of_eight_when_all_is_committed(cluster: &Cluster, job: &str) {
     play.joint.wait(20);
     play.lose_the_last_host();
     play.go_on(Some(20));
+}
+
+/// The last host goes on without a network. When its link is mended, the job runs on the other hosts:
+/// it commits nothing, and its trainers are told of the newer launch.
+fn a_host_of_eight_whose_link_is_cut(cluster: &Cluster, job: &str) {
+    let mut play = Play::begin(cluster, job);
+    let fills = play.joint.save(0..HOSTS, 20);
+    play.fills.insert(20, fills);
+    let last = &play.stages[HOSTS - 1];
+    last.until("the last host sends", || last.watch.has_said(StagingPoint::Saving, 20));
+    let machine = last.machine.as_ref().unwrap();
+    machine.cut_link();
+    let (is_committed, heard) = play.hear_of_it(20, names_the_last_host);
+    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    let (stage, mut part) = (play.stages.pop().unwrap(), play.joint.parts.pop().unwrap());
+    play.go_on(Some(if is_committed { 20 } else { 10 }));
+    let committed = stage.committed(job);
+    stage.machine.as_ref().unwrap().mend_link();
+    stage.until("the host knows of the newer launch", || {
+        let wait = json!({ "do": "wait", "step": 20, "limit_ms": 100 });
+        let told = part.ranks[0].ask(&wait);
+        told.is_err_and(|refused| refused.kind == "Fenced")
+    });
+    for rank in &mut part.ranks {
+        rank.step("save", 40).unwrap_err().says("Fenced", &["launch", "end this process"]);
+    }
+    assert_eq!(stage.committed(job), committed, "a launch that was replaced has committed a step");
+    stage.until("nothing is left of step 20", || stage.state(job, 20).is_none());
+    stage.assert_sound();
 }
 
 /// Saves step 10 on two hosts. Kills the daemon of each in turn when it logs `point`, and all

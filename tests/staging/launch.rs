@@ -13,6 +13,7 @@ use rapidraid::trainer::session::boot_time;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
+use crate::machine::run_inside;
 use crate::role::{FOLDER, MARK, TOKEN};
 use crate::stage::{LIMIT, Stage};
 
@@ -58,17 +59,18 @@ pub fn trainer_command(folder: &Path) -> Command {
     command
 }
 
+fn command_with_token(folder: &Path, token: Option<&Path>) -> Command {
+    let mut command = trainer_command(folder);
+    token.into_iter().for_each(|token| drop(command.env(TOKEN, token).get_envs()));
+    command
+}
+
 /// Returns the same command with its own process ids, as in a container: to it, processes outside
 /// have the id 0.
 pub fn in_container(command: &Command) -> Command {
     let mut inside = Command::new("unshare");
     inside.args(["--pid", "--fork", "--kill-child=KILL", "--mount-proc"]);
-    inside.arg(command.get_program()).args(command.get_args());
-    for (name, value) in command.get_envs() {
-        value.map(|value| inside.env(name, value));
-    }
-    command.get_current_dir().map(|folder| inside.current_dir(folder));
-    inside
+    run_inside(inside, command)
 }
 
 /// Returns whether this machine allows containers: only root may create them.
@@ -92,9 +94,12 @@ pub fn listen(child: &mut Child, told: impl Fn(Value) + Send + 'static) {
 impl Trainer {
     /// Starts a trainer.
     pub fn start(folder: &Path, token: Option<&Path>) -> Self {
-        let mut command = trainer_command(folder);
-        token.into_iter().for_each(|token| drop(command.env(TOKEN, token).get_envs()));
-        Self::spawn(command)
+        Self::spawn(command_with_token(folder, token))
+    }
+
+    /// Starts a trainer on the machine of a staging daemon.
+    fn beside(stage: &Stage<'_>, token: Option<&Path>) -> Self {
+        Self::spawn(stage.on_its_machine(command_with_token(&stage.dir(), token)))
     }
 
     /// Starts a trainer that other containers cannot see.
@@ -215,7 +220,7 @@ impl Launch {
     }
 
     pub fn with_token(stage: &Stage<'_>, plan: &Plan, token: Option<&Path>) -> Self {
-        let ranks = (0..plan.world).map(|_| Trainer::start(&stage.dir(), token)).collect();
+        let ranks = (0..plan.world).map(|_| Trainer::beside(stage, token)).collect();
         let born_ns = boot_time().as_nanos() as u64;
         let born_ns = BORN.fetch_max(born_ns, Ordering::Relaxed).max(born_ns);
         Self { plan: plan.clone(), id: LaunchId(SystemEntropy.id()), born_ns, ranks, loads: 0 }

@@ -14,6 +14,7 @@ use tempfile::TempDir;
 
 use crate::content::{self, Loaded};
 use crate::launch::in_container;
+use crate::machine::network::{Machine, Network};
 use crate::machine::{Cluster, Daemon, Ended, exit_code, files_below, program, run};
 use crate::watch::Watch;
 
@@ -36,6 +37,8 @@ pub fn until(what: &str, tail: impl Fn() -> String, mut holds: impl FnMut() -> b
 /// A staging daemon, or its folder while no daemon runs.
 pub struct Stage<'a> {
     pub cluster: &'a Cluster,
+    /// The daemon's machine, or `None` if all processes share this one.
+    pub machine: Option<Machine>,
     home: TempDir,
     settings: Vec<String>,
     environment: Vec<(String, PathBuf)>,
@@ -60,7 +63,8 @@ impl<'a> Stage<'a> {
         ];
         all.extend(settings.iter().map(|setting| (*setting).to_owned()));
         let (environment, watch) = (Vec::new(), Watch::default());
-        Self { cluster, home, settings: all, environment, daemon: None, watch }
+        let machine = cluster.network.as_ref().map(Network::add_machine);
+        Self { cluster, machine, home, settings: all, environment, daemon: None, watch }
     }
 
     /// Adds a setting for the next start.
@@ -90,7 +94,12 @@ impl<'a> Stage<'a> {
         self.settings.iter().for_each(|setting| drop(command.arg("--set").arg(setting).get_args()));
         command.env("RAPIDRAID_CONFIG", "cluster/client/rapidraid.toml").env("RUST_LOG", LOG);
         command.envs(self.environment.iter().cloned());
-        command
+        self.on_its_machine(command)
+    }
+
+    /// Returns a command that runs `command` on the daemon's machine.
+    pub fn on_its_machine(&self, command: std::process::Command) -> std::process::Command {
+        self.machine.as_ref().map(|machine| machine.inside(&command)).unwrap_or(command)
     }
 
     /// Starts the daemon and waits until it is ready.

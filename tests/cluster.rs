@@ -22,6 +22,8 @@ mod given_up;
 mod grains;
 #[path = "cluster/joint.rs"]
 mod joint;
+#[path = "cluster/joint_inputs.rs"]
+mod joint_inputs;
 #[path = "cluster/joint_runs.rs"]
 mod joint_runs;
 #[path = "cluster/kept_replicas.rs"]

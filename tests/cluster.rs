@@ -24,6 +24,8 @@ mod grains;
 mod joint;
 #[path = "cluster/joint_inputs.rs"]
 mod joint_inputs;
+#[path = "cluster/joint_rebuild.rs"]
+mod joint_rebuild;
 #[path = "cluster/joint_runs.rs"]
 mod joint_runs;
 #[path = "cluster/kept_replicas.rs"]

@@ -4,6 +4,8 @@
 
 #[path = "syncs/cell.rs"]
 mod cell;
+#[path = "syncs/launches.rs"]
+mod launches;
 #[path = "syncs/scenario.rs"]
 mod scenario;
 

@@ -51,7 +51,7 @@ pub struct Writer {
     launch: LaunchId,
     number: u32,
     pub shards: Vec<Bytes>,
-    saves: Mutex<Vec<SaveId>>,
+    pub saves: Mutex<Vec<SaveId>>,
     missing: watch::Sender<Vec<u32>>,
     /// The number of notes of missing writers.
     notes: AtomicU32,
@@ -156,7 +156,7 @@ fn index_of(data: &[ShardRoot]) -> Bytes {
     lines.collect::<String>().into()
 }
 
-async fn world() -> World {
+pub async fn world() -> World {
     World::simulated(6, &[(4, 2)], BLOCK, 1).await
 }
 

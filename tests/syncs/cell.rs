@@ -8,6 +8,7 @@ use rapidraid::client::Client;
 use rapidraid::store::Disk;
 use tokio::sync::Notify;
 
+use super::launches::Registry;
 use super::scenario::{BLOCK, Scenario, Shared};
 use world::power::Leaves;
 use world::{DISK_BYTES, World, address, restore};
@@ -114,7 +115,7 @@ pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
     let mut world = World::with_wrong_clocks(NODES, &CODES, BLOCK, 0).await;
     let changes =
         |world: &World| -> Vec<u64> { world.machines.iter().map(|m| m.power.changes()).collect() };
-    let ledger = Shared::default();
+    let (ledger, registry) = (Shared::default(), Registry::default());
     let client = world.connect(scenario.seeds()).0;
     let reader = world.connect(scenario.seeds()).0;
     scenario.prepare(&mut world, &client, &ledger).await;
@@ -124,7 +125,8 @@ pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
         cell.plan(&world, begun.clone());
     }
     let fair = cell.is_none_or(|cell| cell.is_fair());
-    let play = tokio::spawn(scenario.play(client.clone(), ledger.clone(), fair));
+    let playing = scenario.play(client.clone(), ledger.clone(), registry.clone(), fair);
+    let play = tokio::spawn(playing);
     if let Some(cell) = cell {
         begun.notified().await;
         assert_whole(&world, &ledger);
@@ -136,13 +138,16 @@ pub async fn run(scenario: Scenario, cell: Option<Cell>) -> Vec<u64> {
         // Check before any daemon has repaired anything.
         assert_whole(&world, &ledger);
         assert_readable(&reader, &ledger).await;
+        registry.assert_kept(&reader).await;
     }
     play.await.unwrap();
     let after = changes(&world);
     scenario.mend(&mut world, &client).await;
     world.until_live(NODES).await;
+    scenario.check(&world, &client, &ledger).await;
     let mut ledger = std::mem::take(&mut *ledger.lock().unwrap());
     world.assert_rest(&client, &mut ledger, false).await;
+    registry.assert_kept(&client).await;
     world.assert_saves(&client, &mut ledger, 9).await;
     world.assert_archivable(&client, &mut ledger, false).await;
     before.iter().zip(&after).map(|(before, after)| after - before).collect()

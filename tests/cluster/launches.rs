@@ -28,8 +28,8 @@ use world::{World, address, content, job, quiet, register, save, shard};
 const BLOCK: u64 = 64 << 10;
 /// Number of races between a commit and a registration.
 const RACES: u64 = 40;
-const A: LaunchId = LaunchId([0xa; 16]);
-const B: LaunchId = LaunchId([0xb; 16]);
+pub const A: LaunchId = LaunchId([0xa; 16]);
+pub const B: LaunchId = LaunchId([0xb; 16]);
 const C: LaunchId = LaunchId([0xc; 16]);
 
 /// A launch that runs on one host, at the moment before it commits a step.

@@ -20,7 +20,7 @@ const BLOCK: u64 = 64 << 10;
 const LEN: usize = 3 * 2 * BLOCK as usize - 1000;
 const STRIPES: usize = 3;
 
-fn for_all(rule: Rule) -> Policy {
+pub fn for_all(rule: Rule) -> Policy {
     Policy { rule, jobs: BTreeMap::new() }
 }
 
@@ -28,12 +28,12 @@ fn archive_all_but(newest: u32) -> Rule {
     Rule { archive_all_but: Some(newest), ..Rule::NOTHING }
 }
 
-fn keep(newest: u32) -> Rule {
+pub fn keep(newest: u32) -> Rule {
     Rule { keep_newest: Some(newest), ..Rule::NOTHING }
 }
 
 /// Restarts the catalogue server with this policy.
-async fn restart(world: &mut World, policy: Policy) {
+pub async fn restart(world: &mut World, policy: Policy) {
     world.kill(0).await;
     // The last tasks of the stopped daemon release the folder a moment later.
     world.until("the lock is free", || world.machines[0].disk.lock(LOCK_FILE).is_ok()).await;

@@ -1,35 +1,125 @@
-//! A recorder of all requests in a cluster, with their senders and receivers. It changes nothing.
+//! A recorder of all requests in a cluster, with their senders and receivers. It changes nothing,
+//! except that it holds back the requests that a test asks it to.
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use rapidraid::net::memory::MemoryTransport;
 use rapidraid::net::{Address, Connection, NetError, Peer, RecvStream, SendStream, Transport};
+use rapidraid::wire::calls::{CompareAndSetKey, CompareAndSetKeyGuarded};
 use rapidraid::wire::{Call, parse_request, split_request};
+use tokio::sync::{oneshot, watch};
+
+/// Maximum time of a wait for a request.
+const LIMIT: Duration = Duration::from_secs(600);
 
 /// A request: the sender's name, the receiver's name, and the frame.
 type Asked = (String, String, Bytes);
 
-/// All requests since the recording began.
+/// All requests since the recording began, and the requests that are to be held back.
 #[derive(Clone, Default)]
-pub struct Requests(Arc<Mutex<Option<Vec<Asked>>>>);
+pub struct Requests {
+    all: Arc<Mutex<Option<Vec<Asked>>>>,
+    holds: Arc<Mutex<Vec<Hold>>>,
+}
+
+/// The description of a request that is to be held back: a compare-and-set of a catalogue key.
+struct Hold {
+    from: String,
+    key: String,
+    has_come: watch::Sender<bool>,
+    /// Ends when the [`HeldWrite`] is dropped.
+    may_go: oneshot::Receiver<()>,
+}
+
+/// A request that its sender is about to make, and that is held back until this is dropped.
+pub struct HeldWrite {
+    has_come: watch::Receiver<bool>,
+    may_go: oneshot::Sender<()>,
+}
+
+impl HeldWrite {
+    /// Waits until the sender makes the request.
+    pub async fn has_come(&self) {
+        let mut has_come = self.has_come.clone();
+        let comes = has_come.wait_for(|has_come| *has_come);
+        tokio::time::timeout(LIMIT, comes).await.expect("the request never came").unwrap();
+    }
+
+    /// Sends the request.
+    pub fn let_go(self) {
+        drop(self.may_go);
+    }
+
+    /// Waits until the sender makes the request, then for the end of `change`, and sends the
+    /// request. Returns the result of `change`.
+    pub async fn during<T>(self, change: impl Future<Output = T>) -> T {
+        self.has_come().await;
+        let result = change.await;
+        self.let_go();
+        result
+    }
+}
+
+/// Returns the key of the catalogue that a request changes by a compare-and-set, with a guard or
+/// without.
+fn changed_key(frame: &[u8]) -> Option<String> {
+    // Skips the frame's length.
+    let (number, body) = split_request(frame.get(4..)?).ok()?;
+    match number {
+        CompareAndSetKey::NUMBER => Some(parse_request::<CompareAndSetKey>(body).ok()?.key),
+        CompareAndSetKeyGuarded::NUMBER => {
+            Some(parse_request::<CompareAndSetKeyGuarded>(body).ok()?.key)
+        }
+        _ => None,
+    }
+}
 
 impl Requests {
     pub fn listen(&self) {
-        *self.0.lock().unwrap() = Some(Vec::new());
+        *self.all.lock().unwrap() = Some(Vec::new());
+    }
+
+    /// Holds back the next compare-and-set of a catalogue key that the peer `from` makes on another
+    /// node, with a guard or without.
+    pub fn hold_write(&self, from: &str, key: &str) -> HeldWrite {
+        let (has_come, comes) = watch::channel(false);
+        let (lets_go, may_go) = oneshot::channel();
+        let hold = Hold { from: from.to_owned(), key: key.to_owned(), has_come, may_go };
+        self.holds.lock().unwrap().push(hold);
+        HeldWrite { has_come: comes, may_go: lets_go }
     }
 
     fn add(&self, asked: Asked) {
-        if let Some(all) = &mut *self.0.lock().unwrap() {
+        if let Some(all) = &mut *self.all.lock().unwrap() {
             all.push(asked);
+        }
+    }
+
+    fn take_hold(&self, from: &str, frame: &[u8]) -> Option<Hold> {
+        let mut holds = self.holds.lock().unwrap();
+        if holds.is_empty() {
+            return None;
+        }
+        let key = changed_key(frame)?;
+        let at = holds.iter().position(|hold| hold.from == from && hold.key == key)?;
+        Some(holds.remove(at))
+    }
+
+    /// Waits until a request may be sent.
+    async fn wait_while_held(&self, from: &str, frame: &[u8]) {
+        if let Some(hold) = self.take_hold(from, frame) {
+            hold.has_come.send_replace(true);
+            let _ = hold.may_go.await;
         }
     }
 
     /// Returns the requests of one kind, in order: the sender's name, the receiver's name, and the
     /// call.
     pub fn of<C: Call>(&self) -> Vec<(String, String, C)> {
-        let all = self.0.lock().unwrap();
+        let all = self.all.lock().unwrap();
         let parsed = all.iter().flatten().filter_map(|(from, to, frame)| {
             // Skips the frame's length.
             let (number, body) = split_request(frame.get(4..)?).ok()?;
@@ -123,7 +213,8 @@ impl Connection for SpiedConnection {
 impl SendStream for SpiedSend {
     async fn write(&mut self, chunk: Bytes) -> Result<(), NetError> {
         if let Some((from, to, requests)) = self.first.take() {
-            requests.add((from, to, chunk.clone()));
+            requests.add((from.clone(), to, chunk.clone()));
+            requests.wait_while_held(&from, &chunk).await;
         }
         self.inner.write(chunk).await
     }

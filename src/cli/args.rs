@@ -395,7 +395,7 @@ Examples:
 
 With --json: schema, catalogue (null: no node says), unchanged (why the catalogue accepts no change,
 or null), epoch, nodes, policy (null: none is set), retention_paused (null: no node says), repair
-(null: no node says), leaving (node, successors).
+(null: no node says), leaving (node, successors), open_saves and launches (as `ls`; null: not known).
 Each node: name, address, zone, rack, storage, live (it holds a lease), answers, version; of a node
 that answers also replicas, replica_bytes, pieces, piece_bytes, record_bytes, quarantined,
 disk_total_bytes, disk_free_bytes, budgets (name, used_bytes, peak_bytes, total_bytes),

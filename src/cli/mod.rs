@@ -14,6 +14,7 @@ pub mod files;
 mod holdings;
 mod init;
 mod interrupt;
+mod jobs;
 mod known_nodes;
 mod labels;
 mod log;

@@ -36,7 +36,6 @@ const MAX_DEPTH: usize = 64;
 
 /// Runs the command `save`.
 pub async fn run(front: &mut Front, options: Save) -> Outcome {
-    let mut signals = Signals::new()?;
     let found = shards_of(&options.paths)?;
     let mut sources = Vec::with_capacity(found.len());
     for (_, path) in &found {
@@ -56,6 +55,8 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
         named.map(shard).collect::<Vec<_>>()
     };
     let client = connect::client(&options.connect, &front.env).await?;
+    // Until now a signal ends the process at once: there is nothing to undo.
+    let mut signals = Signals::new()?;
     let record_file = options.record.as_deref().map(files::create_new).transpose()?;
     let progress = transfer::watch(front, format!("save {}", options.step));
     let decisions = InterruptibleSave::new(shards());

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::args::StatusOptions;
+use super::jobs::JobsUnderWay;
 use super::printer::CommandOutput;
 use super::table::{Paint, Table, Tint, shown};
 use super::transfer::counted;
@@ -18,11 +19,16 @@ use crate::units::ByteCount;
 pub async fn run(front: &mut Front, options: StatusOptions) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.status()).await;
+    let under_way = match report.as_ref().map(|report| &report.catalogue.read_only_reason) {
+        Ok(None) => JobsUnderWay::list(&client, None).await,
+        Ok(Some(reason)) => JobsUnderWay::unknown(reason),
+        Err(_) => JobsUnderWay::unknown("no daemon answers"),
+    };
     connect::close(&client).await;
-    Ok(Box::new(Nodes(report?)))
+    Ok(Box::new(Nodes(report?, under_way)))
 }
 
-struct Nodes(StatusReport);
+struct Nodes(StatusReport, JobsUnderWay);
 
 /// Returns the bytes of replicas and pieces on all nodes that answered.
 pub fn stored_bytes(report: &StatusReport) -> u64 {
@@ -130,7 +136,9 @@ impl CommandOutput for Nodes {
                 "retention_paused": self.0.is_retention_paused,
                 "repair": self.0.repair.as_ref().map(safety::json),
                 "leaving": leaving(&self.0).map(leaving_json).collect::<Vec<_>>() });
-        fields.as_object().cloned().unwrap_or_default()
+        let mut fields = fields.as_object().cloned().unwrap_or_default();
+        fields.extend(self.1.json());
+        fields
     }
 
     fn text(&self, paint: Paint) -> String {
@@ -211,6 +219,7 @@ impl CommandOutput for Nodes {
             out.push_str(&format!("{versions}\n"));
         }
         out.push_str(&report.policy.as_ref().map_or_else(String::new, rules::text));
+        out.push_str(&self.1.summary());
         if !notes.is_empty() {
             out.push_str(&format!("\n{}\n{notes}", paint.tint(Tint::Yellow, "warnings:")));
         }
@@ -243,7 +252,9 @@ mod tests {
 
     #[test]
     fn what_is_not_known_of_the_safety_is_said_at_the_top() {
-        let text = |report: &StatusReport| Nodes(report.clone()).text(Paint::PLAIN);
+        let text = |report: &StatusReport| {
+            Nodes(report.clone(), JobsUnderWay::unknown("no answer")).text(Paint::PLAIN)
+        };
         let silent = text(&report(None, Some("no node serves the catalogue")));
         let first = "nothing can be saved, archived or removed now: no node serves the catalogue\n\
                      safety: not known: no catalogue server surveys the checkpoints\n\n";

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use super::args::{Ls, Rm, Show};
 use super::holdings::{States, holdings};
 use super::interrupt::unless_interrupted;
+use super::jobs::JobsUnderWay;
 use super::picture::{self, Style};
 use super::printer::{CommandFailure, CommandOutput, step_json};
 use super::table::{Paint, Table, Tint, shown};
@@ -18,7 +19,7 @@ use crate::format::records::{ShardRoot, ShardState};
 use crate::id::{Job, Label, NodeId, PeerName, Step, StripeId};
 use crate::kind::ErrorKind;
 use crate::units::{ByteCount, date};
-use crate::wire::calls::{LaunchView, OpenSaveView, RemoveAnswer, StepView};
+use crate::wire::calls::{RemoveAnswer, StepView};
 
 /// Maximum number of shards that `show` lists; JSON has them all.
 const LISTED: usize = 50;
@@ -60,15 +61,13 @@ async fn list_all(client: &Client, job: Option<&Job>) -> Result<Steps, CommandFa
     let committed = client.list_steps(job).await.map_err(|error| connect::failure(&error))?;
     // Commit marks say nothing of labels, launches, and saves that are not committed.
     if committed.iter().any(|view| view.by_marks) {
-        let why = || NO_CATALOGUE.to_owned();
-        let (labels, open, launches) = (Err(why()), Err(why()), Err(why()));
-        return Ok(Steps { committed, labels, open, launches });
+        let labels = Err(NO_CATALOGUE.to_owned());
+        let under_way = JobsUnderWay::unknown(NO_CATALOGUE);
+        return Ok(Steps { committed, labels, under_way });
     }
-    let told = |error: ClientError| error.to_string();
-    let labels = list_labels(client, job, &committed).await.map_err(told);
-    let open = client.list_open_saves(job).await.map_err(told);
-    let launches = list_newest_launches(client, job, &committed).await.map_err(told);
-    Ok(Steps { committed, labels, open, launches })
+    let labels = list_labels(client, job, &committed).await.map_err(|error| error.to_string());
+    let under_way = JobsUnderWay::of_steps(client, job, &committed).await;
+    Ok(Steps { committed, labels, under_way })
 }
 
 /// The labels of steps.
@@ -90,21 +89,6 @@ async fn list_labels(
         labels.extend(of_job.into_iter().map(|(step, of_step)| ((job.clone(), step), of_step)));
     }
     Ok(labels)
-}
-
-/// Returns the newest launch of one job, or of each job that has steps.
-async fn list_newest_launches(
-    client: &Client,
-    job: Option<&Job>,
-    steps: &[StepView],
-) -> Result<Vec<LaunchView>, ClientError> {
-    let Some(job) = job else {
-        let mut launches = client.list_newest_launches().await?;
-        launches.retain(|launch| steps.iter().any(|view| view.job == launch.job));
-        return Ok(launches);
-    };
-    let newest = client.fetch_launch_order(job).await?.launches.pop();
-    Ok(Vec::from_iter(newest.map(|registered| LaunchView { job: job.clone(), registered })))
 }
 
 /// Runs the command `show`.
@@ -153,47 +137,10 @@ struct Steps {
     committed: Vec<StepView>,
     /// The labels of the steps, or the reason why they are not known.
     labels: Result<Labels, String>,
-    /// The saves that are not committed yet, or the reason why they are not known.
-    open: Result<Vec<OpenSaveView>, String>,
-    /// The newest launch of each job, or the reason why they are not known.
-    launches: Result<Vec<LaunchView>, String>,
+    under_way: JobsUnderWay,
 }
 
 impl Steps {
-    /// Returns a line for each save that is not committed yet.
-    fn open_text(&self) -> String {
-        let line = |view: &OpenSaveView| {
-            let step = format!("{}/{}", view.job, view.step);
-            if view.is_decided {
-                return format!("{step} is decided: its commit marks are being written\n");
-            }
-            if let Some(writer) = view.dropped_writer {
-                return format!("{step} is not saved: host {writer} has dropped it\n");
-            }
-            let by = match view.writers {
-                0 => String::new(),
-                hosts => format!(" by {hosts} hosts"),
-            };
-            let shards = match view.shards {
-                Some(shards) => {
-                    format!(": {} of {shards} shards are complete", view.complete_shards)
-                }
-                None => String::new(),
-            };
-            let late: Vec<String> = view.late_writers.iter().map(ToString::to_string).collect();
-            let late = match late.len() {
-                0 => String::new(),
-                1 => format!(", waits for host {}", late.concat()),
-                _ => format!(", waits for hosts {}", late.join(", ")),
-            };
-            format!("{step} is being saved{by}{shards}{late}\n")
-        };
-        match &self.open {
-            Ok(open) => open.iter().map(line).collect(),
-            Err(reason) => format!("saves that are not committed yet are not listed: {reason}\n"),
-        }
-    }
-
     /// Returns the labels of a step, or `None` if they are not known.
     fn labels_of(&self, view: &StepView) -> Option<&[Label]> {
         let labels = self.labels.as_ref().ok()?;
@@ -209,24 +156,7 @@ impl Steps {
             Ok(_) => String::new(),
             Err(reason) => format!("labels are not listed: {reason}\n"),
         };
-        labels + &self.open_text() + &self.launches_text()
-    }
-
-    /// Returns a line for the newest launch of each job.
-    fn launches_text(&self) -> String {
-        let line = |view: &LaunchView| {
-            let launch = &view.registered;
-            let from = match launch.resumed {
-                Some(step) => format!("resumed from step {step}"),
-                None => "from the beginning".to_owned(),
-            };
-            let (number, since) = (launch.number, date(launch.registered_at));
-            format!("job {}: launch {number}, registered {since}, {from}\n", view.job)
-        };
-        match &self.launches {
-            Ok(launches) => launches.iter().map(line).collect(),
-            Err(reason) => format!("launches are not listed: {reason}\n"),
-        }
+        labels + &self.under_way.open_text() + &self.under_way.launches_text()
     }
 }
 
@@ -238,33 +168,9 @@ impl CommandOutput for Steps {
             Value::Object(step)
         };
         let steps = self.committed.iter().map(step).collect();
-        let open = |view: &OpenSaveView| {
-            json!({
-                "job": view.job, "step": view.step, "save": view.save.to_string(), "decided": view.is_decided,
-                "complete_shards": view.complete_shards, "shards": view.shards, "hosts": view.writers,
-                "late_hosts": view.late_writers, "dropped_host": view.dropped_writer,
-            })
-        };
-        let open = match &self.open {
-            Ok(views) => Value::Array(views.iter().map(open).collect()),
-            Err(_) => Value::Null,
-        };
-        let launch = |view: &LaunchView| {
-            json!({
-                "job": view.job, "launch": view.registered.launch.to_string(),
-                "number": view.registered.number, "registered_at": view.registered.registered_at,
-                "resumed": view.registered.resumed,
-            })
-        };
-        let launches = match &self.launches {
-            Ok(views) => Value::Array(views.iter().map(launch).collect()),
-            Err(_) => Value::Null,
-        };
-        Map::from_iter([
-            ("steps".to_owned(), Value::Array(steps)),
-            ("open_saves".to_owned(), open),
-            ("launches".to_owned(), launches),
-        ])
+        let mut fields = Map::from_iter(self.under_way.json());
+        fields.insert("steps".to_owned(), Value::Array(steps));
+        fields
     }
 
     fn text(&self, paint: Paint) -> String {

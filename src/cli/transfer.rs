@@ -66,8 +66,9 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
         return Err(CommandFailure::new(ErrorKind::Invalid, message)
             .with_hint("add --plan star, or omit --codec"));
     }
-    let mut signals = Signals::new()?;
     let client = connect::client(&options.connect, &front.env).await?;
+    // Until now a signal ends the process at once: there is nothing to undo.
+    let mut signals = Signals::new()?;
     let mut trace = options.trace.as_deref().map(files::create_new).transpose()?.map(Trace::new);
     let (job, step) = (&options.step.job, options.step.step);
     let bar = ProgressLine::new(
@@ -163,10 +164,11 @@ impl RestoreSource {
 
 /// Runs the command `restore`.
 pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
-    let mut signals = Signals::new()?;
     let record = options.record.as_deref().map(read_record).transpose()?;
     let nodes = record.iter().flat_map(SaveRecord::nodes).map(|node| node.address.clone());
     let client = connect::client_beside(&options.connect, &front.env, nodes.collect()).await?;
+    // Until now a signal ends the process at once: there is nothing to undo.
+    let mut signals = Signals::new()?;
     let is_new = !options.out.exists();
     let out =
         RealDisk::open(&options.out).map_err(|error| CommandFailure::of(error.kind(), &error))?;

@@ -48,10 +48,12 @@ fn an_interrupted_save_is_aborted_and_its_step_is_free_at_once() {
         cluster.daemons[3].signal(Signal::STOP);
         let saving = spawn(&cluster, "save gpt/1 in --record gpt.record");
         wait_until("the save has begun", || has_stripe_files(&cluster));
+        let interrupted_at = Instant::now();
         signal(&saving, signal_sent);
         saving
             .ended(LIMIT)
             .fails(code, &["interrupted by", "was aborted", "nothing of it is visible"]);
+        eprintln!("aborted {:.2} s after the signal", interrupted_at.elapsed().as_secs_f64());
         cluster.daemons[3].signal(Signal::CONT);
         assert!(!cluster.path("gpt.record").exists());
         wait_until("the files are removed", || !has_stripe_files(&cluster));
@@ -60,6 +62,56 @@ fn an_interrupted_save_is_aborted_and_its_step_is_free_at_once() {
     cluster.run("save gpt/1 in").ok();
     cluster.run("restore gpt/1 --out out").ok();
     assert_eq!(cluster.read("out/a.bin"), bytes(4_000_000, 1));
+}
+
+/// No gateway answers, so the save cannot be aborted. The second signal ends the command, which would
+/// otherwise try for longer than the first wait of this test.
+#[test]
+fn a_second_signal_ends_the_command_at_once() {
+    let cluster = Cluster::start(6, &["code.list=6,4"]);
+    cluster.write("in/a.bin", &bytes(4_000_000, 1));
+    cluster.daemons[3].signal(Signal::STOP);
+    let saving = spawn(&cluster, "save gpt/1 in");
+    wait_until("the save has begun", || has_stripe_files(&cluster));
+    for command in ["ls", "status"] {
+        let shown = cluster.run(&format!("{command} --json")).ok().json();
+        let open = &shown["open_saves"][0];
+        assert_eq!((&open["job"], &open["step"]), (&"gpt".into(), &1.into()), "{command}");
+        let text = cluster.run(command).ok().out;
+        assert!(text.contains("gpt/1 is being saved"), "{command}: {text}");
+    }
+    cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::STOP));
+    signal(&saving, Signal::INT);
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(!saving.has_exited(), "the first signal lets the command abort its save");
+    signal(&saving, Signal::INT);
+    saving.ended(LIMIT).fails(130, &["interrupted by SIGINT", "a second SIGINT"]);
+    cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::CONT));
+    // The save ends with its lease.
+    cluster.run("save gpt/1 in --wait").ok();
+}
+
+/// A command that waits for its first answer has nothing to undo.
+#[test]
+fn a_signal_ends_a_command_that_has_not_begun() {
+    let cluster = Cluster::start(6, &["code.list=6,4"]);
+    cluster.write("in/a.bin", &bytes(4_000, 1));
+    cluster.run("save gpt/1 in").ok();
+    cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::STOP));
+    for line in ["save gpt/2 in", "archive gpt/1", "restore gpt/1 --out out"] {
+        let waiting = spawn(&cluster, line);
+        std::thread::sleep(Duration::from_millis(500));
+        signal(&waiting, Signal::INT);
+        let ended = waiting.ended(LIMIT);
+        // The process ends by the signal itself, or says so if it has begun meanwhile.
+        assert!(matches!(ended.code, -1 | 130), "{line}: {ended:?}");
+        assert!(
+            !cluster.path("out").exists() && !ended.err.contains("second"),
+            "{line}: {ended:?}"
+        );
+    }
+    cluster.daemons.iter().for_each(|daemon| daemon.signal(Signal::CONT));
+    cluster.run("save gpt/2 in").ok();
 }
 
 #[test]

@@ -209,6 +209,8 @@ impl GatewayError {
             | E::SaveNotCommitted { .. } => ErrorKind::NotFound,
             E::RootInconsistent { .. }
             | E::ShardsIncomplete { .. }
+            | E::ShardCountDiffers { .. }
+            | E::NoShards { .. }
             | E::ShardNamesEqual { .. }
             | E::WriterUnfit { .. }
             | E::TooManyLabels { .. }

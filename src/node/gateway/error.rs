@@ -30,7 +30,9 @@ pub(in crate::node) enum GatewayError {
     #[error("save {save} is over: save again")]
     SaveOver { save: SaveId },
     /// Too many removals of older saves of the step are pending.
-    #[error("{job}/{step} waits for nodes to remove older saves: start the nodes that are down")]
+    #[error(
+        "{job}/{step} waits for nodes to remove older saves: start, remove or replace the nodes that are down"
+    )]
     TooManyRemovals { job: Job, step: Step },
     /// A newer launch of the job has registered.
     #[error(
@@ -71,8 +73,18 @@ pub(in crate::node) enum GatewayError {
     #[error("save {save} of {job}/{step} was aborted, or another one took its place: save again")]
     SaveAbortedOrReplaced { save: SaveId, job: Job, step: Step },
     /// Some shards of the save are not complete.
-    #[error("{complete} of {shards} shards of save {save} are complete")]
-    ShardsIncomplete { complete: usize, shards: u32, save: SaveId },
+    #[error(
+        "save {save} lacks {missing} of its {shards} shards ({first}): complete them, then commit again"
+    )]
+    ShardsIncomplete { missing: usize, shards: u32, first: String, save: SaveId },
+    /// A commit names another number of shards than a complete shard of the save.
+    #[error(
+        "shard {index} of save {save} is one of {of}, and the commit names {shards} shards: save again"
+    )]
+    ShardCountDiffers { index: u32, of: u32, shards: u32, save: SaveId },
+    /// A commit names no shard.
+    #[error("the commit of save {save} names no shard: a checkpoint has at least one")]
+    NoShards { save: SaveId },
     /// Two shards of the save have one name.
     #[error("two shards of save {save} are called {shard}: give each shard a name of its own")]
     ShardNamesEqual { shard: ShardName, save: SaveId },

@@ -34,6 +34,9 @@ const SHARDS_AT_ONCE: usize = 8;
 /// Maximum number of marks of one shard written at once.
 const MARKS_AT_ONCE: usize = 32;
 
+/// Maximum number of missing shards that an error names.
+const MISSING_SHARDS_NAMED: usize = 8;
+
 impl SaveGateway {
     pub(super) async fn fetch_directory(&self) -> Result<Directory, RemoteError> {
         Ok(Directory::read(&*self.context.catalogue()).await?)
@@ -174,16 +177,21 @@ impl SaveGateway {
         generation: Generation,
     ) -> Result<Saved, RemoteError> {
         let roots = list_shard_roots(&*self.context.catalogue(), call.save).await?;
-        // Every checkpoint has at least one shard. Without this check, a commit of zero shards
-        // would decide a save that has just been opened.
-        let complete = call.shards > 0
-            && roots.len() == call.shards as usize
-            && (0..)
-                .zip(&roots)
-                .all(|(index, root)| root.index == index && root.shards == call.shards);
-        if !complete {
-            let (complete, shards, save) = (roots.len(), call.shards, call.save);
-            return Err(GatewayError::ShardsIncomplete { complete, shards, save }.into());
+        let (shards, save) = (call.shards, call.save);
+        // Without this check, a commit of zero shards would decide a save that has just been opened.
+        if shards == 0 {
+            return Err(GatewayError::NoShards { save }.into());
+        }
+        if let Some(root) = roots.iter().find(|root| root.shards != shards || root.index >= shards)
+        {
+            let (index, of) = (root.index, root.shards);
+            return Err(GatewayError::ShardCountDiffers { index, of, shards, save }.into());
+        }
+        // The roots have keys by number, so no number occurs twice.
+        let missing = (shards as usize).saturating_sub(roots.len());
+        if missing > 0 {
+            let first = name_missing_shards(shards, &roots);
+            return Err(GatewayError::ShardsIncomplete { missing, shards, first, save }.into());
         }
         let mut names = HashSet::new();
         if let Some(twice) = roots.iter().find(|root| !names.insert(&root.name)) {
@@ -442,5 +450,34 @@ async fn create_or_require_equal<R: Record + PartialEq>(
         RecordSetOutcome::Conflict(_) => {
             Err(GatewayError::RecordConflict { key: key.to_owned() }.into())
         }
+    }
+}
+
+/// Returns the numbers of the first shards of a save that are not complete, as text.
+fn name_missing_shards(shards: u32, complete: &[ShardRoot]) -> String {
+    let known: HashSet<u32> = complete.iter().map(|root| root.index).collect();
+    // A client names the number of shards, so only the first missing ones are looked for.
+    let missing = (0..shards).filter(|index| !known.contains(index));
+    let named: Vec<String> =
+        missing.take(MISSING_SHARDS_NAMED).map(|index| index.to_string()).collect();
+    let (noun, first) = (if named.len() == 1 { "shard" } else { "shards" }, named.join(", "));
+    match (shards as usize).saturating_sub(known.len() + named.len()) {
+        0 => format!("{noun} {first}"),
+        more => format!("{noun} {first} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::samples::shard_root;
+
+    #[test]
+    fn an_error_names_the_first_missing_shards() {
+        let complete = |index: u32| ShardRoot { index, ..shard_root(Vec::new()) };
+        assert_eq!(name_missing_shards(3, &[complete(0), complete(2)]), "shard 1");
+        assert_eq!(name_missing_shards(3, &[complete(1)]), "shards 0, 2");
+        let many = name_missing_shards(100, &[complete(3)]);
+        assert_eq!(many, "shards 0, 1, 2, 4, 5, 6, 7, 8 and 91 more");
     }
 }

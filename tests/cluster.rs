@@ -28,8 +28,12 @@ mod joint_inputs;
 mod joint_rebuild;
 #[path = "cluster/joint_runs.rs"]
 mod joint_runs;
+#[path = "cluster/joint_silence.rs"]
+mod joint_silence;
 #[path = "cluster/kept_replicas.rs"]
 mod kept_replicas;
+#[path = "cluster/launch_races.rs"]
+mod launch_races;
 #[path = "cluster/launches.rs"]
 mod launches;
 #[path = "cluster/members.rs"]

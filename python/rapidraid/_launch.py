@@ -8,7 +8,8 @@ import secrets
 import socket
 import threading
 import time
-from typing import Literal
+from collections import deque
+from typing import Literal, TypeAlias
 
 from . import _native
 from ._program import connect, find_config, start_daemon
@@ -17,9 +18,16 @@ from .errors import DeadlineError, InvalidError, NoDaemonError, RapidraidError, 
 
 log = logging.getLogger("rapidraid")
 
+#: A step, and its failure (code, message, hint) or a warning about it.
+Notice: TypeAlias = tuple[int, tuple[int, str, str] | None, str]
+
 #: How long a thread that waits for a commit blocks other threads from the session at a time, in
 #: seconds.
 WAIT_TURN_S = 0.05
+#: How often a thread that waits for a commit asks the daemon for warnings, in seconds.
+WARNINGS_EVERY_S = 1.0
+#: Maximum number of failures that a wait has read and that no call has raised or logged yet.
+MAX_UNREAD = 64
 #: Maximum number of failed attempts in a row of a wait for a commit, while the daemon does not answer.
 WAIT_TRIES = 4
 #: Maximum time for ending a session, in seconds. The daemon also notices the end of the process.
@@ -71,6 +79,8 @@ class Launch:
         #: The steps that this process has staged, in this order.
         self.saved: list[int] = []
         self.is_closed = False
+        #: Failures of steps that a wait has read together with warnings.
+        self._unread: deque[Notice] = deque(maxlen=MAX_UNREAD)
         self.hosts: Hosts
         self.session, self.id, self.born_ns = self._connect(config, sets_signals)
 
@@ -136,11 +146,15 @@ class Launch:
         """
         until = time.monotonic() + limit
         tries = WAIT_TRIES
+        look_at = time.monotonic() + WARNINGS_EVERY_S
         while True:
             left = until - time.monotonic()
             try:
                 with self.lock:
                     save, notes = self.daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
+                    if save is None and time.monotonic() >= look_at:
+                        look_at = time.monotonic() + WARNINGS_EVERY_S
+                        self._log_warnings()
                 tries = WAIT_TRIES
             except UnavailableError as error:
                 # A dropped step is reported by an error of the same kind, at each attempt.
@@ -171,8 +185,22 @@ class Launch:
         log.debug("step %d is committed as save %s", step, save)
         return notes
 
-    def notices(self) -> list[tuple[int, tuple[int, str, str] | None, str]]:
+    def _log_warnings(self) -> None:
+        """Logs the daemon's warnings, such as a host of which no progress is seen. Keeps failures for later calls."""
+        for notice in self.daemon.notices(self.timeout):
+            step, failure, warning = notice
+            if failure is None:
+                log.warning("step %d: %s", step, warning)
+            else:
+                self._unread.append(notice)
+
+    def notices(self) -> list[Notice]:
         """Returns the daemon's notices. Restarts a dead daemon; the new one recovers the staged steps."""
+        unread = list(self._unread)
+        self._unread.clear()
+        return unread + self._take_notices()
+
+    def _take_notices(self) -> list[Notice]:
         for _ in range(2):
             try:
                 return self.daemon.notices(self.timeout)

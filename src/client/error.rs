@@ -129,12 +129,13 @@ pub enum ClientError {
         limit: Duration,
     },
     /// Another writer of a joint save has dropped the step, before all others.
-    #[error(
-        "writer {writer} of the save has dropped the step: its log says why; save the next step"
-    )]
+    #[error("writer {writer} of the save has dropped the step: {}; save the next step",
+        if reason.is_empty() { "its log says why" } else { reason })]
     WriterDropped {
         /// The number of the writer.
         writer: u32,
+        /// The reason; empty if the writer has not said it.
+        reason: String,
     },
     /// Each attempt at a joint save ended without a commit: a writer aborted it, its lease or its epoch
     /// ended, or a node of its ring was gone.

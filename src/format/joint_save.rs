@@ -12,6 +12,10 @@ use crate::id::{LaunchId, LeaseId, SaveId};
 /// value of the catalogue.
 pub const MAX_WRITERS: usize = 128;
 
+/// Maximum length of the reason for which a writer has dropped a step, in bytes. Only the first
+/// writer that drops a step records its reason.
+pub const MAX_REASON_BYTES: usize = 256;
+
 /// A save that belongs to a launch. Its writers write it together, or one client writes it alone.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JointSave {
@@ -36,7 +40,7 @@ pub struct JointSave {
 }
 
 /// The state of a writer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WriterState {
     /// The writer has not said how many shards it has.
     Unknown,
@@ -48,10 +52,22 @@ pub enum WriterState {
         sent_mib: u32,
     },
     /// The writer has dropped the step before all other writers, so that the save can never be
-    /// committed.
+    /// committed. Written by daemons before [`DroppedBecause`](Self::DroppedBecause) existed.
     Dropped,
     /// The writer has dropped the step after another one.
     DroppedLater,
+    /// The writer has dropped the step before all other writers, for this reason.
+    DroppedBecause {
+        /// The reason, for people; at most [`MAX_REASON_BYTES`] long.
+        reason: String,
+    },
+}
+
+impl WriterState {
+    /// Returns whether the writer has dropped the step, before another one or after it.
+    pub fn has_dropped(&self) -> bool {
+        matches!(self, Self::Dropped | Self::DroppedLater | Self::DroppedBecause { .. })
+    }
 }
 
 impl Record for JointSave {
@@ -93,15 +109,22 @@ impl JointSave {
 
     /// Returns the number of the writer that has dropped the step before all others.
     pub fn dropped_writer(&self) -> Option<u32> {
-        let mut numbered = (0..).zip(&self.writers);
-        numbered.find(|(_, state)| **state == WriterState::Dropped).map(|(writer, _)| writer)
+        self.first_drop().map(|(writer, _)| writer)
+    }
+
+    /// Returns the number of the writer that has dropped the step before all others, and the reason;
+    /// an empty one if the writer did not say it.
+    pub fn first_drop(&self) -> Option<(u32, &str)> {
+        (0..).zip(&self.writers).find_map(|(writer, state)| match state {
+            WriterState::Dropped => Some((writer, "")),
+            WriterState::DroppedBecause { reason } => Some((writer, reason.as_str())),
+            _ => None,
+        })
     }
 
     /// Returns whether all writers have dropped the step.
     pub fn is_dropped_by_all(&self) -> bool {
-        let has_dropped =
-            |state: &WriterState| matches!(state, WriterState::Dropped | WriterState::DroppedLater);
-        self.writers.iter().all(has_dropped)
+        self.writers.iter().all(WriterState::has_dropped)
     }
 
     /// Returns the amount of data that all writers have reported as sent, in MiB.

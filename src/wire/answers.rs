@@ -18,8 +18,7 @@ use crate::id::{
     ShardId, Step, StripeId,
 };
 
-/// The beginning of the note by which a catalogue server reports in [`NodeStatusAnswer`] that its
-/// catalogue is read-only.
+/// The beginning of the note in [`NodeStatusAnswer`] that says that the catalogue is read-only.
 pub const CHANGES_NOTHING: &str = "its catalogue changes nothing";
 
 /// Answer to [`Hello`].
@@ -185,7 +184,7 @@ pub struct BeginSaveAnswer {
 }
 
 /// A writer's report on its part of a joint save, sent in [`JoinSave`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WriterReport {
     /// The writer takes part, and does not know its shards yet.
     Joins,
@@ -198,8 +197,11 @@ pub enum WriterReport {
         /// The amount of data that the writer has sent, in MiB.
         sent_mib: u32,
     },
-    /// The writer has dropped the step. The launch cannot save the step any more.
+    /// The writer has dropped the step. Older daemons send this.
     Drops,
+    /// The writer has dropped the step, for a reason of at most `MAX_REASON_BYTES`. The launch
+    /// cannot save it any more.
+    DropsBecause(String),
 }
 
 /// Answer to [`JoinSave`].

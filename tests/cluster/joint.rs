@@ -36,6 +36,14 @@ pub const STALL: Duration = Duration::from_secs(60);
 /// Maximum time of a wait in a test.
 const LIMIT: Duration = Duration::from_secs(600);
 pub const LAUNCH: LaunchId = LaunchId([7; 16]);
+/// The reason for which writers drop steps.
+const REASON: &str = "a rank died";
+
+/// Returns whether `error` says that `writer` has dropped the step for [`REASON`].
+fn is_drop_of(error: &ClientError, writer: u32) -> bool {
+    let is_it = matches!(error, ClientError::WriterDropped { writer: of, .. } if *of == writer);
+    is_it && error.to_string().contains(REASON)
+}
 
 /// A moment at which a writer waits until it is let on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +61,7 @@ pub struct Writer {
     pub shards: Vec<Bytes>,
     pub saves: Mutex<Vec<SaveId>>,
     missing: watch::Sender<Vec<u32>>,
+    silent: watch::Sender<Vec<u32>>,
     /// The number of notes of missing writers.
     notes: AtomicU32,
     waits_at: Option<Moment>,
@@ -74,6 +83,7 @@ impl Writer {
             shards,
             saves: Mutex::default(),
             missing: watch::Sender::default(),
+            silent: watch::Sender::default(),
             notes: AtomicU32::default(),
             waits_at: None,
             is_changed: false,
@@ -103,6 +113,24 @@ impl Writer {
         let mut missing = self.missing.subscribe();
         let misses = missing.wait_for(|missing| missing == writers);
         tokio::time::timeout(LIMIT, misses).await.expect("never waited for them").unwrap();
+    }
+
+    /// Waits until exactly `writers` are silent for this writer.
+    pub async fn finds_silent(&self, writers: &[u32]) {
+        let mut silent = self.silent.subscribe();
+        let found = silent.wait_for(|silent| silent == writers);
+        tokio::time::timeout(LIMIT, found).await.expect("never found silent").unwrap();
+    }
+
+    /// Waits until `writer` is among the silent ones.
+    pub async fn finds_among_silent(&self, writer: u32) {
+        let mut silent = self.silent.subscribe();
+        let found = silent.wait_for(|silent| silent.contains(&writer));
+        tokio::time::timeout(LIMIT, found).await.expect("never found silent").unwrap();
+    }
+
+    pub fn silent(&self) -> Vec<u32> {
+        self.silent.borrow().clone()
     }
 
     fn joint(&self, writers: u32) -> JointWriter {
@@ -140,6 +168,10 @@ impl JointDecisions for Writer {
         self.missing.send_replace(writers.to_vec());
     }
 
+    fn note_silent(&self, writers: &[u32]) {
+        self.silent.send_replace(writers.to_vec());
+    }
+
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
         self.pass(Moment::Index).await;
         let name = format!("index/{}", self.launch).parse().unwrap();
@@ -173,7 +205,7 @@ pub fn start(
     start_by(world.client_of(gateway), step, writers, writer)
 }
 
-fn start_by(client: Client, step: u64, writers: u32, writer: &Arc<Writer>) -> Saving {
+pub fn start_by(client: Client, step: u64, writers: u32, writer: &Arc<Writer>) -> Saving {
     let writer = writer.clone();
     tokio::spawn(async move {
         let joint = writer.joint(writers);
@@ -254,8 +286,9 @@ async fn a_writer_that_drops_the_step_is_heard_at_once() {
         let waits = Arc::new(Writer::new(LAUNCH, 0, 1));
         let drops = Writer::new(LAUNCH, 1, 1).joint(2);
         let client = world.client_of(2);
-        let drop =
-            || async { client.report_step_dropped(job().at(Step(step)), drops).await.unwrap() };
+        let drop = || async {
+            client.report_step_dropped(job().at(Step(step)), drops, REASON).await.unwrap()
+        };
         if drops_first {
             drop().await;
         }
@@ -266,7 +299,7 @@ async fn a_writer_that_drops_the_step_is_heard_at_once() {
             drop().await;
         }
         let error = saving.await.unwrap().unwrap_err();
-        assert!(matches!(error, ClientError::WriterDropped { writer: 1 }), "{error}");
+        assert!(is_drop_of(&error, 1), "{error}");
         assert!(begun.elapsed() < Duration::from_secs(5));
     }
     world.assert_swept(&world.client()).await;
@@ -278,7 +311,7 @@ async fn the_writer_that_drops_the_step_first_is_named() {
     let client = world.client_of(2);
     let drop = async |writer| {
         let writer = Writer::new(LAUNCH, writer, 1).joint(3);
-        client.report_step_dropped(job().at(Step(1)), writer).await.unwrap()
+        client.report_step_dropped(job().at(Step(1)), writer, REASON).await.unwrap()
     };
     register(&client, LAUNCH, None).await.unwrap();
     assert!(!drop(2).await);
@@ -287,7 +320,7 @@ async fn the_writer_that_drops_the_step_first_is_named() {
     assert_eq!(open.iter().map(|view| view.dropped_writer).collect::<Vec<_>>(), [Some(2)]);
     let waits = Arc::new(Writer::new(LAUNCH, 1, 1));
     let error = start(&world, 1, 1, 3, &waits).await.unwrap().unwrap_err();
-    assert!(matches!(error, ClientError::WriterDropped { writer: 2 }), "{error}");
+    assert!(is_drop_of(&error, 2), "{error}");
     assert!(drop(1).await, "all have dropped it");
     world.assert_swept(&world.client()).await;
 }

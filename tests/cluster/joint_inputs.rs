@@ -9,6 +9,7 @@ use std::time::Duration;
 use rapidraid::catalogue::record_access::{joint_save_key, launch_order_key};
 use rapidraid::client::ClientError;
 use rapidraid::format::joint_save::JointSave;
+use rapidraid::format::joint_save::MAX_REASON_BYTES;
 use rapidraid::format::records::{
     BlockInfo, Leaves, Record, ShardRoot, StripeFixed, StripeRecord, Writing, stripes_root,
 };
@@ -160,11 +161,13 @@ async fn what_contradicts_the_save_is_refused() {
     let announces = |shards| WriterReport::Announces { save, shards, sent_mib: 0 };
     voice.ask(&to, &join(0, 2, announces(1))).await.unwrap();
     let before = open_save(&world, 1);
+    let too_long = WriterReport::DropsBecause("x".repeat(MAX_REASON_BYTES + 1));
     for (wrong, reason) in [
         (join(0, 3, WriterReport::Joins), "the save has 2 writers, this call names 3"),
         (join(1, 3, announces(1)), "the save has 2 writers, this call names 3"),
         (join(0, 2, announces(2)), "it announced 1 shards, and now 2"),
         (join(1, 2, announces(65_536)), "a save has at most 65536 shards"),
+        (join(1, 2, too_long), "a reason has at most 256 bytes"),
     ] {
         let text = format!("writer {} contradicts the save of job/1: {reason}", wrong.writer);
         let text = format!("{text}; start the job again on all hosts");

@@ -92,6 +92,8 @@ impl JointDecisions for Part {
 
     fn note_missing(&self, _writers: &[u32], _unchanged: Duration) {}
 
+    fn note_silent(&self, _writers: &[u32]) {}
+
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
         let name = format!("index/{}", self.launch).parse().unwrap();
         let lines = data.iter().map(|root| format!("{} {:?}\n", root.name, root.stripes_root));
@@ -215,7 +217,9 @@ impl Run {
                 if let Some(task) = self.tasks[at].take() {
                     task.abort();
                     let client = self.world.client_of(self.gateway());
-                    let _ = client.report_step_dropped(job().at(Step(step)), joint).await;
+                    let _ = client
+                        .report_step_dropped(job().at(Step(step)), joint, "a seed says so")
+                        .await;
                     self.tasks[at] = Some(tokio::spawn(async {}));
                 }
             }

@@ -229,6 +229,7 @@ fn for_clients(calls: &mut Calls) {
         .both(join(WriterReport::Joins), JoinSaveAnswer::Open(Box::new(joined)))
         .request(", announces", join(announces))
         .request(", drops", join(WriterReport::Drops))
+        .request(", drops because", join(WriterReport::DropsBecause("a rank died".into())))
         .answer::<JoinSave>(", committed", JoinSaveAnswer::Committed { save })
         .answer::<JoinSave>(", over", JoinSaveAnswer::Over)
         .both(

@@ -153,6 +153,11 @@ fn dropped_joint_save() -> JointSave {
     JointSave { writers: vec![WriterState::DroppedLater, WriterState::Dropped], ..joint_save() }
 }
 
+fn joint_save_dropped_for_a_reason() -> JointSave {
+    let first = WriterState::DroppedBecause { reason: "rank 3 died".into() };
+    JointSave { writers: vec![first, WriterState::DroppedLater], ..joint_save() }
+}
+
 fn stripe_record() -> StripeRecord {
     let block = |len_bytes, byte| BlockInfo {
         len_bytes,
@@ -401,6 +406,7 @@ pub fn cases() -> Vec<Case> {
         record("save's head", head()),
         record("joint save", joint_save()),
         record("joint save, dropped by two", dropped_joint_save()),
+        record("joint save, dropped for a reason", joint_save_dropped_for_a_reason()),
         record("staging folder", staging_folder()),
         record("segment owner", segment_owner()),
         record("staged step", staged_step(SaveState::Unsaved)),

@@ -181,6 +181,23 @@ impl<'a> Play<'a> {
         (is_committed, began.elapsed())
     }
 
+    /// Waits until a trainer of each of the first seven hosts is warned that the save of `step` sees no
+    /// progress of the last host.
+    fn until_all_are_warned(&mut self, step: u64) {
+        let (began, lost) = (Instant::now(), name_of(HOSTS - 1));
+        for (part, stage) in self.joint.parts[..HOSTS - 1].iter_mut().zip(&self.stages) {
+            stage.until("its ranks are warned", || {
+                let notices = part.ranks[0].tell("notices").unwrap();
+                let is_warning = |notice: &Value| {
+                    let text = notice[1].as_str().unwrap_or_default();
+                    notice[0] == step && text.contains(&lost) && text.contains("no progress")
+                };
+                notices.as_array().unwrap().iter().any(is_warning)
+            });
+        }
+        eprintln!("step {step}: all are warned after {:.1} s", began.elapsed().as_secs_f64());
+    }
+
     /// Kills the other trainers, and resumes on the seven hosts in the opposite order. The step must
     /// be `expected`, unless that is `None`. A save of the next step is committed.
     fn go_on(mut self, expected: Option<u64>) {
@@ -221,6 +238,13 @@ fn names_the_last_host_alone(message: &str) -> bool {
     names_the_last_host(now) && !(0..HOSTS - 1).any(|host| now.contains(&name_of(host)))
 }
 
+/// Like [`names_the_last_host_alone`], with the rank that died there.
+fn names_the_last_host_and_its_rank(message: &str) -> bool {
+    names_the_last_host_alone(message)
+        && (0..RANKS_PER_HOST)
+            .any(|rank| message.contains(&format!("rank {rank} died before it had staged step 20")))
+}
+
 fn a_host_of_eight_while_it_fills(cluster: &Cluster, job: &str) {
     let mut play = Play::begin(cluster, job);
     let mut fills = play.joint.save(0..HOSTS - 1, 20);
@@ -231,6 +255,7 @@ fn a_host_of_eight_while_it_fills(cluster: &Cluster, job: &str) {
     let (is_committed, heard) = play.hear_of_it(20, names_the_last_host);
     assert!(!is_committed, "half a step is committed");
     eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    play.until_all_are_warned(20);
     play.go_on(Some(10));
 }
 
@@ -242,7 +267,7 @@ fn a_host_of_eight_whose_trainers_die_first(cluster: &Cluster, job: &str) {
     play.fills.insert(20, fills);
     play.last().fill(0, 20);
     play.last().ranks.iter().for_each(|rank| rank.signal(Signal::KILL));
-    let (is_committed, heard) = play.hear_of_it(20, names_the_last_host_alone);
+    let (is_committed, heard) = play.hear_of_it(20, names_the_last_host_and_its_rank);
     assert!(!is_committed, "half a step is committed");
     eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
     play.lose_the_last_host();
@@ -260,6 +285,9 @@ fn a_host_of_eight_while_it_sends(cluster: &Cluster, job: &str) {
     play.lose_the_last_host();
     let (is_committed, heard) = play.hear_of_it(20, names_the_last_host);
     eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    if !is_committed {
+        play.until_all_are_warned(20);
+    }
     play.go_on(Some(if is_committed { 20 } else { 10 }));
 }
 

@@ -138,6 +138,8 @@ impl JointDecisions for Writer {
 
     fn note_missing(&self, _writers: &[u32], _unchanged: Duration) {}
 
+    fn note_silent(&self, _writers: &[u32]) {}
+
     async fn build_index(&self, _data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
         let name = index_name(self.launch).parse().unwrap();
         Ok(NewShard { name, source: Arc::new(self.index.clone()) })
@@ -222,13 +224,13 @@ pub async fn drop_jointly(
     let parts = async {
         tokio::join!(
             save_part(client, launch, step, 0, 800),
-            client.report_step_dropped(job.at(Step(step)), joint(launch, 1)),
+            client.report_step_dropped(job.at(Step(step)), joint(launch, 1), "a rank died"),
         )
     };
     let (waited, dropped) = patient("a step that is dropped", parts).await;
     assert_told("a drop", &dropped, false);
     match waited {
-        Err(ClientError::WriterDropped { writer: 1 }) => {}
+        Err(ClientError::WriterDropped { writer: 1, .. }) => {}
         waited => {
             assert_told("a step that is dropped", &waited, false);
             assert!(!fair && waited.is_err(), "a step that is dropped: {waited:?}");

@@ -15,8 +15,9 @@ use super::save_decisions::{NewShard, SaveCode};
 use super::save_session::{RESTARTS, SHARDS_AT_ONCE, SaveRestarts, SaveSession, can_be_epoch_end};
 use super::shard_upload::ShardParameters;
 use super::stall_timer::{SaveProgress, StallTimer};
+use super::writer_watch::WriterWatch;
 use crate::client::{Client, ClientError, ProgressFn};
-use crate::format::joint_save::JointSave;
+use crate::format::joint_save::{JointSave, MAX_REASON_BYTES};
 use crate::format::records::ShardRoot;
 use crate::id::{LaunchId, NodeId, SaveId, ShardName, StepRef};
 use crate::kind::ErrorKind;
@@ -30,6 +31,8 @@ use crate::wire::calls::{
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum number of reports of a writer within a stall period.
 const REPORTS_A_STALL: u32 = 8;
+/// Number of looks at the other writers within a lease period.
+const LOOKS_A_LEASE: u32 = 4;
 
 /// A writer of a joint save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,6 +80,10 @@ pub trait JointDecisions: Send + Sync {
     /// progress. If `writers` is empty, the save waits for no writer.
     fn note_missing(&self, writers: &[u32], unchanged: Duration);
 
+    /// Notes that no progress of `writers`, whose shards are not complete, was seen for a lease
+    /// period. Called again and again, with an empty list if there are none.
+    fn note_silent(&self, writers: &[u32]);
+
     /// Returns the index of the save. The index must depend only on the data shards; `data` has
     /// their roots in order.
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError>;
@@ -90,11 +97,11 @@ enum AttemptEnd {
 }
 
 /// A writer at work on a step: the arguments of [`Client::save_jointly`].
-struct JointWork<'a> {
+pub(super) struct JointWork<'a> {
     step_ref: StepRef<'a>,
     writer: JointWriter,
     replace: Option<SaveId>,
-    decisions: &'a dyn JointDecisions,
+    pub(super) decisions: &'a dyn JointDecisions,
 }
 
 impl JointWork<'_> {
@@ -168,17 +175,21 @@ impl Client {
         }
     }
 
-    /// Tells the other writers of a launch that this writer has dropped the step. Returns `true` if
+    /// Tells the other writers of a launch that this writer has dropped the step, and why; only the
+    /// first [`MAX_REASON_BYTES`] of `why` are sent. Returns `true` if
     /// no further call is needed: all writers have dropped the step, or its save is committed or
     /// over. Returns `false` if the call has to be repeated.
     pub async fn report_step_dropped(
         &self,
         step_ref: StepRef<'_>,
         writer: JointWriter,
+        why: &str,
     ) -> Result<bool, ClientError> {
         let StepRef { job, step } = step_ref;
         let JointWriter { launch, writer, writers, .. } = writer;
-        let (job, report) = (job.clone(), WriterReport::Drops);
+        let mut reason = why.to_owned();
+        reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
+        let (job, report) = (job.clone(), WriterReport::DropsBecause(reason));
         let (replace, avoid) = (None, Vec::new());
         let call = JoinSave { job, step, launch, writer, writers, report, replace, avoid };
         Ok(match self.call_gateway(&call).await? {
@@ -253,10 +264,12 @@ impl SaveSession {
         progress: &ProgressFn,
     ) -> Result<AttemptEnd, ClientError> {
         let decisions = work.decisions;
+        let clock = self.client.caller().clock().clone();
+        let mut watch = WriterWatch::new(clock, self.lease_period(), work.writer.writer);
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let sources = decisions.cut_shards(SaveCode { n, k, block_bytes })?;
         let own_count = u32::try_from(sources.len()).unwrap_or(u32::MAX);
-        let joint = match self.announce_and_await_writers(work, own_count).await? {
+        let joint = match self.announce_and_await_writers(work, own_count, &mut watch).await? {
             Ok(joint) => joint,
             Err(end) => return Ok(end),
         };
@@ -279,7 +292,7 @@ impl SaveSession {
         });
         let uploads: Vec<_> = uploads.collect();
         let uploads = stream::iter(uploads).buffered(SHARDS_AT_ONCE).try_collect();
-        let reports = session.report_progress_until_end(work, own_count);
+        let reports = session.report_progress_until_end(work, own_count, &mut watch);
         let roots: Vec<ShardRoot> = match select(pin!(uploads), pin!(reports)).await {
             Either::Left((roots, _)) => roots?,
             Either::Right((end, _)) => return end,
@@ -290,18 +303,32 @@ impl SaveSession {
         for root in roots {
             session.repeat_after_catalogue_is_back(|| session.complete_shard(root.clone())).await?;
         }
-        session.commit_when_complete(work, &joint, own_count, total).await
+        session.commit_when_complete(work, &joint, own_count, watch).await
     }
 
-    /// Reports the number of this writer's shards and of the MiB that it has sent. Returns the
-    /// save's record, or the end of the save.
+    fn lease_period(&self) -> Duration {
+        Duration::from_millis(self.begun.lease_ms)
+    }
+
+    /// Returns the interval between two looks at the other writers.
+    fn look_interval(&self, work: &JointWork<'_>) -> Duration {
+        work.writer.report_interval().min(self.lease_period() / LOOKS_A_LEASE)
+    }
+
+    fn sent_mib(&self) -> u32 {
+        (self.sent_bytes.load(Ordering::Relaxed) >> 20).min(u32::MAX.into()) as u32
+    }
+
+    /// Reports the number of this writer's shards, and `sent_mib` as the amount of data that it has
+    /// sent. Returns the save's record, or the end of the save. The same report once more changes
+    /// nothing in the catalogue.
     async fn report(
         &self,
         work: &JointWork<'_>,
         shards: u32,
+        sent_mib: u32,
     ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
         let save = self.begun.save;
-        let sent_mib = (self.sent_bytes.load(Ordering::Relaxed) >> 20).min(u32::MAX.into()) as u32;
         let report = WriterReport::Announces { save, shards, sent_mib };
         let joint = match self.client.join_save(work, report, &[]).await? {
             JoinSaveAnswer::Committed { save } => return Ok(Err(AttemptEnd::Committed(save))),
@@ -310,8 +337,9 @@ impl SaveSession {
         };
         // This applies even if `joint` is the record of another save: a writer that drops a step
         // marks the save that is open then.
-        if let Some(writer) = joint.dropped_writer() {
-            return Err(ClientError::WriterDropped { writer });
+        if let Some((writer, reason)) = joint.first_drop() {
+            let reason = reason.to_owned();
+            return Err(ClientError::WriterDropped { writer, reason });
         }
         Ok(if joint.save == save { Ok(joint) } else { Err(AttemptEnd::Over) })
     }
@@ -322,10 +350,11 @@ impl SaveSession {
         &self,
         work: &JointWork<'_>,
         shards: u32,
+        watch: &mut WriterWatch,
     ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
         let mut timer = StallTimer::new(self.client.caller().clock().clone(), work.writer.stall);
         loop {
-            let joint = match self.report(work, shards).await {
+            let joint = match self.report(work, shards, 0).await {
                 Ok(Ok(joint)) => joint,
                 Ok(end) => return Ok(end),
                 Err(error) if error.kind().is_transient() => {
@@ -339,6 +368,7 @@ impl SaveSession {
             let unchanged = timer.note(SaveProgress { announced, sent_mib: 0, complete: 0 });
             work.ensure_wanted()?;
             work.decisions.note_missing(&missing, unchanged);
+            self.note_silent_writers(work, &joint, watch).await;
             if missing.is_empty() {
                 return Ok(Ok(joint));
             }
@@ -346,18 +376,25 @@ impl SaveSession {
         }
     }
 
-    /// Reports the progress of this writer from time to time. Returns only when the save is over
-    /// for this writer.
+    /// Reports the progress of this writer from time to time, and looks at that of the others.
+    /// Returns only when the save is over for this writer.
     async fn report_progress_until_end(
         &self,
         work: &JointWork<'_>,
         shards: u32,
+        watch: &mut WriterWatch,
     ) -> Result<AttemptEnd, ClientError> {
+        let clock = self.client.caller().clock();
+        let (mut reported_at, mut sent_mib) = (clock.now(), 0);
         loop {
-            self.client.caller().clock().sleep(work.writer.report_interval()).await;
+            clock.sleep(self.look_interval(work)).await;
             work.ensure_wanted()?;
-            match self.report(work, shards).await {
-                Ok(Ok(_)) => {}
+            let now = clock.now();
+            if now.saturating_sub(reported_at) >= work.writer.report_interval() {
+                (reported_at, sent_mib) = (now, self.sent_mib());
+            }
+            match self.report(work, shards, sent_mib).await {
+                Ok(Ok(joint)) => self.note_silent_writers(work, &joint, watch).await,
                 Ok(Err(end)) => return Ok(end),
                 Err(error @ ClientError::WriterDropped { .. }) => return Err(error),
                 // The upload goes on, and finds out by itself whether the save is still open.
@@ -374,11 +411,11 @@ impl SaveSession {
         work: &JointWork<'_>,
         joint: &JointSave,
         own_count: u32,
-        shard_count: u32,
+        mut watch: WriterWatch,
     ) -> Result<AttemptEnd, ClientError> {
         let save = joint.save;
-        let index = shard_count.saturating_sub(1);
-        let turn = Duration::from_millis(self.begun.lease_ms) * work.writer.writer;
+        let index = joint.shard_count().unwrap_or_default().saturating_sub(1);
+        let turn = self.lease_period() * work.writer.writer;
         let turn = turn.min(work.writer.stall / 2);
         let mut timer = StallTimer::new(self.client.caller().clock().clone(), work.writer.stall);
         let mut roots: Vec<ShardRoot> = Vec::new();
@@ -407,10 +444,13 @@ impl SaveSession {
                 continue;
             }
             let now = self.client.caller().clock().now();
-            if now.saturating_sub(reported) >= work.writer.report_interval() {
+            if now.saturating_sub(reported) >= self.look_interval(work) {
                 reported = now;
-                match self.report(work, own_count).await {
-                    Ok(Ok(joint)) => sent_mib = joint.sent_mib(),
+                match self.report(work, own_count, self.sent_mib()).await {
+                    Ok(Ok(joint)) => {
+                        sent_mib = joint.sent_mib();
+                        self.note_silent_writers(work, &joint, &mut watch).await;
+                    }
                     Ok(Err(end)) => return Ok(end),
                     Err(error) if error.kind().is_transient() => {}
                     Err(error) => return Err(error),
@@ -447,7 +487,7 @@ impl SaveSession {
         Ok(AttemptEnd::Committed(saved.save))
     }
 
-    async fn list_completed_shards(
+    pub(super) async fn list_completed_shards(
         &self,
         work: &JointWork<'_>,
         first: u32,

@@ -18,7 +18,7 @@ use crate::catalogue::record_access::{
     joint_save_key, parse_record, read_record, shard_root_key, shard_roots_prefix,
 };
 use crate::format::geometry::MAX_SHARDS;
-use crate::format::joint_save::{JointSave, MAX_WRITERS, WriterState};
+use crate::format::joint_save::{JointSave, MAX_REASON_BYTES, MAX_WRITERS, WriterState};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, RingNode, ShardRoot, Writing};
 use crate::id::{LeaseId, SaveId};
 use crate::placement;
@@ -283,21 +283,25 @@ fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteEr
     }
     let is_dropped = joint.dropped_writer().is_some();
     let state = &mut joint.writers[call.writer as usize];
-    let reported = match (call.report, *state) {
-        (WriterReport::Joins, _) | (_, WriterState::Dropped | WriterState::DroppedLater) => {
-            return Ok(false);
+    let reported = match (&call.report, &*state) {
+        (WriterReport::Joins, _) => return Ok(false),
+        (_, state) if state.has_dropped() => return Ok(false),
+        (WriterReport::Drops | WriterReport::DropsBecause(_), _) if is_dropped => {
+            WriterState::DroppedLater
         }
-        (WriterReport::Drops, _) if is_dropped => WriterState::DroppedLater,
         (WriterReport::Drops, _) => WriterState::Dropped,
-        (WriterReport::Announces { save, .. }, _) if save != joint.save => return Ok(false),
-        (WriterReport::Announces { shards, sent_mib, .. }, WriterState::Unknown) => {
-            WriterState::Announced { shards, sent_mib }
+        (WriterReport::DropsBecause(reason), _) => {
+            if reason.len() > MAX_REASON_BYTES {
+                let limit = format!("a reason has at most {MAX_REASON_BYTES} bytes");
+                return Err(unfit(call, limit));
+            }
+            WriterState::DroppedBecause { reason: reason.clone() }
         }
-        (
-            WriterReport::Announces { shards, sent_mib, .. },
-            WriterState::Announced { shards: known, .. },
-        ) => {
-            if shards != known {
+        (WriterReport::Announces { save, .. }, _) if *save != joint.save => return Ok(false),
+        (&WriterReport::Announces { shards, sent_mib, .. }, state) => {
+            if let WriterState::Announced { shards: known, .. } = state
+                && shards != *known
+            {
                 return Err(unfit(call, format!("it announced {known} shards, and now {shards}")));
             }
             // A writer that was restarted counts its sent bytes anew.

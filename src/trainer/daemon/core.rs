@@ -95,7 +95,7 @@ pub enum Effect {
     /// Abort these saves of the step if they are open. Committed ones stay.
     AbortIfOpen(StepKey, Vec<SaveId>),
     /// Tell the other hosts of the step's launch that this host has dropped the step.
-    DropOnOtherHosts(StepOfLaunch, Hosts),
+    DropOnOtherHosts(StepOfLaunch, Hosts, String),
     /// Abort the saves that the job has abandoned, and remove those of them that are committed.
     Settle(Job),
 }
@@ -200,6 +200,9 @@ pub struct StagedStep {
     pub trouble: Option<String>,
     /// The hosts that the save of the step waits for, for messages; empty if there are none.
     pub missing: String,
+    /// The hosts of which the save of the step sees no progress, for messages; empty if there are
+    /// none.
+    pub silent: String,
     /// When the step last made progress: the first rank began to fill it, or a part of it was
     /// hashed or sent. Zero for a step that was restored at the daemon's start.
     pub progressed_at: Duration,
@@ -383,6 +386,8 @@ impl JobState {
 pub struct Core {
     limits: Limits,
     bell: Bell,
+    /// The time of the host's boot, in seconds since 1970.
+    booted_at: u64,
     members: BTreeMap<MemberId, Member>,
     segments: BTreeMap<SegmentId, Segment>,
     /// The owners of segments that a previous daemon made. They attach at their next request.
@@ -404,11 +409,12 @@ fn fail<T>(
 }
 
 impl Core {
-    /// Creates an empty state.
-    pub fn new(limits: Limits, bell: Bell) -> Self {
+    /// Creates an empty state. `booted_at` is the time of the host's boot, in seconds since 1970.
+    pub fn new(limits: Limits, bell: Bell, booted_at: u64) -> Self {
         Self {
             limits,
             bell,
+            booted_at,
             members: BTreeMap::new(),
             segments: BTreeMap::new(),
             unattached: BTreeSet::new(),
@@ -527,6 +533,9 @@ impl Core {
             Phase::Staged => format!("step {} is being hashed", key.step),
             Phase::Hashed | Phase::Saving { .. } if !step.missing.is_empty() => {
                 format!("step {} waits for {}", key.step, step.missing)
+            }
+            Phase::Hashed | Phase::Saving { .. } if !step.silent.is_empty() => {
+                format!("step {} is being saved; no progress of {} is seen", key.step, step.silent)
             }
             Phase::Hashed | Phase::Saving { .. } => format!("step {} is being saved", key.step),
             Phase::Committed { .. } => format!("step {} is committed", key.step),

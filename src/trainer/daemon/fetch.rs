@@ -514,7 +514,7 @@ impl StagingDaemon {
         let read = |ranges: Vec<ReadRange>| async move {
             self.client.read_ranges(job, Some(step), &ranges, Arc::new(|_| ())).await.map(drop)
         };
-        read_tables(&fetched.shards, read).await.map_err(|error| match error {
+        read_tables(&fetched.shards, u64::MAX, read).await.map_err(|error| match error {
             TablesError::Read(error) => failed(step, &error),
             TablesError::Table(error) => bad_index(fetched, &error),
         })

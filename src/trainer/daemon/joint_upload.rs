@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use super::assemble::{Assembled, MAX_SHARD_STRIPES, cut, shard_sources};
 use super::core::{StepKey, StepOfLaunch};
 use super::records::{SaveState, StepRecord};
-use super::tables::{merge_tables, read_tables};
+use super::tables::{MAX_TABLES_BYTES, merge_tables, read_tables};
 use super::upload::{Attempt, Committed, data_name, failure, index_name, is_final};
 use super::{StagingDaemon, lock};
 use crate::client::{
@@ -45,6 +45,7 @@ impl StagingDaemon {
         // An attempt after a failed one is not progress by itself.
         self.with(|core| {
             core.note_missing(key, String::new());
+            core.note_silent(key, String::new());
             if core.step(key).is_some_and(|step| step.trouble.is_none()) {
                 core.note_progress(key, now);
             }
@@ -96,12 +97,13 @@ impl StagingDaemon {
                     _ => Attempt::Later(message),
                 }
             }
-            ClientError::WriterDropped { writer } => {
+            ClientError::WriterDropped { writer, reason } => {
                 let host = names(hosts, &[*writer]);
+                let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
                 let before = self.with(|core| core.describe_obstacle(key));
                 let before =
                     before.map_or_else(String::new, |text| format!("; before that, {text}"));
-                let message = format!("step {} was dropped on {host}{before}", key.step);
+                let message = format!("step {} was dropped on {host}{why}{before}", key.step);
                 let hint = "the log of the staging daemon there says why; save the next step";
                 Attempt::DroppedElsewhere(Failure::new(ErrorKind::Unavailable, message, hint))
             }
@@ -136,7 +138,10 @@ impl StagingDaemon {
         // After an error the missing hosts stay noted: they may be the reason why another host
         // drops the step.
         let save = saved?;
-        self.with(|core| core.note_missing(key, String::new()));
+        self.with(|core| {
+            core.note_missing(key, String::new());
+            core.note_silent(key, String::new());
+        });
         Ok(Attempt::Committed { save, notes: Vec::new() })
     }
 
@@ -152,12 +157,22 @@ impl StagingDaemon {
     /// Tells the other hosts that this host has dropped its part of a step. Repeats this until all
     /// hosts have dropped the step, it is committed, another launch saves it or has taken over, or
     /// [`DROP_LIMIT`] has passed. A host that stages the step later notices after a stall period.
-    pub(super) async fn drop_on_other_hosts(self: Arc<Self>, dropped: StepOfLaunch, hosts: Hosts) {
-        self.report_drop_until_known(&dropped, &hosts).await;
+    pub(super) async fn drop_on_other_hosts(
+        self: Arc<Self>,
+        dropped: StepOfLaunch,
+        hosts: Hosts,
+        why: String,
+    ) {
+        self.report_drop_until_known(&dropped, &hosts, &why).await;
         lock(&self.drops_to_tell).remove(&dropped);
     }
 
-    async fn report_drop_until_known(self: &Arc<Self>, dropped: &StepOfLaunch, hosts: &Hosts) {
+    async fn report_drop_until_known(
+        self: &Arc<Self>,
+        dropped: &StepOfLaunch,
+        hosts: &Hosts,
+        why: &str,
+    ) {
         let StepOfLaunch { job, step, launch } = dropped;
         let writer = self.writer_of(*launch, hosts);
         let until = self.clock.now() + DROP_LIMIT;
@@ -168,7 +183,7 @@ impl StagingDaemon {
             if !self.with(is_newest) || self.clock.now() >= until {
                 return;
             }
-            match self.client.report_step_dropped(job.at(*step), writer).await {
+            match self.client.report_step_dropped(job.at(*step), writer, why).await {
                 Ok(true) => return,
                 Ok(false) => {}
                 // Another launch saves the step.
@@ -268,6 +283,11 @@ impl JointDecisions for JointStepDecisions {
         });
     }
 
+    fn note_silent(&self, writers: &[u32]) {
+        let silent = names(&self.hosts, writers);
+        self.daemon.with(|core| core.note_silent(&self.key, silent));
+    }
+
     async fn build_index(&self, data: Vec<ShardRoot>) -> Result<NewShard, ClientError> {
         let shards: Vec<_> = data.iter().map(|root| (root.name.clone(), root.len_bytes)).collect();
         let client = &self.daemon.client;
@@ -276,7 +296,8 @@ impl JointDecisions for JointStepDecisions {
             async move { client.read_ranges_of_open_save(data, &ranges).await }
         };
         let (job, step) = (&self.key.job, self.key.step);
-        let tables = read_tables(&shards, read).await.map_err(|error| error.of_step(job, step))?;
+        let tables = read_tables(&shards, MAX_TABLES_BYTES, read).await;
+        let tables = tables.map_err(|error| error.of_step(job, step))?;
         let merged = self.daemon.workers.run(move || {
             let table = merge_tables(&tables)?;
             table.check_coverage()?;

@@ -46,6 +46,7 @@ use crate::id::{ClusterId, InstanceId, Job, MemberId, SegmentId};
 use crate::kind::ErrorKind;
 use crate::trainer::mapping::Readable;
 use crate::trainer::segment::{Header, read_header};
+use crate::trainer::session::boot_time;
 use crate::workers::Workers;
 
 /// Interval between two checks of deadlines and of memory that processes have released.
@@ -165,8 +166,9 @@ impl StagingDaemon {
         let folder = Folder::open(&settings.dir, settings.cluster, &*entropy)?;
         let bell = Bell::new();
         let limits = Limits { memory_bytes: settings.memory_bytes, fill: settings.fill };
+        let booted_at = clock.wall_seconds().saturating_sub(boot_time().as_secs());
         let daemon = Arc::new(Self {
-            core: Mutex::new(Core::new(limits, bell.clone())),
+            core: Mutex::new(Core::new(limits, bell.clone(), booted_at)),
             settings,
             folder,
             bell,
@@ -255,9 +257,9 @@ impl StagingDaemon {
             Effect::AbortIfOpen(key, saves) => {
                 drop(self.settings.background.spawn(self.clone().abort_if_open(key, saves)));
             }
-            Effect::DropOnOtherHosts(step, hosts) => {
+            Effect::DropOnOtherHosts(step, hosts, why) => {
                 if lock(&self.drops_to_tell).insert(step.clone()) {
-                    let telling = self.clone().drop_on_other_hosts(step, hosts);
+                    let telling = self.clone().drop_on_other_hosts(step, hosts, why);
                     drop(self.settings.background.spawn(telling));
                 }
             }

@@ -71,7 +71,7 @@ impl StagingDaemon {
                     found += 1;
                     continue;
                 }
-                core.tell_dropped(&key);
+                core.tell_dropped(&key, "one of its segments is gone or was filled again");
                 tracing::warn!(job = %key.job, step = %key.step, "the step is no longer in memory, because one of its segments is gone or was filled again, or because it was dropped: a committed step is loaded from the cluster, an uncommitted step is lost");
                 self.folder.forget_step(&key);
             }
@@ -87,7 +87,7 @@ impl StagingDaemon {
                     core.effects.push(Effect::KeepStep(key));
                 } else {
                     // A rank that is a step ahead has staged this step while others still filled it.
-                    core.tell_dropped(&key);
+                    core.tell_dropped(&key, "its staging daemon ended before all ranks had staged it");
                 }
             }
             core.drop_unfinished_fillings(&|id| self.folder.filling_of(id));

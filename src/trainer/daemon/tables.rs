@@ -8,6 +8,10 @@ use crate::format::table::{FOOTER_BYTES, MergeInput, Table, TableError, TablePar
 use crate::id::{Job, ShardName, Step};
 use crate::trainer::load::MAX_TABLE_BYTES;
 
+/// Maximum total length of the tables of a step that are merged into its index, in bytes. While they
+/// are merged, the daemon has about three times as much in memory.
+pub const MAX_TABLES_BYTES: u64 = 1 << 30;
+
 /// The reason why the tables cannot be read.
 pub enum TablesError {
     /// The shards cannot be read.
@@ -29,9 +33,10 @@ impl TablesError {
 }
 
 /// Reads the tables of data shards, whose names and lengths in bytes are given. `read` reads ranges
-/// of the shards.
+/// of the shards. Fails before it reads them if they have more than `max_bytes` together.
 pub async fn read_tables<F>(
     shards: &[(ShardName, u64)],
+    max_bytes: u64,
     read: impl Fn(Vec<ReadRange>) -> F,
 ) -> Result<Vec<Table>, TablesError>
 where
@@ -44,9 +49,12 @@ where
         .zip(&footers)
         .map(|((_, len_bytes), footer)| range_of_table(*len_bytes, footer))
         .collect();
-    let tables = read_all(shards, ranges.map_err(TablesError::Table)?, &read).await?;
+    let ranges = ranges.map_err(TablesError::Table)?;
+    check_total(&ranges, max_bytes).map_err(TablesError::Table)?;
+    let tables = read_all(shards, ranges, &read).await?;
+    // Each table's bytes are freed as soon as it is parsed.
     let tables: Result<Vec<Table>, TableError> =
-        tables.iter().map(|bytes| Table::parse(bytes)).collect();
+        tables.into_iter().map(|bytes| Table::parse(&bytes)).collect();
     tables.map_err(TablesError::Table)
 }
 
@@ -83,6 +91,17 @@ pub fn range_of_table(len_bytes: u64, footer: &[u8]) -> Result<Range<u64>, Table
     Ok(range)
 }
 
+fn check_total(ranges: &[Range<u64>], limit_bytes: u64) -> Result<(), TableError> {
+    let bytes = ranges.iter().fold(0u64, |sum, range| sum.saturating_add(range.end - range.start));
+    match bytes <= limit_bytes {
+        true => Ok(()),
+        false => {
+            let part = TablePart::Table;
+            Err(TableError::TooLong { part, bytes, limit_bytes })
+        }
+    }
+}
+
 /// Merges the tables of all data shards of a step, given in the order of their numbers.
 pub fn merge_tables(tables: &[Table]) -> Result<Table, TableError> {
     let inputs: Vec<MergeInput<'_>> = (0..)
@@ -90,4 +109,20 @@ pub fn merge_tables(tables: &[Table]) -> Result<Table, TableError> {
         .map(|(shard, table)| MergeInput { table, shard, base_offset_bytes: 0 })
         .collect();
     Table::merge(&inputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_that_are_too_long_together_are_refused_before_they_are_read() {
+        let half = 0..MAX_TABLES_BYTES / 2;
+        let check = |ranges: &[Range<u64>]| check_total(ranges, MAX_TABLES_BYTES);
+        assert!(check(&[half.clone(), half.clone()]).is_ok());
+        let refused = check(&[half.clone(), half, 0..1]).unwrap_err();
+        assert!(
+            matches!(refused, TableError::TooLong { bytes, .. } if bytes == MAX_TABLES_BYTES + 1)
+        );
+    }
 }

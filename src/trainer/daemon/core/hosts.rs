@@ -79,10 +79,11 @@ impl Core {
     }
 
     /// Tells the other hosts of a step's launch, if there are any, that this host has dropped the
-    /// step.
-    pub fn tell_dropped(&mut self, key: &StepKey) {
+    /// step, and why.
+    pub fn tell_dropped(&mut self, key: &StepKey, why: &str) {
         if let Some(hosts) = self.hosts_of(key).cloned() {
-            self.effects.push(Effect::DropOnOtherHosts(key.step_of_launch(), hosts));
+            let drop = Effect::DropOnOtherHosts(key.step_of_launch(), hosts, why.to_owned());
+            self.effects.push(drop);
         }
     }
 
@@ -138,6 +139,22 @@ impl Core {
             step.missing = names;
             self.bell.ring();
         }
+    }
+
+    /// Notes the hosts of which the save of the step sees no progress; an empty text if there are none.
+    /// Warns the ranks of the step when these hosts change.
+    pub fn note_silent(&mut self, key: &StepKey, names: String) {
+        let Some(step) = self.step_mut(key) else { return };
+        if step.silent == names {
+            return;
+        }
+        let warning = format!("the save waits for {names}, of which it sees no progress");
+        let is_warning = !names.is_empty();
+        step.silent = names;
+        if is_warning {
+            self.warn(key, warning);
+        }
+        self.bell.ring();
     }
 
     /// Returns a description of why the step is not saved yet, or `None` if nothing is known.

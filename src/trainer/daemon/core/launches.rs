@@ -1,6 +1,7 @@
 //! Members and launches: which processes may write for a job.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
 
 use super::hosts::check_hosts;
 use super::{
@@ -32,15 +33,22 @@ pub fn launch_over_failure(key: &StepKey, order: &LaunchOrder) -> Failure {
     Failure::new(ErrorKind::Fenced, message, "end this process; its successor has taken over")
 }
 
-fn fenced(place: &Place) -> Failure {
-    let message = format!(
-        "launch {} of job {} is over: a newer launch writes for the job",
-        place.launch, place.job
-    );
-    Failure::new(ErrorKind::Fenced, message, "end this process; its successor has taken over")
-}
-
 impl Core {
+    /// Returns the failure of a call of a launch that is no longer the newest of its job on this host.
+    fn launch_replaced_failure(&self, place: &Place) -> Failure {
+        let newest = self.jobs.get(&place.job).and_then(|job| {
+            let id = job.newest?;
+            Some((id, job.launches.get(&id)?))
+        });
+        let by = newest.map_or("a newer launch writes for the job".to_owned(), |(id, launch)| {
+            let since =
+                date(self.booted_at.saturating_add(Duration::from_nanos(launch.born_ns).as_secs()));
+            format!("a newer launch ({id}) has been writing for the job since {since}")
+        });
+        let message = format!("launch {} of job {} is over: {by}", place.launch, place.job);
+        Failure::new(ErrorKind::Fenced, message, "end this process; its successor has taken over")
+    }
+
     /// Makes segments for a rank and makes its launch the newest of the job. `is_unmapped` returns
     /// whether no process maps a segment; `new_id` draws ids. Fails with [`ErrorKind::Busy`] if
     /// there is no room now.
@@ -166,7 +174,7 @@ impl Core {
         let is_newest =
             self.jobs.get(&place.job).is_some_and(|job| job.newest == Some(place.launch));
         if !is_newest {
-            return Err(fenced(place));
+            return Err(self.launch_replaced_failure(place));
         }
         self.join(member, place)?;
         Ok(self.owned(member))
@@ -232,7 +240,7 @@ impl Core {
         let newest = job.newest.and_then(|newest| job.launches.get(&newest));
         let is_older = newest.is_some_and(|newest| newest.born_ns > prepare.born_ns);
         if is_older || job.old.contains(&place.launch) {
-            return Err(fenced(place));
+            return Err(self.launch_replaced_failure(place));
         }
         let mut forgotten = None;
         if let Some(old) = job.newest.replace(place.launch) {
@@ -357,7 +365,7 @@ impl Core {
                     None => Ok(place.clone()),
                 }
             }
-            _ => Err(fenced(place)),
+            _ => Err(self.launch_replaced_failure(place)),
         }
     }
 

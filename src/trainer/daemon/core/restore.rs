@@ -116,6 +116,7 @@ impl Core {
             len_bytes,
             committed_at: Duration::ZERO,
             trouble: None,
+            silent: String::new(),
             missing: String::new(),
             progressed_at: Duration::ZERO,
             stalls: 0,
@@ -153,7 +154,10 @@ impl Core {
             // before the other hosts heard of the drop. A committed step stays as it is.
             if !state.steps.contains_key(&(step, launch)) {
                 let dropped = StepOfLaunch { job: job.clone(), step, launch };
-                self.effects.push(Effect::DropOnOtherHosts(dropped, hosts.clone()));
+                let why =
+                    "its part was lost or dropped before its staging daemon was started again";
+                let drop = Effect::DropOnOtherHosts(dropped, hosts.clone(), why.to_owned());
+                self.effects.push(drop);
             }
         }
         // Write the records of all dropped fillings before any header is marked.

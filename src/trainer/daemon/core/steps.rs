@@ -105,6 +105,7 @@ impl Core {
             len_bytes: 0,
             committed_at: Duration::ZERO,
             trouble: None,
+            silent: String::new(),
             missing: String::new(),
             progressed_at: now,
             stalls: 0,
@@ -414,7 +415,7 @@ impl Core {
     /// wait for the step get `why`.
     pub(super) fn drop_own_step(&mut self, key: &StepKey, why: Failure) {
         if self.discard_step(key, self.fate_of_saves(key)) {
-            self.tell_dropped(key);
+            self.tell_dropped(key, &why.message);
             self.end(key, Err(why));
         }
     }
@@ -449,7 +450,7 @@ impl Core {
         // If a newer launch has begun, the other hosts drop the step because of it, and need not be
         // told.
         if why.kind() != ErrorKind::Fenced {
-            self.tell_dropped(key);
+            self.tell_dropped(key, &why.message);
         }
         self.end(key, Err(why.clone()));
         let notice = Notice { step: key.step, failure: Some(why), warning: String::new() };
@@ -559,6 +560,7 @@ impl Core {
         step.committed_at = now;
         step.trouble = None;
         step.missing.clear();
+        step.silent.clear();
         if let Some(job) = self.jobs.get_mut(&key.job) {
             job.changes += 1;
         }

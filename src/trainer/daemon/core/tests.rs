@@ -42,7 +42,7 @@ fn save(number: u8) -> SaveId {
 impl World {
     fn new(memory_bytes: u64) -> Self {
         let limits = Limits { memory_bytes, fill: Duration::from_secs(10) };
-        let core = Core::new(limits, Bell::new());
+        let core = Core::new(limits, Bell::new(), 0);
         let (now, segment_bytes) = (Duration::ZERO, MIB);
         let mapped = BTreeSet::new();
         Self { core, drawn: 0, mapped, now, segment_bytes, launch_bytes: None }

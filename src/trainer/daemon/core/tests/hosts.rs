@@ -17,6 +17,11 @@ fn is_drop(effect: &Effect) -> bool {
     matches!(effect, Effect::DropOnOtherHosts(..))
 }
 
+/// Returns whether `effect` tells `others` of a drop of `step`.
+pub fn is_drop_of(effect: &Effect, step: &StepOfLaunch, others: &Hosts) -> bool {
+    matches!(effect, Effect::DropOnOtherHosts(of, hosts, _) if of == step && hosts == others)
+}
+
 #[test]
 fn a_step_is_filled_once_and_in_order() {
     let mut world = World::new(64 * MIB);
@@ -139,6 +144,29 @@ fn a_step_that_is_not_saved_says_for_whom_it_waits() {
 }
 
 #[test]
+fn ranks_are_warned_once_of_a_host_without_progress() {
+    let mut world = world();
+    world.stage(16, 10);
+    let key = world.key(1, 10).unwrap();
+    let warnings = |world: &mut World| -> Vec<String> {
+        world.core.take_notices(member(16)).into_iter().map(|notice| notice.warning).collect()
+    };
+    for _ in 0..2 {
+        world.core.note_silent(&key, "host host-b".into());
+    }
+    let waits = "the save waits for host host-b, of which it sees no progress";
+    assert_eq!(warnings(&mut world), [waits]);
+    world.core.hashed(&key);
+    let said = world.core.progress_of(&key);
+    assert_eq!(said, "step 10 is being saved; no progress of host host-b is seen");
+    world.core.note_silent(&key, String::new());
+    assert_eq!(warnings(&mut world), [""; 0], "it goes on");
+    assert_eq!(world.core.progress_of(&key), "step 10 is being saved");
+    world.core.note_silent(&key, "host host-b".into());
+    assert_eq!(warnings(&mut world).len(), 1, "it has stopped again");
+}
+
+#[test]
 fn loads_of_two_launches_do_not_prolong_each_other() {
     let mut world = world();
     world.stage(16, 10);
@@ -203,7 +231,8 @@ fn a_filling_that_a_dead_daemon_left_is_dropped_on_all_hosts() {
     next.core.add_segment(segment, member(16), &place, MIB);
     next.core.drop_unfinished_fillings(&|id| (id == segment).then_some(fill));
     let dropped = StepOfLaunch { job: job(), step: Step(10), launch: launch(1) };
-    assert!(next.effects().contains(&Effect::DropOnOtherHosts(dropped, hosts(1))));
+    let told = |effect: &Effect| is_drop_of(effect, &dropped, &hosts(1));
+    assert!(next.effects().iter().any(told));
 }
 
 /// The daemon may end after it has dropped a step and before the other hosts know.
@@ -221,7 +250,8 @@ fn a_drop_is_told_again_after_a_restart() {
     let FillOutcome::Segment(_, fill) = world.fill(16, 10).unwrap() else { panic!() };
     world.core.give_up(member(16), Step(10), fill, "why").unwrap();
     let dropped = StepOfLaunch { job: job(), step: Step(10), launch: launch(1) };
-    assert_eq!(restart(&world), [Effect::DropOnOtherHosts(dropped, hosts(1))]);
+    let told = restart(&world);
+    assert!(told.len() == 1 && is_drop_of(&told[0], &dropped, &hosts(1)), "{told:?}");
 }
 
 /// Commits step 10 of launch 1, whose rank then ends.

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from . import _native
@@ -26,8 +27,9 @@ Notice: TypeAlias = tuple[int, tuple[int, str, str] | None, str]
 WAIT_TURN_S = 0.05
 #: How often a thread that waits for a commit asks the daemon for warnings, in seconds.
 WARNINGS_EVERY_S = 1.0
-#: Maximum number of failures that a wait has read and that no call has raised or logged yet.
-MAX_UNREAD = 64
+#: Maximum number of failures, and of warnings, that a wait has taken from the daemon and that no call has raised or
+#: returned yet. The oldest ones are forgotten first.
+MAX_UNRAISED = 64
 #: Maximum number of failed attempts in a row of a wait for a commit, while the daemon does not answer.
 WAIT_TRIES = 4
 #: Maximum time for ending a session, in seconds. The daemon also notices the end of the process.
@@ -79,8 +81,10 @@ class Launch:
         #: The steps that this process has staged, in this order.
         self.saved: list[int] = []
         self.is_closed = False
-        #: Failures of steps that a wait has read together with warnings.
-        self._unread: deque[Notice] = deque(maxlen=MAX_UNREAD)
+        #: Failures of steps that a wait has taken from the daemon, and that no call has raised yet.
+        self._unraised: deque[Notice] = deque(maxlen=MAX_UNRAISED)
+        #: Warnings that a wait has logged, and that no call has returned yet.
+        self._logged: deque[tuple[int, str]] = deque(maxlen=MAX_UNRAISED)
         self.hosts: Hosts
         self.session, self.id, self.born_ns = self._connect(config, sets_signals)
 
@@ -191,14 +195,16 @@ class Launch:
             step, failure, warning = notice
             if failure is None:
                 log.warning("step %d: %s", step, warning)
+                self._logged.append((step, warning))
             else:
-                self._unread.append(notice)
+                self._unraised.append(notice)
 
     def notices(self) -> list[Notice]:
         """Returns the daemon's notices. Restarts a dead daemon; the new one recovers the staged steps."""
-        unread = list(self._unread)
-        self._unread.clear()
-        return unread + self._take_notices()
+        taken = self._take_notices()
+        unraised = list(self._unraised)
+        self._unraised.clear()
+        return unraised + taken
 
     def _take_notices(self) -> list[Notice]:
         for _ in range(2):
@@ -226,7 +232,8 @@ class Launch:
 
         Returns the warnings, each with its step.
         """
-        warnings: list[tuple[int, str]] = []
+        warnings = list(self._logged)
+        self._logged.clear()
         first: RapidraidError | None = None
         for step, failure, warning in self.notices():
             if failure is None:
@@ -240,16 +247,21 @@ class Launch:
             raise first
         return warnings
 
+    @staticmethod
+    def _log_failures(notices: Iterable[Notice]) -> None:
+        for step, failure, _ in notices:
+            if failure is not None:
+                log.error("step %d was not saved: %s", step, of_code(*failure))
+
     def log_unsaved(self) -> float:
         """Logs what has failed and what is not committed yet.
 
         Returns how long the end of the session may take, in seconds: 0 if the daemon does not answer.
         """
         limit = LEAVE_S
+        self._log_failures(self._unraised)
         try:
-            for step, failure, _ in self.session.notices(QUICK_S):
-                if failure is not None:
-                    log.error("step %d was not saved: %s", step, of_code(*failure))
+            self._log_failures(self.session.notices(QUICK_S))
             if self.saved and self.session.wait(self.saved[-1], 0.0)[0] is None:
                 log.warning("step %d of %s is staged, and not committed yet: the daemon goes on with it", self.saved[-1], self.job)
         except RapidraidError as error:

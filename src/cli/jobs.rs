@@ -2,14 +2,18 @@
 //! launch of each job.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use crate::client::{Client, ClientError};
+use crate::clock::{SystemClock, deadline};
 use crate::id::Job;
 use crate::units::date;
 use crate::wire::calls::{LaunchView, OpenSaveView, StepView};
 
+/// How long `status` waits for the saves and launches of jobs.
+const LIST_LIMIT: Duration = Duration::from_secs(5);
 /// Maximum number of launches in the text of `status`.
 const LAUNCHES_SHOWN: usize = 16;
 
@@ -24,7 +28,7 @@ pub struct JobsUnderWay {
 impl JobsUnderWay {
     /// Asks a gateway for those of one job, or of all jobs that have an open save or one of the
     /// committed steps `steps`.
-    pub async fn of_steps(client: &Client, job: Option<&Job>, steps: &[StepView]) -> Self {
+    pub async fn list_for_steps(client: &Client, job: Option<&Job>, steps: &[StepView]) -> Self {
         let mut found = Self::list(client, job).await;
         if let (None, Ok(launches)) = (job, &mut found.launches) {
             let mut jobs: BTreeSet<&Job> = steps.iter().map(|view| &view.job).collect();
@@ -34,8 +38,14 @@ impl JobsUnderWay {
         found
     }
 
+    /// Like [`Self::list`] for all jobs. Returns what is known after at most [`LIST_LIMIT`].
+    pub async fn list_soon(client: &Client) -> Self {
+        let listed = deadline(&*SystemClock::new(), LIST_LIMIT, Self::list(client, None)).await;
+        listed.unwrap_or_else(|_| Self::unknown("the catalogue does not answer in time"))
+    }
+
     /// Asks a gateway for those of one job, or of all jobs.
-    pub async fn list(client: &Client, job: Option<&Job>) -> Self {
+    async fn list(client: &Client, job: Option<&Job>) -> Self {
         let told = |error: ClientError| error.to_string();
         let open = client.list_open_saves(job).await.map_err(told);
         let launches = list_newest_launches(client, job).await.map_err(told);

@@ -20,9 +20,9 @@ pub async fn run(front: &mut Front, options: StatusOptions) -> Outcome {
     let client = connect::client(&options.connect, &front.env).await?;
     let report = connect::ask(client.status()).await;
     let under_way = match report.as_ref().map(|report| &report.catalogue.read_only_reason) {
-        Ok(None) => JobsUnderWay::list(&client, None).await,
+        Ok(None) => JobsUnderWay::list_soon(&client).await,
         Ok(Some(reason)) => JobsUnderWay::unknown(reason),
-        Err(_) => JobsUnderWay::unknown("no daemon answers"),
+        Err(error) => JobsUnderWay::unknown(&error.message),
     };
     connect::close(&client).await;
     Ok(Box::new(Nodes(report?, under_way)))

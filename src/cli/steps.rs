@@ -66,7 +66,7 @@ async fn list_all(client: &Client, job: Option<&Job>) -> Result<Steps, CommandFa
         return Ok(Steps { committed, labels, under_way });
     }
     let labels = list_labels(client, job, &committed).await.map_err(|error| error.to_string());
-    let under_way = JobsUnderWay::of_steps(client, job, &committed).await;
+    let under_way = JobsUnderWay::list_for_steps(client, job, &committed).await;
     Ok(Steps { committed, labels, under_way })
 }
 

@@ -1,6 +1,7 @@
-//! Two hosts save one step, and a storage daemon is killed at a trace point of the save: the
-//! catalogue server, or the daemon that is about to pass the point, which is the gateway or a node
-//! that stores a part. The save goes on without help and is whole, and its removal leaves nothing.
+//! Two hosts save one step, or a launch on one host replaces theirs and abandons a step, and a storage
+//! daemon is killed at a trace point: the catalogue server, or the daemon that is about to pass the
+//! point, which is the gateway or a node that stores a part. The save goes on without help and is
+//! whole, the abandoned step goes, and a removal leaves nothing.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -20,8 +21,15 @@ const POINTS: [TracePoint; 10] = {
     use TracePoint::*;
     [Register, Begin, Join, Block, Record, Leaves, Seal, Decide, Mark, Publish]
 };
+/// The trace points that a launch passes on storage daemons when it replaces another one, abandons a
+/// step of it, and saves a step alone.
+const SUCCESSOR_POINTS: [TracePoint; 8] = {
+    use TracePoint::*;
+    [Register, Removing, Fence, Forget, Begin, Seal, Decide, Publish]
+};
 /// The points that the suite plays.
 const SUITE: [TracePoint; 3] = [TracePoint::Join, TracePoint::Seal, TracePoint::Decide];
+const SUCCESSOR_SUITE: [TracePoint; 2] = [TracePoint::Register, TracePoint::Removing];
 /// The catalogue server: the first node of a new cluster.
 const CATALOGUE_SERVER: usize = 0;
 /// The limit of a trainer's wait for the commit.
@@ -147,8 +155,54 @@ impl Servers {
         }
         stages.iter().for_each(Stage::assert_sound);
         drop(stages);
+        self.remove_all(&job, &[10]);
+    }
+
+    /// A launch on one host replaces one of two hosts, abandons its later step, and saves the next.
+    /// The victim is killed when a daemon logs the point, and is started again after `away`.
+    fn kill_at_of_successor(&self, point: TracePoint, victim: Victim, away: Duration) {
+        let name = point.name();
+        let job = format!("after-{name}-{victim:?}-{}", away.as_secs()).to_lowercase();
+        let stages: Vec<Stage<'_>> =
+            (0..2).map(|_| Stage::start(&self.cluster, "64MiB", &[])).collect();
+        let all: Vec<&Stage<'_>> = stages.iter().collect();
+        let mut joint = Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST));
+        joint.prepare(None);
+        for step in [10, 20] {
+            joint.save(0..stages.len(), step);
+            joint.wait(step);
+        }
+        joint.parts.iter_mut().for_each(Launch::kill);
+        let plan = Plan { newest_seen: Some(20), ..Plan::new(&job, RANKS_PER_HOST).after(10) };
+        let mut next = Launch::start(&stages[0], &Plan { abandon_later: true, ..plan });
+        self.trap.lock().unwrap().set = Some((point, victim));
+        let fill = std::thread::scope(|scope| {
+            scope.spawn(|| self.restart_killed(away));
+            next.prepare();
+            next.save(30)
+        });
+        for rank in &mut next.ranks {
+            rank.ask(&json!({ "do": "wait", "step": 30, "limit_ms": WAIT_LIMIT_MS })).unwrap();
+        }
         self.until_live();
-        self.cluster.run(&format!("rm {job}/10")).ok();
+        stages[0].until("step 20 is abandoned", || stages[0].committed(&job) == [10, 30]);
+        next.kill();
+        let found = stages[1].load(&job, None).unwrap().unwrap();
+        assert_eq!(
+            (found.step, &found.fills),
+            (30, &vec![fill.parse().unwrap(); RANKS_PER_HOST as usize])
+        );
+        stages.iter().for_each(Stage::assert_sound);
+        drop(stages);
+        self.remove_all(&job, &[10, 30]);
+    }
+
+    /// Removes steps. Waits until no node has a file of any step.
+    fn remove_all(&self, job: &str, steps: &[u64]) {
+        self.until_live();
+        for step in steps {
+            self.cluster.run(&format!("rm {job}/{step}")).ok();
+        }
         let left = || format!("{:#?}", self.stored());
         until("nothing is left of the save", left, || self.stored().is_empty());
         assert_eq!(self.trap.lock().unwrap().panics, Vec::<String>::new());
@@ -158,13 +212,23 @@ impl Servers {
 /// Kills each victim at the points of the suite or, with `all`, at all points.
 pub fn play(all: bool) {
     let servers = Servers::start();
-    for point in if all { &POINTS[..] } else { &SUITE[..] } {
+    let points = if all { &POINTS[..] } else { &SUITE[..] };
+    play_points(points, all, |point, victim, away| servers.kill_at(point, victim, away));
+    let points = if all { &SUCCESSOR_POINTS[..] } else { &SUCCESSOR_SUITE[..] };
+    play_points(points, all, |point, victim, away| {
+        servers.kill_at_of_successor(point, victim, away);
+    });
+}
+
+/// Plays the points with both victims, which are away for both times if `all`, and else for one.
+fn play_points(points: &[TracePoint], all: bool, kill_at: impl Fn(TracePoint, Victim, Duration)) {
+    for point in points {
         for victim in [Victim::CatalogueServer, Victim::Logger] {
             let aways = [Duration::ZERO, LONG];
             let away = |away: &&Duration| all || (**away == LONG) == (victim == Victim::Logger);
             for away in aways.iter().filter(away) {
                 let began = Instant::now();
-                servers.kill_at(*point, victim, *away);
+                kill_at(*point, victim, *away);
                 let seconds = began.elapsed().as_secs_f64();
                 eprintln!("{point:?}, {victim:?}, away {away:?}: holds after {seconds:.1} s");
             }

@@ -69,8 +69,9 @@ pub trait JointDecisions: Send + Sync {
     fn name_shard(&self, number: u32) -> Result<ShardName, ClientError>;
 
     /// Decides whether the writer's shards may be completed. Called when all their bytes are
-    /// stored. An error aborts the save; its text becomes the reason.
-    async fn approve_shards(&self) -> Result<(), String>;
+    /// stored. Calls `count` for each part of the content that it has checked, so that the other
+    /// writers see progress. An error aborts the save; its text becomes the reason.
+    async fn approve_shards(&self, count: &(dyn Fn() + Send + Sync)) -> Result<(), String>;
 
     /// Fails if the writer no longer wants to save the step. The error aborts the save; its text
     /// becomes the reason.
@@ -176,9 +177,9 @@ impl Client {
     }
 
     /// Tells the other writers of a launch that this writer has dropped the step, and why; only the
-    /// first [`MAX_REASON_BYTES`] of `why` are sent. Returns `true` if
-    /// no further call is needed: all writers have dropped the step, or its save is committed or
-    /// over. Returns `false` if the call has to be repeated.
+    /// first [`MAX_REASON_BYTES`] of `why` are sent. Returns `true` if no further call is needed: all
+    /// writers have dropped the step, or its save is committed or over. Returns `false` if the call
+    /// has to be repeated.
     pub async fn report_step_dropped(
         &self,
         step_ref: StepRef<'_>,
@@ -191,8 +192,16 @@ impl Client {
         reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
         let (job, report) = (job.clone(), WriterReport::DropsBecause(reason));
         let (replace, avoid) = (None, Vec::new());
-        let call = JoinSave { job, step, launch, writer, writers, report, replace, avoid };
-        Ok(match self.call_gateway(&call).await? {
+        let mut call = JoinSave { job, step, launch, writer, writers, report, replace, avoid };
+        let answer = match self.call_gateway(&call).await {
+            // A gateway of an older version does not know reasons.
+            Err(error) if error.kind() == ErrorKind::Invalid => {
+                call.report = WriterReport::Drops;
+                self.call_gateway(&call).await?
+            }
+            answer => answer?,
+        };
+        Ok(match answer {
             JoinSaveAnswer::Open(joined) => joined.joint.is_dropped_by_all(),
             JoinSaveAnswer::Committed { .. } | JoinSaveAnswer::Over => true,
         })
@@ -292,16 +301,25 @@ impl SaveSession {
         });
         let uploads: Vec<_> = uploads.collect();
         let uploads = stream::iter(uploads).buffered(SHARDS_AT_ONCE).try_collect();
-        let reports = session.report_progress_until_end(work, own_count, &mut watch);
-        let roots: Vec<ShardRoot> = match select(pin!(uploads), pin!(reports)).await {
-            Either::Left((roots, _)) => roots?,
-            Either::Right((end, _)) => return end,
+        let part = async {
+            let roots: Vec<ShardRoot> = uploads.await?;
+            let count = || {
+                session.checked_parts.fetch_add(1, Ordering::Relaxed);
+            };
+            // Ask before the shards are completed: another writer commits as soon as all shards are
+            // complete.
+            let approved = decisions.approve_shards(&count).await;
+            approved.map_err(|why| ClientError::CalledOff { why })?;
+            for root in roots {
+                let complete = || session.complete_shard(root.clone());
+                session.repeat_after_catalogue_is_back(complete).await?;
+            }
+            Ok::<(), ClientError>(())
         };
-        // Ask before the shards are completed: another writer commits as soon as all shards are
-        // complete.
-        decisions.approve_shards().await.map_err(|why| ClientError::CalledOff { why })?;
-        for root in roots {
-            session.repeat_after_catalogue_is_back(|| session.complete_shard(root.clone())).await?;
+        let reports = session.report_progress_until_end(work, own_count, &mut watch);
+        match select(pin!(part), pin!(reports)).await {
+            Either::Left((completed, _)) => completed?,
+            Either::Right((end, _)) => return end,
         }
         session.commit_when_complete(work, &joint, own_count, watch).await
     }
@@ -312,16 +330,25 @@ impl SaveSession {
 
     /// Returns the interval between two looks at the other writers.
     fn look_interval(&self, work: &JointWork<'_>) -> Duration {
-        work.writer.report_interval().min(self.lease_period() / LOOKS_A_LEASE)
+        self.report_interval(work).min(self.lease_period() / LOOKS_A_LEASE)
     }
 
-    fn sent_mib(&self) -> u32 {
-        (self.sent_bytes.load(Ordering::Relaxed) >> 20).min(u32::MAX.into()) as u32
+    /// Returns the longest interval between two reports. A writer that makes progress reports it
+    /// twice in a lease period, so that no other writer takes it for silent.
+    fn report_interval(&self, work: &JointWork<'_>) -> Duration {
+        work.writer.report_interval().min(self.lease_period() / 2)
     }
 
-    /// Reports the number of this writer's shards, and `sent_mib` as the amount of data that it has
-    /// sent. Returns the save's record, or the end of the save. The same report once more changes
-    /// nothing in the catalogue.
+    /// Returns the progress that this writer reports: the MiB that it has sent, and the parts of its
+    /// content that it has checked since.
+    fn reported_progress(&self) -> u32 {
+        let checked = self.checked_parts.load(Ordering::Relaxed);
+        let progress = (self.sent_bytes.load(Ordering::Relaxed) >> 20).saturating_add(checked);
+        progress.min(u32::MAX.into()) as u32
+    }
+
+    /// Reports the number of this writer's shards, and its progress. Returns the save's record, or the
+    /// end of the save. The same report once more leaves the record as it is.
     async fn report(
         &self,
         work: &JointWork<'_>,
@@ -390,8 +417,8 @@ impl SaveSession {
             clock.sleep(self.look_interval(work)).await;
             work.ensure_wanted()?;
             let now = clock.now();
-            if now.saturating_sub(reported_at) >= work.writer.report_interval() {
-                (reported_at, sent_mib) = (now, self.sent_mib());
+            if now.saturating_sub(reported_at) >= self.report_interval(work) {
+                (reported_at, sent_mib) = (now, self.reported_progress());
             }
             match self.report(work, shards, sent_mib).await {
                 Ok(Ok(joint)) => self.note_silent_writers(work, &joint, watch).await,
@@ -446,7 +473,7 @@ impl SaveSession {
             let now = self.client.caller().clock().now();
             if now.saturating_sub(reported) >= self.look_interval(work) {
                 reported = now;
-                match self.report(work, own_count, self.sent_mib()).await {
+                match self.report(work, own_count, self.reported_progress()).await {
                     Ok(Ok(joint)) => {
                         sent_mib = joint.sent_mib();
                         self.note_silent_writers(work, &joint, &mut watch).await;

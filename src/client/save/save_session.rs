@@ -128,6 +128,8 @@ pub(super) struct SaveSession {
     pub(super) stripes: Semaphore,
     /// Number of bytes that were sent.
     pub(super) sent_bytes: Arc<AtomicU64>,
+    /// The parts of its content that a writer of a joint save has checked after it had sent them.
+    pub(super) checked_parts: AtomicU64,
     pub(super) progress: Arc<dyn Fn(u64) + Send + Sync>,
 }
 
@@ -264,6 +266,7 @@ impl Client {
             failures: Arc::default(),
             stripes: Semaphore::new(STRIPES_AT_ONCE),
             sent_bytes: Arc::default(),
+            checked_parts: AtomicU64::default(),
             progress: Arc::new(|_| ()),
         })
     }

@@ -45,7 +45,6 @@ impl StagingDaemon {
         // An attempt after a failed one is not progress by itself.
         self.with(|core| {
             core.note_missing(key, String::new());
-            core.note_silent(key, String::new());
             if core.step(key).is_some_and(|step| step.trouble.is_none()) {
                 core.note_progress(key, now);
             }
@@ -104,7 +103,10 @@ impl StagingDaemon {
                 let before =
                     before.map_or_else(String::new, |text| format!("; before that, {text}"));
                 let message = format!("step {} was dropped on {host}{why}{before}", key.step);
-                let hint = "the log of the staging daemon there says why; save the next step";
+                let hint = match reason.is_empty() {
+                    true => "the log of the staging daemon there says why; save the next step",
+                    false => "save the next step",
+                };
                 Attempt::DroppedElsewhere(Failure::new(ErrorKind::Unavailable, message, hint))
             }
             error => self.judge(key, error),
@@ -137,11 +139,9 @@ impl StagingDaemon {
             .await;
         // After an error the missing hosts stay noted: they may be the reason why another host
         // drops the step.
+        self.with(|core| core.note_silent(key, String::new()));
         let save = saved?;
-        self.with(|core| {
-            core.note_missing(key, String::new());
-            core.note_silent(key, String::new());
-        });
+        self.with(|core| core.note_missing(key, String::new()));
         Ok(Attempt::Committed { save, notes: Vec::new() })
     }
 
@@ -263,8 +263,8 @@ impl JointDecisions for JointStepDecisions {
         data_name(self.key.launch, number as usize).map_err(|error| Self::wrong(&error))
     }
 
-    async fn approve_shards(&self) -> Result<(), String> {
-        self.daemon.approve_content(&self.key, &self.step).await
+    async fn approve_shards(&self, count: &(dyn Fn() + Send + Sync)) -> Result<(), String> {
+        self.daemon.approve_content(&self.key, &self.step, count).await
     }
 
     fn ensure_wanted(&self) -> Result<(), String> {

@@ -388,16 +388,21 @@ impl StagingDaemon {
     }
 
     /// Fails if the step was given up, or if its memory has changed since it was hashed. The error is
-    /// the reason, for people.
+    /// the reason, for people. Calls `count` for each part that was checked.
     pub(super) async fn approve_content(
         self: &Arc<Self>,
         key: &StepKey,
         step: &Assembled,
+        count: &(dyn Fn() + Send + Sync),
     ) -> Result<(), String> {
         if self.with(|core| core.step(key).is_none()) {
             return Err("the step was given up".into());
         }
-        match find_changed(step, &self.workers, &|| self.note_progress(key)).await {
+        let report_progress = || {
+            self.note_progress(key);
+            count();
+        };
+        match find_changed(step, &self.workers, &report_progress).await {
             Ok(None) => {
                 trace_point(StagingPoint::Confirmed, &key.job, key.step);
                 Ok(())
@@ -561,6 +566,6 @@ impl SaveDecisions for StepDecisions {
     }
 
     async fn approve_commit(&self) -> Result<(), String> {
-        self.daemon.approve_content(&self.key, &self.step).await
+        self.daemon.approve_content(&self.key, &self.step, &|| ()).await
     }
 }

@@ -148,7 +148,7 @@ impl Core {
         if step.silent == names {
             return;
         }
-        let warning = format!("the save waits for {names}, of which it sees no progress");
+        let warning = format!("no progress of {names} is seen in the save of the step");
         let is_warning = !names.is_empty();
         step.silent = names;
         if is_warning {

@@ -154,7 +154,7 @@ fn ranks_are_warned_once_of_a_host_without_progress() {
     for _ in 0..2 {
         world.core.note_silent(&key, "host host-b".into());
     }
-    let waits = "the save waits for host host-b, of which it sees no progress";
+    let waits = "no progress of host host-b is seen in the save of the step";
     assert_eq!(warnings(&mut world), [waits]);
     world.core.hashed(&key);
     let said = world.core.progress_of(&key);

@@ -158,7 +158,7 @@ class Launch:
                     save, notes = self.daemon.wait(step, max(0.0, min(left, WAIT_TURN_S)))
                     if save is None and time.monotonic() >= look_at:
                         look_at = time.monotonic() + WARNINGS_EVERY_S
-                        self._log_warnings()
+                        self._log_warnings(max(0.0, min(left, QUICK_S)))
                 tries = WAIT_TRIES
             except UnavailableError as error:
                 # A dropped step is reported by an error of the same kind, at each attempt.
@@ -189,15 +189,31 @@ class Launch:
         log.debug("step %d is committed as save %s", step, save)
         return notes
 
-    def _log_warnings(self) -> None:
-        """Logs the daemon's warnings, such as a host of which no progress is seen. Keeps failures for later calls."""
-        for notice in self.daemon.notices(self.timeout):
-            step, failure, warning = notice
-            if failure is None:
-                log.warning("step %d: %s", step, warning)
-                self._logged.append((step, warning))
+    def _log_warnings(self, limit: float) -> None:
+        """Logs the daemon's warnings, such as a host that does not report. Keeps failures for later calls."""
+        try:
+            notices = self.daemon.notices(limit)
+        except RapidraidError as error:
+            log.debug("the daemon's warnings are not known: %s", error)
+            return
+        for notice in notices:
+            if notice[1] is None:
+                self._log_warning(notice)
             else:
                 self._unraised.append(notice)
+
+    def _log_warning(self, notice: Notice) -> None:
+        step, _, warning = notice
+        log.warning("step %d: %s", step, warning)
+        self._logged.append((step, warning))
+
+    def take_warnings(self, step: int) -> list[str]:
+        """Returns the warnings about ``step`` that were logged since the last call for it."""
+        taken = [warning for of, warning in self._logged if of == step]
+        left = [logged for logged in self._logged if logged[0] != step]
+        self._logged.clear()
+        self._logged.extend(left)
+        return taken
 
     def notices(self) -> list[Notice]:
         """Returns the daemon's notices. Restarts a dead daemon; the new one recovers the staged steps."""
@@ -227,25 +243,19 @@ class Launch:
             else:
                 log.error("step %d was not saved: %s", step, of_code(*failure))
 
-    def raise_notices(self) -> list[tuple[int, str]]:
-        """Raises the first failure among the daemon's notices and logs all of them.
-
-        Returns the warnings, each with its step.
-        """
-        warnings = list(self._logged)
-        self._logged.clear()
+    def raise_notices(self) -> None:
+        """Logs the daemon's notices, and raises the first failure among them."""
         first: RapidraidError | None = None
-        for step, failure, warning in self.notices():
+        for notice in self.notices():
+            step, failure, _ = notice
             if failure is None:
-                log.warning("step %d: %s", step, warning)
-                warnings.append((step, warning or ""))
+                self._log_warning(notice)
                 continue
             error = of_code(*failure)
             log.error("step %d was not saved: %s", step, error)
             first = first or error
         if first is not None:
             raise first
-        return warnings
 
     @staticmethod
     def _log_failures(notices: Iterable[Notice]) -> None:

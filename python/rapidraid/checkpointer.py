@@ -228,8 +228,8 @@ class Checkpointer:
             step = self._launch.saved[-1]
         notes = self.wait_for(step, self.timeout if timeout is None else timeout)
         with self._launch.lock:
-            warnings = self._launch.raise_notices()
-        return notes + [warning for of, warning in warnings if of == step]
+            self._launch.raise_notices()
+            return notes + self._launch.take_warnings(step)
 
     def wait_for(self, step: int, timeout: float) -> list[str]:
         """Waits until ``step`` is committed, for frameworks. Returns remarks about its save.

@@ -295,7 +295,8 @@ mod tests {
 
     #[test]
     fn the_longest_joint_save_fits_into_a_value() {
-        let state = WriterState::Announced { shards: u32::MAX, sent_mib: u32::MAX };
+        let (shards, progress, reports) = (u32::MAX, u32::MAX, u32::MAX);
+        let state = WriterState::Reporting { shards, progress, reports };
         let node = RingNode { node: NodeId(u64::MAX), domain: u16::MAX };
         let longest = JointSave {
             save: SaveId([1; 12]),

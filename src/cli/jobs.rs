@@ -38,10 +38,14 @@ impl JobsUnderWay {
         found
     }
 
-    /// Like [`Self::list`] for all jobs. Returns what is known after at most [`LIST_LIMIT`].
+    /// Asks a gateway for those of all jobs. What it does not answer within [`LIST_LIMIT`] is not
+    /// known.
     pub async fn list_soon(client: &Client) -> Self {
-        let listed = deadline(&*SystemClock::new(), LIST_LIMIT, Self::list(client, None)).await;
-        listed.unwrap_or_else(|_| Self::unknown("the catalogue does not answer in time"))
+        let (open, launches) = tokio::join!(
+            within_limit(client.list_open_saves(None)),
+            within_limit(client.list_newest_launches())
+        );
+        Self { open, launches }
     }
 
     /// Asks a gateway for those of one job, or of all jobs.
@@ -112,6 +116,15 @@ impl JobsUnderWay {
             ("open_saves".to_owned(), open.unwrap_or_default()),
             ("launches".to_owned(), launches.unwrap_or_default()),
         ]
+    }
+}
+
+async fn within_limit<T>(
+    listing: impl Future<Output = Result<T, ClientError>>,
+) -> Result<T, String> {
+    match deadline(&*SystemClock::new(), LIST_LIMIT, listing).await {
+        Ok(listed) => listed.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("the catalogue did not answer within {} s", LIST_LIMIT.as_secs())),
     }
 }
 

@@ -44,7 +44,8 @@ pub struct JointSave {
 pub enum WriterState {
     /// The writer has not said how many shards it has.
     Unknown,
-    /// The writer sends its shards, or has sent them.
+    /// The writer sends its shards, or has sent them. Written by daemons before
+    /// [`Reporting`](Self::Reporting) existed.
     Announced {
         /// The number of its shards.
         shards: u32,
@@ -61,9 +62,30 @@ pub enum WriterState {
         /// The reason, for people; at most [`MAX_REASON_BYTES`] long.
         reason: String,
     },
+    /// The writer sends its shards, checks them, or waits for the other writers, and reports that
+    /// again and again.
+    Reporting {
+        /// The number of its shards.
+        shards: u32,
+        /// The writer's progress, as last reported: the MiB that it has sent, plus 1 for each part of
+        /// its content that it has checked afterwards.
+        progress: u32,
+        /// The number of reports. It changes as long as the writer lives.
+        reports: u32,
+    },
 }
 
 impl WriterState {
+    /// Returns the number of shards and the progress that the writer has reported, if it has
+    /// announced its shards and has not dropped the step.
+    pub fn announced(&self) -> Option<(u32, u32)> {
+        match *self {
+            Self::Announced { shards, sent_mib } => Some((shards, sent_mib)),
+            Self::Reporting { shards, progress, .. } => Some((shards, progress)),
+            _ => None,
+        }
+    }
+
     /// Returns whether the writer has dropped the step, before another one or after it.
     pub fn has_dropped(&self) -> bool {
         matches!(self, Self::Dropped | Self::DroppedLater | Self::DroppedBecause { .. })
@@ -94,10 +116,8 @@ impl JointSave {
     /// announced its shards or has dropped the step. If `writer` is the number of writers, returns
     /// the number of the index.
     pub fn first_shard(&self, writer: usize) -> Option<u32> {
-        self.writers.get(..writer)?.iter().try_fold(0u32, |sum, state| match state {
-            WriterState::Announced { shards, .. } => sum.checked_add(*shards),
-            _ => None,
-        })
+        let mut writers = self.writers.get(..writer)?.iter();
+        writers.try_fold(0u32, |sum, state| sum.checked_add(state.announced()?.0))
     }
 
     /// Returns the numbers of the writers in the state `Unknown`.
@@ -127,13 +147,10 @@ impl JointSave {
         self.writers.iter().all(WriterState::has_dropped)
     }
 
-    /// Returns the amount of data that all writers have reported as sent, in MiB.
-    pub fn sent_mib(&self) -> u64 {
-        let sent = self.writers.iter().map(|state| match state {
-            WriterState::Announced { sent_mib, .. } => u64::from(*sent_mib),
-            _ => 0,
-        });
-        sent.sum()
+    /// Returns the progress that all writers have reported, added up.
+    pub fn progress(&self) -> u64 {
+        let announced = self.writers.iter().filter_map(WriterState::announced);
+        announced.map(|(_, progress)| u64::from(progress)).sum()
     }
 
     /// Returns the key of the fingerprints of shard `index`.
@@ -185,9 +202,10 @@ mod tests {
     /// A save whose writers have announced these numbers of shards.
     fn joint(writers: &[Option<u32>]) -> JointSave {
         let state = |shards: &Option<u32>| {
-            shards.map_or(WriterState::Unknown, |shards| WriterState::Announced {
+            shards.map_or(WriterState::Unknown, |shards| WriterState::Reporting {
                 shards,
-                sent_mib: 1,
+                progress: 1,
+                reports: 2,
             })
         };
         let ring = (0..5).map(|node| RingNode { node: NodeId(node), domain: node as u16 % 2 });

@@ -188,20 +188,18 @@ pub struct BeginSaveAnswer {
 pub enum WriterReport {
     /// The writer takes part, and does not know its shards yet.
     Joins,
-    /// The writer has joined `save`.
-    Announces {
-        /// The save.
-        save: SaveId,
-        /// How many shards of the save the writer has.
-        shards: u32,
-        /// The amount of data that the writer has sent, in MiB.
-        sent_mib: u32,
-    },
+    /// The writer has joined the save, has so many shards of it, and has sent so many MiB. Older
+    /// daemons send this.
+    #[allow(missing_docs)] // the text above explains the fields
+    Announces { save: SaveId, shards: u32, sent_mib: u32 },
     /// The writer has dropped the step. Older daemons send this.
     Drops,
     /// The writer has dropped the step, for a reason of at most `MAX_REASON_BYTES`. The launch
     /// cannot save it any more.
     DropsBecause(String),
+    /// The writer has joined the save. The other fields are those of `WriterState::Reporting`.
+    #[allow(missing_docs)] // `WriterState::Reporting` explains the fields
+    Reports { save: SaveId, shards: u32, progress: u32, reports: u32 },
 }
 
 /// Answer to [`JoinSave`].

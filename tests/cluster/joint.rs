@@ -122,13 +122,6 @@ impl Writer {
         tokio::time::timeout(LIMIT, found).await.expect("never found silent").unwrap();
     }
 
-    /// Waits until `writer` is among the silent ones.
-    pub async fn finds_among_silent(&self, writer: u32) {
-        let mut silent = self.silent.subscribe();
-        let found = silent.wait_for(|silent| silent.contains(&writer));
-        tokio::time::timeout(LIMIT, found).await.expect("never found silent").unwrap();
-    }
-
     pub fn silent(&self) -> Vec<u32> {
         self.silent.borrow().clone()
     }

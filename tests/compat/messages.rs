@@ -211,6 +211,7 @@ fn for_clients(calls: &mut Calls) {
         LaunchView { job: job.clone(), registered }
     };
     let announces = WriterReport::Announces { save, shards: 300, sent_mib: 70_000 };
+    let reports = WriterReport::Reports { save, shards: 300, progress: 70_000, reports: 400 };
     let nodes = vec![node("node-1"), node("node-2")];
     let joined =
         JoinedSave { joint: joint_save(), generation: GENERATION, lease_ms: 10_000, nodes };
@@ -229,6 +230,7 @@ fn for_clients(calls: &mut Calls) {
         .both(join(WriterReport::Joins), JoinSaveAnswer::Open(Box::new(joined)))
         .request(", announces", join(announces))
         .request(", drops", join(WriterReport::Drops))
+        .request(", reports", join(reports))
         .request(", drops because", join(WriterReport::DropsBecause("a rank died".into())))
         .answer::<JoinSave>(", committed", JoinSaveAnswer::Committed { save })
         .answer::<JoinSave>(", over", JoinSaveAnswer::Over)

@@ -153,6 +153,11 @@ fn dropped_joint_save() -> JointSave {
     JointSave { writers: vec![WriterState::DroppedLater, WriterState::Dropped], ..joint_save() }
 }
 
+fn reported_joint_save() -> JointSave {
+    let state = WriterState::Reporting { shards: 300, progress: 70_000, reports: 400 };
+    JointSave { writers: vec![state], ..joint_save() }
+}
+
 fn joint_save_dropped_for_a_reason() -> JointSave {
     let first = WriterState::DroppedBecause { reason: "rank 3 died".into() };
     JointSave { writers: vec![first, WriterState::DroppedLater], ..joint_save() }
@@ -407,6 +412,7 @@ pub fn cases() -> Vec<Case> {
         record("joint save", joint_save()),
         record("joint save, dropped by two", dropped_joint_save()),
         record("joint save, dropped for a reason", joint_save_dropped_for_a_reason()),
+        record("joint save, of writers that report", reported_joint_save()),
         record("staging folder", staging_folder()),
         record("segment owner", segment_owner()),
         record("staged step", staged_step(SaveState::Unsaved)),

@@ -92,7 +92,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
         Some(25) => record(bytes, |value: Damage| plain(&value)),
         Some(19) => record(bytes, |value: SaveHead| plain(&value)),
         Some(26) => record(bytes, |joint: JointSave| {
-            let _ = (joint.name_of(0), joint.ring_of(u32::MAX), joint.sent_mib());
+            let _ = (joint.name_of(0), joint.ring_of(u32::MAX), joint.progress());
             plain(&joint)
         }),
         Some(20) => record(bytes, |value: InstanceRecord| plain(&value)),

@@ -181,8 +181,8 @@ impl<'a> Play<'a> {
         (is_committed, began.elapsed())
     }
 
-    /// Waits until a trainer of each of the first seven hosts is warned that the save of `step` sees no
-    /// progress of the last host.
+    /// Waits until a trainer of each of the first seven hosts is warned that the save of `step` gets no
+    /// report from the last host.
     fn until_all_are_warned(&mut self, step: u64) {
         let (began, lost) = (Instant::now(), name_of(HOSTS - 1));
         for (part, stage) in self.joint.parts[..HOSTS - 1].iter_mut().zip(&self.stages) {
@@ -190,7 +190,7 @@ impl<'a> Play<'a> {
                 let notices = part.ranks[0].tell("notices").unwrap();
                 let is_warning = |notice: &Value| {
                     let text = notice[1].as_str().unwrap_or_default();
-                    notice[0] == step && text.contains(&lost) && text.contains("no progress")
+                    notice[0] == step && text.contains(&lost) && text.contains("no report")
                 };
                 notices.as_array().unwrap().iter().any(is_warning)
             });

@@ -4,7 +4,7 @@
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -14,7 +14,7 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 use super::save_decisions::{NewShard, SaveCode};
 use super::save_session::{RESTARTS, SHARDS_AT_ONCE, SaveRestarts, SaveSession, can_be_epoch_end};
 use super::shard_upload::ShardParameters;
-use super::stall_timer::{SaveProgress, StallTimer};
+use super::stall_timer::{PAUSES, SaveProgress, StallTimer};
 use super::writer_watch::WriterWatch;
 use crate::client::{Client, ClientError, ProgressFn};
 use crate::format::joint_save::{JointSave, MAX_REASON_BYTES};
@@ -27,12 +27,15 @@ use crate::wire::calls::{
     ListCompletedShards, WriterReport,
 };
 
-/// The longest interval between two reports of a writer's progress.
-const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+/// Number of reports of a writer within a lease period.
+const REPORTS_A_LEASE: u32 = 4;
+/// The longest interval between two reports of a writer, for leases of any length.
+const MAX_REPORT_INTERVAL: Duration = Duration::from_secs(5);
+/// Maximum number of reports of all writers of a save in a second. Each of them is a change of the
+/// catalogue.
+const REPORTS_A_SECOND: u32 = 25;
 /// Minimum number of reports of a writer within a stall period.
 const REPORTS_A_STALL: u32 = 8;
-/// Number of looks at the other writers within a lease period.
-const LOOKS_A_LEASE: u32 = 4;
 
 /// A writer of a joint save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,12 +48,6 @@ pub struct JointWriter {
     pub writers: u32,
     /// How long a save waits for writers that make no progress.
     pub stall: Duration,
-}
-
-impl JointWriter {
-    fn report_interval(&self) -> Duration {
-        REPORT_INTERVAL.min(self.stall / REPORTS_A_STALL)
-    }
 }
 
 /// The decisions of a writer of a joint save. [`Client::save_jointly`] calls these methods, and
@@ -68,9 +65,10 @@ pub trait JointDecisions: Send + Sync {
     /// Returns the name of the shard with this number in the save.
     fn name_shard(&self, number: u32) -> Result<ShardName, ClientError>;
 
-    /// Decides whether the writer's shards may be completed. Called when all their bytes are
-    /// stored. Calls `count` for each part of the content that it has checked, so that the other
-    /// writers see progress. An error aborts the save; its text becomes the reason.
+    /// Decides whether the writer's shards may be completed. Called when all their bytes are stored.
+    /// The implementation calls `count` after each part of the content that it has checked; the
+    /// number of these calls is reported as progress. An error aborts the save; its text becomes the
+    /// reason.
     async fn approve_shards(&self, count: &(dyn Fn() + Send + Sync)) -> Result<(), String>;
 
     /// Fails if the writer no longer wants to save the step. The error aborts the save; its text
@@ -81,8 +79,8 @@ pub trait JointDecisions: Send + Sync {
     /// progress. If `writers` is empty, the save waits for no writer.
     fn note_missing(&self, writers: &[u32], unchanged: Duration);
 
-    /// Notes that no progress of `writers`, whose shards are not complete, was seen for a lease
-    /// period. Called again and again, with an empty list if there are none.
+    /// Notes that no report of `writers`, whose shards are not complete, has come for three intervals
+    /// between reports. Called after each report of this writer, with an empty list if there are none.
     fn note_silent(&self, writers: &[u32]);
 
     /// Returns the index of the save. The index must depend only on the data shards; `data` has
@@ -274,7 +272,7 @@ impl SaveSession {
     ) -> Result<AttemptEnd, ClientError> {
         let decisions = work.decisions;
         let clock = self.client.caller().clock().clone();
-        let mut watch = WriterWatch::new(clock, self.lease_period(), work.writer.writer);
+        let mut watch = WriterWatch::new(clock, self.report_interval(work), work.writer.writer);
         let BeginSaveAnswer { n, k, block_bytes, .. } = self.begun;
         let sources = decisions.cut_shards(SaveCode { n, k, block_bytes })?;
         let own_count = u32::try_from(sources.len()).unwrap_or(u32::MAX);
@@ -295,7 +293,7 @@ impl SaveSession {
             shards.iter().map(|(_, new)| new.source.len_bytes()).sum(),
             progress,
         );
-        let session = &*self;
+        let (session, progress_of_all) = (&*self, AtomicU64::new(0));
         let uploads = shards.iter().map(|(number, shard)| {
             session.upload_shard(parameters_of(&joint, *number, total), shard)
         });
@@ -314,29 +312,25 @@ impl SaveSession {
                 let complete = || session.complete_shard(root.clone());
                 session.repeat_after_catalogue_is_back(complete).await?;
             }
-            Ok::<(), ClientError>(())
+            session.commit_when_complete(work, &joint, &progress_of_all).await
         };
-        let reports = session.report_progress_until_end(work, own_count, &mut watch);
+        let reports = session.report_until_end(work, own_count, &mut watch, &progress_of_all);
         match select(pin!(part), pin!(reports)).await {
-            Either::Left((completed, _)) => completed?,
-            Either::Right((end, _)) => return end,
+            Either::Left((end, _)) | Either::Right((end, _)) => end,
         }
-        session.commit_when_complete(work, &joint, own_count, watch).await
     }
 
     fn lease_period(&self) -> Duration {
         Duration::from_millis(self.begun.lease_ms)
     }
 
-    /// Returns the interval between two looks at the other writers.
-    fn look_interval(&self, work: &JointWork<'_>) -> Duration {
-        self.report_interval(work).min(self.lease_period() / LOOKS_A_LEASE)
-    }
-
-    /// Returns the longest interval between two reports. A writer that makes progress reports it
-    /// twice in a lease period, so that no other writer takes it for silent.
+    /// Returns the interval between two reports of a writer: a quarter of a lease period, but all
+    /// writers together make at most [`REPORTS_A_SECOND`].
     fn report_interval(&self, work: &JointWork<'_>) -> Duration {
-        work.writer.report_interval().min(self.lease_period() / 2)
+        let JointWriter { writers, stall, .. } = work.writer;
+        let of_lease = (self.lease_period() / REPORTS_A_LEASE).min(MAX_REPORT_INTERVAL);
+        let of_writers = Duration::from_secs(1) * writers / REPORTS_A_SECOND;
+        of_lease.max(of_writers).min(stall / REPORTS_A_STALL)
     }
 
     /// Returns the progress that this writer reports: the MiB that it has sent, and the parts of its
@@ -347,16 +341,17 @@ impl SaveSession {
         progress.min(u32::MAX.into()) as u32
     }
 
-    /// Reports the number of this writer's shards, and its progress. Returns the save's record, or the
-    /// end of the save. The same report once more leaves the record as it is.
+    /// Reports the number of this writer's shards and its progress, if a report is due, and looks at
+    /// the other writers. Returns the save's record, or the end of the save.
     async fn report(
         &self,
         work: &JointWork<'_>,
         shards: u32,
-        sent_mib: u32,
+        watch: &mut WriterWatch,
     ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
         let save = self.begun.save;
-        let report = WriterReport::Announces { save, shards, sent_mib };
+        let (progress, reports) = watch.next_report(|| self.reported_progress());
+        let report = WriterReport::Reports { save, shards, progress, reports };
         let joint = match self.client.join_save(work, report, &[]).await? {
             JoinSaveAnswer::Committed { save } => return Ok(Err(AttemptEnd::Committed(save))),
             JoinSaveAnswer::Open(joined) => joined.joint,
@@ -368,7 +363,11 @@ impl SaveSession {
             let reason = reason.to_owned();
             return Err(ClientError::WriterDropped { writer, reason });
         }
-        Ok(if joint.save == save { Ok(joint) } else { Err(AttemptEnd::Over) })
+        if joint.save != save {
+            return Ok(Err(AttemptEnd::Over));
+        }
+        self.note_silent_writers(work, &joint, watch).await;
+        Ok(Ok(joint))
     }
 
     /// Announces the number of this writer's shards until all writers have announced theirs.
@@ -379,9 +378,11 @@ impl SaveSession {
         shards: u32,
         watch: &mut WriterWatch,
     ) -> Result<Result<JointSave, AttemptEnd>, ClientError> {
-        let mut timer = StallTimer::new(self.client.caller().clock().clone(), work.writer.stall);
+        let clock = self.client.caller().clock().clone();
+        let longest_pause = PAUSES.1.min(self.report_interval(work));
+        let mut timer = StallTimer::new(clock, work.writer.stall, longest_pause);
         loop {
-            let joint = match self.report(work, shards, 0).await {
+            let joint = match self.report(work, shards, watch).await {
                 Ok(Ok(joint)) => joint,
                 Ok(end) => return Ok(end),
                 Err(error) if error.kind().is_transient() => {
@@ -392,10 +393,9 @@ impl SaveSession {
             };
             let missing = joint.unknown_writers();
             let announced = joint.writers.len() - missing.len();
-            let unchanged = timer.note(SaveProgress { announced, sent_mib: 0, complete: 0 });
+            let unchanged = timer.note(SaveProgress { announced, progress: 0, complete: 0 });
             work.ensure_wanted()?;
             work.decisions.note_missing(&missing, unchanged);
-            self.note_silent_writers(work, &joint, watch).await;
             if missing.is_empty() {
                 return Ok(Ok(joint));
             }
@@ -403,28 +403,24 @@ impl SaveSession {
         }
     }
 
-    /// Reports the progress of this writer from time to time, and looks at that of the others.
-    /// Returns only when the save is over for this writer.
-    async fn report_progress_until_end(
+    /// Reports the progress of this writer again and again, and keeps that of all writers in
+    /// `progress_of_all`. Returns only when the save is over for this writer.
+    async fn report_until_end(
         &self,
         work: &JointWork<'_>,
         shards: u32,
         watch: &mut WriterWatch,
+        progress_of_all: &AtomicU64,
     ) -> Result<AttemptEnd, ClientError> {
-        let clock = self.client.caller().clock();
-        let (mut reported_at, mut sent_mib) = (clock.now(), 0);
+        let interval = self.report_interval(work);
         loop {
-            clock.sleep(self.look_interval(work)).await;
+            self.client.caller().clock().sleep(interval).await;
             work.ensure_wanted()?;
-            let now = clock.now();
-            if now.saturating_sub(reported_at) >= self.report_interval(work) {
-                (reported_at, sent_mib) = (now, self.reported_progress());
-            }
-            match self.report(work, shards, sent_mib).await {
-                Ok(Ok(joint)) => self.note_silent_writers(work, &joint, watch).await,
+            match self.report(work, shards, watch).await {
+                Ok(Ok(joint)) => progress_of_all.store(joint.progress(), Ordering::Relaxed),
                 Ok(Err(end)) => return Ok(end),
                 Err(error @ ClientError::WriterDropped { .. }) => return Err(error),
-                // The upload goes on, and finds out by itself whether the save is still open.
+                // The rest of the work goes on, and finds out by itself whether the save is still open.
                 Err(error) => tracing::debug!(%error, "cannot report the progress of a save"),
             }
         }
@@ -437,17 +433,15 @@ impl SaveSession {
         &self,
         work: &JointWork<'_>,
         joint: &JointSave,
-        own_count: u32,
-        mut watch: WriterWatch,
+        progress_of_all: &AtomicU64,
     ) -> Result<AttemptEnd, ClientError> {
         let save = joint.save;
         let index = joint.shard_count().unwrap_or_default().saturating_sub(1);
         let turn = self.lease_period() * work.writer.writer;
         let turn = turn.min(work.writer.stall / 2);
-        let mut timer = StallTimer::new(self.client.caller().clock().clone(), work.writer.stall);
+        let clock = self.client.caller().clock().clone();
+        let mut timer = StallTimer::new(clock, work.writer.stall, PAUSES.1);
         let mut roots: Vec<ShardRoot> = Vec::new();
-        let mut sent_mib = 0;
-        let mut reported = self.client.caller().clock().now();
         loop {
             let complete = roots.len();
             match self.list_completed_shards(work, complete as u32).await {
@@ -470,21 +464,9 @@ impl SaveSession {
                 // There may be another page.
                 continue;
             }
-            let now = self.client.caller().clock().now();
-            if now.saturating_sub(reported) >= self.look_interval(work) {
-                reported = now;
-                match self.report(work, own_count, self.reported_progress()).await {
-                    Ok(Ok(joint)) => {
-                        sent_mib = joint.sent_mib();
-                        self.note_silent_writers(work, &joint, &mut watch).await;
-                    }
-                    Ok(Err(end)) => return Ok(end),
-                    Err(error) if error.kind().is_transient() => {}
-                    Err(error) => return Err(error),
-                }
-            }
+            let progress = progress_of_all.load(Ordering::Relaxed);
             let unchanged =
-                timer.note(SaveProgress { announced: 0, sent_mib, complete: roots.len() });
+                timer.note(SaveProgress { announced: 0, progress, complete: roots.len() });
             let is_whole = roots.len() >= index as usize;
             let missing =
                 if is_whole { Vec::new() } else { find_first_incomplete_writer(joint, &roots) };

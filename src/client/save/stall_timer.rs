@@ -7,7 +7,7 @@ use crate::client::ClientError;
 use crate::clock::Clock;
 
 /// The pauses between two checks of the other writers' progress: the first pause, and the longest.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+pub(super) const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 /// Maximum number of restarts of writers after which the bytes that they send once more count as
 /// progress. Restarts are counted anew when the save gets further than ever before. Without this
 /// limit, a writer that is killed again and again would keep all others waiting.
@@ -17,7 +17,7 @@ const MAX_REPEATS: u32 = 3;
 #[derive(Clone, Copy)]
 pub(super) struct SaveProgress {
     pub(super) announced: usize,
-    pub(super) sent_mib: u64,
+    pub(super) progress: u64,
     pub(super) complete: usize,
 }
 
@@ -25,14 +25,14 @@ impl SaveProgress {
     /// Returns whether any of the numbers is greater than in `other`.
     fn exceeds(&self, other: &Self) -> bool {
         self.announced > other.announced
-            || self.sent_mib > other.sent_mib
+            || self.progress > other.progress
             || self.complete > other.complete
     }
 
     fn max(&self, other: &Self) -> Self {
         Self {
             announced: self.announced.max(other.announced),
-            sent_mib: self.sent_mib.max(other.sent_mib),
+            progress: self.progress.max(other.progress),
             complete: self.complete.max(other.complete),
         }
     }
@@ -44,18 +44,21 @@ pub(super) struct StallTimer {
     limit: Duration,
     /// The greatest value that was seen of each number.
     most: Option<SaveProgress>,
-    /// The number of MiB sent by all writers, as seen last. It falls when a writer starts again.
-    last_sent_mib: u64,
-    /// How often `last_sent_mib` has fallen since some number last exceeded its greatest value.
+    /// The progress that all writers have reported, as seen last. It falls when a writer starts again.
+    last_progress: u64,
+    /// How often `last_progress` has fallen since some number last exceeded its greatest value.
     falls: u32,
     since: Duration,
     pause: Duration,
+    longest_pause: Duration,
 }
 
 impl StallTimer {
-    pub(super) fn new(clock: Arc<dyn Clock>, limit: Duration) -> Self {
-        let since = clock.now();
-        Self { clock, limit, most: None, last_sent_mib: 0, falls: 0, since, pause: PAUSES.0 }
+    /// Creates a timer whose pauses are at most `longest_pause`.
+    pub(super) fn new(clock: Arc<dyn Clock>, limit: Duration, longest_pause: Duration) -> Self {
+        let (since, pause) = (clock.now(), PAUSES.0);
+        let (most, last_progress, falls) = (None, 0, 0);
+        Self { clock, limit, most, last_progress, falls, since, pause, longest_pause }
     }
 
     /// Notes the state of the writers. Returns the time since they last made progress.
@@ -68,16 +71,16 @@ impl StallTimer {
     }
 
     fn is_progress(&mut self, seen: SaveProgress) -> bool {
-        let before = std::mem::replace(&mut self.last_sent_mib, seen.sent_mib);
+        let before = std::mem::replace(&mut self.last_progress, seen.progress);
         let most = self.most.map_or(seen, |most| most.max(&seen));
         if self.most.replace(most).is_none_or(|most| seen.exceeds(&most)) {
             self.falls = 0;
             return true;
         }
-        if seen.sent_mib < before {
+        if seen.progress < before {
             self.falls += 1;
         }
-        seen.sent_mib != before && self.falls <= MAX_REPEATS
+        seen.progress != before && self.falls <= MAX_REPEATS
     }
 
     /// Pauses before the next check of the progress.
@@ -89,7 +92,7 @@ impl StallTimer {
             return Err(ClientError::WritersMissing { writers: missing, limit: self.limit });
         }
         self.clock.sleep(self.pause).await;
-        self.pause = (self.pause * 2).min(PAUSES.1);
+        self.pause = (self.pause * 2).min(self.longest_pause);
         Ok(())
     }
 }
@@ -101,15 +104,15 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(10);
 
-    fn sent(sent_mib: u64) -> SaveProgress {
-        SaveProgress { announced: 2, sent_mib, complete: 0 }
+    fn sent(progress: u64) -> SaveProgress {
+        SaveProgress { announced: 2, progress, complete: 0 }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_stall_counts_from_the_last_progress() {
-        let mut timer = StallTimer::new(SystemClock::new(), LIMIT);
-        for sent_mib in 0..5 {
-            assert_eq!(timer.note(sent(sent_mib)), Duration::ZERO);
+        let mut timer = StallTimer::new(SystemClock::new(), LIMIT, PAUSES.1);
+        for progress in 0..5 {
+            assert_eq!(timer.note(sent(progress)), Duration::ZERO);
             tokio::time::advance(LIMIT - PAUSES.0).await;
             timer.pause(vec![1]).await.unwrap();
         }
@@ -121,18 +124,18 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn bytes_that_are_sent_again_count_a_few_times() {
         let second = Duration::from_secs(1);
-        let mut timer = StallTimer::new(SystemClock::new(), LIMIT);
-        let mut note_after_a_second = async |sent_mib, complete| {
+        let mut timer = StallTimer::new(SystemClock::new(), LIMIT, PAUSES.1);
+        let mut note_after_a_second = async |progress, complete| {
             tokio::time::advance(second).await;
-            timer.note(SaveProgress { complete, ..sent(sent_mib) })
+            timer.note(SaveProgress { complete, ..sent(progress) })
         };
         // A shard that is completed is new, so writers may start again as often as before.
         for complete in 0..2 {
             assert_eq!(note_after_a_second(100, complete).await, Duration::ZERO);
             for _ in 0..MAX_REPEATS {
-                for sent_mib in [10, 50, 100] {
-                    let unchanged = note_after_a_second(sent_mib, complete).await;
-                    assert_eq!(unchanged, Duration::ZERO, "{sent_mib} MiB again");
+                for progress in [10, 50, 100] {
+                    let unchanged = note_after_a_second(progress, complete).await;
+                    assert_eq!(unchanged, Duration::ZERO, "{progress} MiB again");
                 }
             }
             assert_eq!(note_after_a_second(10, complete).await, second);

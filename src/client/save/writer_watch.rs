@@ -1,4 +1,5 @@
-//! The writers of a joint save of which no progress is seen (docs/semantics.md, 3).
+//! The reports of the writers of a joint save, and the writers that no longer report
+//! (docs/semantics.md, 3).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,34 +16,56 @@ use crate::wire::calls::CompletedShards;
 /// Maximum number of writers that are named as silent.
 const SILENT_NAMED: usize = 8;
 
-/// When the state of each writer last changed, as one writer has seen it in one attempt at a save.
+/// Number of intervals between reports after which a writer that has not reported is silent.
+const SILENT_INTERVALS: u32 = 3;
+
+/// The reports of one writer in one attempt at a save, and when it last saw the state of each writer
+/// change.
 pub(super) struct WriterWatch {
     clock: Arc<dyn Clock>,
-    /// The time without a change after which a writer counts as silent.
-    limit: Duration,
+    /// The interval between two reports of a writer.
+    interval: Duration,
     /// The number of the writer that watches the others.
     own: u32,
+    /// The number of its reports, and the last of them: when it was made, and the progress.
+    reports: u32,
+    last_report: Option<(Duration, u32)>,
     seen: Vec<(WriterState, Duration)>,
     /// When the states were last noted.
     noted_at: Duration,
-    /// The writers whose shards are complete, of which no more progress is expected.
+    /// The writers whose shards are complete, of which no report is expected any more.
     complete: BTreeSet<u32>,
 }
 
 impl WriterWatch {
-    pub(super) fn new(clock: Arc<dyn Clock>, limit: Duration, own: u32) -> Self {
-        let noted_at = clock.now();
-        Self { clock, limit, own, seen: Vec::new(), noted_at, complete: BTreeSet::new() }
+    pub(super) fn new(clock: Arc<dyn Clock>, interval: Duration, own: u32) -> Self {
+        let (noted_at, seen, complete) = (clock.now(), Vec::new(), BTreeSet::new());
+        Self { clock, interval, own, reports: 0, last_report: None, seen, noted_at, complete }
     }
 
-    /// Notes the states of the writers. The time of all writers counts anew if the states were not
-    /// seen for long, and when all have announced: no writer sends before that.
-    pub(super) fn note(&mut self, joint: &JointSave) {
+    /// Returns the progress to report, and the number of the report. Both are those of the last report
+    /// if no new one is due.
+    pub(super) fn next_report(&mut self, progress: impl FnOnce() -> u32) -> (u32, u32) {
         let now = self.clock.now();
-        let was_blind = now.saturating_sub(self.noted_at) > self.limit / 2;
-        let have_all_announced = self.awaits_announcements() && joint.unknown_writers().is_empty();
+        match self.last_report {
+            Some((at, reported)) if now.saturating_sub(at) < self.interval => {
+                (reported, self.reports)
+            }
+            _ => {
+                self.reports = self.reports.wrapping_add(1);
+                let (_, reported) = *self.last_report.insert((now, progress()));
+                (reported, self.reports)
+            }
+        }
+    }
+
+    /// Notes the states of the writers. The time of every writer starts again if this writer could not
+    /// look for more than one and a half intervals: the others may not have been able to report.
+    fn note(&mut self, joint: &JointSave) {
+        let now = self.clock.now();
+        let was_blind = now.saturating_sub(self.noted_at) > self.interval * 3 / 2;
         self.noted_at = now;
-        if was_blind || have_all_announced || self.seen.len() != joint.writers.len() {
+        if was_blind || self.seen.len() != joint.writers.len() {
             self.seen = joint.writers.iter().map(|state| (state.clone(), now)).collect();
             return;
         }
@@ -53,32 +76,27 @@ impl WriterWatch {
         }
     }
 
-    fn awaits_announcements(&self) -> bool {
-        self.seen.iter().any(|(state, _)| *state == WriterState::Unknown)
-    }
-
     /// Notes that all shards of a writer are complete.
     fn note_complete(&mut self, writer: u32) {
         self.complete.insert(writer);
     }
 
-    /// Returns the other writers from which a change is due, as none has come for the limit: those
-    /// that have not announced or, when all have, those that are not known to be complete.
+    /// Returns the other writers from which no report has come for [`SILENT_INTERVALS`], except those
+    /// that are known to be complete.
     fn silent(&self) -> Vec<u32> {
-        let (now, awaits) = (self.clock.now(), self.awaits_announcements());
-        let is_silent = |(writer, (state, since)): &(u32, &(WriterState, Duration))| {
+        let (now, limit) = (self.clock.now(), self.interval * SILENT_INTERVALS);
+        let is_silent = |(writer, (_, since)): &(u32, &(WriterState, Duration))| {
             *writer != self.own
                 && !self.complete.contains(writer)
-                && (!awaits || *state == WriterState::Unknown)
-                && now.saturating_sub(*since) >= self.limit
+                && now.saturating_sub(*since) >= limit
         };
         (0..).zip(&self.seen).filter(is_silent).map(|(writer, _)| writer).collect()
     }
 }
 
 impl SaveSession {
-    /// Notes the writers of which no progress was seen for a lease period, and whose shards are not
-    /// complete. Notes nothing while the catalogue does not say which shards are complete.
+    /// Tells the decisions which writers are silent and have not completed their shards. Tells nothing
+    /// while the catalogue does not say which shards are complete.
     pub(super) async fn note_silent_writers(
         &self,
         work: &JointWork<'_>,
@@ -105,7 +123,8 @@ impl SaveSession {
     }
 
     /// Returns whether the last shard of a writer is complete: a writer completes its shards in order.
-    /// `page` has complete shards that were listed before, and is replaced if it does not go so far.
+    /// `page` has complete shards from an earlier call. If it ends before the writer's last shard, this
+    /// lists them again from there, and replaces it.
     async fn is_complete(
         &self,
         work: &JointWork<'_>,
@@ -135,10 +154,12 @@ mod tests {
     use crate::clock::SystemClock;
     use crate::id::{LaunchId, LeaseId, SaveId};
 
-    const LIMIT: Duration = Duration::from_secs(7);
+    const INTERVAL: Duration = Duration::from_secs(2);
 
-    fn joint(sent_mib: &[u32]) -> JointSave {
-        let state = |sent_mib: &u32| WriterState::Announced { shards: 1, sent_mib: *sent_mib };
+    /// Returns a save whose writers have made these numbers of reports.
+    fn joint(reports: &[u32]) -> JointSave {
+        let state =
+            |reports: &u32| WriterState::Reporting { shards: 1, progress: 0, reports: *reports };
         JointSave {
             save: SaveId([1; 12]),
             launch: LaunchId([2; 16]),
@@ -148,58 +169,51 @@ mod tests {
             k: 2,
             block_bytes: 1 << 20,
             ring: Vec::new(),
-            writers: sent_mib.iter().map(state).collect(),
+            writers: reports.iter().map(state).collect(),
         }
     }
 
-    fn watch() -> WriterWatch {
-        WriterWatch::new(SystemClock::new(), LIMIT, 0)
-    }
-
-    async fn pass(watch: &mut WriterWatch, joint: &JointSave) {
-        for _ in 0..2 {
-            tokio::time::advance(LIMIT / 4).await;
-            watch.note(joint);
-        }
+    /// Lets one interval pass, and notes the numbers of reports.
+    async fn pass(watch: &mut WriterWatch, reports: &[u32]) {
+        tokio::time::advance(INTERVAL).await;
+        watch.note(&joint(reports));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_writer_without_progress_for_the_limit_is_silent_until_it_goes_on() {
-        let mut watch = watch();
-        watch.note(&joint(&[0, 0, 0]));
-        pass(&mut watch, &joint(&[0, 5, 0])).await;
-        assert_eq!(watch.silent(), [0; 0]);
-        pass(&mut watch, &joint(&[0, 5, 0])).await;
+    async fn a_writer_that_does_not_report_is_silent_until_it_does() {
+        let mut watch = WriterWatch::new(SystemClock::new(), INTERVAL, 0);
+        watch.note(&joint(&[1, 1, 1]));
+        for reports in 2..4 {
+            pass(&mut watch, &[1, reports, 1]).await;
+            assert_eq!(watch.silent(), [0; 0]);
+        }
+        pass(&mut watch, &[1, 3, 1]).await;
         assert_eq!(watch.silent(), [2], "the watching writer is not one of them");
-        pass(&mut watch, &joint(&[0, 5, 0])).await;
+        for _ in 0..2 {
+            pass(&mut watch, &[1, 3, 1]).await;
+        }
         assert_eq!(watch.silent(), [1, 2]);
-        watch.note(&joint(&[0, 5, 1]));
+        pass(&mut watch, &[1, 3, 2]).await;
         watch.note_complete(1);
         assert_eq!(watch.silent(), [0; 0]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn writers_that_wait_for_an_announcement_are_not_silent() {
-        let mut watch = watch();
-        let mut waits = joint(&[0, 0, 0]);
-        waits.writers[2] = WriterState::Unknown;
-        watch.note(&waits);
-        pass(&mut watch, &waits).await;
-        pass(&mut watch, &waits).await;
-        assert_eq!(watch.silent(), [2]);
-        watch.note(&joint(&[0, 0, 0]));
-        assert_eq!(watch.silent(), [0; 0], "their time begins now");
-        pass(&mut watch, &joint(&[0, 0, 0])).await;
-        pass(&mut watch, &joint(&[0, 0, 0])).await;
-        assert_eq!(watch.silent(), [1, 2]);
+    async fn after_a_time_without_a_look_the_time_of_all_starts_again() {
+        let mut watch = WriterWatch::new(SystemClock::new(), INTERVAL, 0);
+        watch.note(&joint(&[1, 1]));
+        tokio::time::advance(10 * INTERVAL).await;
+        watch.note(&joint(&[1, 1]));
+        assert_eq!(watch.silent(), [0; 0]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_a_time_without_a_look_the_time_of_all_begins_anew() {
-        let mut watch = watch();
-        watch.note(&joint(&[0, 0]));
-        tokio::time::advance(2 * LIMIT).await;
-        watch.note(&joint(&[0, 0]));
-        assert_eq!(watch.silent(), [0; 0]);
+    async fn a_report_is_made_once_an_interval() {
+        let mut watch = WriterWatch::new(SystemClock::new(), INTERVAL, 0);
+        assert_eq!(watch.next_report(|| 5), (5, 1));
+        tokio::time::advance(INTERVAL / 2).await;
+        assert_eq!(watch.next_report(|| 6), (5, 1), "none is due");
+        tokio::time::advance(INTERVAL / 2).await;
+        assert_eq!(watch.next_report(|| 7), (7, 2));
     }
 }

@@ -297,15 +297,24 @@ fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteEr
             }
             WriterState::DroppedBecause { reason: reason.clone() }
         }
-        (WriterReport::Announces { save, .. }, _) if *save != joint.save => return Ok(false),
-        (&WriterReport::Announces { shards, sent_mib, .. }, state) => {
-            if let WriterState::Announced { shards: known, .. } = state
-                && shards != *known
-            {
-                return Err(unfit(call, format!("it announced {known} shards, and now {shards}")));
-            }
-            // A writer that was restarted counts its sent bytes anew.
+        (WriterReport::Announces { save, .. } | WriterReport::Reports { save, .. }, _)
+            if *save != joint.save =>
+        {
+            return Ok(false);
+        }
+        (
+            &WriterReport::Announces { shards, .. } | &WriterReport::Reports { shards, .. },
+            state,
+        ) if state.announced().is_some_and(|(known, _)| shards != known) => {
+            let known = state.announced().map_or(0, |(known, _)| known);
+            return Err(unfit(call, format!("it announced {known} shards, and now {shards}")));
+        }
+        // A writer that was restarted counts its progress anew.
+        (&WriterReport::Announces { shards, sent_mib, .. }, _) => {
             WriterState::Announced { shards, sent_mib }
+        }
+        (&WriterReport::Reports { shards, progress, reports, .. }, _) => {
+            WriterState::Reporting { shards, progress, reports }
         }
     };
     let has_changed = *state != reported;
@@ -345,6 +354,7 @@ async fn find_answer_without_open_save(
             return Err(GatewayError::StepCommitted { job, step }.into());
         }
     }
-    let is_report = matches!(call.report, WriterReport::Announces { .. });
+    let is_report =
+        matches!(call.report, WriterReport::Announces { .. } | WriterReport::Reports { .. });
     Ok(is_report.then_some(JoinSaveAnswer::Over))
 }

@@ -200,7 +200,7 @@ pub struct StagedStep {
     pub trouble: Option<String>,
     /// The hosts that the save of the step waits for, for messages; empty if there are none.
     pub missing: String,
-    /// The hosts of which the save of the step sees no progress, for messages; empty if there are
+    /// The hosts from which the save of the step gets no report, for messages; empty if there are
     /// none.
     pub silent: String,
     /// When the step last made progress: the first rank began to fill it, or a part of it was
@@ -535,7 +535,7 @@ impl Core {
                 format!("step {} waits for {}", key.step, step.missing)
             }
             Phase::Hashed | Phase::Saving { .. } if !step.silent.is_empty() => {
-                format!("step {} is being saved; no progress of {} is seen", key.step, step.silent)
+                format!("step {} is being saved; no report comes from {}", key.step, step.silent)
             }
             Phase::Hashed | Phase::Saving { .. } => format!("step {} is being saved", key.step),
             Phase::Committed { .. } => format!("step {} is committed", key.step),

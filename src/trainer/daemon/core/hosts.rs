@@ -141,14 +141,15 @@ impl Core {
         }
     }
 
-    /// Notes the hosts of which the save of the step sees no progress; an empty text if there are none.
+    /// Notes the hosts from which the save of the step gets no report; an empty text if there are none.
     /// Warns the ranks of the step when these hosts change.
     pub fn note_silent(&mut self, key: &StepKey, names: String) {
         let Some(step) = self.step_mut(key) else { return };
         if step.silent == names {
             return;
         }
-        let warning = format!("no progress of {names} is seen in the save of the step");
+        let warning =
+            format!("the save of the step gets no report from {names}, which may be lost");
         let is_warning = !names.is_empty();
         step.silent = names;
         if is_warning {

@@ -144,7 +144,7 @@ fn a_step_that_is_not_saved_says_for_whom_it_waits() {
 }
 
 #[test]
-fn ranks_are_warned_once_of_a_host_without_progress() {
+fn ranks_are_warned_once_of_a_host_that_does_not_report() {
     let mut world = world();
     world.stage(16, 10);
     let key = world.key(1, 10).unwrap();
@@ -154,11 +154,11 @@ fn ranks_are_warned_once_of_a_host_without_progress() {
     for _ in 0..2 {
         world.core.note_silent(&key, "host host-b".into());
     }
-    let waits = "no progress of host host-b is seen in the save of the step";
+    let waits = "the save of the step gets no report from host host-b, which may be lost";
     assert_eq!(warnings(&mut world), [waits]);
     world.core.hashed(&key);
     let said = world.core.progress_of(&key);
-    assert_eq!(said, "step 10 is being saved; no progress of host host-b is seen");
+    assert_eq!(said, "step 10 is being saved; no report comes from host host-b");
     world.core.note_silent(&key, String::new());
     assert_eq!(warnings(&mut world), [""; 0], "it goes on");
     assert_eq!(world.core.progress_of(&key), "step 10 is being saved");

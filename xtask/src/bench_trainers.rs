@@ -35,7 +35,8 @@ fn measure(root: &Path, arguments: &[&str]) -> Result<()> {
     let mut program = environment.command("python");
     program.args(["-P", "-m", "trainers", "--record"]).arg(root.join(record));
     program.arg("--pictures").arg(root.join(pictures)).args(arguments);
-    // This path contains no folder of the package, so the installed package is measured.
-    program.env("PYTHONPATH", root.join("python/benchmarks"));
+    // This path contains no folder of the package, and the current folder is not searched, not by the
+    // program's own processes either. So the installed package is measured.
+    program.env("PYTHONPATH", root.join("python/benchmarks")).env("PYTHONSAFEPATH", "1");
     run(&mut program).context("the program that measures failed")
 }

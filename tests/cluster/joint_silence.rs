@@ -58,7 +58,7 @@ async fn a_writer_that_uploads_names_one_that_is_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_writer_that_is_complete_is_not_silent() {
+async fn a_writer_that_is_lost_after_its_shards_are_complete_is_not_silent() {
     let world = world().await;
     let complete = Arc::new(Writer::new(LAUNCH, 1, 2));
     let lost = Arc::new(Writer::new(LAUNCH, 2, 1).waiting_at(Moment::Sent));
@@ -73,7 +73,11 @@ async fn a_writer_that_is_complete_is_not_silent() {
     complete.finds_silent(&[2]).await;
     let heard = lost_at.elapsed();
     assert!(heard < HEARD_WITHIN, "{heard:?}");
+    let open = world.client_of(3).list_open_saves(None).await.unwrap();
+    assert_eq!(open[0].complete_shards, 2);
     first.abort();
+    tokio::time::sleep(3 * DEFAULT_LEASE).await;
+    assert_eq!(uploads.silent(), [2]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -30,16 +30,21 @@ pub struct Machine {
 struct Namespace(String);
 
 impl Network {
-    /// Creates the bridge. Returns `None` if this user may not create network namespaces, or the
-    /// tools for them are not installed.
+    /// Creates the bridge. Returns `None` if this user or this kernel cannot create network
+    /// namespaces, bridges and pairs of links, or the tools for them are not installed.
     pub fn start() -> Option<Self> {
         remove_leftovers();
         let hub = Namespace::create("hub")?;
-        ip(&["-n", &hub.0, "link", "set", "lo", "up"]);
-        ip(&["-n", &hub.0, "link", "add", "br0", "type", "bridge"]);
-        ip(&["-n", &hub.0, "addr", "add", &format!("{NODES}/24"), "dev", "br0"]);
-        ip(&["-n", &hub.0, "link", "set", "br0", "up"]);
-        Some(Self { hub, machines: AtomicU8::new(0) })
+        let address = format!("{NODES}/24");
+        let steps: [&[&str]; 5] = [
+            &["link", "set", "lo", "up"],
+            &["link", "add", "br0", "type", "bridge"],
+            &["addr", "add", &address, "dev", "br0"],
+            &["link", "set", "br0", "up"],
+            &["link", "add", "probe0", "type", "veth", "peer", "name", "probe1"],
+        ];
+        let is_made = |step: &&[&str]| has_done(&[&["-n", &hub.0], *step].concat());
+        steps.iter().all(is_made).then(|| Self { hub, machines: AtomicU8::new(0) })
     }
 
     /// Adds a machine and connects it.
@@ -102,8 +107,11 @@ impl Drop for Namespace {
 }
 
 fn ip(arguments: &[&str]) {
-    let status = Command::new("ip").args(arguments).status().unwrap();
-    assert!(status.success(), "ip {arguments:?}");
+    assert!(has_done(arguments), "ip {arguments:?}");
+}
+
+fn has_done(arguments: &[&str]) -> bool {
+    Command::new("ip").args(arguments).status().is_ok_and(|status| status.success())
 }
 
 fn remove(name: &str) {

@@ -1,5 +1,4 @@
-//! What jobs have under way, for `ls` and `status`: the saves that are not committed, and the newest
-//! launch of each job.
+//! The open saves and the newest launches of jobs, which `ls` and `status` show.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,7 +16,7 @@ const LIST_LIMIT: Duration = Duration::from_secs(5);
 /// Maximum number of launches in the text of `status`.
 const LAUNCHES_SHOWN: usize = 16;
 
-/// The saves and launches of jobs.
+/// The open saves and the newest launches of jobs.
 pub struct JobsUnderWay {
     /// The saves that are not committed yet, or the reason why they are not known.
     open: Result<Vec<OpenSaveView>, String>,
@@ -26,8 +25,8 @@ pub struct JobsUnderWay {
 }
 
 impl JobsUnderWay {
-    /// Asks a gateway for those of one job, or of all jobs that have an open save or one of the
-    /// committed steps `steps`.
+    /// Lists the open saves and the newest launches of one job, or of all jobs that have an open save
+    /// or one of the committed steps `steps`.
     pub async fn list_for_steps(client: &Client, job: Option<&Job>, steps: &[StepView]) -> Self {
         let mut found = Self::list(client, job).await;
         if let (None, Ok(launches)) = (job, &mut found.launches) {
@@ -38,8 +37,8 @@ impl JobsUnderWay {
         found
     }
 
-    /// Asks a gateway for those of all jobs. What it does not answer within [`LIST_LIMIT`] is not
-    /// known.
+    /// Lists the open saves and the newest launches of all jobs. A list that takes longer than
+    /// [`LIST_LIMIT`] is unknown.
     pub async fn list_soon(client: &Client) -> Self {
         let (open, launches) = tokio::join!(
             within_limit(client.list_open_saves(None)),
@@ -48,7 +47,7 @@ impl JobsUnderWay {
         Self { open, launches }
     }
 
-    /// Asks a gateway for those of one job, or of all jobs.
+    /// Lists the open saves and the newest launches of one job, or of all jobs.
     async fn list(client: &Client, job: Option<&Job>) -> Self {
         let told = |error: ClientError| error.to_string();
         let open = client.list_open_saves(job).await.map_err(told);

@@ -55,7 +55,7 @@ pub async fn run(front: &mut Front, options: Save) -> Outcome {
         named.map(shard).collect::<Vec<_>>()
     };
     let client = connect::client(&options.connect, &front.env).await?;
-    // Until now a signal ends the process at once: there is nothing to undo.
+    // Before this point a signal ends the process at once, because there is nothing to undo.
     let mut signals = Signals::new()?;
     let record_file = options.record.as_deref().map(files::create_new).transpose()?;
     let progress = transfer::watch(front, format!("save {}", options.step));

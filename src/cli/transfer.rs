@@ -67,7 +67,7 @@ pub async fn archive(front: &mut Front, options: Archive) -> Outcome {
             .with_hint("add --plan star, or omit --codec"));
     }
     let client = connect::client(&options.connect, &front.env).await?;
-    // Until now a signal ends the process at once: there is nothing to undo.
+    // Before this point a signal ends the process at once, because there is nothing to undo.
     let mut signals = Signals::new()?;
     let mut trace = options.trace.as_deref().map(files::create_new).transpose()?.map(Trace::new);
     let (job, step) = (&options.step.job, options.step.step);
@@ -167,7 +167,7 @@ pub async fn restore(front: &mut Front, options: Restore) -> Outcome {
     let record = options.record.as_deref().map(read_record).transpose()?;
     let nodes = record.iter().flat_map(SaveRecord::nodes).map(|node| node.address.clone());
     let client = connect::client_beside(&options.connect, &front.env, nodes.collect()).await?;
-    // Until now a signal ends the process at once: there is nothing to undo.
+    // Before this point a signal ends the process at once, because there is nothing to undo.
     let mut signals = Signals::new()?;
     let is_new = !options.out.exists();
     let out =

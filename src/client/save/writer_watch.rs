@@ -27,9 +27,11 @@ pub(super) struct WriterWatch {
     interval: Duration,
     /// The number of the writer that watches the others.
     own: u32,
-    /// The number of its reports, and the last of them: when it was made, and the progress.
+    /// The number of reports that this writer has made.
     reports: u32,
+    /// The time of its last report, and the progress in it.
     last_report: Option<(Duration, u32)>,
+    /// The state of each writer, and when this writer first saw it in that state.
     seen: Vec<(WriterState, Duration)>,
     /// When the states were last noted.
     noted_at: Duration,

@@ -156,9 +156,8 @@ impl<'a> Play<'a> {
     }
 
     /// Waits until a trainer of each of the first seven hosts gets a message about the last host that
-    /// `is_told` accepts, or hears that the step is committed. Returns whether it is committed, and the
-    /// time that it took.
-    fn hear_of_it(&mut self, step: u64, is_told: fn(&str) -> bool) -> (bool, Duration) {
+    /// `is_told` accepts, or hears that the step is committed. Returns whether it is committed.
+    fn hear_of_it(&mut self, step: u64, is_told: fn(&str) -> bool) -> bool {
         let (began, lost) = (Instant::now(), name_of(HOSTS - 1));
         let mut is_committed = false;
         let stages = &self.stages;
@@ -178,7 +177,9 @@ impl<'a> Play<'a> {
                 break;
             }
         }
-        (is_committed, began.elapsed())
+        let seconds = began.elapsed().as_secs_f64();
+        eprintln!("{}: the other hosts heard of it after {seconds:.1} s", self.job);
+        is_committed
     }
 
     /// Waits until a trainer of each of the first seven hosts is warned that the save of `step` gets no
@@ -252,9 +253,8 @@ fn a_host_of_eight_while_it_fills(cluster: &Cluster, job: &str) {
     fills.insert(HOSTS - 1, play.last().fill(1, 20));
     play.fills.insert(20, fills);
     play.lose_the_last_host();
-    let (is_committed, heard) = play.hear_of_it(20, names_the_last_host);
+    let is_committed = play.hear_of_it(20, names_the_last_host);
     assert!(!is_committed, "half a step is committed");
-    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
     play.until_all_are_warned(20);
     play.go_on(Some(10));
 }
@@ -267,9 +267,8 @@ fn a_host_of_eight_whose_trainers_die_first(cluster: &Cluster, job: &str) {
     play.fills.insert(20, fills);
     play.last().fill(0, 20);
     play.last().ranks.iter().for_each(|rank| rank.signal(Signal::KILL));
-    let (is_committed, heard) = play.hear_of_it(20, names_the_last_host_and_its_rank);
+    let is_committed = play.hear_of_it(20, names_the_last_host_and_its_rank);
     assert!(!is_committed, "half a step is committed");
-    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
     play.lose_the_last_host();
     play.go_on(Some(10));
 }
@@ -283,8 +282,7 @@ fn a_host_of_eight_while_it_sends(cluster: &Cluster, job: &str) {
     // The moment is anywhere in the transfer, so the step may be whole just before it.
     sleep(Duration::from_millis(SystemEntropy.below(60)));
     play.lose_the_last_host();
-    let (is_committed, heard) = play.hear_of_it(20, names_the_last_host);
-    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    let is_committed = play.hear_of_it(20, names_the_last_host);
     if !is_committed {
         play.until_all_are_warned(20);
     }
@@ -310,8 +308,10 @@ fn a_host_of_eight_whose_link_is_cut(cluster: &Cluster, job: &str) {
     last.until("the last host sends", || last.watch.has_said(StagingPoint::Saving, 20));
     let machine = last.machine.as_ref().unwrap();
     machine.cut_link();
-    let (is_committed, heard) = play.hear_of_it(20, names_the_last_host);
-    eprintln!("{job}: the other hosts heard of it after {:.1} s", heard.as_secs_f64());
+    let is_committed = play.hear_of_it(20, names_the_last_host);
+    if !is_committed {
+        play.until_all_are_warned(20);
+    }
     let (stage, mut part) = (play.stages.pop().unwrap(), play.joint.parts.pop().unwrap());
     play.go_on(Some(if is_committed { 20 } else { 10 }));
     let committed = stage.committed(job);

@@ -39,6 +39,8 @@ stages! {
     Begin = "begin",
     /// The record of a joint save is about to be written.
     Join = "join",
+    /// The ring of a save that belongs to no launch is about to be written.
+    Ring = "ring",
     /// A launch is about to be registered as the newest one of its job.
     Register = "register",
     /// Save, client: the blocks of a stripe are sent.
@@ -95,6 +97,8 @@ stages! {
     Sweep = "sweep",
     /// Removal, node: the save is recorded in the removed-save set and the tombstone is removed.
     Grave = "grave",
+    /// Removal, catalogue server: the removal of an aborted save is deferred.
+    Defer = "defer",
     /// Removal, gateway: the save's entries are removed from the catalogue.
     Forget = "forget",
     /// Rebuild, node: the next epoch is recorded durably.

@@ -14,6 +14,8 @@ mod by_itself;
 mod checks;
 #[path = "cluster/decisions.rs"]
 mod decisions;
+#[path = "cluster/deferred.rs"]
+mod deferred;
 #[path = "cluster/gateways.rs"]
 mod gateways;
 #[path = "cluster/given_up.rs"]

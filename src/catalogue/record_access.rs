@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::key_scan::KeyScan;
 use super::{Catalogue, CatalogueError, Entry, Guard, GuardedOutcome, SetOutcome};
 use crate::format::envelope::RecordKind;
-use crate::format::records::{Record, RingChanges};
+use crate::format::records::{JointSave, Record, RingChanges, SaveRing};
 use crate::id::{Job, LeaseId, NodeId, PeerName, SaveId, ShardId, Step, StepRef};
 use crate::wire::calls::ArchiveOptions;
 
@@ -49,6 +49,14 @@ pub fn orphan_key(save: SaveId) -> String {
     format!("{ORPHANS}{save}")
 }
 
+/// Prefix of the deferred removals: aborted saves that nodes which are away have still to purge.
+pub const DEFERRED_REMOVALS: &str = "d/";
+
+/// Returns the key of a deferred removal.
+pub fn deferred_removal_key(save: SaveId) -> String {
+    format!("{DEFERRED_REMOVALS}{save}")
+}
+
 /// Returns the key of a shard's root.
 pub fn shard_root_key(save: SaveId, index: u32) -> String {
     format!("{SHARD_ROOTS}{save}/{index:08x}")
@@ -70,6 +78,30 @@ pub const JOINT_SAVES: &str = "j/";
 /// Returns the key of the record of a joint save.
 pub fn joint_save_key(save: SaveId) -> String {
     format!("{JOINT_SAVES}{save}")
+}
+
+/// Prefix of the rings of saves that belong to no launch.
+pub const SAVE_RINGS: &str = "o/";
+
+/// Returns the key of the ring of a save that belongs to no launch.
+pub fn save_ring_key(save: SaveId) -> String {
+    format!("{SAVE_RINGS}{save}")
+}
+
+/// Reads the ring of an open save. Returns `None` if it is not recorded yet, or if the gateway of the
+/// save runs an older program: only the client knows the ring then.
+///
+/// # Errors
+/// If the catalogue does not answer, or if the record does not parse.
+pub async fn read_ring_of_open_save(
+    catalogue: &dyn Catalogue,
+    save: SaveId,
+) -> Result<Option<SaveRing>, CatalogueError> {
+    if let Some((joint, _)) = read_record::<JointSave>(catalogue, &joint_save_key(save)).await? {
+        return Ok(Some(joint.into()));
+    }
+    let ring = read_record::<SaveRing>(catalogue, &save_ring_key(save)).await?;
+    Ok(ring.map(|(ring, _)| ring))
 }
 
 /// Prefix of the keys of the launch orders. The launch order of a job lists its launches in the

@@ -103,6 +103,8 @@ pub enum RecordKind {
     RingChanges = 31,
     /// The maintenance of a node, in the catalogue.
     Maintenance = 32,
+    /// The ring of a save that belongs to no launch, in the catalogue.
+    SaveRing = 33,
 }
 
 impl fmt::Display for RecordKind {
@@ -140,6 +142,7 @@ impl fmt::Display for RecordKind {
             Self::RingChange => "ring change",
             Self::RingChanges => "ring changes",
             Self::Maintenance => "maintenance",
+            Self::SaveRing => "save's ring",
         })
     }
 }

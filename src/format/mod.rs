@@ -20,6 +20,7 @@ pub mod ring_changes;
 #[cfg(test)]
 pub(crate) mod samples;
 pub mod save_record;
+pub mod save_ring;
 pub mod step_labels;
 mod stripe_record;
 pub mod table;

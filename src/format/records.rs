@@ -17,6 +17,7 @@ pub use super::launch_order::LaunchOrder;
 pub use super::receipt::{PieceForm, Receipt, ReceiptPiece};
 pub use super::ring_changes::{LeaveState, RingChange, RingChanges};
 pub use super::save_record::SaveHead;
+pub use super::save_ring::SaveRing;
 pub use super::step_labels::StepLabels;
 pub use super::stripe_record::{BlockInfo, StripeFixed, StripeRecord, StripeRecordError};
 use crate::code::CodeId;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::background::archiving_takeover::ArchivingTakeover;
 use super::background::automatic_repair::AutomaticRepair;
 use super::background::catch_up::CatchUpRounds;
+use super::background::deferred_removals::DeferredRemovals;
 use super::background::keep_registered::RegistrationRenewal;
 use super::background::orphan_gc::OrphanGc;
 use super::background::replica_gc::ReplicaGc;
@@ -74,6 +75,7 @@ pub(in crate::node) struct Services {
     pub(in crate::node) retention: Arc<Retention>,
     pub(in crate::node) automatic_repair: Arc<AutomaticRepair>,
     pub(in crate::node) save_recovery: Arc<SaveRecovery>,
+    pub(in crate::node) deferred_removals: Arc<DeferredRemovals>,
     pub(in crate::node) orphan_gc: Arc<OrphanGc>,
     pub(in crate::node) replica_gc: Arc<ReplicaGc>,
 }
@@ -179,8 +181,14 @@ impl Services {
         let orphan_gc = Arc::new(OrphanGc::new(context.clone(), inventory_reader, removal.clone()));
         let retention = Arc::new(Retention::new(context.clone(), removal.clone()));
         let automatic_repair = Arc::new(AutomaticRepair::new(context.clone()));
-        let save_recovery =
-            Arc::new(SaveRecovery::new(context.clone(), saves.clone(), removal, retention.clone()));
+        let deferred_removals = Arc::new(DeferredRemovals::new(context.clone(), removal.clone()));
+        let save_recovery = Arc::new(SaveRecovery::new(
+            context.clone(),
+            saves.clone(),
+            removal,
+            deferred_removals.clone(),
+            retention.clone(),
+        ));
         let status_report = Arc::new(StatusReport::new(
             context.clone(),
             budgets.clone(),
@@ -218,6 +226,7 @@ impl Services {
             retention,
             automatic_repair,
             save_recovery,
+            deferred_removals,
             orphan_gc,
             replica_gc,
         }
@@ -231,6 +240,7 @@ impl Services {
         tasks.spawn_until_stop(self.majority_checks.clone().run_majority_checks());
         tasks.spawn_until_stop(self.majority_checks.clone().run_heartbeats());
         tasks.spawn_until_stop(self.save_recovery.clone().run_recovery_and_retention());
+        tasks.spawn_until_stop(self.deferred_removals.clone().run_deferred_removals());
         tasks.spawn_until_stop(self.orphan_gc.clone().run_cluster_orphan_gc());
         tasks.spawn_until_stop(self.replica_gc.clone().run_replica_gc());
         tasks.spawn_until_stop(self.catch_up.clone().run_catch_up());

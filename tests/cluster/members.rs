@@ -4,11 +4,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rapidraid::id::Step;
+use rapidraid::catalogue::record_access::save_ring_key;
+use rapidraid::id::{NodeId, Step};
 use rapidraid::kind::ErrorKind;
+use rapidraid::net::Role;
 use rapidraid::store::{MemoryDisk, MemoryKv};
-use rapidraid::wire::calls::PlanChoice;
+use rapidraid::wire::calls::{CompareAndSetKey, CompleteShard, GetKey, PlanChoice};
 
+use world::raw::empty_root;
 use world::{World, content, job, options, read_file, restore, save};
 
 const BLOCK: u64 = 64 << 10;
@@ -148,4 +151,42 @@ async fn a_node_that_was_away_for_long_brings_back_what_counts_and_nothing_else(
     client.archive(&job(), Some(Step(4)), options(PlanChoice::Chain), &mut |_| ()).await.unwrap();
     assert_eq!(world.files(|path| path.ends_with(".rep")), []);
     world.assert_idle().await;
+}
+
+/// A save of the command line uses the nodes that were chosen when it began, and no others.
+#[tokio::test(start_paused = true)]
+async fn a_node_that_an_open_save_does_not_use_can_be_removed() {
+    let mut world = World::start(6, &[(4, 2)], BLOCK).await;
+    let name = |world: &World, index: usize| world.machines[index].name.clone();
+    let (client, to) = (world.client(), world.node_address(1));
+    let (voice, node) = (world.voice(Role::Client, "writer"), world.voice(Role::Node, "node01"));
+    world.kill(6).await;
+    world.until_live(5).await;
+    let begun = voice.begin(&to, 1).await.unwrap();
+    let again = voice.begin_as(&world.node_address(2), 1, begun.save, false).await.unwrap();
+    assert_eq!(again, begun);
+
+    let mut foreign = empty_root(&begun, 1, "weights");
+    foreign.ring[0].node = NodeId::of(&name(&world, 6));
+    let refused = voice.ask(&to, &CompleteShard { root: foreign }).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
+
+    // The gateway of a program that knows no ring of a save leaves none.
+    let key = save_ring_key(begun.save);
+    let found = node.ask(&world.node_address(0), &GetKey { key: key.clone() }).await.unwrap();
+    let expected = found.map(|(_, revision)| revision);
+    let remove = CompareAndSetKey { key, expected, value: None };
+    node.ask(&world.node_address(0), &remove).await.unwrap();
+    let refused = client.remove_node(&name(&world, 6)).await.unwrap_err();
+    assert!(refused.to_string().contains("job/1"), "its ring is not known: {refused}");
+    voice.begin_as(&to, 1, begun.save, false).await.unwrap();
+    client.remove_node(&name(&world, 6)).await.unwrap();
+
+    world.kill(5).await;
+    for _ in 0..10 {
+        tokio::time::sleep(world.lease / 4).await;
+        voice.begin_as(&to, 1, begun.save, false).await.unwrap();
+    }
+    let refused = client.remove_node(&name(&world, 5)).await.unwrap_err();
+    assert!(refused.to_string().contains("job/1"), "it was chosen: {refused}");
 }

@@ -53,7 +53,7 @@ async fn the_catalogue_moves_with_all_that_is_in_it_and_back() {
     client.remove_step(&job(), Step(4)).await.unwrap();
     let listed = client.list_steps(None).await.unwrap();
     let keys = |world: &World| {
-        ["n/", "c/", "s/", "t/", "nothing"].map(|prefix| world.catalogue_keys(prefix))
+        ["n/", "c/", "s/", "t/", "o/", "nothing"].map(|prefix| world.catalogue_keys(prefix))
     };
     let before = keys(&world);
 

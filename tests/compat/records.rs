@@ -13,8 +13,9 @@ use rapidraid::format::launch_order::{LaunchOrder, RegisteredLaunch};
 use rapidraid::format::records::{
     BlockInfo, Checkpoint, CommitMark, Damage, FIELD_GF8, Fence, Home, LAYOUT_STANDARD, LeaveState,
     Leaves, Maintenance, Members, Node, Owner, PieceForm, Receipt, ReceiptPiece, Record,
-    RemoveReason, Removing, RingChange, RingChanges, RingNode, Run, SaveHead, Saved, ShardRoot,
-    ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing, stripes_root,
+    RemoveReason, Removing, RingChange, RingChanges, RingNode, Run, SaveHead, SaveRing, Saved,
+    ShardRoot, ShardState, StripeFixed, StripeRecord, StripeState, Tombstone, Writing,
+    stripes_root,
 };
 use rapidraid::format::step_labels::StepLabels;
 use rapidraid::gf::Fingerprint;
@@ -424,6 +425,7 @@ pub fn cases() -> Vec<Case> {
         record("labels of a step", step_labels()),
         record("ring change", RingChange::leaving("node-9".parse().unwrap())),
         record("ring changes", ring_changes()),
+        record("save's ring", SaveRing::from(joint_save())),
         record("maintenance", Maintenance { node: "node-9".parse().unwrap(), until: 1 << 40 }),
     ]
 }

@@ -10,8 +10,8 @@ use rapidraid::format::envelope::{RecordKind, open_record, seal_record};
 use rapidraid::format::file::FileHeader;
 use rapidraid::format::records::{
     Checkpoint, CommitMark, Damage, Fence, JointSave, LaunchOrder, Leaves, Maintenance, Members,
-    Node, Receipt, Record, Removing, RingChange, RingChanges, SaveHead, ShardRoot, ShardState,
-    StepLabels, StripeRecord, StripeState, Tombstone,
+    Node, Receipt, Record, Removing, RingChange, RingChanges, SaveHead, SaveRing, ShardRoot,
+    ShardState, StepLabels, StripeRecord, StripeState, Tombstone,
 };
 use rapidraid::id::{ClusterId, NodeId, PeerName, SaveId, Step};
 use rapidraid::store::kv::Batch;
@@ -107,6 +107,7 @@ fn parsed(bytes: &[u8]) -> Verdict {
             plain(&order)
         }),
         Some(32) => record(bytes, |value: Maintenance| plain(&value)),
+        Some(33) => record(bytes, |value: SaveRing| plain(&value)),
         Some(30) => record(bytes, |value: RingChange| plain(&value)),
         Some(31) => record(bytes, |value: RingChanges| {
             let mut merged = RingChanges::default();

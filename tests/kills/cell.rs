@@ -90,7 +90,7 @@ const SUCCESSOR: usize = 8;
 fn stages(deed: Deed) -> &'static [TracePoint] {
     use TracePoint::*;
     match deed {
-        Deed::Save => &[Begin, Send, Block, Record, Leaves, Seal, Decide, Mark, Publish],
+        Deed::Save => &[Begin, Ring, Send, Block, Record, Leaves, Seal, Decide, Mark, Publish],
         Deed::Replace => &[Begin, Block, Decide, Mark, Publish, Fence, Tombstone, Sweep, Forget],
         Deed::Archive => &[
             Request, Take, Replicas, Reserve, Run, Piece, Proof, Receipt, Archived, Drop, Dropped,

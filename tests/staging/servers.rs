@@ -32,6 +32,8 @@ const SUITE: [TracePoint; 3] = [TracePoint::Join, TracePoint::Seal, TracePoint::
 const SUCCESSOR_SUITE: [TracePoint; 2] = [TracePoint::Register, TracePoint::Removing];
 /// The catalogue server: the first node of a new cluster.
 const CATALOGUE_SERVER: usize = 0;
+/// The node that is down while a removal is deferred.
+const ABSENT: usize = 3;
 /// The limit of a trainer's wait for the commit.
 const WAIT_LIMIT_MS: u64 = 50_000;
 /// Longer than a lease, so that the node counts as dead.
@@ -197,6 +199,36 @@ impl Servers {
         self.remove_all(&job, &[10, 30]);
     }
 
+    /// A job dies in its first save while a node is down. The catalogue server is killed when it
+    /// defers the removal of that save, and is started again after `away`.
+    fn kill_at_deferral(&self, away: Duration) {
+        let job = format!("deferred-{}", away.as_secs());
+        let mut stages: Vec<Stage<'_>> =
+            (0..2).map(|_| Stage::start(&self.cluster, "64MiB", &[])).collect();
+        let all: Vec<&Stage<'_>> = stages.iter().collect();
+        let mut joint = Joint::start(&all, &Plan::new(&job, RANKS_PER_HOST));
+        joint.prepare(None);
+        joint.save(0..1, 10);
+        let open = || self.cluster.run("status --json").json()["open_saves"].clone();
+        until("the save is open", || open().to_string(), || open() != json!([]));
+        self.stop(ABSENT);
+        self.trap.lock().unwrap().set = Some((TracePoint::Defer, Victim::CatalogueServer));
+        joint.parts.iter_mut().for_each(Launch::kill);
+        stages.iter_mut().for_each(Stage::kill);
+        self.restart_killed(away);
+        let daemon = self.daemon(ABSENT);
+        self.daemons.lock().unwrap()[ABSENT] = daemon;
+        self.remove_all(&job, &[]);
+    }
+
+    /// Kills the daemon of a node.
+    fn stop(&self, node: usize) {
+        self.trap.lock().unwrap().pids[node] = None;
+        let child = &mut self.daemons.lock().unwrap()[node].child;
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
     /// Removes steps. Waits until no node has a file of any step.
     fn remove_all(&self, job: &str, steps: &[u64]) {
         self.until_live();
@@ -218,6 +250,12 @@ pub fn play(all: bool) {
     play_points(points, all, |point, victim, away| {
         servers.kill_at_of_successor(point, victim, away);
     });
+    for away in if all { &[Duration::ZERO, LONG][..] } else { &[Duration::ZERO] } {
+        let began = Instant::now();
+        servers.kill_at_deferral(*away);
+        let seconds = began.elapsed().as_secs_f64();
+        eprintln!("{:?}, away {away:?}: holds after {seconds:.1} s", TracePoint::Defer);
+    }
 }
 
 /// Plays the points with both victims, which are away for both times if `all`, and else for one.

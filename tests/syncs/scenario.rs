@@ -27,6 +27,8 @@ const PATIENCE: Duration = Duration::from_secs(1800);
 const REPLACED: usize = 3;
 /// Maximum number of repairs until one succeeds.
 const REPAIRS: usize = 20;
+/// The time after which the removals of aborted saves are deferred: three lease periods.
+const DEFERRED_BY: Duration = Duration::from_secs(21);
 /// The node on which [`Scenario::Rebuild`] rebuilds the catalogue at first.
 const REBUILT: usize = 3;
 /// Maximum number of rebuilds until one succeeds.
@@ -52,15 +54,19 @@ pub enum Scenario {
     /// Two writers save a step together, and one of them drops the next step. Another launch takes
     /// over, saves a step and removes it.
     Joint,
+    /// A job fails twice in one step while a machine is down, and then saves it: the removals of
+    /// the aborted saves are deferred.
+    Deferred,
 }
 
-pub const ALL: [Scenario; 6] = [
+pub const ALL: [Scenario; 7] = [
     Scenario::Life,
     Scenario::Mend,
     Scenario::Rebuild,
     Scenario::Repair,
     Scenario::GiveUp,
     Scenario::Joint,
+    Scenario::Deferred,
 ];
 
 fn shards(of: &[(&str, usize)], seed: u64) -> Shards {
@@ -91,6 +97,8 @@ struct PlainSave {
     shards: Vec<NewShard>,
     /// The seed of the ids, so that a run repeats exactly.
     seed: u64,
+    /// Whether the client calls the save off when all shards are complete.
+    is_called_off: bool,
 }
 
 #[async_trait]
@@ -110,7 +118,10 @@ impl SaveDecisions for PlainSave {
     }
 
     async fn approve_commit(&self) -> Result<(), String> {
-        Ok(())
+        match self.is_called_off {
+            true => Err("the job fails".into()),
+            false => Ok(()),
+        }
     }
 }
 
@@ -136,13 +147,28 @@ async fn save_of(
     let shards = shards.iter().map(|(name, bytes)| shard(name, bytes)).collect();
     let job = job();
     let seed = 100_000 * step + 1000 * version as u64;
-    let decisions = Arc::new(PlainSave { launch, shards, seed });
+    let decisions = Arc::new(PlainSave { launch, shards, seed, is_called_off: false });
     let options = SaveOptions { replace };
     let saving = client.save_with_decisions(&job, Step(step), options, decisions, quiet());
     let ended = patient("a save", saving).await;
     assert_told("a save", &ended, false);
     ledger.lock().unwrap().saved(step, version, replace, &ended);
     ended.map(|report| report.save)
+}
+
+/// Saves a step up to the commit, and then aborts the save.
+async fn call_off(client: &Client, ledger: &Shared, step: u64, seed: u64) {
+    let content = shards(&[("weights", 900)], seed);
+    let version = ledger.lock().unwrap().save(step, content.clone());
+    let shards = content.iter().map(|(name, bytes)| shard(name, bytes)).collect();
+    let decisions = Arc::new(PlainSave { launch: None, shards, seed, is_called_off: true });
+    let (job, options) = (job(), SaveOptions::default());
+    let saving = client.save_with_decisions(&job, Step(step), options, decisions, quiet());
+    let ended = patient("a save that is called off", saving).await;
+    assert!(ended.is_err());
+    // The error of a save that is called off has the kind of corruption.
+    assert_told("a save that is called off", &ended, true);
+    ledger.lock().unwrap().saved(step, version, false, &ended);
 }
 
 async fn label(client: &Client, step: u64) -> Result<(), ClientError> {
@@ -277,7 +303,7 @@ impl Scenario {
     pub fn seeds(self) -> Vec<String> {
         let seeds = match self {
             Scenario::Life | Scenario::Mend | Scenario::Joint => [2, 3, 0],
-            Scenario::Repair | Scenario::GiveUp => [2, 4, 0],
+            Scenario::Repair | Scenario::GiveUp | Scenario::Deferred => [2, 4, 0],
             Scenario::Rebuild => [2, 3, 4],
         };
         seeds.map(address).to_vec()
@@ -299,6 +325,10 @@ impl Scenario {
                 let at = (0..files.len()).find(|&at| twin(at)).expect("no block has both replicas");
                 let (machine, path) = &files[at];
                 world.machines[*machine].disk.flip_bit(path, 8 * 1000).unwrap();
+            }
+            Scenario::Deferred => {
+                world.kill(REPLACED).await;
+                world.until_live(world.machines.len() - 2).await;
             }
             Scenario::Repair | Scenario::GiveUp => {
                 let large = shards(&[("large", TWO_STRIPES)], 1);
@@ -355,6 +385,13 @@ impl Scenario {
                 assert!(!fair || ended.is_ok(), "a removal: {ended:?}");
             }
             Scenario::Joint => play_jointly(&client, ledger, &registry, fair).await,
+            Scenario::Deferred => {
+                for seed in [1, 2] {
+                    call_off(&client, ledger, 1, seed).await;
+                }
+                tokio::time::sleep(DEFERRED_BY).await;
+                save(&client, ledger, 1, false, shards(&[("weights", 800)], 3)).await;
+            }
             Scenario::Mend => archive(&client, 1, true).await,
             Scenario::Repair => drop(repair(&client, &[]).await),
             Scenario::GiveUp => drop(repair(&client, &[REPLACED]).await),
@@ -375,6 +412,7 @@ impl Scenario {
                 until_repaired(client, &[REPLACED], world.lease).await;
                 return world.boot(REPLACED);
             }
+            Scenario::Deferred => return world.boot(REPLACED),
             Scenario::Rebuild => {}
         }
         for attempt in 0..REBUILDS {

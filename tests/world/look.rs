@@ -183,7 +183,8 @@ impl World {
         let foreign = |text: &str| !kept.iter().any(|save| text.contains(save.as_str()));
         let left = || {
             let files = self.files(|path| foreign(path) && !path.ends_with("/tombstone"));
-            let keys = ["s/", "t/", "j/"].map(|prefix| self.catalogue_keys(prefix)).concat();
+            let keys =
+                ["s/", "t/", "j/", "o/", "d/"].map(|prefix| self.catalogue_keys(prefix)).concat();
             let keys = keys.into_iter().filter(|key| foreign(key)).map(|key| (0, key));
             files.into_iter().chain(keys).collect::<Vec<_>>()
         };

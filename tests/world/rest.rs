@@ -23,7 +23,7 @@ impl World {
     /// may wait for a lost piece, which is never recreated; such an archiving does not count.
     pub fn unfinished(&self, rotted: bool) -> Vec<String> {
         let kv = self.map();
-        let mut left = self.catalogue_keys("x/");
+        let mut left = [self.catalogue_keys("x/"), self.catalogue_keys("d/")].concat();
         for (key, value) in kv.scan(b"k/a/", None, 1000).unwrap() {
             let key = String::from_utf8_lossy(&key).into_owned();
             let wish: ArchiveRequest = parse_record(&key, &value[8..]).unwrap();

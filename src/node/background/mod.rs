@@ -5,6 +5,7 @@
 pub(super) mod archiving_takeover;
 pub(super) mod automatic_repair;
 pub(super) mod catch_up;
+pub(super) mod deferred_removals;
 pub(super) mod error;
 pub(super) mod keep_registered;
 pub(super) mod orphan_gc;

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    CHECKPOINTS, JOINT_SAVES, NODES, ORPHANS, SHARD_ROOTS, SHARD_STATES, checkpoint_key,
-    orphan_key, parse_record, read_record,
+    CHECKPOINTS, DEFERRED_REMOVALS, JOINT_SAVES, NODES, ORPHANS, SAVE_RINGS, SHARD_ROOTS,
+    SHARD_STATES, checkpoint_key, orphan_key, parse_record, read_record,
 };
 use crate::catalogue::save_evidence::is_on_enough_nodes;
 use crate::catalogue::{Catalogue, MAX_PAGE};
@@ -83,7 +83,7 @@ impl fmt::Display for RetainReason {
 /// The position of the scan for stray keys: the last key read of each prefix.
 #[derive(Default)]
 struct StrayKeyScan {
-    after: [Option<String>; 3],
+    after: [Option<String>; 4],
 }
 
 /// The verdict on a save that no step's record names.
@@ -230,7 +230,7 @@ impl OrphanGc {
             looks += 1;
             // A step's record names a save before any node has a file of it. The records are read
             // after the node's saves, so they name every save of a step among them.
-            let known = known_saves(catalogue).await?;
+            let known = known_saves(catalogue, &[DEFERRED_REMOVALS, ORPHANS]).await?;
             for save in held.difference(&known) {
                 comparison.waiting.entry(*save).or_default();
             }
@@ -255,9 +255,9 @@ impl OrphanGc {
         unknown.due = self.context.clock.now().saturating_add(wait);
     }
 
-    /// Removes the roots, states and joint records of saves that no step's record names, one page
-    /// of each per round. A gateway that was paused while it completed a shard may write such keys
-    /// after the save is removed and forgotten. The gateway removes them itself, unless it dies.
+    /// Removes the roots, states, joint records and rings of saves that no step's record names, one
+    /// page of each per round. A gateway that was paused while it began a save or completed a shard
+    /// may write such keys after the save is removed and forgotten. The gateway removes them itself, unless it dies.
     async fn remove_stray_keys(
         &self,
         catalogue: &dyn Catalogue,
@@ -265,7 +265,7 @@ impl OrphanGc {
     ) -> Result<(), RemoteError> {
         let mut found = Vec::new();
         for (prefix, after) in
-            [SHARD_ROOTS, SHARD_STATES, JOINT_SAVES].into_iter().zip(&mut scan.after)
+            [SHARD_ROOTS, SHARD_STATES, JOINT_SAVES, SAVE_RINGS].into_iter().zip(&mut scan.after)
         {
             let page = catalogue.list_entries(prefix, after.as_deref(), MAX_PAGE).await?;
             *after = page.last().map(|(key, _)| key.clone());
@@ -280,7 +280,8 @@ impl OrphanGc {
         }
         // A step's record names a save before the save has keys, and as long as it has keys. The
         // records are read after the keys, so they name every save of a step among them.
-        let known = known_saves(catalogue).await?;
+        // The keys of a save whose removal is deferred are removed before its step's record loses it.
+        let known = known_saves(catalogue, &[ORPHANS]).await?;
         for (save, key, entry) in found {
             if !known.contains(&save) {
                 tracing::info!(%save, key, "removing a stray key from the catalogue: no step's record names its save");
@@ -365,7 +366,7 @@ impl OrphanGc {
                 }
                 self.lock_retained().remove(&removing.save);
             }
-            match self.removal.advance_orphan_removal(&removing).await {
+            match self.removal.advance_unnamed_removal(&removing).await {
                 Ok(true) => {
                     record_removal_history_incomplete(catalogue).await?;
                     catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
@@ -380,8 +381,12 @@ impl OrphanGc {
     }
 }
 
-/// Returns the saves that a step's record names, or that are already listed as orphans.
-async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, RemoteError> {
+/// Returns the saves that a step's record names, and those that are to be removed according to the
+/// records with one of `prefixes`.
+async fn known_saves(
+    catalogue: &dyn Catalogue,
+    prefixes: &[&str],
+) -> Result<BTreeSet<SaveId>, RemoteError> {
     let mut known = BTreeSet::new();
     let mut checkpoints = KeyScan::of_prefix(catalogue, CHECKPOINTS);
     while let Some((key, entry)) = checkpoints.next().await? {
@@ -390,9 +395,12 @@ async fn known_saves(catalogue: &dyn Catalogue) -> Result<BTreeSet<SaveId>, Remo
         known.extend(checkpoint.removing.iter().map(|removing| removing.save));
         known.extend(checkpoint.writing.map(|writing| writing.save()));
     }
-    let mut orphans = KeyScan::of_prefix(catalogue, ORPHANS);
-    while let Some((key, entry)) = orphans.next().await? {
-        known.insert(parse_record::<Removing>(&key, &entry.value)?.save);
+    // A removal that is deferred meanwhile has its own key before the step's record loses it.
+    for prefix in prefixes {
+        let mut removals = KeyScan::of_prefix(catalogue, *prefix);
+        while let Some((key, entry)) = removals.next().await? {
+            known.insert(parse_record::<Removing>(&key, &entry.value)?.save);
+        }
     }
     Ok(known)
 }

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
+use super::deferred_removals::DeferredRemovals;
 use super::retention::{CheckpointCounts, Retention, RetentionCache};
 use crate::catalogue::Catalogue;
 use crate::catalogue::key_scan::KeyScan;
@@ -20,12 +21,12 @@ use crate::catalogue::record_access::{
     CHECKPOINTS, checkpoint_key, parse_checkpoint_key, parse_record, update_record,
 };
 use crate::format::records::{Checkpoint, RemoveReason, Removing, Saved, Writing};
-use crate::id::{Job, LeaseId, NodeId, SaveId, Step, StepRef};
+use crate::id::{Job, LeaseId, NodeId, PeerName, SaveId, Step, StepRef};
 use crate::node::active_saves::{ActiveSaveGuard, ActiveSaves};
 use crate::node::context::NodeContext;
 use crate::node::failure_log::FailureLog;
 use crate::node::gateway::begin_save::SaveGateway;
-use crate::node::gateway::removal::{RemovalOutcome, SaveRemoval};
+use crate::node::gateway::removal::SaveRemoval;
 use crate::node::retry_schedule::{SCANS_PER_LEASE, scan_interval};
 use crate::wire::RemoteError;
 
@@ -114,6 +115,7 @@ pub(in crate::node) struct SaveRecovery {
     context: Arc<NodeContext>,
     saves: Arc<SaveGateway>,
     removal: Arc<SaveRemoval>,
+    deferred_removals: Arc<DeferredRemovals>,
     retention: Arc<Retention>,
     /// The saves that this service works on now.
     recovering: ActiveSaves,
@@ -125,9 +127,11 @@ impl SaveRecovery {
         context: Arc<NodeContext>,
         saves: Arc<SaveGateway>,
         removal: Arc<SaveRemoval>,
+        deferred_removals: Arc<DeferredRemovals>,
         retention: Arc<Retention>,
     ) -> Self {
-        Self { context, saves, removal, retention, recovering: Arc::default() }
+        let recovering = ActiveSaves::default();
+        Self { context, saves, removal, deferred_removals, retention, recovering }
     }
 
     /// Scans for unfinished work [`SCANS_PER_LEASE`] times per lease period, and runs a round of the
@@ -237,6 +241,7 @@ impl SaveRecovery {
                 *survey.committed.entry(job).or_default() += 1;
             }
         }
+        survey.removing += self.deferred_removals.count();
         (state.since, state.damaged) = (since, damaged);
         state.turn.end_scan();
         self.retention.lock_removal_retries().forget_unseen();
@@ -293,14 +298,13 @@ impl SaveRecovery {
         let service = self.clone();
         self.context.tasks.spawn_until_stop(async move {
             let _held = (mark, slot);
-            let why = match service.removal.advance_removal(job.at(step), &entry).await {
-                Ok(RemovalOutcome { is_complete: true, .. }) => {
+            let why = match service.remove_or_defer(job.at(step), &entry).await {
+                Ok(None) => {
                     service.retention.lock_removal_retries().forget_finished(entry.save);
                     return;
                 }
-                Ok(RemovalOutcome { answer, .. }) => {
-                    let names: Vec<&str> =
-                        answer.waiting.iter().map(|name| name.as_str()).collect();
+                Ok(Some(waiting)) => {
+                    let names: Vec<&str> = waiting.iter().map(|name| name.as_str()).collect();
                     format!("these nodes still have to remove its files: {}", names.join(", "))
                 }
                 Err(error) => error.to_string(),
@@ -314,6 +318,19 @@ impl SaveRecovery {
             );
         });
         true
+    }
+
+    /// Continues a removal as far as possible now. Returns `None` if it is complete or deferred;
+    /// otherwise the nodes that have still to purge the save.
+    async fn remove_or_defer(
+        &self,
+        step_ref: StepRef<'_>,
+        entry: &Removing,
+    ) -> Result<Option<Vec<PeerName>>, RemoteError> {
+        let outcome = self.removal.advance_removal(step_ref, entry).await?;
+        let is_done = outcome.is_complete
+            || self.deferred_removals.try_defer(step_ref, entry, &outcome).await?;
+        Ok((!is_done).then_some(outcome.answer.waiting))
     }
 
     /// Publishes a decided save in a task of its own, unless this node works on it already or too

@@ -12,14 +12,13 @@ use super::repair_survey::{SurveyOutcome, survey_save};
 use super::replace_node::record_leaving;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
-    CHECKPOINTS, NODES, ORPHANS, joint_save_key, parse_checkpoint_key, parse_record, read_record,
-    read_ring_changes, ring_change_key, shard_roots_prefix,
+    CHECKPOINTS, NODES, ORPHANS, parse_checkpoint_key, parse_record, read_ring_changes,
+    read_ring_of_open_save, ring_change_key, shard_roots_prefix,
 };
 use crate::catalogue::{Catalogue, SetOutcome};
 use crate::code::SurvivableLossCache;
 use crate::format::records::{
-    Checkpoint, JointSave, LeaveState, Record, RemoveReason, Removing, RingChange, Saved,
-    ShardRoot, Writing,
+    Checkpoint, LeaveState, Record, RemoveReason, Removing, RingChange, Saved, ShardRoot, Writing,
 };
 use crate::id::{Job, NodeId, PeerName, SaveId, Step};
 use crate::node::context::NodeContext;
@@ -59,7 +58,7 @@ struct Saves {
     committed: BTreeSet<SaveRef>,
     /// The open and decided saves with such a ring.
     naming: BTreeSet<SaveRef>,
-    /// The open saves whose ring only their clients know.
+    /// The open saves whose ring is not known.
     unknown: BTreeSet<SaveRef>,
 }
 
@@ -155,7 +154,7 @@ impl NodeRemoval {
 
     /// Checks that nothing is missing without the node of the committed saves whose rings have it.
     /// Waits for the open and decided saves whose rings have it, for the saves in `before` while
-    /// they are open and their rings are unknown, and for committed saves that cannot be surveyed
+    /// they are open and their rings are not known, and for committed saves that cannot be surveyed
     /// yet.
     async fn wait_until_complete_without(
         &self,
@@ -239,13 +238,19 @@ impl NodeRemoval {
             let Some((job, step)) = parse_checkpoint_key(&key) else { continue };
             let save_ref = |save| SaveRef { job: job.clone(), step, save };
             match checkpoint.writing {
-                Some(Writing::Open { save, .. }) => match read_joint_ring(catalogue, save).await? {
-                    None => drop(saves.unknown.insert(save_ref(save))),
-                    Some(ring) if ring.contains(&node) => {
-                        saves.naming.insert(save_ref(save));
+                Some(Writing::Open { save, .. }) => {
+                    match read_ring_of_open_save(catalogue, save).await? {
+                        None => drop(saves.unknown.insert(save_ref(save))),
+                        // A gateway with an older program may have named other nodes to the client.
+                        Some(ring)
+                            if ring.contains(node)
+                                || is_in_ring(catalogue, &directory, name, save).await? =>
+                        {
+                            saves.naming.insert(save_ref(save));
+                        }
+                        Some(_) => {}
                     }
-                    Some(_) => {}
-                },
+                }
                 Some(Writing::Decided { saved: Saved { save, .. } })
                     if is_in_ring(catalogue, &directory, name, save).await? =>
                 {
@@ -364,16 +369,6 @@ async fn is_in_ring(
         }
     }
     Ok(is_named)
-}
-
-/// Returns the ring of an open joint save. Returns `None` for any other open save: only its client
-/// knows its ring.
-async fn read_joint_ring(
-    catalogue: &dyn Catalogue,
-    save: SaveId,
-) -> Result<Option<Vec<NodeId>>, RemoteError> {
-    let joint = read_record::<JointSave>(catalogue, &joint_save_key(save)).await?;
-    Ok(joint.map(|(joint, _)| joint.ring.iter().map(|member| member.node).collect()))
 }
 
 async fn refuse_if_live(catalogue: &dyn Catalogue, name: &PeerName) -> Result<(), RemoteError> {

@@ -10,10 +10,12 @@ use super::removal::SaveRemoval;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
-    joint_save_key, read_record, shard_roots_prefix,
+    deferred_removal_key, joint_save_key, read_record, save_ring_key, shard_roots_prefix,
 };
 use crate::format::joint_save::JointSave;
-use crate::format::records::{Checkpoint, Node as NodeRecord, RemoveReason, Removing, Writing};
+use crate::format::records::{
+    Checkpoint, Node as NodeRecord, RemoveReason, Removing, SaveRing, Writing,
+};
 use crate::id::{Generation, LaunchId, LeaseId, NodeId, SaveId, StepRef};
 use crate::node::context::NodeContext;
 use crate::node::retry_schedule::scan_interval;
@@ -118,7 +120,7 @@ impl SaveGateway {
         };
         match launch {
             Some(launch) => record_launch_of_save(&*catalogue, begun, launch).await,
-            None => Ok(begun),
+            None => record_ring_of_save(&*catalogue, begun).await,
         }
     }
 
@@ -277,12 +279,39 @@ async fn record_launch_of_save(
     let key = joint_save_key(save);
     match compare_and_set_record(catalogue, &key, None, &record).await? {
         RecordSetOutcome::Conflict(Some((first, _))) => {
-            let JointSave { n, k, block_bytes, .. } = first;
-            let nodes = Directory::read(catalogue).await?.list_ring_nodes(&first.ring);
-            Ok(BeginSaveAnswer { n, k, block_bytes, nodes, ..begun })
+            answer_from_ring(catalogue, begun, first.into()).await
         }
         _ => Ok(begun),
     }
+}
+
+/// Creates the record of the ring of a save that belongs to no launch. Returns the answer to the
+/// client. If the record exists, because this call is a duplicate, the answer has the code and the
+/// nodes in that record.
+async fn record_ring_of_save(
+    catalogue: &dyn Catalogue,
+    begun: BeginSaveAnswer,
+) -> Result<BeginSaveAnswer, RemoteError> {
+    let BeginSaveAnswer { save, n, k, block_bytes, .. } = begun;
+    let record = SaveRing { n, k, block_bytes, ring: placement::ring(&begun.nodes, 0) };
+    trace_point(TracePoint::Ring, save);
+    match compare_and_set_record(catalogue, &save_ring_key(save), None, &record).await? {
+        RecordSetOutcome::Conflict(Some((first, _))) => {
+            answer_from_ring(catalogue, begun, first).await
+        }
+        _ => Ok(begun),
+    }
+}
+
+/// Returns the answer with the code and the nodes that were chosen when the save was begun.
+async fn answer_from_ring(
+    catalogue: &dyn Catalogue,
+    begun: BeginSaveAnswer,
+    first: SaveRing,
+) -> Result<BeginSaveAnswer, RemoteError> {
+    let SaveRing { n, k, block_bytes, ring } = first;
+    let nodes = Directory::read(catalogue).await?.list_ring_nodes(&ring);
+    Ok(BeginSaveAnswer { n, k, block_bytes, nodes, ..begun })
 }
 
 /// Revokes a lease that was granted for a save which was not opened under it.
@@ -313,7 +342,8 @@ pub(super) async fn check_step_accepts_save(
 ) -> Result<(), RemoteError> {
     // The call may have been delayed for long. A save id that is being removed or has roots is
     // never opened again, by this daemon or by another.
-    let is_removed = checkpoint.removing.iter().any(|removing| removing.save == save);
+    let is_removed = checkpoint.removing.iter().any(|removing| removing.save == save)
+        || catalogue.get(&deferred_removal_key(save)).await?.is_some();
     let roots = shard_roots_prefix(save);
     if is_removed || !catalogue.list_entries(&roots, None, 1).await?.is_empty() {
         return Err(GatewayError::SaveOver { save }.into());

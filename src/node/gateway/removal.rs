@@ -14,8 +14,8 @@ use super::launches::require_newest;
 use crate::catalogue::key_scan::KeyScan;
 use crate::catalogue::record_access::{
     NOTHING_FORGOTTEN, RecordSetOutcome, checkpoint_key, compare_and_set_record,
-    compare_and_set_record_guarded, joint_save_key, labels_key, read_record, shard_roots_prefix,
-    shard_state_key, shard_states_prefix, update_record,
+    compare_and_set_record_guarded, deferred_removal_key, joint_save_key, labels_key, read_record,
+    save_ring_key, shard_roots_prefix, shard_state_key, shard_states_prefix, update_record,
 };
 use crate::catalogue::{Catalogue, Guard, SetOutcome};
 use crate::format::records::{
@@ -42,6 +42,8 @@ pub(in crate::node) struct RemovalOutcome {
     pub(in crate::node) answer: RemoveAnswer,
     /// Whether all nodes have purged the save and the catalogue has forgotten it.
     pub(in crate::node) is_complete: bool,
+    /// The nodes that have a tombstone of the save, or have recorded that they removed it.
+    tombstoned: Vec<NodeId>,
 }
 
 /// The result of making a committed save invisible.
@@ -155,22 +157,46 @@ impl SaveRemoval {
                 self.fence_and_put_tombstones(&what, &older).await?;
             }
         }
-        let answer = self.fence_and_purge_save(&what, entry).await?;
+        let (answer, tombstoned) = self.fence_and_purge_save(&what, entry).await?;
         let is_complete = answer.waiting.is_empty();
         if is_complete {
             self.forget_save(&*self.context.catalogue(), step_ref, entry).await?;
         }
-        Ok(RemovalOutcome { answer, is_complete })
+        Ok(RemovalOutcome { answer, is_complete, tombstoned })
     }
 
     /// Removes a save that no step's record names, as far as possible now. Returns whether all
     /// nodes have purged it.
-    pub(in crate::node) async fn advance_orphan_removal(
+    pub(in crate::node) async fn advance_unnamed_removal(
         &self,
         entry: &Removing,
     ) -> Result<bool, RemoteError> {
-        let answer = self.fence_and_purge_save(&format!("save {}", entry.save), entry).await?;
+        let (answer, _) = self.fence_and_purge_save(&format!("save {}", entry.save), entry).await?;
         Ok(answer.waiting.is_empty())
+    }
+
+    /// Moves the removal of an aborted save from the record of its step to a key of its own, if it
+    /// waits only for nodes that are away. Returns whether it was moved.
+    pub(in crate::node) async fn defer_if_waiting_for_absent_nodes(
+        &self,
+        step_ref: StepRef<'_>,
+        entry: &Removing,
+        outcome: &RemovalOutcome,
+    ) -> Result<bool, RemoteError> {
+        let catalogue = self.context.catalogue();
+        let directory = Directory::read(&*catalogue).await?;
+        // A live node without a tombstone may have refused it, because it has a commit mark.
+        let has_refused =
+            |node: &NodeId| directory.has_lease(*node) && !outcome.tombstoned.contains(node);
+        if entry.reason != RemoveReason::Aborted || directory.storage().iter().any(has_refused) {
+            return Ok(false);
+        }
+        trace_point(TracePoint::Defer, entry.save);
+        // If the key exists, an earlier move was interrupted, and this one completes it.
+        let (key, value) = (deferred_removal_key(entry.save), entry.to_bytes()?);
+        catalogue.compare_and_set(&key, None, Some(value)).await?;
+        self.forget_save(&*catalogue, step_ref, entry).await?;
+        Ok(true)
     }
 
     /// Puts a decided save that no step's record names first among the removals of its step, if
@@ -214,18 +240,18 @@ impl SaveRemoval {
     }
 
     /// Fences the shards, writes tombstones and purges the files. Returns how many nodes have
-    /// purged the save, and the names of those that have not.
+    /// purged the save, with the names of those that have not, and the nodes that have a tombstone.
     async fn fence_and_purge_save(
         &self,
         label: &str,
         entry: &Removing,
-    ) -> Result<RemoveAnswer, RemoteError> {
+    ) -> Result<(RemoveAnswer, Vec<NodeId>), RemoteError> {
         let (directory, marked) = self.fence_and_put_tombstones(label, entry).await?;
         let swept = self
             .call_nodes_returning_confirmed(&directory, &marked, &PurgeSave { save: entry.save })
             .await;
         let waiting = unconfirmed_storage_nodes(&directory, &swept);
-        Ok(RemoveAnswer { confirmed: swept.len() as u32, waiting })
+        Ok((RemoveAnswer { confirmed: swept.len() as u32, waiting }, marked))
     }
 
     /// Fences the shards and writes tombstones to all storage nodes that can be reached. Returns the
@@ -321,7 +347,8 @@ impl SaveRemoval {
             .await
     }
 
-    /// Removes all keys of a save from the catalogue. Every node must have purged it.
+    /// Removes all keys of a save from the catalogue. Every node must have purged it, or its removal
+    /// must be deferred.
     async fn forget_save(
         &self,
         catalogue: &dyn Catalogue,
@@ -340,9 +367,10 @@ impl SaveRemoval {
                 catalogue.compare_and_set(&key, Some(found.revision), None).await?;
             }
         }
-        let joint = joint_save_key(entry.save);
-        if let Some(found) = catalogue.get(&joint).await? {
-            catalogue.compare_and_set(&joint, Some(found.revision), None).await?;
+        for key in [joint_save_key(entry.save), save_ring_key(entry.save)] {
+            if let Some(found) = catalogue.get(&key).await? {
+                catalogue.compare_and_set(&key, Some(found.revision), None).await?;
+            }
         }
         let labels = labels_key(step_ref);
         if let Some((found, revision)) = read_record::<StepLabels>(catalogue, &labels).await?

@@ -12,13 +12,14 @@ use super::launches::{admit_launch, find_launch_of_open_save, require_newest};
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
-    joint_save_key, read_record, shard_root_key, shard_state_key, update_record,
+    deferred_removal_key, joint_save_key, read_record, read_ring_of_open_save, shard_root_key,
+    shard_state_key, update_record,
 };
 use crate::format::geometry::MAX_SHARDS;
 use crate::format::joint_save::JointSave;
 use crate::format::records::{
     Checkpoint, CommitMark, FIELD_GF8, LAYOUT_STANDARD, MAX_RING, Record, RemoveReason, Removing,
-    Saved, ShardRoot, ShardState, Writing, roots_hash,
+    SaveRing, Saved, ShardRoot, ShardState, Writing, roots_hash,
 };
 use crate::id::{Epoch, Generation, LaunchId, NodeId, SaveId, ShardId, StepRef};
 use crate::net::call::CallError;
@@ -87,8 +88,15 @@ impl SaveGateway {
         if joint.as_ref().is_some_and(|(joint, _)| joint.dropped_writer().is_some()) {
             return Err(not_open().into());
         }
-        let joint = joint.filter(|(joint, _)| !joint.has_one_client());
-        if joint.is_some_and(|(joint, _)| !joint.admits(&root)) {
+        let is_admitted = match joint {
+            Some((joint, _)) if !joint.has_one_client() => joint.admits(&root),
+            Some((joint, _)) => SaveRing::from(joint).admits(&root),
+            // A save of a gateway with an older program has no ring on record.
+            None => read_ring_of_open_save(&*catalogue, root.save)
+                .await?
+                .is_none_or(|ring| ring.admits(&root)),
+        };
+        if !is_admitted {
             return Err(GatewayError::RootInconsistent { shard: root.name }.into());
         }
         let fresh = ShardState::fresh(generation, geometry.stripes());
@@ -142,7 +150,12 @@ impl SaveGateway {
                 Some(Writing::Decided { saved }) if saved.save == call.save => {
                     return self.mark_and_publish(call.job.at(call.step), saved).await;
                 }
-                Some(Writing::Open { save, generation, .. }) if save == call.save => {
+                // A late copy of the call that began a save may open it again while its removal is
+                // deferred.
+                Some(Writing::Open { save, generation, .. })
+                    if save == call.save
+                        && catalogue.get(&deferred_removal_key(save)).await?.is_none() =>
+                {
                     if let Some(launch) = find_launch_of_open_save(&*catalogue, save).await? {
                         let step_ref = call.job.at(call.step);
                         let admitted = admit_launch(&*catalogue, launch, step_ref).await?;

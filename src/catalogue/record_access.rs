@@ -49,7 +49,8 @@ pub fn orphan_key(save: SaveId) -> String {
     format!("{ORPHANS}{save}")
 }
 
-/// Prefix of the deferred removals: aborted saves that nodes which are away have still to purge.
+/// Prefix of the deferred removals: removals of aborted saves that some storage nodes have not purged
+/// yet.
 pub const DEFERRED_REMOVALS: &str = "d/";
 
 /// Returns the key of a deferred removal.

@@ -1,7 +1,7 @@
 //! Deferred removals (semantics, 5): a job that crashes again and again while a node is down.
 
-use rapidraid::catalogue::record_access::{deferred_removal_key, shard_state_key};
-use rapidraid::format::records::{CommitMark, Record, RemoveReason, Removing, Saved};
+use rapidraid::catalogue::record_access::{deferred_removal_key, save_ring_key, shard_state_key};
+use rapidraid::format::records::{Checkpoint, CommitMark, Record, RemoveReason, Removing, Saved};
 use rapidraid::id::{Epoch, SaveId, ShardId, Step};
 use rapidraid::kind::ErrorKind;
 use rapidraid::net::Role;
@@ -37,8 +37,10 @@ async fn abort(world: &World, voice: &Voice, step: u64, save: SaveId) {
 }
 
 async fn until_deferred(world: &World, step: u64, count: usize) {
-    let is_deferred =
-        || world.checkpoint(step).removing.is_empty() && world.catalogue_keys("d/").len() == count;
+    let is_deferred = || {
+        let Checkpoint { writing, removing, .. } = world.checkpoint(step);
+        writing.is_none() && removing.is_empty() && world.catalogue_keys("d/").len() == count
+    };
     let why = || format!("{:?} {:?}", world.checkpoint(step), world.catalogue_keys("d/").len());
     world.until_or("the removals are deferred", is_deferred, why).await;
 }
@@ -99,6 +101,57 @@ async fn a_node_that_is_removed_ends_the_wait_for_it() {
     world.boot(AWAY);
     world.until("its files are gone", || world.files_of(begun.save).is_empty()).await;
     world.until("no orphan is left", || world.catalogue_keys("x/").is_empty()).await;
+}
+
+/// The catalogue server was restarted while the node was away, and compares what the node holds with
+/// the steps when it is back. At the same time the deferred removals end.
+#[tokio::test(start_paused = true)]
+async fn what_a_node_brings_back_of_deferred_removals_is_no_orphan() {
+    let mut world = start().await;
+    let voice = world.voice(Role::Client, "crashing");
+    for _ in 0..20 {
+        let begun = begin_with_block(&world, &voice, 1).await;
+        abort(&world, &voice, 1, begun.save).await;
+        world.until("it is gone", || world.checkpoint(1).removing.is_empty()).await;
+    }
+    let mut saves = Vec::new();
+    for step in 1..=20 {
+        saves.push(begin_with_block(&world, &voice, step).await.save);
+    }
+    world.kill(AWAY).await;
+    world.until_live(5).await;
+    for (step, save) in (1..).zip(saves) {
+        abort(&world, &voice, step, save).await;
+    }
+    world.until("all are deferred", || world.catalogue_keys("d/").len() == 20).await;
+    world.kill(0).await;
+    world.boot(0);
+    tokio::time::sleep(3 * world.lease).await;
+    world.boot(AWAY);
+    let has_orphan = || !world.catalogue_keys("x/").is_empty();
+    for _ in 0..100 {
+        tokio::time::sleep(world.lease / 20).await;
+        assert!(!has_orphan(), "{:?}", world.catalogue_keys("x/"));
+    }
+    assert_eq!(world.catalogue_keys("d/"), [""; 0]);
+    assert_eq!(world.catalogue_keys("nothing-forgotten").len(), 1, "none was ever committed");
+}
+
+/// A gateway that was paused in `begin` writes the ring of a save that is removed and forgotten.
+#[tokio::test(start_paused = true)]
+async fn a_ring_that_comes_too_late_is_removed() {
+    let world = start().await;
+    let (voice, gateway) = (world.voice(Role::Client, "late"), world.node_address(2));
+    let save = SaveId([9; 12]);
+    let held = world.requests.hold_write("node02", &save_ring_key(save));
+    let paused = tokio::spawn(async move { voice.begin_as(&gateway, 1, save, false).await });
+    held.has_come().await;
+    abort(&world, &world.voice(Role::Client, "another"), 1, save).await;
+    world.until("the step is free", || world.catalogue_keys("c/").is_empty()).await;
+    held.let_go();
+    paused.await.unwrap().unwrap();
+    assert_eq!(world.catalogue_keys("o/").len(), 1);
+    world.until("the ring is gone", || world.catalogue_keys("o/").is_empty()).await;
 }
 
 /// A copy of the call that began the save arrives after the removal was deferred.

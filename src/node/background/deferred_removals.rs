@@ -1,10 +1,9 @@
-//! Deferred removals: aborted saves that nodes which are away have still to purge
+//! Deferred removals: removals of aborted saves that some storage nodes have not purged yet
 //! (docs/semantics.md, 5). They have keys of their own, so that a job that crashes again and again
 //! while a node is down does not fill the record of its step.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -34,12 +33,15 @@ struct PassState {
     after: Option<String>,
     /// Whether a removal of this pass has to be tried again.
     is_incomplete: bool,
-    /// Number of passes in a row that have left something, since the list of nodes has changed.
+    /// Number of consecutive passes after which removals remained. A node that becomes live or
+    /// leaves the list sets it to 0.
     incomplete_passes: u32,
     /// The time at which the next pass begins.
     due: Duration,
-    /// Whether a node came back or left the list during this pass.
+    /// Whether a node became live or left the list during this pass.
     has_changed: bool,
+    /// The live nodes for which removals of this pass wait.
+    live_waiting: BTreeSet<PeerName>,
     /// The storage nodes, and whether each was live, in the last round.
     nodes: BTreeMap<PeerName, bool>,
 }
@@ -51,9 +53,17 @@ impl PassState {
         let has_left = self.nodes.keys().any(|name| !nodes.contains_key(name));
         let was_live = |name: &PeerName| self.nodes.get(name).copied().unwrap_or(false);
         if has_left || nodes.iter().any(|(name, is_live)| *is_live && !was_live(name)) {
-            (self.incomplete_passes, self.due, self.has_changed) = (0, Duration::ZERO, true);
+            (self.incomplete_passes, self.due) = (0, Duration::ZERO);
+            self.has_changed = self.after.is_some();
         }
         self.nodes = nodes;
+    }
+
+    /// Notes the nodes for which a removal waits; `None` if it failed otherwise.
+    fn note_waiting(&mut self, waiting: Option<Vec<PeerName>>) {
+        self.is_incomplete |= waiting.as_ref().is_none_or(|names| !names.is_empty());
+        let is_live = |name: &PeerName| self.nodes.get(name).copied().unwrap_or(false);
+        self.live_waiting.extend(waiting.into_iter().flatten().filter(is_live));
     }
 
     /// Notes that this pass has tried the removals up to `key`.
@@ -65,7 +75,12 @@ impl PassState {
     fn end_pass(&mut self, now: Duration, lease: Duration) {
         self.after = None;
         let is_incomplete = std::mem::take(&mut self.is_incomplete);
-        // The first keys were tried before the change, so they are tried again at once.
+        let live_waiting = std::mem::take(&mut self.live_waiting);
+        if !live_waiting.is_empty() {
+            let names: Vec<&str> = live_waiting.iter().map(PeerName::as_str).collect();
+            tracing::warn!(nodes = %names.join(", "), "these nodes are live and have not purged all aborted saves; retrying");
+        }
+        // This pass tried some removals before the change. The next pass begins at once.
         if std::mem::take(&mut self.has_changed) || !is_incomplete {
             (self.incomplete_passes, self.due) = (0, Duration::ZERO);
         } else {
@@ -79,37 +94,45 @@ impl PassState {
 pub(in crate::node) struct DeferredRemovals {
     context: Arc<NodeContext>,
     removal: Arc<SaveRemoval>,
-    /// Number of deferred removals: those of the last round, and those deferred since.
-    count: AtomicU64,
+    /// Number of deferred removals at the last round, changed by what was deferred and completed
+    /// since. `None` before the first round.
+    count: Mutex<Option<u64>>,
 }
 
 impl DeferredRemovals {
     /// Creates the service.
     pub(in crate::node) fn new(context: Arc<NodeContext>, removal: Arc<SaveRemoval>) -> Self {
-        Self { context, removal, count: AtomicU64::new(0) }
+        Self { context, removal, count: Mutex::default() }
+    }
+
+    fn lock_count(&self) -> MutexGuard<'_, Option<u64>> {
+        self.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns about how many removals are deferred. Only the catalogue server knows it.
     pub(in crate::node) fn count(&self) -> u64 {
-        self.count.load(Ordering::Relaxed)
+        self.lock_count().unwrap_or_default()
     }
 
-    /// Defers the removal of an aborted save if it waits only for nodes that are away, and if not
-    /// too many removals are deferred already. Returns whether it is deferred now.
+    /// Defers the removal of an aborted save if every live storage node has a tombstone of it, and
+    /// if not too many removals are deferred already. Returns whether it is deferred now.
     pub(in crate::node) async fn try_defer(
         &self,
         step_ref: StepRef<'_>,
         entry: &Removing,
         outcome: &RemovalOutcome,
     ) -> Result<bool, RemoteError> {
-        if self.count() >= MAX_DEFERRED {
+        if !has_room(*self.lock_count()) {
             return Ok(false);
         }
         let is_deferred =
-            self.removal.defer_if_waiting_for_absent_nodes(step_ref, entry, outcome).await?;
+            self.removal.defer_if_tombstoned_on_live_nodes(step_ref, entry, outcome).await?;
         if is_deferred {
-            self.count.fetch_add(1, Ordering::Relaxed);
-            tracing::info!(step = %step_ref, save = %entry.save, "an aborted save waits for nodes that are away: its removal is deferred");
+            if let Some(count) = &mut *self.lock_count() {
+                *count += 1;
+            }
+            let names: Vec<&str> = outcome.answer.waiting.iter().map(PeerName::as_str).collect();
+            tracing::info!(step = %step_ref, save = %entry.save, waits_for = %names.join(", "), "the removal of an aborted save is deferred");
         }
         Ok(is_deferred)
     }
@@ -129,8 +152,8 @@ impl DeferredRemovals {
         }
     }
 
-    /// Counts the deferred removals, and tries the next ones if a pass is due. Ends before the last
-    /// one if it has tried [`TRIED_A_ROUND`] of them or has worked for a lease period.
+    /// Counts the deferred removals, and tries the next ones if a pass is due. Stops early after
+    /// [`TRIED_A_ROUND`] of them, and begins no further batch after a lease period.
     async fn run_round(
         &self,
         catalogue: &dyn Catalogue,
@@ -139,7 +162,8 @@ impl DeferredRemovals {
         let (clock, lease) = (&self.context.clock, self.context.settings.lease);
         let storage = catalogue.list_nodes().await?.into_iter().filter(|view| view.node.storage);
         state.note_nodes(storage.map(|view| (view.node.name, view.live)).collect());
-        self.count.store(count_deferred(catalogue).await?, Ordering::Relaxed);
+        let count = count_deferred(catalogue).await?;
+        *self.lock_count() = Some(count);
         let began = clock.now();
         if began < state.due {
             return Ok(());
@@ -160,7 +184,9 @@ impl DeferredRemovals {
                 return Ok(());
             };
             let tried = batch.iter().map(|(key, entry)| self.try_removal(catalogue, key, entry));
-            state.is_incomplete |= join_all(tried).await.contains(&false);
+            for waiting in join_all(tried).await {
+                state.note_waiting(waiting);
+            }
             state.note_tried_up_to(last);
             if clock.now().saturating_sub(began) >= lease {
                 break;
@@ -169,22 +195,37 @@ impl DeferredRemovals {
         Ok(())
     }
 
-    /// Continues one deferred removal, and forgets it if all nodes have purged the save. Returns
-    /// whether they have.
-    async fn try_removal(&self, catalogue: &dyn Catalogue, key: &str, entry: &Entry) -> bool {
+    /// Continues one deferred removal, and forgets it if all nodes have purged the save. Returns the
+    /// nodes that have not, or `None` if an error occurred.
+    async fn try_removal(
+        &self,
+        catalogue: &dyn Catalogue,
+        key: &str,
+        entry: &Entry,
+    ) -> Option<Vec<PeerName>> {
         let work = async {
             let removing: Removing = parse_record(key, &entry.value)?;
-            let is_complete = self.removal.advance_unnamed_removal(&removing).await?;
-            if is_complete {
+            let waiting = self.removal.advance_unnamed_removal(&removing).await?;
+            if waiting.is_empty() {
                 catalogue.compare_and_set(key, Some(entry.revision), None).await?;
+                if let Some(count) = &mut *self.lock_count() {
+                    *count = count.saturating_sub(1);
+                }
             }
-            Ok::<bool, RemoteError>(is_complete)
+            Ok::<_, RemoteError>(waiting)
         };
-        work.await.unwrap_or_else(|error| {
-            tracing::info!(key, %error, "a deferred removal is tried again later");
-            false
-        })
+        let tried = work.await;
+        tried
+            .inspect_err(
+                |error| tracing::info!(key, %error, "a deferred removal is tried again later"),
+            )
+            .ok()
     }
+}
+
+/// Returns whether a further removal may be deferred when `count` of them are deferred.
+fn has_room(count: Option<u64>) -> bool {
+    count.is_some_and(|count| count < MAX_DEFERRED)
 }
 
 /// Returns the number of deferred removals in the catalogue.
@@ -225,15 +266,21 @@ mod tests {
     fn waits_grow_until_a_node_is_back_or_is_gone() {
         let mut state = PassState::default();
         state.note_nodes(nodes(&[("a", true), ("b", false), ("c", false)]));
-        assert_eq!(play(&mut state, 0..20), [0, 1, 2, 4, 8, 16]);
+        assert_eq!(play(&mut state, 0..20), [0, 1, 3, 7, 15]);
         state.note_nodes(nodes(&[("a", true), ("b", false), ("c", false)]));
-        assert_eq!(play(&mut state, 20..40), [32], "nothing has changed");
+        assert_eq!(play(&mut state, 20..40), [31], "nothing has changed");
         state.note_nodes(nodes(&[("a", true), ("b", true), ("c", false)]));
-        assert_eq!(play(&mut state, 40..46), [40, 41, 42, 44], "a node is back");
+        assert_eq!(play(&mut state, 40..45), [40, 41, 43], "a node is back");
         state.note_nodes(nodes(&[("a", false), ("b", true), ("c", false)]));
-        assert_eq!(play(&mut state, 46..47), [0; 0], "nothing waits for a node that goes away");
+        assert_eq!(play(&mut state, 45..46), [0; 0], "nothing waits for a node that goes away");
         state.note_nodes(nodes(&[("a", false), ("b", true)]));
-        assert_eq!(play(&mut state, 47..48), [47], "a node has left the list");
+        assert_eq!(play(&mut state, 46..47), [46], "a node has left the list");
+    }
+
+    #[test]
+    fn nothing_is_deferred_before_the_first_count_or_over_the_limit() {
+        let counts = [None, Some(0), Some(MAX_DEFERRED - 1), Some(MAX_DEFERRED)];
+        assert_eq!(counts.map(has_room), [false, true, true, false]);
     }
 
     #[test]
@@ -248,11 +295,12 @@ mod tests {
     fn a_node_that_comes_back_during_a_pass_makes_the_next_one_due() {
         let mut state = PassState::default();
         state.note_nodes(nodes(&[("a", false)]));
-        state.end_pass(Duration::ZERO, SECOND);
+        state.note_waiting(Some(vec!["a".parse().unwrap()]));
+        assert_eq!(state.live_waiting, BTreeSet::new(), "it is away");
         state.note_tried_up_to("d/1".into());
         state.note_nodes(nodes(&[("a", true)]));
         assert_eq!(state.after.as_deref(), Some("d/1"), "the pass goes on where it stopped");
-        state.is_incomplete = true;
+        state.note_waiting(None);
         state.end_pass(5 * SECOND, SECOND);
         assert_eq!((state.after.as_deref(), state.due), (None, Duration::ZERO));
     }

@@ -226,11 +226,15 @@ impl OrphanGc {
             if looks == COMPARED_A_ROUND {
                 break;
             }
+            // A deferred removal may end while the node's saves are read. So the deferred removals
+            // are read before and after them.
+            let mut known = BTreeSet::new();
+            collect_removals(catalogue, DEFERRED_REMOVALS, &mut known).await?;
             let Ok(held) = self.inventory_reader.fetch_saves_on(node).await else { continue };
             looks += 1;
             // A step's record names a save before any node has a file of it. The records are read
             // after the node's saves, so they name every save of a step among them.
-            let known = known_saves(catalogue, &[DEFERRED_REMOVALS, ORPHANS]).await?;
+            known.append(&mut known_saves(catalogue, &[DEFERRED_REMOVALS, ORPHANS]).await?);
             for save in held.difference(&known) {
                 comparison.waiting.entry(*save).or_default();
             }
@@ -256,8 +260,9 @@ impl OrphanGc {
     }
 
     /// Removes the roots, states, joint records and rings of saves that no step's record names, one
-    /// page of each per round. A gateway that was paused while it began a save or completed a shard
-    /// may write such keys after the save is removed and forgotten. The gateway removes them itself, unless it dies.
+    /// page of each per round. A gateway that was paused may write such keys after the save is
+    /// removed and forgotten. A gateway that was completing a shard removes them itself, unless it
+    /// dies. A gateway that was beginning a save does not.
     async fn remove_stray_keys(
         &self,
         catalogue: &dyn Catalogue,
@@ -280,7 +285,8 @@ impl OrphanGc {
         }
         // A step's record names a save before the save has keys, and as long as it has keys. The
         // records are read after the keys, so they name every save of a step among them.
-        // The keys of a save whose removal is deferred are removed before its step's record loses it.
+        // Deferred removals are not read: the keys of such a save are removed before the entry in
+        // the step's record.
         let known = known_saves(catalogue, &[ORPHANS]).await?;
         for (save, key, entry) in found {
             if !known.contains(&save) {
@@ -367,13 +373,13 @@ impl OrphanGc {
                 self.lock_retained().remove(&removing.save);
             }
             match self.removal.advance_unnamed_removal(&removing).await {
-                Ok(true) => {
+                Ok(waiting) if waiting.is_empty() => {
                     record_removal_history_incomplete(catalogue).await?;
                     catalogue.compare_and_set(&key, Some(entry.revision), None).await?;
                 }
-                Ok(false) => {}
+                Ok(_) => {}
                 Err(error) => {
-                    tracing::info!(save = %removing.save, %error, "removal of an orphan deferred to the next round")
+                    tracing::info!(save = %removing.save, %error, "the removal of an orphan is not complete: the next round retries it")
                 }
             }
         }
@@ -397,10 +403,20 @@ async fn known_saves(
     }
     // A removal that is deferred meanwhile has its own key before the step's record loses it.
     for prefix in prefixes {
-        let mut removals = KeyScan::of_prefix(catalogue, *prefix);
-        while let Some((key, entry)) = removals.next().await? {
-            known.insert(parse_record::<Removing>(&key, &entry.value)?.save);
-        }
+        collect_removals(catalogue, prefix, &mut known).await?;
     }
     Ok(known)
+}
+
+/// Adds the saves that are to be removed according to the records with `prefix`.
+async fn collect_removals(
+    catalogue: &dyn Catalogue,
+    prefix: &str,
+    into: &mut BTreeSet<SaveId>,
+) -> Result<(), RemoteError> {
+    let mut removals = KeyScan::of_prefix(catalogue, prefix);
+    while let Some((key, entry)) = removals.next().await? {
+        into.insert(parse_record::<Removing>(&key, &entry.value)?.save);
+    }
+    Ok(())
 }

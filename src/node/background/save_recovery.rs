@@ -309,7 +309,7 @@ impl SaveRecovery {
                 }
                 Err(error) => error.to_string(),
             };
-            tracing::info!(%job, %step, why, "removal deferred");
+            tracing::info!(%job, %step, why, "a removal is not complete; retrying");
             service.retention.lock_removal_retries().record_failure(
                 entry.save,
                 (&job, step),

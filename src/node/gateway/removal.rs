@@ -165,19 +165,19 @@ impl SaveRemoval {
         Ok(RemovalOutcome { answer, is_complete, tombstoned })
     }
 
-    /// Removes a save that no step's record names, as far as possible now. Returns whether all
-    /// nodes have purged it.
+    /// Removes a save that no step's record names, as far as possible now. Returns the nodes that
+    /// have not purged it yet.
     pub(in crate::node) async fn advance_unnamed_removal(
         &self,
         entry: &Removing,
-    ) -> Result<bool, RemoteError> {
+    ) -> Result<Vec<PeerName>, RemoteError> {
         let (answer, _) = self.fence_and_purge_save(&format!("save {}", entry.save), entry).await?;
-        Ok(answer.waiting.is_empty())
+        Ok(answer.waiting)
     }
 
-    /// Moves the removal of an aborted save from the record of its step to a key of its own, if it
-    /// waits only for nodes that are away. Returns whether it was moved.
-    pub(in crate::node) async fn defer_if_waiting_for_absent_nodes(
+    /// Moves the removal of an aborted save from the record of its step to a key of its own, if
+    /// every live storage node has a tombstone of the save. Returns whether it was moved.
+    pub(in crate::node) async fn defer_if_tombstoned_on_live_nodes(
         &self,
         step_ref: StepRef<'_>,
         entry: &Removing,
@@ -384,8 +384,11 @@ impl SaveRemoval {
         {
             checkpoint.removing.retain(|removing| removing.save != entry.save);
             // As in `advance_removal`, a rebuilt catalogue may list the save as committed. No node
-            // has anything of the save now.
-            checkpoint.committed.take_if(|saved| saved.save == entry.save);
+            // has anything of the save now. A save that was aborted was never committed, and nodes
+            // that are away may still have its files.
+            if entry.reason != RemoveReason::Aborted {
+                checkpoint.committed.take_if(|saved| saved.save == entry.save);
+            }
             let value = if checkpoint == Checkpoint::default() {
                 None
             } else {

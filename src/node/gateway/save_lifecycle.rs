@@ -12,7 +12,7 @@ use super::launches::{admit_launch, find_launch_of_open_save, require_newest};
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
-    deferred_removal_key, joint_save_key, read_record, read_ring_of_open_save, shard_root_key,
+    deferred_removal_key, joint_save_key, read_record, save_ring_key, shard_root_key,
     shard_state_key, update_record,
 };
 use crate::format::geometry::MAX_SHARDS;
@@ -92,9 +92,9 @@ impl SaveGateway {
             Some((joint, _)) if !joint.has_one_client() => joint.admits(&root),
             Some((joint, _)) => SaveRing::from(joint).admits(&root),
             // A save of a gateway with an older program has no ring on record.
-            None => read_ring_of_open_save(&*catalogue, root.save)
+            None => read_record::<SaveRing>(&*catalogue, &save_ring_key(root.save))
                 .await?
-                .is_none_or(|ring| ring.admits(&root)),
+                .is_none_or(|(ring, _)| ring.admits(&root)),
         };
         if !is_admitted {
             return Err(GatewayError::RootInconsistent { shard: root.name }.into());

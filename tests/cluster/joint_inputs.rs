@@ -147,9 +147,11 @@ async fn what_contradicts_the_save_is_refused() {
     let unknown = voice.ask(&to, &join(0, 2, WriterReport::Joins)).await;
     assert_refused(unknown, ErrorKind::Fenced, "is not registered");
     register(&world.client(), LAUNCH, None).await.unwrap();
-    for (writer, writers) in [(0, 0), (2, 2), (0, 129)] {
+    let numbers = "its writers have the numbers 0 to 1";
+    let all = "a save has 1 to 128 writers";
+    for (writer, writers, hint) in [(0, 0, all), (2, 2, numbers), (0, 129, all)] {
         let refused = voice.ask(&to, &join(writer, writers, WriterReport::Joins)).await;
-        assert_refused(refused, ErrorKind::Invalid, "a save has 1 to 128 writers");
+        assert_refused(refused, ErrorKind::Invalid, hint);
     }
     assert_eq!(world.checkpoint(1).writing, None);
     let JoinSaveAnswer::Open(joined) =
@@ -165,7 +167,7 @@ async fn what_contradicts_the_save_is_refused() {
     for (wrong, reason) in [
         (join(0, 3, WriterReport::Joins), "the save has 2 writers, this call names 3"),
         (join(1, 3, announces(1)), "the save has 2 writers, this call names 3"),
-        (join(0, 2, announces(2)), "it announced 1 shards, and now 2"),
+        (join(0, 2, announces(2)), "its number of shards was 1, and is 2 now"),
         (join(1, 2, announces(65_536)), "a save has at most 65536 shards"),
         (join(1, 2, too_long), "a reason has at most 256 bytes"),
     ] {

@@ -4,7 +4,7 @@
 use std::fmt::Debug;
 use std::time::Duration;
 
-use rapidraid::catalogue::record_access::{checkpoint_key, labels_key};
+use rapidraid::catalogue::record_access::{checkpoint_key, joint_save_key, labels_key};
 use rapidraid::client::{Client, SaveOptions};
 use rapidraid::format::records::Writing;
 use rapidraid::id::{SaveId, Step};
@@ -17,7 +17,7 @@ use rapidraid::wire::calls::{
 };
 use rapidraid::wire::{Call, NodeAddress};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::launches::{A, B};
 use crate::policy::{for_all, keep, restart};
@@ -120,6 +120,39 @@ async fn a_writer_opens_no_joint_save_once_another_launch_has_registered() {
     let report = WriterReport::Joins;
     let joins = JoinSave { job, step, launch, writer: 0, writers: 2, report, replace: None, avoid };
     assert_opens_nothing(joins).await;
+}
+
+/// The gateway has opened the save, and records its launch a moment later.
+#[tokio::test(start_paused = true)]
+async fn a_registration_ends_a_save_whose_launch_is_not_recorded_yet() {
+    let (race, begin) = (Race::with_launch().await, begin());
+    let recording = race.world.requests.hold_write(GATEWAY, &joint_save_key(begin.begin.save));
+    let registers = async {
+        recording.has_come().await;
+        let records = async {
+            sleep(Duration::from_millis(500)).await;
+            recording.let_go();
+        };
+        let (registered, ()) = tokio::join!(register(&race.client, B, None), records);
+        registered.unwrap();
+        assert!(!race.is_step_open());
+    };
+    let (begun, ()) = tokio::join!(race.ask(&begin), registers);
+    begun.unwrap();
+}
+
+/// A save of the command line has its ring on record, so that nobody waits for its launch.
+#[tokio::test(start_paused = true)]
+async fn a_writer_that_meets_a_save_of_the_command_line_is_told_at_once() {
+    let race = Race::with_launch().await;
+    race.ask(&begin().begin).await.unwrap();
+    let (job, step, launch, avoid) = (job(), Step(STEP), A, Vec::new());
+    let report = WriterReport::Joins;
+    let joins = JoinSave { job, step, launch, writer: 0, writers: 2, report, replace: None, avoid };
+    let began = Instant::now();
+    let refused = race.ask(&joins).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
+    assert!(began.elapsed() < Duration::from_millis(500), "{:?}", began.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

@@ -52,9 +52,9 @@ pub(in crate::node) enum GatewayError {
     /// The lease of the save is over.
     #[error("the save's lease is over: it was aborted; save again")]
     LeaseOver,
-    /// The fields of a shard's root contradict each other, or are over a limit.
+    /// The fields of a shard's root contradict each other or the save, or are over a limit.
     #[error(
-        "the fields of the root of shard {shard} contradict each other or exceed a limit: client and daemon may be of different versions"
+        "the fields of the root of shard {shard} contradict each other or the save, or exceed a limit: client and daemon may be of different versions"
     )]
     RootInconsistent { shard: ShardName },
     /// A node of a shard's ring is not registered, or is leaving and not live: it may have left

@@ -15,12 +15,12 @@ use super::save_lifecycle::is_open_or_was_decided;
 use crate::catalogue::Catalogue;
 use crate::catalogue::record_access::{
     RecordSetOutcome, checkpoint_key, compare_and_set_record, compare_and_set_record_guarded,
-    joint_save_key, parse_record, read_record, shard_root_key, shard_roots_prefix,
+    joint_save_key, parse_record, read_record, save_ring_key, shard_root_key, shard_roots_prefix,
 };
 use crate::format::geometry::MAX_SHARDS;
 use crate::format::joint_save::{JointSave, MAX_REASON_BYTES, MAX_WRITERS, WriterState};
 use crate::format::records::{Checkpoint, RemoveReason, Removing, RingNode, ShardRoot, Writing};
-use crate::id::{LeaseId, SaveId};
+use crate::id::{LeaseId, SaveId, StepRef};
 use crate::placement;
 use crate::stage::{TracePoint, trace_point};
 use crate::topology::Directory;
@@ -29,8 +29,8 @@ use crate::wire::calls::{
     CompletedShards, JoinSave, JoinSaveAnswer, JoinedSave, ListCompletedShards, WriterReport,
 };
 
-/// Number of times that the joint record of an open save is looked for, and the pause between two
-/// looks. The joint record is written right after the step's record, and may not be there yet.
+/// Number of times that the record of the launch or the ring of an open save is looked for, and the
+/// pause between two looks. It is written right after the step's record, and may not be there yet.
 const RECORD_LOOKS: (u32, Duration) = (20, Duration::from_millis(50));
 
 /// The fate of the save that was under way for a step when a writer joins.
@@ -55,8 +55,12 @@ impl SaveGateway {
         self: &Arc<Self>,
         call: JoinSave,
     ) -> Result<JoinSaveAnswer, RemoteError> {
-        if call.writers as usize > MAX_WRITERS || call.writer >= call.writers {
+        if !(1..=MAX_WRITERS).contains(&(call.writers as usize)) {
             return Err(unfit(&call, format!("a save has 1 to {MAX_WRITERS} writers")));
+        }
+        if call.writer >= call.writers {
+            let last = call.writers - 1;
+            return Err(unfit(&call, format!("its writers have the numbers 0 to {last}")));
         }
         let catalogue = self.context.catalogue();
         let mut unused = None;
@@ -191,16 +195,32 @@ impl SaveGateway {
         let Some(Writing::Open { save, generation, .. }) = checkpoint.writing else {
             return Ok(None);
         };
+        let found = self.await_joint_record(catalogue, call.job.at(call.step), save).await?;
+        let own = found.filter(|(joint, _)| joint.launch == call.launch);
+        let removing = Removing { save, generation, reason: RemoveReason::Aborted };
+        Ok(own.map(|own| (own, removing)))
+    }
+
+    /// Returns the joint record of an open save, or `None` if the save belongs to no launch. Waits
+    /// for up to a second while the gateway that has opened the save has recorded neither a launch
+    /// nor a ring.
+    pub(super) async fn await_joint_record(
+        &self,
+        catalogue: &dyn Catalogue,
+        step_ref: StepRef<'_>,
+        save: SaveId,
+    ) -> Result<Option<(JointSave, u64)>, RemoteError> {
         let (looks, pause) = RECORD_LOOKS;
-        let key = checkpoint_key(call.job.at(call.step));
         for _ in 0..looks {
-            if let Some(found) = read_record::<JointSave>(catalogue, &joint_save_key(save)).await? {
-                let removing = Removing { save, generation, reason: RemoveReason::Aborted };
-                return Ok((found.0.launch == call.launch).then_some((found, removing)));
+            if let Some(found) = read_record(catalogue, &joint_save_key(save)).await? {
+                return Ok(Some(found));
             }
-            let found = read_record::<Checkpoint>(catalogue, &key).await?;
-            let is_same = |(found, _): (Checkpoint, u64)| found.writing == checkpoint.writing;
-            if !found.is_some_and(is_same) {
+            if catalogue.get(&save_ring_key(save)).await?.is_some() {
+                break;
+            }
+            let found = read_record::<Checkpoint>(catalogue, &checkpoint_key(step_ref)).await?;
+            let writing = found.and_then(|(checkpoint, _)| checkpoint.writing);
+            if writing.is_none_or(|writing| writing.save() != save) {
                 break;
             }
             self.context.clock.sleep(pause).await;
@@ -307,7 +327,8 @@ fn enter_report(joint: &mut JointSave, call: &JoinSave) -> Result<bool, RemoteEr
             state,
         ) if state.announced().is_some_and(|(known, _)| shards != known) => {
             let known = state.announced().map_or(0, |(known, _)| known);
-            return Err(unfit(call, format!("it announced {known} shards, and now {shards}")));
+            let differs = format!("its number of shards was {known}, and is {shards} now");
+            return Err(unfit(call, differs));
         }
         // A writer that was restarted counts its progress anew.
         (&WriterReport::Announces { shards, sent_mib, .. }, _) => {

@@ -103,8 +103,8 @@ impl SaveGateway {
                 }
                 Writing::Open { save, .. } => {
                     let save = *save;
-                    match find_launch_of_open_save(catalogue, save).await? {
-                        Some(launch) if launch != call.launch => {
+                    match self.await_joint_record(catalogue, job.at(step), save).await? {
+                        Some((joint, _)) if joint.launch != call.launch => {
                             let abort = AbortSave { job: job.clone(), step, save };
                             self.abort_save_for(abort, Some(call.launch)).await
                         }

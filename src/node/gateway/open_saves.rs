@@ -31,7 +31,14 @@ impl SaveGateway {
         let mut found = Vec::new();
         let mut checkpoints = KeyScan::of_prefix(&*catalogue, prefix);
         while let Some((key, entry)) = checkpoints.next().await? {
-            let checkpoint: Checkpoint = parse_record(&key, &entry.value)?;
+            // A damaged record must not hide the saves of all other steps.
+            let checkpoint: Checkpoint = match parse_record(&key, &entry.value) {
+                Ok(checkpoint) => checkpoint,
+                Err(error) => {
+                    tracing::error!(key, %error, "the record of a step does not parse: a save of this step that is open is not listed");
+                    continue;
+                }
+            };
             let Some(job_and_step) = parse_checkpoint_key(&key) else { continue };
             let Some(writing) = checkpoint.writing else { continue };
             found.push(describe(&*catalogue, job_and_step, &writing).await?);

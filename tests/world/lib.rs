@@ -24,13 +24,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use echo::Echo;
 use power::{Host, Leaves, Power, PoweredKv};
+use rapidraid::catalogue::record_access::shard_state_key;
 use rapidraid::client::{
     Client, ClientError, NewShard, NodeReport, ProgressFn, RestoreRequest, SaveOptions,
 };
 use rapidraid::config::{DEFAULT_LEASE, Policy, RepairRules, Rule};
 use rapidraid::entropy::{Entropy, SeededEntropy};
 use rapidraid::format::records::Standing;
-use rapidraid::id::{ClusterId, Job, LaunchId, PeerName, Step};
+use rapidraid::id::{ClusterId, Job, LaunchId, PeerName, ShardId, Step};
 use rapidraid::net::memory::{MemoryNetwork, MemoryTransport};
 use rapidraid::net::{Peer, Role};
 use rapidraid::node::{NewCatalogue, Node, NodeParts, NodeSettings};
@@ -463,23 +464,17 @@ pub fn shard(name: &str, bytes: &Bytes) -> NewShard {
     NewShard { name: name.parse().unwrap(), source: Arc::new(bytes.clone()) }
 }
 
-/// Replaces step 1 through node 1, which dies as soon as the new save is committed. It has not
-/// recorded the replaced save as removed yet.
+/// Replaces step 1 through node 1, which dies when it is about to remove the replaced save. No node
+/// has recorded that save as removed yet.
 pub async fn replace_and_die(world: &mut World, weights: &Bytes) {
-    let client = world.client_of(1);
     let replaced = world.checkpoint(1).committed.unwrap().save;
-    let (job, newer) = (job(), vec![shard("weights", weights)]);
+    let fence = shard_state_key(ShardId::new(replaced, 0));
+    let removes = world.requests.hold_write("node01", &fence);
+    let (client, job) = (world.client_of(1), job());
+    let newer = vec![shard("weights", weights)];
     let saving = client.save(&job, Step(1), newer, SaveOptions { replace: true }, quiet());
-    let is_committed = async {
-        while world.checkpoint(1).committed.is_none_or(|saved| saved.save == replaced) {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::select! {
-        biased;
-        () = is_committed => {}
-        saved = saving => panic!("the save ended before it was committed: {saved:?}"),
-    }
+    let (saved, ()) = tokio::join!(saving, removes.has_come());
+    saved.unwrap();
     world.kill(1).await;
 }
 

@@ -128,7 +128,8 @@ async fn what_a_node_brings_back_of_deferred_removals_is_no_orphan() {
     // By then the server has compared all nodes that are live.
     tokio::time::sleep(8 * world.lease).await;
     world.boot(AWAY);
-    world.slow(AWAY, Duration::from_secs(1));
+    // A page of the inventory takes seconds, and an answer to a purge takes milliseconds.
+    world.slow(AWAY, Duration::from_secs(60));
     while !world.catalogue_keys("d/").is_empty() {
         tokio::time::sleep(world.lease / 20).await;
         assert_eq!(world.catalogue_keys("x/"), [""; 0]);

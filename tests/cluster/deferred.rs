@@ -128,8 +128,8 @@ async fn what_a_node_brings_back_of_deferred_removals_is_no_orphan() {
     // By then the server has compared all nodes that are live.
     tokio::time::sleep(8 * world.lease).await;
     world.boot(AWAY);
-    // A page of the inventory takes seconds, and an answer to a purge takes milliseconds.
-    world.slow(AWAY, Duration::from_secs(60));
+    // The inventory takes longer than a lease period, and an answer to a purge milliseconds.
+    world.slow(AWAY, Duration::from_secs(120));
     while !world.catalogue_keys("d/").is_empty() {
         tokio::time::sleep(world.lease / 20).await;
         assert_eq!(world.catalogue_keys("x/"), [""; 0]);

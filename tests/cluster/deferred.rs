@@ -130,7 +130,8 @@ async fn what_a_node_brings_back_of_deferred_removals_is_no_orphan() {
     world.boot(AWAY);
     // The inventory takes longer than a lease period, and an answer to a purge milliseconds.
     world.slow(AWAY, Duration::from_secs(120));
-    while !world.catalogue_keys("d/").is_empty() {
+    world.until("nothing is deferred", || world.catalogue_keys("d/").is_empty()).await;
+    for _ in 0..80 {
         tokio::time::sleep(world.lease / 20).await;
         assert_eq!(world.catalogue_keys("x/"), [""; 0]);
     }

@@ -31,15 +31,16 @@ pub fn text(policy: &PolicyAnswer) -> String {
         let whose = rule.job.as_ref().map_or_else(String::new, |job| format!(" for job {job}"));
         out.push_str(&format!("policy{whose}: {}\n", words(rule)));
     }
+    // One step may have several saves that are being removed, some of which were never committed.
     let parts = [
-        (policy.to_archive, "to archive"),
-        (policy.to_retire, "to remove"),
-        (policy.removing, "being removed"),
+        (policy.to_archive, "step", "to archive"),
+        (policy.to_retire, "step", "to remove"),
+        (policy.removing, "save", "being removed"),
     ];
     let parts: Vec<String> = parts
         .iter()
-        .filter(|(steps, _)| *steps > 0)
-        .map(|(steps, what)| format!("{} {what}", counted(*steps, "step")))
+        .filter(|(number, ..)| *number > 0)
+        .map(|(number, noun, what)| format!("{} {what}", counted(*number, noun)))
         .collect();
     if !parts.is_empty() {
         out.push_str(&format!("policy: {}\n", parts.join(", ")));
@@ -101,7 +102,7 @@ mod tests {
             "policy: all but the newest 2 steps are archived, all are kept\n\
              policy for job gpt: all but the newest step are archived, the newest 20 are kept, and those divisible by 1000\n\
              policy for job tmp: nothing is archived, the newest 1 are kept\n\
-             policy: 1 step to archive, 3 steps being removed\n\
+             policy: 1 step to archive, 3 saves being removed\n\
              waits: gpt/12, tried 3 times: node03 is away\n"
         );
         assert_eq!(json(&policy)["waiting"][0]["job"], "gpt");

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use rapidraid::catalogue::record_access::save_ring_key;
 use rapidraid::client::SaveOptions;
 use rapidraid::entropy::SeededEntropy;
 use rapidraid::format::geometry::StripeCut;
@@ -19,8 +20,9 @@ use rapidraid::net::Role;
 use rapidraid::store::BlockSpec;
 use rapidraid::wire::NodeAddress;
 use rapidraid::wire::calls::{
-    CommitSave, CompleteShard, CopyReplica, PlanChoice, PurgeSave, PutLeaves, PutMark, PutPlaces,
-    PutReceipt, PutRecord, PutTombstone, RecordName, RegisterNode, RemoveStep,
+    CommitSave, CompareAndSetKey, CompleteShard, CopyReplica, GetKey, PlanChoice, PurgeSave,
+    PutLeaves, PutMark, PutPlaces, PutReceipt, PutRecord, PutTombstone, RecordName, RegisterNode,
+    RemoveStep,
 };
 use rapidraid::workers::Workers;
 
@@ -170,6 +172,11 @@ async fn a_step_that_cannot_go_on_does_not_stop_the_removal_of_others() {
     let (voice, nodes) = (world.voice(Role::Client, "odd"), world.voice(Role::Node, "odd-node"));
     let gateway = world.node_address(1);
     let begun = voice.begin(&gateway, 1).await.unwrap();
+    // Without the ring of the save, as a gateway of an older program leaves it, any ring is accepted.
+    let (key, server) = (save_ring_key(begun.save), world.node_address(0));
+    let found = nodes.ask(&server, &GetKey { key: key.clone() }).await.unwrap();
+    let expected = found.map(|(_, revision)| revision);
+    nodes.ask(&server, &CompareAndSetKey { key, expected, value: None }).await.unwrap();
     let mut root = empty_root(&begun, 1, "weights");
     for (number, member) in root.ring.iter_mut().enumerate() {
         let name: PeerName = format!("away{number}").parse().unwrap();
